@@ -1,0 +1,57 @@
+# The environment is .venv, made from requirements.lock; every target below makes it when needed.
+# It has to be made with Python 3.11 or newer: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+UV ?= uv
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test lint format bench notebooks lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## make the environment in .venv
+
+demo: $(STAMP) ## train with two trainers and two parameter servers as processes; draws loss.png
+	$(BIN)/dtrans train --engine processes --trainers 2 --pservers 2 --plot loss.png
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## put the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## run the benchmarks
+	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only --benchmark-sort=fullname \
+		--benchmark-columns=min,median,iqr,ops,rounds,iterations
+
+notebooks: $(STAMP) ## run the notebooks from top to bottom
+	$(BIN)/python -m pytest notebooks --nbmake --nbmake-timeout=280
+
+lock: ## write requirements.lock anew from pyproject.toml (needs uv); pins that still hold are kept
+	$(UV) pip compile --no-config --no-emit-index-url --universal --python-version 3.11 --generate-hashes \
+		--extra dev --custom-compile-command 'make lock' --quiet --output-file requirements.lock pyproject.toml
+
+clean: ## remove caches and outputs; .venv stays
+	rm -rf build dist runs .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache loss.png *.egg-info
+	find . -path ./.venv -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -exec rm -rf {} +
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "dtrans needs Python 3.11 or newer, but $(PYTHON) is" \
+			"$$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet --require-hashes --only-binary :all: -r requirements.lock
+	$(PIP) install --quiet --no-build-isolation --no-deps -e .
+	@touch $@

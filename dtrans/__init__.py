@@ -1,0 +1,23 @@
+"""dtrans: one training step, rewritten into the programs of a distributed job.
+
+    step (one jaxpr)  --transform-->  a plan: one jaxpr per role  --realise-->  a running job
+
+Trace a step (`trace`), plan it (`pserver`, or `DistributeTranspiler` as Paddle wrote it), run it in this
+process (`plan.on_mesh()`) or as processes (`Executor`, `dtrans launch`).
+"""
+
+from dtrans import errors as errors
+from dtrans.blocks import (
+    HashName as HashName,
+    PSDispatcher as PSDispatcher,
+    RoundRobin as RoundRobin,
+    VarBlock as VarBlock,
+    slice_variable as slice_variable,
+)
+from dtrans.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
+from dtrans.plan import PServerPlan as PServerPlan
+from dtrans.program import Op as Op, Program as Program, trace as trace
+from dtrans.transforms import pserver as pserver
+
+
+__version__ = "0.1.0"

@@ -1,0 +1,118 @@
+"""Every import outside JAX's documented API, with what it is, since when, and why.
+
+`jax.extend` and `jax.interpreters` promise nothing from release to release, so the rest of the
+package imports these names from here and nowhere else (a test greps for it). Supported:
+`jax>=0.10.2,<0.12`.
+
+The one difference that matters: up to 0.10 a `ClosedJaxpr` pairs a `Jaxpr` with its constants; from
+0.11 both names are the same class, and constants live in the jaxpr. Code here therefore never asks
+`isinstance(x, Jaxpr)` to tell an open jaxpr from a closed one: it calls `opened`, `constants`, `closed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray as ShapedArray
+from jax.extend.core import (
+    ClosedJaxpr as ClosedJaxpr,
+    Jaxpr as Jaxpr,
+    JaxprEqn as JaxprEqn,
+    Literal as Literal,
+    Primitive as Primitive,
+    Var as Var,
+    jaxpr_as_fun as jaxpr_as_fun,
+    jaxprs_in_params as jaxprs_in_params,
+    new_jaxpr_eqn as new_jaxpr_eqn,
+)
+from jax.interpreters import ad as ad, batching as batching, mlir as mlir, partial_eval as partial_eval
+
+
+Atom = Var | Literal
+
+
+def is_jaxpr(value: Any) -> bool:
+    """True for an open or a closed jaxpr (one class from 0.11)."""
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def opened(jaxpr: Any) -> Jaxpr:
+    """The jaxpr proper; the identity from 0.11."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def constants(jaxpr: Any) -> list[Any]:
+    """The values of the constant variables of a closed jaxpr; none for an open one."""
+    return list(jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else []
+
+
+def closed(
+    constvars: Sequence[Var],
+    consts: Sequence[Any],
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[JaxprEqn],
+    like: Any,
+) -> ClosedJaxpr:
+    """A new closed jaxpr. `like` lends its debug information; effects are joined from the equations."""
+    effects: set[Any] = set()
+    for eqn in eqns:
+        effects |= set(eqn.effects)
+    open_jaxpr = opened(like).replace(
+        constvars=list(constvars),
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=list(eqns),
+        effects=frozenset(effects),
+        debug_info=opened(like).debug_info.with_unknown_names(),
+    )
+    return ClosedJaxpr(open_jaxpr, list(consts))
+
+
+def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """Trace `fn` to a plain jaxpr.
+
+    `Traced.lojax` is undocumented but has no underscore (0.10.2, 0.11.0, head). It lowers what
+    `jax_remat3` and `jax_custom_vjp3` leave as opaque `call_hi_primitive` equations, inside which
+    neither gradients nor marks could be seen.
+    """
+    return jax.jit(fn).trace(*args).lojax.jaxpr
+
+
+def abstract_eval(primitive: Primitive, avals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """The output types of one equation, as the primitive itself states them."""
+    out, _ = primitive.abstract_eval(*avals, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+def is_plain_jit(eqn: JaxprEqn) -> bool:
+    """A `jit` equation that only groups equations: no sharding, layout or donation asked for."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return False
+    p = eqn.params
+    asked = (*p.get("in_shardings", ()), *p.get("out_shardings", ()), *p.get("in_layouts", ()), *p.get("out_layouts", ()))
+    return all(type(a).__name__ == "UnspecifiedValue" or a is None for a in asked)
+
+
+def scope_of(eqn: JaxprEqn) -> str:
+    """The name stack of an equation as text, e.g. `transpose(jvp(dense))/dot`."""
+    return str(eqn.source_info.name_stack)
+
+
+def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
+    """`eqn`, inlined out of the call `outer`, under the name stack it had inside that call."""
+    stack = outer.source_info.name_stack
+    if not len(stack):
+        return eqn
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=stack + info.name_stack))
+
+
+def equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """All equations, those of nested jaxprs included."""
+    for eqn in opened(jaxpr).eqns:
+        yield eqn
+        for sub in jaxprs_in_params(eqn.params):
+            yield from equations(sub)

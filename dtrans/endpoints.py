@@ -1,0 +1,48 @@
+"""Endpoints: `host:port`, as users write them."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+from dtrans.errors import ConfigError
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """`127.0.0.1:6174` as host and port; an IPv6 host is written in brackets, `[::1]:6174`.
+
+    Raises:
+      ConfigError: not of that form.
+    """
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536 or any(c.isspace() for c in endpoint):
+        raise ConfigError(f"{endpoint!r} is not an endpoint: write host:port, e.g. 127.0.0.1:6174")
+    return host.strip("[]"), int(port)
+
+
+def parse_endpoints(endpoints: str | Sequence[str]) -> tuple[str, ...]:
+    """A sequence of endpoints, or one string with commas.
+
+    Raises:
+      ConfigError: none at all, one that is not host:port, or the same one twice.
+    """
+    given = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
+    parsed = tuple(e.strip() for e in given)
+    if not parsed or parsed == ("",):
+        raise ConfigError("no pserver endpoints were given: write e.g. pservers='127.0.0.1:6174,127.0.0.1:6175'")
+    for e in parsed:
+        split_endpoint(e)
+    twice = sorted({e for e in parsed if parsed.count(e) > 1})
+    if twice:
+        raise ConfigError(f"the endpoint {twice[0]} is listed {parsed.count(twice[0])} times; each pserver needs one of its own")
+    return parsed
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine's loopback."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,63 @@
+"""Every refusal of the package.
+
+An error names the user's own thing (leaf path, shape, endpoint, config key), says what is wrong with
+it and what to do. All derive from `DtransError`; each also derives from the built-in exception that
+fits, so that `except ValueError` written against another library goes on working.
+"""
+
+from __future__ import annotations
+
+
+class DtransError(Exception):
+    """The base of all."""
+
+
+class TraceError(DtransError, TypeError):
+    """A function, or the arguments of a program, that cannot be traced or matched."""
+
+
+class GradientError(DtransError, ValueError):
+    """The gradients of a step cannot be told, or something runs around them."""
+
+
+class ConfigError(DtransError, ValueError):
+    """An option that does not exist, has the wrong value, or contradicts another."""
+
+
+class ConfigAssertionError(ConfigError, AssertionError):
+    """A `ConfigError` where Paddle's transpiler raised a bare `AssertionError`."""
+
+
+class UnknownEndpointError(ConfigError, KeyError):
+    """An endpoint that is not one of the plan's."""
+
+    def __str__(self) -> str:  # KeyError prints the repr of its message
+        return str(self.args[0])
+
+
+class BatchError(DtransError, ValueError):
+    """A batch that does not fit the program or the trainers."""
+
+
+class NotRealisedError(DtransError, RuntimeError):
+    """A communicating program was run as if it were a plain function."""
+
+
+class StateError(DtransError, RuntimeError):
+    """The state of a job was used in a way its job does not allow."""
+
+
+class WireError(DtransError, ValueError):
+    """A message that does not follow the protocol."""
+
+
+class PeerError(DtransError, RuntimeError):
+    """Another role refused, failed, or disagrees about what is being trained."""
+
+
+class DeadlineError(PeerError, TimeoutError):
+    """A wait ran out of time. The message says who waited for whom, for what, and how long."""
+
+
+class LaunchError(DtransError, RuntimeError):
+    """A launched role ended with an error."""

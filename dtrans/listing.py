@@ -1,0 +1,83 @@
+"""How programs are shown: a listing of ops as text, and as HTML in a notebook."""
+
+from __future__ import annotations
+
+import html as html_escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtrans._jax import is_jaxpr, opened
+
+
+if TYPE_CHECKING:
+    from dtrans.program import Op, Program
+
+COLOURS = {
+    "forward": "#1f6feb",
+    "backward": "#8250df",
+    "optimize": "#bc4c00",
+    "lr_sched": "#9a6700",
+    "rpc": "#cf222e",
+    "dist": "#1a7f37",
+}
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, (tuple, dict, str)) and not value)
+
+
+def short_type(aval: Any) -> str:
+    """`f32[4,2]`: as jaxprs print types."""
+    return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else f"{aval.dtype}{list(aval.shape)}"
+
+
+def literal(atom: Any) -> str:
+    """A literal operand, as short as it can be read."""
+    value = np.asarray(atom.val)
+    return f"{value.item()!r:.12}" if value.ndim == 0 and value.dtype.kind in "biufc" else f"<{short_type(atom.aval)}>"
+
+
+def attribute(value: Any) -> str:
+    """One attribute of an op, on one line."""
+    if is_jaxpr(value):
+        return f"<jaxpr, {len(opened(value).eqns)} equations>"
+    if isinstance(value, tuple) and value and not isinstance(value[0], (int, float, str, tuple)):
+        return f"<{len(value)} x {type(value[0]).__name__}>"
+    text = str(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def op_line(op: Op) -> str:
+    """One op: `outputs = type inputs [attributes]`."""
+    attrs = ", ".join(f"{k}={attribute(v)}" for k, v in op.attrs.items() if not _says_nothing(v))
+    left = f"{', '.join(op.outputs)} = " if op.outputs else ""
+    return f"{left}{op.type} {' '.join(op.inputs)}".rstrip() + (f"  [{attrs}]" if attrs else "")
+
+
+def text(program: Program) -> str:
+    """The whole program, one op a line, each with its role."""
+    lines = [f"program {program.name}"]
+    lines += [f"  in   {n}: {short_type(t)}" for n, t in program.inputs.items()]
+    lines += [f"  {op.role:<9}{op_line(op)}" for op in program.ops]
+    names = program.value_names
+    for name, atom in zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True):
+        source = literal(atom) if hasattr(atom, "val") else names[atom]
+        lines.append(f"  out  {name}: {short_type(atom.aval)}" + (f" = {source}" if source.rstrip("'") != name else ""))
+    return "\n".join(lines)
+
+
+def html(program: Program) -> str:
+    """The whole program as a table; roles in colour."""
+    esc = html_escape.escape
+    rows = "".join(
+        f"<tr><td style='color:{COLOURS[op.role]};text-align:left'>{op.role}</td>"
+        f"<td style='text-align:left'><code>{esc(op_line(op))}</code></td></tr>"
+        for op in program.ops
+    )
+    inputs = ", ".join(f"{esc(n)}: {esc(short_type(t))}" for n, t in program.inputs.items())
+    outputs = ", ".join(f"{esc(n)}: {esc(short_type(t))}" for n, t in program.outputs.items())
+    return (
+        f"<details open><summary><b>program {esc(program.name)}</b>: {len(program.ops)} ops</summary>"
+        f"<p>in <code>{inputs}</code></p><table>{rows}</table><p>out <code>{outputs}</code></p></details>"
+    )

@@ -1,0 +1,140 @@
+"""Marks: where gradients end and the optimizer begins.
+
+`mark_p` is an identity on a gradient. It carries the parameter the gradient belongs to as its second
+operand, so that the cut (`dtrans.cut`) can tell which is whose by the variables alone, whatever the user
+called them. One equation per leaf: a mark over the whole tree would make every leaf depend on every other.
+
+Marks come from `value_and_grad`, or from `make_train_step`, which uses it. They survive jit, vmap, scan,
+remat and differentiation of the step, and vanish in lowering. (alpa's lesson: wrap `grad`, do not ask
+users to mark; alpa/api.py, `alpa.grad`.)
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import keystr, tree_map_with_path
+
+from dtrans._jax import Primitive, ad, batching, mlir
+from dtrans.errors import GradientError
+from dtrans.trees import combine, is_differentiable, partition
+
+
+mark_p = Primitive("gradient")
+mark_p.def_impl(lambda g, p, *, leaf: g)
+mark_p.def_abstract_eval(lambda g, p, *, leaf: g)
+
+
+def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, leaf: str) -> tuple[Any, Any]:
+    # what is differentiated again is not the gradient of this step any more: tangents pass unmarked
+    return mark_p.bind(*primals, leaf=leaf), tangents[0]
+
+
+def _mark_batch(args: Sequence[Any], dims: Sequence[Any], *, leaf: str) -> tuple[Any, Any]:
+    return mark_p.bind(*args, leaf=leaf), dims[0]
+
+
+ad.primitive_jvps[mark_p] = _mark_jvp
+batching.primitive_batchers[mark_p] = _mark_batch
+mlir.register_lowering(mark_p, lambda ctx, g, p, *, leaf: [g])
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad`, with the gradients marked for dtrans.
+
+    Leaves that cannot be differentiated (integers, Equinox's functions) may be among the arguments: they
+    are held still and their gradient is None, as with `equinox.filter_value_and_grad`. On a pytree of
+    floating-point arrays it is `jax.value_and_grad`, value for value.
+
+    Args:
+      fun: returns a scalar, or (scalar, aux) with `has_aux`.
+      argnums: which positional arguments to differentiate.
+
+    Example:
+      >>> import jax.numpy as jnp, dtrans
+      >>> dtrans.value_and_grad(lambda p: jnp.sum(p["w"] ** 2))({"w": jnp.array([1.0, 2.0])})
+      (Array(5., dtype=float32), {'w': Array([2., 4.], dtype=float32)})
+    """
+    several = not isinstance(argnums, int)
+    places = tuple(argnums) if not isinstance(argnums, int) else (argnums,)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        halves = [partition(args[i], is_differentiable) for i in places]
+        if not any(jax.tree.leaves(diff) for diff, _ in halves):
+            raise GradientError(f"argument {argnums} of {getattr(fun, '__name__', fun)} has no floating-point array to differentiate")
+
+        def of_differentiable(diffs: list[Any]) -> Any:
+            full = list(args)
+            for i, diff, (_, rest) in zip(places, diffs, halves, strict=True):
+                full[i] = combine(diff, rest)
+            return fun(*full, **kwargs)
+
+        diffs = [diff for diff, _ in halves]
+        value, grads = jax.value_and_grad(of_differentiable, has_aux=has_aux)(diffs)
+        marked = [
+            tree_map_with_path(lambda path, p, g: mark_p.bind(g, p, leaf=keystr(path, simple=True, separator="/")), diff, grad)
+            for diff, grad in zip(diffs, grads, strict=True)
+        ]
+        return value, (tuple(marked) if several else marked[0])
+
+    return wrapped
+
+
+def make_train_step(loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = False) -> Callable[..., Any]:
+    """One training step: loss and gradients, the optax update, new parameters.
+
+    Args:
+      loss_fn: `loss_fn(params, *batch)` returns a scalar, the *mean* over the batch; with `has_aux`,
+        (loss, aux). A loss that is a sum over the batch is not the same on trainers that each see a part.
+      tx: an `optax.GradientTransformation`, or anything with its `update`.
+
+    Returns:
+      `step(params, opt_state, *batch) -> (params, opt_state, loss[, aux])`, with the parameter names of
+      `loss_fn` for the batch. Leaves of `params` that cannot be differentiated are handed through, and are
+      not seen by the optimizer (`tx.init` is then called on the differentiable part).
+
+    Example:
+      >>> import jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx)
+      >>> params = {"w": jnp.zeros(2)}
+      >>> params, _, loss = step(params, tx.init(params), jnp.array([2.0, 4.0]))
+      >>> params["w"].tolist(), float(loss)
+      ([1.0, 2.0], 10.0)
+    """
+    gradient = value_and_grad(loss_fn, has_aux=has_aux)
+
+    def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
+        value, grads = gradient(params, *batch)
+        diff, rest = partition(params, is_differentiable)
+        updates, opt_state = tx.update(grads, opt_state, diff)
+        params = combine(_apply_updates(diff, updates), rest)
+        return (params, opt_state, *(value if has_aux else (value,)))
+
+    _, *batch = inspect.signature(loss_fn).parameters.values()
+    state = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", "opt_state")]
+    taken = {"params", "opt_state"}
+    if any(p.name in taken for p in batch):
+        raise GradientError("the batch arguments of loss_fn may not be called params or opt_state")
+    rest_of = [p.replace(annotation=p.empty) for p in batch]
+    step.__signature__ = inspect.Signature([*(p.replace(kind=_kind(rest_of)) for p in state), *rest_of])  # type: ignore[attr-defined]
+    return step
+
+
+def _kind(rest: Sequence[inspect.Parameter]) -> Any:
+    """Positional-only unless what follows is positional-or-keyword; either is valid before the rest."""
+    return inspect.Parameter.POSITIONAL_ONLY
+
+
+def _apply_updates(params: Any, updates: Any) -> Any:
+    """`optax.apply_updates`: the sum, in the parameter's dtype; None updates nothing."""
+    return jax.tree.map(
+        lambda p, u: None if p is None else p if u is None else (p + u).astype(p.dtype), params, updates, is_leaf=lambda x: x is None
+    )

@@ -1,0 +1,17 @@
+"""Communication as equations.
+
+Each primitive here has a type and no lowering: it can be read, counted, costed, moved and tested, and a
+program that holds one cannot run until a realiser (`dtrans.run`) carries it out. One file per family:
+
+    rpc      send, recv and their barriers: the parameter-server wire as a trainer sees it
+    blocks   split_byref and concat: a leaf to its blocks and back
+    serve    listen_and_serv: a whole parameter server as one equation
+
+A new family is a new file, built with `communication`; a realiser that does not know one of its
+primitives refuses by name.
+"""
+
+from dtrans.ops.blocks import concat_p as concat_p, split_byref_p as split_byref_p
+from dtrans.ops.primitive import communication as communication, token as token
+from dtrans.ops.rpc import fetch_barrier_p as fetch_barrier_p, recv_p as recv_p, send_barrier_p as send_barrier_p, send_p as send_p
+from dtrans.ops.serve import OptimizeBlock as OptimizeBlock, listen_and_serv_p as listen_and_serv_p

@@ -1,0 +1,33 @@
+"""A leaf to its blocks and back.
+
+    blocks... = split_byref X      [sections]
+    X         = concat blocks...   [axis=0]
+
+They compute nothing, and a realiser does better than to carry them out as such: over endpoints a split is a
+view of the gradient's buffer, and a received block lands in the rows of its parameter, so that neither
+copies; on a mesh both are folded into the compiled pieces.
+
+Source: paddle/fluid/operators/distributed_ops/split_byref_op.cc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dtrans.ops.primitive import communication
+
+
+def _split(x: Any, *, sections: Sequence[int]) -> list[Any]:
+    assert sum(sections) == x.shape[0]
+    return [x.update(shape=(rows, *x.shape[1:])) for rows in sections]
+
+
+def _concat(*blocks: Any, axis: int) -> list[Any]:
+    shape = list(blocks[0].shape)
+    shape[axis] = sum(b.shape[axis] for b in blocks)
+    return [blocks[0].update(shape=tuple(shape))]
+
+
+split_byref_p = communication("split_byref", _split)
+concat_p = communication("concat", _concat)

@@ -1,0 +1,48 @@
+"""A parameter server as one equation.
+
+    state... = listen_and_serv state...   [endpoint, Fanin, sync_mode, grad_to_block_id, optimize_blocks, ...]
+
+It serves until every trainer has closed, and its outputs are the state it ends with. What it does with the
+gradients is held in `optimize_blocks`, as `cond` holds its branches: a block of role lr_sched first, if the
+optimizer does anything that no parameter's rows enter, then one for each parameter block.
+
+Source: paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dtrans._jax import ClosedJaxpr
+from dtrans.ops.primitive import communication
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OptimizeBlock:
+    """One block of a server's work: a jaxpr on named values.
+
+    Attributes:
+      name: the parameter block it updates, or `lr_sched`.
+      role: `optimize` or `lr_sched`.
+      jaxpr: the closed jaxpr.
+      in_names: what it reads: gradients (`params/w@GRAD.block0.trainer_1`), state (`params/w.block0`), and
+        values of the lr_sched block (`lr_sched/0`).
+      out_names: what it makes: state, or values for other blocks.
+    """
+
+    name: str
+    role: str
+    jaxpr: ClosedJaxpr
+    in_names: tuple[str, ...]
+    out_names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"<{self.role} block {self.name}: {len(self.jaxpr.jaxpr.eqns)} equations>"
+
+
+def _serve(*state: Any, **_: Any) -> list[Any]:
+    return list(state)
+
+
+listen_and_serv_p = communication("listen_and_serv", _serve)

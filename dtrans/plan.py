@@ -1,0 +1,191 @@
+"""Plans: what a transform returns. One program per role, where everything lives, and what a step moves.
+
+A plan is a value. It can be printed, compared and costed anywhere; only `on_mesh` and the programs run by
+`dtrans.Executor` touch devices or sockets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html as html_escape
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from dtrans.errors import ConfigError, UnknownEndpointError
+from dtrans.placement import Placement
+from dtrans.program import Program
+
+
+if TYPE_CHECKING:
+    import jax
+
+    from dtrans.run.mesh import MeshJob
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ServerPrograms:
+    """The two programs of one parameter server.
+
+    Attributes:
+      main: one `listen_and_serv`, on the server's state.
+      startup: makes that state.
+    """
+
+    main: Program
+    startup: Program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PServerPlan:
+    """Parameter-server training of one step; made by `dtrans.pserver`.
+
+    Attributes:
+      main: the step, with calls inlined and exact roles.
+      startup: the single-device init.
+      placement: every block and where it lives.
+      trainers: how many trainers there are.
+      sync_mode: whether updates wait for all of them.
+      servers: endpoint to the programs of that server.
+      held: parameters that no server holds: they never change, or each trainer makes its own.
+      unsent: parameters on the servers whose update uses no gradient.
+      shared_state: optimizer state that no parameter's row enters; every server holds it.
+    """
+
+    main: Program
+    startup: Program
+    placement: Placement
+    trainers: int
+    sync_mode: bool
+    servers: Mapping[str, ServerPrograms]
+    held: tuple[str, ...]
+    unsent: tuple[str, ...]
+    shared_state: tuple[str, ...]
+    make_trainer: Callable[[int], Program] = dataclasses.field(repr=False)
+    make_trainer_startup: Callable[[int], Program] = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "servers", _Servers(self.servers))
+
+    # -- programs --------------------------------------------------------------------------------
+
+    @cached_property
+    def trainer(self) -> Program:
+        """The program of trainer 0: (params, *batch) -> (params, loss[, aux])."""
+        return self.make_trainer(0)
+
+    @cached_property
+    def trainer_startup(self) -> Program:
+        """The startup program of trainer 0: the arguments of init -> params."""
+        return self.make_trainer_startup(0)
+
+    def trainer_program(self, trainer_id: int) -> Program:
+        """The program of one trainer. Raises ConfigError for an id that the plan does not have."""
+        check_trainer_id(trainer_id, self.trainers)
+        return self.trainer if trainer_id == 0 else self.make_trainer(trainer_id)
+
+    def trainer_startup_program(self, trainer_id: int) -> Program:
+        """The startup program of one trainer. Raises ConfigError for an id that the plan does not have."""
+        check_trainer_id(trainer_id, self.trainers)
+        return self.trainer_startup if trainer_id == 0 else self.make_trainer_startup(trainer_id)
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def on_mesh(self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> MeshJob:
+        """Run the whole job in this process; see `dtrans.run.mesh.MeshJob`.
+
+        Args:
+          devices: trainers take the first, pservers those after them, round-robin where there are
+            fewer than roles. All of this process's by default.
+          donate: let each update reuse the memory of the optimizer state it replaces. A state that was
+            stepped from cannot be stepped from again.
+        """
+        from dtrans.run.mesh import MeshJob
+
+        return MeshJob(self, devices, donate=donate)
+
+    # -- cost ------------------------------------------------------------------------------------
+
+    @cached_property
+    def server_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes held by each server: of parameters, and of optimizer state."""
+        found = {}
+        for endpoint, programs in self.servers.items():
+            params = {b.name for u in self.placement.units[endpoint] for b in u.blocks}
+            sizes = {n: t.size * t.dtype.itemsize for n, t in programs.main.inputs.items()}
+            mine = sum(s for n, s in sizes.items() if n in params)
+            found[endpoint] = {"params": mine, "opt_state": sum(sizes.values()) - mine}
+        return found
+
+    @cached_property
+    def bytes_per_step(self) -> dict[str, int]:
+        """Bytes that one trainer sends (gradients) and receives (parameters) in a step."""
+        push = sum(b.nbytes for b in self.placement.table if b.leaf not in set(self.unsent))
+        return {"send": push, "recv": sum(b.nbytes for b in self.placement.table)}
+
+    # -- showing ---------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """The placement table: block, rows, bytes, endpoint."""
+        table = []
+        for b in self.placement.table:
+            rows = "-" if b.span is None else f"{b.span.start}:{b.span.stop}"
+            table.append((b.name, rows, f"{b.nbytes:,}", b.endpoint))
+        return table
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What else there is to know: bytes, whole leaves and why, what stays with the trainers."""
+        notes = []
+        for endpoint, size in self.server_bytes.items():
+            notes.append(f"{endpoint} holds {size['params']:,} bytes of parameters, {size['opt_state']:,} of optimizer state")
+        step = self.bytes_per_step
+        notes.append(f"each of {self.trainers} trainers sends {step['send']:,} and receives {step['recv']:,} bytes per step")
+        for leaf, reason in self.placement.whole.items():
+            notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
+        if self.shared_state:
+            notes.append(f"on every server: {', '.join(self.shared_state)}")
+        if self.held:
+            notes.append(f"on the trainers only: {', '.join(self.held)}")
+        return notes
+
+    def __str__(self) -> str:
+        header = ("block", "rows", "bytes", "endpoint")
+        table = [header, *self.rows]
+        widths = [max(len(r[i]) for r in table) for i in range(4)]
+        lines = [f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, sync"]
+        for r in table:
+            lines.append(f"  {r[0]:<{widths[0]}}  {r[1]:>{widths[1]}}  {r[2]:>{widths[2]}}  {r[3]}")
+        return "\n".join(lines + self.notes)
+
+    def __repr__(self) -> str:
+        return f"<PServerPlan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, {len(self.rows)} blocks>"
+
+    def _repr_html_(self) -> str:
+        esc = html_escape.escape
+        body = "".join(
+            f"<tr><td style='text-align:left'><code>{esc(r[0])}</code></td><td>{r[1]}</td><td>{r[2]}</td><td>{esc(r[3])}</td></tr>"
+            for r in self.rows
+        )
+        notes = "".join(f"<li>{esc(n)}</li>" for n in self.notes)
+        return (
+            f"<b>pserver plan of {esc(self.main.name)}</b>: {self.trainers} trainers, {len(self.servers)} pservers, sync"
+            f"<table><tr><th>block</th><th>rows</th><th>bytes</th><th>endpoint</th></tr>{body}</table><ul>{notes}</ul>"
+        )
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self) if cycle else str(self))
+
+
+class _Servers(dict[str, ServerPrograms]):
+    """Endpoint to programs; an unknown endpoint is named in the error."""
+
+    def __missing__(self, endpoint: str) -> ServerPrograms:
+        raise UnknownEndpointError(f"{endpoint!r} is not a pserver of this plan; its pservers are {', '.join(self)}")
+
+
+def check_trainer_id(trainer_id: Any, trainers: int) -> None:
+    """Raises ConfigError unless 0 <= trainer_id < trainers."""
+    if isinstance(trainer_id, bool) or not isinstance(trainer_id, int) or not 0 <= trainer_id < trainers:
+        raise ConfigError(f"trainer_id {trainer_id!r} is out of range: with {trainers} trainers it is one of 0 to {trainers - 1}")

@@ -1,0 +1,395 @@
+"""Parameter-server mode: a step becomes a trainer program and one program per server.
+
+    trainer   forward, backward; right after the equation that makes a gradient, `split_byref` (where the
+              leaf has several blocks) and `send`; at the end `send_barrier`, a `recv` for each parameter,
+              `fetch_barrier`, and `concat` for leaves of several blocks
+    pserver   one `listen_and_serv`, whose optimize blocks sum the trainers' gradients, scale them by
+              1/trainers, and do what the optimizer does, on the rows that live there
+
+The optimizer's state exists on the servers only. Initial values are the rows of the single-device init.
+With a loss that is a mean over the batch, and trainers that see equal shares of it, the job computes what
+one device computes on the whole batch.
+
+Source: python/paddle/fluid/transpiler/distribute_transpiler.py (`transpile`, `get_trainer_program`,
+`get_pserver_program`), order of operations included; the programs handed in are not changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax import Var
+from dtrans.blocks import PSDispatcher, RoundRobin
+from dtrans.cut import GRAD, Cut, cut
+from dtrans.endpoints import parse_endpoints
+from dtrans.errors import ConfigError, TraceError
+from dtrans.listing import short_type
+from dtrans.ops import (
+    OptimizeBlock,
+    concat_p,
+    fetch_barrier_p,
+    listen_and_serv_p,
+    recv_p,
+    send_barrier_p,
+    send_p,
+    split_byref_p,
+)
+from dtrans.placement import Block, Placement, Unit, place
+from dtrans.plan import PServerPlan, ServerPrograms
+from dtrans.program import DIST, FORWARD, LR_SCHED, OPTIMIZE, RPC, Program
+from dtrans.rewrite import Builder, inline_calls, needed
+from dtrans.rows import RowAnalysis, analyse
+from dtrans.shards import Slicer, UnitUpdate
+from dtrans.trees import TreeSpec, without
+
+
+def pserver(
+    main: Program,
+    startup: Program,
+    *,
+    pservers: str | Sequence[str] = ("127.0.0.1:6174",),
+    trainers: int = 1,
+    sync_mode: bool = True,
+    slice_var_up: bool = True,
+    split_method: type[PSDispatcher] = RoundRobin,
+    min_block_size: int = 8192,
+    seed: int = 0,
+) -> PServerPlan:
+    """Plan parameter-server training of a traced step.
+
+    Args:
+      main: `dtrans.trace(step, params, opt_state, *batch)`.
+      startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
+      pservers: the servers' endpoints, `host:port`, as a sequence or separated by commas.
+      trainers: how many trainers share each global batch.
+      sync_mode: every update uses the gradients of all trainers.
+      slice_var_up: cut leaves into blocks of rows; otherwise every leaf is whole on one server.
+      split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, or one's own.
+      min_block_size: the fewest elements worth a block of their own; any positive number.
+      seed: of the order in which whole leaves are dispatched when `slice_var_up` is off.
+
+    Raises:
+      ConfigError: an option that is out of range.
+      GradientError: the gradients of the step cannot be told; see `dtrans.cut`.
+      TraceError: `startup` does not make what `main` takes.
+
+    Source: `DistributeTranspiler.transpile` in Paddle's distribute_transpiler.py.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.1)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> def init(key):
+      ...     params = {"w": jax.random.normal(key, (6, 2))}
+      ...     return params, tx.init(params)
+      >>> key, x = jax.random.key(0), jnp.ones((4, 6))
+      >>> plan = dtrans.pserver(dtrans.trace(step, *init(key), x), dtrans.trace(init, key),
+      ...                       pservers="127.0.0.1:6174,127.0.0.1:6175", trainers=2, min_block_size=1)
+      >>> [(b.name, b.shape, b.endpoint) for b in plan.placement.table]
+      [('params/w.block0', (3, 2), '127.0.0.1:6174'), ('params/w.block1', (3, 2), '127.0.0.1:6175')]
+      >>> [op.type for op in plan.trainer.ops if op.role in ("rpc", "dist")]
+      ['split_byref', 'send', 'send_barrier', 'recv', 'fetch_barrier', 'concat']
+    """
+    endpoints = parse_endpoints(pservers)
+    check_options(main, startup, trainers, sync_mode, split_method, min_block_size)
+    step = cut(main)
+    analysis = analyse(step.optimize, step.optimized)
+    types = {n: step.program.inputs[n] for n in step.optimized}
+    placement = place(
+        analysis, types, endpoints, slice_var_up=slice_var_up, split_method=split_method, min_block_size=min_block_size, seed=seed
+    )
+    startup = _match_startup(step, startup)
+    servers = _Servers(step, analysis, placement, startup, trainers, sync_mode)
+    return PServerPlan(
+        main=step.program,
+        startup=startup,
+        placement=placement,
+        trainers=trainers,
+        sync_mode=sync_mode,
+        servers={ep: servers.programs(ep) for ep in endpoints},
+        held=step.held,
+        unsent=tuple(n for n in step.optimized if n not in step.gradients),
+        shared_state=servers.slicer.shared_state,
+        make_trainer=lambda k: trainer_program(step, placement, k, trainers, sync_mode),
+        make_trainer_startup=lambda k: trainer_startup_program(step, placement, startup, k, trainers, sync_mode),
+    )
+
+
+def check_options(main: Any, startup: Any, trainers: Any, sync_mode: Any, split_method: Any, min_block_size: Any) -> None:
+    """Refuse what cannot be planned, by the option's name."""
+    for name, program in (("main", main), ("startup", startup)):
+        if not isinstance(program, Program):
+            raise ConfigError(f"{name} must be a Program (dtrans.trace(fn, *args)), it is {type(program).__name__}")
+    if isinstance(trainers, bool) or not isinstance(trainers, int) or trainers < 1:
+        raise ConfigError(f"trainers must be a positive number of trainers, it is {trainers!r}")
+    if sync_mode is not True:
+        raise ConfigError(f"sync_mode={sync_mode!r}: this version has synchronous training only; leave sync_mode=True")
+    if not (isinstance(split_method, type) and issubclass(split_method, PSDispatcher)) or split_method is PSDispatcher:
+        raise ConfigError(
+            f"split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or dtrans.HashName; it is {split_method!r}"
+        )
+    if isinstance(min_block_size, bool) or not isinstance(min_block_size, int) or min_block_size < 1:
+        raise ConfigError(f"min_block_size must be a positive number of elements, it is {min_block_size!r}")
+
+
+def _match_startup(step: Cut, startup: Program) -> Program:
+    """The startup program with its outputs named as the step's state."""
+    names = (*step.params, *step.opt_state)
+    have = startup.jaxpr.jaxpr.outvars
+    if len(have) != len(names):
+        raise TraceError(
+            f"the startup program {startup.name} makes {len(have)} arrays, the step takes {len(names)} as params and opt_state: "
+            "startup must be dtrans.trace(init, ...) with init(...) -> (params, opt_state)"
+        )
+    types = step.program.inputs
+    for name, atom in zip(names, have, strict=True):
+        if (atom.aval.shape, atom.aval.dtype) != (types[name].shape, types[name].dtype):
+            raise TraceError(f"the startup program makes {name} as {short_type(atom.aval)}, the step takes {short_type(types[name])}")
+    jaxpr = inline_calls(startup.jaxpr)
+    out = TreeSpec(startup.out.treedef, _renamed(startup.out, names))
+    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, roles=(FORWARD,) * len(jaxpr.jaxpr.eqns), respecialise=None)
+
+
+def _renamed(spec: TreeSpec, names: Sequence[str]) -> tuple[Any, ...]:
+    it = iter(names)
+    return tuple(next(it) if isinstance(leaf, str) else leaf for leaf in spec.leaves)
+
+
+# -- the trainer -----------------------------------------------------------------------------------
+
+
+def trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers: int, sync_mode: bool) -> Program:
+    """The program of one trainer: (params, *batch) -> (params, loss[, aux])."""
+    source = step.program
+    inner = source.jaxpr.jaxpr
+    vars_of = dict(zip(source.in_names, inner.invars, strict=True))
+    outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
+    role_of = dict(zip(range(len(inner.eqns)), source.roles, strict=True))
+    wanted = [outs_of[n] for n in (*step.results, *step.held)] + list(step.gradients.values())
+    kept, _ = needed(inner.eqns, wanted)
+
+    ready: dict[Var | None, list[str]] = {}
+    made = {v for i in kept for v in inner.eqns[i].outvars}
+    for leaf, atom in step.gradients.items():
+        ready.setdefault(atom if isinstance(atom, Var) and atom in made else None, []).append(leaf)
+
+    b = Builder(source.jaxpr)
+    b.invars += [vars_of[n] for n in (*step.params, *step.batch)]
+    wire = _TrainerWire(b, placement, trainer_id, trainers, sync_mode)
+    for i in kept:
+        eqn = inner.eqns[i]
+        b.role = role_of[i]
+        b.keep(eqn)
+        for v in eqn.outvars:
+            for leaf in ready.get(v, ()):
+                wire.send(leaf, v)
+    for leaf in ready.get(None, ()):  # gradients that no equation makes: constants and inputs
+        wire.send(leaf, step.gradients[leaf])
+    new = wire.update(step.optimized)
+    outs = {**outs_of, **new}
+
+    out = without(source.out, source.args[1])
+    param_args = (source.args[0], *source.args[2:])
+
+    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        count = len(step.params)
+        state = [jax.ShapeDtypeStruct(source.inputs[n].shape, source.inputs[n].dtype) for n in step.opt_state]
+        again = cut(source.at_flat([*types[:count], *state, *types[count:]]))
+        return trainer_program(again, placement, trainer_id, trainers, sync_mode)
+
+    return Program(
+        f"trainer {trainer_id}",
+        b.build([outs[n] for n in out.names]),
+        param_args,
+        out,
+        tuple(b.roles),
+        b.labels,
+        respecialise,
+    )
+
+
+def trainer_startup_program(
+    step: Cut, placement: Placement, startup: Program, trainer_id: int, trainers: int, sync_mode: bool
+) -> Program:
+    """What a trainer starts from: parameters from the servers, and what only trainers hold from the init."""
+    inner = startup.jaxpr.jaxpr
+    outs: dict[str, Any] = dict(zip(startup.out_names, inner.outvars, strict=True))
+    b = Builder(startup.jaxpr)
+    b.invars += inner.invars
+    b.role = FORWARD
+    kept, _ = needed(inner.eqns, [outs[n] for n in step.held])
+    for i in kept:
+        b.keep(inner.eqns[i])
+    wire = _TrainerWire(b, placement, trainer_id, trainers, sync_mode)
+    outs |= wire.fetch(step.optimized, ())
+    spec = step.program.args[0]
+    return Program(
+        f"trainer {trainer_id} startup", b.build([outs[n] for n in step.params]), startup.args, spec, tuple(b.roles), b.labels
+    )
+
+
+class _TrainerWire:
+    """Writes the communication of one trainer into a program."""
+
+    def __init__(self, b: Builder, placement: Placement, trainer_id: int, trainers: int, sync_mode: bool) -> None:
+        self.b = b
+        self.placement = placement
+        self.me = {"trainer_id": trainer_id}
+        self.common = {"trainer_id": trainer_id, "trainers": trainers, "sync_mode": sync_mode}
+        self.tokens: list[Var] = []
+
+    def send(self, leaf: str, grad: Any) -> None:
+        """`split_byref` where the leaf has several blocks, and `send`."""
+        blocks = self.placement.blocks[leaf]
+        names = tuple(x.gradient(self.common["trainer_id"], self.common["trainers"]) for x in blocks)
+        if isinstance(grad, Var):
+            self.b.labels.setdefault(grad, leaf + GRAD)
+        parts: list[Any] = [grad]
+        if len(blocks) > 1:
+            self.b.role = DIST
+            parts = self.b.bind(split_byref_p, grad, sections=tuple(x.rows for x in blocks))
+            self.b.labels.update(zip(parts, names, strict=True))
+        self.b.role = RPC
+        self.tokens += self.b.bind(send_p, *parts, epmap=tuple(x.endpoint for x in blocks), names=names, **self.common)
+
+    def update(self, leaves: Sequence[str]) -> dict[str, Var]:
+        """The barrier after the last gradient, then the new parameters."""
+        self.b.role = RPC
+        barrier = self.b.bind(send_barrier_p, *self.tokens, endpoints=self.placement.endpoints, **self.me)
+        return self.fetch(leaves, barrier)
+
+    def fetch(self, leaves: Sequence[str], after: Sequence[Var]) -> dict[str, Var]:
+        """A `recv` for each parameter, `fetch_barrier`, and `concat` for leaves of several blocks."""
+        b = self.b
+        b.role = RPC
+        arrived: list[Var] = []
+        table = [self.placement.blocks[leaf] for leaf in leaves]
+        for blocks in table:
+            got = b.bind(
+                recv_p,
+                *after,
+                epmap=tuple(x.endpoint for x in blocks),
+                names=tuple(x.name for x in blocks),
+                types=tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in blocks),
+                **self.common,
+            )
+            b.labels.update(zip(got, (x.name for x in blocks), strict=True))
+            arrived += got
+        done = iter(b.bind(fetch_barrier_p, *arrived, endpoints=self.placement.endpoints, **self.me))
+        b.role = DIST
+        new: dict[str, Var] = {}
+        for leaf, blocks in zip(leaves, table, strict=True):
+            parts = [next(done) for _ in blocks]
+            if len(parts) > 1:
+                b.labels.update(zip(parts, (x.name for x in blocks), strict=True))
+                parts = b.bind(concat_p, *parts, axis=0)
+            (new[leaf],) = parts
+        return new
+
+
+# -- the servers -----------------------------------------------------------------------------------
+
+
+class _Servers:
+    """Makes the programs of the servers."""
+
+    def __init__(
+        self, step: Cut, analysis: RowAnalysis, placement: Placement, startup: Program, trainers: int, sync_mode: bool
+    ) -> None:
+        self.step = step
+        self.placement = placement
+        self.startup = startup
+        self.trainers = trainers
+        self.sync_mode = sync_mode
+        self.slicer = Slicer(analysis, step.optimized, trainers)
+        self.types = step.program.inputs
+
+    def programs(self, endpoint: str) -> ServerPrograms:
+        """The main and startup program of one server."""
+        units = self.placement.units[endpoint]
+        updates = [self.slicer.unit([x.leaf for x in u.blocks], u.span) for u in units]
+        held = self.held_values(units, updates)
+        return ServerPrograms(self.main(endpoint, units, updates, held), self.init(endpoint, held))
+
+    def held_values(self, units: Sequence[Unit], updates: Sequence[UnitUpdate]) -> dict[str, tuple[str, Block | None]]:
+        """Name of each value this server holds, to what it is of, and the block of it (None: whole)."""
+        held: dict[str, tuple[str, Block | None]] = {}
+        for unit, update in zip(units, updates, strict=True):
+            for x in unit.blocks:
+                held[x.name] = (x.leaf, x)
+            for name in update.state:
+                held[unit.blocks[0].named(name)] = (name, unit.blocks[0])
+        if units:
+            held |= {n: (n, None) for n in (*self.slicer.shared_state, *self.slicer.constant_params)}
+        return held
+
+    def aval(self, of: str, block: Block | None) -> Any:
+        """The type of a held value."""
+        aval = self.types[of]
+        if block is None or block.count == 1:
+            return aval
+        return aval.update(shape=(block.rows, *aval.shape[1:]))
+
+    def main(
+        self, endpoint: str, units: Sequence[Unit], updates: Sequence[UnitUpdate], held: Mapping[str, tuple[str, Block | None]]
+    ) -> Program:
+        """The program that serves."""
+        wanted = list(dict.fromkeys(v for u in updates for v in u.shared))
+        called = {v: f"lr_sched/{i}" for i, v in enumerate(wanted)}
+        blocks: list[OptimizeBlock] = []
+        if units and (wanted or self.slicer.shared_state):
+            jaxpr, in_names, out_names = self.slicer.lr_sched(wanted)
+            blocks.append(OptimizeBlock("lr_sched", LR_SCHED, jaxpr, in_names, (*out_names, *called.values())))
+        to_block: list[str] = []
+        for unit, update in zip(units, updates, strict=True):
+            of = {x.leaf: x for x in unit.blocks}
+            grads = [of[n].gradient(k, self.trainers) for n in update.grads for k in range(self.trainers)]
+            state = [of[n].name for n in update.params] + [unit.blocks[0].named(n) for n in update.state]
+            to_block += [f"{of[n].named(n + GRAD)}:{len(blocks) + 1}" for n in update.grads]
+            blocks.append(
+                OptimizeBlock(unit.name, OPTIMIZE, update.jaxpr, (*grads, *state, *(called[v] for v in update.shared)), tuple(state))
+            )
+        spec = TreeSpec.of({n: self.aval(*of) for n, of in held.items()})
+        b = Builder(self.step.program.jaxpr)
+        b.role = RPC
+        state_vars = [b.input(self.aval(*held[n])) for n in spec.names]
+        final = b.bind(
+            listen_and_serv_p,
+            *state_vars,
+            endpoint=endpoint,
+            Fanin=self.trainers,
+            sync_mode=self.sync_mode,
+            grad_to_block_id=tuple(to_block),
+            lr_decay_block_id=1 if blocks and blocks[0].role == LR_SCHED else -1,
+            optimize_blocks=tuple(blocks),
+            state_names=spec.names,
+        )
+        return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
+
+    def init(self, endpoint: str, held: Mapping[str, tuple[str, Block | None]]) -> Program:
+        """The program that makes the server's initial values: its rows of the single-device init."""
+        inner = self.startup.jaxpr.jaxpr
+        made = dict(zip(self.startup.out_names, inner.outvars, strict=True))
+        spec = TreeSpec.of({n: self.aval(*of) for n, of in held.items()})
+        b = Builder(self.startup.jaxpr)
+        b.invars += inner.invars
+        b.role = FORWARD
+        kept, _ = needed(inner.eqns, [made[of] for of, _ in held.values()])
+        for i in kept:
+            b.keep(inner.eqns[i])
+        b.role = DIST
+        outs = []
+        for name in spec.names:
+            of, block = held[name]
+            value = made[of]
+            if block is not None and block.count > 1 and block.span is not None:
+                begin, end = [0] * value.aval.ndim, list(value.aval.shape)
+                begin[0], end[0] = block.span.start, block.span.stop
+                (value,) = b.bind(jax.lax.slice_p, value, start_indices=tuple(begin), limit_indices=tuple(end), strides=None)
+                b.labels[value] = name
+            outs.append(value)
+        return Program(f"pserver {endpoint} startup", b.build(outs), self.startup.args, spec, tuple(b.roles), b.labels)

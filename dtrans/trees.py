@@ -1,0 +1,125 @@
+"""Pytrees as a program sees them: arrays that have a path, and everything else held still.
+
+Equinox modules carry functions and Python numbers among their arrays; flax, plain dicts and NamedTuples
+carry arrays only. A `TreeSpec` takes any of them apart: a leaf that has a `shape` and a `dtype` is an
+array of the program and is known by its path (`params/dense/kernel`); any other leaf is *static*: it is
+part of the program, as it would be for `jax.jit(..., static_argnums=...)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import PyTreeDef, keystr
+
+from dtrans.errors import TraceError
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is data for a program: it has a shape and a dtype."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether gradients are taken with respect to a leaf: an array of floating or complex numbers."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def join_path(root: str, path: tuple[Any, ...]) -> str:
+    """`root` and a key path as one name: `params` and `(['dense'], ['w'])` give `params/dense/w`."""
+    tail = keystr(path, simple=True, separator="/")
+    return "/".join(part for part in (root, tail) if part)
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A leaf that is part of the program rather than data for it."""
+
+    value: Any
+
+    def same(self, other: Any) -> bool:
+        return other is self.value or (type(other) is type(self.value) and bool(other == self.value))
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeSpec:
+    """The shape of one pytree: its structure, the name of each array, the value of each static leaf."""
+
+    treedef: PyTreeDef
+    leaves: tuple[str | Static, ...]
+
+    @classmethod
+    def of(cls, tree: Any, root: str = "") -> TreeSpec:
+        paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        if not root and treedef == jax.tree.structure(0):
+            root = "value"
+        return cls(treedef, tuple(join_path(root, p) if is_array(x) else Static(x) for p, x in paths))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arrays, in leaf order."""
+        return tuple(x for x in self.leaves if isinstance(x, str))
+
+    def flatten(self, tree: Any, what: str = "argument") -> list[Any]:
+        """The arrays of `tree`, in leaf order. Raises TraceError where `tree` is not of this shape."""
+        found, treedef = jax.tree.flatten(tree)
+        if treedef != self.treedef:
+            raise TraceError(f"{what} has another structure than it was traced with:\n  traced {self.treedef}\n  now    {treedef}")
+        arrays = []
+        for spec, leaf in zip(self.leaves, found, strict=True):
+            if isinstance(spec, str):
+                arrays.append(leaf)
+            elif not spec.same(leaf):
+                raise TraceError(
+                    f"{what} holds {leaf!r} where {spec.value!r} was when it was traced; a leaf that is not an array is "
+                    "part of the program: trace again, or pass it as an array (jnp.asarray)"
+                )
+        return arrays
+
+    def unflatten(self, arrays: Sequence[Any]) -> Any:
+        """The inverse of `flatten`."""
+        it = iter(arrays)
+        return jax.tree.unflatten(self.treedef, [next(it) if isinstance(x, str) else x.value for x in self.leaves])
+
+
+def as_array(leaf: Any) -> Any:
+    """A bare Python number as the array that JAX would make of it; anything else as it is."""
+    return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex, np.generic)) else leaf
+
+
+def partition(tree: Any, keep: Any) -> tuple[Any, Any]:
+    """`tree` twice: with only the leaves that `keep(leaf)` accepts, and with only the others (None elsewhere)."""
+    return jax.tree.map(lambda x: x if keep(x) else None, tree), jax.tree.map(lambda x: None if keep(x) else x, tree)
+
+
+def combine(first: Any, second: Any) -> Any:
+    """The inverse of `partition`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None)
+
+
+def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
+    """A tuple, list, dict or NamedTuple without the first of its parts that is `part` (None in a NamedTuple)."""
+    whole = jax.tree.unflatten(spec.treedef, spec.leaves)
+
+    def is_part(child: Any) -> bool:
+        leaves, treedef = jax.tree.flatten(child, is_leaf=lambda x: isinstance(x, Static))
+        return treedef == part.treedef and tuple(leaves) == part.leaves
+
+    if isinstance(whole, dict):
+        gone = next(k for k, child in whole.items() if is_part(child))
+        kept: Any = {k: child for k, child in whole.items() if k != gone}
+    else:
+        # an optimizer without state has a structure that says little: prefer the usual second place
+        places = sorted(range(len(whole)), key=lambda i: i != 1)
+        place = next(i for i in places if is_part(whole[i]))
+        if hasattr(whole, "_fields"):
+            kept = whole._replace(**{whole._fields[place]: None})
+        else:
+            kept = type(whole)(child for i, child in enumerate(whole) if i != place)
+    leaves, treedef = jax.tree.flatten(kept)
+    return TreeSpec(treedef, tuple(leaves))
