@@ -17,7 +17,12 @@ from dtrans.blocks import (
 from dtrans.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
 from dtrans.plan import PServerPlan as PServerPlan
 from dtrans.program import Op as Op, Program as Program, trace as trace
+from dtrans.run.executor import Executor as Executor
 from dtrans.transforms import pserver as pserver
+from dtrans.transpiler import (
+    DistributeTranspiler as DistributeTranspiler,
+    DistributeTranspilerConfig as DistributeTranspilerConfig,
+)
 
 
 __version__ = "0.1.0"

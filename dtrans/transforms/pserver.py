@@ -367,6 +367,7 @@ class _Servers:
             lr_decay_block_id=1 if blocks and blocks[0].role == LR_SCHED else -1,
             optimize_blocks=tuple(blocks),
             state_names=spec.names,
+            param_names=tuple(x.name for u in units for x in u.blocks),
         )
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 

@@ -1,0 +1,177 @@
+"""A trainer's connection to one server.
+
+The connection is made over TCP; a server on the same host answers with the address of a Unix socket, and
+the trainer moves there. A second socket, on a thread of its own, says every few seconds that the trainer is
+alive, so that a server can tell a long computation from a dead process.
+
+ZeroMQ reconnects by itself and loses what was on its way, so a connection that breaks is an error at once:
+the step it belongs to cannot be completed as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dtrans.endpoints import split_endpoint
+from dtrans.errors import DeadlineError, PeerError
+from dtrans.run.endpoints import wire
+
+
+ALIVE_EVERY = 2.0  # seconds between two signs of life
+LINGER = 5.0  # seconds that closing may take to hand over the last words
+
+
+class Connection:
+    """One trainer's connection to one server.
+
+    Args:
+      endpoint: of the server, `host:port`.
+      trainer_id, trainers: who this is, of how many.
+      deadline: seconds without a word from the server after which it is given up.
+      wait_port: wait for a server that is not there yet.
+
+    Raises:
+      DeadlineError: the server did not answer in time. PeerError: it refused, or it is not there and
+        `wait_port` is off.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: str, trainer_id: int, trainers: int, *, deadline: float, wait_port: bool
+    ) -> None:
+        self.endpoint = endpoint
+        self.me = f"trainer {trainer_id}"
+        self.deadline = deadline
+        self.step = 0
+        self._context = context
+        self._hello = {
+            "trainer": trainer_id,
+            "trainers": trainers,
+            "session": uuid.uuid4().hex,
+            "order": sys.byteorder,
+        }
+        host, port = split_endpoint(endpoint)
+        if not wait_port:
+            try:
+                socket.create_connection((host, port), timeout=deadline).close()
+            except OSError as e:
+                raise PeerError(f"{self.me} finds no pserver at {endpoint}: {e.strerror or e}") from e
+        address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self._open(address)
+        local = self._greet()
+        if local and os.path.exists(local):
+            self._shut()
+            self._open(f"ipc://{local}")
+            self._greet()
+        self._stop = threading.Event()
+        self._alive = threading.Thread(target=self._stay_alive, args=(address,), name=f"dtrans alive {endpoint}", daemon=True)
+        self._alive.start()
+
+    # -- speaking --------------------------------------------------------------------------------
+
+    def tell(self, op: str, **fields: Any) -> None:
+        """A message that needs no answer."""
+        self._socket.send(wire.header(op, **fields))
+
+    def send_blocks(self, blocks: Iterable[tuple[str, Any]]) -> None:
+        """Gradients of this step, from the memory they are in."""
+        for pieces, frames in wire.messages(blocks):
+            self._socket.send_multipart([wire.header("send", step=self.step, pieces=pieces), *frames], copy=False)
+
+    # -- listening -------------------------------------------------------------------------------
+
+    def receive(self, waiting_for: str) -> wire.Message:
+        """The next message that is an answer. Raises as the class does."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        since = time.monotonic()
+        patience = since + self.deadline
+        while True:
+            left = patience - time.monotonic()
+            ready = dict(poller.poll(max(0.0, left) * 1000))
+            if self._socket in ready:
+                message = wire.parse(self._socket.recv_multipart(copy=False))
+                if message.op == "refuse":
+                    raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
+                if message.op != "waiting":
+                    return message
+                patience = time.monotonic() + self.deadline
+            elif self._monitor in ready:
+                if self._broken():
+                    raise PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {waiting_for}")
+            elif not ready:
+                waited = time.monotonic() - since
+                raise DeadlineError(f"{self.me} waited {waited:.1f} s for pserver {self.endpoint}: {waiting_for}")
+
+    def _broken(self) -> bool:
+        """Whether the monitor reports the end of an established connection."""
+        event = recv_monitor_message(self._monitor)
+        return event["event"] == zmq.EVENT_DISCONNECTED and self._welcomed
+
+    def _greet(self) -> str:
+        """Say hello; the path of the server's Unix socket, or nothing."""
+        self.tell("hello", **self._hello)
+        message = self.receive("an answer to `hello` (is it running, and is this its endpoint?)")
+        self._welcomed = True
+        self.step = message["step"]
+        return message["local"]
+
+    # -- connecting ------------------------------------------------------------------------------
+
+    def _open(self, address: str) -> None:
+        self._welcomed = False
+        self._socket = new_socket(self._context, zmq.DEALER)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+
+    def _shut(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(LINGER * 1000))
+
+    def _stay_alive(self, address: str) -> None:
+        """Runs in a thread, with a socket of its own: ZeroMQ's are not to be shared."""
+        with contextlib.closing(new_socket(self._context, zmq.DEALER)) as line:
+            line.linger = 0
+            line.connect(address)
+            while not self._stop.wait(min(ALIVE_EVERY, self.deadline / 4)):
+                with contextlib.suppress(zmq.Again):  # the server is gone: the main thread will find out
+                    line.send(wire.header("alive", trainer=self._hello["trainer"], session=self._hello["session"]), zmq.NOBLOCK)
+
+    def close(self, error: str | None) -> None:
+        """Say goodbye, or why not, and wait until the server has heard it."""
+        self._stop.set()
+        self._alive.join()
+        if error is None:
+            self.tell("complete")
+            try:
+                while self.receive("its goodbye").op != "goodbye":
+                    pass
+            finally:
+                self._shut()
+        else:
+            self.tell("abort", reason=error)
+            self._shut()
+
+
+def new_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
+    """A socket with the limits that all of ours have."""
+    made = context.socket(kind)
+    made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
+    made.setsockopt(zmq.SNDHWM, 0)  # a step's gradients are what bounds the queue
+    made.setsockopt(zmq.RCVHWM, 0)
+    made.setsockopt(zmq.IPV6, 1)
+    made.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+    return made

@@ -1,0 +1,253 @@
+"""Carries out communication equations with the endpoints of other processes.
+
+    split_byref    views of the gradient's memory
+    send           to the outbox of each server; it leaves when it is full, or at the barrier
+    send_barrier   empties the outboxes and says so
+    recv           only notes what is wanted, and where in its parameter's memory it goes
+    fetch_barrier  one request to each server; its blocks land in the parameters as they come
+    concat         nothing is left to do: the blocks lie side by side
+    listen_and_serv  serves
+
+The copies: a gradient leaves from where XLA made it (blocks of a few KB are gathered into one frame); a block
+is copied once, from ZeroMQ's frame into its parameter, which JAX takes without a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import zmq
+
+from dtrans._jax import JaxprEqn, Primitive
+from dtrans.errors import ConfigError, PeerError, StateError, WireError
+from dtrans.ops import (
+    concat_p,
+    fetch_barrier_p,
+    listen_and_serv_p,
+    recv_p,
+    send_barrier_p,
+    send_p,
+    split_byref_p,
+)
+from dtrans.run.endpoints import wire
+from dtrans.run.endpoints.buffers import BufferPool
+from dtrans.run.endpoints.client import LINGER, Connection
+from dtrans.run.endpoints.server import PServer
+from dtrans.run.update import ServerUpdate
+
+
+# seconds; Paddle's FLAGS_rpc_deadline
+DEADLINE = 180.0
+
+
+@dataclasses.dataclass(eq=False)
+class _Landing:
+    """A parameter that is being received: its whole memory, and for each block its server, name and rows."""
+
+    whole: np.ndarray
+    blocks: list[tuple[str, str, np.ndarray]]
+
+
+class EndpointFabric:
+    """What one process needs to take part; see the module's docstring. Arguments are those of `Executor`."""
+
+    def __init__(self, *, deadline: float, wait_port: bool, allow_remote: bool) -> None:
+        if not deadline > 0:
+            raise ConfigError(f"deadline must be a positive number of seconds, it is {deadline!r}")
+        self.deadline = deadline
+        self.wait_port = wait_port
+        self.allow_remote = allow_remote
+        self._context: zmq.Context[Any] | None = None
+        self._connections: dict[str, Connection] = {}
+        self._me: tuple[int, int] | None = None
+        self._outbox: dict[str, list[tuple[str, Any]]] = {}
+        self._outbox_bytes: dict[str, int] = {}
+        self._landings: list[_Landing] = []
+        self._asked: dict[str, list[Any]] = {}
+        self._pool = BufferPool()
+        self._closed = False
+        self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
+            split_byref_p: self._split,
+            send_p: self._send,
+            send_barrier_p: self._send_barrier,
+            recv_p: self._recv,
+            fetch_barrier_p: self._fetch_barrier,
+            concat_p: self._concat,
+            listen_and_serv_p: self._serve,
+        }
+
+    def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        """The outputs of one communication equation."""
+        if self._closed:
+            raise StateError("this executor is closed; make a new one")
+        rule = self._rules.get(eqn.primitive)
+        if rule is None:
+            raise ConfigError(f"endpoints cannot carry out `{eqn.primitive.name}`")
+        return rule(eqn, values)
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def _split(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        (x,) = values
+        whole = np.asarray(x)
+        ends = np.cumsum(eqn.params["sections"])
+        return [whole[end - n : end] for n, end in zip(eqn.params["sections"], ends, strict=True)]
+
+    def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        self._identify(eqn)
+        for x, endpoint, name in zip(values, eqn.params["epmap"], eqn.params["names"], strict=True):
+            block = np.asarray(x)
+            self._outbox.setdefault(endpoint, []).append((name, block))
+            self._outbox_bytes[endpoint] = self._outbox_bytes.get(endpoint, 0) + block.nbytes
+            if self._outbox_bytes[endpoint] >= wire.MESSAGE_BYTES:
+                self._empty(endpoint)
+        return [None]
+
+    def _empty(self, endpoint: str) -> None:
+        """Let the outbox of one server go."""
+        blocks = self._outbox.pop(endpoint, [])
+        self._outbox_bytes.pop(endpoint, None)
+        self._connection(endpoint).send_blocks(blocks)
+
+    def _send_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        for endpoint in eqn.params["endpoints"]:
+            self._empty(endpoint)
+            line = self._connection(endpoint)
+            line.tell("send_barrier", step=line.step)
+            line.step += 1
+        return [None]
+
+    # -- parameters ------------------------------------------------------------------------------
+
+    def _recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        self._identify(eqn)
+        types, names = eqn.params["types"], eqn.params["names"]
+        if len(types) == 1:
+            shape = types[0].shape
+        else:
+            shape = (sum(t.shape[0] for t in types), *types[0].shape[1:])
+        whole = self._pool.take(names[0], shape, types[0].dtype)
+        rows, start = [], 0
+        for t in types:
+            rows.append(whole if len(types) == 1 else whole[start : start + t.shape[0]])
+            start += t.shape[0] if t.shape else 0
+        self._landings.append(_Landing(whole, list(zip(eqn.params["epmap"], names, rows, strict=True))))
+        return rows
+
+    def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        landings, self._landings = self._landings, []
+        wanted: dict[str, dict[str, np.ndarray]] = {}
+        for landing in landings:
+            for endpoint, name, rows in landing.blocks:
+                wanted.setdefault(endpoint, {})[name] = rows
+        for endpoint, blocks in wanted.items():
+            line = self._connection(endpoint)
+            table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
+            if self._asked.get(endpoint) == table:
+                line.tell("recv", step=line.step)
+            else:
+                line.tell("recv", step=line.step, blocks=table)
+                self._asked[endpoint] = table
+        for endpoint, blocks in wanted.items():
+            self._land(endpoint, blocks)
+        for endpoint in eqn.params["endpoints"]:
+            line = self._connection(endpoint)
+            line.tell("fetch_barrier", step=line.step)
+        outs: list[Any] = []
+        for landing in landings:
+            rows = [r for _, _, r in landing.blocks]
+            outs += [jax.device_put(landing.whole)] if len(rows) == 1 else rows
+        return outs
+
+    def _land(self, endpoint: str, blocks: dict[str, np.ndarray]) -> None:
+        """Receive blocks until all bytes of all of them are here."""
+        line = self._connection(endpoint)
+        missing = {n: b.nbytes for n, b in blocks.items()}
+        memory = {n: b.reshape(-1).view(np.uint8) for n, b in blocks.items()}
+
+        def target(name: str) -> np.ndarray:
+            if name not in memory:
+                raise WireError(f"pserver {endpoint} sent {name}, which was not asked for")
+            return memory[name]
+
+        missing = {n: size for n, size in missing.items() if size}
+        while missing:
+            some = ", ".join(list(missing)[:3]) + (", ..." if len(missing) > 3 else "")
+            message = line.receive(f"`recv` of step {line.step} ({some})")
+            if message.op != "blocks" or message["step"] != line.step:
+                raise PeerError(f"pserver {endpoint} answered `recv` of step {line.step} with `{message.op}`")
+            for name, nbytes in wire.unpack(message, target):
+                missing[name] -= nbytes
+                if missing[name] <= 0:
+                    del missing[name]
+
+    def _concat(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        if all(isinstance(v, np.ndarray) for v in values):
+            whole = _side_by_side(values)
+            if whole is not None:
+                return [jax.device_put(whole)]
+        return [jax.device_put(np.concatenate(values, eqn.params["axis"]))]
+
+    # -- connections -----------------------------------------------------------------------------
+
+    def _identify(self, eqn: JaxprEqn) -> None:
+        me = (eqn.params["trainer_id"], eqn.params["trainers"])
+        if self._me not in (None, me):
+            raise ConfigError(f"this executor already ran programs of trainer {self._me[0]}, and cannot be trainer {me[0]}")  # type: ignore[index]
+        self._me = me
+
+    def _connection(self, endpoint: str) -> Connection:
+        if endpoint not in self._connections:
+            assert self._me is not None
+            trainer_id, trainers = self._me
+            self._connections[endpoint] = Connection(
+                self._zmq(), endpoint, trainer_id, trainers, deadline=self.deadline, wait_port=self.wait_port
+            )
+        return self._connections[endpoint]
+
+    def _zmq(self) -> zmq.Context[Any]:
+        if self._context is None:
+            self._context = zmq.Context()
+        return self._context
+
+    def _serve(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        names = eqn.params["state_names"]
+        server = PServer(
+            ServerUpdate(eqn),
+            dict(zip(names, values, strict=True)),
+            self._zmq(),
+            deadline=self.deadline,
+            allow_remote=self.allow_remote,
+        )
+        final = server.serve()
+        return [final[n] for n in names]
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave every server, with the reason if there is one."""
+        if self._closed:
+            return
+        self._closed = True
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        with contextlib.ExitStack() as stack:  # each is closed, whatever the others say
+            if self._context is not None:
+                stack.callback(self._context.destroy, linger=int(LINGER * 1000))
+            for line in self._connections.values():
+                stack.callback(line.close, reason)
+
+
+def _side_by_side(blocks: Sequence[np.ndarray]) -> np.ndarray | None:
+    """The memory that blocks lie in one after the other, or None where they do not."""
+    base = blocks[0].base
+    first = blocks[0]
+    total = sum(b.shape[0] for b in blocks)
+    at = first.ctypes.data
+    for b in blocks:
+        if b.base is not base or b.ctypes.data != at:
+            return None
+        at += b.nbytes
+    return np.ndarray((total, *first.shape[1:]), first.dtype, base, first.ctypes.data - base.ctypes.data) if base is not None else None

@@ -1,0 +1,355 @@
+"""A synchronous parameter server.
+
+    every trainer:  hello                             once
+                    recv, fetch_barrier               the initial values
+                    send..., send_barrier, recv, fetch_barrier      every step
+                    complete                          once
+
+Gradients are kept as they come, in memory that is kept too. When all trainers have said `send_barrier`, one
+compiled call makes the new state, and the blocks that trainers asked for go out. Serving ends when every trainer
+has said `complete`.
+
+Who is late is always known: a trainer that waits is told whom for, every few seconds; a trainer that never
+comes, falls silent, or keeps the others waiting for longer than the deadline ends the job with an error that
+names it, at the server and at every trainer. A message that does not follow the protocol is refused and
+logged, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dtrans.endpoints import is_loopback, split_endpoint
+from dtrans.errors import ConfigError, DeadlineError, DtransError, PeerError, WireError
+from dtrans.run.endpoints import wire
+from dtrans.run.endpoints.buffers import BufferPool
+from dtrans.run.endpoints.client import LINGER, new_socket
+from dtrans.run.update import CompiledUpdate, ServerUpdate, own_buffers
+
+
+TICK = 1.0  # seconds between two looks at who is late
+SILENCE = 30.0  # seconds without a sign of life after which a trainer is taken for dead (they come every 2 s)
+_REFUSED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+log = logging.getLogger("dtrans.pserver")
+
+
+@dataclasses.dataclass
+class _Trainer:
+    """What the server knows of one trainer."""
+
+    session: str
+    address: bytes
+    heard: float
+    arrived: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes of each gradient, this step
+    at_barrier: bool = False
+    wants: tuple[str, ...] = ()
+    waits: bool = False
+    fetched: int = -1  # the last step it has all blocks of
+    done: bool = False
+
+
+class PServer:
+    """Serves one `listen_and_serv`.
+
+    Args:
+      update: what to do with gradients.
+      state: name to array; the initial values.
+      deadline: seconds that trainers may keep the server, or each other, waiting.
+      allow_remote: bind an endpoint that is not loopback.
+
+    Raises:
+      ConfigError: an endpoint that may not be, or cannot be bound.
+    """
+
+    def __init__(
+        self, update: ServerUpdate, state: Mapping[str, Any], context: zmq.Context[Any], *, deadline: float, allow_remote: bool
+    ) -> None:
+        params = update.eqn.params
+        self.endpoint: str = params["endpoint"]
+        self.count: int = params["Fanin"]
+        self.deadline = deadline
+        self.step = 0
+        self.state = own_buffers(state)
+        self._types = {n: update.types[n] for n in update.params}
+        self._update = CompiledUpdate(update)
+        self._values: dict[str, np.ndarray] = {}
+        self._trainers: dict[int, _Trainer] = {}
+        self._by_address: dict[bytes, int] = {}
+        self._context = context
+        pool = BufferPool()
+        self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in update.grad_types.items()}
+        self._bytes = {n: g.reshape(-1).view(np.uint8) for n, g in self._grads.items()}
+        # a trainer may send its own gradients only
+        self._of = {k: {n for n in self._grads if self.count == 1 or n.endswith(f".trainer_{k}")} for k in range(self.count)}
+        self._late_since: float | None = None
+        self._bind(allow_remote)
+
+    # -- sockets ---------------------------------------------------------------------------------
+
+    def _bind(self, allow_remote: bool) -> None:
+        host, port = split_endpoint(self.endpoint)
+        if not is_loopback(host) and not allow_remote:
+            raise ConfigError(
+                f"pserver {self.endpoint} is not on loopback; messages are neither encrypted nor authenticated, so binding it "
+                "needs Executor(allow_remote=True)"
+            )
+        self._socket = new_socket(self._context, zmq.ROUTER)
+        self._monitor = self._socket.get_monitor_socket(_REFUSED_HANDSHAKES)
+        self._folder = Path(tempfile.mkdtemp(prefix="dtrans-"))  # readable by this user only
+        self._local = str(self._folder / "socket")
+        try:
+            self._socket.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+            if len(os.fsencode(self._local)) > zmq.IPC_PATH_MAX_LEN:
+                self._local = ""
+            else:
+                self._socket.bind(f"ipc://{self._local}")
+        except zmq.ZMQError as e:
+            self._close()
+            raise ConfigError(f"pserver {self.endpoint} cannot be bound: {e.strerror}") from e
+
+    def _close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(LINGER * 1000))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- serving ---------------------------------------------------------------------------------
+
+    def serve(self) -> dict[str, Any]:
+        """Serve until every trainer has closed; the state that is left.
+
+        Raises:
+          DeadlineError: a trainer that did not come, fell silent or kept the others waiting. PeerError: one
+            that failed, or left before the others.
+        """
+        self._started = time.monotonic()
+        self._publish()
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        look = time.monotonic() + TICK
+        try:
+            while not (len(self._trainers) == self.count and all(t.done for t in self._trainers.values())):
+                ready = dict(poller.poll(max(0.0, look - time.monotonic()) * 1000))
+                if self._socket in ready:
+                    self._take(self._socket.recv_multipart(copy=False))
+                if self._monitor in ready:
+                    recv_monitor_message(self._monitor)
+                    log.warning("pserver %s refused a connection that does not speak the protocol", self.endpoint)
+                if time.monotonic() >= look:
+                    self._look()
+                    look = time.monotonic() + TICK
+            return self.state
+        except BaseException as e:
+            reason = str(e) if isinstance(e, DtransError) else f"{type(e).__name__}: {e}"
+            for t in self._trainers.values():
+                if not t.done:
+                    self._say(t.address, "refuse", reason=f"it ended: {reason}")
+            raise
+        finally:
+            self._close()
+
+    def _take(self, parts: list[Any]) -> None:
+        """One message. What is malformed, or out of turn, is refused; nothing of it is kept."""
+        address = bytes(parts[0].buffer)
+        now = time.monotonic()
+        try:
+            message = wire.parse(parts[1:])
+            if message.op == "alive":
+                known = self._trainers.get(message["trainer"])
+                if known and known.session == message["session"]:
+                    known.heard = now
+                return
+            if message.op == "hello":
+                self._hello(address, message, now)
+                return
+            if address not in self._by_address:
+                raise WireError(f"a `{message.op}` message from a peer that has not said hello")
+            k = self._by_address[address]
+            self._trainers[k].heard = now
+            rule = _RULES.get(message.op)
+            if rule is None:
+                raise WireError(f"a `{message.op}` message, which servers do not take")
+            rule(self, k, message)
+        except WireError as e:
+            who = f"trainer {self._by_address[address]}" if address in self._by_address else "a stranger"
+            log.warning("pserver %s refused a message of %s: %s", self.endpoint, who, e)
+            self._say(address, "refuse", reason=str(e))
+
+    def _say(self, address: bytes, op: str, **fields: Any) -> None:
+        self._socket.send_multipart([address, wire.header(op, **fields)])
+
+    # -- what trainers say -----------------------------------------------------------------------
+
+    def _hello(self, address: bytes, message: wire.Message, now: float) -> None:
+        k, trainers = message["trainer"], message["trainers"]
+        if message["order"] != sys.byteorder:
+            raise WireError(f"trainer {k} is {message['order']}-endian, this server is {sys.byteorder}-endian")
+        if trainers != self.count:
+            raise WireError(f"trainer {k} was planned with {trainers} trainers, pserver {self.endpoint} with {self.count}")
+        if not 0 <= k < self.count:
+            raise WireError(f"trainer {k} of {self.count}: ids are 0 to {self.count - 1}")
+        known = self._trainers.get(k)
+        if known is not None and known.session != message["session"]:
+            raise WireError(f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in two processes?")
+        if known is None:
+            self._trainers[k] = _Trainer(message["session"], address, now)
+        else:  # it moves to the Unix socket
+            del self._by_address[known.address]
+            known.address, known.heard = address, now
+        self._by_address[address] = k
+        self._say(address, "welcome", step=self.step, local=self._local)
+
+    def _send(self, k: int, message: wire.Message) -> None:
+        t = self._trainers[k]
+        self._in_turn(k, message)
+        if t.at_barrier:
+            raise WireError(f"gradients of step {self.step} after its send_barrier")
+
+        def target(name: str) -> np.ndarray:
+            if name not in self._of[k]:
+                raise WireError(f"{name} is not a gradient that trainer {k} sends to pserver {self.endpoint}")
+            return self._bytes[name]
+
+        for name, nbytes in wire.unpack(message, target):
+            t.arrived[name] = t.arrived.get(name, 0) + nbytes
+
+    def _send_barrier(self, k: int, message: wire.Message) -> None:
+        t = self._trainers[k]
+        self._in_turn(k, message)
+        short = sorted(n for n in self._of[k] if t.arrived.get(n, 0) != self._bytes[n].nbytes)
+        if short:
+            raise WireError(f"send_barrier of step {self.step}, but {short[0]} has {t.arrived.get(short[0], 0)} of {self._bytes[short[0]].nbytes} bytes")
+        t.at_barrier = True
+        gone = sorted(i for i, other in self._trainers.items() if other.done)
+        if gone:
+            raise PeerError(
+                f"trainer {gone[0]} closed after step {self.step} while trainer {k} sends step {self.step + 1}: "
+                "in sync mode all trainers make the same number of steps"
+            )
+        if sum(t.at_barrier for t in self._trainers.values()) == self.count:
+            self._make_step()
+
+    def _make_step(self) -> None:
+        """All gradients are here."""
+        self.state = self._update(self._grads, self.state)
+        self.step += 1
+        for t in self._trainers.values():
+            t.at_barrier = False
+            t.arrived.clear()
+        self._publish()
+        for t in self._trainers.values():
+            if t.waits:
+                self._answer(t)
+
+    def _publish(self) -> None:
+        """The parameters as memory to send from; waits until they are made."""
+        self._values = {n: np.asarray(self.state[n]) for n in self._types}
+
+    def _recv(self, k: int, message: wire.Message) -> None:
+        t = self._trainers[k]
+        if "blocks" in message.fields:
+            t.wants = self._wanted(k, message.fields["blocks"])
+        if message["step"] not in (self.step, self.step + 1) or (message["step"] > self.step and not t.at_barrier):
+            raise WireError(f"`recv` of step {message['step']}, pserver {self.endpoint} is at {self.step}")
+        t.waits = True
+        if message["step"] == self.step:
+            self._answer(t)
+
+    def _wanted(self, k: int, table: Any) -> tuple[str, ...]:
+        """The blocks a trainer asks for, each checked against what is held."""
+        if not isinstance(table, list) or not all(isinstance(row, list) and len(row) == 3 for row in table):
+            raise WireError("`recv` of something that is not a list of [name, shape, dtype]")
+        for name, shape, dtype in table:
+            held = self._types.get(name)
+            if held is None:
+                raise WireError(f"trainer {k} asks for {name}, which pserver {self.endpoint} does not hold; every role must plan the same step")
+            if shape != list(held.shape) or dtype != held.dtype.name:
+                raise WireError(
+                    f"trainer {k} has {name} as {dtype}{shape}, pserver {self.endpoint} holds {held.dtype.name}{list(held.shape)}; "
+                    "every role must plan the same step with the same options"
+                )
+        return tuple(row[0] for row in table)
+
+    def _answer(self, t: _Trainer) -> None:
+        t.waits = False
+        for pieces, frames in wire.messages((n, self._values[n]) for n in t.wants):
+            head = wire.header("blocks", step=self.step, pieces=pieces)
+            self._socket.send_multipart([t.address, head, *frames], copy=False)
+
+    def _fetch_barrier(self, k: int, message: wire.Message) -> None:
+        if message["step"] != self.step:
+            raise WireError(f"fetch_barrier of step {message['step']}, pserver {self.endpoint} is at {self.step}")
+        self._trainers[k].fetched = self.step
+
+    def _complete(self, k: int, message: wire.Message) -> None:
+        t = self._trainers[k]
+        t.done = True
+        self._say(t.address, "goodbye")
+        waiting = sorted(i for i, other in self._trainers.items() if other.at_barrier)
+        if waiting:
+            raise PeerError(
+                f"trainer {k} closed after step {self.step} while trainer {waiting[0]} sends step {self.step + 1}: "
+                "in sync mode all trainers make the same number of steps"
+            )
+
+    def _abort(self, k: int, message: wire.Message) -> None:
+        self._trainers[k].done = True
+        raise PeerError(f"trainer {k} failed: {message['reason']}")
+
+    def _in_turn(self, k: int, message: wire.Message) -> None:
+        if message["step"] != self.step:
+            raise WireError(f"`{message.op}` of step {message['step']}, pserver {self.endpoint} is at {self.step}")
+
+    # -- who is late -----------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Raise for whoever is too late, and tell those who wait whom they wait for."""
+        now = time.monotonic()
+        silence = min(SILENCE, self.deadline)
+        for k, t in self._trainers.items():
+            if not t.done and now - t.heard > silence:
+                raise DeadlineError(f"pserver {self.endpoint} heard nothing from trainer {k} for {now - t.heard:.1f} s; it is taken for dead")
+        absent = [k for k in range(self.count) if k not in self._trainers]
+        if absent and now - self._started > self.deadline:
+            raise DeadlineError(f"pserver {self.endpoint} waited {now - self._started:.1f} s for {_named(absent)} to say hello")
+        late = absent + [k for k, t in self._trainers.items() if not t.at_barrier]
+        waiting = [k for k, t in self._trainers.items() if t.at_barrier]
+        if not waiting:
+            self._late_since = None
+            return
+        self._late_since = self._late_since or now
+        waited = now - self._late_since
+        what = f"gradients of step {self.step + 1} from {_named(late)}"
+        if waited > self.deadline:
+            raise DeadlineError(f"pserver {self.endpoint} and {_named(waiting)} waited {waited:.1f} s for {what}")
+        for k in waiting:
+            self._say(self._trainers[k].address, "waiting", reason=f"{waited:.1f} s for {what}")
+
+
+def _named(trainers: list[int]) -> str:
+    return f"trainer {trainers[0]}" if len(trainers) == 1 else "trainers " + ", ".join(map(str, trainers))
+
+
+_RULES = {
+    "send": PServer._send,
+    "send_barrier": PServer._send_barrier,
+    "recv": PServer._recv,
+    "fetch_barrier": PServer._fetch_barrier,
+    "complete": PServer._complete,
+    "abort": PServer._abort,
+}

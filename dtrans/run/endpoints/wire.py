@@ -1,0 +1,194 @@
+"""Messages.
+
+A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says what it is:
+
+    trainer to server                                  server to trainer
+    hello          trainer, trainers, session          welcome   step, local
+    send           step, pieces + frames               blocks    step, pieces + frames
+    send_barrier   step                                waiting   reason
+    recv           step[, blocks]                      refuse    reason
+    fetch_barrier  step                                goodbye
+    alive          trainer, session
+    complete
+    abort          reason
+
+`pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
+the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
+(ZeroMQ holds a message back until it is whole), small ones share a frame. Bytes are those of the array in
+C order and this machine's byte order; both ends must be little-endian, which `hello` states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from dtrans.errors import WireError
+
+
+VERSION = 1
+MESSAGE_BYTES = 4 << 20  # above a few MB, fresh allocations dominate every transport
+SMALL = 16 << 10  # blocks below this share a frame: a copy is cheaper than a frame
+MAX_MESSAGE = 16 << 20  # a larger frame than this is not ours
+
+Piece = tuple[str, int, int]
+
+# op to the fields it must have, with their types
+FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "hello": {"trainer": int, "trainers": int, "session": str, "order": str},
+    "send": {"step": int, "pieces": list},
+    "send_barrier": {"step": int},
+    "recv": {"step": int},
+    "fetch_barrier": {"step": int},
+    "alive": {"trainer": int, "session": str},
+    "complete": {},
+    "abort": {"reason": str},
+    "welcome": {"step": int, "local": str},
+    "blocks": {"step": int, "pieces": list},
+    "waiting": {"reason": str},
+    "refuse": {"reason": str},
+    "goodbye": {},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A received message: its op, fields, and raw frames."""
+
+    op: str
+    fields: dict[str, Any]
+    frames: Sequence[Any] = ()
+
+    def __getitem__(self, field: str) -> Any:
+        return self.fields[field]
+
+
+def header(op: str, **fields: Any) -> bytes:
+    """The first frame of a message."""
+    return msgpack.packb({"v": VERSION, "op": op, **fields})
+
+
+def parse(parts: Sequence[Any]) -> Message:
+    """A message from its frames (bytes, or anything with a `buffer`).
+
+    Raises:
+      WireError: not a message of this protocol: garbage, truncated, another version, fields missing or of
+        another type.
+    """
+    if not parts:
+        raise WireError("an empty message")
+    try:
+        fields = msgpack.unpackb(_view(parts[0]), raw=False, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as e:  # msgpack's own errors are of both kinds
+        raise WireError(f"a message whose header is not msgpack ({e or type(e).__name__})") from e
+    if not isinstance(fields, dict) or fields.get("v") != VERSION:
+        version = fields.get("v") if isinstance(fields, dict) else None
+        raise WireError(f"a message of protocol version {version!r}; this is version {VERSION}")
+    op = fields.get("op")
+    if not isinstance(op, str) or op not in FIELDS:
+        raise WireError(f"a message of unknown kind {op!r}")
+    for name, kind in FIELDS[op].items():
+        if not isinstance(fields.get(name), kind) or isinstance(fields.get(name), bool):
+            raise WireError(f"a `{op}` message without a proper {name}")
+    return Message(op, fields, parts[1:])
+
+
+def _view(part: Any) -> memoryview:
+    return memoryview(getattr(part, "buffer", part))
+
+
+# -- arrays ----------------------------------------------------------------------------------------
+
+
+def as_bytes(array: Any) -> np.ndarray:
+    """The bytes of an array, as a flat view of its memory where that is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piece]], list[Any]]]:
+    """Cut named arrays into messages: each the `pieces` of its header, and its frames."""
+    pieces: list[list[Piece]] = []
+    frames: list[Any] = []
+    size = 0
+    small: list[np.ndarray] = []
+
+    def close_small() -> None:
+        if small:
+            frames.append(small[0] if len(small) == 1 else np.concatenate(small))
+            small.clear()
+
+    for name, array in blocks:
+        data = as_bytes(array)
+        at = 0
+        while True:
+            if size >= MESSAGE_BYTES:
+                close_small()
+                yield pieces, frames
+                pieces, frames, size = [], [], 0
+            part = data[at : at + MESSAGE_BYTES - size]
+            piece = (name, at, part.nbytes)
+            if data.nbytes < SMALL and part.nbytes == data.nbytes:
+                if not small:
+                    pieces.append([])
+                small.append(part)
+                pieces[-1].append(piece)
+            else:
+                close_small()
+                pieces.append([piece])
+                frames.append(part)
+            size += part.nbytes
+            at += part.nbytes
+            if at >= data.nbytes:
+                break
+    close_small()
+    if pieces:
+        yield pieces, frames
+
+
+def unpack(message: Message, target: Callable[[str], np.ndarray]) -> list[tuple[str, int]]:
+    """Copy the pieces of a message to where they belong.
+
+    Args:
+      target: the bytes of a block, by name; raises WireError for a name it does not know.
+
+    Returns:
+      The names, with how many bytes of each arrived.
+
+    Raises:
+      WireError: pieces and frames that do not agree, or bytes outside a block.
+    """
+    tables = message["pieces"]
+    if len(tables) != len(message.frames):
+        raise WireError(f"a `{message.op}` message with {len(message.frames)} frames where its header lists {len(tables)}")
+    arrived: list[tuple[str, int]] = []
+    for table, frame in zip(tables, message.frames, strict=True):
+        data = np.frombuffer(_view(frame), np.uint8)
+        at = 0
+        for name, offset, nbytes in checked_pieces(table):
+            block = target(name)
+            if offset + nbytes > block.nbytes:
+                raise WireError(f"bytes {offset} to {offset + nbytes} of {name}, which has {block.nbytes}")
+            if at + nbytes > data.nbytes:
+                raise WireError(f"a truncated frame: {name} ends at byte {at + nbytes} of {data.nbytes}")
+            block[offset : offset + nbytes] = data[at : at + nbytes]
+            at += nbytes
+            arrived.append((name, nbytes))
+        if at != data.nbytes:
+            raise WireError(f"a frame of {data.nbytes} bytes where its header lists {at}")
+    return arrived
+
+
+def checked_pieces(table: Any) -> list[Piece]:
+    """The pieces of one frame. Raises WireError where they are not [name, offset, nbytes]."""
+    if not isinstance(table, list):
+        raise WireError("pieces that are not a list")
+    for piece in table:
+        ok = isinstance(piece, list) and len(piece) == 3 and isinstance(piece[0], str)
+        if not ok or not all(type(n) is int and 0 <= n <= sys.maxsize for n in piece[1:]):
+            raise WireError(f"a piece that is not [name, offset, nbytes]: {str(piece)[:80]}")
+    return table

@@ -1,0 +1,83 @@
+"""`Executor`: runs any one program of a job in this process.
+
+A program that does not communicate is jitted and called. One that does is cut into pieces
+(`dtrans.run.pieces`); what lies between them is carried out by the endpoint fabric
+(`dtrans.run.endpoints`), which connects to the servers on first use.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dtrans.program import Program
+from dtrans.run.endpoints.fabric import DEADLINE, EndpointFabric
+from dtrans.run.pieces import Pieces, cut_program
+
+
+# gradients are sent as soon as this many bytes are ready; below it one larger piece computes faster
+GROUP_BYTES = 4 << 20
+
+
+class Executor:
+    """Runs the programs of one role.
+
+    In a pserver process:
+
+        exe = dtrans.Executor()
+        state = exe.run(pserver, exe.run(pserver_startup, key))   # returns when every trainer has closed
+
+    In a trainer process:
+
+        with dtrans.Executor() as exe:
+            params = exe.run(t.get_trainer_startup_program(), key)
+            for x, y in batches:
+                params, loss = exe.run(trainer, params, x, y)
+
+    Leaving the `with` block, or `close()`, tells the servers that this trainer is done; leaving it with an
+    exception tells them why, so that nobody waits for a trainer that failed.
+
+    Args:
+      deadline: seconds that any wait may take. Its error says who waited for whom, and for what.
+      wait_port: wait for servers that are not there yet, up to the deadline; otherwise their absence is
+        an error at once.
+      allow_remote: let a server bind an address that is not this machine's loopback. Messages are neither
+        encrypted nor authenticated: only on a network where everybody may train with everybody.
+    """
+
+    def __init__(self, *, deadline: float = DEADLINE, wait_port: bool = True, allow_remote: bool = False) -> None:
+        self._fabric = EndpointFabric(deadline=deadline, wait_port=wait_port, allow_remote=allow_remote)
+        self._pieces: WeakKeyDictionary[Program, Pieces] = WeakKeyDictionary()
+
+    def run(self, program: Program, *args: Any) -> Any:
+        """Run a program on its arguments.
+
+        Raises:
+          TraceError: arguments that do not fit the program.
+          PeerError: another role refused or failed; DeadlineError: it did not answer in time.
+        """
+        flat = program.flatten(*args)
+        program = program.at_flat(flat)
+        if not program.communicates:
+            return program.out.unflatten(program.compiled(*flat))
+        pieces = self._pieces.get(program)
+        if pieces is None:
+            pieces = self._pieces[program] = cut_program(program, group_bytes=GROUP_BYTES)
+        run = pieces.run(flat)
+        try:
+            eqn, values = next(run)
+            while True:
+                eqn, values = run.send(self._fabric.carry_out(eqn, values))
+        except StopIteration as done:
+            return program.out.unflatten(done.value)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Tell the servers that this trainer is done, or with `error` that it failed. May be called twice."""
+        self._fabric.close(error)
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(error)

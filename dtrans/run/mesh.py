@@ -1,0 +1,377 @@
+"""The whole job in one process: trainers on one mesh of devices, each server on a device of another.
+
+    trainer program, cut in pieces    jit(shard_map) over the `trainers` axis: one dispatch for all trainers
+    send                              device_put of each trainer's block to its server's device
+    a server's optimize blocks        one jit per server, on its device; optimizer state is donated
+    recv                              device_put of each block back to all trainer devices
+
+A trainer sees its own part of the batch and its own gradients, and nothing crosses between trainers but
+through servers, as between processes. With fewer devices than trainers each device takes several in turn
+(a `lax.map`, so that the arithmetic of one trainer is the same wherever it runs). Without more than one device
+everything runs on that one, and no copy is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from dtrans._jax import Var
+from dtrans.errors import BatchError, ConfigError, StateError
+from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p
+from dtrans.plan import PServerPlan
+from dtrans.program import Program
+from dtrans.run.pieces import COMPUTED, Compute, Pieces, cut_program
+from dtrans.run.update import CompiledUpdate, ServerUpdate, own_buffers
+from dtrans.trees import as_array, without
+
+
+AXIS = "trainers"
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["params", "servers"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class MeshState:
+    """Where a job is: a pytree of arrays.
+
+    Attributes:
+      params: the trainers' parameters, by name; replicated over the trainer mesh.
+      servers: endpoint to the state of that server, by name (`params/w.block0`, `opt_state/0/mu/w.block0`).
+    """
+
+    params: dict[str, jax.Array]
+    servers: dict[str, dict[str, jax.Array]]
+
+
+class MeshJob:
+    """A plan, running in this process.
+
+    `init` and `step` are functions of a state; the job itself holds only compiled code. What comes out of
+    several trainers is merged: a result that grows with the batch is concatenated, any other
+    floating-point result (the loss) is averaged, and any other result gets a leading axis, one row per
+    trainer, since nothing says whether it is a count to be added or a flag.
+
+    Args:
+      plan: what to run.
+      devices: trainers take the first, servers those after them, round-robin where there are fewer than
+        roles; all of this process's by default.
+      donate: let updates reuse the memory of the optimizer state they replace. A state that was stepped
+        from can then not be stepped from again; parameters are never donated.
+
+    Raises:
+      ConfigError: no devices.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx)
+      >>> init = lambda key: (p := {"w": jnp.zeros(2)}, tx.init(p))
+      >>> key, x = jax.random.key(0), jnp.array([[1.0, 3.0], [3.0, 5.0]])
+      >>> plan = dtrans.pserver(dtrans.trace(step, *init(key), x), dtrans.trace(init, key), trainers=2)
+      >>> job = plan.on_mesh()
+      >>> state, loss = job.step(job.init(key), x)
+      >>> job.params(state)["w"].tolist(), float(loss)
+      ([1.0, 2.0], 11.0)
+    """
+
+    def __init__(self, plan: PServerPlan, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> None:
+        devices = list(jax.devices() if devices is None else devices)
+        if not devices:
+            raise ConfigError("on_mesh was given no devices")
+        self.plan = plan
+        self.donate = donate
+        self.trainers = plan.trainers
+        count = max(d for d in range(1, min(len(devices), self.trainers) + 1) if self.trainers % d == 0)
+        self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
+        self.device_of = {ep: devices[(self.trainers + i) % len(devices)] for i, ep in enumerate(plan.servers)}
+        self._pieces: dict[Program, _TrainerPieces] = {}
+        self._replicated = NamedSharding(self.mesh, P())
+        self._split = NamedSharding(self.mesh, P(AXIS))
+
+    # -- what a user calls -----------------------------------------------------------------------
+
+    def init(self, *args: Any) -> MeshState:
+        """The first state, from the arguments of `init`."""
+        servers = {}
+        for ep, programs in self.plan.servers.items():
+            args_there = jax.device_put(programs.startup.flatten(*args), self.device_of[ep])
+            made = programs.startup.compiled(*args_there)
+            made = jax.device_put(made, self.device_of[ep])
+            servers[ep] = own_buffers(dict(zip(programs.startup.out_names, made, strict=True)))
+        startup = self.plan.trainer_startup
+        pieces = cut_program(startup, computed=COMPUTED)
+        there = jax.device_put(startup.flatten(*args), self._replicated)
+        values = self._drive(pieces, there, servers, None)
+        params = dict(zip(startup.out_names, values, strict=True))
+        for name in self._local:
+            params[name] = jax.device_put(jnp.broadcast_to(params[name], (self.trainers, *params[name].shape)), self._split)
+        return MeshState(params, servers)
+
+    def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
+        """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
+
+        Arrays of the batch are split over the trainers on dim 0; 0-d arrays go to every trainer.
+
+        Raises:
+          BatchError: an array of the batch that the trainers do not divide.
+          StateError: a state that was already stepped from, and whose optimizer state was donated.
+        """
+        arrays = self._batch_arrays(batch)
+        runner = self._runner(arrays)
+        servers = {ep: dict(held) for ep, held in state.servers.items()}
+        for held in servers.values():
+            gone = next((n for n, x in held.items() if x.is_deleted()), None)
+            if gone:
+                raise StateError(
+                    f"this state was already stepped from, and {gone} in it was donated to that step; "
+                    "use the state that step returned, or plan.on_mesh(donate=False)"
+                )
+        params = [state.params[n] for n in runner.param_names]
+        shared = [jax.device_put(x, self._split if x.ndim else self._replicated) for x in arrays]
+        values = dict(zip(runner.program.out_names, self._drive(runner.pieces, [*params, *shared], servers, runner), strict=True))
+        new = MeshState({n: values[n] for n in state.params}, servers)
+        return (new, *runner.results(values))
+
+    def params(self, state: MeshState) -> Any:
+        """The parameters, as the pytree that they were given in."""
+        spec = self.plan.main.args[0]
+        return spec.unflatten([state.params[n][0] if n in self._local else state.params[n] for n in spec.names])
+
+    def opt_state(self, state: MeshState) -> Any:
+        """The optimizer's state, put together from the servers, as the pytree that it was given in."""
+        spec = self.plan.main.args[1]
+        types = self.plan.main.inputs
+        found: dict[str, dict[str, Any]] = {n: {} for n in spec.names}
+        for held in state.servers.values():
+            for name, x in held.items():
+                base, _, index = name.rpartition(".block")
+                if base in found and index.isdigit():
+                    found[base][index] = x
+                elif name in found:
+                    found[name] = {"": x}
+        joined = [_joined(found[n], types[n].shape) for n in spec.names]
+        return spec.unflatten(joined)
+
+    # -- how it runs -----------------------------------------------------------------------------
+
+    @cached_property
+    def _local(self) -> frozenset[str]:
+        """Parameters of which each trainer has its own: made in the trainer half. None with one trainer."""
+        outs = self.plan.main.outputs
+        if self.trainers == 1:
+            return frozenset()
+        inner = self.plan.main.jaxpr.jaxpr
+        ins = dict(zip(self.plan.main.in_names, inner.invars, strict=True))
+        made = dict(zip(outs, inner.outvars, strict=True))
+        return frozenset(n for n in self.plan.held if made[n] is not ins[n])
+
+    def _batch_arrays(self, batch: Sequence[Any]) -> list[Any]:
+        """The batch's arrays; each is checked to divide."""
+        specs = self.plan.main.args[2:]
+        if len(batch) != len(specs):
+            raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+        arrays = []
+        for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
+            for name, x in zip(spec.names, spec.flatten(as_array(arg), f"batch argument {i}"), strict=True):
+                if x.ndim and x.shape[0] % self.trainers:
+                    raise BatchError(
+                        f"{name} has {x.shape[0]} rows, which {self.trainers} trainers do not divide: "
+                        f"give batches of a multiple of {self.trainers}"
+                    )
+                arrays.append(x)
+        return arrays
+
+    def _runner(self, arrays: Sequence[Any]) -> _TrainerPieces:
+        """The trainer program for this batch, in pieces."""
+        trainer = self.plan.trainer
+        state = [trainer.inputs[n] for n in self.plan.main.args[0].names]
+        local = [jax.ShapeDtypeStruct((x.shape[0] // self.trainers, *x.shape[1:]) if x.ndim else (), x.dtype) for x in arrays]
+        program = trainer.at_flat([*state, *local])
+        if program not in self._pieces:
+            self._pieces[program] = _TrainerPieces(self, program, arrays)
+        return self._pieces[program]
+
+    def _drive(
+        self, pieces: Pieces, args: Sequence[Any], servers: dict[str, dict[str, Any]], runner: _TrainerPieces | None
+    ) -> list[Any]:
+        """Run a trainer program for all trainers. `servers` is brought up to date in place."""
+        run = pieces.run(args, None if runner is None else runner.compute)
+        grads: dict[str, dict[str, Any]] = {ep: {} for ep in servers}
+        outs: Sequence[Any] | None = None
+        while True:
+            try:
+                eqn, values = next(run) if outs is None else run.send(outs)
+            except StopIteration as done:
+                return done.value
+            if eqn.primitive is send_p:
+                assert runner is not None
+                for atom, x, ep, name in zip(eqn.invars, values, eqn.params["epmap"], eqn.params["names"], strict=True):
+                    grads[ep][name] = _shards(x) if runner.is_stacked(atom) else x
+                outs = [None]
+            elif eqn.primitive is send_barrier_p:
+                for ep, held in servers.items():
+                    servers[ep] = self._servers[ep](jax.device_put(grads[ep], self.device_of[ep]), held)
+                outs = [None]
+            elif eqn.primitive is recv_p:
+                outs = [servers[ep][n] for ep, n in zip(eqn.params["epmap"], eqn.params["names"], strict=True)]
+            elif eqn.primitive is fetch_barrier_p:
+                outs = [self._to_trainers(x) for x in values]
+            else:
+                raise ConfigError(f"a mesh cannot carry out `{eqn.primitive.name}`")
+
+    def _to_trainers(self, x: jax.Array) -> jax.Array:
+        """A block on every trainer device."""
+        devices = list(self.mesh.devices.flat)
+        if len(devices) == 1:
+            return jax.device_put(x, devices[0])
+        copies = jax.device_put([x] * len(devices), devices)
+        return jax.make_array_from_single_device_arrays(x.shape, self._replicated, copies)
+
+    @cached_property
+    def _servers(self) -> dict[str, CompiledUpdate]:
+        each = partial(_unstacked, trainers=self.trainers)
+        return {
+            ep: CompiledUpdate(ServerUpdate.of(s.main), donate=self.donate, prepare=each) for ep, s in self.plan.servers.items()
+        }
+
+
+class _TrainerPieces:
+    """A trainer program for one batch shape, compiled for all trainers at once.
+
+    A value of several trainers is *stacked*: a global array with a leading axis, sharded over the trainer
+    mesh. One that is the same on all trainers is *replicated*; the batch is *split* on dim 0.
+    """
+
+    def __init__(self, job: MeshJob, program: Program, batch: Sequence[Any]) -> None:
+        self.job = job
+        self.program = program
+        self.pieces = cut_program(program, computed=COMPUTED)
+        self.param_names = job.plan.main.args[0].names
+        inner = program.jaxpr.jaxpr
+        count = len(self.param_names)
+        self.kinds: dict[Var, str] = {}
+        for name, var in zip(self.param_names, inner.invars, strict=False):
+            if name in job._local:
+                self.kinds[var] = "stacked"
+        for x, var in zip(batch, inner.invars[count:], strict=True):
+            if x.ndim and job.trainers > 1:
+                self.kinds[var] = "split"
+        for step in self.pieces.steps:
+            reads = step.reads if isinstance(step, Compute) else ()
+            if any(v in self.kinds for v in reads):
+                assert isinstance(step, Compute)
+                self.kinds |= dict.fromkeys(step.makes, "stacked")
+        self.compiled = {s: self._compile(s) for s in self.pieces.steps if isinstance(s, Compute)}
+        self.merge = self._merger(batch)
+
+    def is_stacked(self, atom: Any) -> bool:
+        """Whether each trainer has a value of its own."""
+        return isinstance(atom, Var) and atom in self.kinds
+
+    def compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
+        """Run one piece for all trainers."""
+        return self.compiled[piece](*values)
+
+    def _compile(self, piece: Compute) -> Callable[..., Sequence[Any]]:
+        kinds = [self.kinds.get(v) for v in piece.reads]
+        if not any(kinds):
+            return piece.jitted
+        each = self.job.trainers // self.job.mesh.size
+
+        def on_device(*values: Any) -> list[Any]:
+            # the values of the trainers of one device, with a leading axis, beside what all share
+            own = [x.reshape(each, -1, *x.shape[1:]) if k == "split" else x for k, x in zip(kinds, values, strict=True) if k]
+
+            def one(mine: Sequence[Any]) -> list[Any]:
+                it = iter(mine)
+                return list(piece.fn(*(next(it) if k else x for k, x in zip(kinds, values, strict=True))))
+
+            if each == 1:
+                return [x[None] for x in one([x[0] for x in own])]
+            return jax.lax.map(one, own)
+
+        specs = tuple(P(AXIS) if k else P() for k in kinds)
+        # check_vma: the equations were traced without varying types, and replay only without the check
+        return jax.jit(jax.shard_map(on_device, mesh=self.job.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False))
+
+    def _merger(self, batch: Sequence[Any]) -> Callable[[list[Any]], list[Any]] | None:
+        """What makes one result of each that several trainers have."""
+        outs = dict(zip(self.program.out_names, self.program.jaxpr.jaxpr.outvars, strict=True))
+        self.result_names = [n for n in self.program.out_names if n not in set(self.param_names)]
+        stacked = [n for n in self.result_names if self.is_stacked(outs[n])]
+        if not stacked:
+            return None
+        local = {n: outs[n].aval for n in stacked}
+        whole: Mapping[str, Any] = local
+        if any(t.ndim for t in local.values()):
+            main = self.job.plan.main
+            state = [main.inputs[n] for n in (*main.args[0].names, *main.args[1].names)]
+            whole = main.at_flat([*state, *batch]).outputs
+        how: list[str | None] = []
+        for n in self.result_names:
+            if n not in local:
+                how.append(None)
+            elif whole[n].shape != local[n].shape:
+                if whole[n].shape != (self.job.trainers * local[n].shape[0], *local[n].shape[1:]):
+                    raise BatchError(
+                        f"{n} is {list(local[n].shape)} on a trainer and {list(whole[n].shape)} on one device: it cannot be merged; "
+                        "results may grow with the batch on dim 0 only"
+                    )
+                how.append("concat")
+            else:
+                how.append("mean" if jnp.issubdtype(local[n].dtype, jnp.inexact) else None)
+
+        def merge(values: list[Any]) -> list[Any]:
+            def one(x: Any, way: str | None) -> Any:
+                if way == "mean":
+                    return jnp.mean(x, 0)
+                return x.reshape(-1, *x.shape[2:]) if way == "concat" else x
+
+            return [one(x, way) for x, way in zip(values, how, strict=True)]
+
+        return jax.jit(merge)
+
+    def results(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What the step returns beside its state, merged, in the structure it had."""
+        found = [values[n] for n in self.result_names]
+        if self.merge is not None:
+            found = self.merge(found)
+        merged = dict(zip(self.result_names, found, strict=True))
+        spec = self.program.out
+        rest = without(spec, self.job.plan.main.args[0])
+        tree = rest.unflatten([merged[n] for n in rest.names])
+        return tuple(tree) if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)
+
+
+def _shards(x: jax.Array) -> list[jax.Array]:
+    """The parts of a stacked array, in the order of the trainers."""
+    return [s.data for s in sorted(x.addressable_shards, key=lambda s: s.index[0].start or 0)]
+
+
+def _unstacked(grads: Mapping[str, Any], trainers: int) -> dict[str, Any]:
+    """Each trainer's gradients by name, from those of all: stacked shards, or one that all trainers share."""
+    if trainers == 1:
+        return dict(grads)
+    each: dict[str, Any] = {}
+    for name, x in grads.items():
+        base = name.removesuffix(".trainer_0")
+        parts = [row for shard in x for row in shard] if isinstance(x, list) else [x] * trainers
+        each |= {f"{base}.trainer_{k}": g for k, g in enumerate(parts)}
+    return each
+
+
+def _joined(blocks: Mapping[str, Any], shape: tuple[int, ...]) -> Any:
+    """The rows of a value from its blocks."""
+    if len(blocks) == 1:
+        return next(iter(blocks.values()))
+    parts = [np.asarray(blocks[k]) for k in sorted(blocks, key=int)]
+    whole = np.concatenate(parts)
+    assert whole.shape == shape
+    return jnp.asarray(whole)

@@ -1,0 +1,235 @@
+"""Paddle's interface: `DistributeTranspiler` over the transforms.
+
+The names, arguments and defaults are those of python/paddle/fluid/transpiler/distribute_transpiler.py. What
+differs: `transpile` checks everything and changes nothing it is given, methods can be called in any order
+and any number of times, and one object gives the programs of every role.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from dtrans.blocks import PSDispatcher, RoundRobin
+from dtrans.errors import ConfigAssertionError, ConfigError
+from dtrans.plan import PServerPlan, check_trainer_id
+from dtrans.program import Program
+from dtrans.transforms.pserver import pserver
+
+
+MIN_BLOCK_SIZE = 8192
+
+# Attribute to default, as Paddle 1.8.5 has them.
+DEFAULTS: dict[str, Any] = {
+    "slice_var_up": True,
+    "split_method": None,
+    "min_block_size": MIN_BLOCK_SIZE,
+    "enable_dc_asgd": False,
+    "mode": "pserver",
+    "print_log": False,
+    "wait_port": True,
+    "sync_mode": True,
+    "runtime_split_send_recv": False,
+    "half_async": False,
+    "completely_not_async": False,
+    "geo_sgd_mode": False,
+    "geo_sgd_need_push_nums": 100,
+    "nccl_comm_num": 1,
+    "use_hierarchical_allreduce": False,
+    "hierarchical_allreduce_inter_nranks": 0,
+    "collective_mode": None,
+}
+
+# What this version carries out; another value of any of these is refused by name.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "mode": ("pserver",),
+    "sync_mode": (True,),
+    "enable_dc_asgd": (False,),
+    "runtime_split_send_recv": (False,),
+    "half_async": (False,),
+    "completely_not_async": (False,),
+    "geo_sgd_mode": (False,),
+    "use_hierarchical_allreduce": (False,),
+    "collective_mode": (None,),
+}
+
+
+class DistributeTranspilerConfig:
+    """The options of a `DistributeTranspiler`.
+
+    All of Paddle's attributes are here, with its defaults; this version carries out synchronous pserver
+    mode, and refuses the others when it transpiles. Those in use:
+
+    Attributes:
+      slice_var_up: cut parameters into blocks of rows; otherwise each is whole on one server.
+      split_method: a subclass of `PSDispatcher`; None is `RoundRobin`.
+      min_block_size: the fewest elements worth a block of their own, 8192 or more.
+      sync_mode: every update uses the gradients of all trainers.
+      print_log: print the plan when transpiling.
+
+    Raises:
+      ConfigError: an attribute that does not exist.
+
+    Example:
+      >>> import dtrans
+      >>> config = dtrans.DistributeTranspilerConfig(min_block_size=16384)
+      >>> config.slice_var_up, config.min_block_size
+      (True, 16384)
+      >>> config.min_blocksize = 1
+      Traceback (most recent call last):
+      ...
+      dtrans.errors.ConfigError: DistributeTranspilerConfig has no option min_blocksize; did you mean min_block_size?
+    """
+
+    slice_var_up: bool
+    split_method: type[PSDispatcher] | None
+    min_block_size: int
+    enable_dc_asgd: bool
+    mode: str
+    print_log: bool
+    wait_port: bool
+    sync_mode: bool
+    runtime_split_send_recv: bool
+    half_async: bool
+    completely_not_async: bool
+    geo_sgd_mode: bool
+    geo_sgd_need_push_nums: int
+    nccl_comm_num: int
+    use_hierarchical_allreduce: bool
+    hierarchical_allreduce_inter_nranks: int
+    collective_mode: str | None
+
+    def __init__(self, **options: Any) -> None:
+        for name, value in {**DEFAULTS, **options}.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in DEFAULTS:
+            raise ConfigError(f"DistributeTranspilerConfig has no option {name}{_similar(name)}")
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        changed = {n: v for n, v in vars(self).items() if v != DEFAULTS[n]}
+        return f"DistributeTranspilerConfig({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
+
+
+def _similar(name: str) -> str:
+    close = difflib.get_close_matches(name, DEFAULTS, 1)
+    return f"; did you mean {close[0]}?" if close else f"; its options are {', '.join(DEFAULTS)}"
+
+
+class DistributeTranspiler:
+    """Rewrites a traced step into the programs of trainers and parameter servers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.1)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> init = lambda key: (p := {"w": jnp.ones((4, 2))}, tx.init(p))
+      >>> main, startup = dtrans.trace(step, *init(None), jnp.ones((8, 4))), dtrans.trace(init, jax.random.key(0))
+      >>> t = dtrans.DistributeTranspiler()
+      >>> t.transpile(trainer_id=0, program=main, startup_program=startup, pservers="127.0.0.1:6174", trainers=2)
+      >>> [op.type for op in t.get_trainer_program().ops if op.role == "rpc"]
+      ['send', 'send_barrier', 'recv', 'fetch_barrier']
+      >>> pserver, pserver_startup = t.get_pserver_programs("127.0.0.1:6174")
+      >>> [op.type for op in pserver.ops], pserver_startup.out_names
+      (['listen_and_serv'], ('params/w',))
+    """
+
+    def __init__(self, config: DistributeTranspilerConfig | None = None) -> None:
+        if config is not None and not isinstance(config, DistributeTranspilerConfig):
+            raise ConfigError(f"config must be a DistributeTranspilerConfig, it is {type(config).__name__}")
+        self.config = config or DistributeTranspilerConfig()
+        self._check_config()
+        self._plan: PServerPlan | None = None
+        self._trainer_id = 0
+
+    def transpile(
+        self,
+        trainer_id: int,
+        program: Program | None = None,
+        pservers: str = "127.0.0.1:6174",
+        trainers: int = 1,
+        sync_mode: bool = True,
+        startup_program: Program | None = None,
+        current_endpoint: str = "127.0.0.1:6174",
+    ) -> None:
+        """Plan the job. Nothing that is handed in is changed.
+
+        Args:
+          trainer_id: which trainer this process is; any in a pserver process.
+          program: the traced step.
+          pservers: the servers' endpoints, separated by commas.
+          trainers: how many trainers there are.
+          sync_mode: every update uses the gradients of all trainers.
+          startup_program: the traced init.
+          current_endpoint: this server's endpoint; not used in this mode, as in Paddle.
+
+        Raises:
+          ConfigError: an option that is out of range, contradicts another, or is not in this version.
+          GradientError, TraceError: as `dtrans.pserver`.
+        """
+        self._check_config()
+        if program is None or startup_program is None:
+            raise ConfigError("transpile needs program=dtrans.trace(step, ...) and startup_program=dtrans.trace(init, ...)")
+        if isinstance(trainers, str):
+            raise ConfigError(f"trainers must be a number in pserver mode, it is {trainers!r}; a list of endpoints belongs to mode='nccl2'")
+        plan = pserver(
+            program,
+            startup_program,
+            pservers=pservers,
+            trainers=trainers,
+            sync_mode=sync_mode,
+            slice_var_up=self.config.slice_var_up,
+            split_method=self._split_method,
+            min_block_size=self.config.min_block_size,
+        )
+        check_trainer_id(trainer_id, plan.trainers)
+        self._plan, self._trainer_id = plan, trainer_id
+        if self.config.print_log:
+            print(plan)
+
+    @property
+    def plan(self) -> PServerPlan:
+        """The plan. Raises ConfigError before `transpile`."""
+        if self._plan is None:
+            raise ConfigError("call transpile(...) before asking for programs")
+        return self._plan
+
+    def get_trainer_program(self, wait_port: bool = True) -> Program:
+        """The program of this trainer: (params, *batch) -> (params, loss[, aux]).
+
+        Paddle waits here until the servers' ports are open. A plan can be made anywhere, so here it is the
+        `Executor` that waits, when it first talks to them; `wait_port` is accepted and changes nothing.
+        """
+        return self.plan.trainer_program(self._trainer_id)
+
+    def get_trainer_startup_program(self) -> Program:
+        """The startup program of this trainer: the arguments of init -> params."""
+        return self.plan.trainer_startup_program(self._trainer_id)
+
+    def get_pserver_program(self, endpoint: str) -> Program:
+        """The program that serves at `endpoint`. Raises UnknownEndpointError for another."""
+        return self.plan.servers[endpoint].main
+
+    def get_pserver_programs(self, endpoint: str) -> tuple[Program, Program]:
+        """The program that serves at `endpoint`, and its startup program."""
+        programs = self.plan.servers[endpoint]
+        return programs.main, programs.startup
+
+    def get_startup_program(self, endpoint: str, pserver_program: Any = None, startup_program: Any = None) -> Program:
+        """The startup program of the server at `endpoint`; the other arguments are Paddle's, and not needed."""
+        return self.plan.servers[endpoint].startup
+
+    @property
+    def _split_method(self) -> type[PSDispatcher]:
+        return RoundRobin if self.config.split_method is None else self.config.split_method
+
+    def _check_config(self) -> None:
+        size = self.config.min_block_size
+        if not isinstance(size, int) or size < MIN_BLOCK_SIZE:
+            raise ConfigAssertionError(f"min_block_size must be {MIN_BLOCK_SIZE} or more, it is {size!r}; dtrans.pserver takes any positive number")
+        for name, allowed in _ONLY.items():
+            value = getattr(self.config, name)
+            if value not in allowed:
+                raise ConfigError(f"{name}={value!r} is not in this version; leave it at {allowed[0]!r}")

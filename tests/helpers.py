@@ -1,0 +1,199 @@
+"""What several test files share: small models, comparisons, the single-device reference, and parameter
+servers carried out by hand, one `OptimizeBlock` after the other, without any of `dtrans.run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dtrans
+from dtrans.ops import OptimizeBlock
+from dtrans.plan import PServerPlan
+
+
+# -- comparisons -----------------------------------------------------------------------------------
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    """An array, random keys included."""
+    return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def distance(a: Any, b: Any) -> float:
+    """max|a - b| / max|b|, in float64; the absolute distance where b is zero, and 0 for exact equality."""
+    a, b = as_numpy(a), as_numpy(b)
+    assert a.shape == b.shape, (a.shape, b.shape)
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    if a.size == 0 or np.array_equal(a, b):
+        return 0.0
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    scale = np.abs(b).max()
+    worst = np.abs(a - b).max()
+    assert np.isfinite(worst), "not finite"
+    return float(worst / scale if scale else worst)
+
+
+def tree_close(a: Any, b: Any, rtol: float) -> None:
+    """Assert that two pytrees are of one structure and, leaf by leaf, max|a - b| <= rtol * max|b|."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(a)[0], jax.tree.leaves(b), strict=True):
+        far = distance(x, y)
+        assert far <= rtol, f"{jax.tree_util.keystr(path)}: {far:.3g} > {rtol}"
+
+
+def tree_equal(a: Any, b: Any) -> None:
+    """Assert that two pytrees are the same, bit for bit."""
+    tree_close(a, b, 0.0)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def mlp_params(sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 0) -> dict[str, jax.Array]:
+    """`b1, b2, ..., w1, w2, ...` of a multi-layer perceptron."""
+    rng = np.random.default_rng(seed)
+    params = {}
+    for i, (n, m) in enumerate(zip(sizes, sizes[1:], strict=False), 1):
+        params[f"w{i}"] = jnp.asarray(rng.normal(size=(n, m)) / np.sqrt(n), dtype)
+        params[f"b{i}"] = jnp.asarray(rng.normal(size=m) * 0.1, dtype)
+    return params
+
+
+def mlp_forward(params: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+    layers = len(params) // 2
+    for i in range(1, layers + 1):
+        x = x @ params[f"w{i}"] + params[f"b{i}"]
+        x = jnp.tanh(x) if i < layers else x
+    return x
+
+
+def mlp_loss(params: Mapping[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.mean((mlp_forward(params, x) - y) ** 2)
+
+
+def mlp_batch(rows: int = 8, sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 1) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(rows, sizes[0])), dtype), jnp.asarray(rng.normal(size=(rows, sizes[-1])), dtype)
+
+
+def plain_step(loss: Callable[..., Any], tx: Any, grad: Callable[..., Any] = jax.value_and_grad) -> Callable[..., Any]:
+    """The training step as anybody writes it."""
+
+    def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, Any, Any]:
+        value, grads = grad(loss)(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step
+
+
+def plain_run(step: Callable[..., Any], params: Any, opt_state: Any, batches: Sequence[tuple[Any, ...]]) -> tuple[Any, Any, list[Any]]:
+    """The single-device reference: the step, jitted, on each batch in turn."""
+    jitted, losses = jax.jit(step), []
+    for batch in batches:
+        params, opt_state, loss, *_ = jitted(params, opt_state, *batch)
+        losses.append(loss)
+    return params, opt_state, losses
+
+
+def init_of(tx: Any) -> Callable[[Any], tuple[Any, Any]]:
+    """`init(params) -> (params, opt_state)`."""
+
+    def init(params: Any) -> tuple[Any, Any]:
+        return params, tx.init(params)
+
+    return init
+
+
+def endpoints(count: int) -> tuple[str, ...]:
+    return tuple(f"127.0.0.1:{6170 + i}" for i in range(count))
+
+
+# -- parameter servers by hand ---------------------------------------------------------------------
+
+
+def blocks_of(plan: PServerPlan, endpoint: str) -> tuple[OptimizeBlock, ...]:
+    """The optimize blocks of one server."""
+    (eqn,) = plan.servers[endpoint].main.jaxpr.jaxpr.eqns
+    return eqn.params["optimize_blocks"]
+
+
+def quick(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit` that compiles fast, and rounds bfloat16 after each equation, as its types say."""
+    return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0})
+
+
+def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
+    """A closed jaxpr, equation by equation."""
+    return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
+
+
+def start_servers(plan: PServerPlan, *args: Any) -> dict[str, dict[str, Any]]:
+    """What each server's startup program makes."""
+    made = {}
+    for endpoint, programs in plan.servers.items():
+        start = programs.startup
+        made[endpoint] = dict(zip(start.out_names, evaluate(start.jaxpr, *start.flatten(*args)), strict=True))
+    return made
+
+
+def serve(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], grads: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """One round of every server. `grads`: for each trainer, leaf name to its whole gradient."""
+    after = {}
+    for endpoint, units in plan.placement.units.items():
+        values = dict(held[endpoint])
+        for block in (b for unit in units for b in unit.blocks):
+            for k, of in enumerate(grads):
+                rows = of[block.leaf]
+                values[block.gradient(k, plan.trainers)] = rows if block.span is None else rows[block.span.start : block.span.stop]
+        new = dict(held[endpoint])
+        for block in blocks_of(plan, endpoint):
+            outs = evaluate(block.jaxpr, *[values[n] for n in block.in_names])
+            for name, value in zip(block.out_names, outs, strict=True):
+                if name.startswith("lr_sched/"):
+                    values[name] = value
+                else:
+                    assert name in new, f"{block} makes {name}, which {endpoint} does not hold"
+                    new[name] = value
+        after[endpoint] = new
+    return after
+
+
+def assemble(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Whole leaves out of the servers' blocks. What several servers hold must be the same on each."""
+    found = {}
+    for name in names:
+        copies = [h[name] for h in held.values() if name in h]
+        if copies:
+            for other in copies[1:]:
+                assert np.array_equal(as_numpy(copies[0]), as_numpy(other)), name
+            found[name] = copies[0]
+            continue
+        parts, i = [], 0
+        while owners := [h for h in held.values() if f"{name}.block{i}" in h]:
+            assert len(owners) == 1, f"{name}.block{i} is on {len(owners)} servers"
+            parts.append(owners[0][f"{name}.block{i}"])
+            i += 1
+        if parts:
+            found[name] = jnp.concatenate(parts)
+    return found
+
+
+def plan_of(
+    loss: Callable[..., Any], tx: Any, params: Any, *batch: Any, servers: int = 3, trainers: int = 1, min_block_size: int = 1, **options: Any
+) -> PServerPlan:
+    """The pserver plan of a step made by `make_train_step`; its startup takes the params."""
+    step = dtrans.make_train_step(loss, tx)
+    main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *batch)
+    startup = dtrans.trace(init_of(tx), params)
+    return dtrans.pserver(main, startup, pservers=endpoints(servers), trainers=trainers, min_block_size=min_block_size, **options)
+
+
+def communication(program: Any) -> list[str]:
+    """The communication ops of a program, in order."""
+    return [op.type for op in program.ops if op.role in ("rpc", "dist")]
