@@ -18,6 +18,7 @@ from dtrans.marks import make_train_step as make_train_step, value_and_grad as v
 from dtrans.plan import PServerPlan as PServerPlan
 from dtrans.program import Op as Op, Program as Program, trace as trace
 from dtrans.run.executor import Executor as Executor
+from dtrans.run.roles import Role as Role
 from dtrans.transforms import pserver as pserver
 from dtrans.transpiler import (
     DistributeTranspiler as DistributeTranspiler,

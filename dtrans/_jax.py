@@ -12,22 +12,62 @@ The one difference that matters: up to 0.10 a `ClosedJaxpr` pairs a `Jaxpr` with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.core import ShapedArray as ShapedArray
 from jax.extend.core import (
-    ClosedJaxpr as ClosedJaxpr,
-    Jaxpr as Jaxpr,
-    JaxprEqn as JaxprEqn,
-    Literal as Literal,
     Primitive as Primitive,
-    Var as Var,
     jaxpr_as_fun as jaxpr_as_fun,
     jaxprs_in_params as jaxprs_in_params,
-    new_jaxpr_eqn as new_jaxpr_eqn,
 )
-from jax.interpreters import ad as ad, batching as batching, mlir as mlir, partial_eval as partial_eval
+from jax.interpreters import ad as ad, batching as batching, mlir as mlir, partial_eval
+
+
+if TYPE_CHECKING:
+    # What this package uses of JAX's IR classes. JAX types `aval` as an abstract value without a shape or
+    # dtype, and ours always have both; from 0.11 two of the classes are one.
+    class Var:
+        aval: Any
+
+        def __init__(self, aval: Any) -> None: ...
+
+    class Literal:
+        aval: Any
+        val: Any
+
+        def __init__(self, val: Any, aval: Any) -> None: ...
+
+    class JaxprEqn:
+        primitive: Any
+        params: dict[str, Any]
+        invars: list[Var | Literal]
+        outvars: list[Var]
+        effects: Any
+        source_info: Any
+
+        def replace(self, **changes: Any) -> JaxprEqn: ...
+
+    class Jaxpr:
+        constvars: list[Var]
+        invars: list[Var]
+        outvars: list[Var | Literal]
+        eqns: list[JaxprEqn]
+        debug_info: Any
+
+        def replace(self, **changes: Any) -> Jaxpr: ...
+
+    class ClosedJaxpr:
+        jaxpr: Jaxpr
+        consts: list[Any]
+
+        def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> None: ...
+
+    def new_jaxpr_eqn(
+        invars: Sequence[Var | Literal], outvars: Sequence[Var], primitive: Any, params: dict[str, Any], effects: Any
+    ) -> JaxprEqn: ...
+else:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 
 Atom = Var | Literal
@@ -81,6 +121,32 @@ def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     return jax.jit(fn).trace(*args).lojax.jaxpr
 
 
+def small_jaxpr(fn: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
+    """`jax.make_jaxpr` of a function of arrays of these types, weak types included."""
+    specs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
+    jaxpr: Any = jax.make_jaxpr(fn)(*specs)
+    return jaxpr
+
+
+def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
+    """The outputs of a closed jaxpr; under a trace, its equations bound anew with their source information."""
+    inner: Any = jaxpr.jaxpr
+    return jax.core.eval_jaxpr(inner, jaxpr.consts, *args)
+
+
+def live_part(jaxpr: Jaxpr, keep: Sequence[bool], always: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """Dead-code elimination, inside loops and branches too, and which inputs are left.
+
+    Args:
+      keep: the outputs that are wanted.
+      always: the inputs that stay whether they are used or not.
+    """
+    inner: Any = jaxpr
+    pruned: Any
+    pruned, used = partial_eval.dce_jaxpr(inner, list(keep), instantiate=list(always))
+    return pruned, used
+
+
 def abstract_eval(primitive: Primitive, avals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     """The output types of one equation, as the primitive itself states them."""
     out, _ = primitive.abstract_eval(*avals, **params)
@@ -92,7 +158,12 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name not in ("jit", "pjit"):
         return False
     p = eqn.params
-    asked = (*p.get("in_shardings", ()), *p.get("out_shardings", ()), *p.get("in_layouts", ()), *p.get("out_layouts", ()))
+    asked = (
+        *p.get("in_shardings", ()),
+        *p.get("out_shardings", ()),
+        *p.get("in_layouts", ()),
+        *p.get("out_layouts", ()),
+    )
     return all(type(a).__name__ == "UnspecifiedValue" or a is None for a in asked)
 
 

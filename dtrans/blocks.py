@@ -75,12 +75,16 @@ def slice_variable(var_list: Iterable[Variable], slice_count: int, min_block_siz
       ['w:0:67072', 'w:1:67072', 'w:2:66560']
     """
     if slice_count < 1 or min_block_size < 1:
-        raise ConfigError(f"slice_count and min_block_size must be positive, they are {slice_count} and {min_block_size}")
+        raise ConfigError(
+            f"slice_count and min_block_size must be positive, they are {slice_count} and {min_block_size}"
+        )
     blocks = []
     for var in var_list:
         shape = tuple(var.shape)
         if any(d < 0 for d in shape):
-            raise ConfigError(f"{var.name} has the unknown dimension {min(shape)} in its shape {shape}; blocks need the real one")
+            raise ConfigError(
+                f"{var.name} has the unknown dimension {min(shape)} in its shape {shape}; blocks need the real one"
+            )
         numel = math.prod(shape)
         size = max(1, math.ceil(numel / min(slice_count, max(1, numel // min_block_size))))
         if len(shape) >= 2 and numel:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxprs_in_params, scope_of
 from dtrans.errors import GradientError
@@ -89,7 +88,9 @@ class _Cutter:
 
     def __init__(self, program: Program) -> None:
         if len(program.args) < 2:
-            raise GradientError(f"{program.name} is not a training step: it must be a function of (params, opt_state, *batch)")
+            raise GradientError(
+                f"{program.name} is not a training step: it must be a function of (params, opt_state, *batch)"
+            )
         self.source = program
         self.jaxpr = inline_calls(program.jaxpr)
         self.inner = self.jaxpr.jaxpr
@@ -105,13 +106,17 @@ class _Cutter:
         missing = [n for n in (*self.params, *self.opt_state) if n not in self.outs]
         if missing or not self.params:
             raise GradientError(
-                f"{program.name} is not a training step: it does not return a new {missing[0] if missing else 'value of its first argument'}; "
+                f"{program.name} is not a training step: it does not return a new "
+                f"{missing[0] if missing else 'value of its first argument'}; "
                 "it must return (params, opt_state, loss), each of the structure that came in"
             )
         for n in (*self.params, *self.opt_state):
             had, now = self.vars[n].aval, self.outs[n].aval
             if (had.shape, had.dtype) != (now.shape, now.dtype):
-                raise GradientError(f"{n} goes in as {short_type(had)} and comes out as {short_type(now)}: a step must keep the type of its state")
+                raise GradientError(
+                    f"{n} goes in as {short_type(had)} and comes out as {short_type(now)}: a step must keep the "
+                    "type of its state"
+                )
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -124,11 +129,15 @@ class _Cutter:
             leaf = self.leaf_behind(eqn.invars[1])
             if leaf is None:
                 raise GradientError(
-                    f"dtrans.value_and_grad was taken with respect to `{eqn.params['leaf'] or 'its argument'}`, which is not a leaf of "
+                    f"dtrans.value_and_grad was taken with respect to `{eqn.params['leaf'] or 'its argument'}`, "
+                    "which is not a leaf of "
                     f"`{self.params[0].split('/')[0]}`, the first argument of {self.source.name}"
                 )
             if leaf in found:
-                raise GradientError(f"{leaf} has two marked gradients in {self.source.name}: call dtrans.value_and_grad once, on the total loss")
+                raise GradientError(
+                    f"{leaf} has two marked gradients in {self.source.name}: call dtrans.value_and_grad once, "
+                    "on the total loss"
+                )
             found[leaf] = eqn.outvars[0]
         return found
 
@@ -162,17 +171,24 @@ class _Cutter:
             # told apart from a hidden gradient by whether the batch enters its update
             if not reach and not (isinstance(out, Var) and from_batch.get(out)):
                 continue
-            listed = "\n".join(f"  {self.describe(v)}" for v in sorted(reach or fits, key=self.made_by.__getitem__)) or "  none"
+            listed = (
+                "\n".join(f"  {self.describe(v)}" for v in sorted(reach or fits, key=self.made_by.__getitem__))
+                or "  none"
+            )
             raise GradientError(
-                f"cannot tell the gradient of {name} ({short_type(self.vars[name].aval)}) in {self.source.name}; candidates:\n{listed}\n"
-                "take gradients with dtrans.value_and_grad in place of jax.value_and_grad, or build the step with dtrans.make_train_step"
+                f"cannot tell the gradient of {name} ({short_type(self.vars[name].aval)}) in "
+                f"{self.source.name}; candidates:\n{listed}\n"
+                "take gradients with dtrans.value_and_grad in place of jax.value_and_grad, or build the step "
+                "with dtrans.make_train_step"
             )
         return found
 
     def crossing(self) -> set[Var]:
         """Values made by differentiation and used by something that was not."""
         made = {v for e, d in zip(self.eqns, self.derived, strict=True) if d for v in e.outvars}
-        used = {a for e, d in zip(self.eqns, self.derived, strict=True) if not d for a in e.invars if isinstance(a, Var)}
+        used = {
+            a for e, d in zip(self.eqns, self.derived, strict=True) if not d for a in e.invars if isinstance(a, Var)
+        }
         used |= {a for a in self.inner.outvars if isinstance(a, Var)}
         return made & used
 
@@ -207,15 +223,18 @@ class _Cutter:
         by_batch, by_gradient = 1, 2
         seeds = {self.vars[n]: by_batch for n in self.batch}
         enters = spread(self.eqns, seeds, dict.fromkeys(boundary, by_gradient))
-        optimized, held = [], []
+        optimized: list[str] = []
+        held: list[str] = []
         for name in self.params:
             out = self.outs[name]
             made_of = enters.get(out, 0) if isinstance(out, Var) else 0
             (held if out is self.vars[name] or made_of == by_batch else optimized).append(name)
         if not optimized or not boundary:
             raise GradientError(
-                f"no gradient was found in {self.source.name}: none of its parameters ({', '.join(self.params[:4])}{', ...' if len(self.params) > 4 else ''}) "
-                "is updated from the derivative of a loss; candidates: none. Use dtrans.value_and_grad or dtrans.make_train_step"
+                f"no gradient was found in {self.source.name}: none of its parameters "
+                f"({', '.join(self.params[:4])}{', ...' if len(self.params) > 4 else ''}) "
+                "is updated from the derivative of a loss; candidates: none. Use dtrans.value_and_grad or "
+                "dtrans.make_train_step"
             )
         made_here = [n for n in held if self.outs[n] is not self.vars[n]]
         optimize, used, kept = self.optimize_half(gradients, optimized, made_here)
@@ -223,7 +242,9 @@ class _Cutter:
         results = tuple(n for n in self.source.out_names if n not in self.params and n not in self.opt_state)
         # the gradient proper is what the mark was put on
         atoms: dict[str, Atom] = {
-            n: self.eqns[self.made_by[gradients[n]]].invars[0] if marked else gradients[n] for n in self.params if n in used
+            n: self.eqns[self.made_by[gradients[n]]].invars[0] if marked else gradients[n]
+            for n in self.params
+            if n in used
         }
         return Cut(
             program=self.with_roles(kept),
@@ -249,8 +270,10 @@ class _Cutter:
         if hidden or around:
             culprit, what = self.who_uses(outs, out_names, gradients, self.vars[hidden[0]] if hidden else None, around)
             raise GradientError(
-                f"{culprit} is updated with {what}, which only the trainers have; an update may use gradients, parameters and "
-                "optimizer state. If this is the gradient of something, take it with dtrans.value_and_grad; if it is a schedule, "
+                f"{culprit} is updated with {what}, which only the trainers have; an update may use gradients, "
+                "parameters and "
+                "optimizer state. If this is the gradient of something, take it with dtrans.value_and_grad; if "
+                "it is a schedule, "
                 "make it a function of a count in the optimizer state (optax.inject_hyperparams, optax schedules)"
             )
         owners = {v: n for n, v in gradients.items()}
@@ -258,7 +281,10 @@ class _Cutter:
         grad_names = [n for n in self.params if n in used]
         params = [n for n in self.params if n in optimized or self.vars[n] in leaves]
         builder = Builder(self.jaxpr)
-        builder.invars += [*(gradients[n] for n in grad_names), *(self.vars[n] for n in (*params, *self.opt_state))]
+        builder.invars += [
+            *(gradients[n] for n in grad_names),
+            *(self.vars[n] for n in (*params, *self.opt_state)),
+        ]
         for i in kept:
             builder.keep(self.eqns[i])
         jaxpr = eliminate_dead(builder.build(outs))
@@ -266,14 +292,21 @@ class _Cutter:
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, kept
 
     def who_uses(
-        self, outs: Sequence[Atom], names: Sequence[str], gradients: Mapping[str, Var], var: Var | None, around: Iterable[JaxprEqn]
+        self,
+        outs: Sequence[Atom],
+        names: Sequence[str],
+        gradients: Mapping[str, Var],
+        var: Var | None,
+        around: Iterable[JaxprEqn],
     ) -> tuple[str, str]:
         """The first output that a forbidden value enters, and the name of that value."""
         bad = {v for e in around for v in e.outvars} if var is None else {var}
-        for name, out in zip(names, outs, strict=True):
+
+        def enters(out: Atom) -> bool:
             kept, leaves = needed(self.eqns, [out], gradients.values())
-            if leaves & bad or any(v in bad for i in kept for v in self.eqns[i].outvars):
-                break
+            return bool(leaves & bad) or any(v in bad for i in kept for v in self.eqns[i].outvars)
+
+        name = next(n for n, out in zip(names, outs, strict=True) if enters(out))
         if var is not None:
             return name, self.names[var]
         first = next(iter(around))
@@ -326,4 +359,8 @@ def _is_derivative(eqn: JaxprEqn) -> bool:
     """Whether differentiation made an equation: it transposes, or is a loop around equations that do."""
     if "transpose(" in scope_of(eqn):
         return True
-    return any(e.primitive is mark_p or "transpose(" in scope_of(e) for sub in jaxprs_in_params(eqn.params) for e in equations(sub))
+    return any(
+        e.primitive is mark_p or "transpose(" in scope_of(e)
+        for sub in jaxprs_in_params(eqn.params)
+        for e in equations(sub)
+    )

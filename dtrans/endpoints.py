@@ -34,7 +34,9 @@ def parse_endpoints(endpoints: str | Sequence[str]) -> tuple[str, ...]:
         split_endpoint(e)
     twice = sorted({e for e in parsed if parsed.count(e) > 1})
     if twice:
-        raise ConfigError(f"the endpoint {twice[0]} is listed {parsed.count(twice[0])} times; each pserver needs one of its own")
+        raise ConfigError(
+            f"the endpoint {twice[0]} is listed {parsed.count(twice[0])} times; each pserver needs one of its own"
+        )
     return parsed
 
 

@@ -60,4 +60,14 @@ class DeadlineError(PeerError, TimeoutError):
 
 
 class LaunchError(DtransError, RuntimeError):
-    """A launched role ended with an error."""
+    """A launched role ended with an error.
+
+    Attributes:
+      role: which, e.g. `pserver 0`; empty when none could be started.
+      code: its exit status as a shell gives it, 128 + n for signal n.
+    """
+
+    def __init__(self, message: str, *, role: str = "", code: int = 1) -> None:
+        super().__init__(message)
+        self.role = role
+        self.code = code

@@ -68,7 +68,9 @@ def value_and_grad(
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         halves = [partition(args[i], is_differentiable) for i in places]
         if not any(jax.tree.leaves(diff) for diff, _ in halves):
-            raise GradientError(f"argument {argnums} of {getattr(fun, '__name__', fun)} has no floating-point array to differentiate")
+            raise GradientError(
+                f"argument {argnums} of {getattr(fun, '__name__', fun)} has no floating-point array to differentiate"
+            )
 
         def of_differentiable(diffs: list[Any]) -> Any:
             full = list(args)
@@ -79,7 +81,11 @@ def value_and_grad(
         diffs = [diff for diff, _ in halves]
         value, grads = jax.value_and_grad(of_differentiable, has_aux=has_aux)(diffs)
         marked = [
-            tree_map_with_path(lambda path, p, g: mark_p.bind(g, p, leaf=keystr(path, simple=True, separator="/")), diff, grad)
+            tree_map_with_path(
+                lambda path, p, g: mark_p.bind(g, p, leaf=keystr(path, simple=True, separator="/")),
+                diff,
+                grad,
+            )
             for diff, grad in zip(diffs, grads, strict=True)
         ]
         return value, (tuple(marked) if several else marked[0])
@@ -136,5 +142,8 @@ def _kind(rest: Sequence[inspect.Parameter]) -> Any:
 def _apply_updates(params: Any, updates: Any) -> Any:
     """`optax.apply_updates`: the sum, in the parameter's dtype; None updates nothing."""
     return jax.tree.map(
-        lambda p, u: None if p is None else p if u is None else (p + u).astype(p.dtype), params, updates, is_leaf=lambda x: x is None
+        lambda p, u: None if p is None else p if u is None else (p + u).astype(p.dtype),
+        params,
+        updates,
+        is_leaf=lambda x: x is None,
     )

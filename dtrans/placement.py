@@ -144,11 +144,16 @@ def place(
         for b in placed[name]:
             load[b.endpoint] += b.nbytes
     groups = {g.leaves: [_cut(n, leaves[n], 1, 1)[0] for n in g.leaves] for g in bound.values()}
-    for blocks in sorted(groups.values(), key=lambda bs: -sum(b.nbytes for b in bs)):
+    for members in sorted(groups.values(), key=lambda bs: -sum(b.nbytes for b in bs)):
         endpoint = min(endpoints, key=load.__getitem__)
-        for b in blocks:
+        for b in members:
             placed[b.leaf] = (dataclasses.replace(b, endpoint=endpoint),)
             load[endpoint] += b.nbytes
+
+    for parts in placed.values():
+        for b in parts:
+            if b.name != b.leaf and b.name in leaves:
+                raise ConfigError(f"{b.name} is a leaf, and would be the name of a block of {b.leaf}: rename the leaf")
 
     units: dict[str, list[Unit]] = {ep: [] for ep in endpoints}
     for name in leaves:
@@ -156,8 +161,8 @@ def place(
             for b in placed[name]:
                 units[b.endpoint].append(Unit((b,)))
         elif bound[name].leaves[0] == name:
-            members = tuple(placed[n][0] for n in bound[name].leaves)
-            units[members[0].endpoint].append(Unit(members))
+            unit = Unit(tuple(placed[n][0] for n in bound[name].leaves))
+            units[unit.blocks[0].endpoint].append(unit)
     return Placement(
         tuple(endpoints),
         {n: placed[n] for n in leaves},

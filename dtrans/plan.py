@@ -139,9 +139,13 @@ class PServerPlan:
         """What else there is to know: bytes, whole leaves and why, what stays with the trainers."""
         notes = []
         for endpoint, size in self.server_bytes.items():
-            notes.append(f"{endpoint} holds {size['params']:,} bytes of parameters, {size['opt_state']:,} of optimizer state")
+            notes.append(
+                f"{endpoint} holds {size['params']:,} bytes of parameters, {size['opt_state']:,} of optimizer state"
+            )
         step = self.bytes_per_step
-        notes.append(f"each of {self.trainers} trainers sends {step['send']:,} and receives {step['recv']:,} bytes per step")
+        notes.append(
+            f"each of {self.trainers} trainers sends {step['send']:,} and receives {step['recv']:,} bytes per step"
+        )
         for leaf, reason in self.placement.whole.items():
             notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
         if self.shared_state:
@@ -160,17 +164,20 @@ class PServerPlan:
         return "\n".join(lines + self.notes)
 
     def __repr__(self) -> str:
-        return f"<PServerPlan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, {len(self.rows)} blocks>"
+        roles = f"{self.trainers} trainers, {len(self.servers)} pservers"
+        return f"<PServerPlan of {self.main.name}: {roles}, {len(self.rows)} blocks>"
 
     def _repr_html_(self) -> str:
         esc = html_escape.escape
         body = "".join(
-            f"<tr><td style='text-align:left'><code>{esc(r[0])}</code></td><td>{r[1]}</td><td>{r[2]}</td><td>{esc(r[3])}</td></tr>"
+            "<tr><td "
+            f"style='text-align:left'><code>{esc(r[0])}</code></td><td>{r[1]}</td><td>{r[2]}</td><td>{esc(r[3])}</td></tr>"
             for r in self.rows
         )
         notes = "".join(f"<li>{esc(n)}</li>" for n in self.notes)
         return (
-            f"<b>pserver plan of {esc(self.main.name)}</b>: {self.trainers} trainers, {len(self.servers)} pservers, sync"
+            f"<b>pserver plan of {esc(self.main.name)}</b>: {self.trainers} trainers, {len(self.servers)} "
+            "pservers, sync"
             f"<table><tr><th>block</th><th>rows</th><th>bytes</th><th>endpoint</th></tr>{body}</table><ul>{notes}</ul>"
         )
 
@@ -188,4 +195,6 @@ class _Servers(dict[str, ServerPrograms]):
 def check_trainer_id(trainer_id: Any, trainers: int) -> None:
     """Raises ConfigError unless 0 <= trainer_id < trainers."""
     if isinstance(trainer_id, bool) or not isinstance(trainer_id, int) or not 0 <= trainer_id < trainers:
-        raise ConfigError(f"trainer_id {trainer_id!r} is out of range: with {trainers} trainers it is one of 0 to {trainers - 1}")
+        raise ConfigError(
+            f"trainer_id {trainer_id!r} is out of range: with {trainers} trainers it is one of 0 to {trainers - 1}"
+        )

@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dtrans import listing
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, lowered_jaxpr, scope_of
@@ -31,7 +32,14 @@ from dtrans.errors import NotRealisedError, TraceError
 from dtrans.trees import TreeSpec, as_array
 
 
-FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST = "forward", "backward", "optimize", "lr_sched", "rpc", "dist"
+FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST = (
+    "forward",
+    "backward",
+    "optimize",
+    "lr_sched",
+    "rpc",
+    "dist",
+)
 ROLES = (FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST)
 
 Signature = tuple[tuple[tuple[int, ...], Any], ...]
@@ -86,11 +94,16 @@ class Program:
     out: TreeSpec
     roles: tuple[str, ...]
     labels: Mapping[Var, str] = dataclasses.field(default_factory=dict, repr=False)
-    respecialise: Callable[[Sequence[jax.ShapeDtypeStruct]], Program] | None = dataclasses.field(default=None, repr=False)
+    respecialise: Callable[[Sequence[jax.ShapeDtypeStruct]], Program] | None = dataclasses.field(
+        default=None, repr=False
+    )
 
     def __post_init__(self) -> None:
         inner = self.jaxpr.jaxpr
-        for what, have, names in (("inputs", inner.invars, self.in_names), ("outputs", inner.outvars, self.out_names)):
+        for what, have, names in (
+            ("inputs", inner.invars, self.in_names),
+            ("outputs", inner.outvars, self.out_names),
+        ):
             if len(have) != len(names):
                 raise TraceError(f"program {self.name}: {len(have)} {what} but {len(names)} names")
             twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) != len(names) else []
@@ -261,7 +274,7 @@ def signature(arrays: Sequence[Any]) -> Signature:
 
     def dtype(x: Any) -> Any:
         d = x.dtype
-        return d if jax.dtypes.issubdtype(d, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(d)
+        return d if jnp.issubdtype(d, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(d)
 
     return tuple((tuple(x.shape), dtype(x)) for x in map(as_array, arrays))
 
@@ -394,7 +407,9 @@ def _children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 def _alike(tree: Any, other: Any) -> bool:
     """Same structure and, leaf by leaf, the same shape."""
-    if jax.tree.structure(tree) != jax.tree.structure(other):
+    leaves, structure = jax.tree.flatten(tree)
+    others, like = jax.tree.flatten(other)
+    if not structure.__eq__(like):
         return False
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    pairs = zip(leaves, others, strict=True)
     return all(getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in pairs)

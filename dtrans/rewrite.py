@@ -27,16 +27,22 @@ from dtrans._jax import (
     closed,
     constants,
     is_plain_jit,
+    live_part,
     new_jaxpr_eqn,
     opened,
-    partial_eval,
+    small_jaxpr,
     within_scope,
 )
 
 
 # Calls whose body may stand in their place. The derivative rules of custom_jvp and custom_vjp are dead
 # weight once gradients have been taken. remat is not here: it is what keeps XLA from merging recomputation.
-_INLINED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+_INLINED = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+}
 
 
 def _called(eqn: JaxprEqn) -> Any | None:
@@ -59,7 +65,7 @@ def inline_calls(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     eqns: list[JaxprEqn] = []
 
     def walk(inner: Jaxpr, env: dict[Var, Atom], wrap: Callable[[JaxprEqn], JaxprEqn], top: bool) -> None:
-        read = lambda a: a if isinstance(a, Literal) else env.get(a, a)
+        read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
         for eqn in inner.eqns:
             body = _called(eqn)
             if body is None:
@@ -76,7 +82,7 @@ def inline_calls(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
                     constvars.append(hoisted[id(value)])
                     consts.append(value)
                 inside[var] = hoisted[id(value)]
-            walk(sub, inside, lambda e, call=eqn: wrap(within_scope(e, call)), top=False)
+            walk(sub, inside, functools.partial(_within, call=eqn, wrap=wrap), top=False)
             for out, made in zip(eqn.outvars, sub.outvars, strict=True):
                 env[out] = made if isinstance(made, Literal) else inside.get(made, made)
 
@@ -84,6 +90,10 @@ def inline_calls(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     walk(outer, env, lambda e: e, top=True)
     outvars = [a if isinstance(a, Literal) else env.get(a, a) for a in outer.outvars]
     return closed(constvars, consts, outer.invars, outvars, eqns, jaxpr)
+
+
+def _within(eqn: JaxprEqn, call: JaxprEqn, wrap: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEqn:
+    return wrap(within_scope(eqn, call))
 
 
 def needed(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stop: Iterable[Var] = ()) -> tuple[list[int], set[Var]]:
@@ -109,10 +119,12 @@ def eliminate_dead(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """Drop what no output needs, inside loops and branches too. All inputs stay; unused constants go."""
     inner = opened(jaxpr)
     hoisted = inner.replace(
-        constvars=[], invars=[*inner.constvars, *inner.invars], debug_info=inner.debug_info.with_unknown_names()
+        constvars=[],
+        invars=[*inner.constvars, *inner.invars],
+        debug_info=inner.debug_info.with_unknown_names(),
     )
     count = len(inner.constvars)
-    pruned, used = partial_eval.dce_jaxpr(hoisted, [True] * len(inner.outvars), instantiate=[False] * count + [True] * len(inner.invars))
+    pruned, used = live_part(hoisted, [True] * len(inner.outvars), [False] * count + [True] * len(inner.invars))
     live = sum(used[:count])
     consts = [c for c, u in zip(constants(jaxpr), used[:count], strict=True) if u]
     return closed(pruned.invars[:live], consts, pruned.invars[live:], pruned.outvars, pruned.eqns, jaxpr)
@@ -120,7 +132,7 @@ def eliminate_dead(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 @functools.lru_cache(maxsize=4096)
 def _traced(fn: Callable[..., Any], types: tuple[Any, ...]) -> ClosedJaxpr:
-    jaxpr = inline_calls(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types)))
+    jaxpr = inline_calls(small_jaxpr(fn, types))
     assert not constants(jaxpr), f"{fn} closes over an array"
     return jaxpr
 

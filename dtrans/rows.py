@@ -32,14 +32,21 @@ from dtrans.listing import short_type
 
 
 # Primitives whose output at an index depends on the operands at that index only.
+# fmt: off
 ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gradient gt igamma
-    igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or
-    optimization_barrier polygamma population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-    xor zeta""".split()
+    {
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+        "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type",
+        "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
+        "expm1", "floor", "ge", "gradient", "gt", "igamma", "igammac", "imag", "integer_pow", "is_finite",
+        "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg",
+        "nextafter", "not", "or", "optimization_barrier", "polygamma", "population_count", "pow", "real",
+        "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+        "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
+    }
 )
+# fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +64,10 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """The value is made of `leaves` in a way that has no rows. `reason` is None where there never were any (0-d leaves)."""
+    """The value is made of `leaves` in a way that has no rows.
+
+    `reason` is the equation that made it so; None where there never were rows (0-d leaves).
+    """
 
     leaves: frozenset[str]
     reason: str | None = dataclasses.field(default=None, compare=False)
@@ -150,10 +160,10 @@ def analyse(half: OptimizeHalf, params: Sequence[str]) -> RowAnalysis:
         if name in state:
             if isinstance(layout, Rows) and layout.axis != 0:
                 layout = Mixed(frozenset([layout.leaf]), f"{name} has its rows along axis {layout.axis}")
-        elif layout not in (SHARED, Rows(name, 0)):
-            others = layout.leaves if isinstance(layout, Mixed) else {layout.leaf}  # type: ignore[union-attr]
-            reason = layout.reason if isinstance(layout, Mixed) else f"new {name} is made of rows of {layout.leaf}"  # type: ignore[union-attr]
-            layout = Mixed(frozenset({name, *others}), reason)
+        elif isinstance(layout, Mixed):
+            layout = Mixed(layout.leaves | {name}, layout.reason)
+        elif isinstance(layout, Rows) and layout != Rows(name, 0):
+            layout = Mixed(frozenset({name, layout.leaf}), f"new {name} is made of rows of {layout.leaf}")
         if isinstance(layout, Mixed):
             mixed.append(layout)
     return RowAnalysis(half, layouts, _groups(mixed, params))
@@ -185,7 +195,8 @@ def _layout(eqn: JaxprEqn, ins: Sequence[Layout]) -> Layout:
     if len(rows) == 1 and not blends:
         (row,) = rows
         shape = eqn.outvars[0].aval.shape
-        if eqn.primitive.name in ELEMENTWISE and all(a.aval.shape in (shape, ()) for a in eqn.invars):
+        alike = all(v.aval.shape == shape for v in eqn.outvars) and all(a.aval.shape in (shape, ()) for a in eqn.invars)
+        if eqn.primitive.name in ELEMENTWISE and alike:
             return row
     leaves = frozenset({r.leaf for r in rows}).union(*(b.leaves for b in blends))
     reason = next((b.reason for b in blends if b.reason), None)

@@ -25,7 +25,7 @@ import numpy as np
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from dtrans.cut import GRAD, spread
 from dtrans.rewrite import Builder, needed
-from dtrans.rows import ELEMENTWISE, SHARED, Rows, RowAnalysis
+from dtrans.rows import ELEMENTWISE, SHARED, RowAnalysis, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,8 @@ class _UnitWriter:
         self.leaves = tuple(leaves)
         self.span = span
         self.b = Builder(slicer.jaxpr)
-        self.env: dict[Var, Atom] = {}  # rows and mixed values, and shared values that are used whole
+        self.env: dict[Var, Atom] = {}  # rows and mixed values
+        self.wholes: dict[Var, Atom] = {}  # shared values that are used whole
         self.cut: dict[tuple[Var, int], Atom] = {}  # shared values, by the axis they were sliced along
         self.shared: dict[Var, Var] = {}
 
@@ -211,14 +212,14 @@ class _UnitWriter:
         """A shared value as it is: a constant of the program, made here, or given by the lr_sched block."""
         if isinstance(atom, Literal) or self.b.is_constant(atom):
             return atom
-        if atom not in self.env:
+        if atom not in self.wholes:
             if self.s.depends(atom):
                 self.shared[atom] = Var(atom.aval)
-                self.env[atom] = self.shared[atom]
+                self.wholes[atom] = self.shared[atom]
             else:
                 eqn = self.s.made_by[atom]
-                self.env.update(zip(eqn.outvars, self.b.copy(eqn, [self.whole(a) for a in eqn.invars]), strict=True))
-        return self.env[atom]
+                self.wholes.update(zip(eqn.outvars, self.b.copy(eqn, [self.whole(a) for a in eqn.invars]), strict=True))
+        return self.wholes[atom]
 
     def shared_rows(self, atom: Var, axis: int) -> Atom:
         """This unit's rows of a shared value, made with as little as possible of the rest."""

@@ -149,7 +149,7 @@ class DistributeTranspiler:
         trainer_id: int,
         program: Program | None = None,
         pservers: str = "127.0.0.1:6174",
-        trainers: int = 1,
+        trainers: int | str = 1,
         sync_mode: bool = True,
         startup_program: Program | None = None,
         current_endpoint: str = "127.0.0.1:6174",
@@ -171,9 +171,14 @@ class DistributeTranspiler:
         """
         self._check_config()
         if program is None or startup_program is None:
-            raise ConfigError("transpile needs program=dtrans.trace(step, ...) and startup_program=dtrans.trace(init, ...)")
+            raise ConfigError(
+                "transpile needs program=dtrans.trace(step, ...) and startup_program=dtrans.trace(init, ...)"
+            )
         if isinstance(trainers, str):
-            raise ConfigError(f"trainers must be a number in pserver mode, it is {trainers!r}; a list of endpoints belongs to mode='nccl2'")
+            raise ConfigError(
+                f"trainers must be a number in pserver mode, it is {trainers!r}; a list of endpoints belongs to "
+                "mode='nccl2'"
+            )
         plan = pserver(
             program,
             startup_program,
@@ -227,8 +232,11 @@ class DistributeTranspiler:
 
     def _check_config(self) -> None:
         size = self.config.min_block_size
-        if not isinstance(size, int) or size < MIN_BLOCK_SIZE:
-            raise ConfigAssertionError(f"min_block_size must be {MIN_BLOCK_SIZE} or more, it is {size!r}; dtrans.pserver takes any positive number")
+        if size < MIN_BLOCK_SIZE:
+            raise ConfigAssertionError(
+                f"min_block_size must be {MIN_BLOCK_SIZE} or more, it is {size!r}; dtrans.pserver takes any "
+                "positive number"
+            )
         for name, allowed in _ONLY.items():
             value = getattr(self.config, name)
             if value not in allowed:

@@ -56,7 +56,7 @@ class TreeSpec:
     @classmethod
     def of(cls, tree: Any, root: str = "") -> TreeSpec:
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        if not root and treedef == jax.tree.structure(0):
+        if not root and jax.tree_util.treedef_is_leaf(treedef):
             root = "value"
         return cls(treedef, tuple(join_path(root, p) if is_array(x) else Static(x) for p, x in paths))
 
@@ -69,14 +69,17 @@ class TreeSpec:
         """The arrays of `tree`, in leaf order. Raises TraceError where `tree` is not of this shape."""
         found, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
-            raise TraceError(f"{what} has another structure than it was traced with:\n  traced {self.treedef}\n  now    {treedef}")
+            raise TraceError(
+                f"{what} has another structure than it was traced with:\n  traced {self.treedef}\n  now    {treedef}"
+            )
         arrays = []
         for spec, leaf in zip(self.leaves, found, strict=True):
             if isinstance(spec, str):
                 arrays.append(leaf)
             elif not spec.same(leaf):
                 raise TraceError(
-                    f"{what} holds {leaf!r} where {spec.value!r} was when it was traced; a leaf that is not an array is "
+                    f"{what} holds {leaf!r} where {spec.value!r} was when it was traced; a leaf that is not an "
+                    "array is "
                     "part of the program: trace again, or pass it as an array (jnp.asarray)"
                 )
         return arrays

@@ -164,3 +164,223 @@ def no_full_shapes(plan):
                     continue
                 for v in eqn.outvars:
                     assert v.aval.shape != full, f"{block.name}: {eqn}"
+
+
+def test_cut_blocks_read_nothing_that_another_block_makes(case):
+    _, _, _, plan = case
+    for endpoint in plan.servers:
+        blocks = blocks_of(plan, endpoint)
+        for block in blocks:
+            others = {n for b in blocks if b is not block and b.role == "optimize" for n in b.out_names}
+            assert not others & set(block.in_names)
+
+
+# -- updates that no optimizer has -----------------------------------------------------------------
+
+SHAPES = {"a": (5, 3), "b": (4,), "c": (1, 2), "d": ()}
+
+
+def bare(update, init):
+    return optax.GradientTransformation(init, update)
+
+
+def zeros_and_count(params):
+    return {"count": jnp.zeros((), jnp.int32), "m": jax.tree.map(jnp.zeros_like, params)}
+
+
+def agree(update, init=zeros_and_count, shapes=SHAPES, servers=3):
+    """The plan by hand equals the update on whole arrays; returns the plan."""
+    with jax.enable_x64(True):
+        tx = bare(update, init)
+        rng = np.random.default_rng(3)
+        params = {n: jnp.asarray(rng.normal(size=s), jnp.float64) for n, s in shapes.items()}
+        plan = plan_of(lambda p, x: jnp.mean(x) * sum(jnp.sum(q**2) for q in jax.tree.leaves(p)), tx, params, jnp.ones(2), servers=servers)
+        check(tx, params, plan, trainers=1, steps=2)
+        return plan
+
+
+def per_leaf(fn):
+    """An update of `fn(g, p, m, count) -> (update, m)`, leaf by leaf."""
+
+    def update(grads, state, params):
+        out = {n: fn(g, params[n], state["m"][n], state["count"]) for n, g in grads.items()}
+        new = {"count": state["count"] + 1, "m": {n: m for n, (_, m) in out.items()}}
+        return {n: u for n, (u, _) in out.items()}, new
+
+    return update
+
+
+def test_a_full_shape_constant_is_read_twice():
+    def fn(g, p, m, count):
+        i = jnp.ones((), g.dtype) if g.ndim == 0 else jax.lax.broadcasted_iota(g.dtype, g.shape, 0)
+        return g * i + p * i + jnp.cumsum(i, 0) * g if g.ndim else g, i * m
+
+    assert agree(per_leaf(fn)).placement.whole == {}
+
+
+def test_a_shared_array_of_state_is_read_twice():
+    def fn(g, p, m, count):
+        if not g.ndim:
+            return g, m
+        i = jnp.cumsum(jnp.full(g.shape, count, g.dtype), 0)
+        return g * i + p * i, m * i
+
+    assert agree(per_leaf(fn)).placement.whole == {}
+
+
+def test_a_table_of_the_leaf_shape_is_cut_with_it():
+    tables = {n: np.random.default_rng(4).normal(size=s) for n, s in SHAPES.items()}
+
+    def update(grads, state, params):
+        return {n: g * tables[n] + tables[n] for n, g in grads.items()}, state
+
+    plan = agree(update)
+    assert plan.placement.whole == {}
+    no_full_shapes(plan)
+    for endpoint, units in plan.placement.units.items():
+        of = {b.name: b for b in blocks_of(plan, endpoint)}
+        for unit in units:
+            if unit.blocks[0].count > 1:
+                assert all(np.shape(c)[0] == unit.blocks[0].rows for c in of[unit.name].jaxpr.consts)
+
+
+def test_a_mask_broadcast_along_rows_and_along_columns():
+    def fn(g, p, m, count):
+        if g.ndim != 2:
+            return g, m
+        columns = jnp.broadcast_to(jnp.arange(g.shape[1], dtype=g.dtype), g.shape)
+        rows = jnp.broadcast_to(jnp.arange(g.shape[0], dtype=g.dtype)[:, None], g.shape)
+        return jnp.where(columns > rows, g, p), m + rows * count
+
+    plan = agree(per_leaf(fn))
+    assert plan.placement.whole == {}
+    no_full_shapes(plan)
+
+
+def test_state_that_swaps_places_follows_its_leaf():
+    def update(grads, state, params):
+        return grads, {"x": state["y"], "y": jax.tree.map(jnp.add, state["x"], grads)}
+
+    zeros = lambda p: jax.tree.map(jnp.zeros_like, p)
+    assert agree(update, lambda p: {"x": zeros(p), "y": zeros(p)}).placement.whole == {}
+
+
+def test_state_kept_under_the_name_of_another_leaf_lives_with_the_leaf_it_is_made_of():
+    shapes = {"v": (6, 2), "w": (6, 2)}
+
+    def update(grads, state, params):
+        return grads, {"v": grads["w"], "w": grads["v"]}
+
+    plan = agree(update, lambda p: jax.tree.map(jnp.zeros_like, p), shapes)
+    assert plan.placement.whole == {}
+    for endpoint, units in plan.placement.units.items():
+        for block, unit in zip(blocks_of(plan, endpoint), units, strict=True):
+            leaf, i = unit.blocks[0].leaf, unit.blocks[0].index
+            other = {"params/v": "opt_state/w", "params/w": "opt_state/v"}[leaf]
+            assert block.out_names == (f"{leaf}.block{i}", f"{other}.block{i}")
+
+
+def test_state_that_never_changes_is_cut_with_the_leaf_it_is_read_beside():
+    def update(grads, state, params):
+        return {n: g * state[n] + state[n] for n, g in grads.items()}, state
+
+    plan = agree(update, lambda p: jax.tree.map(lambda x: jnp.cumsum(jnp.ones_like(x).ravel()).reshape(x.shape), p))
+    assert plan.placement.whole == {}
+    assert plan.shared_state == ("opt_state/d",)
+
+
+def test_a_barrier_over_rows_and_a_count_does_not_cut_the_count():
+    def update(grads, state, params):
+        a, count = jax.lax.optimization_barrier((grads["a"], state["count"]))
+        return {**grads, "a": a * count}, {**state, "count": count + 1}
+
+    plan = agree(update)
+    assert set(plan.placement.whole) == {"params/a"}
+
+
+def test_a_number_taken_from_a_row_keeps_the_leaf_whole():
+    def update(grads, state, params):
+        return grads, {"last": grads["a"][2, 1]}
+
+    plan = agree(update, lambda p: {"last": jnp.zeros((), p["a"].dtype)})
+    assert set(plan.placement.whole) == {"params/a"}
+    assert plan.placement.whole["params/a"].endswith(" mixes rows of f64[5,3]")
+    assert plan.placement.blocks["params/b"][0].count == 2
+
+
+# a grammar of updates: expressions of one leaf's g, p, m, of the count, of shared arrays, of another leaf
+
+UNARY = ["sin", "neg", "tanh", "sum", "sum0", "sum1", "cumsum", "reverse", "sort", "gram", "square"]
+BINARY = ["add", "mul", "max", "where"]
+ATOMS = ["g", "p", "m", "count", "iota", "table", "row", "one", "other"]
+# atoms and elementwise operations are drawn more often than what mixes rows, or every leaf would be whole
+EXPRESSIONS = st.recursive(
+    st.sampled_from(["g", "p", "m", "g", "p", "m", *ATOMS]),
+    lambda x: st.one_of(
+        st.tuples(st.sampled_from(BINARY), x, x),
+        st.tuples(st.sampled_from(["sin", "neg", "tanh", "square"]), x),
+        st.tuples(st.sampled_from(UNARY), x),
+    ),
+    max_leaves=7,
+)
+MIXES = {"sum", "sum0", "sum1", "cumsum", "reverse", "sort", "gram", "other"}
+
+
+def value(expression, env, like):
+    """The value of an expression, of the shape of `like`."""
+    if isinstance(expression, str):
+        return jnp.broadcast_to(env[expression], like.shape)
+    op, *operands = expression
+    x, *rest = (value(e, env, like) for e in operands)
+    if op in BINARY:
+        (y,) = rest
+        return {"add": jnp.add, "mul": jnp.multiply, "max": jnp.maximum}.get(op, lambda x, y: jnp.where(x > y, x, 0.5 * y))(x, y)
+    if op in ("sin", "neg", "tanh", "square"):
+        return {"sin": jnp.sin, "neg": jnp.negative, "tanh": jnp.tanh, "square": lambda x: jnp.tanh(x) ** 2}[op](x)
+    if not x.ndim:
+        return x
+    made = {
+        "sum": lambda x: jnp.tanh(jnp.sum(x)),
+        "sum0": lambda x: jnp.tanh(jnp.sum(x, 0, keepdims=True)),
+        "sum1": lambda x: jnp.tanh(jnp.sum(x, -1, keepdims=True)),
+        "cumsum": lambda x: jnp.cumsum(x, 0),
+        "reverse": lambda x: jnp.flip(x, 0),
+        "sort": lambda x: jnp.sort(x, 0),
+        "gram": lambda x: jnp.tanh(x @ x.T) @ x if x.ndim == 2 else jnp.dot(x, x) * x,
+    }[op](x)
+    return jnp.broadcast_to(made, like.shape)
+
+
+def words(expression):
+    return {expression} if isinstance(expression, str) else {expression[0]}.union(*map(words, expression[1:]))
+
+
+@given(st.fixed_dictionaries({n: st.tuples(EXPRESSIONS, EXPRESSIONS) for n in SHAPES}), st.integers(1, 4))
+def test_any_update_gives_the_same_on_servers(expressions, servers):
+    tables = {n: np.random.default_rng(5).normal(size=s) for n, s in SHAPES.items()}
+
+    def update(grads, state, params):
+        updates, moments = {}, {}
+        for n, g in grads.items():
+            other = grads["b" if n == "a" else "a"]
+            env = {
+                "g": g,
+                "p": params[n],
+                "m": state["m"][n],
+                "count": state["count"].astype(g.dtype),
+                "iota": jax.lax.broadcasted_iota(g.dtype, g.shape, 0) if g.ndim else jnp.ones((), g.dtype),
+                "table": tables[n],
+                "row": jnp.arange(g.shape[-1] if g.ndim else 1, dtype=g.dtype).reshape(-1)[: g.shape[-1] if g.ndim else None],
+                "one": jnp.ones((), g.dtype),
+                "other": other[(0,) * other.ndim],
+            }
+            if not g.ndim:
+                env["row"] = env["one"]
+            updates[n], moments[n] = (value(e, env, g) for e in expressions[n])
+        return updates, {"count": state["count"] + 1, "m": moments}
+
+    plan = agree(update, servers=servers)
+    for n, both in expressions.items():
+        read_by_another = any("other" in words(e) for m in expressions if ("b" if m == "a" else "a") == n for e in expressions[m])
+        if SHAPES[n] and not MIXES & (words(both[0]) | words(both[1])) and not read_by_another:
+            assert f"params/{n}" not in plan.placement.whole

@@ -13,5 +13,10 @@ primitives refuses by name.
 
 from dtrans.ops.blocks import concat_p as concat_p, split_byref_p as split_byref_p
 from dtrans.ops.primitive import communication as communication, token as token
-from dtrans.ops.rpc import fetch_barrier_p as fetch_barrier_p, recv_p as recv_p, send_barrier_p as send_barrier_p, send_p as send_p
+from dtrans.ops.rpc import (
+    fetch_barrier_p as fetch_barrier_p,
+    recv_p as recv_p,
+    send_barrier_p as send_barrier_p,
+    send_p as send_p,
+)
 from dtrans.ops.serve import OptimizeBlock as OptimizeBlock, listen_and_serv_p as listen_and_serv_p

@@ -25,7 +25,8 @@ def communication(name: str, abstract_eval: Callable[..., Sequence[Any]]) -> Pri
 
     def refuse(*args: Any, **params: Any) -> NoReturn:
         raise NotRealisedError(
-            f"`{name}` is communication, which a plain function cannot carry out: run the program with dtrans.Executor(), "
+            f"`{name}` is communication, which a plain function cannot carry out: run the program with "
+            "dtrans.Executor(), "
             "or the whole job with plan.on_mesh()"
         )
 

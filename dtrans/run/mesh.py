@@ -111,7 +111,9 @@ class MeshJob:
         values = self._drive(pieces, there, servers, None)
         params = dict(zip(startup.out_names, values, strict=True))
         for name in self._local:
-            params[name] = jax.device_put(jnp.broadcast_to(params[name], (self.trainers, *params[name].shape)), self._split)
+            params[name] = jax.device_put(
+                jnp.broadcast_to(params[name], (self.trainers, *params[name].shape)), self._split
+            )
         return MeshState(params, servers)
 
     def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
@@ -135,7 +137,13 @@ class MeshJob:
                 )
         params = [state.params[n] for n in runner.param_names]
         shared = [jax.device_put(x, self._split if x.ndim else self._replicated) for x in arrays]
-        values = dict(zip(runner.program.out_names, self._drive(runner.pieces, [*params, *shared], servers, runner), strict=True))
+        values = dict(
+            zip(
+                runner.program.out_names,
+                self._drive(runner.pieces, [*params, *shared], servers, runner),
+                strict=True,
+            )
+        )
         new = MeshState({n: values[n] for n in state.params}, servers)
         return (new, *runner.results(values))
 
@@ -192,14 +200,20 @@ class MeshJob:
         """The trainer program for this batch, in pieces."""
         trainer = self.plan.trainer
         state = [trainer.inputs[n] for n in self.plan.main.args[0].names]
-        local = [jax.ShapeDtypeStruct((x.shape[0] // self.trainers, *x.shape[1:]) if x.ndim else (), x.dtype) for x in arrays]
+        local = [
+            jax.ShapeDtypeStruct((x.shape[0] // self.trainers, *x.shape[1:]) if x.ndim else (), x.dtype) for x in arrays
+        ]
         program = trainer.at_flat([*state, *local])
         if program not in self._pieces:
             self._pieces[program] = _TrainerPieces(self, program, arrays)
         return self._pieces[program]
 
     def _drive(
-        self, pieces: Pieces, args: Sequence[Any], servers: dict[str, dict[str, Any]], runner: _TrainerPieces | None
+        self,
+        pieces: Pieces,
+        args: Sequence[Any],
+        servers: dict[str, dict[str, Any]],
+        runner: _TrainerPieces | None,
     ) -> list[Any]:
         """Run a trainer program for all trainers. `servers` is brought up to date in place."""
         run = pieces.run(args, None if runner is None else runner.compute)
@@ -238,7 +252,8 @@ class MeshJob:
     def _servers(self) -> dict[str, CompiledUpdate]:
         each = partial(_unstacked, trainers=self.trainers)
         return {
-            ep: CompiledUpdate(ServerUpdate.of(s.main), donate=self.donate, prepare=each) for ep, s in self.plan.servers.items()
+            ep: CompiledUpdate(ServerUpdate.of(s.main), donate=self.donate, prepare=each)
+            for ep, s in self.plan.servers.items()
         }
 
 
@@ -287,7 +302,11 @@ class _TrainerPieces:
 
         def on_device(*values: Any) -> list[Any]:
             # the values of the trainers of one device, with a leading axis, beside what all share
-            own = [x.reshape(each, -1, *x.shape[1:]) if k == "split" else x for k, x in zip(kinds, values, strict=True) if k]
+            own = [
+                x.reshape(each, -1, *x.shape[1:]) if k == "split" else x
+                for k, x in zip(kinds, values, strict=True)
+                if k
+            ]
 
             def one(mine: Sequence[Any]) -> list[Any]:
                 it = iter(mine)
@@ -321,7 +340,8 @@ class _TrainerPieces:
             elif whole[n].shape != local[n].shape:
                 if whole[n].shape != (self.job.trainers * local[n].shape[0], *local[n].shape[1:]):
                     raise BatchError(
-                        f"{n} is {list(local[n].shape)} on a trainer and {list(whole[n].shape)} on one device: it cannot be merged; "
+                        f"{n} is {list(local[n].shape)} on a trainer and {list(whole[n].shape)} on one device: "
+                        "it cannot be merged; "
                         "results may grow with the batch on dim 0 only"
                     )
                 how.append("concat")

@@ -146,12 +146,19 @@ def cut_program(program: Program, *, computed: Rules | None = None, group_bytes:
     for v, i in last.items():
         if v not in outs:
             dropped[i].append(v)
-    steps = [_piece(program.jaxpr, s, i, last, outs, rules) if isinstance(s, list) else Carry(s) for i, s in enumerate(order)]
+    steps = [
+        _piece(program.jaxpr, s, i, last, outs, rules) if isinstance(s, list) else Carry(s) for i, s in enumerate(order)
+    ]
     return Pieces(program, tuple(steps), tuple(map(tuple, dropped)))
 
 
 def _piece(
-    jaxpr: ClosedJaxpr, eqns: Sequence[JaxprEqn], index: int, last: Mapping[Var, int], outs: set[Var], rules: Rules
+    jaxpr: ClosedJaxpr,
+    eqns: Sequence[JaxprEqn],
+    index: int,
+    last: Mapping[Var, int],
+    outs: set[Var],
+    rules: Rules,
 ) -> Compute:
     """The equations of one piece as a function of what they read to what is read later."""
     made = {v for e in eqns for v in e.outvars}

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import JaxprEqn
+from dtrans._jax import JaxprEqn, evaluate
 from dtrans.errors import ConfigError
 from dtrans.ops import OptimizeBlock, listen_and_serv_p
 from dtrans.program import LR_SCHED, Program
@@ -70,7 +70,7 @@ class ServerUpdate:
         values = {**state, **grads}
         new = dict(state)
         for block in self.blocks:
-            outs = jax.core.eval_jaxpr(block.jaxpr.jaxpr, block.jaxpr.consts, *(values[n] for n in block.in_names))
+            outs = evaluate(block.jaxpr, *(values[n] for n in block.in_names))
             made = dict(zip(block.out_names, outs, strict=True))
             if block.role == LR_SCHED:
                 # its state is read by no other block under its own name: they see the values it made
@@ -90,7 +90,9 @@ class CompiledUpdate:
       prepare: what makes gradients by name of what a call is given; inside the compiled function.
     """
 
-    def __init__(self, update: ServerUpdate, *, donate: bool = True, prepare: Callable[[Any], Mapping[str, Any]] = dict) -> None:
+    def __init__(
+        self, update: ServerUpdate, *, donate: bool = True, prepare: Callable[[Any], Mapping[str, Any]] = dict
+    ) -> None:
         self.update = update
         self._prepare = prepare
         self._jitted = jax.jit(self._step, donate_argnums=2 if donate else ())

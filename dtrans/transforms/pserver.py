@@ -100,7 +100,13 @@ def pserver(
     analysis = analyse(step.optimize, step.optimized)
     types = {n: step.program.inputs[n] for n in step.optimized}
     placement = place(
-        analysis, types, endpoints, slice_var_up=slice_var_up, split_method=split_method, min_block_size=min_block_size, seed=seed
+        analysis,
+        types,
+        endpoints,
+        slice_var_up=slice_var_up,
+        split_method=split_method,
+        min_block_size=min_block_size,
+        seed=seed,
     )
     startup = _match_startup(step, startup)
     servers = _Servers(step, analysis, placement, startup, trainers, sync_mode)
@@ -119,7 +125,9 @@ def pserver(
     )
 
 
-def check_options(main: Any, startup: Any, trainers: Any, sync_mode: Any, split_method: Any, min_block_size: Any) -> None:
+def check_options(
+    main: Any, startup: Any, trainers: Any, sync_mode: Any, split_method: Any, min_block_size: Any
+) -> None:
     """Refuse what cannot be planned, by the option's name."""
     for name, program in (("main", main), ("startup", startup)):
         if not isinstance(program, Program):
@@ -130,7 +138,8 @@ def check_options(main: Any, startup: Any, trainers: Any, sync_mode: Any, split_
         raise ConfigError(f"sync_mode={sync_mode!r}: this version has synchronous training only; leave sync_mode=True")
     if not (isinstance(split_method, type) and issubclass(split_method, PSDispatcher)) or split_method is PSDispatcher:
         raise ConfigError(
-            f"split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or dtrans.HashName; it is {split_method!r}"
+            "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or "
+            f"dtrans.HashName; it is {split_method!r}"
         )
     if isinstance(min_block_size, bool) or not isinstance(min_block_size, int) or min_block_size < 1:
         raise ConfigError(f"min_block_size must be a positive number of elements, it is {min_block_size!r}")
@@ -142,16 +151,21 @@ def _match_startup(step: Cut, startup: Program) -> Program:
     have = startup.jaxpr.jaxpr.outvars
     if len(have) != len(names):
         raise TraceError(
-            f"the startup program {startup.name} makes {len(have)} arrays, the step takes {len(names)} as params and opt_state: "
+            f"the startup program {startup.name} makes {len(have)} arrays, the step takes {len(names)} as "
+            "params and opt_state: "
             "startup must be dtrans.trace(init, ...) with init(...) -> (params, opt_state)"
         )
     types = step.program.inputs
     for name, atom in zip(names, have, strict=True):
         if (atom.aval.shape, atom.aval.dtype) != (types[name].shape, types[name].dtype):
-            raise TraceError(f"the startup program makes {name} as {short_type(atom.aval)}, the step takes {short_type(types[name])}")
+            raise TraceError(
+                f"the startup program makes {name} as {short_type(atom.aval)}, the step takes {short_type(types[name])}"
+            )
     jaxpr = inline_calls(startup.jaxpr)
     out = TreeSpec(startup.out.treedef, _renamed(startup.out, names))
-    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, roles=(FORWARD,) * len(jaxpr.jaxpr.eqns), respecialise=None)
+    return dataclasses.replace(
+        startup, jaxpr=jaxpr, out=out, roles=(FORWARD,) * len(jaxpr.jaxpr.eqns), respecialise=None
+    )
 
 
 def _renamed(spec: TreeSpec, names: Sequence[str]) -> tuple[Any, ...]:
@@ -228,7 +242,12 @@ def trainer_startup_program(
     outs |= wire.fetch(step.optimized, ())
     spec = step.program.args[0]
     return Program(
-        f"trainer {trainer_id} startup", b.build([outs[n] for n in step.params]), startup.args, spec, tuple(b.roles), b.labels
+        f"trainer {trainer_id} startup",
+        b.build([outs[n] for n in step.params]),
+        startup.args,
+        spec,
+        tuple(b.roles),
+        b.labels,
     )
 
 
@@ -298,7 +317,13 @@ class _Servers:
     """Makes the programs of the servers."""
 
     def __init__(
-        self, step: Cut, analysis: RowAnalysis, placement: Placement, startup: Program, trainers: int, sync_mode: bool
+        self,
+        step: Cut,
+        analysis: RowAnalysis,
+        placement: Placement,
+        startup: Program,
+        trainers: int,
+        sync_mode: bool,
     ) -> None:
         self.step = step
         self.placement = placement
@@ -335,7 +360,11 @@ class _Servers:
         return aval.update(shape=(block.rows, *aval.shape[1:]))
 
     def main(
-        self, endpoint: str, units: Sequence[Unit], updates: Sequence[UnitUpdate], held: Mapping[str, tuple[str, Block | None]]
+        self,
+        endpoint: str,
+        units: Sequence[Unit],
+        updates: Sequence[UnitUpdate],
+        held: Mapping[str, tuple[str, Block | None]],
     ) -> Program:
         """The program that serves."""
         wanted = list(dict.fromkeys(v for u in updates for v in u.shared))
@@ -351,7 +380,13 @@ class _Servers:
             state = [of[n].name for n in update.params] + [unit.blocks[0].named(n) for n in update.state]
             to_block += [f"{of[n].named(n + GRAD)}:{len(blocks) + 1}" for n in update.grads]
             blocks.append(
-                OptimizeBlock(unit.name, OPTIMIZE, update.jaxpr, (*grads, *state, *(called[v] for v in update.shared)), tuple(state))
+                OptimizeBlock(
+                    unit.name,
+                    OPTIMIZE,
+                    update.jaxpr,
+                    (*grads, *state, *(called[v] for v in update.shared)),
+                    tuple(state),
+                )
             )
         spec = TreeSpec.of({n: self.aval(*of) for n, of in held.items()})
         b = Builder(self.step.program.jaxpr)
@@ -390,7 +425,9 @@ class _Servers:
             if block is not None and block.count > 1 and block.span is not None:
                 begin, end = [0] * value.aval.ndim, list(value.aval.shape)
                 begin[0], end[0] = block.span.start, block.span.stop
-                (value,) = b.bind(jax.lax.slice_p, value, start_indices=tuple(begin), limit_indices=tuple(end), strides=None)
+                (value,) = b.bind(
+                    jax.lax.slice_p, value, start_indices=tuple(begin), limit_indices=tuple(end), strides=None
+                )
                 b.labels[value] = name
             outs.append(value)
         return Program(f"pserver {endpoint} startup", b.build(outs), self.startup.args, spec, tuple(b.roles), b.labels)

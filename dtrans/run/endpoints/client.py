@@ -47,7 +47,14 @@ class Connection:
     """
 
     def __init__(
-        self, context: zmq.Context[Any], endpoint: str, trainer_id: int, trainers: int, *, deadline: float, wait_port: bool
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        trainer_id: int,
+        trainers: int,
+        *,
+        deadline: float,
+        wait_port: bool,
     ) -> None:
         self.endpoint = endpoint
         self.me = f"trainer {trainer_id}"
@@ -74,7 +81,9 @@ class Connection:
             self._open(f"ipc://{local}")
             self._greet()
         self._stop = threading.Event()
-        self._alive = threading.Thread(target=self._stay_alive, args=(address,), name=f"dtrans alive {endpoint}", daemon=True)
+        self._alive = threading.Thread(
+            target=self._stay_alive, args=(address,), name=f"dtrans alive {endpoint}", daemon=True
+        )
         self._alive.start()
 
     # -- speaking --------------------------------------------------------------------------------
@@ -99,7 +108,7 @@ class Connection:
         patience = since + self.deadline
         while True:
             left = patience - time.monotonic()
-            ready = dict(poller.poll(max(0.0, left) * 1000))
+            ready = dict(poller.poll(max(0, int(left * 1000))))
             if self._socket in ready:
                 message = wire.parse(self._socket.recv_multipart(copy=False))
                 if message.op == "refuse":
@@ -147,7 +156,10 @@ class Connection:
             line.connect(address)
             while not self._stop.wait(min(ALIVE_EVERY, self.deadline / 4)):
                 with contextlib.suppress(zmq.Again):  # the server is gone: the main thread will find out
-                    line.send(wire.header("alive", trainer=self._hello["trainer"], session=self._hello["session"]), zmq.NOBLOCK)
+                    line.send(
+                        wire.header("alive", trainer=self._hello["trainer"], session=self._hello["session"]),
+                        zmq.NOBLOCK,
+                    )
 
     def close(self, error: str | None) -> None:
         """Say goodbye, or why not, and wait until the server has heard it."""

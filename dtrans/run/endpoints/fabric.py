@@ -128,14 +128,12 @@ class EndpointFabric:
         self._identify(eqn)
         types, names = eqn.params["types"], eqn.params["names"]
         if len(types) == 1:
-            shape = types[0].shape
+            whole = self._pool.take(names[0], types[0].shape, types[0].dtype)
+            rows = [whole]
         else:
-            shape = (sum(t.shape[0] for t in types), *types[0].shape[1:])
-        whole = self._pool.take(names[0], shape, types[0].dtype)
-        rows, start = [], 0
-        for t in types:
-            rows.append(whole if len(types) == 1 else whole[start : start + t.shape[0]])
-            start += t.shape[0] if t.shape else 0
+            ends = np.cumsum([t.shape[0] for t in types])
+            whole = self._pool.take(names[0], (int(ends[-1]), *types[0].shape[1:]), types[0].dtype)
+            rows = [whole[end - t.shape[0] : end] for t, end in zip(types, ends, strict=True)]
         self._landings.append(_Landing(whole, list(zip(eqn.params["epmap"], names, rows, strict=True))))
         return rows
 
@@ -160,8 +158,8 @@ class EndpointFabric:
             line.tell("fetch_barrier", step=line.step)
         outs: list[Any] = []
         for landing in landings:
-            rows = [r for _, _, r in landing.blocks]
-            outs += [jax.device_put(landing.whole)] if len(rows) == 1 else rows
+            arrived: list[Any] = [rows for _, _, rows in landing.blocks]
+            outs += [jax.device_put(landing.whole)] if len(arrived) == 1 else arrived
         return outs
 
     def _land(self, endpoint: str, blocks: dict[str, np.ndarray]) -> None:
@@ -198,7 +196,9 @@ class EndpointFabric:
     def _identify(self, eqn: JaxprEqn) -> None:
         me = (eqn.params["trainer_id"], eqn.params["trainers"])
         if self._me not in (None, me):
-            raise ConfigError(f"this executor already ran programs of trainer {self._me[0]}, and cannot be trainer {me[0]}")  # type: ignore[index]
+            raise ConfigError(
+                f"this executor already ran programs of trainer {self._me[0]}, and cannot be trainer {me[0]}"
+            )
         self._me = me
 
     def _connection(self, endpoint: str) -> Connection:
@@ -250,4 +250,8 @@ def _side_by_side(blocks: Sequence[np.ndarray]) -> np.ndarray | None:
         if b.base is not base or b.ctypes.data != at:
             return None
         at += b.nbytes
-    return np.ndarray((total, *first.shape[1:]), first.dtype, base, first.ctypes.data - base.ctypes.data) if base is not None else None
+    return (
+        np.ndarray((total, *first.shape[1:]), first.dtype, base, first.ctypes.data - base.ctypes.data)
+        if base is not None
+        else None
+    )

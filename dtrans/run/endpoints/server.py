@@ -42,7 +42,9 @@ from dtrans.run.update import CompiledUpdate, ServerUpdate, own_buffers
 
 TICK = 1.0  # seconds between two looks at who is late
 SILENCE = 30.0  # seconds without a sign of life after which a trainer is taken for dead (they come every 2 s)
-_REFUSED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_REFUSED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 log = logging.getLogger("dtrans.pserver")
 
@@ -76,7 +78,13 @@ class PServer:
     """
 
     def __init__(
-        self, update: ServerUpdate, state: Mapping[str, Any], context: zmq.Context[Any], *, deadline: float, allow_remote: bool
+        self,
+        update: ServerUpdate,
+        state: Mapping[str, Any],
+        context: zmq.Context[Any],
+        *,
+        deadline: float,
+        allow_remote: bool,
     ) -> None:
         params = update.eqn.params
         self.endpoint: str = params["endpoint"]
@@ -94,7 +102,9 @@ class PServer:
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in update.grad_types.items()}
         self._bytes = {n: g.reshape(-1).view(np.uint8) for n, g in self._grads.items()}
         # a trainer may send its own gradients only
-        self._of = {k: {n for n in self._grads if self.count == 1 or n.endswith(f".trainer_{k}")} for k in range(self.count)}
+        self._of = {
+            k: {n for n in self._grads if self.count == 1 or n.endswith(f".trainer_{k}")} for k in range(self.count)
+        }
         self._late_since: float | None = None
         self._bind(allow_remote)
 
@@ -104,7 +114,8 @@ class PServer:
         host, port = split_endpoint(self.endpoint)
         if not is_loopback(host) and not allow_remote:
             raise ConfigError(
-                f"pserver {self.endpoint} is not on loopback; messages are neither encrypted nor authenticated, so binding it "
+                f"pserver {self.endpoint} is not on loopback; messages are neither encrypted nor authenticated, "
+                "so binding it "
                 "needs Executor(allow_remote=True)"
             )
         self._socket = new_socket(self._context, zmq.ROUTER)
@@ -144,7 +155,7 @@ class PServer:
         look = time.monotonic() + TICK
         try:
             while not (len(self._trainers) == self.count and all(t.done for t in self._trainers.values())):
-                ready = dict(poller.poll(max(0.0, look - time.monotonic()) * 1000))
+                ready = dict(poller.poll(max(0, int((look - time.monotonic()) * 1000))))
                 if self._socket in ready:
                     self._take(self._socket.recv_multipart(copy=False))
                 if self._monitor in ready:
@@ -200,12 +211,16 @@ class PServer:
         if message["order"] != sys.byteorder:
             raise WireError(f"trainer {k} is {message['order']}-endian, this server is {sys.byteorder}-endian")
         if trainers != self.count:
-            raise WireError(f"trainer {k} was planned with {trainers} trainers, pserver {self.endpoint} with {self.count}")
+            raise WireError(
+                f"trainer {k} was planned with {trainers} trainers, pserver {self.endpoint} with {self.count}"
+            )
         if not 0 <= k < self.count:
             raise WireError(f"trainer {k} of {self.count}: ids are 0 to {self.count - 1}")
         known = self._trainers.get(k)
         if known is not None and known.session != message["session"]:
-            raise WireError(f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in two processes?")
+            raise WireError(
+                f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in two processes?"
+            )
         if known is None:
             self._trainers[k] = _Trainer(message["session"], address, now)
         else:  # it moves to the Unix socket
@@ -233,7 +248,10 @@ class PServer:
         self._in_turn(k, message)
         short = sorted(n for n in self._of[k] if t.arrived.get(n, 0) != self._bytes[n].nbytes)
         if short:
-            raise WireError(f"send_barrier of step {self.step}, but {short[0]} has {t.arrived.get(short[0], 0)} of {self._bytes[short[0]].nbytes} bytes")
+            raise WireError(
+                f"send_barrier of step {self.step}, but {short[0]} has {t.arrived.get(short[0], 0)} of "
+                f"{self._bytes[short[0]].nbytes} bytes"
+            )
         t.at_barrier = True
         gone = sorted(i for i, other in self._trainers.items() if other.done)
         if gone:
@@ -277,10 +295,14 @@ class PServer:
         for name, shape, dtype in table:
             held = self._types.get(name)
             if held is None:
-                raise WireError(f"trainer {k} asks for {name}, which pserver {self.endpoint} does not hold; every role must plan the same step")
+                raise WireError(
+                    f"trainer {k} asks for {name}, which pserver {self.endpoint} does not hold; every role must "
+                    "plan the same step"
+                )
             if shape != list(held.shape) or dtype != held.dtype.name:
                 raise WireError(
-                    f"trainer {k} has {name} as {dtype}{shape}, pserver {self.endpoint} holds {held.dtype.name}{list(held.shape)}; "
+                    f"trainer {k} has {name} as {dtype}{shape}, pserver {self.endpoint} holds "
+                    f"{held.dtype.name}{list(held.shape)}; "
                     "every role must plan the same step with the same options"
                 )
         return tuple(row[0] for row in table)
@@ -323,10 +345,15 @@ class PServer:
         silence = min(SILENCE, self.deadline)
         for k, t in self._trainers.items():
             if not t.done and now - t.heard > silence:
-                raise DeadlineError(f"pserver {self.endpoint} heard nothing from trainer {k} for {now - t.heard:.1f} s; it is taken for dead")
+                raise DeadlineError(
+                    f"pserver {self.endpoint} heard nothing from trainer {k} for {now - t.heard:.1f} s; it is "
+                    "taken for dead"
+                )
         absent = [k for k in range(self.count) if k not in self._trainers]
         if absent and now - self._started > self.deadline:
-            raise DeadlineError(f"pserver {self.endpoint} waited {now - self._started:.1f} s for {_named(absent)} to say hello")
+            raise DeadlineError(
+                f"pserver {self.endpoint} waited {now - self._started:.1f} s for {_named(absent)} to say hello"
+            )
         late = absent + [k for k, t in self._trainers.items() if not t.at_barrier]
         waiting = [k for k, t in self._trainers.items() if t.at_barrier]
         if not waiting:

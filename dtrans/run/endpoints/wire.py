@@ -164,7 +164,9 @@ def unpack(message: Message, target: Callable[[str], np.ndarray]) -> list[tuple[
     """
     tables = message["pieces"]
     if len(tables) != len(message.frames):
-        raise WireError(f"a `{message.op}` message with {len(message.frames)} frames where its header lists {len(tables)}")
+        raise WireError(
+            f"a `{message.op}` message with {len(message.frames)} frames where its header lists {len(tables)}"
+        )
     arrived: list[tuple[str, int]] = []
     for table, frame in zip(tables, message.frames, strict=True):
         data = np.frombuffer(_view(frame), np.uint8)

@@ -1,0 +1,245 @@
+"""Start the roles of a job on this host, as torchrun does.
+
+    launch -> Child (one process per role) -> events -> launch
+
+All that can happen (a role has ended, a signal has come, time is up) arrives at one queue, and one loop reads
+it. Signal handlers only put the number there, so no exception ever strikes between starting a process and
+noting that it was started.
+
+When a role fails, the others are told to end (SIGTERM), and are killed when they have not done so after a
+grace period. The error is that of the role that failed *first*. Roles tell each other of their failures, so a
+role may well end with a `PeerError` before the one that caused it has finished printing its traceback:
+such an end is held for a moment, and gives way to a role that fails for a reason of its own.
+
+If the launcher itself is killed, `dtrans.run.guard` ends the roles.
+
+Source of the behaviour: torch/distributed/elastic/multiprocessing/api.py, python/paddle/distributed/launch_ps.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from dtrans.errors import ConfigError, DeadlineError, LaunchError
+from dtrans.run.children import Child, Guard
+from dtrans.run.roles import VARIABLES, roles_of
+
+
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+BLAME = 3.0  # seconds that a role which another made fail waits for that other to end
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Event = Child | int  # a role that has ended, or a signal
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    trainers: int = 1,
+    pservers: int = 1,
+    deadline: float | None = None,
+    grace: float = GRACE,
+    env: Mapping[str, str] | None = None,
+    inherit_stdout: bool = False,
+) -> None:
+    """Run one command as every role of a job, and wait until all have ended.
+
+    Each role finds out from its environment what it is (`Role.from_env`). Its output comes out line by line
+    behind its name, standard output on `sys.stdout` and standard error on `sys.stderr`. Nothing that was
+    started is left when this returns or raises.
+
+    Args:
+      command: program and arguments, the same for every role.
+      trainers, pservers: how many of each.
+      deadline: seconds that the whole job may take.
+      grace: seconds that a role gets to end by itself when it is told to.
+      env: variables to add to this process's environment for the roles.
+      inherit_stdout: trainer 0 keeps this process's standard output as it is, so that what it draws on a
+        terminal looks as it should.
+
+    Raises:
+      LaunchError: a role failed, or cannot be started; the message has its last words, and `code` its
+        exit status.
+      DeadlineError: time was up.
+      KeyboardInterrupt, SystemExit: this process was interrupted, or told to end. They are raised when
+        every role has ended; a second signal kills the roles at once.
+    """
+    if not command:
+        raise ConfigError("launch was given no command")
+    for name, count in (("trainers", trainers), ("pservers", pservers)):
+        if count < 1:
+            raise ConfigError(f"a job needs at least one of {name}, {name}={count}")
+    base = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    # whole lines as they are printed, not when a buffer is full
+    base |= {"PYTHONUNBUFFERED": "1", **(env or {})}
+    events: SimpleQueue[Event] = SimpleQueue()
+    limit = None if deadline is None else time.monotonic() + deadline
+    job = _Job(events, grace)
+    with _signals_to(events), Guard(sys.executable) as guard:
+        try:
+            for role in roles_of(trainers, free_endpoints(pservers)):
+                keeps = inherit_stdout and role.name == "trainer 0"
+                emit = _prefixed(role.name)
+                child = Child(role, command, base | role.environment(), events, emit, inherit_stdout=keeps)
+                job.started(child, guard)
+            signum = job.wait(limit)
+        finally:
+            job.end()
+    if signum is not None:
+        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
+    if job.timed_out:
+        raise DeadlineError(
+            f"the launcher waited {deadline:g} s for the job: {job.timed_out} had not ended, and was stopped"
+        )
+    if job.failed is not None:
+        raise _failure(job.failed)
+
+
+def free_endpoints(count: int) -> list[str]:
+    """Loopback endpoints that nobody listens on.
+
+    The system hands the ports out, and they are free again when this returns: another process could take
+    one before the server binds it, which the server then reports. All are held at once here, so that they
+    differ. No SO_REUSEADDR: a port in use must not be handed out, and one that never had a connection
+    can be bound again without it.
+    """
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
+        for s in held:
+            s.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{s.getsockname()[1]}" for s in held]
+
+
+class _Job:
+    """The roles that run, and what became of them."""
+
+    def __init__(self, events: SimpleQueue[Event], grace: float) -> None:
+        self.events = events
+        self.grace = grace
+        self.running: dict[Child, Guard] = {}
+        self.failed: Child | None = None
+        self.timed_out = ""
+        self._ending = False
+
+    def started(self, child: Child, guard: Guard) -> None:
+        """Note a role that has started."""
+        self.running[child] = guard
+        guard.add(child)
+
+    def wait(self, limit: float | None) -> int | None:
+        """Wait until all have ended, one has failed, or time is up. Returns the signal, if that came first."""
+        while self.running:
+            event = self._next(limit)
+            if event is None:
+                self.timed_out = ", ".join(c.role.name for c in self.running)
+                return None
+            if isinstance(event, int):
+                return event
+            self._ended(event)
+            if self.failed is not None:
+                return self._blame(limit)
+        return None
+
+    def end(self) -> None:
+        """End the roles that still run, politely first."""
+        self._ending = True
+        for child in self.running:
+            child.signal(signal.SIGTERM)
+        limit = time.monotonic() + self.grace
+        while self.running:
+            event = self._next(limit)
+            if isinstance(event, Child):
+                self._ended(event)
+                continue
+            # time is up, or a second signal: kill, and wait for however long the system takes
+            for child in self.running:
+                child.signal(signal.SIGKILL)
+            limit = None
+
+    def _blame(self, limit: float | None) -> int | None:
+        """While the failure is another role's fault, wait a moment for that other."""
+        moment = time.monotonic() + BLAME
+        limit = moment if limit is None else min(limit, moment)
+        while self.running and self.failed is not None and _by_peer(self.failed):
+            event = self._next(limit)
+            if event is None or isinstance(event, int):
+                return event
+            self._ended(event)
+        return None
+
+    def _next(self, limit: float | None) -> Event | None:
+        """What happens next; None when time is up."""
+        try:
+            return self.events.get(timeout=None if limit is None else max(0.0, limit - time.monotonic()))
+        except queue.Empty:
+            return None
+
+    def _ended(self, child: Child) -> None:
+        guard = self.running.pop(child)
+        child.reap()
+        guard.remove(child)
+        if child.code and not self._ending and (self.failed is None or (_by_peer(self.failed) and not _by_peer(child))):
+            self.failed = child
+
+
+def _by_peer(child: Child) -> bool:
+    """Whether a role failed because another did: its last words are a `PeerError`."""
+    return any(line.startswith("dtrans.errors.PeerError") for line in child.tail)
+
+
+def _failure(child: Child) -> LaunchError:
+    how = f"exit code {child.code}"
+    if child.process.returncode < 0:
+        how = f"signal {signal.Signals(-child.process.returncode).name}"
+    words = child.last_words()
+    said = f"; it said:\n{words}" if words else " and wrote nothing to standard error"
+    message = f"{child.role.name} failed with {how}, and the other roles were ended{said}"
+    return LaunchError(message, role=child.role.name, code=child.code)
+
+
+_output = threading.Lock()
+
+
+def _prefixed(name: str) -> Any:
+    """Writes the lines of one role, whole."""
+
+    def emit(stream: str, line: str) -> None:
+        out = sys.stdout if stream == "stdout" else sys.stderr
+        with _output:
+            out.write(f"[{name}] {line}\n")
+            out.flush()
+
+    return emit
+
+
+@contextlib.contextmanager
+def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
+    """Put signals into the queue instead of acting on them.
+
+    Only the main thread may set handlers; elsewhere (a notebook's worker thread, say) signals stay what they
+    were. A signal that this process was told to ignore, as a shell does for jobs in the background and
+    nohup for SIGHUP, stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.getsignal(s) for s in SIGNALS}
+    taken = [s for s in SIGNALS if before[s] is not signal.SIG_IGN]
+    for s in taken:
+        # SimpleQueue.put is reentrant: safe in a handler that interrupts this very queue
+        signal.signal(s, lambda signum, frame: events.put(signum))
+    try:
+        yield
+    finally:
+        for s in taken:
+            signal.signal(s, before[s])

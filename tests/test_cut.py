@@ -1,0 +1,359 @@
+"""The cut of a training step at its gradients: that steps written with `jax.grad` are cut where the marks of
+`dtrans.value_and_grad` would be, that the halves put together are the step, that roles are exact, and what
+is refused and in which words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from helpers import distance, evaluate, init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_close
+
+import dtrans
+from dtrans._jax import equations, scope_of
+from dtrans.cut import GRAD, cut
+from dtrans.errors import GradientError
+from dtrans.marks import mark_p
+from dtrans.rewrite import Builder, needed
+
+
+SIZES = (4, 4, 4, 4)  # layers of equal shapes
+PARAMS = mlp_params(SIZES)
+BATCH = mlp_batch(8, SIZES)
+
+
+def micro_batched(tx):
+    """Gradients summed over four micro-batches in a scan, with jax.grad inside."""
+
+    def step(params, opt_state, x, y):
+        def one(carry, xy):
+            value, grads = jax.value_and_grad(mlp_loss)(params, *xy)
+            return (carry[0] + value, jax.tree.map(jnp.add, carry[1], grads)), None
+
+        micro = tuple(a.reshape(4, -1, *a.shape[1:]) for a in (x, y))
+        (total, grads), _ = jax.lax.scan(one, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), micro)
+        updates, opt_state = tx.update(jax.tree.map(lambda g: g / 4, grads), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, total / 4
+
+    return step
+
+
+def tied_loss(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["w"].T + params["b"] - y) ** 2)
+
+
+def some_unused_loss(params, x, y):
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+def cast_loss_step(tx):
+    """Mixed precision: bfloat16 parameters go into the gradient, float32 ones into the update."""
+
+    def step(params, opt_state, x, y):
+        low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        loss, grads = jax.value_and_grad(mlp_loss)(low, x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def cast_marked_step(tx):
+    def step(params, opt_state, x, y):
+        low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        loss, grads = dtrans.value_and_grad(mlp_loss)(low, x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+SQUARE = {"b": jnp.linspace(0.0, 1.0, 4), "w": PARAMS["w1"]}
+SPARE = {**SQUARE, "v": PARAMS["w2"]}
+ADAM = optax.adam(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+PARTLY = optax.multi_transform({"a": optax.adam(1e-2), "z": optax.set_to_zero()}, {n: "z" if n == "w2" else "a" for n in PARAMS})
+
+# name: (step with jax.grad, the same with marks, optimizer, params)
+STEPS = {
+    "sgd": (plain_step(mlp_loss, optax.sgd(0.1)), None, optax.sgd(0.1), PARAMS),
+    "adam": (plain_step(mlp_loss, ADAM), None, ADAM, PARAMS),
+    "clipped": (plain_step(mlp_loss, CLIPPED), None, CLIPPED, PARAMS),
+    "lamb": (plain_step(mlp_loss, optax.lamb(1e-2)), None, optax.lamb(1e-2), PARAMS),
+    "muon": (plain_step(mlp_loss, optax.contrib.muon(1e-2)), None, optax.contrib.muon(1e-2), PARAMS),
+    "frozen": (plain_step(mlp_loss, PARTLY), None, PARTLY, PARAMS),
+    "tied": (plain_step(tied_loss, ADAM), dtrans.make_train_step(tied_loss, ADAM), ADAM, SQUARE),
+    "jitted_step": (jax.jit(plain_step(mlp_loss, ADAM)), None, ADAM, PARAMS),
+    "jitted_loss": (plain_step(jax.jit(mlp_loss), ADAM), None, ADAM, PARAMS),
+    "remat": (plain_step(jax.checkpoint(mlp_loss), CLIPPED), dtrans.make_train_step(jax.checkpoint(mlp_loss), CLIPPED), CLIPPED, PARAMS),
+    "mixed_precision": (cast_loss_step(ADAM), cast_marked_step(ADAM), ADAM, PARAMS),
+}
+
+
+def traced(step, tx, params, batch=BATCH):
+    return dtrans.trace(step, params, jax.eval_shape(tx.init, params), *batch)
+
+
+def gradients_of(done, params, state, batch):
+    """The values at the cut, computed from the program's inputs."""
+    program = done.program
+    builder = Builder(program.jaxpr)
+    builder.invars += program.jaxpr.jaxpr.invars
+    kept, _ = needed(program.jaxpr.jaxpr.eqns, done.gradients.values())
+    for i in kept:
+        builder.keep(program.jaxpr.jaxpr.eqns[i])
+    outs = evaluate(builder.build(list(done.gradients.values())), *program.flatten(params, state, *batch))
+    return dict(zip(done.gradients, outs, strict=True))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_inferred_gradients_are_the_marked_ones(name):
+    plain, marked, tx, params = STEPS[name]
+    marked = marked or dtrans.make_train_step(mlp_loss, tx)
+    inferred, known = cut(traced(plain, tx, params)), cut(traced(marked, tx, params))
+    assert not any(e.primitive is mark_p for e in equations(inferred.program.jaxpr))
+    assert any(e.primitive is mark_p for e in equations(known.program.jaxpr))
+    assert set(inferred.gradients) == set(known.gradients)
+    assert (inferred.optimized, inferred.held, inferred.results) == (known.optimized, known.held, known.results)
+    state = tx.init(params)
+    a, b = (gradients_of(c, params, state, BATCH) for c in (inferred, known))
+    for leaf in a:
+        # with mixed precision the mark is on the bfloat16 value, and what is used first is its cast
+        assert distance(a[leaf].astype(jnp.float32), b[leaf].astype(jnp.float32)) <= 1e-6, leaf
+
+
+@pytest.mark.parametrize("name", [*STEPS, "micro_batches"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_the_halves_make_the_step(name, marked):
+    if name == "micro_batches":
+        step, tx, params = micro_batched(ADAM), ADAM, PARAMS
+    else:
+        plain, made, tx, params = STEPS[name]
+        step = (made or dtrans.make_train_step(mlp_loss, tx)) if marked else plain
+    done = cut(traced(step, tx, params))
+    state = tx.init(params)
+    grads = gradients_of(done, params, state, BATCH)
+    values = dict(zip(done.program.in_names, done.program.flatten(params, state, *BATCH), strict=True))
+    values |= {n + GRAD: g for n, g in grads.items()}
+    half = done.optimize
+    made = dict(zip(half.out_names, evaluate(half.jaxpr, *[values[n] for n in half.in_names]), strict=True))
+    want = dict(zip(done.program.out_names, jax.tree.leaves(jax.jit(step)(params, state, *BATCH)), strict=True))
+    assert set(made) == set(done.optimized) | set(done.opt_state)
+    for n, v in made.items():
+        # Adam's first step divides a gradient by its own size: an error of the last bit of a tiny one shows
+        assert distance(v, want[n]) <= (2e-2 if name == "mixed_precision" else 1e-5), n
+
+
+def test_the_optimize_half_takes_no_batch_and_makes_no_loss():
+    done = cut(traced(STEPS["clipped"][0], CLIPPED, PARAMS))
+    assert not set(done.optimize.in_names) & set(done.batch)
+    assert done.batch == ("x", "y")
+    assert done.results == ("loss",)
+    assert done.optimize.in_names[: len(PARAMS)] == tuple(f"params/{n}{GRAD}" for n in sorted(PARAMS))
+
+
+def test_a_gradient_summed_in_a_scan_is_cut_after_the_scan():
+    done = cut(traced(micro_batched(ADAM), ADAM, PARAMS))
+    eqns = done.program.jaxpr.jaxpr.eqns
+    makers = {e.primitive.name for e in eqns for v in e.outvars if v in set(done.gradients.values())}
+    assert makers == {"scan"}
+    (scan,) = [i for i, e in enumerate(eqns) if e.primitive.name == "scan"]
+    assert done.program.roles[scan] == "backward"
+
+
+def test_each_of_several_equal_layers_gets_its_own_gradient():
+    done = cut(traced(STEPS["adam"][0], ADAM, PARAMS))
+    assert len({id(v) for v in done.gradients.values()}) == len(PARAMS)
+    grads = gradients_of(done, PARAMS, ADAM.init(PARAMS), BATCH)
+    want = jax.grad(mlp_loss)(PARAMS, *BATCH)
+    for n, g in want.items():
+        assert distance(grads[f"params/{n}"], g) <= 1e-6
+
+
+def test_a_leaf_that_is_never_changed_stays_with_the_trainers():
+    def step(params, opt_state, x, y):
+        loss, grads = jax.value_and_grad(mlp_loss)(params, x, y)
+        new = {n: p if n == "w2" else p - 0.1 * grads[n] for n, p in params.items()}
+        return new, opt_state, loss
+
+    done = cut(traced(step, optax.sgd(0.1), PARAMS))
+    assert done.held == ("params/w2",)
+    assert "params/w2" not in done.gradients
+    assert "params/w2" not in done.optimized
+
+
+def test_a_statistic_that_the_trainers_make_stays_with_the_trainers():
+    """A running mean of the batch, kept among the parameters."""
+
+    def step(params, opt_state, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(params["w"])
+        return {"mean": 0.9 * params["mean"] + 0.1 * x.mean(0), "w": params["w"] - grads}, opt_state, loss
+
+    params = {"mean": jnp.zeros(4), "w": jnp.ones((4, 2))}
+    done = cut(dtrans.trace(step, params, (), BATCH[0]))
+    assert (done.held, done.optimized) == (("params/mean",), ("params/w",))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_leaf_that_the_loss_does_not_use_is_updated_on_the_servers(marked):
+    tx = optax.adamw(1e-2)
+    step = dtrans.make_train_step(some_unused_loss, tx) if marked else plain_step(some_unused_loss, tx)
+    done = cut(traced(step, tx, SPARE))
+    assert done.optimized == ("params/b", "params/v", "params/w")
+    state = tx.init(SPARE)
+    values = dict(zip(done.program.in_names, done.program.flatten(SPARE, state, *BATCH), strict=True))
+    values |= {n + GRAD: g for n, g in gradients_of(done, SPARE, state, BATCH).items()}
+    made = evaluate(done.optimize.jaxpr, *[values[n] for n in done.optimize.in_names])
+    want = jax.jit(step)(SPARE, state, *BATCH)
+    tree_close(made[:3], jax.tree.leaves(want[0]), 1e-6)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_roles_are_exact(name):
+    """Optimize is what new state is made of beyond the gradients; backward what differentiation transposed."""
+    done = cut(traced(STEPS[name][0], STEPS[name][2], STEPS[name][3]))
+    program = done.program
+    eqns = program.jaxpr.jaxpr.eqns
+    optimize = {i for i, r in enumerate(program.roles) if r == "optimize"}
+    outs = dict(zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True))
+    state = [outs[n] for n in (*done.optimized, *done.opt_state)]
+    assert optimize == set(needed(eqns, state, done.gradients.values())[0])
+    for i, (eqn, role) in enumerate(zip(eqns, program.roles, strict=True)):
+        assert role in ("forward", "backward", "optimize")
+        if i not in optimize:
+            transposed = any("transpose(" in scope_of(e) for e in [eqn, *(s for j in eqn.params.values() if hasattr(j, "eqns") for s in equations(j))])
+            assert (role == "backward") == transposed
+    assert {"forward", "backward", "optimize"} == set(program.roles)
+
+
+def test_the_program_of_a_cut_is_the_step():
+    step = STEPS["clipped"][0]
+    state = CLIPPED.init(PARAMS)
+    tree_close(cut(traced(step, CLIPPED, PARAMS)).program(PARAMS, state, *BATCH), jax.jit(step)(PARAMS, state, *BATCH), 1e-6)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def refused(step, *args, match):
+    with pytest.raises(GradientError, match=match) as e:
+        cut(dtrans.trace(step, *args))
+    return str(e.value)
+
+
+def test_a_function_of_one_argument_is_not_a_step():
+    refused(lambda params: params, PARAMS, match=r"is not a training step: it must be a function of \(params, opt_state, \*batch\)")
+
+
+def test_a_function_that_returns_no_state_is_not_a_step():
+    state = ADAM.init(PARAMS)
+    refused(lambda p, s, x, y: mlp_loss(p, x, y), PARAMS, state, *BATCH, match="is not a training step: it does not return a new p/b1")
+
+
+def test_a_step_without_a_gradient_is_refused():
+    def decay(params, opt_state, x):
+        return jax.tree.map(lambda p: 0.9 * p, params), opt_state, jnp.mean(x)
+
+    text = refused(decay, PARAMS, (), BATCH[0], match="no gradient was found in decay")
+    assert "params/b1, params/b2, params/b3, params/w1, ..." in text
+
+
+def test_two_values_that_could_be_the_gradient_are_listed():
+    def step(params, opt_state, x, y):
+        one = jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))(params["w"])
+        two = jax.grad(lambda w: jnp.mean(jnp.abs(x @ w)))(params["w"])
+        return {"w": params["w"] - 0.1 * one * jnp.sign(two)}, opt_state, jnp.mean(x)
+
+    text = refused(step, {"w": PARAMS["w1"]}, (), *BATCH, match=r"cannot tell the gradient of params/w \(f32\[4,4\]\) in step; candidates:")
+    assert len([line for line in text.splitlines() if line.startswith("  f32[4,4] = ")]) == 2
+    assert "take gradients with dtrans.value_and_grad in place of jax.value_and_grad" in text
+
+
+def test_a_hidden_gradient_is_refused():
+    """The gradient of a flattened parameter has another shape than the parameter."""
+
+    def step(params, opt_state, x, y):
+        flat, back = jax.flatten_util.ravel_pytree(params)
+        g = jax.grad(lambda f: mlp_loss(back(f), x, y))(flat)
+        return back(flat - 0.1 * g), opt_state, jnp.mean(x)
+
+    params = {"w1": PARAMS["w1"], "b1": PARAMS["b1"]}
+    refused(step, params, (), *BATCH, match="cannot tell the gradient of|a derivative that is not one of its gradients")
+
+
+def test_two_marks_on_one_leaf_are_refused():
+    def step(params, opt_state, x, y):
+        loss, a = dtrans.value_and_grad(mlp_loss)(params, x, y)
+        _, b = dtrans.value_and_grad(mlp_loss)(params, y, x)
+        return jax.tree.map(lambda p, a, b: p - a - b, params, a, b), opt_state, loss
+
+    refused(step, PARAMS, (), *BATCH, match="params/b1 has two marked gradients in step: call dtrans.value_and_grad once")
+
+
+def test_a_mark_on_something_that_is_no_leaf_is_refused():
+    def step(params, opt_state, x, y):
+        stacked = jnp.stack([params["w1"], params["w2"]])
+        loss, g = dtrans.value_and_grad(lambda s: jnp.mean((x @ s[0] @ s[1] - y) ** 2))(stacked)
+        return {"w1": params["w1"] - g[0], "w2": params["w2"] - g[1]}, opt_state, loss
+
+    params = {"w1": PARAMS["w1"], "w2": PARAMS["w2"]}
+    refused(step, params, (), *BATCH, match="was taken with respect to `its argument`, which is not a leaf of `params`, the first argument of step")
+
+
+@pytest.mark.parametrize("grad", [jax.value_and_grad, dtrans.value_and_grad])
+def test_an_update_that_reads_the_batch_is_refused(grad):
+    def step(params, opt_state, x, y, lr):
+        loss, grads = grad(mlp_loss)(params, x, y)
+        return jax.tree.map(lambda p, g: p - lr * g, params, grads), opt_state, loss
+
+    text = refused(step, PARAMS, (), *BATCH, jnp.float32(0.1), match="params/b1 is updated with lr, which only the trainers have")
+    assert "optax.inject_hyperparams" in text
+
+
+def test_a_loss_that_reads_the_optimizer_state_is_refused():
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def step(params, opt_state, x, y):
+        loss, grads = jax.value_and_grad(mlp_loss)(params, x, y)
+        updates, new = tx.update(grads, opt_state)
+        return optax.apply_updates(params, updates), new, loss + optax.global_norm(opt_state)
+
+    refused(step, PARAMS, tx.init(PARAMS), *BATCH, match="loss is computed from opt_state/0/trace/b1, which lives on the parameter servers")
+
+
+def test_a_gradient_that_reads_the_optimizer_state_is_refused():
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def step(params, opt_state, x, y):
+        ahead = jax.tree.map(lambda p, m: p - 0.1 * m, params, opt_state[0].trace)
+        loss, grads = dtrans.value_and_grad(lambda a: mlp_loss(a, x, y))(ahead)
+        updates, new = tx.update(grads, opt_state)
+        return optax.apply_updates(params, updates), new, loss
+
+    refused(step, PARAMS, tx.init(PARAMS), *BATCH, match="which is not a leaf of `params`|which lives on the parameter servers")
+
+
+def test_state_that_changes_its_type_is_refused():
+    def step(params, opt_state, x, y):
+        loss, grads = jax.value_and_grad(mlp_loss)(params, x, y)
+        return jax.tree.map(lambda p, g: p - g, params, grads), {"n": opt_state["n"] + 0.5}, loss
+
+    refused(step, PARAMS, {"n": jnp.zeros((), jnp.int32)}, *BATCH, match=r"opt_state/n goes in as i32\[\] and comes out as f32\[\]: a step must keep")
+
+
+def test_a_second_gradient_in_the_update_is_refused():
+    """A penalty differentiated apart from the loss would be added after the cut, on the trainers' parameters only."""
+
+    def step(params, opt_state, x, y):
+        loss, grads = dtrans.value_and_grad(mlp_loss)(params, x, y)
+        extra = jax.grad(lambda p: mlp_loss(p, y, x))(params)
+        return jax.tree.map(lambda p, g, e: p - g - e, params, grads, extra), opt_state, loss
+
+    refused(step, PARAMS, (), *BATCH, match="params/b1 is updated with .*, which only the trainers have")
