@@ -67,7 +67,14 @@ if TYPE_CHECKING:
         invars: Sequence[Var | Literal], outvars: Sequence[Var], primitive: Any, params: dict[str, Any], effects: Any
     ) -> JaxprEqn: ...
 else:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import (
+        ClosedJaxpr,
+        Jaxpr,
+        JaxprEqn,
+        Literal,
+        Var,
+        new_jaxpr_eqn as new_jaxpr_eqn,
+    )
 
 
 Atom = Var | Literal

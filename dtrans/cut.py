@@ -237,6 +237,7 @@ class _Cutter:
                 "dtrans.make_train_step"
             )
         made_here = [n for n in held if self.outs[n] is not self.vars[n]]
+        self.check_held(gradients, made_here)
         optimize, used, kept = self.optimize_half(gradients, optimized, made_here)
         self.check_trainer_half(gradients, used, held)
         results = tuple(n for n in self.source.out_names if n not in self.params and n not in self.opt_state)
@@ -311,6 +312,17 @@ class _Cutter:
             return name, self.names[var]
         first = next(iter(around))
         return name, f"a derivative that is not one of its gradients ({self.describe(first.outvars[0])})"
+
+    def check_held(self, gradients: Mapping[str, Var], made_here: Sequence[str]) -> None:
+        """What each trainer makes for itself may be a statistic of its batch, but not an update by its own gradient."""
+        outs = [self.outs[n] for n in made_here]
+        around = [self.eqns[i] for i in needed(self.eqns, outs, gradients.values())[0] if self.derived[i]]
+        if around:
+            culprit, what = self.who_uses(outs, made_here, gradients, None, around)
+            raise GradientError(
+                f"{culprit} is updated with {what}, so that each trainer would go its own way; "
+                "take the gradient of all parameters with one dtrans.value_and_grad, or build the step with dtrans.make_train_step"
+            )
 
     def check_trainer_half(self, gradients: Mapping[str, Var], used: set[str], held: Sequence[str]) -> None:
         """The trainers have no optimizer state: neither the loss nor a gradient may need it."""

@@ -407,9 +407,8 @@ def _children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 def _alike(tree: Any, other: Any) -> bool:
     """Same structure and, leaf by leaf, the same shape."""
-    leaves, structure = jax.tree.flatten(tree)
-    others, like = jax.tree.flatten(other)
-    if not structure.__eq__(like):
+    structures: list[Any] = [jax.tree.structure(t) for t in (tree, other)]
+    if structures[0] != structures[1]:
         return False
-    pairs = zip(leaves, others, strict=True)
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
     return all(getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in pairs)
