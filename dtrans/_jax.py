@@ -55,6 +55,16 @@ if TYPE_CHECKING:
         eqns: list[JaxprEqn]
         debug_info: Any
 
+        def __init__(
+            self,
+            constvars: Sequence[Var],
+            invars: Sequence[Var],
+            outvars: Sequence[Var | Literal],
+            eqns: Sequence[JaxprEqn],
+            effects: Any,
+            debug_info: Any,
+        ) -> None: ...
+
         def replace(self, **changes: Any) -> Jaxpr: ...
 
     class ClosedJaxpr:
@@ -107,15 +117,9 @@ def closed(
     effects: set[Any] = set()
     for eqn in eqns:
         effects |= set(eqn.effects)
-    open_jaxpr = opened(like).replace(
-        constvars=list(constvars),
-        invars=list(invars),
-        outvars=list(outvars),
-        eqns=list(eqns),
-        effects=frozenset(effects),
-        debug_info=opened(like).debug_info.with_unknown_names(),
-    )
-    return ClosedJaxpr(open_jaxpr, list(consts))
+    # names for as many inputs and outputs as there are; ours are kept by Program
+    info = opened(like).debug_info._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+    return ClosedJaxpr(Jaxpr(constvars, invars, outvars, eqns, frozenset(effects), info), list(consts))
 
 
 def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:

@@ -8,8 +8,8 @@ python/paddle/fluid/transpiler/ps_dispatcher.py (`RoundRobin`, `HashName`).
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -140,15 +140,21 @@ class RoundRobin(PSDispatcher):
 
 
 class HashName(PSDispatcher):
-    """By a hash of the block's name: CRC-32, the same in every process and on every run.
+    """By a hash of the block's name: BLAKE2b, the same in every process and on every run.
 
-    Paddle's used Python's `hash`, which is salted per process (and called the name, so that it raised).
+    Paddle's used Python's `hash`, which is salted per process (and called the name, so that it raised). A
+    checksum such as CRC-32 will not do: it gives `w.block0` and `w.block1` the same parity, so two servers would
+    never share a variable.
 
     Example:
       >>> import dtrans
       >>> dtrans.HashName(["a:1", "b:1"]).dispatch(["w.block0", "w.block1"])
-      ['b:1', 'a:1']
+      ['a:1', 'b:1']
     """
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        return [self._eps[zlib.crc32(str(getattr(v, "name", v)).encode()) % len(self._eps)] for v in varlist]
+        return [self._eps[_stable_hash(str(getattr(v, "name", v))) % len(self._eps)] for v in varlist]
+
+
+def _stable_hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -100,7 +100,8 @@ class _Cutter:
         self.outs = dict(zip(program.out_names, self.inner.outvars, strict=True))
         self.params = program.args[0].names
         self.opt_state = program.args[1].names
-        self.batch = tuple(n for n in program.in_names if n not in set(self.params) | set(self.opt_state))
+        state = {*self.params, *self.opt_state}
+        self.batch = tuple(n for n in program.in_names if n not in state)
         self.made_by = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.derived = [_is_derivative(e) for e in self.eqns]
         missing = [n for n in (*self.params, *self.opt_state) if n not in self.outs]

@@ -45,6 +45,8 @@ def attribute(value: Any) -> str:
     if isinstance(value, tuple) and value and not isinstance(value[0], (int, float, str, tuple)):
         return f"<{len(value)} x {type(value[0]).__name__}>"
     text = str(value)
+    if "\n" in text or text.startswith("<"):  # an object that has no short form, e.g. a derivative rule
+        return f"<{type(value).__name__}>"
     return text if len(text) <= 120 else text[:117] + "..."
 
 

@@ -120,7 +120,8 @@ class PServerPlan:
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that one trainer sends (gradients) and receives (parameters) in a step."""
-        push = sum(b.nbytes for b in self.placement.table if b.leaf not in set(self.unsent))
+        unsent = set(self.unsent)
+        push = sum(b.nbytes for b in self.placement.table if b.leaf not in unsent)
         return {"send": push, "recv": sum(b.nbytes for b in self.placement.table)}
 
     # -- showing ---------------------------------------------------------------------------------

@@ -203,14 +203,22 @@ class Builder:
         self._append(new_jaxpr_eqn(list(atoms), outs, primitive, params, set()), atoms)
         return outs
 
-    def copy(self, eqn: JaxprEqn, atoms: Sequence[Atom], **params: Any) -> list[Var]:
-        """An equation of the old jaxpr on other operands; types are worked out anew where operands differ."""
-        if not params and all(a.aval == b.aval for a, b in zip(atoms, eqn.invars, strict=True)):
+    def copy(
+        self, eqn: JaxprEqn, atoms: Sequence[Atom], types: Sequence[Any] | None = None, **params: Any
+    ) -> list[Var]:
+        """An equation of the old jaxpr on other operands.
+
+        Its output types are worked out anew where operands differ, unless they are known (`types`).
+        """
+        if types is not None:
+            pass
+        elif not params and all(a.aval == b.aval for a, b in zip(atoms, eqn.invars, strict=True)):
             types = [v.aval for v in eqn.outvars]
         else:
             types = abstract_eval(eqn.primitive, [a.aval for a in atoms], {**eqn.params, **params})
         outs = [Var(t) for t in types]
-        self._append(eqn.replace(invars=list(atoms), outvars=outs, params={**eqn.params, **params}), atoms)
+        changed = {**eqn.params, **params} if params else eqn.params
+        self._append(eqn.replace(invars=list(atoms), outvars=outs, params=changed), atoms)
         return outs
 
     def keep(self, eqn: JaxprEqn, invars: Sequence[Atom] | None = None) -> None:

@@ -135,7 +135,8 @@ def analyse(half: OptimizeHalf, params: Sequence[str]) -> RowAnalysis:
             start[inputs[name]] = own
         if name + GRAD in inputs:
             start[inputs[name + GRAD]] = own
-    state = {n: v for n, v in inputs.items() if n in updated and n not in set(params)}
+    own_names = set(params)
+    state = {n: v for n, v in inputs.items() if n in updated and n not in own_names}
     free = set(state.values())
 
     while True:

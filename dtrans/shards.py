@@ -94,8 +94,8 @@ class Slicer:
     @cached_property
     def state(self) -> tuple[str, ...]:
         """The optimizer's state, all of it."""
-        made = set(self.analysis.outputs)
-        return tuple(n for n in self.analysis.half.in_names if n in made and n not in set(self.params))
+        made = set(self.analysis.outputs) - set(self.params)
+        return tuple(n for n in self.analysis.half.in_names if n in made)
 
     @cached_property
     def shared_state(self) -> tuple[str, ...]:
@@ -158,6 +158,7 @@ class _UnitWriter:
         self.wholes: dict[Var, Atom] = {}  # shared values that are used whole
         self.cut: dict[tuple[Var, int], Atom] = {}  # shared values, by the axis they were sliced along
         self.shared: dict[Var, Var] = {}
+        self._types: dict[Any, Any] = {}
 
     def write(self) -> UnitUpdate:
         s, b = self.s, self.b
@@ -176,7 +177,8 @@ class _UnitWriter:
         for i in kept:
             eqn = eqns[i]
             axis = self.axis_of(eqn.outvars[0])
-            made = b.copy(eqn, [self.read(a, axis) for a in eqn.invars])
+            types = None if axis is None else [self.sliced(v, axis) for v in eqn.outvars]
+            made = b.copy(eqn, [self.read(a, axis) for a in eqn.invars], types)
             self.env.update(zip(eqn.outvars, made, strict=True))
         finals = [self.read(o, self.axis_of(inputs[n])) for n, o in zip(out_names, outs, strict=True)]
         b.invars += list(self.shared.values())
@@ -194,11 +196,13 @@ class _UnitWriter:
     def sliced(self, var: Var, axis: int | None = None) -> Any:
         """The type of a value in this unit."""
         axis = self.axis_of(var) if axis is None else axis
+        aval = var.aval
         if axis is None or self.span is None:
-            return var.aval
-        shape = list(var.aval.shape)
-        shape[axis] = self.span.rows
-        return var.aval.update(shape=tuple(shape))
+            return aval
+        key = (aval.shape, aval.dtype, aval.weak_type, axis)
+        if key not in self._types:
+            self._types[key] = aval.update(shape=(*aval.shape[:axis], self.span.rows, *aval.shape[axis + 1 :]))
+        return self._types[key]
 
     def read(self, atom: Atom, axis: int | None) -> Atom:
         """An operand of an equation whose output has only some rows along `axis`."""

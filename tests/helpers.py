@@ -3,6 +3,7 @@ servers carried out by hand, one `OptimizeBlock` after the other, without any of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ def mlp_params(sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed:
     """`b1, b2, ..., w1, w2, ...` of a multi-layer perceptron."""
     rng = np.random.default_rng(seed)
     params = {}
-    for i, (n, m) in enumerate(zip(sizes, sizes[1:], strict=False), 1):
+    for i, (n, m) in enumerate(itertools.pairwise(sizes), 1):
         params[f"w{i}"] = jnp.asarray(rng.normal(size=(n, m)) / np.sqrt(n), dtype)
         params[f"b{i}"] = jnp.asarray(rng.normal(size=m) * 0.1, dtype)
     return params
@@ -76,7 +77,9 @@ def mlp_loss(params: Mapping[str, jax.Array], x: jax.Array, y: jax.Array) -> jax
     return jnp.mean((mlp_forward(params, x) - y) ** 2)
 
 
-def mlp_batch(rows: int = 8, sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 1) -> tuple[jax.Array, jax.Array]:
+def mlp_batch(
+    rows: int = 8, sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 1
+) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.normal(size=(rows, sizes[0])), dtype), jnp.asarray(rng.normal(size=(rows, sizes[-1])), dtype)
 
@@ -92,7 +95,9 @@ def plain_step(loss: Callable[..., Any], tx: Any, grad: Callable[..., Any] = jax
     return step
 
 
-def plain_run(step: Callable[..., Any], params: Any, opt_state: Any, batches: Sequence[tuple[Any, ...]]) -> tuple[Any, Any, list[Any]]:
+def plain_run(
+    step: Callable[..., Any], params: Any, opt_state: Any, batches: Sequence[tuple[Any, ...]]
+) -> tuple[Any, Any, list[Any]]:
     """The single-device reference: the step, jitted, on each batch in turn."""
     jitted, losses = jax.jit(step), []
     for batch in batches:
@@ -142,7 +147,9 @@ def start_servers(plan: PServerPlan, *args: Any) -> dict[str, dict[str, Any]]:
     return made
 
 
-def serve(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], grads: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def serve(
+    plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], grads: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """One round of every server. `grads`: for each trainer, leaf name to its whole gradient."""
     after = {}
     for endpoint, units in plan.placement.units.items():
@@ -150,7 +157,9 @@ def serve(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], grads: Seque
         for block in (b for unit in units for b in unit.blocks):
             for k, of in enumerate(grads):
                 rows = of[block.leaf]
-                values[block.gradient(k, plan.trainers)] = rows if block.span is None else rows[block.span.start : block.span.stop]
+                values[block.gradient(k, plan.trainers)] = (
+                    rows if block.span is None else rows[block.span.start : block.span.stop]
+                )
         new = dict(held[endpoint])
         for block in blocks_of(plan, endpoint):
             outs = evaluate(block.jaxpr, *[values[n] for n in block.in_names])
@@ -185,13 +194,22 @@ def assemble(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], names: Se
 
 
 def plan_of(
-    loss: Callable[..., Any], tx: Any, params: Any, *batch: Any, servers: int = 3, trainers: int = 1, min_block_size: int = 1, **options: Any
+    loss: Callable[..., Any],
+    tx: Any,
+    params: Any,
+    *batch: Any,
+    servers: int = 3,
+    trainers: int = 1,
+    min_block_size: int = 1,
+    **options: Any,
 ) -> PServerPlan:
     """The pserver plan of a step made by `make_train_step`; its startup takes the params."""
     step = dtrans.make_train_step(loss, tx)
     main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *batch)
     startup = dtrans.trace(init_of(tx), params)
-    return dtrans.pserver(main, startup, pservers=endpoints(servers), trainers=trainers, min_block_size=min_block_size, **options)
+    return dtrans.pserver(
+        main, startup, pservers=endpoints(servers), trainers=trainers, min_block_size=min_block_size, **options
+    )
 
 
 def communication(program: Any) -> list[str]:

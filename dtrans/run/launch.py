@@ -155,7 +155,7 @@ class _Job:
         self._ending = True
         for child in self.running:
             child.signal(signal.SIGTERM)
-        limit = time.monotonic() + self.grace
+        limit: float | None = time.monotonic() + self.grace
         while self.running:
             event = self._next(limit)
             if isinstance(event, Child):

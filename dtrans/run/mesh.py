@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from dtrans._jax import Var
 from dtrans.errors import BatchError, ConfigError, StateError
@@ -92,8 +92,10 @@ class MeshJob:
         self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
         self.device_of = {ep: devices[(self.trainers + i) % len(devices)] for i, ep in enumerate(plan.servers)}
         self._pieces: dict[Program, _TrainerPieces] = {}
-        self._replicated = NamedSharding(self.mesh, P())
-        self._split = NamedSharding(self.mesh, P(AXIS))
+        one = SingleDeviceSharding(devices[0])
+        self._replicated: Sharding = NamedSharding(self.mesh, P()) if count > 1 else one
+        self._split: Sharding = NamedSharding(self.mesh, P(AXIS)) if count > 1 else one
+        self._at = {ep: SingleDeviceSharding(d) for ep, d in self.device_of.items()}
 
     # -- what a user calls -----------------------------------------------------------------------
 
@@ -110,10 +112,7 @@ class MeshJob:
         there = jax.device_put(startup.flatten(*args), self._replicated)
         values = self._drive(pieces, there, servers, None)
         params = dict(zip(startup.out_names, values, strict=True))
-        for name in self._local:
-            params[name] = jax.device_put(
-                jnp.broadcast_to(params[name], (self.trainers, *params[name].shape)), self._split
-            )
+        params |= {n: self._to_each(params[n]) for n in self._local}
         return MeshState(params, servers)
 
     def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
@@ -136,7 +135,7 @@ class MeshJob:
                     "use the state that step returned, or plan.on_mesh(donate=False)"
                 )
         params = [state.params[n] for n in runner.param_names]
-        shared = [jax.device_put(x, self._split if x.ndim else self._replicated) for x in arrays]
+        shared = [_put(x, self._split if x.ndim else self._replicated) for x in arrays]
         values = dict(
             zip(
                 runner.program.out_names,
@@ -144,8 +143,9 @@ class MeshJob:
                 strict=True,
             )
         )
-        new = MeshState({n: values[n] for n in state.params}, servers)
-        return (new, *runner.results(values))
+        results = runner.results(values)
+        values |= {n: self._to_each(values[n]) for n in self._local if not runner.is_stacked(runner.outs[n])}
+        return (MeshState({n: values[n] for n in state.params}, servers), *results)
 
     def params(self, state: MeshState) -> Any:
         """The parameters, as the pytree that they were given in."""
@@ -231,7 +231,8 @@ class MeshJob:
                 outs = [None]
             elif eqn.primitive is send_barrier_p:
                 for ep, held in servers.items():
-                    servers[ep] = self._servers[ep](jax.device_put(grads[ep], self.device_of[ep]), held)
+                    here = {n: _put(x, self._at[ep]) for n, x in grads[ep].items()}
+                    servers[ep] = self._servers[ep](here, held)
                 outs = [None]
             elif eqn.primitive is recv_p:
                 outs = [servers[ep][n] for ep, n in zip(eqn.params["epmap"], eqn.params["names"], strict=True)]
@@ -242,11 +243,15 @@ class MeshJob:
 
     def _to_trainers(self, x: jax.Array) -> jax.Array:
         """A block on every trainer device."""
+        if self.mesh.size == 1:
+            return _put(x, self._replicated)
         devices = list(self.mesh.devices.flat)
-        if len(devices) == 1:
-            return jax.device_put(x, devices[0])
         copies = jax.device_put([x] * len(devices), devices)
         return jax.make_array_from_single_device_arrays(x.shape, self._replicated, copies)
+
+    def _to_each(self, x: jax.Array) -> jax.Array:
+        """A value of all trainers as one of each trainer."""
+        return jax.device_put(jnp.broadcast_to(x, (self.trainers, *x.shape)), self._split)
 
     @cached_property
     def _servers(self) -> dict[str, CompiledUpdate]:
@@ -283,12 +288,14 @@ class _TrainerPieces:
             if any(v in self.kinds for v in reads):
                 assert isinstance(step, Compute)
                 self.kinds |= dict.fromkeys(step.makes, "stacked")
+        self.outs = dict(zip(program.out_names, inner.outvars, strict=True))
         self.compiled = {s: self._compile(s) for s in self.pieces.steps if isinstance(s, Compute)}
+        self.rest = without(program.out, job.plan.main.args[0])
         self.merge = self._merger(batch)
 
     def is_stacked(self, atom: Any) -> bool:
         """Whether each trainer has a value of its own."""
-        return isinstance(atom, Var) and atom in self.kinds
+        return isinstance(atom, Var) and self.kinds.get(atom) == "stacked"
 
     def compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
         """Run one piece for all trainers."""
@@ -322,12 +329,12 @@ class _TrainerPieces:
 
     def _merger(self, batch: Sequence[Any]) -> Callable[[list[Any]], list[Any]] | None:
         """What makes one result of each that several trainers have."""
-        outs = dict(zip(self.program.out_names, self.program.jaxpr.jaxpr.outvars, strict=True))
-        self.result_names = [n for n in self.program.out_names if n not in set(self.param_names)]
-        stacked = [n for n in self.result_names if self.is_stacked(outs[n])]
+        params = set(self.param_names)
+        self.result_names = [n for n in self.outs if n not in params]
+        stacked = [n for n in self.result_names if self.is_stacked(self.outs[n])]
         if not stacked:
             return None
-        local = {n: outs[n].aval for n in stacked}
+        local = {n: self.outs[n].aval for n in stacked}
         whole: Mapping[str, Any] = local
         if any(t.ndim for t in local.values()):
             main = self.job.plan.main
@@ -364,10 +371,16 @@ class _TrainerPieces:
         if self.merge is not None:
             found = self.merge(found)
         merged = dict(zip(self.result_names, found, strict=True))
-        spec = self.program.out
-        rest = without(spec, self.job.plan.main.args[0])
+        rest = self.rest
         tree = rest.unflatten([merged[n] for n in rest.names])
         return tuple(tree) if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)
+
+
+def _put(x: Any, where: Sharding) -> Any:
+    """`jax.device_put`, without its cost where there is nothing to do."""
+    if isinstance(x, list):
+        return jax.device_put(x, where)
+    return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
 
 
 def _shards(x: jax.Array) -> list[jax.Array]:

@@ -28,7 +28,8 @@ from dtrans.errors import DeadlineError, PeerError
 from dtrans.run.endpoints import wire
 
 
-ALIVE_EVERY = 2.0  # seconds between two signs of life
+ALIVE_EVERY = 2.0  # seconds between two signs of life, or less for an impatient server
+LONG = 3600.0  # seconds that a poll may take
 LINGER = 5.0  # seconds that closing may take to hand over the last words
 
 
@@ -75,11 +76,15 @@ class Connection:
                 raise PeerError(f"{self.me} finds no pserver at {endpoint}: {e.strerror or e}") from e
         address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         self._open(address)
-        local = self._greet()
-        if local and os.path.exists(local):
-            self._shut()
-            self._open(f"ipc://{local}")
-            self._greet()
+        try:
+            local = self._greet()
+            if local and os.path.exists(local):
+                self._shut()
+                self._open(f"ipc://{local}")
+                self._greet()
+        except BaseException:
+            self._shut(linger=0)
+            raise
         self._stop = threading.Event()
         self._alive = threading.Thread(
             target=self._stay_alive, args=(address,), name=f"dtrans alive {endpoint}", daemon=True
@@ -108,18 +113,20 @@ class Connection:
         patience = since + self.deadline
         while True:
             left = patience - time.monotonic()
-            ready = dict(poller.poll(max(0, int(left * 1000))))
-            if self._socket in ready:
+            ready = dict(poller.poll(max(0, int(min(left, LONG) * 1000))))
+            # the last words of a server that ended come before the end of the connection
+            if self._socket in ready or (self._gone and self._socket.poll(0)):
                 message = wire.parse(self._socket.recv_multipart(copy=False))
                 if message.op == "refuse":
                     raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
                 if message.op != "waiting":
                     return message
                 patience = time.monotonic() + self.deadline
+            elif self._gone:
+                raise PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {waiting_for}")
             elif self._monitor in ready:
-                if self._broken():
-                    raise PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {waiting_for}")
-            elif not ready:
+                self._gone = self._broken()
+            elif left <= 0:
                 waited = time.monotonic() - since
                 raise DeadlineError(f"{self.me} waited {waited:.1f} s for pserver {self.endpoint}: {waiting_for}")
 
@@ -132,29 +139,32 @@ class Connection:
         """Say hello; the path of the server's Unix socket, or nothing."""
         self.tell("hello", **self._hello)
         message = self.receive("an answer to `hello` (is it running, and is this its endpoint?)")
+        if message.op != "welcome":
+            raise PeerError(f"pserver {self.endpoint} answered `hello` of {self.me} with `{message.op}`")
         self._welcomed = True
         self.step = message["step"]
+        self._alive_every = min(ALIVE_EVERY, message["silence"] / 4)
         return message["local"]
 
     # -- connecting ------------------------------------------------------------------------------
 
     def _open(self, address: str) -> None:
-        self._welcomed = False
+        self._welcomed = self._gone = False
         self._socket = new_socket(self._context, zmq.DEALER)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
 
-    def _shut(self) -> None:
+    def _shut(self, linger: float = LINGER) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=int(LINGER * 1000))
+        self._socket.close(linger=0 if self._gone else int(linger * 1000))
 
     def _stay_alive(self, address: str) -> None:
         """Runs in a thread, with a socket of its own: ZeroMQ's are not to be shared."""
         with contextlib.closing(new_socket(self._context, zmq.DEALER)) as line:
             line.linger = 0
             line.connect(address)
-            while not self._stop.wait(min(ALIVE_EVERY, self.deadline / 4)):
+            while not self._stop.wait(self._alive_every):
                 with contextlib.suppress(zmq.Again):  # the server is gone: the main thread will find out
                     line.send(
                         wire.header("alive", trainer=self._hello["trainer"], session=self._hello["session"]),

@@ -165,7 +165,6 @@ class EndpointFabric:
     def _land(self, endpoint: str, blocks: dict[str, np.ndarray]) -> None:
         """Receive blocks until all bytes of all of them are here."""
         line = self._connection(endpoint)
-        missing = {n: b.nbytes for n, b in blocks.items()}
         memory = {n: b.reshape(-1).view(np.uint8) for n, b in blocks.items()}
 
         def target(name: str) -> np.ndarray:
@@ -173,16 +172,13 @@ class EndpointFabric:
                 raise WireError(f"pserver {endpoint} sent {name}, which was not asked for")
             return memory[name]
 
-        missing = {n: size for n, size in missing.items() if size}
-        while missing:
-            some = ", ".join(list(missing)[:3]) + (", ..." if len(missing) > 3 else "")
+        arrived: dict[str, int] = {}
+        while missing := [n for n, b in memory.items() if arrived.get(n) != b.nbytes]:
+            some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             message = line.receive(f"`recv` of step {line.step} ({some})")
             if message.op != "blocks" or message["step"] != line.step:
                 raise PeerError(f"pserver {endpoint} answered `recv` of step {line.step} with `{message.op}`")
-            for name, nbytes in wire.unpack(message, target):
-                missing[name] -= nbytes
-                if missing[name] <= 0:
-                    del missing[name]
+            wire.unpack(message, target, arrived)
 
     def _concat(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if all(isinstance(v, np.ndarray) for v in values):

@@ -106,6 +106,7 @@ class PServer:
             k: {n for n in self._grads if self.count == 1 or n.endswith(f".trainer_{k}")} for k in range(self.count)
         }
         self._late_since: float | None = None
+        self._silence = min(SILENCE, deadline)
         self._bind(allow_remote)
 
     # -- sockets ---------------------------------------------------------------------------------
@@ -162,6 +163,7 @@ class PServer:
                     recv_monitor_message(self._monitor)
                     log.warning("pserver %s refused a connection that does not speak the protocol", self.endpoint)
                 if time.monotonic() >= look:
+                    self._catch_up()
                     self._look()
                     look = time.monotonic() + TICK
             return self.state
@@ -173,6 +175,13 @@ class PServer:
             raise
         finally:
             self._close()
+
+    def _catch_up(self) -> None:
+        """Take what came while an update was made: it may be the signs of life that are about to be missed."""
+        for _ in range(1000 * self.count):  # and no more, whoever is flooding us
+            if not self._socket.poll(0):
+                return
+            self._take(self._socket.recv_multipart(copy=False))
 
     def _take(self, parts: list[Any]) -> None:
         """One message. What is malformed, or out of turn, is refused; nothing of it is kept."""
@@ -221,13 +230,15 @@ class PServer:
             raise WireError(
                 f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in two processes?"
             )
+        if self._by_address.get(address, k) != k:
+            raise WireError(f"trainer {k} has already said hello as trainer {self._by_address[address]}")
         if known is None:
             self._trainers[k] = _Trainer(message["session"], address, now)
         else:  # it moves to the Unix socket
             del self._by_address[known.address]
             known.address, known.heard = address, now
         self._by_address[address] = k
-        self._say(address, "welcome", step=self.step, local=self._local)
+        self._say(address, "welcome", step=self.step, local=self._local, silence=self._silence)
 
     def _send(self, k: int, message: wire.Message) -> None:
         t = self._trainers[k]
@@ -240,8 +251,7 @@ class PServer:
                 raise WireError(f"{name} is not a gradient that trainer {k} sends to pserver {self.endpoint}")
             return self._bytes[name]
 
-        for name, nbytes in wire.unpack(message, target):
-            t.arrived[name] = t.arrived.get(name, 0) + nbytes
+        wire.unpack(message, target, t.arrived)
 
     def _send_barrier(self, k: int, message: wire.Message) -> None:
         t = self._trainers[k]
@@ -280,17 +290,17 @@ class PServer:
 
     def _recv(self, k: int, message: wire.Message) -> None:
         t = self._trainers[k]
-        if "blocks" in message.fields:
-            t.wants = self._wanted(k, message.fields["blocks"])
+        wants = self._wanted(k, message["blocks"]) if "blocks" in message.fields else t.wants
         if message["step"] not in (self.step, self.step + 1) or (message["step"] > self.step and not t.at_barrier):
             raise WireError(f"`recv` of step {message['step']}, pserver {self.endpoint} is at {self.step}")
-        t.waits = True
+        t.wants, t.waits = wants, True
         if message["step"] == self.step:
             self._answer(t)
 
     def _wanted(self, k: int, table: Any) -> tuple[str, ...]:
         """The blocks a trainer asks for, each checked against what is held."""
-        if not isinstance(table, list) or not all(isinstance(row, list) and len(row) == 3 for row in table):
+        rows = table if isinstance(table, list) else [None]
+        if not all(isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) for row in rows):
             raise WireError("`recv` of something that is not a list of [name, shape, dtype]")
         for name, shape, dtype in table:
             held = self._types.get(name)
@@ -342,9 +352,8 @@ class PServer:
     def _look(self) -> None:
         """Raise for whoever is too late, and tell those who wait whom they wait for."""
         now = time.monotonic()
-        silence = min(SILENCE, self.deadline)
         for k, t in self._trainers.items():
-            if not t.done and now - t.heard > silence:
+            if not t.done and now - t.heard > self._silence:
                 raise DeadlineError(
                     f"pserver {self.endpoint} heard nothing from trainer {k} for {now - t.heard:.1f} s; it is "
                     "taken for dead"

@@ -3,7 +3,7 @@
 A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says what it is:
 
     trainer to server                                  server to trainer
-    hello          trainer, trainers, session          welcome   step, local
+    hello          trainer, trainers, session, order   welcome   step, local, silence
     send           step, pieces + frames               blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
     recv           step[, blocks]                      refuse    reason
@@ -48,7 +48,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "alive": {"trainer": int, "session": str},
     "complete": {},
     "abort": {"reason": str},
-    "welcome": {"step": int, "local": str},
+    "welcome": {"step": int, "local": str, "silence": (int, float)},
     "blocks": {"step": int, "pieces": list},
     "waiting": {"reason": str},
     "refuse": {"reason": str},
@@ -88,14 +88,20 @@ def parse(parts: Sequence[Any]) -> Message:
         raise WireError(f"a message whose header is not msgpack ({e or type(e).__name__})") from e
     if not isinstance(fields, dict) or fields.get("v") != VERSION:
         version = fields.get("v") if isinstance(fields, dict) else None
-        raise WireError(f"a message of protocol version {version!r}; this is version {VERSION}")
+        raise WireError(f"a message of protocol version {brief(version)}; this is version {VERSION}")
     op = fields.get("op")
     if not isinstance(op, str) or op not in FIELDS:
-        raise WireError(f"a message of unknown kind {op!r}")
+        raise WireError(f"a message of unknown kind {brief(op)}")
     for name, kind in FIELDS[op].items():
         if not isinstance(fields.get(name), kind) or isinstance(fields.get(name), bool):
             raise WireError(f"a `{op}` message without a proper {name}")
     return Message(op, fields, parts[1:])
+
+
+def brief(value: Any) -> str:
+    """What somebody sent, for a message: it may be of any size."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _view(part: Any) -> memoryview:
@@ -150,24 +156,23 @@ def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piec
         yield pieces, frames
 
 
-def unpack(message: Message, target: Callable[[str], np.ndarray]) -> list[tuple[str, int]]:
-    """Copy the pieces of a message to where they belong.
+def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[str, int]) -> None:
+    """Copy the pieces of a message to where they belong: all of them, or none where it raises.
 
     Args:
       target: the bytes of a block, by name; raises WireError for a name it does not know.
-
-    Returns:
-      The names, with how many bytes of each arrived.
+      arrived: how many bytes of each block are here already, from its start on; brought up to date.
 
     Raises:
-      WireError: pieces and frames that do not agree, or bytes outside a block.
+      WireError: pieces and frames that do not agree, bytes outside a block, or not the next ones of it.
     """
     tables = message["pieces"]
     if len(tables) != len(message.frames):
         raise WireError(
             f"a `{message.op}` message with {len(message.frames)} frames where its header lists {len(tables)}"
         )
-    arrived: list[tuple[str, int]] = []
+    here: dict[str, int] = {}
+    copies: list[tuple[np.ndarray, np.ndarray]] = []
     for table, frame in zip(tables, message.frames, strict=True):
         data = np.frombuffer(_view(frame), np.uint8)
         at = 0
@@ -177,12 +182,17 @@ def unpack(message: Message, target: Callable[[str], np.ndarray]) -> list[tuple[
                 raise WireError(f"bytes {offset} to {offset + nbytes} of {name}, which has {block.nbytes}")
             if at + nbytes > data.nbytes:
                 raise WireError(f"a truncated frame: {name} ends at byte {at + nbytes} of {data.nbytes}")
-            block[offset : offset + nbytes] = data[at : at + nbytes]
+            before = here.get(name, arrived.get(name, 0))
+            if offset != before:
+                raise WireError(f"bytes {offset} to {offset + nbytes} of {name}, of which {before} are here")
+            copies.append((block[offset : offset + nbytes], data[at : at + nbytes]))
             at += nbytes
-            arrived.append((name, nbytes))
+            here[name] = offset + nbytes
         if at != data.nbytes:
             raise WireError(f"a frame of {data.nbytes} bytes where its header lists {at}")
-    return arrived
+    for rows, data in copies:
+        rows[:] = data
+    arrived.update(here)
 
 
 def checked_pieces(table: Any) -> list[Piece]:
@@ -192,5 +202,5 @@ def checked_pieces(table: Any) -> list[Piece]:
     for piece in table:
         ok = isinstance(piece, list) and len(piece) == 3 and isinstance(piece[0], str)
         if not ok or not all(type(n) is int and 0 <= n <= sys.maxsize for n in piece[1:]):
-            raise WireError(f"a piece that is not [name, offset, nbytes]: {str(piece)[:80]}")
+            raise WireError(f"a piece that is not [name, offset, nbytes]: {brief(piece)}")
     return table

@@ -1,0 +1,22 @@
+"""One parameter server of the endpoint benchmark: `python serve.py ENDPOINT ALL,ENDPOINTS PARAMETERS`."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+from models import mlp, programs
+from test_mesh import SIZES
+
+import dtrans
+
+
+if __name__ == "__main__":
+    endpoint, pservers, parameters = sys.argv[1:]
+    sizes, rows = SIZES[parameters]
+    t = dtrans.DistributeTranspiler()
+    main, startup = programs(*mlp(sizes, rows))
+    t.transpile(0, main, pservers, 1, startup_program=startup)
+    pserver, pserver_startup = t.get_pserver_programs(endpoint)
+    with dtrans.Executor() as exe:
+        exe.run(pserver, exe.run(pserver_startup, jax.random.key(0)))

@@ -1,0 +1,80 @@
+"""What a step over endpoints costs: one trainer here, two pservers as processes on this host.
+
+The peers are the plain jitted step, and the least that moving the bytes could cost: copying the gradients
+and the parameters once each in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from models import mlp, programs
+from test_mesh import SIZES
+
+import dtrans
+
+
+def free_endpoints(count: int) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+
+
+@contextlib.contextmanager
+def endpoint_step(parameters: str):
+    """A function that makes one step over two servers."""
+    sizes, rows = SIZES[parameters]
+    step, init, batch = mlp(sizes, rows)
+    endpoints = free_endpoints(2)
+    script = Path(__file__).with_name("serve.py")
+    servers = [subprocess.Popen([sys.executable, str(script), ep, ",".join(endpoints), parameters]) for ep in endpoints]
+    try:
+        t = dtrans.DistributeTranspiler()
+        main, startup = programs(step, init, batch)
+        t.transpile(0, main, ",".join(endpoints), 1, startup_program=startup)
+        trainer = t.get_trainer_program()
+        with dtrans.Executor(deadline=60) as exe:
+            box = [exe.run(t.get_trainer_startup_program(), jax.random.key(0))]
+
+            def run():
+                box[0], loss = exe.run(trainer, box[0], *batch)
+                return box[0], loss
+
+            yield run
+    finally:
+        for s in servers:
+            s.wait(timeout=60)
+
+
+@pytest.mark.parametrize("parameters", SIZES)
+def test_endpoint_step(benchmark, ratio, parameters):
+    sizes, rows = SIZES[parameters]
+    step, init, batch = mlp(sizes, rows)
+    jitted = jax.jit(step, donate_argnums=1)
+    box = [init(jax.random.key(0))]
+
+    def plain():
+        *box[0], loss = jitted(*box[0], *batch)
+        return box[0], loss
+
+    count = sum(a * b + b for a, b in itertools.pairwise(sizes))
+    source, target = np.ones(2 * count, np.float32), np.ones(2 * count, np.float32)
+
+    with endpoint_step(parameters) as run:
+        benchmark.pedantic(lambda: jax.block_until_ready(run()), rounds=20, warmup_rounds=3)
+        benchmark.extra_info["over plain"] = ratio(
+            f"endpoint step / plain step, {parameters} parameters", run, plain, 30
+        )
+        benchmark.extra_info["over memcpy"] = ratio(
+            f"endpoint step / memcpy of its bytes, {parameters} parameters", run, lambda: np.copyto(target, source), 30
+        )

@@ -1,0 +1,104 @@
+"""What every role of the digits job has to agree on, and what one hands back."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import dtrans
+from dtrans.examples import digits
+from dtrans.examples.optimizers import make_optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of a job. Written as arguments of a command, since roles are processes.
+
+    Example:
+      >>> from dtrans.examples.job import Settings
+      >>> settings = Settings(optimizer="adam", epochs=3)
+      >>> settings.arguments()[:4]
+      ['--optimizer', 'adam', '--epochs', '3']
+      >>> Settings.parse(settings.arguments()) == settings
+      True
+    """
+
+    optimizer: str = "momentum"
+    epochs: int = 20
+    batch_size: int = 64
+    seed: int = 0
+    min_block_size: int = 8192
+    deadline: float = 60.0
+
+    def arguments(self) -> list[str]:
+        """The settings as command-line arguments."""
+        return [a for n, v in dataclasses.asdict(self).items() for a in (f"--{n.replace('_', '-')}", str(v))]
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> Settings:
+        """The settings that `arguments` wrote."""
+        parser = argparse.ArgumentParser()
+        for field in dataclasses.fields(cls):
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+        return cls(**vars(parser.parse_args(arguments)))
+
+    @property
+    def key(self) -> jax.Array:
+        """The key of the first parameters."""
+        return jax.random.key(self.seed)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many whole batches the training images make."""
+        return digits.TRAIN_IMAGES // self.batch_size
+
+
+def training(settings: Settings) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The user's side of the job: one training step for one device, and init.
+
+    Raises:
+      ConfigError: no optimizer has that name.
+    """
+    tx = make_optimizer(settings.optimizer)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        params = digits.init(key)
+        return params, tx.init(params)
+
+    return dtrans.make_train_step(digits.loss_fn, tx), init
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outcome:
+    """What training came to.
+
+    Attributes:
+      losses: one per step; those of one trainer, or of all.
+      params: the parameters after the last step.
+    """
+
+    losses: np.ndarray
+    params: digits.Params
+
+    def save(self, path: Path) -> None:
+        """Write it as npz, parameters under their paths: numbers only, nothing to unpickle."""
+        leaves = {f"{layer}/{name}": np.asarray(x) for layer, of in self.params.items() for name, x in of.items()}
+        np.savez(path, allow_pickle=False, losses=self.losses, **leaves)
+
+    @classmethod
+    def load(cls, path: Path) -> Outcome:
+        """Read what `save` wrote."""
+        with np.load(path) as file:
+            found = {name: file[name] for name in file.files}
+        losses = found.pop("losses")
+        params: digits.Params = {}
+        for name, x in found.items():
+            layer, leaf = name.split("/")
+            params.setdefault(layer, {})[leaf] = jax.numpy.asarray(x)
+        return cls(losses, params)

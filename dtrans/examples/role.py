@@ -1,0 +1,61 @@
+"""One role of the digits job: the script that `dtrans launch` starts as every process.
+
+Written as a user of Paddle's interface would. Started by `dtrans train --engine processes`, or by hand:
+
+    dtrans launch --trainers 2 --pservers 2 -m dtrans.examples.role runs/digits --optimizer adam
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import dtrans
+from dtrans.examples import digits, report
+from dtrans.examples.job import Outcome, Settings, training
+
+
+def main() -> None:
+    """Be the role that the environment says, and leave what a trainer saw as `trainer-K.npz` in a directory."""
+    directory, *rest = sys.argv[1:]
+    settings = Settings.parse(rest)
+    role = dtrans.Role.from_env()
+    data = digits.load(settings.seed)
+
+    def my_batches(epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        whole = digits.batches(data, settings.seed, epoch, settings.batch_size)
+        return [digits.shard(batch, role.trainer_id, role.trainers) for batch in whole]
+
+    step, init = training(settings)
+    program = dtrans.trace(step, *jax.eval_shape(init, settings.key), *my_batches(0)[0])
+    startup = dtrans.trace(init, settings.key)
+
+    t = dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(min_block_size=settings.min_block_size))
+    t.transpile(role.trainer_id, program, role.pservers, role.trainers, startup_program=startup)
+
+    if role.is_pserver:
+        pserver, pserver_startup = t.get_pserver_programs(role.current_endpoint)
+        exe = dtrans.Executor(deadline=settings.deadline)
+        exe.run(pserver, exe.run(pserver_startup, settings.key))
+        return
+
+    first = role.trainer_id == 0
+    if first:
+        report.show_plan(t.plan)
+    trainer = t.get_trainer_program()
+    losses = []
+    with dtrans.Executor(deadline=settings.deadline) as exe, report.progress(settings, shown=first) as advance:
+        params = exe.run(t.get_trainer_startup_program(), settings.key)
+        for epoch in range(settings.epochs):
+            for x, y in my_batches(epoch):
+                params, loss = exe.run(trainer, params, x, y)
+                losses.append(float(loss))
+                advance(epoch, losses[-1])
+    Outcome(np.array(losses), params).save(Path(directory) / f"trainer-{role.trainer_id}.npz")
+
+
+if __name__ == "__main__":
+    main()

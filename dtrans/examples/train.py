@@ -1,0 +1,167 @@
+"""The main job: train on the digits, distributed, and compare with one device on the same global batches.
+
+Two engines: `processes` starts trainers and pservers with `dtrans.run.launch`, each running
+`dtrans.examples.role`; `mesh` runs the whole plan in this process.
+
+In exact arithmetic the two trainings are the same. Floating-point sums are rounded in another order, and the
+difference that remains is the figure this job reports: over all leaves, the largest max|a - b| / max|b|.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import dtrans
+from dtrans.errors import BatchError, ConfigError
+from dtrans.examples import digits, report
+from dtrans.examples.job import Outcome, Settings, training
+from dtrans.run.launch import launch
+
+
+ENGINES = ("processes", "mesh")
+MIN_ACCURACY = 0.95
+
+
+def train(settings: Settings, *, engine: str, trainers: int, pservers: int, plot: Path | None = None) -> bool:
+    """Train, print what came of it, and compare with one device.
+
+    Returns:
+      Whether the test accuracy and the difference are within bounds.
+
+    Raises:
+      ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.
+    """
+    _check(settings, engine, trainers)
+    config = dtrans.DistributeTranspilerConfig(min_block_size=settings.min_block_size)
+    t = dtrans.DistributeTranspiler(config)
+    if engine == "mesh":
+        distributed = _on_mesh(t, settings, trainers, pservers)
+    else:
+        distributed = _as_processes(settings, trainers, pservers)
+    single = single_device(settings)
+    if plot is not None:
+        title = f"digits, {settings.optimizer}: {trainers} trainers, {pservers} pservers ({engine})"
+        report.plot_losses(plot, distributed.losses, single.losses, title)
+        Console(soft_wrap=True).print(f"loss plot: {plot}", highlight=False)
+    return _compare(settings, distributed, single)
+
+
+def single_device(settings: Settings) -> Outcome:
+    """The same training on one device: the plain step, jitted, on whole batches."""
+    data = digits.load(settings.seed)
+    step, init = training(settings)
+    jitted = jax.jit(step)
+    params, opt_state = jax.jit(init)(settings.key)
+    losses = []
+    for epoch in range(settings.epochs):
+        for x, y in digits.batches(data, settings.seed, epoch, settings.batch_size):
+            params, opt_state, loss = jitted(params, opt_state, x, y)
+            losses.append(loss)
+    return Outcome(np.array(losses), params)
+
+
+def difference(a: digits.Params, b: digits.Params) -> float:
+    """The largest max|a - b| / max|b| over all leaves, in float64."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    wide = ((np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs)
+    return max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in wide)
+
+
+def bound() -> float:
+    """What the difference may be: rounding, amplified by some hundred steps."""
+    return 1e-10 if jax.config.jax_enable_x64 else 1e-5
+
+
+def _check(settings: Settings, engine: str, trainers: int) -> None:
+    """Say what cannot be before processes are started that all say it."""
+    if engine not in ENGINES:
+        raise ConfigError(f"there is no engine {engine!r}; it is one of {', '.join(ENGINES)}")
+    if trainers < 1 or settings.batch_size % trainers:
+        raise BatchError(
+            f"a batch of {settings.batch_size} images cannot be divided among {trainers} trainers: "
+            "give --batch-size a multiple of --trainers"
+        )
+    if not 0 < settings.batch_size <= digits.TRAIN_IMAGES:
+        raise BatchError(f"--batch-size must be 1 to {digits.TRAIN_IMAGES}, the number of training images")
+    if settings.epochs < 1:
+        raise ConfigError(f"--epochs must be 1 or more, it is {settings.epochs}")
+    training(settings)
+    digits.check_installed()
+
+
+def _on_mesh(t: dtrans.DistributeTranspiler, settings: Settings, trainers: int, pservers: int) -> Outcome:
+    """Train with every role on a device of this process."""
+    virtual_devices(trainers + pservers)
+    data = digits.load(settings.seed)
+    step, init = training(settings)
+    batch = next(digits.batches(data, settings.seed, 0, settings.batch_size))
+    program = dtrans.trace(step, *jax.eval_shape(init, settings.key), *batch)
+    # names only: nothing listens there
+    endpoints = ",".join(f"127.0.0.1:{6174 + i}" for i in range(pservers))
+    t.transpile(0, program, endpoints, trainers, startup_program=dtrans.trace(init, settings.key))
+    report.show_plan(t.plan)
+    job = t.plan.on_mesh()
+    state = job.init(settings.key)
+    losses = []
+    with report.progress(settings) as advance:
+        for epoch in range(settings.epochs):
+            for x, y in digits.batches(data, settings.seed, epoch, settings.batch_size):
+                state, loss = job.step(state, x, y)
+                losses.append(float(loss))
+                advance(epoch, losses[-1])
+    return Outcome(np.array(losses), job.params(state))
+
+
+def virtual_devices(count: int) -> None:
+    """Ask for that many CPU devices, if JAX has not started yet; it concerns no other platform."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return  # the user has said how many
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        # JAX has started, with the devices it has; roles share them, which changes no number
+        return
+
+
+def _as_processes(settings: Settings, trainers: int, pservers: int) -> Outcome:
+    """Train with every role as a process. Trainers leave their losses, and their parameters, in files."""
+    # roles see the precision of this process, however it was set, and on a GPU leave room for one another
+    env = {"JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64))}
+    env["XLA_PYTHON_CLIENT_PREALLOCATE"] = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
+        command = [sys.executable, "-m", "dtrans.examples.role", directory, *settings.arguments()]
+        launch(command, trainers=trainers, pservers=pservers, env=env, inherit_stdout=True)
+        found = [Outcome.load(Path(directory) / f"trainer-{i}.npz") for i in range(trainers)]
+    # each loss is a mean over a shard, and shards are of one size
+    return Outcome(np.mean([o.losses for o in found], axis=0), found[0].params)
+
+
+def _compare(settings: Settings, distributed: Outcome, single: Outcome) -> bool:
+    """Print the verdict."""
+    data = digits.load(settings.seed)
+    got = digits.accuracy(distributed.params, data.test_x, data.test_y)
+    alone = digits.accuracy(single.params, data.test_x, data.test_y)
+    apart = difference(distributed.params, single.params)
+    kind = np.dtype(data.x.dtype).name
+    good, near = got >= MIN_ACCURACY, apart < bound()
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"test accuracy {got:.4f} on {len(data.test_y)} images; single device {alone:.4f}")
+    console.print(
+        f"final parameters against single-device training on the same {len(single.losses)} global batches: "
+        f"max relative difference {apart:.2e} ({kind}, bound {bound():.0e})"
+    )
+    if not good:
+        console.print(f"[red]the test accuracy is below {MIN_ACCURACY}[/]")
+    if not near:
+        console.print(
+            f"[red]the difference is above the bound of {bound():.0e}: {settings.optimizer} amplified rounding, or "
+            "something is wrong; JAX_ENABLE_X64=1 tells which[/]"
+        )
+    return good and near
