@@ -331,6 +331,16 @@ def test_whole_leaves_go_to_the_server_that_holds_least():
     assert where["params/a"] != where["params/b"] == where["params/c"]
 
 
+def test_whole_leaves_keep_away_from_servers_that_cut_leaves_fill():
+    tx = optax.GradientTransformation(lambda p: (), lambda g, s, p: ({**g, "w": g["w"] / jnp.sum(g["w"])}, s))
+    params = {"a": jnp.ones(64), "w": jnp.ones(3)}
+    loss = lambda p, x: x * (jnp.sum(p["a"]) + jnp.sum(p["w"]))
+    plan = plan_of(loss, tx, params, jnp.ones(()), servers=2, min_block_size=100)
+    assert [(b.leaf, b.endpoint) for b in plan.placement.table] == list(
+        zip(("params/a", "params/w"), endpoints(2), strict=True)
+    )
+
+
 def test_a_leaf_the_trainers_keep_is_named():
     def step(params, opt_state, x, y):
         loss, grads = dtrans.value_and_grad(lambda w: mlp_loss({**params, **w}, x, y))(
