@@ -20,7 +20,7 @@ the package looks for the boundary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxprs_in_params, scope_of
 from dtrans.errors import GradientError
@@ -46,6 +46,7 @@ class Cut:
       optimized: the parameters that the optimize half makes.
       held: the parameters that the trainer half makes, or that never change.
       results: the names of all outputs that are not state, e.g. `loss`.
+      from_gradients: those of them that are computed from gradients, e.g. a gradient norm.
       optimize: the optimize half. Inputs: gradients (`params/w@GRAD`), then parameters, then state; outputs:
         optimized parameters, then state. Only what it uses.
     """
@@ -58,6 +59,7 @@ class Cut:
     optimized: tuple[str, ...]
     held: tuple[str, ...]
     results: tuple[str, ...]
+    from_gradients: tuple[str, ...]
     optimize: OptimizeHalf
 
 
@@ -99,9 +101,11 @@ class _Cutter:
         self.vars = {n: v for v, n in self.names.items()}
         self.outs = dict(zip(program.out_names, self.inner.outvars, strict=True))
         self.params = program.args[0].names
+        self.param_set = set(self.params)
         self.opt_state = program.args[1].names
-        state = {*self.params, *self.opt_state}
-        self.batch = tuple(n for n in program.in_names if n not in state)
+        self.state = {*self.params, *self.opt_state}
+        self.batch = tuple(n for n in program.in_names if n not in self.state)
+        self.results = tuple(n for n in program.out_names if n not in self.state)
         self.made_by = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.derived = [_is_derivative(e) for e in self.eqns]
         missing = [n for n in (*self.params, *self.opt_state) if n not in self.outs]
@@ -151,7 +155,7 @@ class _Cutter:
                 return None
             atom = operands[0]
         name = self.names.get(atom) if isinstance(atom, Var) else None
-        return name if name in self.params else None
+        return name if name in self.param_set else None
 
     def inferred(self) -> dict[str, Var]:
         """Parameter to the value that must be its gradient; see the module's docstring."""
@@ -224,12 +228,12 @@ class _Cutter:
         by_batch, by_gradient = 1, 2
         seeds = {self.vars[n]: by_batch for n in self.batch}
         enters = spread(self.eqns, seeds, dict.fromkeys(boundary, by_gradient))
+        bits: Callable[[Atom], int] = lambda a: enters.get(a, 0) if isinstance(a, Var) else 0
         optimized: list[str] = []
         held: list[str] = []
         for name in self.params:
             out = self.outs[name]
-            made_of = enters.get(out, 0) if isinstance(out, Var) else 0
-            (held if out is self.vars[name] or made_of == by_batch else optimized).append(name)
+            (held if out is self.vars[name] or bits(out) == by_batch else optimized).append(name)
         if not optimized or not boundary:
             raise GradientError(
                 f"no gradient was found in {self.source.name}: none of its parameters "
@@ -241,7 +245,6 @@ class _Cutter:
         self.check_held(gradients, made_here)
         optimize, used, kept = self.optimize_half(gradients, optimized, made_here)
         self.check_trainer_half(gradients, used, held)
-        results = tuple(n for n in self.source.out_names if n not in self.params and n not in self.opt_state)
         # the gradient proper is what the mark was put on
         atoms: dict[str, Atom] = {
             n: self.eqns[self.made_by[gradients[n]]].invars[0] if marked else gradients[n]
@@ -256,7 +259,8 @@ class _Cutter:
             gradients=atoms,
             optimized=tuple(optimized),
             held=tuple(held),
-            results=results,
+            results=self.results,
+            from_gradients=tuple(n for n in self.results if bits(self.outs[n]) & by_gradient),
             optimize=optimize,
         )
 
@@ -281,7 +285,8 @@ class _Cutter:
         owners = {v: n for n, v in gradients.items()}
         used = {owners[v] for v in leaves if v in owners}
         grad_names = [n for n in self.params if n in used]
-        params = [n for n in self.params if n in optimized or self.vars[n] in leaves]
+        made = set(optimized)
+        params = [n for n in self.params if n in made or self.vars[n] in leaves]
         builder = Builder(self.jaxpr)
         builder.invars += [
             *(gradients[n] for n in grad_names),
@@ -322,12 +327,13 @@ class _Cutter:
             culprit, what = self.who_uses(outs, made_here, gradients, None, around)
             raise GradientError(
                 f"{culprit} is updated with {what}, so that each trainer would go its own way; "
-                "take the gradient of all parameters with one dtrans.value_and_grad, or build the step with dtrans.make_train_step"
+                "take the gradient of all parameters with one dtrans.value_and_grad, or build the step with "
+                "dtrans.make_train_step"
             )
 
     def check_trainer_half(self, gradients: Mapping[str, Var], used: set[str], held: Sequence[str]) -> None:
         """The trainers have no optimizer state: neither the loss nor a gradient may need it."""
-        outputs = {n: a for n, a in self.outs.items() if n not in self.params and n not in self.opt_state}
+        outputs = {n: self.outs[n] for n in self.results}
         outputs |= {n: self.outs[n] for n in held} | {n + GRAD: gradients[n] for n in used}
         state = {self.vars[n]: n for n in self.opt_state}
         enters = spread(self.eqns, dict.fromkeys(state, 1), {})

@@ -613,3 +613,21 @@ def test_a_plan_is_a_value(small):
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.trainers = 3
     assert math.prod(plan.placement.table[0].shape) == 6
+
+
+def test_a_result_computed_from_gradients_is_refused_with_several_trainers():
+    tx = optax.sgd(0.1)
+
+    def step(params, opt_state, x):
+        loss, grads = dtrans.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(grads)
+
+    init = lambda key: (p := {"w": jax.random.normal(key, (4, 2))}, tx.init(p))
+    key = jax.random.key(0)
+    main, startup = dtrans.trace(step, *init(key), jnp.ones((4, 4))), dtrans.trace(init, key)
+    with pytest.raises(dtrans.errors.GradientError, match="^aux is computed from gradients; with 2 trainers"):
+        dtrans.pserver(main, startup, trainers=2)
+    job = dtrans.pserver(main, startup, trainers=1).on_mesh()
+    _, _, norm = job.step(job.init(key), jnp.ones((4, 4)))
+    np.testing.assert_allclose(norm, step(*init(key), jnp.ones((4, 4)))[3], rtol=1e-6)

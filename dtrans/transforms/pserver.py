@@ -26,7 +26,7 @@ from dtrans._jax import Var
 from dtrans.blocks import PSDispatcher, RoundRobin
 from dtrans.cut import GRAD, Cut, cut
 from dtrans.endpoints import parse_endpoints
-from dtrans.errors import ConfigError, TraceError
+from dtrans.errors import ConfigError, GradientError, TraceError
 from dtrans.listing import short_type
 from dtrans.ops import (
     OptimizeBlock,
@@ -74,7 +74,8 @@ def pserver(
 
     Raises:
       ConfigError: an option that is out of range.
-      GradientError: the gradients of the step cannot be told; see `dtrans.cut`.
+      GradientError: the gradients of the step cannot be told (see `dtrans.cut`), or a result is computed
+        from them, which each of several trainers would do from its own.
       TraceError: `startup` does not make what `main` takes.
 
     Source: `DistributeTranspiler.transpile` in Paddle's distribute_transpiler.py.
@@ -97,6 +98,11 @@ def pserver(
     endpoints = parse_endpoints(pservers)
     check_options(main, startup, trainers, sync_mode, split_method, min_block_size)
     step = cut(main)
+    if step.from_gradients and trainers > 1:
+        raise GradientError(
+            f"{step.from_gradients[0]} is computed from gradients; with {trainers} trainers each would compute it "
+            "from its own, not from their mean, which only the servers have. Leave it out of the step's results"
+        )
     analysis = analyse(step.optimize, step.optimized)
     types = {n: step.program.inputs[n] for n in step.optimized}
     placement = place(
