@@ -69,25 +69,35 @@ class PServerPlan:
 
     # -- programs --------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def trainer(self) -> Program:
         """The program of trainer 0: (params, *batch) -> (params, loss[, aux])."""
-        return self.make_trainer(0)
+        return self.trainer_program(0)
 
-    @cached_property
+    @property
     def trainer_startup(self) -> Program:
         """The startup program of trainer 0: the arguments of init -> params."""
-        return self.make_trainer_startup(0)
+        return self.trainer_startup_program(0)
 
     def trainer_program(self, trainer_id: int) -> Program:
         """The program of one trainer. Raises ConfigError for an id that the plan does not have."""
         check_trainer_id(trainer_id, self.trainers)
-        return self.trainer if trainer_id == 0 else self.make_trainer(trainer_id)
+        return self._made(self.make_trainer, trainer_id)
 
     def trainer_startup_program(self, trainer_id: int) -> Program:
         """The startup program of one trainer. Raises ConfigError for an id that the plan does not have."""
         check_trainer_id(trainer_id, self.trainers)
-        return self.trainer_startup if trainer_id == 0 else self.make_trainer_startup(trainer_id)
+        return self._made(self.make_trainer_startup, trainer_id)
+
+    def _made(self, make: Callable[[int], Program], trainer_id: int) -> Program:
+        """A program, made once: what is compiled for it is kept with it."""
+        if (make, trainer_id) not in self._programs:
+            self._programs[make, trainer_id] = make(trainer_id)
+        return self._programs[make, trainer_id]
+
+    @cached_property
+    def _programs(self) -> dict[tuple[Callable[[int], Program], int], Program]:
+        return {}
 
     # -- running ---------------------------------------------------------------------------------
 

@@ -231,8 +231,8 @@ class DistributeTranspiler:
         return RoundRobin if self.config.split_method is None else self.config.split_method
 
     def _check_config(self) -> None:
-        size = self.config.min_block_size
-        if size < MIN_BLOCK_SIZE:
+        size: Any = self.config.min_block_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < MIN_BLOCK_SIZE:
             raise ConfigAssertionError(
                 f"min_block_size must be {MIN_BLOCK_SIZE} or more, it is {size!r}; dtrans.pserver takes any "
                 "positive number"

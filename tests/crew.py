@@ -18,7 +18,7 @@ from dtrans.plan import PServerPlan
 from dtrans.run.endpoints import wire
 
 
-HANG = 60.0  # seconds; longer than anything here takes on a busy machine
+HANG = 25.0  # seconds; longer than anything here takes on a busy machine
 
 
 def free_endpoints(count: int) -> tuple[str, ...]:

@@ -3,6 +3,7 @@ wrong. Roles are threads with an executor each, which shares nothing; a few test
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -35,6 +36,7 @@ from helpers import (
     tree_close,
     tree_equal,
 )
+from zmq.utils.garbage import gc as zmq_gc
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
@@ -45,33 +47,34 @@ from dtrans.run.endpoints import server as server_module, wire
 # -- nothing is left behind ------------------------------------------------------------------------
 
 
-def open_sockets() -> int:
-    """How many sockets and pollers this process has open; ZeroMQ's threads have one each at least."""
-    found = 0
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            kind = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:  # the listing's own
-            continue
-        found += kind.startswith("socket:") or "eventpoll" in kind
+def open_sockets() -> set[str]:
+    """The sockets and pollers that this process has open (Linux tells); ZeroMQ's threads have one each at least."""
+    found = set()
+    for fd in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            kind = os.readlink(fd)
+            if kind.startswith("socket:") or "eventpoll" in kind:
+                found.add(f"{fd.name} {kind}")
     return found
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for temporary files, which must be empty again at the end; so must the lists of threads and sockets."""
+    tmp_path_factory.getbasetemp()  # not below ours
     where = Path(tempfile.mkdtemp(prefix="t"))  # a short path: sockets have room for 107 characters
     monkeypatch.setattr(tempfile, "tempdir", str(where))
     monkeypatch.setattr(server_module, "TICK", 0.1)
-    sockets = open_sockets() if sys.platform == "linux" else 0
+    if zmq_gc.thread is None:  # it frees what was sent without a copy; one for the whole process
+        zmq_gc.start()
+    sockets = open_sockets()
     yield where
     left = [t.name for t in threading.enumerate() if t.name.startswith(("dtrans", "crew"))]
     assert not left, f"threads that are left: {left}"
     assert os.listdir(where) == []
     shutil.rmtree(where)
     gc.collect()
-    if sys.platform == "linux":
-        assert open_sockets() <= sockets
+    assert open_sockets() <= sockets
 
 
 @pytest.fixture
@@ -432,23 +435,27 @@ def test_a_trainer_of_a_killed_pserver_is_told_at_once(crew: Crew, tmp_path: Pat
         started = threading.Event()
         crew.start("trainer", train, plan, 0, [mlp_batch(8)], params, before=lambda i: started.set())
         assert started.wait(HANG)
-        with pytest.MonkeyPatch.context():
-            role.process.send_signal(signal.SIGKILL)
-            role.process.wait(HANG)
+        role.process.send_signal(signal.SIGKILL)
+        role.process.wait(HANG)
         since = time.monotonic()
         error = crew.end("trainer")
         took = time.monotonic() - since
     assert type(error) is PeerError
-    assert str(error) == f"pserver {ep} went away while trainer 0 waited for " + str(error).partition(" waited for ")[2]
-    assert "`recv` of step 1 (params/" in str(error)
+    assert (
+        str(error)
+        == f"pserver {ep} went away while trainer 0 waited for `recv` of step 1 (params/b1, params/b2, params/w1, ...)"
+    )
     assert took < 5, took
 
 
-def test_a_killed_trainer_is_named_by_the_server_within_its_deadline(crew: Crew, tmp_path: Path) -> None:
+def test_a_killed_trainer_is_named_by_the_server_before_its_deadline(
+    crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "SILENCE", 1.0)
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     plan = plan_for(pservers, min_block_size=8192)
-    crew.start("server", serve, plan, ep, params, deadline=15.0)
+    crew.start("server", serve, plan, ep, params, deadline=HANG)
     with Role(tmp_path, "trainer", 0, pservers, 2, -1) as role:
         role.ready()
         started = threading.Event()
@@ -464,7 +471,7 @@ def test_a_killed_trainer_is_named_by_the_server_within_its_deadline(crew: Crew,
     assert str(error).endswith(" s; it is taken for dead")
     assert isinstance(other, PeerError)
     assert str(other) == f"pserver {ep} refused trainer 1: it ended: {error}"
-    assert took < 20
+    assert took < HANG / 2, took
 
 
 # -- who leaves, and who does not come -------------------------------------------------------------
@@ -595,10 +602,11 @@ def test_trainers_that_never_come_are_named(crew: Crew) -> None:
     assert str(other) == f"pserver {ep} refused trainer 1: it ended: {error}"
 
 
-def test_a_trainer_that_falls_silent_is_taken_for_dead(crew: Crew) -> None:
+def test_a_trainer_that_falls_silent_is_taken_for_dead(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SILENCE", 1.0)
     (ep,) = pservers = free_endpoints(1)
     plan = plan_for(pservers)
-    crew.start("server", serve, plan, ep, mlp_params(), deadline=1.0)
+    crew.start("server", serve, plan, ep, mlp_params())
     with Peer(ep) as peer:
         peer.hello(trainer=1, trainers=2)
         assert peer.hear().op == "welcome"
@@ -677,28 +685,20 @@ def test_a_failed_server_tells_its_trainers_why(crew: Crew, monkeypatch: pytest.
 # -- roles that do not agree -----------------------------------------------------------------------
 
 
-def disagreement(crew: Crew, mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, str]:
-    """A trainer with a plan of its own meets a server, which goes on. The trainer's error, and the endpoint."""
+def disagreement(crew: Crew, mine: dict[str, Any]) -> tuple[str, str]:
+    """A trainer with a plan of its own meets a server, which ends with it. The trainer's error, and the endpoint."""
     (ep,) = pservers = free_endpoints(1)
-    plan = plan_for(pservers, **{"trainers": 1, **theirs})
-    crew.start("server", serve, plan, ep, theirs.get("params", mlp_params()))
-    params = mine.get("params", mlp_params())
-    crew.start("trainer", train, plan_for(pservers, **{"trainers": 1, **mine}), 0, [], params)
+    crew.start("server", serve, plan_for(pservers, trainers=1), ep, mlp_params())
+    crew.start("trainer", train, plan_for(pservers, trainers=1, **mine), 0, [], mine["params"])
     error = crew.end("trainer")
     assert isinstance(error, PeerError)
-    with Peer(ep) as peer:  # the server is still there
-        peer.tell("send_barrier", step=0)
-        assert "has not said hello" in peer.refused()
-        peer.hello(trainers=plan.trainers, session="another")
-        peer.hear()
-        peer.tell("abort", reason="the test is over")
-        crew.end("server")
+    assert str(crew.end("server")) == f"trainer 0 failed: PeerError: {error}"
     return str(error), ep
 
 
 def test_shapes_that_differ_name_the_leaf_and_both_shapes(crew: Crew) -> None:
     mine = {"params": mlp_params((5, 7, 3))}
-    error, ep = disagreement(crew, mine, {"params": mlp_params((5, 6, 3))})
+    error, ep = disagreement(crew, mine)
     assert error == (
         f"pserver {ep} refused trainer 0: trainer 0 has params/b1 as float32[7], pserver {ep} holds float32[6]; "
         "every role must plan the same step with the same options"
@@ -707,21 +707,32 @@ def test_shapes_that_differ_name_the_leaf_and_both_shapes(crew: Crew) -> None:
 
 def test_types_that_differ_name_the_leaf_and_both_types(crew: Crew) -> None:
     mine = {"params": mlp_params(dtype=jnp.bfloat16), "batch": mlp_batch(8, dtype=jnp.bfloat16)}
-    error, ep = disagreement(crew, mine, {})
+    error, ep = disagreement(crew, mine)
     assert f"trainer 0 has params/b1 as bfloat16[6], pserver {ep} holds float32[6]" in error
 
 
 def test_a_leaf_that_the_server_does_not_hold_is_named(crew: Crew) -> None:
-    mine = {"params": mlp_params((5, 6, 4, 3))}
-    error, ep = disagreement(crew, mine, {})
-    assert (
-        f"trainer 0 asks for params/b3, which pserver {ep} does not hold; every role must plan the same step" in error
-    ) or "trainer 0 has params/b2 as float32[4]" in error
+    mine = {"params": mlp_params() | {"a": jnp.ones(3)}}
+    mine["loss"] = lambda params, x, y: mlp_loss({n: p for n, p in params.items() if n != "a"}, x, y) + params["a"][0]
+    error, ep = disagreement(crew, mine)
+    assert error == (
+        f"pserver {ep} refused trainer 0: trainer 0 asks for params/a, which pserver {ep} does not hold; "
+        "every role must plan the same step"
+    )
 
 
 def test_another_number_of_trainers_is_refused(crew: Crew) -> None:
-    error, ep = disagreement(crew, {"trainers": 1}, {"trainers": 2})
-    assert error == (f"pserver {ep} refused trainer 0: trainer 0 was planned with 1 trainers, pserver {ep} with 2")
+    (ep,) = pservers = free_endpoints(1)
+    params, batches = mlp_params(), [mlp_batch(8)]
+    plan = plan_for(pservers)
+    crew.start("server", serve, plan, ep, params)
+    crew.start("another", train, plan_for(pservers, trainers=4), 0, batches, params)
+    assert str(crew.end("another")) == (
+        f"pserver {ep} refused trainer 0: trainer 0 was planned with 4 trainers, pserver {ep} with 2"
+    )
+    for k in range(2):  # the server goes on
+        crew.start(f"trainer {k}", train, plan, k, batches, params)
+    assert isinstance(crew.end("server"), dict)
 
 
 def test_the_same_trainer_id_in_two_processes_is_refused(crew: Crew) -> None:
@@ -804,7 +815,8 @@ HEADER = {"order": sys.byteorder, "session": "s", "trainer": 0, "trainers": 1}
     [
         ([b""], "a message whose header is not msgpack"),
         ([b"\xc1"], "a message whose header is not msgpack"),
-        ([b"GET / HTTP/1.1\r\n\r\n"], "a message of protocol version None; this is version 1"),
+        ([b"GET / HTTP/1.1\r\n\r\n"], "a message whose header is not msgpack"),
+        ([b"\x05"], "a message of protocol version None; this is version 1"),
         ([b"\x93\x01\x02"], "a message whose header is not msgpack"),
         ([wire.header("hello", **HEADER)[:-3]], "a message whose header is not msgpack"),
         ([wire.header("hello", **HEADER, v=2)], "a message of protocol version 2; this is version 1"),
@@ -832,11 +844,6 @@ def test_a_stranger_that_talks_nonsense_is_refused_and_logged(
     (record,) = caplog.records
     assert record.getMessage().startswith(f"pserver {strange_server} refused a message of a stranger: ")
     assert reason in record.getMessage()
-
-
-class _Strange:
-    crew: Crew | None = None
-    endpoint = ""
 
 
 @pytest.fixture
@@ -880,7 +887,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
         ("send", [noise], one(NAME, 1, 32), "bytes 1 to 33 of params/w@GRAD, which has 32"),
         ("send", [noise], one(NAME, 2**62, 32), "of params/w@GRAD, which has 32"),
         ("send", [noise], one(NAME, -8, 8), "a piece that is not [name, offset, nbytes]"),
-        ("send", [noise], one(NAME, 0, 2**70), ""),
+        ("send", [noise], one(NAME, 0, 2**64 - 1), "a piece that is not [name, offset, nbytes]"),
         ("send", [noise], one(NAME, 0.0, 32), "a piece that is not [name, offset, nbytes]"),
         ("send", [noise], one(["w"], 0, 32), "a piece that is not [name, offset, nbytes]"),
         ("send", [noise[:20]], one(NAME, 0, 32), "a truncated frame: params/w@GRAD ends at byte 32 of 20"),
@@ -908,7 +915,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
         ),
         ("recv", [], {"step": 9, "blocks": [table]}, "`recv` of step 9, pserver {ep} is at 0"),
         ("fetch_barrier", [], {"step": 3}, "fetch_barrier of step 3, pserver {ep} is at 0"),
-        ("welcome", [], {"step": 0, "local": ""}, "a `welcome` message, which servers do not take"),
+        ("welcome", [], {"step": 0, "local": "", "silence": 9}, "a `welcome` message, which servers do not take"),
         ("abort", [], {"reason": 3}, "a `abort` message without a proper reason"),
         ("hello", [], HEADER | {"session": "other"}, "trainer 0 is here already"),
     ]
@@ -951,6 +958,8 @@ def test_a_trainer_may_send_its_own_gradients_only_and_not_twice(crew: Crew) -> 
         second.tell("send", GRAD.tobytes(), step=0, pieces=[[[f"{NAME}.trainer_1", 0, 32]]])
         second.tell("send_barrier", step=0)
         for peer in (first, second):
+            peer.tell("recv", step=1, blocks=[["params/w", [4, 2], "float32"]])
+            until(lambda peer=peer: peer.hear().op == "blocks", "the new blocks")
             peer.tell("complete")
             until(lambda peer=peer: peer.hear().op == "goodbye", "a goodbye")
     (final,) = crew.all().values()

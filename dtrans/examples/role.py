@@ -47,7 +47,8 @@ def main() -> None:
         report.show_plan(t.plan)
     trainer = t.get_trainer_program()
     losses = []
-    with dtrans.Executor(deadline=settings.deadline) as exe, report.progress(settings, shown=first) as advance:
+    bar = report.progress(settings, what="loss of trainer 0", shown=first)
+    with dtrans.Executor(deadline=settings.deadline) as exe, bar as advance:
         params = exe.run(t.get_trainer_startup_program(), settings.key)
         for epoch in range(settings.epochs):
             for x, y in my_batches(epoch):

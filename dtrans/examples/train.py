@@ -39,6 +39,8 @@ def train(settings: Settings, *, engine: str, trainers: int, pservers: int, plot
       ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.
     """
     _check(settings, engine, trainers)
+    if plot is not None:
+        report.check_plot(plot)
     config = dtrans.DistributeTranspilerConfig(min_block_size=settings.min_block_size)
     t = dtrans.DistributeTranspiler(config)
     if engine == "mesh":
@@ -68,15 +70,21 @@ def single_device(settings: Settings) -> Outcome:
 
 
 def difference(a: digits.Params, b: digits.Params) -> float:
-    """The largest max|a - b| / max|b| over all leaves, in float64."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    wide = ((np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs)
-    return max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in wide)
+    """The largest max|a - b| / max|b| over all leaves, in float64; max|a - b| for a leaf of zeros.
+
+    Not a number when any element of either is not.
+    """
+    found = []
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        wide, reference = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        found.append(np.abs(wide - reference).max() / (np.abs(reference).max() or 1.0))
+    # np.max, unlike max, does not lose a NaN
+    return float(np.max(found))
 
 
 def bound() -> float:
     """What the difference may be: rounding, amplified by some hundred steps."""
-    return 1e-10 if jax.config.jax_enable_x64 else 1e-5
+    return 1e-10 if jax.config.read("jax_enable_x64") else 1e-5
 
 
 def _check(settings: Settings, engine: str, trainers: int) -> None:
@@ -133,11 +141,15 @@ def virtual_devices(count: int) -> None:
 def _as_processes(settings: Settings, trainers: int, pservers: int) -> Outcome:
     """Train with every role as a process. Trainers leave their losses, and their parameters, in files."""
     # roles see the precision of this process, however it was set, and on a GPU leave room for one another
-    env = {"JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64))}
+    env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64")))}
     env["XLA_PYTHON_CLIENT_PREALLOCATE"] = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
         command = [sys.executable, "-m", "dtrans.examples.role", directory, *settings.arguments()]
-        launch(command, trainers=trainers, pservers=pservers, env=env, inherit_stdout=True)
+        try:
+            launch(command, trainers=trainers, pservers=pservers, env=env, inherit_stdout=True)
+        finally:
+            # trainer 0 hides it while it draws its progress, and may have been ended meanwhile
+            Console().show_cursor(True)
         found = [Outcome.load(Path(directory) / f"trainer-{i}.npz") for i in range(trainers)]
     # each loss is a mean over a shard, and shards are of one size
     return Outcome(np.mean([o.losses for o in found], axis=0), found[0].params)

@@ -3,6 +3,7 @@
     pieces      a program, cut at the equations that its fabric must carry out
     update      what a server does with gradients, compiled
     mesh        the whole job in this process, on a mesh of devices
+    trainers    a trainer program for all trainers of a mesh at once
     endpoints   one process per role, over ZeroMQ
     executor    `Executor.run`: any one program of a job
     launch      start the processes of a job on this host

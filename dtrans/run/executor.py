@@ -82,4 +82,5 @@ class Executor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(error)
+        leaving = isinstance(error, SystemExit) and not error.code  # sys.exit(0) is not a failure
+        self.close(None if leaving else error)

@@ -202,8 +202,8 @@ def _failure(child: Child) -> LaunchError:
     if child.process.returncode < 0:
         how = f"signal {signal.Signals(-child.process.returncode).name}"
     words = child.last_words()
-    said = f"; it said:\n{words}" if words else " and wrote nothing to standard error"
-    message = f"{child.role.name} failed with {how}, and the other roles were ended{said}"
+    said = f"it said:\n{words}" if words else "it wrote nothing to standard error"
+    message = f"{child.role.name} failed with {how}, and the other roles were ended; {said}"
     return LaunchError(message, role=child.role.name, code=child.code)
 
 

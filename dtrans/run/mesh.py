@@ -14,7 +14,7 @@ everything runs on that one, and no copy is made.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,17 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
-from dtrans._jax import Var
 from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p
 from dtrans.plan import PServerPlan
 from dtrans.program import Program
-from dtrans.run.pieces import COMPUTED, Compute, Pieces, cut_program
+from dtrans.run.pieces import COMPUTED, Pieces, cut_program
+from dtrans.run.trainers import AXIS, TrainersProgram, shards, unstacked
 from dtrans.run.update import CompiledUpdate, ServerUpdate, own_buffers
-from dtrans.trees import as_array, without
-
-
-AXIS = "trainers"
+from dtrans.trees import as_array
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params", "servers"], meta_fields=[])
@@ -91,7 +88,7 @@ class MeshJob:
         count = max(d for d in range(1, min(len(devices), self.trainers) + 1) if self.trainers % d == 0)
         self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
         self.device_of = {ep: devices[(self.trainers + i) % len(devices)] for i, ep in enumerate(plan.servers)}
-        self._pieces: dict[Program, _TrainerPieces] = {}
+        self._pieces: dict[Program, TrainersProgram] = {}
         one = SingleDeviceSharding(devices[0])
         self._replicated: Sharding = NamedSharding(self.mesh, P()) if count > 1 else one
         self._split: Sharding = NamedSharding(self.mesh, P(AXIS)) if count > 1 else one
@@ -196,7 +193,7 @@ class MeshJob:
                 arrays.append(x)
         return arrays
 
-    def _runner(self, arrays: Sequence[Any]) -> _TrainerPieces:
+    def _runner(self, arrays: Sequence[Any]) -> TrainersProgram:
         """The trainer program for this batch, in pieces."""
         trainer = self.plan.trainer
         state = [trainer.inputs[n] for n in self.plan.main.args[0].names]
@@ -205,7 +202,7 @@ class MeshJob:
         ]
         program = trainer.at_flat([*state, *local])
         if program not in self._pieces:
-            self._pieces[program] = _TrainerPieces(self, program, arrays)
+            self._pieces[program] = TrainersProgram(program, arrays, self.mesh, self.plan, self._local)
         return self._pieces[program]
 
     def _drive(
@@ -213,7 +210,7 @@ class MeshJob:
         pieces: Pieces,
         args: Sequence[Any],
         servers: dict[str, dict[str, Any]],
-        runner: _TrainerPieces | None,
+        runner: TrainersProgram | None,
     ) -> list[Any]:
         """Run a trainer program for all trainers. `servers` is brought up to date in place."""
         run = pieces.run(args, None if runner is None else runner.compute)
@@ -227,7 +224,7 @@ class MeshJob:
             if eqn.primitive is send_p:
                 assert runner is not None
                 for atom, x, ep, name in zip(eqn.invars, values, eqn.params["epmap"], eqn.params["names"], strict=True):
-                    grads[ep][name] = _shards(x) if runner.is_stacked(atom) else x
+                    grads[ep][name] = shards(x) if runner.is_stacked(atom) else x
                 outs = [None]
             elif eqn.primitive is send_barrier_p:
                 for ep, held in servers.items():
@@ -255,125 +252,11 @@ class MeshJob:
 
     @cached_property
     def _servers(self) -> dict[str, CompiledUpdate]:
-        each = partial(_unstacked, trainers=self.trainers)
+        each = partial(unstacked, trainers=self.trainers)
         return {
             ep: CompiledUpdate(ServerUpdate.of(s.main), donate=self.donate, prepare=each)
             for ep, s in self.plan.servers.items()
         }
-
-
-class _TrainerPieces:
-    """A trainer program for one batch shape, compiled for all trainers at once.
-
-    A value of several trainers is *stacked*: a global array with a leading axis, sharded over the trainer
-    mesh. One that is the same on all trainers is *replicated*; the batch is *split* on dim 0.
-    """
-
-    def __init__(self, job: MeshJob, program: Program, batch: Sequence[Any]) -> None:
-        self.job = job
-        self.program = program
-        self.pieces = cut_program(program, computed=COMPUTED)
-        self.param_names = job.plan.main.args[0].names
-        inner = program.jaxpr.jaxpr
-        count = len(self.param_names)
-        self.kinds: dict[Var, str] = {}
-        for name, var in zip(self.param_names, inner.invars, strict=False):
-            if name in job._local:
-                self.kinds[var] = "stacked"
-        for x, var in zip(batch, inner.invars[count:], strict=True):
-            if x.ndim and job.trainers > 1:
-                self.kinds[var] = "split"
-        for step in self.pieces.steps:
-            reads = step.reads if isinstance(step, Compute) else ()
-            if any(v in self.kinds for v in reads):
-                assert isinstance(step, Compute)
-                self.kinds |= dict.fromkeys(step.makes, "stacked")
-        self.outs = dict(zip(program.out_names, inner.outvars, strict=True))
-        self.compiled = {s: self._compile(s) for s in self.pieces.steps if isinstance(s, Compute)}
-        self.rest = without(program.out, job.plan.main.args[0])
-        self.merge = self._merger(batch)
-
-    def is_stacked(self, atom: Any) -> bool:
-        """Whether each trainer has a value of its own."""
-        return isinstance(atom, Var) and self.kinds.get(atom) == "stacked"
-
-    def compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
-        """Run one piece for all trainers."""
-        return self.compiled[piece](*values)
-
-    def _compile(self, piece: Compute) -> Callable[..., Sequence[Any]]:
-        kinds = [self.kinds.get(v) for v in piece.reads]
-        if not any(kinds):
-            return piece.jitted
-        each = self.job.trainers // self.job.mesh.size
-
-        def on_device(*values: Any) -> list[Any]:
-            # the values of the trainers of one device, with a leading axis, beside what all share
-            own = [
-                x.reshape(each, -1, *x.shape[1:]) if k == "split" else x
-                for k, x in zip(kinds, values, strict=True)
-                if k
-            ]
-
-            def one(mine: Sequence[Any]) -> list[Any]:
-                it = iter(mine)
-                return list(piece.fn(*(next(it) if k else x for k, x in zip(kinds, values, strict=True))))
-
-            if each == 1:
-                return [x[None] for x in one([x[0] for x in own])]
-            return jax.lax.map(one, own)
-
-        specs = tuple(P(AXIS) if k else P() for k in kinds)
-        # check_vma: the equations were traced without varying types, and replay only without the check
-        return jax.jit(jax.shard_map(on_device, mesh=self.job.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False))
-
-    def _merger(self, batch: Sequence[Any]) -> Callable[[list[Any]], list[Any]] | None:
-        """What makes one result of each that several trainers have."""
-        params = set(self.param_names)
-        self.result_names = [n for n in self.outs if n not in params]
-        stacked = [n for n in self.result_names if self.is_stacked(self.outs[n])]
-        if not stacked:
-            return None
-        local = {n: self.outs[n].aval for n in stacked}
-        whole: Mapping[str, Any] = local
-        if any(t.ndim for t in local.values()):
-            main = self.job.plan.main
-            state = [main.inputs[n] for n in (*main.args[0].names, *main.args[1].names)]
-            whole = main.at_flat([*state, *batch]).outputs
-        how: list[str | None] = []
-        for n in self.result_names:
-            if n not in local:
-                how.append(None)
-            elif whole[n].shape != local[n].shape:
-                if whole[n].shape != (self.job.trainers * local[n].shape[0], *local[n].shape[1:]):
-                    raise BatchError(
-                        f"{n} is {list(local[n].shape)} on a trainer and {list(whole[n].shape)} on one device: "
-                        "it cannot be merged; "
-                        "results may grow with the batch on dim 0 only"
-                    )
-                how.append("concat")
-            else:
-                how.append("mean" if jnp.issubdtype(local[n].dtype, jnp.inexact) else None)
-
-        def merge(values: list[Any]) -> list[Any]:
-            def one(x: Any, way: str | None) -> Any:
-                if way == "mean":
-                    return jnp.mean(x, 0)
-                return x.reshape(-1, *x.shape[2:]) if way == "concat" else x
-
-            return [one(x, way) for x, way in zip(values, how, strict=True)]
-
-        return jax.jit(merge)
-
-    def results(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What the step returns beside its state, merged, in the structure it had."""
-        found = [values[n] for n in self.result_names]
-        if self.merge is not None:
-            found = self.merge(found)
-        merged = dict(zip(self.result_names, found, strict=True))
-        rest = self.rest
-        tree = rest.unflatten([merged[n] for n in rest.names])
-        return tuple(tree) if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)
 
 
 def _put(x: Any, where: Sharding) -> Any:
@@ -381,23 +264,6 @@ def _put(x: Any, where: Sharding) -> Any:
     if isinstance(x, list):
         return jax.device_put(x, where)
     return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
-
-
-def _shards(x: jax.Array) -> list[jax.Array]:
-    """The parts of a stacked array, in the order of the trainers."""
-    return [s.data for s in sorted(x.addressable_shards, key=lambda s: s.index[0].start or 0)]
-
-
-def _unstacked(grads: Mapping[str, Any], trainers: int) -> dict[str, Any]:
-    """Each trainer's gradients by name, from those of all: stacked shards, or one that all trainers share."""
-    if trainers == 1:
-        return dict(grads)
-    each: dict[str, Any] = {}
-    for name, x in grads.items():
-        base = name.removesuffix(".trainer_0")
-        parts = [row for shard in x for row in shard] if isinstance(x, list) else [x] * trainers
-        each |= {f"{base}.trainer_{k}": g for k, g in enumerate(parts)}
-    return each
 
 
 def _joined(blocks: Mapping[str, Any], shape: tuple[int, ...]) -> Any:

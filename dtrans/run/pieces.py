@@ -88,11 +88,13 @@ class Pieces:
         for step, dropped in zip(self.steps, self.dropped, strict=True):
             if isinstance(step, Compute):
                 values = [env[v] for v in step.reads]
-                made = step.jitted(*values) if compute is None else compute(step, values)
-                env.update(zip(step.makes, made, strict=True))
+                outs = step.jitted(*values) if compute is None else compute(step, values)
+                env.update(zip(step.makes, outs, strict=True))
+                del values
             else:
                 outs = yield step.eqn, [read(a) for a in step.eqn.invars]
                 env.update(zip(step.eqn.outvars, outs, strict=True))
+            del outs  # `env` alone holds values, until they are dropped
             for v in dropped:
                 env.pop(v, None)
         return [read(a) for a in jaxpr.jaxpr.outvars]

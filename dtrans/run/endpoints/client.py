@@ -61,6 +61,7 @@ class Connection:
         self.me = f"trainer {trainer_id}"
         self.deadline = deadline
         self.step = 0
+        self._gone: bool = False  # the server has ended, or the connection to it has
         self._context = context
         self._hello = {
             "trainer": trainer_id,
@@ -113,16 +114,19 @@ class Connection:
         patience = since + self.deadline
         while True:
             left = patience - time.monotonic()
-            ready = dict(poller.poll(max(0, int(min(left, LONG) * 1000))))
-            # the last words of a server that ended come before the end of the connection
-            if self._socket in ready or (self._gone and self._socket.poll(0)):
+            # a connection that ended is looked at once more: the last words of a server come before its end
+            gone = self._gone
+            wait = 0.0 if gone else max(0.0, min(left, LONG))
+            ready = dict(poller.poll(int(wait * 1000)))
+            if self._socket in ready:
                 message = wire.parse(self._socket.recv_multipart(copy=False))
                 if message.op == "refuse":
+                    self._gone = bool(message.fields.get("last"))
                     raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
                 if message.op != "waiting":
                     return message
                 patience = time.monotonic() + self.deadline
-            elif self._gone:
+            elif gone:
                 raise PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {waiting_for}")
             elif self._monitor in ready:
                 self._gone = self._broken()
@@ -149,9 +153,10 @@ class Connection:
     # -- connecting ------------------------------------------------------------------------------
 
     def _open(self, address: str) -> None:
-        self._welcomed = self._gone = False
-        self._socket = new_socket(self._context, zmq.DEALER)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._welcomed = False
+        self._gone = False
+        self._socket: zmq.Socket[Any] = new_socket(self._context, zmq.DEALER)
+        self._monitor: zmq.Socket[Any] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
 
     def _shut(self, linger: float = LINGER) -> None:
@@ -184,7 +189,9 @@ class Connection:
                 self._shut()
         else:
             self.tell("abort", reason=error)
-            self._shut()
+            if not self._gone:
+                self._monitor.poll(int(LINGER * 1000))  # a server that has heard it ends
+            self._shut(linger=0)
 
 
 def new_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:

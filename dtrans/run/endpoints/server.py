@@ -131,7 +131,7 @@ class PServer:
                 self._socket.bind(f"ipc://{self._local}")
         except zmq.ZMQError as e:
             self._close()
-            raise ConfigError(f"pserver {self.endpoint} cannot be bound: {e.strerror}") from e
+            raise ConfigError(f"pserver {self.endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}") from e
 
     def _close(self) -> None:
         self._socket.disable_monitor()
@@ -171,7 +171,7 @@ class PServer:
             reason = str(e) if isinstance(e, DtransError) else f"{type(e).__name__}: {e}"
             for t in self._trainers.values():
                 if not t.done:
-                    self._say(t.address, "refuse", reason=f"it ended: {reason}")
+                    self._say(t.address, "refuse", reason=f"it ended: {reason}", last=True)
             raise
         finally:
             self._close()

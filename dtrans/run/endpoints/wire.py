@@ -6,7 +6,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     hello          trainer, trainers, session, order   welcome   step, local, silence
     send           step, pieces + frames               blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
-    recv           step[, blocks]                      refuse    reason
+    recv           step[, blocks]                      refuse    reason[, last]
     fetch_barrier  step                                goodbye
     alive          trainer, session
     complete

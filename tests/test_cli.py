@@ -1,0 +1,207 @@
+"""The command line: what it passes on, what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dtrans
+from dtrans import cli
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs `dtrans ARGUMENTS` in this process and returns the exit code."""
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["dtrans", *arguments])
+        # roles find the package from anywhere, installed or not
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        with pytest.raises(SystemExit) as e:
+            cli.main()
+        code = e.value.code
+        return 0 if code is None else int(code)
+
+    return run
+
+
+def test_version(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--version") == 0
+    assert capsys.readouterr().out == f"dtrans {dtrans.__version__}\n"
+
+
+def test_as_a_module() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "dtrans.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == f"dtrans {dtrans.__version__}\n"
+
+
+# -- launch ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--trainers", "9", "-x", "--help", "a b"],
+        ["first", "--", "-m", "--version"],
+        ["--", "x", "--"],
+        ["-", "", "*", "--a=b"],
+    ],
+)
+def test_arguments_verbatim(
+    command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    assert command("launch", "--trainers", "2", "--pservers", "1", str(script), *arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line.split("]")[0] for line in lines) == ["[pserver 0", "[trainer 0", "[trainer 1"]
+    assert [json.loads(line.split("] ", 1)[1]) for line in lines] == [arguments] * 3
+
+
+def test_launch_module(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("launch", "-m", "json.tool", "--help") == 0
+    assert "[trainer 0] usage:" in capsys.readouterr().out
+
+
+def test_failed_role(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nif os.environ['DTRANS_ROLE'] == 'pserver': sys.exit(5)")
+    assert command("launch", str(script)) == 5
+    err = capsys.readouterr().err
+    assert err.startswith("dtrans: pserver 0 failed with exit code 5, and the other roles were ended")
+    assert "Traceback" not in err
+
+
+def test_launch_deadline(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import threading; threading.Event().wait()")
+    assert command("launch", "--deadline", "0.5", str(script)) == 1
+    message = "dtrans: the launcher waited 0.5 s for the job: pserver 0, trainer 0 had not ended, and was stopped\n"
+    assert capsys.readouterr().err == message
+
+
+def plain(text: str) -> str:
+    """Without colours, boxes and line breaks."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["launch", "nothing.py"], "there is no script nothing.py"),
+        (["launch"], "Missing argument 'SCRIPT'"),
+        (["launch", "--trainers", "0", "x.py"], "Invalid value for '--trainers'"),
+        (["launch", "--bogus", "x.py"], "No such option: --bogus"),
+        (["train", "--pservers", "no"], "Invalid value for '--pservers'"),
+        (["nothing"], "No such command 'nothing'"),
+    ],
+)
+def test_usage_errors(command: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert command(*arguments) == 2
+    assert message in plain(capsys.readouterr().err)
+
+
+# -- train -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--engine", "cloud"], "there is no engine 'cloud'; it is one of processes, mesh"),
+        (["--optimizer", "adm"], "there is no optimizer 'adm'; did you mean adam?"),
+        (
+            ["--batch-size", "63"],
+            "a batch of 63 images cannot be divided among 2 trainers: give --batch-size a multiple",
+        ),
+        (["--batch-size", "2000"], "--batch-size must be 1 to 1437, the number of training images"),
+        (["--min-block-size", "100"], "min_block_size must be 8192 or more, it is 100"),
+        (["--plot", "/nowhere/at-all.png"], "there is no directory /nowhere"),
+        (["--plot", "loss.xyz"], "the plot cannot be written to loss.xyz: its name must end in one of"),
+    ],
+)
+def test_train_errors(command: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert command("train", *arguments) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("dtrans: ") and message in err and "Traceback" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize("module, arguments", [("sklearn", []), ("matplotlib", ["--plot", "loss.png"])])
+def test_missing_extra(
+    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str, arguments: list[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == module else found(name, *a))
+    assert command("train", *arguments) == 1
+    assert "pip install 'dtrans[examples]'" in capsys.readouterr().err
+
+
+def difference_in(out: str) -> float:
+    (found,) = re.findall(r"max relative difference (\S+)", out)
+    return float(found)
+
+
+def test_train_on_mesh(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "loss.png"
+    code = command(
+        "train", "--engine", "mesh", "--epochs", "1", "--optimizer", "adam", "--plot", str(plot), "--no-check"
+    )
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "params/hidden/w.block1 │ 32:64 │ 65,536" in out
+    assert "on every server: opt_state/0/count" in out
+    assert difference_in(out) < 1e-5
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_out_of_bounds(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    # one epoch is not enough, and it says so
+    assert command("train", "--engine", "mesh", "--epochs", "1", "--batch-size", "256") == 1
+    assert "the test accuracy is below 0.95" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_train_defaults_on_mesh(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("train", "--engine", "mesh") == 0
+    assert difference_in(capsys.readouterr().out) < 1e-5
+
+
+@pytest.mark.slow
+def test_train_as_processes(command: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "loss.svg"
+    assert command("train", "--engine", "processes", "--epochs", "8", "--plot", str(plot)) == 0
+    out = capfd.readouterr().out
+    assert "2 trainers, 2 pservers" in out
+    assert out.count("params/hidden/w.block") == 2
+    assert difference_in(out) < 1e-5
+    assert "<svg" in plot.read_text()
+
+
+@pytest.mark.slow
+def test_train_as_processes_in_double_precision() -> None:
+    """More servers than there are blocks for, and float64."""
+    arguments = ["--trainers=3", "--pservers=7", "--batch-size=96", "--epochs=1", "--optimizer=adamw", "--no-check"]
+    found = subprocess.run(
+        [sys.executable, "-m", "dtrans.cli", "train", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "JAX_ENABLE_X64": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "(float64, bound 1e-10)" in found.stdout
+    assert difference_in(found.stdout) < 1e-10

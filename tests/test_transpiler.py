@@ -1,0 +1,417 @@
+"""Paddle's interface: its defaults, what is refused and in which words, and programs that do not depend on the
+order in which they are asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import pytest
+from helpers import communication, init_of, mlp_batch, mlp_loss, mlp_params, tree_equal
+
+import dtrans
+from dtrans import DistributeTranspiler, DistributeTranspilerConfig, PSDispatcher
+from dtrans.errors import ConfigAssertionError, ConfigError, GradientError, TraceError, UnknownEndpointError
+
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "paddle-transpiler.json").read_text())
+EPS = "127.0.0.1:6174,127.0.0.1:6175"
+FIRST, SECOND = EPS.split(",")
+SIZES = (30, 600, 5)  # w1 is cut into two blocks of 8192 elements or more
+
+
+@pytest.fixture(scope="module")
+def programs() -> tuple[Any, Any]:
+    """A step and its init, traced."""
+    params, tx = mlp_params(SIZES), optax.adam(1e-2)
+    step = dtrans.make_train_step(mlp_loss, tx)
+    main = dtrans.trace(step, params, tx.init(params), *mlp_batch(8, SIZES))
+    return main, dtrans.trace(init_of(tx), params)
+
+
+def transpiled(programs: tuple[Any, Any], config: Any = None, **options: Any) -> DistributeTranspiler:
+    t = DistributeTranspiler(config)
+    main, startup = programs
+    t.transpile(
+        **{"trainer_id": 0, "program": main, "startup_program": startup, "pservers": EPS, "trainers": 2} | options
+    )
+    return t
+
+
+# -- the config ------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_those_of_paddle() -> None:
+    config = DistributeTranspilerConfig()
+    assert vars(config) == GOLDEN["config_defaults"]
+    assert {n: type(v) for n, v in vars(config).items()} == {n: type(v) for n, v in GOLDEN["config_defaults"].items()}
+
+
+def test_every_option_is_an_attribute_with_a_type() -> None:
+    assert set(DistributeTranspilerConfig.__annotations__) == set(GOLDEN["config_defaults"])
+
+
+def test_configs_do_not_share_what_is_set() -> None:
+    config = DistributeTranspilerConfig()
+    config.min_block_size = 10000
+    assert DistributeTranspilerConfig().min_block_size == 8192
+    assert repr(config) == "DistributeTranspilerConfig(min_block_size=10000)"
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("min_blocksize", "min_block_size"),
+        ("slice_var", "slice_var_up"),
+        ("split_methods", "split_method"),
+        ("sync", "sync_mode"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    message = f"^DistributeTranspilerConfig has no option {name}; did you mean {meant}\\?$"
+    with pytest.raises(ConfigError, match=message):
+        DistributeTranspilerConfig(**{name: 1})
+    with pytest.raises(ConfigError, match=message):
+        setattr(DistributeTranspilerConfig(), name, 1)
+
+
+def test_an_option_like_no_other_is_refused_with_the_list_of_all() -> None:
+    with pytest.raises(
+        ConfigError, match="^DistributeTranspilerConfig has no option xyzzy; its options are slice_var_up, "
+    ):
+        DistributeTranspilerConfig(xyzzy=1)
+
+
+@pytest.mark.parametrize("size", [8191, 4096, 1, 0, -1, None, "8192", 8192.0, True])
+def test_a_min_block_size_below_the_floor_of_paddle_is_refused(programs: Any, size: Any) -> None:
+    message = f"^min_block_size must be 8192 or more, it is {size!r}; dtrans.pserver takes any positive number$"
+    with pytest.raises(ConfigError, match=message) as caught:
+        DistributeTranspiler(DistributeTranspilerConfig(min_block_size=size))
+    assert isinstance(caught.value, ConfigAssertionError) and isinstance(caught.value, AssertionError)
+    t = DistributeTranspiler()
+    t.config.min_block_size = size  # set later, it is found when transpiling
+    with pytest.raises(AssertionError, match=message):
+        t.transpile(0, programs[0], EPS, 2, startup_program=programs[1])
+
+
+def test_min_block_size_says_into_what_leaves_are_cut(programs: Any) -> None:
+    small, large = (
+        transpiled(programs, DistributeTranspilerConfig(min_block_size=n)).plan.placement for n in (8192, 1 << 20)
+    )
+    assert [b.name for b in small.table if b.count > 1] == ["params/w1.block0", "params/w1.block1"]
+    assert [b.name for b in large.table if b.count > 1] == []
+
+
+def test_slice_var_up_off_leaves_every_leaf_whole(programs: Any) -> None:
+    plan = transpiled(programs, DistributeTranspilerConfig(slice_var_up=False)).plan
+    assert [b.name for b in plan.placement.table] == [f"params/{n}" for n in ("b1", "b2", "w1", "w2")]
+
+
+@pytest.mark.parametrize(
+    "method", [object, int, "RoundRobin", dtrans.RoundRobin([FIRST]), PSDispatcher, lambda eps: None]
+)
+def test_a_split_method_that_is_not_a_dispatcher_is_refused(programs: Any, method: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        transpiled(programs, DistributeTranspilerConfig(split_method=method))
+    assert str(caught.value) == (
+        "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or dtrans.HashName; "
+        f"it is {method!r}"
+    )
+
+
+class AllOnTheLast(dtrans.RoundRobin):
+    """A dispatcher of one's own, and not a direct subclass."""
+
+    def dispatch(self, varlist: Any) -> list[str]:
+        return [self.eps[-1]] * len(varlist)
+
+
+@pytest.mark.parametrize("method", [dtrans.HashName, dtrans.RoundRobin, AllOnTheLast])
+def test_a_split_method_places_the_blocks(programs: Any, method: Any) -> None:
+    table = transpiled(programs, DistributeTranspilerConfig(split_method=method)).plan.placement.table
+    if method is AllOnTheLast:
+        assert {b.endpoint for b in table} == {SECOND}
+    else:
+        assert {b.endpoint for b in table} == {FIRST, SECOND}
+
+
+@pytest.mark.parametrize("answer", [[], ["127.0.0.1:1"], [FIRST, FIRST, FIRST]])
+def test_a_dispatcher_that_answers_wrongly_is_named(programs: Any, answer: Any) -> None:
+    class Wrong(PSDispatcher):
+        def dispatch(self, varlist: Any) -> Any:
+            return answer
+
+    with pytest.raises(
+        ConfigError, match=r"^Wrong.dispatch placed the 1 blocks of params/b1 on \[.*; it must give one of"
+    ):
+        transpiled(programs, DistributeTranspilerConfig(split_method=Wrong))
+
+
+def test_a_config_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^config must be a DistributeTranspilerConfig, it is dict$"):
+        DistributeTranspiler({"min_block_size": 8192})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("mode", "nccl2"),
+        ("mode", "bogus"),
+        ("mode", "collective"),
+        ("sync_mode", False),
+        ("sync_mode", None),
+        ("enable_dc_asgd", True),
+        ("runtime_split_send_recv", True),
+        ("half_async", True),
+        ("completely_not_async", True),
+        ("geo_sgd_mode", True),
+        ("use_hierarchical_allreduce", True),
+        ("collective_mode", "grad_allreduce"),
+    ],
+)
+def test_a_mode_that_this_version_does_not_have_is_refused_by_name(programs: Any, name: str, value: Any) -> None:
+    message = f"^{name}={value!r} is not in this version; leave it at "
+    with pytest.raises(ConfigError, match=message):
+        DistributeTranspiler(DistributeTranspilerConfig(**{name: value}))
+    t = DistributeTranspiler()
+    setattr(t.config, name, value)
+    with pytest.raises(ConfigError, match=message):
+        t.transpile(0, programs[0], EPS, 2, startup_program=programs[1])
+    with pytest.raises(ConfigError, match="^call transpile"):
+        t.get_trainer_program()
+
+
+def test_print_log_prints_the_plan(programs: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    t = transpiled(programs)
+    assert capsys.readouterr().out == ""
+    transpiled(programs, DistributeTranspilerConfig(print_log=True))
+    assert capsys.readouterr().out == f"{t.plan}\n"
+
+
+# -- transpile -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer_id", [2, 3, -1, None, "0", 0.0, True])
+def test_a_trainer_id_out_of_range_is_refused(programs: Any, trainer_id: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        transpiled(programs, trainer_id=trainer_id)
+    assert str(caught.value) == f"trainer_id {trainer_id!r} is out of range: with 2 trainers it is one of 0 to 1"
+
+
+@pytest.mark.parametrize("trainers", [0, -1, 1.5, None, True])
+def test_a_number_of_trainers_that_is_none_is_refused(programs: Any, trainers: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        transpiled(programs, trainers=trainers)
+    assert str(caught.value) == f"trainers must be a positive number of trainers, it is {trainers!r}"
+
+
+def test_trainers_as_a_list_of_endpoints_is_refused(programs: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="^trainers must be a number in pserver mode, it is '127.0.0.1:1,127.0.0.1:2'; "
+    ):
+        transpiled(programs, trainers="127.0.0.1:1,127.0.0.1:2")
+
+
+def test_async_training_is_refused_where_paddle_asks_for_it(programs: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="^sync_mode=False: this version has synchronous training only; leave sync_mode=True$"
+    ):
+        transpiled(programs, sync_mode=False)
+
+
+def test_an_endpoint_that_is_listed_twice_is_refused(programs: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        transpiled(programs, pservers=f"{EPS},{FIRST}")
+    assert str(caught.value) == f"the endpoint {FIRST} is listed 2 times; each pserver needs one of its own"
+
+
+@pytest.mark.parametrize(
+    "bad", ["127.0.0.1", "127.0.0.1:", ":6174", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:x", "a b:1", "tcp://a:1x"]
+)
+def test_something_that_is_not_an_endpoint_is_refused(programs: Any, bad: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        transpiled(programs, pservers=f"{FIRST},{bad}")
+    assert str(caught.value) == f"{bad!r} is not an endpoint: write host:port, e.g. 127.0.0.1:6174"
+
+
+@pytest.mark.parametrize("none", ["", "  "])
+def test_no_endpoints_at_all_are_refused(programs: Any, none: str) -> None:
+    with pytest.raises(
+        ConfigError, match="^no pserver endpoints were given: write e.g. pservers='127.0.0.1:6174,127.0.0.1:6175'$"
+    ):
+        transpiled(programs, pservers=none)
+
+
+def test_spaces_around_endpoints_are_let_be(programs: Any) -> None:
+    assert list(transpiled(programs, pservers=f" {FIRST} , {SECOND}").plan.servers) == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("missing", ["program", "startup_program"])
+def test_a_missing_program_is_refused(programs: Any, missing: str) -> None:
+    with pytest.raises(ConfigError, match=r"^transpile needs program=dtrans.trace\(step, ...\) and startup_program="):
+        transpiled(programs, **{missing: None})
+
+
+def test_something_that_is_not_a_program_is_refused(programs: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^main must be a Program \(dtrans.trace\(fn, \*args\)\), it is function$"):
+        transpiled(programs, program=lambda: None)
+    with pytest.raises(ConfigError, match=r"^startup must be a Program \(dtrans.trace\(fn, \*args\)\), it is str$"):
+        transpiled(programs, startup_program="startup")
+
+
+def test_a_startup_program_of_another_model_is_refused(programs: Any) -> None:
+    other = mlp_params((30, 7, 5))
+    with pytest.raises(
+        TraceError, match=r"^the startup program makes params/b1 as f32\[7\], the step takes f32\[600\]$"
+    ):
+        transpiled(programs, startup_program=dtrans.trace(init_of(optax.adam(1e-2)), other))
+
+
+def test_a_program_that_does_not_train_is_refused(programs: Any) -> None:
+    forward = dtrans.trace(mlp_loss, mlp_params(SIZES), *mlp_batch(8, SIZES))
+    with pytest.raises(GradientError, match="^mlp_loss is not a training step: "):
+        transpiled(programs, program=forward)
+
+
+def test_a_refused_transpile_leaves_the_plan_of_before(programs: Any) -> None:
+    t = transpiled(programs)
+    plan = t.plan
+    with pytest.raises(ConfigError):
+        t.transpile(5, programs[0], EPS, 2, startup_program=programs[1])
+    assert t.plan is plan
+    assert t.get_trainer_program().name == "trainer 0"
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda t: t.plan,
+        lambda t: t.get_trainer_program(),
+        lambda t: t.get_trainer_startup_program(),
+        lambda t: t.get_pserver_program(FIRST),
+        lambda t: t.get_pserver_programs(FIRST),
+        lambda t: t.get_startup_program(FIRST),
+    ],
+)
+def test_programs_are_not_there_before_transpile(ask: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^call transpile\(...\) before asking for programs$"):
+        ask(DistributeTranspiler())
+
+
+@pytest.mark.parametrize("ask", ["get_pserver_program", "get_pserver_programs", "get_startup_program"])
+def test_an_unknown_endpoint_is_named_beside_those_there_are(programs: Any, ask: str) -> None:
+    t = transpiled(programs)
+    with pytest.raises(KeyError) as caught:
+        getattr(t, ask)("127.0.0.1:1")
+    assert isinstance(caught.value, UnknownEndpointError) and isinstance(caught.value, ConfigError)
+    # as it was written: KeyError would show the repr, with quotes around it and backslashes in it
+    assert str(caught.value) == f"'127.0.0.1:1' is not a pserver of this plan; its pservers are {FIRST}, {SECOND}"
+
+
+def listings(t: DistributeTranspiler, order: int) -> dict[str, str]:
+    """Every program of every role as text, asked for in one of several orders."""
+    asks = [
+        ("trainer", lambda: str(t.get_trainer_program())),
+        ("trainer startup", lambda: str(t.get_trainer_startup_program())),
+        ("first", lambda: str(t.get_pserver_program(FIRST))),
+        ("both", lambda: "\n".join(map(str, t.get_pserver_programs(SECOND)))),
+        ("startup", lambda: str(t.get_startup_program(FIRST))),
+    ]
+    asks = asks[order:] + asks[:order] if order < len(asks) else asks[::-1]
+    return {name: ask() for name, ask in asks}
+
+
+def test_any_order_of_calls_and_any_number_of_them_gives_the_same_programs(programs: Any) -> None:
+    t = transpiled(programs)
+    want = listings(transpiled(programs), 0)
+    for order in range(6):
+        assert listings(t, order) == want
+    t.transpile(0, programs[0], EPS, 2, startup_program=programs[1])  # and once more
+    assert listings(t, 3) == want
+
+
+def test_positional_arguments_are_in_the_order_of_paddle(programs: Any) -> None:
+    main, startup = programs
+    t = DistributeTranspiler()
+    t.transpile(1, main, EPS, 2, True, startup, SECOND)
+    assert t.get_trainer_program().name == "trainer 1"
+    assert list(t.plan.servers) == [FIRST, SECOND]
+
+
+def test_the_programs_that_are_handed_in_are_not_changed(programs: Any) -> None:
+    main, startup = programs
+    before = [str(main), str(startup), main.roles, startup.roles, dict(main.labels)]
+    jaxprs = main.jaxpr, startup.jaxpr
+    t = transpiled(programs)
+    listings(t, 0)
+    assert [str(main), str(startup), main.roles, startup.roles, dict(main.labels)] == before
+    assert (main.jaxpr, startup.jaxpr) == jaxprs
+    params, tx = mlp_params(SIZES), optax.adam(1e-2)
+    tree_equal(startup(params), (params, tx.init(params)))
+
+
+def test_one_object_gives_the_programs_of_every_role(programs: Any) -> None:
+    t = transpiled(programs, trainer_id=1)
+    trainer = t.get_trainer_program()
+    assert trainer.name == "trainer 1"
+    assert t.get_trainer_program(wait_port=False) is trainer
+    sends = [op for op in trainer.ops if op.type == "send"]
+    assert {op.attrs["trainer_id"] for op in sends} == {1}
+    assert all(n.endswith(".trainer_1") for op in sends for n in op.attrs["names"])
+    assert communication(trainer)[-7:] == ["send_barrier", *["recv"] * 4, "fetch_barrier", "concat"]
+    assert communication(t.get_trainer_startup_program()) == [*["recv"] * 4, "fetch_barrier", "concat"]
+    for ep in (FIRST, SECOND):
+        main, startup = t.get_pserver_programs(ep)
+        assert main is t.get_pserver_program(ep)
+        assert startup is t.get_startup_program(ep, main, "ignored")
+        (op,) = main.ops
+        assert (op.type, op.attrs["endpoint"], op.attrs["Fanin"], op.attrs["sync_mode"]) == (
+            "listen_and_serv",
+            ep,
+            2,
+            True,
+        )
+        assert not startup.communicates
+        assert startup.out_names == main.in_names
+
+
+def test_roles_that_plan_apart_plan_the_same(programs: Any) -> None:
+    """Each process has a transpiler of its own: what a trainer sends is what its server expects."""
+    params, tx = mlp_params(SIZES), optax.adam(1e-2)
+    again = (
+        dtrans.trace(
+            dtrans.make_train_step(mlp_loss, tx), params, jax.eval_shape(tx.init, params), *mlp_batch(8, SIZES)
+        ),
+        dtrans.trace(init_of(tx), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)),
+    )
+    server, trainer = transpiled(programs), transpiled(again, trainer_id=1)
+    sent: dict[str, dict[str, Any]] = {FIRST: {}, SECOND: {}}
+    for eqn in trainer.get_trainer_program().jaxpr.jaxpr.eqns:
+        if eqn.primitive.name == "send":
+            for atom, ep, name in zip(eqn.invars, eqn.params["epmap"], eqn.params["names"], strict=True):
+                sent[ep][name] = (atom.aval.shape, atom.aval.dtype)
+    from dtrans.run.update import ServerUpdate
+
+    for ep, grads in sent.items():
+        expected = ServerUpdate.of(server.get_pserver_program(ep)).grad_types
+        assert grads == {n: (t.shape, t.dtype) for n, t in expected.items() if n.endswith(".trainer_1")}
+
+
+def test_one_trainer_and_one_pserver_is_a_job_like_any_other(programs: Any) -> None:
+    t = transpiled(programs, trainers=1, pservers=FIRST)
+    sends = [op for op in t.get_trainer_program().ops if op.type == "send"]
+    assert {n for op in sends for n in op.attrs["names"]} == {f"params/{n}@GRAD" for n in ("b1", "b2", "w1", "w2")}
+
+
+def test_a_program_that_communicates_says_how_to_run_it(programs: Any) -> None:
+    trainer = transpiled(programs).get_trainer_program()
+    with pytest.raises(
+        dtrans.errors.NotRealisedError, match=r"run it with dtrans.Executor\(\), or the whole job with plan.on_mesh\(\)"
+    ):
+        trainer(mlp_params(SIZES), *mlp_batch(8, SIZES))
