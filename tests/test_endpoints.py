@@ -363,7 +363,8 @@ with dtrans.Executor(deadline=60) as exe:
         params = exe.run(t.get_trainer_startup_program(), params)
         print("ready", flush=True)
         for i in range(steps):
-            params, loss = exe.run(t.get_trainer_program(), params, x[index * n : index * n + n], y[index * n : index * n + n])
+            mine = slice(index * n, index * n + n)
+            params, loss = exe.run(t.get_trainer_program(), params, x[mine], y[mine])
         if steps < 0:
             sys.stdin.read()  # alive, and with nothing to say
         result = params
@@ -544,15 +545,12 @@ def test_a_pserver_that_is_not_there_is_named_after_the_deadline(leave: str) -> 
 
 def test_an_error_that_was_dropped_leaves_nothing_that_closing_waits_for(crew: Crew) -> None:
     """The sockets of a connection that failed are not left to the garbage collector."""
-    (ep,) = pservers = free_endpoints(1)
-    plan = plan_for(pservers, trainers=1)
+    plan = plan_for(free_endpoints(1), trainers=1)
 
     def trainer() -> None:
         exe = dtrans.Executor(deadline=0.2)
-        try:
+        with contextlib.suppress(DeadlineError):
             exe.run(plan.trainer_startup, mlp_params())
-        except DeadlineError:
-            pass
         gc.collect()
         exe.close()
 
@@ -954,7 +952,7 @@ def test_a_trainer_may_send_its_own_gradients_only_and_not_twice(crew: Crew) -> 
         assert "of params/w@GRAD.trainer_0, of which 32 are here" in first.refused()
         first.tell("send_barrier", step=0)
         first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
-        until(lambda: "after its send_barrier" in (m := first.hear()).fields.get("reason", ""), "the refusal")
+        until(lambda: "after its send_barrier" in first.hear().fields.get("reason", ""), "the refusal")
         second.tell("send", GRAD.tobytes(), step=0, pieces=[[[f"{NAME}.trainer_1", 0, 32]]])
         second.tell("send_barrier", step=0)
         for peer in (first, second):
