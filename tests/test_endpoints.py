@@ -304,6 +304,16 @@ def test_an_executor_that_is_closed_says_so(crew: Crew) -> None:
     crew.all()
 
 
+def test_an_executor_whose_step_was_interrupted_says_so(crew: Crew) -> None:
+    params = mlp_params()
+    plan = plan_for(free_endpoints(1), trainers=1)
+    with dtrans.Executor(deadline=0.2) as exe:
+        with pytest.raises(DeadlineError):
+            exe.run(plan.trainer_startup, params)
+        with pytest.raises(StateError, match="^program trainer 0 startup ended in the middle of its communication"):
+            exe.run(plan.trainer_startup, params)
+
+
 def test_an_executor_is_one_trainer(crew: Crew) -> None:
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
+from dtrans.errors import StateError
 from dtrans.program import Program
 from dtrans.run.endpoints.fabric import DEADLINE, EndpointFabric
 from dtrans.run.pieces import Pieces, cut_program
@@ -48,28 +48,37 @@ class Executor:
 
     def __init__(self, *, deadline: float = DEADLINE, wait_port: bool = True, allow_remote: bool = False) -> None:
         self._fabric = EndpointFabric(deadline=deadline, wait_port=wait_port, allow_remote=allow_remote)
-        self._pieces: WeakKeyDictionary[Program, Pieces] = WeakKeyDictionary()
+        self._pieces: dict[Program, Pieces] = {}
+        self._interrupted: str | None = None
 
     def run(self, program: Program, *args: Any) -> Any:
         """Run a program on its arguments.
 
         Raises:
           TraceError: arguments that do not fit the program.
+          StateError: the executor is closed, or its last step was interrupted and the servers wait for the rest.
           PeerError: another role refused or failed; DeadlineError: it did not answer in time.
         """
         flat = program.flatten(*args)
         program = program.at_flat(flat)
         if not program.communicates:
             return program.out.unflatten(program.compiled(*flat))
-        pieces = self._pieces.get(program)
-        if pieces is None:
-            pieces = self._pieces[program] = cut_program(program, group_bytes=GROUP_BYTES)
-        run = pieces.run(flat)
+        if self._interrupted:
+            raise StateError(
+                f"program {self._interrupted} ended in the middle of its communication, and what was under way cannot "
+                "be taken up again: close this executor, and start the job anew"
+            )
+        if program not in self._pieces:
+            self._pieces[program] = cut_program(program, group_bytes=GROUP_BYTES)
+        run = self._pieces[program].run(flat)
         try:
             eqn, values = next(run)
             while True:
-                eqn, values = run.send(self._fabric.carry_out(eqn, values))
+                outs = self._fabric.carry_out(eqn, values)
+                self._interrupted = program.name  # until it has run to its end
+                eqn, values = run.send(outs)
         except StopIteration as done:
+            self._interrupted = None
             return program.out.unflatten(done.value)
 
     def close(self, error: BaseException | None = None) -> None:

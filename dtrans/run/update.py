@@ -109,10 +109,7 @@ class CompiledUpdate:
 
     def _step(self, grads: Any, params: dict[str, Any], rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         new = self.update(self._prepare(grads), {**params, **rest})
-        given = {id(x) for x in params.values()}
-        # optimizer state that is a parameter as it came in needs a buffer of its own: it will be donated
-        kept = {n: jnp.copy(new[n]) if id(new[n]) in given else new[n] for n in rest}
-        return {n: new[n] for n in params}, kept
+        return {n: new[n] for n in params}, {n: new[n] for n in rest}
 
 
 def own_buffers(state: Mapping[str, Any]) -> dict[str, Any]:

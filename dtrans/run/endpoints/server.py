@@ -332,7 +332,9 @@ class PServer:
         t = self._trainers[k]
         t.done = True
         self._say(t.address, "goodbye")
-        waiting = sorted(i for i, other in self._trainers.items() if other.at_barrier)
+        waiting = sorted(i for i, other in self._trainers.items() if other.at_barrier and i != k)
+        if t.at_barrier:
+            raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}, after its send_barrier")
         if waiting:
             raise PeerError(
                 f"trainer {k} closed after step {self.step} while trainer {waiting[0]} sends step {self.step + 1}: "
