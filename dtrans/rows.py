@@ -195,9 +195,7 @@ def _layout(eqn: JaxprEqn, ins: Sequence[Layout]) -> Layout:
     blends = [x for x in ins if isinstance(x, Mixed)]
     if len(rows) == 1 and not blends:
         (row,) = rows
-        shape = eqn.outvars[0].aval.shape
-        alike = all(v.aval.shape == shape for v in eqn.outvars) and all(a.aval.shape in (shape, ()) for a in eqn.invars)
-        if eqn.primitive.name in ELEMENTWISE and alike:
+        if eqn.primitive.name in ELEMENTWISE and _keeps_rows(eqn, ins, row.axis):
             return row
     leaves = frozenset({r.leaf for r in rows}).union(*(b.leaves for b in blends))
     reason = next((b.reason for b in blends if b.reason), None)
@@ -209,6 +207,23 @@ def _layout(eqn: JaxprEqn, ins: Sequence[Layout]) -> Layout:
     elif reason is None and len(leaves) > 1:
         reason = f"{eqn.primitive.name} mixes leaves"
     return Mixed(leaves, reason)
+
+
+def _keeps_rows(eqn: JaxprEqn, ins: Sequence[Layout], axis: int) -> bool:
+    """Whether an elementwise equation maps row i to row i: operands are of the output's shape, or broadcast to it.
+
+    A shared operand may be a scalar, or have dimensions of size 1. One that has rows must have all of them.
+    """
+    shape = eqn.outvars[0].aval.shape
+    if any(v.aval.shape != shape for v in eqn.outvars):
+        return False
+    for a, layout in zip(eqn.invars, ins, strict=True):
+        own = a.aval.shape
+        if isinstance(layout, Rows) and (len(own) != len(shape) or own[axis] != shape[axis]):
+            return False
+        if own and (len(own) != len(shape) or any(d not in (1, n) for d, n in zip(own, shape, strict=True))):
+            return False
+    return True
 
 
 def _join(a: Layout, b: Layout, name: str) -> Layout:

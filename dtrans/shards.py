@@ -178,9 +178,9 @@ class _UnitWriter:
             eqn = eqns[i]
             axis = self.axis_of(eqn.outvars[0])
             types = None if axis is None else [self.sliced(v, axis) for v in eqn.outvars]
-            made = b.copy(eqn, [self.read(a, axis) for a in eqn.invars], types)
+            made = b.copy(eqn, [self.read(a, axis, eqn.outvars[0]) for a in eqn.invars], types)
             self.env.update(zip(eqn.outvars, made, strict=True))
-        finals = [self.read(o, self.axis_of(inputs[n])) for n, o in zip(out_names, outs, strict=True)]
+        finals = [self.read(o, self.axis_of(inputs[n]), inputs[n]) for n, o in zip(out_names, outs, strict=True)]
         b.invars += list(self.shared.values())
         return UnitUpdate(b.build(finals), grads, self.leaves, state, tuple(self.shared))
 
@@ -204,11 +204,13 @@ class _UnitWriter:
             self._types[key] = aval.update(shape=(*aval.shape[:axis], self.span.rows, *aval.shape[axis + 1 :]))
         return self._types[key]
 
-    def read(self, atom: Atom, axis: int | None) -> Atom:
-        """An operand of an equation whose output has only some rows along `axis`."""
+    def read(self, atom: Atom, axis: int | None, output: Var) -> Atom:
+        """An operand of an elementwise equation whose `output` has only some rows along `axis` in this unit."""
         if isinstance(atom, Literal) or atom in self.env:
             return self.env.get(atom, atom) if isinstance(atom, Var) else atom
         if axis is None or atom.aval.ndim == 0:
+            return self.whole(atom)
+        if atom.aval.shape[axis] == 1 != output.aval.shape[axis]:  # it is broadcast along the rows
             return self.whole(atom)
         return self.shared_rows(atom, axis)
 
@@ -239,12 +241,15 @@ class _UnitWriter:
             return b.constant(np.asarray(b.constant_value(atom))[index])
         eqn = self.s.made_by.get(atom)
         if eqn is not None and eqn.primitive.name in ELEMENTWISE and len(eqn.outvars) == 1:
-            return b.copy(eqn, [self.read(a, axis) if a.aval.ndim else self.whole(a) for a in eqn.invars])[0]
+            return b.copy(eqn, [self.read(a, axis, atom) for a in eqn.invars])[0]
         if eqn is not None and eqn.primitive.name == "broadcast_in_dim" and len(eqn.invars) == 1:
             (operand,) = eqn.invars
             dims = eqn.params["broadcast_dimensions"]
             grown = axis not in dims or operand.aval.shape[dims.index(axis)] == 1
-            value = self.whole(operand) if grown else self.read(operand, dims.index(axis))
+            if grown or isinstance(operand, Literal):
+                value = self.whole(operand)
+            else:
+                value = self.shared_rows(operand, dims.index(axis))
             return b.copy(eqn, [value], shape=self.sliced(atom, axis).shape)[0]
         full = self.whole(atom)
         begin, end = [0] * atom.aval.ndim, list(atom.aval.shape)

@@ -279,6 +279,19 @@ def test_a_mask_broadcast_along_rows_and_along_columns():
     no_full_shapes(plan)
 
 
+def test_operands_of_size_one_are_broadcast_in_every_block():
+    def fn(g, p, m, count):
+        if g.ndim != 2:
+            return g, m
+        rows = jnp.arange(g.shape[0], dtype=g.dtype)[:, None]
+        columns = jnp.arange(g.shape[1], dtype=g.dtype)[None, :] + count
+        return g * rows + p * columns, m + rows * columns
+
+    plan = agree(per_leaf(fn))
+    assert plan.placement.whole == {}
+    no_full_shapes(plan)
+
+
 def test_state_that_swaps_places_follows_its_leaf():
     def update(grads, state, params):
         return grads, {"x": state["y"], "y": jax.tree.map(jnp.add, state["x"], grads)}
