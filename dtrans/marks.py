@@ -124,19 +124,19 @@ def make_train_step(loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = Fal
         params = combine(_apply_updates(diff, updates), rest)
         return (params, opt_state, *(value if has_aux else (value,)))
 
-    _, *batch = inspect.signature(loss_fn).parameters.values()
-    state = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", "opt_state")]
-    taken = {"params", "opt_state"}
-    if any(p.name in taken for p in batch):
-        raise GradientError("the batch arguments of loss_fn may not be called params or opt_state")
-    rest_of = [p.replace(annotation=p.empty) for p in batch]
-    step.__signature__ = inspect.Signature([*(p.replace(kind=_kind(rest_of)) for p in state), *rest_of])  # type: ignore[attr-defined]
+    step.__signature__ = _step_signature(loss_fn)  # type: ignore[attr-defined]
     return step
 
 
-def _kind(rest: Sequence[inspect.Parameter]) -> Any:
-    """Positional-only unless what follows is positional-or-keyword; either is valid before the rest."""
-    return inspect.Parameter.POSITIONAL_ONLY
+def _step_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
+    """(params, opt_state, and the batch arguments of `loss_fn` by its own names)."""
+    first, *batch = inspect.signature(loss_fn).parameters.values()
+    if first.kind is first.VAR_POSITIONAL:  # loss_fn(*args): nothing is known but that there is a batch
+        batch = [first.replace(name="batch"), *batch]
+    if any(p.name in ("params", "opt_state") for p in batch):
+        raise GradientError("the batch arguments of loss_fn may not be called params or opt_state")
+    state = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", "opt_state")]
+    return inspect.Signature([*state, *(p.replace(annotation=p.empty) for p in batch)])
 
 
 def _apply_updates(params: Any, updates: Any) -> Any:

@@ -207,3 +207,14 @@ def test_the_batch_keeps_the_names_of_the_loss():
 def test_a_batch_argument_called_as_the_state_is_refused():
     with pytest.raises(GradientError, match="the batch arguments of loss_fn may not be called params or opt_state"):
         dtrans.make_train_step(lambda p, opt_state: 0.0, optax.sgd(0.1))
+
+
+def test_a_loss_without_argument_names_has_a_batch():
+    def loss(*args):
+        params, x = args
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    tx = optax.sgd(0.1)
+    params = {"w": jnp.ones((3, 2))}
+    program = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones((4, 3)))
+    assert program.in_names == ("params/w", "batch/0")
