@@ -108,6 +108,11 @@ class _Cutter:
         self.results = tuple(n for n in program.out_names if n not in self.state)
         self.made_by = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.derived = [_is_derivative(e) for e in self.eqns]
+        if program.doubt:
+            raise GradientError(
+                f"{program.name} returns its new state where it cannot be told: {program.doubt}. "
+                "Return (params, opt_state, loss, ...) in this order, or a dict with the keys of the arguments"
+            )
         missing = [n for n in (*self.params, *self.opt_state) if n not in self.outs]
         if missing or not self.params:
             raise GradientError(
@@ -141,7 +146,15 @@ class _Cutter:
             if leaf in found:
                 raise GradientError(
                     f"{leaf} has two marked gradients in {self.source.name}: call dtrans.value_and_grad once, "
-                    "on the total loss"
+                    "on the total loss, or accumulate over micro-batches with jax.lax.scan and jax.value_and_grad"
+                )
+            shape = self.vars[leaf].aval.shape
+            if eqn.outvars[0].aval.shape != shape:
+                raise GradientError(
+                    f"the marked gradient of {leaf} is {short_type(eqn.outvars[0].aval)} in {self.source.name}, "
+                    "where the "
+                    f"leaf is {list(shape)}: gradients of single examples (dtrans.value_and_grad under vmap) cannot be "
+                    "averaged over trainers; take the gradient of the mean loss"
                 )
             found[leaf] = eqn.outvars[0]
         return found
@@ -164,13 +177,16 @@ class _Cutter:
         for v in crossing:
             of_shape.setdefault(v.aval.shape, set()).add(v)
         from_batch = spread(self.eqns, {self.vars[n]: 1 for n in self.batch}, dict.fromkeys(crossing, 0))
+        reads_params = spread(self.eqns, {self.vars[n]: 1 for n in self.params}, dict.fromkeys(crossing, 0))
         found: dict[str, Var] = {}
         for name in self.params:
             out, shape = self.outs[name], self.vars[name].aval.shape
             fits = of_shape.get(shape, set())
             reach = self.shape_keeping(out, shape, fits) or self.reached(out, fits)
             if len(reach) == 1:
-                found[name] = reach.pop()
+                (candidate,) = reach
+                self.check_inferred(name, candidate, reads_params)
+                found[name] = candidate
                 continue
             # no candidate is right for a leaf that never changes, or that the loss does not use: both are
             # told apart from a hidden gradient by whether the batch enters its update
@@ -187,6 +203,18 @@ class _Cutter:
                 "with dtrans.make_train_step"
             )
         return found
+
+    def check_inferred(self, name: str, candidate: Var, reads_params: Mapping[Var, int]) -> None:
+        """Refuse what may be the new parameter itself, made by a loop that takes several steps."""
+        out, eqn = self.outs[name], self.eqns[self.made_by[candidate]]
+        if "transpose(" not in scope_of(eqn) and not (isinstance(out, Var) and reads_params.get(out)):
+            raise GradientError(
+                f"cannot tell the gradient of {name} in {self.source.name}: {eqn.primitive.name} differentiates "
+                "inside, and "
+                f"what it makes becomes the new {name} without the old one being read again, as when a loop "
+                "takes several "
+                "steps. A step may take one update"
+            )
 
     def crossing(self) -> set[Var]:
         """Values made by differentiation and used by something that was not."""
@@ -341,8 +369,8 @@ class _Cutter:
             if isinstance(atom, Var) and enters.get(atom):
                 taken = min(state[v] for v in needed(self.eqns, [atom])[1] if v in state)
                 raise GradientError(
-                    f"{name} is computed from {taken}, which lives on the parameter servers; "
-                    "keep the optimizer state out of the loss and of the step's results"
+                    f"{name} is computed from {taken}, which lives on the parameter servers; keep the optimizer state "
+                    "(the second argument of the step) out of the loss and of the step's results"
                 )
 
     def with_roles(self, optimize: Sequence[int]) -> Program:

@@ -77,6 +77,7 @@ class Program:
       out: the shape of the result.
       roles: one of `ROLES` for each equation.
       labels: names for values that are neither input nor output, e.g. `params/w@GRAD.block0`.
+      doubt: why it is a guess which output is the new value of which input, if it is.
       respecialise: makes the same program for other input types (one `ShapeDtypeStruct` per input).
 
     Example:
@@ -97,6 +98,7 @@ class Program:
     respecialise: Callable[[Sequence[jax.ShapeDtypeStruct]], Program] | None = dataclasses.field(
         default=None, repr=False
     )
+    doubt: str = ""
 
     def __post_init__(self) -> None:
         inner = self.jaxpr.jaxpr
@@ -290,9 +292,9 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     """Trace `fn` to a `Program`.
 
     Inputs are named after the parameters of `fn` and the pytree paths below them. Of a function of
-    (params, opt_state, *batch), the parts of the result that have the structure of the first or the
-    second argument are taken as its new value, in this order, and named alike; a dict is matched by key.
-    What is left of a tuple is called `loss`, `aux`, `out2`, ...
+    (params, opt_state, *batch), the first part of the result that has the structure and shapes of the first
+    argument is taken as its new value, then the same for the second, and named alike; a dict is matched by
+    key. What is left of a tuple is called `loss` (a scalar), `aux`, or by its place, `out2`.
 
     Args:
       fn: a pure function of pytrees of arrays. Leaves that are not arrays are held still.
@@ -324,14 +326,14 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
 
     flat = [x for spec, arg in zip(specs, args, strict=True) for x in spec.flatten(arg)]
     jaxpr = lowered_jaxpr(on_arrays, *flat)
-    out = _result_spec(result[-1], args, roots)
+    out, doubt = _result_spec(result[-1], args, roots)
 
     def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         it = iter(types)
         return trace(fn, *(s.unflatten([next(it) for _ in s.names]) for s in specs), name=name)
 
     called = name or getattr(fn, "__name__", type(fn).__name__).strip("<>")
-    return Program(called, jaxpr, specs, out, guess_roles(jaxpr), respecialise=respecialise)
+    return Program(called, jaxpr, specs, out, guess_roles(jaxpr), respecialise=respecialise, doubt=doubt)
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
@@ -367,34 +369,40 @@ def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
     return tuple(roles)
 
 
-def _result_spec(out: Any, args: Sequence[Any], roots: Sequence[str]) -> TreeSpec:
-    """Name the parts of a result; see `trace`."""
-    children = _children(out)
-    if children is None:
-        return TreeSpec.of(out, "out")
+def _result_spec(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[TreeSpec, str]:
+    """Name the parts of a result (see `trace`), and say why that is a guess, where it is."""
+    parts = children(out)
+    if parts is None:
+        return TreeSpec.of(out, "out"), ""
     by_key = not isinstance(out, (tuple, list)) or hasattr(out, "_fields")
     owner: dict[Any, str] = {}
+    places: list[Any] = []
     free = list(range(min(2, len(args)))) if not by_key else []
-    for key, child in children:
+    for key, part in parts:
         if by_key:
             owner[key] = str(key)
-        elif match := [i for i in free if _alike(child, args[i])]:
-            # (params, opt_state) of equal structure, e.g. two bare arrays: the same position wins
-            i = key if key in match else match[0]
-            owner[key] = roots[i]
-            free.remove(i)
-    found = bool(owner)
-    rest = iter(["loss", "aux"] if found else [])
-    for key, _ in children:
+        elif match := [i for i in free if _alike(part, args[i])]:
+            owner[key] = roots[match[0]]
+            free.remove(match[0])
+            places.append(key)
+    doubt = ""
+    if places not in ([], [0], [0, 1]):  # not the usual order: then nothing else may look like the parameters
+        like = [key for key, part in parts if any(_alike(part, a) for a in args[:2] if jax.tree.leaves(a))]
+        if len(like) > len([p for p in places if p in like]):
+            doubt = f"parts {', '.join(map(str, like))} of its result all have the structure of its state"
+    unused = ["loss", "aux"] if owner else []
+    for key, part in parts:
         if key not in owner:
-            owner[key] = next(rest, f"out{key}")
+            single = getattr(part, "shape", None) == ()
+            name = unused[0] if unused and (single or unused[0] != "loss") else ""
+            owner[key] = unused.pop(0) if name else f"out{key}"
     leaves: list[str | Any] = []
-    for key, child in children:
-        leaves += TreeSpec.of(child, owner[key]).leaves
-    return TreeSpec(jax.tree.structure(out), tuple(leaves))
+    for key, part in parts:
+        leaves += TreeSpec.of(part, owner[key]).leaves
+    return TreeSpec(jax.tree.structure(out), tuple(leaves)), doubt
 
 
-def _children(tree: Any) -> list[tuple[Any, Any]] | None:
+def children(tree: Any) -> list[tuple[Any, Any]] | None:
     """The parts of a result with their keys, in leaf order; None for a single array or an opaque node."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return list(zip(tree._fields, tree, strict=True))

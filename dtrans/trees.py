@@ -65,6 +65,11 @@ class TreeSpec:
         """The names of the arrays, in leaf order."""
         return tuple(x for x in self.leaves if isinstance(x, str))
 
+    @property
+    def root(self) -> str:
+        """What all names begin with; nothing where there are none."""
+        return self.names[0].split("/")[0] if self.names else ""
+
     def flatten(self, tree: Any, what: str = "argument") -> list[Any]:
         """The arrays of `tree`, in leaf order. Raises TraceError where `tree` is not of this shape."""
         found, treedef = jax.tree.flatten(tree)

@@ -445,3 +445,50 @@ def test_a_second_gradient_in_the_update_is_refused():
         return jax.tree.map(lambda p, g, e: p - g - e, params, grads, extra), opt_state, loss
 
     refused(step, PARAMS, (), *BATCH, match="params/b1 is updated with .*, which only the trainers have")
+
+
+def test_new_state_is_told_by_order_where_structures_are_equal():
+    def step(params, momentum, x, y):
+        loss, grads = jax.value_and_grad(mlp_loss)(params, x, y)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return loss, jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum
+
+    params = mlp_params()
+    program = dtrans.trace(step, params, params, *mlp_batch())
+    assert [n.split("/")[0] for n in program.out_names] == ["loss"] + ["params"] * 4 + ["momentum"] * 4
+    assert cut(program).results == ("loss",)
+
+
+def test_a_step_that_returns_gradients_first_is_refused():
+    def step(params, opt_state, x, y):
+        loss, grads = jax.value_and_grad(mlp_loss)(params, x, y)
+        return loss, grads, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), opt_state
+
+    with pytest.raises(GradientError, match="where it cannot be told: parts 1, 2 of its result all have the structure"):
+        cut(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
+
+
+def test_marked_gradients_of_single_examples_are_refused():
+    def step(params, opt_state, x, y):
+        one = lambda p, x, y: mlp_loss(p, x[None], y[None])
+        _, grads = jax.vmap(dtrans.value_and_grad(one), (None, 0, 0))(params, x, y)
+        return jax.tree.map(lambda p, g: p - 0.1 * g.mean(0), params, grads), opt_state, mlp_loss(params, x, y)
+
+    with pytest.raises(GradientError, match="gradients of single examples .* take the gradient of the mean loss"):
+        cut(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_loop_that_takes_several_steps_is_not_a_gradient(cast):
+    def step(params, opt_state, x, y):
+        def body(p, _):
+            loss, grads = jax.value_and_grad(mlp_loss)(p, x, y)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), loss
+
+        new, losses = jax.lax.scan(body, params, None, length=3)
+        if cast:
+            new = jax.tree.map(lambda p: jax.lax.reduce_precision(p, 8, 23), new)
+        return new, opt_state, losses[-1]
+
+    with pytest.raises(GradientError, match="scan differentiates inside.*A step may take one update"):
+        cut(dtrans.trace(step, mlp_params(), (), *mlp_batch()))

@@ -26,6 +26,7 @@ from helpers import (
     mlp_loss,
     mlp_params,
     plan_of,
+    tree_close,
     tree_equal,
 )
 
@@ -585,12 +586,35 @@ def test_a_trainer_id_out_of_range_is_refused(small, trainer_id):
 def test_a_startup_that_makes_something_else_is_refused(small):
     main, _ = small
     params = mlp_params()
-    with pytest.raises(
-        TraceError, match=r"the startup program .* makes 8 arrays, the step takes 4 as params and opt_state"
-    ):
+    with pytest.raises(TraceError, match=r"opt_state/0/trace/b1 is made as float32\[6\], and taken as nothing"):
         dtrans.pserver(main, dtrans.trace(init_of(optax.sgd(0.1, momentum=0.9)), params))
-    with pytest.raises(TraceError, match=r"the startup program makes params/b1 as f32\[7\], the step takes f32\[6\]"):
+    with pytest.raises(TraceError, match=r"params/b1 is made as float32\[7\], and taken as float32\[6\]"):
         dtrans.pserver(main, dtrans.trace(init_of(optax.sgd(0.1)), mlp_params((5, 7, 3))))
+    with pytest.raises(TraceError, match=r"params/b1 is made as nothing, and taken as float32\[6\]"):
+        dtrans.pserver(
+            main, dtrans.trace(lambda p: ({"_" + n: x for n, x in p.items()}, optax.sgd(0.1).init(p)), params)
+        )
+    with pytest.raises(TraceError, match="it returns 4 parts, which are not two"):
+        dtrans.pserver(main, dtrans.trace(lambda p: p, params))
+
+
+@pytest.mark.parametrize("form", ["in order", "swapped", "dict"])
+def test_what_startup_returns_is_told_apart_by_what_it_is(form):
+    # momentum has the shapes of the parameters: by position or shape alone it would be taken for them
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def init(params):
+        state = tx.init(params)
+        named = {"params": params, "opt_state": state}
+        return {"in order": (params, state), "swapped": (state, params), "dict": named}[form]
+
+    params = mlp_params()
+    step = dtrans.make_train_step(mlp_loss, tx)
+    plan = dtrans.pserver(dtrans.trace(step, params, tx.init(params), *mlp_batch()), dtrans.trace(init, params))
+    job = plan.on_mesh()
+    state, _ = job.step(job.init(params), *mlp_batch())
+    expected, _, _ = jax.jit(step)(params, tx.init(params), *mlp_batch())
+    tree_close(job.params(state), expected, 1e-6)
 
 
 def test_a_program_that_is_no_step_is_refused(small):

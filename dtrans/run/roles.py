@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from dtrans.endpoints import parse_endpoints
+from dtrans.addresses import parse_endpoints
 from dtrans.errors import ConfigError
 from dtrans.plan import check_trainer_id
 

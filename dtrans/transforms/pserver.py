@@ -23,11 +23,10 @@ from typing import Any
 import jax
 
 from dtrans._jax import Var
+from dtrans.addresses import parse_endpoints
 from dtrans.blocks import PSDispatcher, RoundRobin
 from dtrans.cut import GRAD, Cut, cut
-from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, GradientError, TraceError
-from dtrans.listing import short_type
 from dtrans.ops import (
     OptimizeBlock,
     concat_p,
@@ -40,11 +39,11 @@ from dtrans.ops import (
 )
 from dtrans.placement import Block, Placement, Unit, place
 from dtrans.plan import PServerPlan, ServerPrograms
-from dtrans.program import DIST, FORWARD, LR_SCHED, OPTIMIZE, RPC, Program
+from dtrans.program import DIST, FORWARD, LR_SCHED, OPTIMIZE, RPC, Program, children
 from dtrans.rewrite import Builder, inline_calls, needed
 from dtrans.rows import RowAnalysis, analyse
 from dtrans.shards import Slicer, UnitUpdate
-from dtrans.trees import TreeSpec, without
+from dtrans.trees import TreeSpec, is_array, without
 
 
 def pserver(
@@ -152,26 +151,67 @@ def check_options(
 
 
 def _match_startup(step: Cut, startup: Program) -> Program:
-    """The startup program with its outputs named as the step's state."""
-    names = (*step.params, *step.opt_state)
-    have = startup.jaxpr.jaxpr.outvars
-    if len(have) != len(names):
+    """The startup program with its outputs named as the step's state.
+
+    What init returns is told apart by its keys (`params`, `opt_state`, or what the step calls them) or, in a
+    tuple, by the paths and types of the leaves: never by position alone, which would take momentum for weights.
+    """
+    state = step.program.args[:2]
+    wanted = [_leaves(_typed(spec, step.program.inputs)) for spec in state]
+    names = [spec.names for spec in state]
+    result = _typed(startup.out, startup.outputs)
+    parts = children(result) or []
+    made = {key: _leaves(part) for key, part in parts}
+    roots = [spec.root or default for spec, default in zip(state, ("params", "opt_state"), strict=True)]
+    if len(parts) != 2:
+        order: list[Any] = []
+    elif set(made) == set(roots):
+        order = roots
+    elif set(made) == {"params", "opt_state"}:
+        order = ["params", "opt_state"]
+    else:
+        keys = list(made)
+        order = next((o for o in (keys, keys[::-1]) if [made[k] for k in o] == wanted), keys)
+    if not order or [made[k] for k in order] != wanted:
         raise TraceError(
-            f"the startup program {startup.name} makes {len(have)} arrays, the step takes {len(names)} as "
-            "params and opt_state: "
-            "startup must be dtrans.trace(init, ...) with init(...) -> (params, opt_state)"
+            f"the startup program {startup.name} does not make what {step.program.name} takes: "
+            + _mismatch(order, made, wanted, roots)
+            + "; startup must be dtrans.trace(init, ...) with init(...) -> (params, opt_state)"
         )
-    types = step.program.inputs
-    for name, atom in zip(names, have, strict=True):
-        if (atom.aval.shape, atom.aval.dtype) != (types[name].shape, types[name].dtype):
-            raise TraceError(
-                f"the startup program makes {name} as {short_type(atom.aval)}, the step takes {short_type(types[name])}"
-            )
+    flat = [n for key, _ in parts for n in names[order.index(key)]]
     jaxpr = inline_calls(startup.jaxpr)
-    out = TreeSpec(startup.out.treedef, _renamed(startup.out, names))
-    return dataclasses.replace(
-        startup, jaxpr=jaxpr, out=out, roles=(FORWARD,) * len(jaxpr.jaxpr.eqns), respecialise=None
-    )
+    out = TreeSpec(startup.out.treedef, _renamed(startup.out, flat))
+    roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
+    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, roles=roles, respecialise=None)
+
+
+def _typed(spec: TreeSpec, types: Mapping[str, Any]) -> Any:
+    """The pytree of a spec, with types for arrays."""
+    return spec.unflatten([types[n] for n in spec.names])
+
+
+def _leaves(tree: Any) -> dict[str, str]:
+    """Path below the root to type, of each array."""
+    arrays = [x for x in jax.tree.leaves(tree) if is_array(x)]
+    return {n: f"{x.dtype}{list(x.shape)}" for n, x in zip(TreeSpec.of(tree).names, arrays, strict=True)}
+
+
+def _mismatch(
+    order: Sequence[Any],
+    made: Mapping[Any, Mapping[str, str]],
+    wanted: Sequence[Mapping[str, str]],
+    roots: Sequence[str],
+) -> str:
+    """The first thing in which a startup program differs from the step."""
+    if not order:
+        return f"it returns {len(made) or 'no'} parts, which are not two"
+    for key, want, root in zip(order, wanted, roots, strict=True):
+        have = made[key]
+        for path in [*want, *have]:
+            if have.get(path) != want.get(path):
+                name = root if path == "value" else f"{root}/{path}"
+                return f"{name} is made as {have.get(path, 'nothing')}, and taken as {want.get(path, 'nothing')}"
+    raise AssertionError("no difference")
 
 
 def _renamed(spec: TreeSpec, names: Sequence[str]) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dtrans.endpoints import split_endpoint
+from dtrans.addresses import split_endpoint
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.run.endpoints import wire
 

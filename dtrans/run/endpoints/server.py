@@ -32,7 +32,7 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dtrans.endpoints import is_loopback, split_endpoint
+from dtrans.addresses import is_loopback, split_endpoint
 from dtrans.errors import ConfigError, DeadlineError, DtransError, PeerError, WireError
 from dtrans.run.endpoints import wire
 from dtrans.run.endpoints.buffers import BufferPool
