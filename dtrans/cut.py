@@ -47,6 +47,8 @@ class Cut:
       held: the parameters that the trainer half makes, or that never change.
       results: the names of all outputs that are not state, e.g. `loss`.
       from_gradients: those of them that are computed from gradients, e.g. a gradient norm.
+      observers: positions of equations with effects (`jax.debug.print`) that trainers can carry out.
+      dropped: other equations with effects, by primitive; no half carries them out.
       optimize: the optimize half. Inputs: gradients (`params/w@GRAD`), then parameters, then state; outputs:
         optimized parameters, then state. Only what it uses.
     """
@@ -60,6 +62,8 @@ class Cut:
     held: tuple[str, ...]
     results: tuple[str, ...]
     from_gradients: tuple[str, ...]
+    observers: tuple[int, ...]
+    dropped: tuple[str, ...]
     optimize: OptimizeHalf
 
 
@@ -273,6 +277,7 @@ class _Cutter:
         self.check_held(gradients, made_here)
         optimize, used, kept = self.optimize_half(gradients, optimized, made_here)
         self.check_trainer_half(gradients, used, held)
+        observers, dropped = self.observers(kept)
         # the gradient proper is what the mark was put on
         atoms: dict[str, Atom] = {
             n: self.eqns[self.made_by[gradients[n]]].invars[0] if marked else gradients[n]
@@ -289,6 +294,8 @@ class _Cutter:
             held=tuple(held),
             results=self.results,
             from_gradients=tuple(n for n in self.results if bits(self.outs[n]) & by_gradient),
+            observers=observers,
+            dropped=dropped,
             optimize=optimize,
         )
 
@@ -372,6 +379,18 @@ class _Cutter:
                     f"{name} is computed from {taken}, which lives on the parameter servers; keep the optimizer state "
                     "(the second argument of the step) out of the loss and of the step's results"
                 )
+
+    def observers(self, optimize: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Equations with effects: those that trainers can carry out, by position, and the names of the others."""
+        positions = [i for i, e in enumerate(self.eqns) if e.effects]
+        if not positions:
+            return (), ()
+        # what the servers make is seen by no trainer; a gradient is, as the trainer's own
+        seeds = dict.fromkeys((self.vars[n] for n in self.opt_state), 1)
+        hidden = [v for i in optimize if self.eqns[i].primitive is not mark_p for v in self.eqns[i].outvars]
+        enters = spread(self.eqns, seeds, dict.fromkeys(hidden, 1))
+        seen = [i for i in positions if not any(isinstance(a, Var) and enters.get(a) for a in self.eqns[i].invars)]
+        return tuple(seen), tuple(self.eqns[i].primitive.name for i in positions if i not in seen)
 
     def with_roles(self, optimize: Sequence[int]) -> Program:
         """The whole step with exact roles: optimize by the cut, backward by what differentiation made."""

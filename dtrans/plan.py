@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import html as html_escape
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class PServerPlan:
       servers: endpoint to the programs of that server.
       held: parameters that no server holds: they never change, or each trainer makes its own.
       unsent: parameters on the servers whose update uses no gradient.
+      dropped: effects of the step that no program carries out, such as printing the optimizer's state.
       shared_state: optimizer state that no parameter's row enters; every server holds it.
     """
 
@@ -60,6 +61,7 @@ class PServerPlan:
     servers: Mapping[str, ServerPrograms]
     held: tuple[str, ...]
     unsent: tuple[str, ...]
+    dropped: tuple[str, ...]
     shared_state: tuple[str, ...]
     make_trainer: Callable[[int], Program] = dataclasses.field(repr=False)
     make_trainer_startup: Callable[[int], Program] = dataclasses.field(repr=False)
@@ -101,7 +103,9 @@ class PServerPlan:
 
     # -- running ---------------------------------------------------------------------------------
 
-    def on_mesh(self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> MeshJob:
+    def on_mesh(
+        self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True, replicated: Collection[str] = ()
+    ) -> MeshJob:
         """Run the whole job in this process; see `dtrans.run.mesh.MeshJob`.
 
         Args:
@@ -109,10 +113,11 @@ class PServerPlan:
             fewer than roles. All of this process's by default.
           donate: let each update reuse the memory of the optimizer state it replaces. A state that was
             stepped from cannot be stepped from again.
+          replicated: names of batch arrays that every trainer gets whole; others are split on dim 0.
         """
         from dtrans.run.mesh import MeshJob
 
-        return MeshJob(self, devices, donate=donate)
+        return MeshJob(self, devices, donate=donate, replicated=replicated)
 
     # -- cost ------------------------------------------------------------------------------------
 
@@ -161,6 +166,8 @@ class PServerPlan:
             notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
         if self.shared_state:
             notes.append(f"on every server: {', '.join(self.shared_state)}")
+        if self.dropped:
+            notes.append(f"not carried out, since it looks at what servers make: {', '.join(self.dropped)}")
         if self.held:
             notes.append(f"on the trainers only: {', '.join(self.held)}")
         return notes

@@ -647,3 +647,51 @@ def test_any_step_of_two_mlps_of_random_width_equals_one_device(data: st.DataObj
             devices=devices,
             min_block_size=min_block_size,
         )
+
+
+def test_arrays_of_a_batch_that_differ_in_rows_are_refused_unless_every_trainer_gets_them_whole() -> None:
+    def loss(params: Any, x: Any, y: Any, weights: Any) -> Any:
+        return jnp.mean((x @ params["w"] * weights - y) ** 2)
+
+    tx = optax.sgd(0.1)
+    init = lambda key: (p := {"w": jax.random.normal(key, (3, 4))}, tx.init(p))
+    step, key = dtrans.make_train_step(loss, tx), jax.random.key(0)
+    x, y, weights = jnp.ones((8, 3)), jnp.zeros((8, 4)), jnp.arange(4.0)
+    plan = dtrans.pserver(dtrans.trace(step, *init(key), x, y, weights), dtrans.trace(init, key), trainers=2)
+    job = plan.on_mesh()
+    with pytest.raises(BatchError, match=r"but x has 8 and weights has 4 rows; name what .*on_mesh\(replicated="):
+        job.step(job.init(key), x, y, weights)
+    with pytest.raises(ConfigError, match=r"replicated=\('v',\) must name arrays of the batch: x, y, weights"):
+        plan.on_mesh(replicated=("v",))
+    job = plan.on_mesh(replicated=("weights",))
+    state, got = job.step(job.init(key), x, y, weights)
+    params, _, expected = jax.jit(step)(*init(key), x, y, weights)
+    tree_close(job.params(state), params, 1e-6)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_key_differs_between_trainers_and_one_trainer_has_it_as_it_is(devices: int) -> None:
+    def loss(params: Any, x: Any, key: Any) -> Any:
+        noise = jax.random.uniform(key, x.shape)
+        return jnp.mean((x + noise) * params), noise
+
+    tx = optax.sgd(0.1)
+    init = lambda key: (p := jnp.float32(1), tx.init(p))
+    step, key = dtrans.make_train_step(loss, tx, has_aux=True), jax.random.key(7)
+    programs = dtrans.trace(step, *init(key), jnp.ones((4, 2)), key), dtrans.trace(init, key)
+    for trainers in (1, 2):
+        job = dtrans.pserver(*programs, trainers=trainers).on_mesh(jax.devices()[:devices])
+        _, _, noise = job.step(job.init(key), jnp.ones((4, 2)), key)
+        keys = [key] if trainers == 1 else [jax.random.fold_in(key, k) for k in range(trainers)]
+        expected = jnp.concatenate([jax.random.uniform(k, (4 // trainers, 2)) for k in keys])
+        np.testing.assert_array_equal(noise, expected)
+
+
+def test_a_step_from_something_else_than_a_state_is_refused() -> None:
+    tx = optax.sgd(0.1)
+    init = lambda key: (p := {"w": jnp.ones(2)}, tx.init(p))
+    step, key = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx), jax.random.key(0)
+    job = dtrans.pserver(dtrans.trace(step, *init(key), jnp.ones(2)), dtrans.trace(init, key)).on_mesh()
+    with pytest.raises(StateError, match="step takes the state that init or step returned, not dict"):
+        job.step(init(key)[0], jnp.ones(2))

@@ -14,7 +14,7 @@ everything runs on that one, and no copy is made.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -59,6 +59,7 @@ class MeshJob:
       plan: what to run.
       devices: trainers take the first, servers those after them, round-robin where there are fewer than
         roles; all of this process's by default.
+      replicated: names of batch arrays that every trainer gets whole, e.g. class weights.
       donate: let updates reuse the memory of the optimizer state they replace. A state that was stepped
         from can then not be stepped from again; parameters are never donated.
 
@@ -78,13 +79,25 @@ class MeshJob:
       ([1.0, 2.0], 11.0)
     """
 
-    def __init__(self, plan: PServerPlan, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> None:
+    def __init__(
+        self,
+        plan: PServerPlan,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        donate: bool = True,
+        replicated: Collection[str] = (),
+    ) -> None:
         devices = list(jax.devices() if devices is None else devices)
         if not devices:
             raise ConfigError("on_mesh was given no devices")
         self.plan = plan
         self.donate = donate
         self.trainers = plan.trainers
+        names = [n for spec in plan.main.args[2:] for n in spec.names]
+        self._whole = {n for n in names for r in replicated if n == r or n.startswith(r + "/")}
+        unknown = [r for r in replicated if not any(n == r or n.startswith(r + "/") for n in names)]
+        if isinstance(replicated, str) or unknown:
+            raise ConfigError(f"replicated={replicated!r} must name arrays of the batch: {', '.join(names)}")
         count = max(d for d in range(1, min(len(devices), self.trainers) + 1) if self.trainers % d == 0)
         self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
         self.device_of = {ep: devices[(self.trainers + i) % len(devices)] for i, ep in enumerate(plan.servers)}
@@ -115,12 +128,17 @@ class MeshJob:
     def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
         """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
 
-        Arrays of the batch are split over the trainers on dim 0; 0-d arrays go to every trainer.
+        Arrays of the batch are split over the trainers on dim 0; 0-d arrays, and those named in `replicated`, go
+        to every trainer whole. A PRNG key (`jax.random.key`) is folded with the trainer's number, so that noise
+        differs between trainers, and from what one device would draw.
 
         Raises:
-          BatchError: an array of the batch that the trainers do not divide.
-          StateError: a state that was already stepped from, and whose optimizer state was donated.
+          BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
+          StateError: not a state of this job, or one that was already stepped from, and whose optimizer state
+            was donated.
         """
+        if not isinstance(state, MeshState):
+            raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
         arrays = self._batch_arrays(batch)
         runner = self._runner(arrays)
         servers = {ep: dict(held) for ep, held in state.servers.items()}
@@ -132,7 +150,7 @@ class MeshJob:
                     "use the state that step returned, or plan.on_mesh(donate=False)"
                 )
         params = [state.params[n] for n in runner.param_names]
-        shared = [_put(x, self._split if x.ndim else self._replicated) for x in arrays]
+        shared = [self._place(x, share) for x, share in arrays]
         values = dict(
             zip(
                 runner.program.out_names,
@@ -177,28 +195,54 @@ class MeshJob:
         made = dict(zip(outs, inner.outvars, strict=True))
         return frozenset(n for n in self.plan.held if made[n] is not ins[n])
 
-    def _batch_arrays(self, batch: Sequence[Any]) -> list[Any]:
-        """The batch's arrays; each is checked to divide."""
+    def _batch_arrays(self, batch: Sequence[Any]) -> list[tuple[Any, str]]:
+        """The batch's arrays, and how trainers share each: `split`, `replicated` or `key`."""
         specs = self.plan.main.args[2:]
         if len(batch) != len(specs):
             raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
-        arrays = []
+        arrays: list[tuple[Any, str]] = []
+        rows: dict[int, str] = {}
         for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
             for name, x in zip(spec.names, spec.flatten(as_array(arg), f"batch argument {i}"), strict=True):
-                if x.ndim and x.shape[0] % self.trainers:
-                    raise BatchError(
-                        f"{name} has {x.shape[0]} rows, which {self.trainers} trainers do not divide: "
-                        f"give batches of a multiple of {self.trainers}"
-                    )
-                arrays.append(x)
+                share = self._share(name, x)
+                arrays.append((x, share))
+                if share == "split":
+                    rows.setdefault(x.shape[0], name)
+        for count, name in rows.items():
+            if count % self.trainers:
+                raise BatchError(
+                    f"{name} has {count} rows, which {self.trainers} trainers do not divide: "
+                    f"give batches of a multiple of {self.trainers}"
+                )
+        if len(rows) > 1:
+            listed = " and ".join(f"{name} has {count}" for count, name in rows.items())
+            raise BatchError(
+                f"the arrays of a batch are split over the trainers on dim 0, but {listed} rows; "
+                "name what every trainer needs whole in plan.on_mesh(replicated=(...))"
+            )
         return arrays
 
-    def _runner(self, arrays: Sequence[Any]) -> TrainersProgram:
+    def _share(self, name: str, x: Any) -> str:
+        """How trainers share one array of the batch."""
+        if self.trainers == 1 or name in self._whole:
+            return "replicated"
+        if x.ndim:
+            return "split"
+        return "key" if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else "replicated"
+
+    def _place(self, x: Any, share: str) -> Any:
+        """One array of the batch on the trainers' devices."""
+        if share == "key":
+            x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))
+        return _put(x, self._replicated if share == "replicated" else self._split)
+
+    def _runner(self, arrays: Sequence[tuple[Any, str]]) -> TrainersProgram:
         """The trainer program for this batch, in pieces."""
         trainer = self.plan.trainer
         state = [trainer.inputs[n] for n in self.plan.main.args[0].names]
         local = [
-            jax.ShapeDtypeStruct((x.shape[0] // self.trainers, *x.shape[1:]) if x.ndim else (), x.dtype) for x in arrays
+            jax.ShapeDtypeStruct((x.shape[0] // self.trainers, *x.shape[1:]) if share == "split" else x.shape, x.dtype)
+            for x, share in arrays
         ]
         program = trainer.at_flat([*state, *local])
         if program not in self._pieces:

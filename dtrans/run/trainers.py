@@ -33,7 +33,8 @@ class TrainersProgram:
 
     Args:
       program: of trainer 0, for a trainer's part of the batch.
-      batch: the global batch, as arrays; only their types are looked at.
+      batch: the arrays of the global batch, and how trainers share each: `split`, `replicated`, or `key` (each
+        has its own); only types are looked at.
       mesh: the trainers' devices, on one axis.
       plan: that the program is of.
       local: parameters of which each trainer has its own.
@@ -43,7 +44,7 @@ class TrainersProgram:
     """
 
     def __init__(
-        self, program: Program, batch: Sequence[Any], mesh: Mesh, plan: PServerPlan, local: Collection[str]
+        self, program: Program, batch: Sequence[tuple[Any, str]], mesh: Mesh, plan: PServerPlan, local: Collection[str]
     ) -> None:
         self.program = program
         self.mesh = mesh
@@ -56,9 +57,9 @@ class TrainersProgram:
         for name, var in zip(self.param_names, inner.invars, strict=False):
             if name in local:
                 self.kinds[var] = "stacked"
-        for x, var in zip(batch, inner.invars[count:], strict=True):
-            if x.ndim and plan.trainers > 1:
-                self.kinds[var] = "split"
+        for (_, share), var in zip(batch, inner.invars[count:], strict=True):
+            if share != "replicated":
+                self.kinds[var] = "split" if share == "split" else "stacked"
         for step in self.pieces.steps:
             reads = step.reads if isinstance(step, Compute) else ()
             if any(v in self.kinds for v in reads):
@@ -67,7 +68,7 @@ class TrainersProgram:
         self.outs = dict(zip(program.out_names, inner.outvars, strict=True))
         self.compiled = {s: self._compile(s) for s in self.pieces.steps if isinstance(s, Compute)}
         self.rest = without(program.out, plan.main.args[0])
-        self.merge = self._merger(batch)
+        self.merge = self._merger([x for x, _ in batch])
 
     def is_stacked(self, atom: Any) -> bool:
         """Whether each trainer has a value of its own."""

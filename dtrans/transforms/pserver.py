@@ -124,6 +124,7 @@ def pserver(
         servers={ep: servers.programs(ep) for ep in endpoints},
         held=step.held,
         unsent=tuple(n for n in step.optimized if n not in step.gradients),
+        dropped=step.dropped,
         shared_state=servers.slicer.shared_state,
         make_trainer=lambda k: trainer_program(step, placement, k, trainers, sync_mode),
         make_trainer_startup=lambda k: trainer_startup_program(step, placement, startup, k, trainers, sync_mode),
@@ -230,7 +231,8 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers: 
     outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
     role_of = dict(zip(range(len(inner.eqns)), source.roles, strict=True))
     wanted = [outs_of[n] for n in (*step.results, *step.held)] + list(step.gradients.values())
-    kept, _ = needed(inner.eqns, wanted)
+    wanted += [a for i in step.observers for a in inner.eqns[i].invars]
+    kept = sorted({*needed(inner.eqns, wanted)[0], *step.observers})
 
     ready: dict[Var | None, list[str]] = {}
     made = {v for i in kept for v in inner.eqns[i].outvars}
