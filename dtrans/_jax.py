@@ -165,7 +165,7 @@ def abstract_eval(primitive: Primitive, avals: Sequence[Any], params: Mapping[st
 
 
 def is_plain_jit(eqn: JaxprEqn) -> bool:
-    """A `jit` equation that only groups equations: no sharding, layout or donation asked for."""
+    """A `jit` equation that only groups equations: no sharding or layout asked for. Donation is the caller's."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return False
     p = eqn.params

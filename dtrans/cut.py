@@ -164,7 +164,7 @@ class _Cutter:
         return found
 
     def leaf_behind(self, atom: Atom) -> str | None:
-        """The parameter that a value is, or was cast from."""
+        """The parameter that a value is, or was made from one operand at a time, as by a cast."""
         while isinstance(atom, Var) and atom in self.made_by:
             eqn = self.eqns[self.made_by[atom]]
             operands = [a for a in eqn.invars if isinstance(a, Var)]

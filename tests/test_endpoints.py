@@ -459,6 +459,28 @@ def test_a_trainer_of_a_killed_pserver_is_told_at_once(crew: Crew, tmp_path: Pat
     assert took < 5, took
 
 
+def test_a_pserver_that_is_terminated_says_so_and_leaves_nothing(
+    crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folders))
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    with Role(tmp_path, "pserver", 0, pservers, 2, 0) as role:
+        role.ready()
+        started = threading.Event()
+        plan = plan_for(pservers, min_block_size=8192)
+        crew.start("trainer", train, plan, 0, [mlp_batch(8)], params, before=lambda i: started.set())
+        assert started.wait(HANG)
+        assert list(folders.iterdir())  # of the Unix socket
+        role.process.terminate()
+        assert role.process.wait(HANG) == 128 + signal.SIGTERM
+        error = crew.end("trainer")
+    assert str(error) == f"pserver {ep} refused trainer 0: it ended: SystemExit: 143"
+    assert not list(folders.iterdir())
+
+
 def test_a_killed_trainer_is_named_by_the_server_before_its_deadline(
     crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

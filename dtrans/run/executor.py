@@ -36,7 +36,8 @@ class Executor:
                 params, loss = exe.run(trainer, params, x, y)
 
     Leaving the `with` block, or `close()`, tells the servers that this trainer is done; leaving it with an
-    exception tells them why, so that nobody waits for a trainer that failed.
+    exception tells them why, so that nobody waits for a trainer that failed. (One that fails before it first
+    ran a program that communicates is not known to them yet; they wait for it up to their deadline.)
 
     Args:
       deadline: seconds that any wait may take. Its error says who waited for whom, and for what.

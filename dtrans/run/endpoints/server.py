@@ -21,8 +21,10 @@ import dataclasses
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,11 +152,13 @@ class PServer:
         """
         self._started = time.monotonic()
         self._publish()
+        ending: Any = None
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         look = time.monotonic() + TICK
         try:
+            ending = signal.signal(signal.SIGTERM, _end) if _decides_signals() else None
             while not (len(self._trainers) == self.count and all(t.done for t in self._trainers.values())):
                 ready = dict(poller.poll(max(0, int((look - time.monotonic()) * 1000))))
                 if self._socket in ready:
@@ -174,6 +178,8 @@ class PServer:
                     self._say(t.address, "refuse", reason=f"it ended: {reason}", last=True)
             raise
         finally:
+            if ending is not None:
+                signal.signal(signal.SIGTERM, ending)
             self._close()
 
     def _catch_up(self) -> None:
@@ -377,6 +383,16 @@ class PServer:
             raise DeadlineError(f"pserver {self.endpoint} and {_named(waiting)} waited {waited:.1f} s for {what}")
         for k in waiting:
             self._say(self._trainers[k].address, "waiting", reason=f"{waited:.1f} s for {what}")
+
+
+def _decides_signals() -> bool:
+    """Whether SIGTERM, which launchers end roles with, would end this process without a word."""
+    main = threading.current_thread() is threading.main_thread()
+    return main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def _end(signum: int, frame: Any) -> None:
+    raise SystemExit(128 + signum)
 
 
 def _named(trainers: list[int]) -> str:
