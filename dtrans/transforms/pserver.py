@@ -16,7 +16,6 @@ Source: python/paddle/fluid/transpiler/distribute_transpiler.py (`transpile`, `g
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from dtrans._jax import Var
 from dtrans.addresses import parse_endpoints
 from dtrans.blocks import PSDispatcher, RoundRobin
 from dtrans.cut import GRAD, Cut, cut
-from dtrans.errors import ConfigError, GradientError, TraceError
+from dtrans.errors import ConfigError, GradientError
 from dtrans.ops import (
     OptimizeBlock,
     concat_p,
@@ -39,11 +38,12 @@ from dtrans.ops import (
 )
 from dtrans.placement import Block, Placement, Unit, place
 from dtrans.plan import PServerPlan, ServerPrograms
-from dtrans.program import DIST, FORWARD, LR_SCHED, OPTIMIZE, RPC, Program, children
-from dtrans.rewrite import Builder, inline_calls, needed
+from dtrans.program import DIST, FORWARD, LR_SCHED, OPTIMIZE, RPC, Program
+from dtrans.rewrite import Builder, needed
 from dtrans.rows import RowAnalysis, analyse
 from dtrans.shards import Slicer, UnitUpdate
-from dtrans.trees import TreeSpec, is_array, without
+from dtrans.transforms.startup import match_startup
+from dtrans.trees import TreeSpec, without
 
 
 def pserver(
@@ -113,7 +113,7 @@ def pserver(
         min_block_size=min_block_size,
         seed=seed,
     )
-    startup = _match_startup(step, startup)
+    startup = match_startup(step, startup)
     servers = _Servers(step, analysis, placement, startup, trainers, sync_mode)
     return PServerPlan(
         main=step.program,
@@ -149,75 +149,6 @@ def check_options(
         )
     if isinstance(min_block_size, bool) or not isinstance(min_block_size, int) or min_block_size < 1:
         raise ConfigError(f"min_block_size must be a positive number of elements, it is {min_block_size!r}")
-
-
-def _match_startup(step: Cut, startup: Program) -> Program:
-    """The startup program with its outputs named as the step's state.
-
-    What init returns is told apart by its keys (`params`, `opt_state`, or what the step calls them) or, in a
-    tuple, by the paths and types of the leaves: never by position alone, which would take momentum for weights.
-    """
-    state = step.program.args[:2]
-    wanted = [_leaves(_typed(spec, step.program.inputs)) for spec in state]
-    names = [spec.names for spec in state]
-    result = _typed(startup.out, startup.outputs)
-    parts = children(result) or []
-    made = {key: _leaves(part) for key, part in parts}
-    roots = [spec.root or default for spec, default in zip(state, ("params", "opt_state"), strict=True)]
-    if len(parts) != 2:
-        order: list[Any] = []
-    elif set(made) == set(roots):
-        order = roots
-    elif set(made) == {"params", "opt_state"}:
-        order = ["params", "opt_state"]
-    else:
-        keys = list(made)
-        order = next((o for o in (keys, keys[::-1]) if [made[k] for k in o] == wanted), keys)
-    if not order or [made[k] for k in order] != wanted:
-        raise TraceError(
-            f"the startup program {startup.name} does not make what {step.program.name} takes: "
-            + _mismatch(order, made, wanted, roots)
-            + "; startup must be dtrans.trace(init, ...) with init(...) -> (params, opt_state)"
-        )
-    flat = [n for key, _ in parts for n in names[order.index(key)]]
-    jaxpr = inline_calls(startup.jaxpr)
-    out = TreeSpec(startup.out.treedef, _renamed(startup.out, flat))
-    roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
-    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, roles=roles, respecialise=None)
-
-
-def _typed(spec: TreeSpec, types: Mapping[str, Any]) -> Any:
-    """The pytree of a spec, with types for arrays."""
-    return spec.unflatten([types[n] for n in spec.names])
-
-
-def _leaves(tree: Any) -> dict[str, str]:
-    """Path below the root to type, of each array."""
-    arrays = [x for x in jax.tree.leaves(tree) if is_array(x)]
-    return {n: f"{x.dtype}{list(x.shape)}" for n, x in zip(TreeSpec.of(tree).names, arrays, strict=True)}
-
-
-def _mismatch(
-    order: Sequence[Any],
-    made: Mapping[Any, Mapping[str, str]],
-    wanted: Sequence[Mapping[str, str]],
-    roots: Sequence[str],
-) -> str:
-    """The first thing in which a startup program differs from the step."""
-    if not order:
-        return f"it returns {len(made) or 'no'} parts, which are not two"
-    for key, want, root in zip(order, wanted, roots, strict=True):
-        have = made[key]
-        for path in [*want, *have]:
-            if have.get(path) != want.get(path):
-                name = root if path == "value" else f"{root}/{path}"
-                return f"{name} is made as {have.get(path, 'nothing')}, and taken as {want.get(path, 'nothing')}"
-    raise AssertionError("no difference")
-
-
-def _renamed(spec: TreeSpec, names: Sequence[str]) -> tuple[Any, ...]:
-    it = iter(names)
-    return tuple(next(it) if isinstance(leaf, str) else leaf for leaf in spec.leaves)
 
 
 # -- the trainer -----------------------------------------------------------------------------------
