@@ -46,6 +46,8 @@ def test_transform_over_trace(benchmark, ratio, leaves):
     main, startup = programs(step, init, batch)
 
     def compare():
-        return ratio(f"transform / trace, {leaves} leaves", lambda: transform(main, startup), trace, pairs=5)
+        # Python's collector strikes either side at random, for as long as a small transform takes: many pairs
+        pairs = max(5, 2000 // leaves)
+        return ratio(f"transform / trace, {leaves} leaves", lambda: transform(main, startup), trace, min(pairs, 25))
 
     benchmark.extra_info["ratio"] = benchmark.pedantic(compare, rounds=1)
