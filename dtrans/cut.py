@@ -12,9 +12,10 @@ whose author called `jax.grad` gets them by inference: the gradient of `params/w
   - reaches the new `params/w` through equations that keep that shape; or, where none does (Muon
     multiplies matrices), through any equations.
 
-More than one such value is an error that lists them. Whatever was inferred or marked is then checked: on
-the way from any input to new parameters and state, nothing may run around the gradients. No other part of
-the package looks for the boundary.
+More than one such value is an error that lists them, and so is a loop that may have taken several steps:
+what it makes becomes the new parameter without the old one being read again. Whatever was inferred or marked
+is then checked: on the way from any input to new parameters and state, nothing may run around the gradients.
+No other part of the package looks for the boundary.
 """
 
 from __future__ import annotations
@@ -156,9 +157,8 @@ class _Cutter:
             if eqn.outvars[0].aval.shape != shape:
                 raise GradientError(
                     f"the marked gradient of {leaf} is {short_type(eqn.outvars[0].aval)} in {self.source.name}, "
-                    "where the "
-                    f"leaf is {list(shape)}: gradients of single examples (dtrans.value_and_grad under vmap) cannot be "
-                    "averaged over trainers; take the gradient of the mean loss"
+                    f"where the leaf is {list(shape)}: gradients of single examples (dtrans.value_and_grad under vmap) "
+                    "cannot be averaged over trainers; take the gradient of the mean loss"
                 )
             found[leaf] = eqn.outvars[0]
         return found
@@ -214,10 +214,8 @@ class _Cutter:
         if "transpose(" not in scope_of(eqn) and not (isinstance(out, Var) and reads_params.get(out)):
             raise GradientError(
                 f"cannot tell the gradient of {name} in {self.source.name}: {eqn.primitive.name} differentiates "
-                "inside, and "
-                f"what it makes becomes the new {name} without the old one being read again, as when a loop "
-                "takes several "
-                "steps. A step may take one update"
+                f"inside, and what it makes becomes the new {name} without the old one being read again, as when a "
+                "loop takes several steps. A step may take one update"
             )
 
     def crossing(self) -> set[Var]:
@@ -312,9 +310,8 @@ class _Cutter:
             culprit, what = self.who_uses(outs, out_names, gradients, self.vars[hidden[0]] if hidden else None, around)
             raise GradientError(
                 f"{culprit} is updated with {what}, which only the trainers have; an update may use gradients, "
-                "parameters and "
-                "optimizer state. If this is the gradient of something, take it with dtrans.value_and_grad; if "
-                "it is a schedule, "
+                "parameters and optimizer state. If this is the gradient of something, take it with "
+                "dtrans.value_and_grad; if it is a schedule, "
                 "make it a function of a count in the optimizer state (optax.inject_hyperparams, optax schedules)"
             )
         owners = {v: n for n, v in gradients.items()}

@@ -188,8 +188,8 @@ class PServerPlan:
     def _repr_html_(self) -> str:
         esc = html_escape.escape
         body = "".join(
-            "<tr><td "
-            f"style='text-align:left'><code>{esc(r[0])}</code></td><td>{r[1]}</td><td>{r[2]}</td><td>{esc(r[3])}</td></tr>"
+            f"<tr><td style='text-align:left'><code>{esc(r[0])}</code></td>"
+            f"<td>{r[1]}</td><td>{r[2]}</td><td>{esc(r[3])}</td></tr>"
             for r in self.rows
         )
         notes = "".join(f"<li>{esc(n)}</li>" for n in self.notes)

@@ -6,7 +6,10 @@
     trainers    a trainer program for all trainers of a mesh at once
     endpoints   one process per role, over ZeroMQ
     executor    `Executor.run`: any one program of a job
+    roles       what a launched process knows of itself
     launch      start the processes of a job on this host
+    children    its processes, and what they say
+    guard       ends them when the launcher itself is killed
 
 A new realiser takes a plan, or programs, and asks `pieces` for the parts to compile; transforms never
 import from here.

@@ -64,7 +64,7 @@ class MeshJob:
         from can then not be stepped from again; parameters are never donated.
 
     Raises:
-      ConfigError: no devices.
+      ConfigError: no devices, or `replicated` names that the batch does not have.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
