@@ -184,12 +184,31 @@ def scope_of(eqn: JaxprEqn) -> str:
 
 
 def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """`eqn`, inlined out of the call `outer`, under the name stack it had inside that call."""
-    stack = outer.source_info.name_stack
-    if not len(stack):
-        return eqn
-    info = eqn.source_info
-    return eqn.replace(source_info=info.replace(name_stack=stack + info.name_stack))
+    """`eqn`, inlined out of the call `outer`, under the name stack it had inside that call.
+
+    It takes over the call's traceback: a jitted function is traced once, and its equations remember who called it
+    first, which may have been another program.
+    """
+    info, call = eqn.source_info, outer.source_info
+    stack = call.name_stack + info.name_stack if len(call.name_stack) else info.name_stack
+    return eqn.replace(source_info=info.replace(name_stack=stack, traceback=call.traceback))
+
+
+def origin_of(eqn: JaxprEqn) -> str:
+    """Who wrote an equation, as far as its traceback tells: `optax.clip_by_global_norm`, or a function's own name.
+
+    Of optax it is the transformation that is named: a function that has an `update` inside.
+    """
+    traceback = eqn.source_info.traceback
+    for frame in [] if traceback is None else traceback.frames:
+        path = frame.file_name.replace("\\", "/")
+        if "/optax/" in path:
+            outer, _, rest = frame.function_name.partition(".")
+            if "update" in rest:
+                return ("optax.contrib." if "/optax/contrib/" in path else "optax.") + outer
+        elif not any(package in path for package in ("/jax/", "/jaxlib/", "/dtrans/")):
+            return frame.function_name.replace(".<locals>", "").removesuffix(".<lambda>")
+    return ""
 
 
 def equations(jaxpr: Any) -> Iterator[JaxprEqn]:

@@ -23,8 +23,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxprs_in_params, scope_of
-from dtrans.errors import GradientError
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxprs_in_params, origin_of, scope_of
+from dtrans.errors import GradientError, OptimizerError
 from dtrans.listing import short_type
 from dtrans.marks import mark_p
 from dtrans.program import BACKWARD, FORWARD, OPTIMIZE, Program
@@ -85,7 +85,7 @@ def cut(program: Program) -> Cut:
 
     Raises:
       GradientError: not a training step, gradients that cannot be told, or an update that uses something
-        which only the trainers have.
+        which only the trainers have. OptimizerError: an optimizer that is told the loss.
     """
     return _Cutter(program).cut()
 
@@ -307,6 +307,7 @@ class _Cutter:
         hidden = [n for n in (*self.batch, *made_here) if self.vars[n] in leaves]
         around = [self.eqns[i] for i in kept if self.derived[i]]
         if hidden or around:
+            self.refuse_losses(kept)
             culprit, what = self.who_uses(outs, out_names, gradients, self.vars[hidden[0]] if hidden else None, around)
             raise GradientError(
                 f"{culprit} is updated with {what}, which only the trainers have; an update may use gradients, "
@@ -329,6 +330,20 @@ class _Cutter:
         jaxpr = eliminate_dead(builder.build(outs))
         in_names = (*(n + GRAD for n in grad_names), *params, *self.opt_state)
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, kept
+
+    def refuse_losses(self, kept: Sequence[int]) -> None:
+        """Raise for an optimizer that is told a result of the step, as a line search is told the loss."""
+        of = {a: n for n in self.results if isinstance(a := self.outs[n], Var)}
+        made = {v for i in kept for v in self.eqns[i].outvars}
+        for i in kept:
+            told = next((of[a] for a in self.eqns[i].invars if isinstance(a, Var) and a in of and a in made), None)
+            who = origin_of(self.eqns[i])
+            if told and not self.derived[i] and who.startswith("optax."):
+                raise OptimizerError(
+                    f"{who} uses {told}, which only the trainers have: servers have gradients, parameters and "
+                    "optimizer state, so that an optimizer can neither be told the loss nor evaluate it. Use one "
+                    "that takes (grads, state, params), such as optax.lbfgs(linesearch=None), or a schedule"
+                )
 
     def who_uses(
         self,
@@ -422,6 +437,8 @@ def _is_derivative(eqn: JaxprEqn) -> bool:
     """Whether differentiation made an equation: it transposes, or is a loop around equations that do."""
     if "transpose(" in scope_of(eqn):
         return True
+    if eqn.primitive.name == "custom_linear_solve":  # it holds its own transpose, whether it was differentiated or not
+        return False
     return any(
         e.primitive is mark_p or "transpose(" in scope_of(e)
         for sub in jaxprs_in_params(eqn.params)

@@ -20,6 +20,10 @@ class GradientError(DtransError, ValueError):
     """The gradients of a step cannot be told, or something runs around them."""
 
 
+class OptimizerError(GradientError):
+    """An optimizer that needs what no server has, or that cannot be sliced where that was required."""
+
+
 class ConfigError(DtransError, ValueError):
     """An option that does not exist, has the wrong value, or contradicts another."""
 

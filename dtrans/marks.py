@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import jax
 from jax.tree_util import keystr, tree_map_with_path
 
 from dtrans._jax import Primitive, ad, batching, mlir
-from dtrans.errors import GradientError
+from dtrans.errors import GradientError, OptimizerError
 from dtrans.trees import combine, is_differentiable, partition
 
 
@@ -101,6 +102,9 @@ def make_train_step(loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = Fal
         (loss, aux). A loss that is a sum over the batch is not the same on trainers that each see a part.
       tx: an `optax.GradientTransformation`, or anything with its `update`.
 
+    Raises:
+      OptimizerError: when the step is called, with an optimizer that must be told the loss, or a function of it.
+
     Returns:
       `step(params, opt_state, *batch) -> (params, opt_state, loss[, aux])`, with the parameter names of
       `loss_fn` for the batch. Leaves of `params` that cannot be differentiated are handed through, and are
@@ -120,12 +124,35 @@ def make_train_step(loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = Fal
     def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
         value, grads = gradient(params, *batch)
         diff, rest = partition(params, is_differentiable)
-        updates, opt_state = tx.update(grads, opt_state, diff)
+        updates, opt_state = _update(tx, grads, opt_state, diff)
         params = combine(_apply_updates(diff, updates), rest)
         return (params, opt_state, *(value if has_aux else (value,)))
 
     step.__signature__ = _step_signature(loss_fn)  # type: ignore[attr-defined]
     return step
+
+
+# how optax says that its update was not given something: the function that asks, and what for
+_ASKS = (
+    re.compile(r"(?P<who>\w+)\.<locals>\.\w+\(\) missing \d+ required keyword-only arguments?: (?P<what>.*)"),
+    re.compile(r"(?P<what>\w+) must be provided to (?P<who>\w+) update function"),
+)
+
+
+def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+    """`tx.update`, which must do with these three."""
+    try:
+        made: tuple[Any, Any] = tx.update(grads, opt_state, params)
+        return made
+    except (TypeError, ValueError) as e:
+        asked = next((m for m in (p.search(str(e)) for p in _ASKS) if m), None)
+        if asked is None:
+            raise
+        raise OptimizerError(
+            f"{asked['who']} needs {asked['what']} in its update. The optimizer runs where only gradients, parameters "
+            "and its own state are: it cannot be told the loss, nor evaluate it. Use one that takes "
+            "(grads, state, params), such as optax.lbfgs(linesearch=None), or a learning-rate schedule"
+        ) from e
 
 
 def _step_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:

@@ -18,9 +18,12 @@ import numpy as np
 
 from dtrans.blocks import PSDispatcher, slice_variable
 from dtrans.cut import GRAD
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigError, OptimizerError
 from dtrans.rows import RowAnalysis
-from dtrans.shards import Span
+from dtrans.writer import Span
+
+
+TIED = "its update needs another leaf"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,20 +115,28 @@ def place(
     leaves: Mapping[str, Any],
     endpoints: Sequence[str],
     *,
-    slice_var_up: bool,
+    slice_var_up: bool | str,
     split_method: type[PSDispatcher],
     min_block_size: int,
     seed: int = 0,
 ) -> Placement:
     """Cut `leaves` (name to type, in leaf order) and place the blocks on `endpoints`.
 
-    With `slice_var_up=False` nothing is cut, and leaves are dispatched in an order shuffled by `seed`, from
-    a generator of its own.
+    With `slice_var_up="require"` every leaf must be one that can be cut. With False nothing is cut, and leaves are
+    dispatched in an order shuffled by `seed`, from a generator of its own.
 
     Raises:
       ConfigError: a dispatcher that answers with something else than one known endpoint for each block.
+      OptimizerError: with `slice_var_up="require"`, an optimizer that does not let a leaf be cut.
     """
     bound = {n: g for n, g in analysis.groups.items() if n in leaves and (len(g.leaves) > 1 or g.reason)}
+    if slice_var_up == "require" and bound:
+        listed = "; ".join(f"{n}: {g.reason or TIED}" for n, g in list(bound.items())[:5])
+        more = f"; and {len(bound) - 5} more" if len(bound) > 5 else ""
+        raise OptimizerError(
+            f"slice_var_up='require', but the optimizer does not let these leaves be cut: {listed}{more}. Give them "
+            "another optimizer (optax.multi_transform), or let them live whole on one server (slice_var_up=True)"
+        )
     free = [n for n in leaves if n not in bound]
     if not slice_var_up:
         np.random.RandomState(seed).shuffle(free)
@@ -167,7 +178,7 @@ def place(
         tuple(endpoints),
         {n: placed[n] for n in leaves},
         {ep: tuple(us) for ep, us in units.items()},
-        {n: g.reason or "its update needs another leaf" for n, g in bound.items()},
+        {n: g.reason or TIED for n, g in bound.items()},
     )
 
 

@@ -8,19 +8,48 @@ from __future__ import annotations
 
 import dataclasses
 import html as html_escape
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dtrans.errors import ConfigError, UnknownEndpointError
+from dtrans.ops import all_reduce_p
 from dtrans.placement import Placement
-from dtrans.program import Program
+from dtrans.program import DIST, Program
 
 
 if TYPE_CHECKING:
     import jax
 
     from dtrans.run.mesh import MeshJob
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A value that servers reduce together.
+
+    Attributes:
+      name: the same on every server.
+      op: `sum`, `max`, ...
+      shape, dtype: of the value.
+      owners: the servers that have parts of it.
+      over: the servers that take part: those, and the ones that need it.
+    """
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: Any
+    owners: tuple[str, ...]
+    over: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +79,8 @@ class PServerPlan:
       held: parameters that no server holds: they never change, or each trainer makes its own.
       unsent: parameters on the servers whose update uses no gradient.
       dropped: effects of the step that no program carries out, such as printing the optimizer's state.
-      shared_state: optimizer state that no parameter's row enters; every server holds it.
+      shared_state: optimizer state that lives with no leaf, since no row enters it, or only through reductions; it
+        is on every server that needs it.
     """
 
     main: Program
@@ -139,6 +169,20 @@ class PServerPlan:
         push = sum(b.nbytes for b in self.placement.table if b.leaf not in unsent)
         return {"send": push, "recv": sum(b.nbytes for b in self.placement.table)}
 
+    @cached_property
+    def rounds(self) -> tuple[tuple[Reduction, ...], ...]:
+        """What servers tell each other in a step: for each round, the values that they reduce together."""
+        found: dict[int, dict[str, Reduction]] = {}
+        for programs in self.servers.values():
+            for serve in programs.main.jaxpr.jaxpr.eqns:
+                for block in serve.params["optimize_blocks"]:
+                    for eqn in block.jaxpr.jaxpr.eqns if block.role == DIST else ():
+                        if eqn.primitive is all_reduce_p:
+                            p, aval = eqn.params, eqn.outvars[0].aval
+                            reduction = Reduction(p["name"], p["op"], aval.shape, aval.dtype, p["owners"], p["over"])
+                            found.setdefault(block.level, {})[p["name"]] = reduction
+        return tuple(tuple(found[level].values()) for level in sorted(found))
+
     # -- showing ---------------------------------------------------------------------------------
 
     @cached_property
@@ -162,10 +206,18 @@ class PServerPlan:
         notes.append(
             f"each of {self.trainers} trainers sends {step['send']:,} and receives {step['recv']:,} bytes per step"
         )
+        for i, values in enumerate(self.rounds):
+            told = sum(r.nbytes for r in values)
+            notes.append(f"round {i + 1} among pservers: {len(values)} values, {told:,} bytes from each at most")
         for leaf, reason in self.placement.whole.items():
             notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
-        if self.shared_state:
-            notes.append(f"on every server: {', '.join(self.shared_state)}")
+        where: dict[str, list[str]] = {}
+        for name in self.shared_state:
+            holders = [ep for ep, programs in self.servers.items() if name in programs.main.inputs]
+            everywhere = len(holders) == sum(bool(units) for units in self.placement.units.values())
+            where.setdefault("every server" if everywhere else " and ".join(holders), []).append(name)
+        for servers, names in where.items():
+            notes.append(f"on {servers}: {', '.join(names)}")
         if self.dropped:
             notes.append(f"not carried out, since it looks at what servers make: {', '.join(self.dropped)}")
         if self.held:

@@ -1,80 +1,33 @@
-"""Row analysis: which leaves an optimizer lets us slice along dim 0.
+"""Row analysis: what an optimizer does to the rows of parameters, and which leaves it lets us slice along dim 0.
 
-One pass forward over the optimize half of a step gives every value a layout:
+One pass forward over the optimize half of a step gives every value a layout (`dtrans.layouts`) by the rules of the
+primitives (`dtrans.rules`). Elementwise equations keep rows; a reduction over rows becomes one part for each block
+and an `all_reduce` of the parts, whose result is shared; anything else that touches rows binds the leaf, which must
+then live whole on one server, with the equation that did it as the reason. Leaves that meet so are a `Group`.
+Loops and branches are looked into, with the layouts of what goes into them.
 
-    Shared            no parameter's row enters it: counts, schedules, constants
-    Rows(leaf, axis)  row i along `axis` is made of row i of `leaf` and of shared values only
-    Mixed(leaves)     made of those leaves in some other way
+The layouts of state inputs are not guessed from names or shapes: a state input starts as `Shared`, and takes the
+layout of the output of its own name until nothing changes (the layouts form a finite lattice and only go up,
+two or three passes do it).
 
-Elementwise equations keep `Rows`; a shared operand that meets rows is sliced where they are (see
-`dtrans.shards`). Anything else that touches rows makes `Mixed`, with the equation that did it as the
-reason. The layouts of state inputs are not guessed from names or shapes: a state input starts as
-`Shared`, and takes the layout of the output of its own name until nothing changes (the layouts form a
-finite lattice and only go up, two or three passes do it).
-
-A leaf all of whose new values are `Rows` can be cut into any blocks of rows. Leaves that meet in a `Mixed`
-value that reaches new state form a `Group`, which must live whole on one server. Applying an
-optimizer to slices without asking is wrong by 1e-2 to 1e-1 for clipping by global norm, LAMB, LARS or
-Adafactor, silently; here it costs balance, never correctness.
-
-To let more optimizers slice, give their primitives a rule in `_layout`.
+Applying an optimizer to slices without asking is wrong by 1e-2 to 1e-1 for clipping by global norm, LAMB, LARS or
+Adafactor, silently. What is not understood here costs balance, never correctness.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var, scope_of
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, opened, origin_of, scope_of
+from dtrans.branches import inline_bodies, normalise
 from dtrans.cut import GRAD, OptimizeHalf
+from dtrans.layouts import SHARED, Layout, Rows, Whole, join, leaves_of
 from dtrans.listing import short_type
-
-
-# Primitives whose output at an index depends on the operands at that index only.
-# fmt: off
-ELEMENTWISE = frozenset(
-    {
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-        "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type",
-        "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
-        "expm1", "floor", "ge", "gradient", "gt", "igamma", "igammac", "imag", "integer_pow", "is_finite",
-        "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg",
-        "nextafter", "not", "or", "optimization_barrier", "polygamma", "population_count", "pow", "real",
-        "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
-        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-        "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
-    }
-)
-# fmt: on
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """No parameter's row enters the value."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """The value has the rows of `leaf` along `axis`."""
-
-    leaf: str
-    axis: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Mixed:
-    """The value is made of `leaves` in a way that has no rows.
-
-    `reason` is the equation that made it so; None where there never were rows (0-d leaves).
-    """
-
-    leaves: frozenset[str]
-    reason: str | None = dataclasses.field(default=None, compare=False)
-
-
-Layout = Shared | Rows | Mixed
-SHARED = Shared()
+from dtrans.rewrite import eliminate_dead
+from dtrans.rules import Step, step_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,23 +38,48 @@ class Group:
     reason: str | None
 
 
+@dataclasses.dataclass(eq=False)
+class Flow:
+    """What one pass over equations found.
+
+    Attributes:
+      layouts: of every value that is not shared.
+      steps: by position, how to carry out an equation on a block of rows.
+      bound: the layouts that bind leaves.
+      crosses: whether something in it has to go from one server to another.
+      claims: beside whose rows each free state input was read.
+    """
+
+    layouts: dict[Var, Layout]
+    steps: dict[int, Step] = dataclasses.field(default_factory=dict)
+    bound: list[Whole] = dataclasses.field(default_factory=list)
+    crosses: bool = False
+    claims: dict[Var, set[Rows]] = dataclasses.field(default_factory=dict)
+
+    def layout(self, atom: Atom) -> Layout:
+        """The layout of any value; literals are shared."""
+        return SHARED if isinstance(atom, Literal) else self.layouts.get(atom, SHARED)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowAnalysis:
     """What `analyse` found.
 
     Attributes:
-      half: the optimize half that was analysed.
-      layouts: the layout of every value in it.
+      half: the optimize half that was analysed: the one that was given, with branches taken apart.
+      flow: the layout of every value in it, and how equations are carried out on rows.
       groups: leaf to its group, for the leaves that cannot be sliced.
+      params: the leaves, in leaf order.
     """
 
     half: OptimizeHalf
-    layouts: Mapping[Var, Layout]
+    flow: Flow
     groups: Mapping[str, Group]
+    params: tuple[str, ...]
 
     def layout(self, atom: Atom) -> Layout:
-        """The layout of any value; literals are shared."""
-        return SHARED if isinstance(atom, Literal) else self.layouts.get(atom, SHARED)
+        """The layout of any value."""
+        return self.flow.layout(atom)
 
     @cached_property
     def inputs(self) -> dict[str, Var]:
@@ -113,137 +91,240 @@ class RowAnalysis:
         """Output name to value."""
         return dict(zip(self.half.out_names, self.half.jaxpr.jaxpr.outvars, strict=True))
 
-    def owners(self, layout: Layout) -> tuple[str, ...]:
-        """The leaves that a value with this layout lives with; none for a shared one."""
-        if isinstance(layout, Rows):
-            return self.groups[layout.leaf].leaves if layout.leaf in self.groups else (layout.leaf,)
-        if isinstance(layout, Mixed):
-            return self.groups[min(layout.leaves)].leaves
-        return ()
+    def home(self, layout: Layout) -> str | None:
+        """The leaf, or the first leaf of the group, that a value with this layout lives with; None if it is shared."""
+        if layout is SHARED:
+            return None
+        leaf = layout.leaf if isinstance(layout, Rows) else min(leaves_of([layout]))
+        return self.groups[leaf].leaves[0] if leaf in self.groups else leaf
+
+    def placed(self, whole: Collection[str]) -> RowAnalysis:
+        """The same, once it is known which leaves are on one server: what they are reduced to is there already."""
+        known = {*whole, *self.groups}
+        flow, bound = _settled(self.half, self.params, known)
+        return dataclasses.replace(self, flow=flow, groups=_groups(bound, self.params) | dict(self.groups))
 
 
 def analyse(half: OptimizeHalf, params: Sequence[str]) -> RowAnalysis:
     """Find which of `params` the optimize half lets us slice. Time is linear in the number of equations."""
+    half = dataclasses.replace(half, jaxpr=inline_bodies(half.jaxpr))
+    whole: set[str] = set()
+    bound: list[Whole] = []
+    while True:
+        flow, found = _settled(half, params, whole)
+        groups = _groups([*bound, *found], params)
+        roots = {leaf: g.leaves[0] for leaf, g in groups.items()}
+        simpler = normalise(half.jaxpr, flow, roots)
+        if simpler is not None:
+            half = dataclasses.replace(half, jaxpr=eliminate_dead(simpler))
+        elif groups.keys() <= whole:
+            return RowAnalysis(half, flow, groups, tuple(params))
+        else:  # again: what these leaves are reduced to, even in a loop, is where they are
+            bound += found
+            whole |= groups.keys()
+
+
+def _settled(half: OptimizeHalf, params: Sequence[str], whole: Collection[str]) -> tuple[Flow, list[Whole]]:
+    """The layouts once those of state inputs have settled, and everything that binds leaves."""
     inner = half.jaxpr.jaxpr
     inputs = dict(zip(half.in_names, inner.invars, strict=True))
     outputs = dict(zip(half.out_names, inner.outvars, strict=True))
-    updated = set(half.out_names)
     start: dict[Var, Layout] = {}
     for name in params:
-        own: Layout = Rows(name, 0) if name in inputs and inputs[name].aval.ndim else Mixed(frozenset([name]))
-        if name in inputs and name in updated:
+        own: Layout = Rows(name, 0) if name in inputs and inputs[name].aval.ndim else Whole(frozenset([name]))
+        if name in inputs and name in outputs:
             start[inputs[name]] = own
         if name + GRAD in inputs:
             start[inputs[name + GRAD]] = own
     own_names = set(params)
-    state = {n: v for n, v in inputs.items() if n in updated and n not in own_names}
+    state = {n: v for n, v in inputs.items() if n in outputs and n not in own_names}
     free = set(state.values())
 
     while True:
-        layouts, claims = _propagate(inner.eqns, start, free)
+        flow = _Pass(whole, free).over(inner.eqns, start)
         changed = False
         for name, var in state.items():
-            now = start.get(var, SHARED)
-            out = outputs[name]
-            new = _join(now, SHARED if isinstance(out, Literal) else layouts.get(out, SHARED), name)
-            if new == SHARED and out is var and len(claims.get(var, ())) == 1:
+            now, out = start.get(var, SHARED), outputs[name]
+            new = join(now, flow.layout(out), name)
+            if new is SHARED and out is var and len(flow.claims.get(var, ())) == 1:
                 # never changes, and is only ever read beside one leaf's rows: it is sliced as they are
-                (new,) = claims[var]
+                (new,) = flow.claims[var]
             if new != now:
                 start[var] = new
                 changed = True
         if not changed:
             break
 
-    mixed: list[Mixed] = []
-    for name, out in outputs.items():
-        layout = layouts.get(out, SHARED) if isinstance(out, Var) else SHARED
-        if name in state:
-            if isinstance(layout, Rows) and layout.axis != 0:
-                layout = Mixed(frozenset([layout.leaf]), f"{name} has its rows along axis {layout.axis}")
-        elif isinstance(layout, Mixed):
-            layout = Mixed(layout.leaves | {name}, layout.reason)
+    bound = list(flow.bound)
+    for name in params:
+        layout = flow.layout(outputs[name]) if name in outputs else SHARED
+        if isinstance(layout, Whole) and name not in layout.leaves:
+            bound.append(Whole(layout.leaves | {name}, layout.reason))
         elif isinstance(layout, Rows) and layout != Rows(name, 0):
-            layout = Mixed(frozenset({name, layout.leaf}), f"new {name} is made of rows of {layout.leaf}")
-        if isinstance(layout, Mixed):
-            mixed.append(layout)
-    return RowAnalysis(half, layouts, _groups(mixed, params))
+            bound.append(Whole(frozenset({name, layout.leaf}), f"new {name} is made of rows of {layout.leaf}"))
+    bound += [x for x in start.values() if isinstance(x, Whole) and (x.reason or len(x.leaves) > 1)]
+    return flow, bound
 
 
-def _propagate(
-    eqns: Sequence[JaxprEqn], start: Mapping[Var, Layout], free: set[Var]
-) -> tuple[dict[Var, Layout], dict[Var, set[Rows]]]:
-    """One pass: the layout of each value that is not shared, and beside whose rows free state inputs were read."""
-    env: dict[Var, Layout] = dict(start)
-    claims: dict[Var, set[Rows]] = {}
-    for eqn in eqns:
-        ins = [SHARED if isinstance(a, Literal) else env.get(a, SHARED) for a in eqn.invars]
-        if all(x is SHARED for x in ins):
-            continue
-        out = _layout(eqn, ins)
-        env.update(dict.fromkeys(eqn.outvars, out))
-        if isinstance(out, Rows):
-            for a, x in zip(eqn.invars, ins, strict=True):
-                if x is SHARED and isinstance(a, Var) and a in free and a.aval.ndim:
-                    claims.setdefault(a, set()).add(out)
-    return env, claims
+class _Pass:
+    """One pass forward.
 
-
-def _layout(eqn: JaxprEqn, ins: Sequence[Layout]) -> Layout:
-    """The layout of an equation's outputs, given that not all of its inputs are shared."""
-    rows = {x for x in ins if isinstance(x, Rows)}
-    blends = [x for x in ins if isinstance(x, Mixed)]
-    if len(rows) == 1 and not blends:
-        (row,) = rows
-        if eqn.primitive.name in ELEMENTWISE and _keeps_rows(eqn, ins, row.axis):
-            return row
-    leaves = frozenset({r.leaf for r in rows}).union(*(b.leaves for b in blends))
-    reason = next((b.reason for b in blends if b.reason), None)
-    if reason is None and rows:
-        what = "mixes rows" if len(leaves) == 1 else "mixes leaves"
-        operand = next(a for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Rows))
-        where = scope_of(eqn)
-        reason = f"{eqn.primitive.name} {what} of {short_type(operand.aval)}" + (f" ({where})" if where else "")
-    elif reason is None and len(leaves) > 1:
-        reason = f"{eqn.primitive.name} mixes leaves"
-    return Mixed(leaves, reason)
-
-
-def _keeps_rows(eqn: JaxprEqn, ins: Sequence[Layout], axis: int) -> bool:
-    """Whether an elementwise equation maps row i to row i: operands are of the output's shape, or broadcast to it.
-
-    A shared operand may be a scalar, or have dimensions of size 1. One that has rows must have all of them.
+    Args:
+      whole: leaves that are on one server whatever happens.
+      free: state inputs of which it is not known yet what they are.
+      within: the loop or branch whose body this is.
     """
-    shape = eqn.outvars[0].aval.shape
-    if any(v.aval.shape != shape for v in eqn.outvars):
-        return False
-    for a, layout in zip(eqn.invars, ins, strict=True):
-        own = a.aval.shape
-        if isinstance(layout, Rows) and (len(own) != len(shape) or own[axis] != shape[axis]):
-            return False
-        if own and (len(own) != len(shape) or any(d not in (1, n) for d, n in zip(own, shape, strict=True))):
-            return False
-    return True
+
+    def __init__(self, whole: Collection[str], free: Collection[Var] = (), within: JaxprEqn | None = None) -> None:
+        self.whole = whole
+        self.free = free
+        self.within = within
+
+    def over(self, eqns: Iterable[JaxprEqn], start: Mapping[Var, Layout]) -> Flow:
+        """Follow equations, from the layouts of what they read."""
+        flow = Flow(dict(start))
+        for i, eqn in enumerate(eqns):
+            ins = [flow.layout(a) for a in eqn.invars]
+            if all(x is SHARED for x in ins):
+                continue
+            step = self._step(flow, eqn, ins)
+            flow.steps[i] = step
+            flow.layouts.update((v, x) for v, x in zip(eqn.outvars, step.outs, strict=True) if x is not SHARED)
+            flow.bound += [x for x in step.outs if isinstance(x, Whole) and (x.reason or len(x.leaves) > 1)]
+            if not self.free:
+                continue
+            for a, x, row in zip(eqn.invars, ins, step.operands, strict=True):
+                if x is SHARED and isinstance(a, Var) and a in self.free and a.aval.ndim:
+                    flow.claims.setdefault(a, set()).update([row] if row else _NO_ROWS)
+        return flow
+
+    def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
+        """What one equation does, some of its operands not being shared."""
+        loop = _LOOPS.get(eqn.primitive.name)
+        if loop is not None:
+            return loop(self, flow, eqn, ins)
+        stuck = [x for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Whole) and x.reason and a.aval.ndim]
+        rows = [x for x in ins if isinstance(x, Rows)]
+        leaves = leaves_of([*stuck, *rows])
+        if stuck or len(leaves) > 1:
+            out: Layout = Whole(leaves, stuck[0].reason if stuck else self._reason(eqn, ins, "mixes leaves"))
+        elif rows:
+            step = step_of(eqn, [x if isinstance(x, Rows) else SHARED for x in ins])
+            flow.crosses |= any(isinstance(x, Whole) and x.leaves != leaves for x in ins)
+            if step is not None and not step.reduce:
+                return step
+            if step is not None and not leaves <= set(self.whole):
+                flow.crosses = True
+                return step
+            # what a whole leaf is reduced to is small, and can be sent
+            out = Whole(leaves, None if step else self._reason(eqn, ins, "mixes rows"))
+        else:
+            homes = {x.leaves for x in ins if isinstance(x, Whole)}
+            out = Whole(homes.pop()) if len(homes) == 1 else SHARED
+        flow.crosses |= any(isinstance(x, Whole) and isinstance(out, Whole) and not x.leaves <= out.leaves for x in ins)
+        flow.crosses |= out is SHARED
+        return Step((None,) * len(ins), (out,) * len(eqn.outvars))
+
+    # -- loops and branches ----------------------------------------------------------------------
+
+    def _body(self, eqn: JaxprEqn, jaxpr: Any, ins: Sequence[Layout]) -> tuple[Flow, list[Layout]]:
+        """One pass over a body, and the layouts of its outputs."""
+        inner = opened(jaxpr)
+        inside = _Pass(self.whole, within=self.within or eqn).over(
+            inner.eqns, dict(zip(inner.invars, ins, strict=True))
+        )
+        return inside, [inside.layout(a) for a in inner.outvars]
+
+    def _cond(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
+        """Each output is what it is in any branch. Who reads several homes is taken apart later (`dtrans.branches`)."""
+        which, *operands = ins
+        bodies: list[Flow] = []
+        outs: list[Layout] = [SHARED] * len(eqn.outvars)
+        for branch in eqn.params["branches"]:
+            inside, made = self._body(eqn, branch, operands)
+            bodies.append(inside)
+            outs = [join(a, b, "cond") for a, b in zip(outs, made, strict=True)]
+            flow.bound += inside.bound
+            flow.crosses |= inside.crosses
+        if isinstance(which, Whole):
+            flow.crosses |= any(leaves_of([x]) - which.leaves for x in outs) or SHARED in outs
+        return Step(tuple(x if isinstance(x, Rows) else None for x in ins), tuple(outs), bodies=tuple(bodies))
+
+    def _scan(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
+        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        inside = [_moved(x, -1) if i >= consts + carry else x for i, x in enumerate(ins)]
+        if None in inside:
+            return self._bound(eqn, ins, "goes through the rows")
+        given: list[Layout] = [x for x in inside if x is not None]
+        while True:
+            body, outs = self._body(eqn, eqn.params["jaxpr"], given)
+            joined = [join(a, b, "scan") for a, b in zip(given[consts : consts + carry], outs, strict=False)]
+            if joined == given[consts : consts + carry]:
+                break
+            given[consts : consts + carry] = joined
+        made = [*joined, *(_moved(x, 1) or SHARED for x in outs[carry:])]
+        operands = [_moved(x, 1) or SHARED if i >= consts + carry else x for i, x in enumerate(given)]
+        return self._loop(flow, eqn, ins, operands, made, (body,))
+
+    def _while(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
+        of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        given = list(ins)
+        while True:
+            body, outs = self._body(eqn, eqn.params["body_jaxpr"], given[of_cond:])
+            joined = [join(a, b, "while") for a, b in zip(given[of_cond + of_body :], outs, strict=True)]
+            if joined == given[of_cond + of_body :]:
+                break
+            given[of_cond + of_body :] = joined
+        test, (goes_on,) = self._body(eqn, eqn.params["cond_jaxpr"], given[:of_cond] + joined)
+        if goes_on is not SHARED:
+            return self._bound(eqn, given, "goes on as rows tell it", bodies=(test, body))
+        return self._loop(flow, eqn, ins, given, joined, (test, body))
+
+    def _loop(
+        self,
+        flow: Flow,
+        eqn: JaxprEqn,
+        ins: Sequence[Layout],
+        given: Sequence[Layout],
+        outs: Sequence[Layout],
+        bodies: tuple[Flow, ...],
+    ) -> Step:
+        """A loop on the rows of one leaf that needs nothing from other servers; anything else binds."""
+        leaves = leaves_of([*given, *outs])
+        if any(b.bound for b in bodies) or len(leaves) > 1:
+            return self._bound(eqn, given, "mixes leaves", bodies)
+        if any(b.crosses for b in bodies) and not leaves <= set(self.whole):
+            return self._bound(eqn, given, "reduces over rows in each turn", bodies)
+        return Step(tuple(x if isinstance(x, Rows) else None for x in given), tuple(outs), bodies=bodies)
+
+    def _bound(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()) -> Step:
+        """An equation that binds all that it reads."""
+        reasons = [x.reason for b in bodies for x in b.bound if x.reason]
+        reasons += [x.reason for x in ins if isinstance(x, Whole) and x.reason]
+        out = Whole(leaves_of(ins), (*reasons, self._reason(eqn, ins, what))[0])
+        return Step((None,) * len(ins), (out,) * len(eqn.outvars))
+
+    def _reason(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str) -> str:
+        """`dot_general mixes rows of f32[5,5] (optax.contrib.scale_by_muon)`."""
+        operand = next((a for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Rows)), None)
+        of = f" of {short_type(operand.aval)}" if operand else ""
+        where = origin_of(eqn) or (origin_of(self.within) if self.within else "") or scope_of(eqn)
+        return f"{eqn.primitive.name} {what}{of}" + (f" ({where})" if where else "")
 
 
-def _join(a: Layout, b: Layout, name: str) -> Layout:
-    """The least layout above both."""
-    if a == b or b is SHARED:
-        return a
-    if a is SHARED:
-        return b
-    leaves: frozenset[str] = frozenset()
-    reason = f"{name} is made of rows in two ways"
-    for x in (a, b):
-        if isinstance(x, Mixed):
-            leaves, reason = leaves | x.leaves, x.reason or reason
-        elif isinstance(x, Rows):
-            leaves |= {x.leaf}
-    return Mixed(leaves, reason)
+_LOOPS = {"cond": _Pass._cond, "scan": _Pass._scan, "while": _Pass._while}
+_NO_ROWS = frozenset({Rows("", 0), Rows("", 1)})  # more than one claim: it is read whole
 
 
-def _groups(mixed: Sequence[Mixed], params: Sequence[str]) -> dict[str, Group]:
-    """Join leaves that meet in a mixed value (union-find)."""
+def _moved(x: Layout, by: int) -> Layout | None:
+    """The layout of one turn's slice of a scanned value (-1), or of all of it (+1); None: its rows are the turns."""
+    if not isinstance(x, Rows):
+        return x
+    return dataclasses.replace(x, axis=x.axis + by) if x.axis + by >= 0 else None
+
+
+def _groups(bound: Sequence[Whole], params: Sequence[str]) -> dict[str, Group]:
+    """Join leaves that are bound together (union-find)."""
     parent: dict[str, str] = {}
 
     def find(leaf: str) -> str:
@@ -253,13 +334,13 @@ def _groups(mixed: Sequence[Mixed], params: Sequence[str]) -> dict[str, Group]:
             leaf = parent[leaf]
         return leaf
 
-    reasons: dict[str, str] = {}
-    for m in mixed:
+    for m in bound:
         first, *others = sorted(m.leaves)
         for other in others:
             parent[find(other)] = find(first)
         find(first)
-    for m in mixed:
+    reasons: dict[str, str] = {}
+    for m in bound:
         if m.reason:
             reasons.setdefault(find(min(m.leaves)), m.reason)
     members: dict[str, list[str]] = {}

@@ -8,7 +8,7 @@ and any number of times, and one object gives the programs of every role.
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, Literal
 
 from dtrans.blocks import PSDispatcher, RoundRobin
 from dtrans.errors import ConfigAssertionError, ConfigError
@@ -61,7 +61,8 @@ class DistributeTranspilerConfig:
     mode, and refuses the others when it transpiles. Those in use:
 
     Attributes:
-      slice_var_up: cut parameters into blocks of rows; otherwise each is whole on one server.
+      slice_var_up: cut parameters into blocks of rows; otherwise each is whole on one server. "require" makes it
+        an error if the optimizer does not let one be cut.
       split_method: a subclass of `PSDispatcher`; None is `RoundRobin`.
       min_block_size: the fewest elements worth a block of their own, 8192 or more.
       sync_mode: every update uses the gradients of all trainers.
@@ -81,7 +82,7 @@ class DistributeTranspilerConfig:
       dtrans.errors.ConfigError: DistributeTranspilerConfig has no option min_blocksize; did you mean min_block_size?
     """
 
-    slice_var_up: bool
+    slice_var_up: bool | Literal["require"]
     split_method: type[PSDispatcher] | None
     min_block_size: int
     enable_dc_asgd: bool

@@ -1,9 +1,24 @@
-"""Eight virtual CPU devices before JAX starts, and how hypothesis runs."""
+"""Eight virtual CPU devices before JAX starts, how hypothesis runs, and what tests of the endpoints start from."""
 
+from __future__ import annotations
+
+import contextlib
+import gc
 import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
+import pytest
 from hypothesis import HealthCheck, settings
+
+
+if TYPE_CHECKING:
+    from crew import Crew
 
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -13,3 +28,47 @@ settings.register_profile(
 )
 settings.register_profile("ci", settings.get_profile("dtrans"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dtrans")
+
+
+def open_sockets() -> set[str]:
+    """The sockets and pollers that this process has open (Linux tells); ZeroMQ's threads have one each at least."""
+    found = set()
+    for fd in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            kind = os.readlink(fd)
+            if kind.startswith("socket:") or "eventpoll" in kind:
+                found.add(f"{fd.name} {kind}")
+    return found
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for temporary files, which must be empty again at the end; so must the lists of threads and sockets."""
+    from zmq.utils.garbage import gc as zmq_gc
+
+    from dtrans.run.endpoints import server as server_module
+
+    tmp_path_factory.getbasetemp()  # not below ours
+    where = Path(tempfile.mkdtemp(prefix="t"))  # a short path: sockets have room for 107 characters
+    monkeypatch.setattr(tempfile, "tempdir", str(where))
+    monkeypatch.setattr(server_module, "TICK", 0.1)
+    if zmq_gc.thread is None:  # it frees what was sent without a copy; one for the whole process
+        zmq_gc.start()
+    sockets = open_sockets()
+    yield where
+    left = [t.name for t in threading.enumerate() if t.name.startswith(("dtrans", "crew"))]
+    assert not left, f"threads that are left: {left}"
+    assert os.listdir(where) == []
+    shutil.rmtree(where)
+    gc.collect()
+    assert open_sockets() <= sockets
+
+
+@pytest.fixture
+def crew(folder: Path) -> Iterator[Crew]:
+    """Whose threads have ended when the test has."""
+    from crew import Crew
+
+    made = Crew()
+    yield made
+    made.join()

@@ -140,3 +140,36 @@ def until(condition: Callable[[], Any], what: str) -> Any:
         assert time.monotonic() < end, f"waited in vain for {what}"
         time.sleep(0.01)
     return found
+
+
+class Stand:
+    """What listens where a pserver should, and answers whatever it is told to."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.bind(f"tcp://{endpoint}")
+        self._last = b""
+
+    def __enter__(self) -> Stand:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Be gone."""
+        self._context.destroy(linger=0)
+
+    def hear(self) -> wire.Message:
+        """The next message."""
+        assert self._socket.poll(HANG * 1000), "nobody spoke"
+        self._last, *parts = self._socket.recv_multipart()
+        return wire.parse(parts)
+
+    def say(self, *frames: bytes) -> None:
+        """To who spoke last."""
+        self._socket.send_multipart([self._last, *frames])
+
+    def tell(self, op: str, **fields: Any) -> None:
+        self.say(wire.header(op, **fields))

@@ -3,6 +3,7 @@ servers carried out by hand, one `OptimizeBlock` after the other, without any of
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,11 @@ import numpy as np
 import optax
 
 import dtrans
-from dtrans.ops import OptimizeBlock
+from dtrans._jax import Literal, jaxprs_in_params, opened
+from dtrans.ops import OptimizeBlock, all_reduce_p
+from dtrans.ops.reduce import COMBINE
 from dtrans.plan import PServerPlan
+from dtrans.rules import ELEMENTWISE
 
 
 # -- comparisons -----------------------------------------------------------------------------------
@@ -32,7 +36,8 @@ def distance(a: Any, b: Any) -> float:
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
     if a.size == 0 or np.array_equal(a, b):
         return 0.0
-    a, b = a.astype(np.float64), b.astype(np.float64)
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
     scale = np.abs(b).max()
     worst = np.abs(a - b).max()
     assert np.isfinite(worst), "not finite"
@@ -138,7 +143,9 @@ def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
 
 
-def start_servers(plan: PServerPlan, *args: Any) -> dict[str, dict[str, Any]]:
+def start_servers(
+    plan: PServerPlan, *args: Any, evaluate: Callable[..., list[Any]] = evaluate
+) -> dict[str, dict[str, Any]]:
     """What each server's startup program makes."""
     made = {}
     for endpoint, programs in plan.servers.items():
@@ -148,29 +155,69 @@ def start_servers(plan: PServerPlan, *args: Any) -> dict[str, dict[str, Any]]:
 
 
 def serve(
-    plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], grads: Sequence[Mapping[str, Any]]
+    plan: PServerPlan,
+    held: Mapping[str, Mapping[str, Any]],
+    grads: Sequence[Mapping[str, Any]],
+    evaluate: Callable[..., list[Any]] = evaluate,
 ) -> dict[str, dict[str, Any]]:
-    """One round of every server. `grads`: for each trainer, leaf name to its whole gradient."""
-    after = {}
+    """One round of every server, level by level. `grads`: for each trainer, leaf name to its whole gradient."""
+    values: dict[str, dict[str, Any]] = {}
+    new = {endpoint: dict(held[endpoint]) for endpoint in plan.servers}
     for endpoint, units in plan.placement.units.items():
-        values = dict(held[endpoint])
+        values[endpoint] = dict(held[endpoint])
         for block in (b for unit in units for b in unit.blocks):
             for k, of in enumerate(grads):
+                if block.leaf in plan.unsent:
+                    continue
                 rows = of[block.leaf]
-                values[block.gradient(k, plan.trainers)] = (
+                values[endpoint][block.gradient(k, plan.trainers)] = (
                     rows if block.span is None else rows[block.span.start : block.span.stop]
                 )
-        new = dict(held[endpoint])
-        for block in blocks_of(plan, endpoint):
-            outs = evaluate(block.jaxpr, *[values[n] for n in block.in_names])
-            for name, value in zip(block.out_names, outs, strict=True):
-                if name.startswith("lr_sched/"):
-                    values[name] = value
+    levels = {b.level for endpoint in plan.servers for b in blocks_of(plan, endpoint)}
+    for level in sorted(levels):
+        here = [(ep, b) for ep in plan.servers for b in blocks_of(plan, ep) if b.level == level]
+        parts: dict[str, dict[str, Any]] = {}
+        for combining in (False, True):
+            for endpoint, block in here:
+                if block.role != "dist":
+                    if combining:
+                        continue
+                    outs = evaluate(block.jaxpr, *[values[endpoint][n] for n in block.in_names])
                 else:
-                    assert name in new, f"{block} makes {name}, which {endpoint} does not hold"
-                    new[name] = value
-        after[endpoint] = new
-    return after
+                    outs = exchange(block, values[endpoint], endpoint, parts, combining)
+                for name, value in zip(block.out_names, outs, strict=True):
+                    if name in held[endpoint]:
+                        new[endpoint][name] = value
+                    else:
+                        assert block.role == "dist" or name not in values[endpoint], f"{name} is made twice"
+                        values[endpoint][name] = value
+    return new
+
+
+def exchange(
+    block: OptimizeBlock, values: Mapping[str, Any], endpoint: str, parts: dict[str, dict[str, Any]], combining: bool
+) -> list[Any]:
+    """A block that communicates: notes this server's parts or, once those of all are there, combines them."""
+    inner = block.jaxpr.jaxpr
+    env = dict(zip(inner.invars, [values[n] for n in block.in_names], strict=True))
+    env.update(zip(inner.constvars, block.jaxpr.consts, strict=True))
+    read = lambda a: a.val if hasattr(a, "val") else env[a]
+    for eqn in inner.eqns:
+        operands = [read(a) for a in eqn.invars]
+        if eqn.primitive is not all_reduce_p:
+            made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+            env.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made], strict=True))
+            continue
+        p = eqn.params
+        assert endpoint in p["over"]
+        found = parts.setdefault(p["name"], {})
+        found[endpoint] = operands[0]
+        if combining:
+            assert set(found) == set(p["over"]), f"{p['name']} is over {p['over']}, {list(found)} have it"
+            (env[eqn.outvars[0]],) = [functools.reduce(COMBINE[p["op"]], [found[ep] for ep in p["owners"]])]
+        else:
+            env[eqn.outvars[0]] = operands[0]
+    return [read(a) for a in inner.outvars]
 
 
 def assemble(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
@@ -189,8 +236,69 @@ def assemble(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], names: Se
             parts.append(owners[0][f"{name}.block{i}"])
             i += 1
         if parts:
-            found[name] = jnp.concatenate(parts)
+            whole = plan.main.inputs[name].shape
+            axes = [a for a, n in enumerate(whole) if parts[0].shape[a] != n]
+            found[name] = jnp.concatenate(parts, axes[0])
     return found
+
+
+def no_full_shapes(plan: PServerPlan) -> None:
+    """No equation of a cut leaf's block makes an array of the leaf's full shape out of rows, in bodies neither.
+
+    Out of shared values it does only where that cannot be helped: it, or who reads it, is no equation that could
+    be carried out on some of the rows (random bits; a table that is sorted; an array that a loop reads).
+    """
+    moves = ELEMENTWISE | {"broadcast_in_dim", "iota", "slice"}
+
+    def look(jaxpr: Any, ours: set[int], full: tuple[int, ...], where: str) -> None:
+        inner = opened(jaxpr)
+        rows = {v for i, v in enumerate(inner.invars) if i in ours}
+        needed = {a for e in inner.eqns if e.primitive.name not in moves for a in e.invars if not isinstance(a, Literal)}
+        for eqn in reversed(inner.eqns):
+            if any(v in needed for v in eqn.outvars):
+                needed |= {a for a in eqn.invars if not isinstance(a, Literal)}
+        for eqn in inner.eqns:
+            mine = {i for i, a in enumerate(eqn.invars) if not isinstance(a, Literal) and a in rows}
+            for v in eqn.outvars:
+                if mine:
+                    assert v.aval.shape not in (full, full[::-1]), f"{where}: {eqn}"
+                    rows.add(v)
+                elif eqn.primitive.name in moves and v not in needed:
+                    assert v.aval.shape != full, f"{where}: {eqn}"
+            for body in jaxprs_in_params(eqn.params) if mine else ():
+                skip = len(eqn.invars) - len(opened(body).invars)
+                offset = skip if eqn.primitive.name == "cond" else 0
+                if eqn.primitive.name != "while":
+                    look(body, {i - offset for i in mine}, full, where)
+
+    for endpoint, units in plan.placement.units.items():
+        blocks = blocks_of(plan, endpoint)
+        for unit in units:
+            block = unit.blocks[0]
+            if block.count == 1:
+                continue
+            full = plan.main.inputs[block.leaf].shape
+            for b in blocks:
+                if b.name == unit.name:
+                    cut = {i for i, n in enumerate(b.in_names) if f".block{block.index}" in n}
+                    look(b.jaxpr, cut, full, f"{block.name}, level {b.level}")
+
+
+def reads_only_what_was_there_or_made_before(plan: PServerPlan) -> None:
+    """State is that of before the step, whoever makes the new one; other values are made once, by a block before."""
+    for endpoint, programs in plan.servers.items():
+        state = set(programs.main.in_names)
+        units = plan.placement.units[endpoint]
+        grads = {b.gradient(k, plan.trainers) for u in units for b in u.blocks for k in range(plan.trainers)}
+        made: set[str] = set()
+        new: set[str] = set()
+        for block in blocks_of(plan, endpoint):
+            assert set(block.in_names) <= state | grads | made, block
+            assert len(set(block.in_names)) == len(block.in_names), block
+            assert not set(block.out_names) & (made | new), block
+            made |= set(block.out_names) - state
+            new |= set(block.out_names) & state
+        assert new == state
 
 
 def plan_of(

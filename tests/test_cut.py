@@ -492,3 +492,25 @@ def test_a_loop_that_takes_several_steps_is_not_a_gradient(cast):
 
     with pytest.raises(GradientError, match="scan differentiates inside.*A step may take one update"):
         cut(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
+
+
+@pytest.mark.parametrize(
+    "tx,who",
+    [
+        (optax.polyak_sgd(0.1), "optax.scale_by_polyak"),
+        (optax.lbfgs(0.1), "optax.scale_by_zoom_linesearch"),
+        (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), "optax.contrib.reduce_on_plateau"),
+    ],
+    ids=["polyak", "lbfgs", "plateau"],
+)
+def test_an_optimizer_that_is_told_the_loss_is_refused_by_name(tx, who):
+    def step(params, state, x, y):
+        loss, grads = jax.value_and_grad(mlp_loss)(params, x, y)
+        told = {"value": loss, "grad": grads, "value_fn": lambda p: mlp_loss(p, x, y)}
+        updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **told)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = mlp_params()
+    program = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *mlp_batch())
+    with pytest.raises(dtrans.errors.OptimizerError, match=f"{who} uses loss, which only the trainers have"):
+        cut(program)

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -36,7 +35,6 @@ from helpers import (
     tree_close,
     tree_equal,
 )
-from zmq.utils.garbage import gc as zmq_gc
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
@@ -44,44 +42,7 @@ from dtrans.plan import PServerPlan
 from dtrans.run.endpoints import server as server_module, wire
 
 
-# -- nothing is left behind ------------------------------------------------------------------------
-
-
-def open_sockets() -> set[str]:
-    """The sockets and pollers that this process has open (Linux tells); ZeroMQ's threads have one each at least."""
-    found = set()
-    for fd in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            kind = os.readlink(fd)
-            if kind.startswith("socket:") or "eventpoll" in kind:
-                found.add(f"{fd.name} {kind}")
-    return found
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for temporary files, which must be empty again at the end; so must the lists of threads and sockets."""
-    tmp_path_factory.getbasetemp()  # not below ours
-    where = Path(tempfile.mkdtemp(prefix="t"))  # a short path: sockets have room for 107 characters
-    monkeypatch.setattr(tempfile, "tempdir", str(where))
-    monkeypatch.setattr(server_module, "TICK", 0.1)
-    if zmq_gc.thread is None:  # it frees what was sent without a copy; one for the whole process
-        zmq_gc.start()
-    sockets = open_sockets()
-    yield where
-    left = [t.name for t in threading.enumerate() if t.name.startswith(("dtrans", "crew"))]
-    assert not left, f"threads that are left: {left}"
-    assert os.listdir(where) == []
-    shutil.rmtree(where)
-    gc.collect()
-    assert open_sockets() <= sockets
-
-
-@pytest.fixture
-def crew(folder: Path) -> Iterator[Crew]:
-    made = Crew()
-    yield made
-    made.join()
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 # -- jobs ------------------------------------------------------------------------------------------
@@ -672,6 +633,17 @@ def test_a_trainer_that_is_late_at_the_barrier_is_named_beside_those_who_wait(cr
     # trainer 0 was told that there is somebody to wait for, so it waited as long as the server did
     for k in (0, 1):
         assert str(crew.end(f"trainer {k}")) == f"pserver {ep} refused trainer {k}: it ended: {error}"
+
+
+def test_a_trainer_that_is_a_little_late_at_every_step_is_not_too_late(crew: Crew) -> None:
+    """The deadline is of one wait, also where somebody waits whenever the server looks."""
+    (ep,) = pservers = free_endpoints(1)
+    params, steps = mlp_params(), [mlp_batch(8)] * 8
+    plan = plan_for(pservers)
+    crew.start("server", serve, plan, ep, params, deadline=2.0)
+    crew.start("trainer 0", train, plan, 0, steps, params)
+    crew.start("trainer 1", train, plan, 1, steps, params, before=lambda i: time.sleep(0.5))  # what computing takes
+    crew.all()
 
 
 def test_signs_of_life_that_came_while_the_server_was_busy_count(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,3 +218,30 @@ def test_a_loss_without_argument_names_has_a_batch():
     params = {"w": jnp.ones((3, 2))}
     program = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones((4, 3)))
     assert program.in_names == ("params/w", "batch/0")
+
+
+@pytest.mark.parametrize(
+    "tx,who,what",
+    [
+        (optax.polyak_sgd(0.1), "scale_by_polyak", "'value'"),
+        (optax.lbfgs(0.1), "scale_by_zoom_linesearch", "'value', 'grad', and 'value_fn'"),
+        (optax.contrib.momo(0.1), "momo", "'value'"),
+        (optax.contrib.sophia(0.1), "hutchinson", "obj_fn"),
+    ],
+    ids=["polyak", "lbfgs", "momo", "sophia"],
+)
+def test_optimizers_that_must_be_told_the_loss_are_refused_by_name(tx, who, what):
+    params = mlp_params()
+    step = dtrans.make_train_step(mlp_loss, tx)
+    with pytest.raises(dtrans.errors.OptimizerError, match=f"{who} needs {what} in its update.*Use one that takes"):
+        dtrans.trace(step, params, jax.eval_shape(tx.init, params), *mlp_batch())
+
+
+def test_other_errors_of_an_optimizer_come_through_as_they_are():
+    def update(grads, state, params):
+        raise TypeError("no idea")
+
+    params = mlp_params()
+    step = dtrans.make_train_step(mlp_loss, optax.GradientTransformation(lambda p: (), update))
+    with pytest.raises(TypeError, match="^no idea$"):
+        step(params, (), *mlp_batch())

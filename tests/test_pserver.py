@@ -20,11 +20,13 @@ from helpers import (
     assemble,
     blocks_of,
     communication,
+    distance,
     endpoints,
     init_of,
     mlp_batch,
     mlp_loss,
     mlp_params,
+    plain_step,
     plan_of,
     tree_close,
     tree_equal,
@@ -121,6 +123,29 @@ def test_blocks_live_where_paddle_put_them(case):
     for b in plan.placement.table:
         mine[b.endpoint].append([b.name.removeprefix("params/"), list(b.shape)])
     assert {ep: sorted(bs) for ep, bs in mine.items()} == {ep: sorted(bs) for ep, bs in golden["placement"].items()}
+
+
+@pytest.mark.parametrize(
+    "name,clip,rounds",
+    [("fc_sgd_clip_value_opt", optax.clip(0.001), 0), ("fc_sgd_clip_global_opt", optax.clip_by_global_norm(0.1), 1)],
+)
+def test_clipping_works_where_paddle_ended_in_an_error(name, clip, rounds):
+    """There a clip met a sliced parameter with the whole gradient; here both are sliced, and placed as there."""
+    golden = GOLDEN[name]
+    assert "dimensions do not match" in golden["paddle_error"]
+    tx = optax.chain(clip, optax.sgd(0.1))
+    plan = dtrans.pserver(*programs("fc", tx), pservers=endpoints(2), trainers=2, min_block_size=LEAST)
+    test_blocks_live_where_paddle_put_them((golden, plan))
+    assert len(plan.rounds) == rounds
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=(32, 1000)), jnp.float32) for _ in range(2))
+    params = fc_init(jax.random.key(0))
+    job = plan.on_mesh()
+    state, _ = job.step(job.init(jax.random.key(0)), x, y)
+    expected, *_ = plain_step(fc_loss, tx)(params, tx.init(params), x, y)
+    unclipped, *_ = plain_step(fc_loss, optax.sgd(0.1))(params, (optax.EmptyState(),) * 2, x, y)
+    tree_close(job.params(state), expected, 1e-6)
+    assert distance(unclipped["fc_w"], expected["fc_w"]) > 1e-5, "the clip does something"
 
 
 def test_the_trainer_communicates_as_paddles_did(case):
@@ -310,23 +335,67 @@ def test_the_plan_prints_and_renders_each_block():
     assert html.count("<tr>") == 1 + 6
 
 
+def mixing() -> optax.GradientTransformation:
+    """An optimizer that no leaf's rows survive."""
+    return optax.stateless_with_tree_map(lambda g, p: -0.1 * jnp.cumsum(g, 0))
+
+
 def test_leaves_that_cannot_be_cut_say_why():
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     params = mlp_params()
-    plan = plan_of(mlp_loss, tx, params, *mlp_batch(), servers=2)
+    plan = plan_of(mlp_loss, mixing(), params, *mlp_batch(), servers=2)
     assert set(plan.placement.whole) == {f"params/{n}" for n in params}
     for leaf, reason in plan.placement.whole.items():
-        assert reason.startswith("reduce_sum mixes rows of f32[")
+        assert reason.startswith("cumsum mixes rows of f32[") and reason.endswith("(mixing)")
         assert f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}" in plan.notes
-    assert len({b.endpoint for b in plan.placement.table}) == 1
-    lamb = plan_of(mlp_loss, optax.lamb(0.1), params, *mlp_batch(), servers=2)
-    assert {b.endpoint for b in lamb.placement.table} == set(endpoints(2)), "each leaf is whole, on any server"
+    assert {b.endpoint for b in plan.placement.table} == set(endpoints(2)), "each leaf is whole, on any server"
+
+
+def test_a_whole_leaf_is_named_with_the_optimizer_that_made_it_so():
+    plan = plan_of(mlp_loss, optax.contrib.muon(0.1), mlp_params((5, 5, 5)), *mlp_batch(4, (5, 5, 5)), servers=2)
+    assert set(plan.placement.whole) == {"params/w1", "params/w2"}
+    for leaf in plan.placement.whole:
+        at = plan.placement.blocks[leaf][0].endpoint
+        reason = "dot_general mixes rows of f32[1,5,5] (optax.contrib.scale_by_muon)"
+        assert f"{leaf}: whole on {at}: {reason}" in plan.notes
+
+
+def test_slicing_can_be_required():
+    made = plan_of(mlp_loss, optax.lamb(0.1), mlp_params(), *mlp_batch(), slice_var_up="require")
+    assert made.placement.whole == {}
+    with pytest.raises(dtrans.errors.OptimizerError, match="slice_var_up='require'.*params/b1: cumsum mixes rows of"):
+        plan_of(mlp_loss, mixing(), mlp_params(), *mlp_batch(), slice_var_up="require")
+    with pytest.raises(dtrans.errors.ConfigError, match="slice_var_up must be True, False or 'require', it is 'yes'"):
+        plan_of(mlp_loss, optax.sgd(0.1), mlp_params(), *mlp_batch(), slice_var_up="yes")
+
+
+def test_what_servers_tell_each_other_is_in_the_plan():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+    plan = plan_of(mlp_loss, tx, mlp_params(), *mlp_batch(), servers=2)
+    assert plan.placement.whole == {}
+    (norms,) = plan.rounds
+    assert [(r.op, r.shape, r.owners, r.over) for r in norms] == [("sum", (), endpoints(2), endpoints(2))] * 4
+    assert "round 1 among pservers: 4 values, 16 bytes from each at most" in str(plan)
+    alone = plan_of(mlp_loss, tx, mlp_params(), *mlp_batch(), servers=1)
+    assert alone.rounds == (), "one server has nobody to tell"
+    assert plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch()).rounds == ()
+
+
+def test_a_leaf_of_one_block_is_reduced_where_it_is():
+    """No server but its own needs the norm that LAMB takes of it."""
+    plan = plan_of(mlp_loss, optax.lamb(0.1), mlp_params(), *mlp_batch(), servers=2, min_block_size=8192)
+    assert {b.count for b in plan.placement.table} == {1}
+    assert plan.rounds == ()
+    assert all(b.level == 0 for ep in plan.servers for b in blocks_of(plan, ep))
 
 
 def test_whole_leaves_go_to_the_server_that_holds_least():
     params = {"a": jnp.ones((8, 8)), "b": jnp.ones((4, 4)), "c": jnp.ones((3, 3))}
     plan = plan_of(
-        lambda p, x: x * sum(jnp.sum(q**2) for q in p.values()), optax.lamb(0.1), params, jnp.ones(()), servers=2
+        lambda p, x: x * sum(jnp.sum(q**2) for q in p.values()),
+        optax.stateless_with_tree_map(lambda g, p: jnp.cumsum(g, 0)),
+        params,
+        jnp.ones(()),
+        servers=2,
     )
     where = {b.leaf: b.endpoint for b in plan.placement.table}
     assert where["params/a"] != where["params/b"] == where["params/c"]

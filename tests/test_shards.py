@@ -154,7 +154,7 @@ def case(request):
 def test_three_servers_compute_what_whole_arrays_compute(case):
     tx, elementwise, params, plan = case
     check(tx, params, plan, trainers=2)
-    reads_nothing_that_another_block_makes(plan)
+    reads_only_what_was_there_or_made_before(plan)
     if elementwise:
         assert plan.placement.whole == {}
         counts = {b.leaf.removeprefix("params/"): b.count for b in plan.placement.table}
@@ -183,12 +183,18 @@ def no_full_shapes(plan):
                     assert v.aval.shape != full, f"{block.name}: {eqn}"
 
 
-def reads_nothing_that_another_block_makes(plan):
-    for endpoint in plan.servers:
-        blocks = blocks_of(plan, endpoint)
-        for block in blocks:
-            others = {n for b in blocks if b is not block and b.role == "optimize" for n in b.out_names}
-            assert not others & set(block.in_names)
+def reads_only_what_was_there_or_made_before(plan):
+    """State is that of before the step, whoever makes the new one; other values are made once, by a block before."""
+    for endpoint, programs in plan.servers.items():
+        state = set(programs.main.in_names)
+        grads = {b.gradient(k, plan.trainers) for u in plan.placement.units[endpoint] for b in u.blocks for k in (0, 1)}
+        made, new = set(), set()
+        for block in blocks_of(plan, endpoint):
+            assert set(block.in_names) <= state | grads | made, block
+            assert not set(block.out_names) & (made | new), block
+            made |= set(block.out_names) - state
+            new |= set(block.out_names) & state
+        assert new == state
 
 
 # -- updates that no optimizer has -----------------------------------------------------------------
@@ -425,3 +431,19 @@ def test_any_update_gives_the_same_on_servers(expressions, servers):
         )
         if SHAPES[n] and not MIXES & (words(both[0]) | words(both[1])) and not read_by_another:
             assert f"params/{n}" not in plan.placement.whole
+
+
+# -- what random updates have shown (tests/test_any_update.py) -------------------------------------
+
+
+def test_a_loop_that_carries_rows_and_something_shared_becomes_two():
+    """What is shared is read by another leaf, which has no rows of the first."""
+
+    def update(grads, state, params):
+        turn = lambda i, c: (jnp.sin(c[0]) + i, c[1] * 2)
+        a, n = jax.lax.fori_loop(0, 3, turn, (grads["a"], state["count"]))
+        return {**grads, "a": a, "b": grads["b"] * n}, {**state, "count": n + 1}
+
+    plan = agree(update)
+    assert plan.placement.whole == {}
+    no_full_shapes(plan)

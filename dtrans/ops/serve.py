@@ -4,7 +4,9 @@
 
 It serves until every trainer has closed, and its outputs are the state it ends with. What it does with the
 gradients is held in `optimize_blocks`, as `cond` holds its branches: a block of role lr_sched first, if the
-optimizer does anything that no parameter's rows enter, then one for each parameter block.
+optimizer does anything that no parameter's rows enter, then one for each parameter block. Where the optimizer
+reduces over rows, there is more than one level of this: the blocks of a level end with one of role dist, which
+holds its `all_reduce` equations, and those of the next level go on with what they gave.
 
 Source: paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
 """
@@ -23,12 +25,13 @@ class OptimizeBlock:
     """One block of a server's work: a jaxpr on named values.
 
     Attributes:
-      name: the parameter block it updates, or `lr_sched`.
-      role: `optimize` or `lr_sched`.
-      jaxpr: the closed jaxpr.
-      in_names: what it reads: gradients (`params/w@GRAD.block0.trainer_1`), state (`params/w.block0`), and
-        values of the lr_sched block (`lr_sched/0`).
-      out_names: what it makes: state, or values for other blocks.
+      name: the parameter block it updates, `lr_sched`, or `all_reduce`.
+      role: `optimize`, `lr_sched` or `dist`.
+      jaxpr: the closed jaxpr. Only one of role `dist` communicates.
+      in_names: what it reads: gradients (`params/w@GRAD.block0.trainer_1`), state as it was before the step
+        (`params/w.block0`), and values that blocks before it made (`lr_sched/0`).
+      out_names: what it makes: state, or values for blocks after it.
+      level: after how many exchanges between servers it runs; one of role `dist` ends its level.
     """
 
     name: str
@@ -36,6 +39,7 @@ class OptimizeBlock:
     jaxpr: ClosedJaxpr
     in_names: tuple[str, ...]
     out_names: tuple[str, ...]
+    level: int = 0
 
     def __repr__(self) -> str:
         return f"<{self.role} block {self.name}: {len(self.jaxpr.jaxpr.eqns)} equations>"

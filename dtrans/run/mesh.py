@@ -2,7 +2,8 @@
 
     trainer program, cut in pieces    jit(shard_map) over the `trainers` axis: one dispatch for all trainers
     send                              device_put of each trainer's block to its server's device
-    a server's optimize blocks        one jit per server, on its device; optimizer state is donated
+    a server's optimize blocks        one jit per server and phase, on its device; optimizer state is donated
+    all_reduce                        device_put of each server's parts to the devices of the others
     recv                              device_put of each block back to all trainer devices
 
 A trainer sees its own part of the batch and its own gradients, and nothing crosses between trainers but
@@ -27,9 +28,10 @@ from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p
 from dtrans.plan import PServerPlan
 from dtrans.program import Program
+from dtrans.run.exchange import Exchange
 from dtrans.run.pieces import COMPUTED, Pieces, cut_program
 from dtrans.run.trainers import AXIS, TrainersProgram, shards, unstacked
-from dtrans.run.update import CompiledUpdate, ServerUpdate, own_buffers
+from dtrans.run.update import CompiledUpdate, ServerUpdate, Vectors, own_buffers
 from dtrans.trees import as_array
 
 
@@ -271,9 +273,7 @@ class MeshJob:
                     grads[ep][name] = shards(x) if runner.is_stacked(atom) else x
                 outs = [None]
             elif eqn.primitive is send_barrier_p:
-                for ep, held in servers.items():
-                    here = {n: _put(x, self._at[ep]) for n, x in grads[ep].items()}
-                    servers[ep] = self._servers[ep](here, held)
+                self._update(servers, grads)
                 outs = [None]
             elif eqn.primitive is recv_p:
                 outs = [servers[ep][n] for ep, n in zip(eqn.params["epmap"], eqn.params["names"], strict=True)]
@@ -281,6 +281,28 @@ class MeshJob:
                 outs = [self._to_trainers(x) for x in values]
             else:
                 raise ConfigError(f"a mesh cannot carry out `{eqn.primitive.name}`")
+
+    def _update(self, servers: dict[str, dict[str, Any]], grads: Mapping[str, Mapping[str, Any]]) -> None:
+        """One update of every server, level by level. `servers` is brought up to date in place."""
+        runs = {
+            ep: self._servers[ep].run({n: _put(x, self._at[ep]) for n, x in grads[ep].items()}, held)
+            for ep, held in servers.items()
+        }
+        arrived: dict[str, Any] = dict.fromkeys(runs)
+        at: dict[str, tuple[Exchange, Vectors]] = {}  # where each is, and what it has for others
+        while arrived:
+            for ep, vectors in arrived.items():
+                try:
+                    at[ep] = runs[ep].send(vectors)
+                except StopIteration as done:
+                    at.pop(ep, None)
+                    servers[ep] = done.value
+            level = min((exchange.level for exchange, _ in at.values()), default=None)
+            arrived = {
+                ep: jax.device_put({source: at[source][1][ep] for source in exchange.sources}, self._at[ep])
+                for ep, (exchange, _) in at.items()
+                if exchange.level == level
+            }
 
     def _to_trainers(self, x: jax.Array) -> jax.Array:
         """A block on every trainer device."""
@@ -315,6 +337,8 @@ def _joined(blocks: Mapping[str, Any], shape: tuple[int, ...]) -> Any:
     if len(blocks) == 1:
         return next(iter(blocks.values()))
     parts = [np.asarray(blocks[k]) for k in sorted(blocks, key=int)]
-    whole = np.concatenate(parts)
+    # state may have the rows of its leaf along another axis than 0 (Adafactor's column means)
+    axis = next(i for i, n in enumerate(shape) if parts[0].shape[i] != n)
+    whole = np.concatenate(parts, axis)
     assert whole.shape == shape
     return jnp.asarray(whole)

@@ -177,16 +177,20 @@ def _piece(
     values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
 
     def run(*args: Any) -> list[Any]:
-        env: dict[Var, Any] = {**values, **dict(zip(reads, args, strict=True))}
-        read: Callable[[Atom], Any] = lambda a: a.val if isinstance(a, Literal) else env[a]
-        for e in eqns:
-            operands = map(read, e.invars)
-            if e.primitive in rules:
-                made = rules[e.primitive](*operands, **e.params)
-            else:
-                with jax.named_scope(scope_of(e)):
-                    made = e.primitive.bind(*operands, **e.primitive.get_bind_params(e.params))
-            env.update(zip(e.outvars, made if e.primitive.multiple_results else [made], strict=True))
-        return [env[v] for v in makes]
+        return interpret(eqns, {**values, **dict(zip(reads, args, strict=True))}, makes, rules)
 
     return Compute(run, tuple(reads), tuple(makes))
+
+
+def interpret(eqns: Sequence[JaxprEqn], env: dict[Var, Any], outs: Sequence[Atom], rules: Rules) -> list[Any]:
+    """The values of `outs`, equation by equation; communication by its rule. `env` has what they read."""
+    read: Callable[[Atom], Any] = lambda a: a.val if isinstance(a, Literal) else env[a]
+    for e in eqns:
+        operands = map(read, e.invars)
+        if e.primitive in rules:
+            made = rules[e.primitive](*operands, **e.params)
+        else:
+            with jax.named_scope(scope_of(e)):
+                made = e.primitive.bind(*operands, **e.primitive.get_bind_params(e.params))
+        env.update(zip(e.outvars, made if e.primitive.multiple_results else [made], strict=True))
+    return [read(a) for a in outs]

@@ -17,7 +17,7 @@ Source: python/paddle/fluid/transpiler/distribute_transpiler.py (`transpile`, `g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -27,7 +27,6 @@ from dtrans.blocks import PSDispatcher, RoundRobin
 from dtrans.cut import GRAD, Cut, cut
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ops import (
-    OptimizeBlock,
     concat_p,
     fetch_barrier_p,
     listen_and_serv_p,
@@ -36,12 +35,13 @@ from dtrans.ops import (
     send_p,
     split_byref_p,
 )
-from dtrans.placement import Block, Placement, Unit, place
+from dtrans.placement import Placement, place
 from dtrans.plan import PServerPlan, ServerPrograms
-from dtrans.program import DIST, FORWARD, LR_SCHED, OPTIMIZE, RPC, Program
+from dtrans.program import DIST, FORWARD, LR_SCHED, RPC, Program
 from dtrans.rewrite import Builder, needed
-from dtrans.rows import RowAnalysis, analyse
-from dtrans.shards import Slicer, UnitUpdate
+from dtrans.rows import analyse
+from dtrans.shards import Held, Slicer, Work
+from dtrans.transforms.halves import write_trainer_half
 from dtrans.transforms.startup import match_startup
 from dtrans.trees import TreeSpec, without
 
@@ -53,7 +53,7 @@ def pserver(
     pservers: str | Sequence[str] = ("127.0.0.1:6174",),
     trainers: int = 1,
     sync_mode: bool = True,
-    slice_var_up: bool = True,
+    slice_var_up: bool | Literal["require"] = True,
     split_method: type[PSDispatcher] = RoundRobin,
     min_block_size: int = 8192,
     seed: int = 0,
@@ -66,7 +66,8 @@ def pserver(
       pservers: the servers' endpoints, `host:port`, as a sequence or separated by commas.
       trainers: how many trainers share each global batch.
       sync_mode: every update uses the gradients of all trainers.
-      slice_var_up: cut leaves into blocks of rows; otherwise every leaf is whole on one server.
+      slice_var_up: cut leaves into blocks of rows; otherwise every leaf is whole on one server. A leaf that the
+        optimizer does not let be cut is whole, and the plan says why; "require" makes that an error.
       split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, or one's own.
       min_block_size: the fewest elements worth a block of their own; any positive number.
       seed: of the order in which whole leaves are dispatched when `slice_var_up` is off.
@@ -75,6 +76,7 @@ def pserver(
       ConfigError: an option that is out of range.
       GradientError: the gradients of the step cannot be told (see `dtrans.cut`), or a result is computed
         from them, which each of several trainers would do from its own.
+      OptimizerError: an optimizer that must be told the loss, or with "require" one that mixes rows.
       TraceError: `startup` does not make what `main` takes.
 
     Source: `DistributeTranspiler.transpile` in Paddle's distribute_transpiler.py.
@@ -95,7 +97,7 @@ def pserver(
       ['split_byref', 'send', 'send_barrier', 'recv', 'fetch_barrier', 'concat']
     """
     endpoints = parse_endpoints(pservers)
-    check_options(main, startup, trainers, sync_mode, split_method, min_block_size)
+    check_options(main, startup, trainers, sync_mode, slice_var_up, split_method, min_block_size)
     step = cut(main)
     if step.from_gradients and trainers > 1:
         raise GradientError(
@@ -114,7 +116,8 @@ def pserver(
         seed=seed,
     )
     startup = match_startup(step, startup)
-    servers = _Servers(step, analysis, placement, startup, trainers, sync_mode)
+    slicer = Slicer(analysis, placement, trainers)
+    servers = _Servers(step, slicer, startup, trainers, sync_mode)
     return PServerPlan(
         main=step.program,
         startup=startup,
@@ -125,14 +128,14 @@ def pserver(
         held=step.held,
         unsent=tuple(n for n in step.optimized if n not in step.gradients),
         dropped=step.dropped,
-        shared_state=servers.slicer.shared_state,
+        shared_state=slicer.shared_state,
         make_trainer=lambda k: trainer_program(step, placement, k, trainers, sync_mode),
         make_trainer_startup=lambda k: trainer_startup_program(step, placement, startup, k, trainers, sync_mode),
     )
 
 
 def check_options(
-    main: Any, startup: Any, trainers: Any, sync_mode: Any, split_method: Any, min_block_size: Any
+    main: Any, startup: Any, trainers: Any, sync_mode: Any, slice_var_up: Any, split_method: Any, min_block_size: Any
 ) -> None:
     """Refuse what cannot be planned, by the option's name."""
     for name, program in (("main", main), ("startup", startup)):
@@ -142,6 +145,8 @@ def check_options(
         raise ConfigError(f"trainers must be a positive number of trainers, it is {trainers!r}")
     if sync_mode is not True:
         raise ConfigError(f"sync_mode={sync_mode!r}: this version has synchronous training only; leave sync_mode=True")
+    if slice_var_up is not True and slice_var_up is not False and slice_var_up != "require":
+        raise ConfigError(f"slice_var_up must be True, False or 'require', it is {slice_var_up!r}")
     if not (isinstance(split_method, type) and issubclass(split_method, PSDispatcher)) or split_method is PSDispatcher:
         raise ConfigError(
             "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or "
@@ -160,28 +165,10 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers: 
     inner = source.jaxpr.jaxpr
     vars_of = dict(zip(source.in_names, inner.invars, strict=True))
     outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
-    role_of = dict(zip(range(len(inner.eqns)), source.roles, strict=True))
-    wanted = [outs_of[n] for n in (*step.results, *step.held)] + list(step.gradients.values())
-    wanted += [a for i in step.observers for a in inner.eqns[i].invars]
-    kept = sorted({*needed(inner.eqns, wanted)[0], *step.observers})
-
-    ready: dict[Var | None, list[str]] = {}
-    made = {v for i in kept for v in inner.eqns[i].outvars}
-    for leaf, atom in step.gradients.items():
-        ready.setdefault(atom if isinstance(atom, Var) and atom in made else None, []).append(leaf)
-
     b = Builder(source.jaxpr)
     b.invars += [vars_of[n] for n in (*step.params, *step.batch)]
     wire = _TrainerWire(b, placement, trainer_id, trainers, sync_mode)
-    for i in kept:
-        eqn = inner.eqns[i]
-        b.role = role_of[i]
-        b.keep(eqn)
-        for v in eqn.outvars:
-            for leaf in ready.get(v, ()):
-                wire.send(leaf, v)
-    for leaf in ready.get(None, ()):  # gradients that no equation makes: constants and inputs
-        wire.send(leaf, step.gradients[leaf])
+    write_trainer_half(b, step, step.results, wire.send)
     new = wire.update(step.optimized)
     outs = {**outs_of, **new}
 
@@ -295,115 +282,60 @@ class _TrainerWire:
 class _Servers:
     """Makes the programs of the servers."""
 
-    def __init__(
-        self,
-        step: Cut,
-        analysis: RowAnalysis,
-        placement: Placement,
-        startup: Program,
-        trainers: int,
-        sync_mode: bool,
-    ) -> None:
+    def __init__(self, step: Cut, slicer: Slicer, startup: Program, trainers: int, sync_mode: bool) -> None:
         self.step = step
-        self.placement = placement
+        self.slicer = slicer
         self.startup = startup
         self.trainers = trainers
         self.sync_mode = sync_mode
-        self.slicer = Slicer(analysis, step.optimized, trainers)
         self.types = step.program.inputs
 
     def programs(self, endpoint: str) -> ServerPrograms:
         """The main and startup program of one server."""
-        units = self.placement.units[endpoint]
-        updates = [self.slicer.unit([x.leaf for x in u.blocks], u.span) for u in units]
-        held = self.held_values(units, updates)
-        return ServerPrograms(self.main(endpoint, units, updates, held), self.init(endpoint, held))
+        work = self.slicer.work(endpoint)
+        return ServerPrograms(self.main(endpoint, work), self.init(endpoint, work.held))
 
-    def held_values(self, units: Sequence[Unit], updates: Sequence[UnitUpdate]) -> dict[str, tuple[str, Block | None]]:
-        """Name of each value this server holds, to what it is of, and the block of it (None: whole)."""
-        held: dict[str, tuple[str, Block | None]] = {}
-        for unit, update in zip(units, updates, strict=True):
-            for x in unit.blocks:
-                held[x.name] = (x.leaf, x)
-            for name in update.state:
-                held[unit.blocks[0].named(name)] = (name, unit.blocks[0])
-        if units:
-            held |= {n: (n, None) for n in (*self.slicer.shared_state, *self.slicer.constant_params)}
-        return held
-
-    def aval(self, of: str, block: Block | None) -> Any:
-        """The type of a held value."""
-        aval = self.types[of]
-        if block is None or block.count == 1:
-            return aval
-        return aval.update(shape=(block.rows, *aval.shape[1:]))
-
-    def main(
-        self,
-        endpoint: str,
-        units: Sequence[Unit],
-        updates: Sequence[UnitUpdate],
-        held: Mapping[str, tuple[str, Block | None]],
-    ) -> Program:
+    def main(self, endpoint: str, work: Work) -> Program:
         """The program that serves."""
-        wanted = list(dict.fromkeys(v for u in updates for v in u.shared))
-        called = {v: f"lr_sched/{i}" for i, v in enumerate(wanted)}
-        blocks: list[OptimizeBlock] = []
-        if units and (wanted or self.slicer.shared_state):
-            jaxpr, in_names, out_names = self.slicer.lr_sched(wanted)
-            blocks.append(OptimizeBlock("lr_sched", LR_SCHED, jaxpr, in_names, (*out_names, *called.values())))
-        to_block: list[str] = []
-        for unit, update in zip(units, updates, strict=True):
-            of = {x.leaf: x for x in unit.blocks}
-            grads = [of[n].gradient(k, self.trainers) for n in update.grads for k in range(self.trainers)]
-            state = [of[n].name for n in update.params] + [unit.blocks[0].named(n) for n in update.state]
-            to_block += [f"{of[n].named(n + GRAD)}:{len(blocks) + 1}" for n in update.grads]
-            blocks.append(
-                OptimizeBlock(
-                    unit.name,
-                    OPTIMIZE,
-                    update.jaxpr,
-                    (*grads, *state, *(called[v] for v in update.shared)),
-                    tuple(state),
-                )
-            )
-        spec = TreeSpec.of({n: self.aval(*of) for n, of in held.items()})
+        units = self.slicer.placement.units[endpoint]
+        grads = [x.named(x.leaf + GRAD) for u in units for x in u.blocks]
+        to_block = tuple(f"{n}:{work.grads[n]}" for n in grads if n in work.grads)
+        spec = TreeSpec.of({n: held.cut(self.types[held.of]) for n, held in work.held.items()})
         b = Builder(self.step.program.jaxpr)
         b.role = RPC
-        state_vars = [b.input(self.aval(*held[n])) for n in spec.names]
+        state_vars = [b.input(work.held[n].cut(self.types[work.held[n].of])) for n in spec.names]
         final = b.bind(
             listen_and_serv_p,
             *state_vars,
             endpoint=endpoint,
             Fanin=self.trainers,
             sync_mode=self.sync_mode,
-            grad_to_block_id=tuple(to_block),
-            lr_decay_block_id=1 if blocks and blocks[0].role == LR_SCHED else -1,
-            optimize_blocks=tuple(blocks),
+            grad_to_block_id=to_block,
+            lr_decay_block_id=1 if work.blocks and work.blocks[0].role == LR_SCHED else -1,
+            optimize_blocks=work.blocks,
             state_names=spec.names,
             param_names=tuple(x.name for u in units for x in u.blocks),
         )
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 
-    def init(self, endpoint: str, held: Mapping[str, tuple[str, Block | None]]) -> Program:
+    def init(self, endpoint: str, held: Mapping[str, Held]) -> Program:
         """The program that makes the server's initial values: its rows of the single-device init."""
         inner = self.startup.jaxpr.jaxpr
         made = dict(zip(self.startup.out_names, inner.outvars, strict=True))
-        spec = TreeSpec.of({n: self.aval(*of) for n, of in held.items()})
+        spec = TreeSpec.of({n: x.cut(self.types[x.of]) for n, x in held.items()})
         b = Builder(self.startup.jaxpr)
         b.invars += inner.invars
         b.role = FORWARD
-        kept, _ = needed(inner.eqns, [made[of] for of, _ in held.values()])
+        kept, _ = needed(inner.eqns, [made[x.of] for x in held.values()])
         for i in kept:
             b.keep(inner.eqns[i])
         b.role = DIST
         outs = []
         for name in spec.names:
-            of, block = held[name]
-            value = made[of]
-            if block is not None and block.count > 1 and block.span is not None:
+            axis, span, value = held[name].axis, held[name].span, made[held[name].of]
+            if span is not None:
                 begin, end = [0] * value.aval.ndim, list(value.aval.shape)
-                begin[0], end[0] = block.span.start, block.span.stop
+                begin[axis], end[axis] = span.start, span.stop
                 (value,) = b.bind(
                     jax.lax.slice_p, value, start_indices=tuple(begin), limit_indices=tuple(end), strides=None
                 )

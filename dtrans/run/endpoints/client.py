@@ -75,7 +75,7 @@ class Connection:
                 socket.create_connection((host, port), timeout=deadline).close()
             except OSError as e:
                 raise PeerError(f"{self.me} finds no pserver at {endpoint}: {e.strerror or e}") from e
-        address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        address = tcp_address(endpoint)
         self._open(address)
         try:
             local = self._greet()
@@ -192,6 +192,12 @@ class Connection:
             if not self._gone:
                 self._monitor.poll(int(LINGER * 1000))  # a server that has heard it ends
             self._shut(linger=0)
+
+
+def tcp_address(endpoint: str) -> str:
+    """An endpoint as ZeroMQ writes it."""
+    host, port = split_endpoint(endpoint)
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def new_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:

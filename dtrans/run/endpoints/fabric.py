@@ -139,7 +139,8 @@ class EndpointFabric:
 
     def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         landings, self._landings = self._landings, []
-        wanted: dict[str, dict[str, np.ndarray]] = {}
+        # also of a server that has nothing for us: it answers when all trainers are there, and nobody runs ahead
+        wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in eqn.params["endpoints"]}
         for landing in landings:
             for endpoint, name, rows in landing.blocks:
                 wanted.setdefault(endpoint, {})[name] = rows
@@ -173,12 +174,16 @@ class EndpointFabric:
             return memory[name]
 
         arrived: dict[str, int] = {}
-        while missing := [n for n, b in memory.items() if arrived.get(n) != b.nbytes]:
+        missing = list(memory)
+        while True:  # there is an answer also where nothing was asked for
             some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            message = line.receive(f"`recv` of step {line.step} ({some})")
+            message = line.receive(f"`recv` of step {line.step} ({some or 'no blocks'})")
             if message.op != "blocks" or message["step"] != line.step:
                 raise PeerError(f"pserver {endpoint} answered `recv` of step {line.step} with `{message.op}`")
             wire.unpack(message, target, arrived)
+            missing = [n for n, b in memory.items() if arrived.get(n) != b.nbytes]
+            if not missing:
+                return
 
     def _concat(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if all(isinstance(v, np.ndarray) for v in values):

@@ -9,10 +9,16 @@ Gradients are kept as they come, in memory that is kept too. When all trainers h
 compiled call makes the new state, and the blocks that trainers asked for go out. Serving ends when every trainer
 has said `complete`.
 
+    every other server:  peer                         once
+                         partials...                  every step and level
+
+An update that reduces over rows is made in phases, with an exchange between servers after each but the last
+(`dtrans.run.endpoints.peers`). Serving goes on meanwhile.
+
 Who is late is always known: a trainer that waits is told whom for, every few seconds; a trainer that never
-comes, falls silent, or keeps the others waiting for longer than the deadline ends the job with an error that
-names it, at the server and at every trainer. A message that does not follow the protocol is refused and
-logged, and changes nothing.
+comes, falls silent, or keeps the others waiting for longer than the deadline, or a server that does, ends the job
+with an error that names it, at the server and at everybody that it serves. A message that does not follow the
+protocol is refused and logged, and changes nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -38,8 +45,10 @@ from dtrans.addresses import is_loopback, split_endpoint
 from dtrans.errors import ConfigError, DeadlineError, DtransError, PeerError, WireError
 from dtrans.run.endpoints import wire
 from dtrans.run.endpoints.buffers import BufferPool
-from dtrans.run.endpoints.client import LINGER, new_socket
-from dtrans.run.update import CompiledUpdate, ServerUpdate, own_buffers
+from dtrans.run.endpoints.client import LINGER, new_socket, tcp_address
+from dtrans.run.endpoints.peers import Peers
+from dtrans.run.exchange import Exchange
+from dtrans.run.update import CompiledUpdate, ServerUpdate, Vectors, own_buffers
 
 
 TICK = 1.0  # seconds between two looks at who is late
@@ -108,13 +117,15 @@ class PServer:
             k: {n for n in self._grads if self.count == 1 or n.endswith(f".trainer_{k}")} for k in range(self.count)
         }
         self._late_since: float | None = None
+        self._exchange: Exchange | None = None  # the one that the update waits for
         self._silence = min(SILENCE, deadline)
         self._bind(allow_remote)
+        self._peers = Peers(context, self.endpoint, update.exchanges)
 
     # -- sockets ---------------------------------------------------------------------------------
 
     def _bind(self, allow_remote: bool) -> None:
-        host, port = split_endpoint(self.endpoint)
+        host, _ = split_endpoint(self.endpoint)
         if not is_loopback(host) and not allow_remote:
             raise ConfigError(
                 f"pserver {self.endpoint} is not on loopback; messages are neither encrypted nor authenticated, "
@@ -126,7 +137,7 @@ class PServer:
         self._folder = Path(tempfile.mkdtemp(prefix="dtrans-"))  # readable by this user only
         self._local = str(self._folder / "socket")
         try:
-            self._socket.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+            self._socket.bind(tcp_address(self.endpoint))
             if len(os.fsencode(self._local)) > zmq.IPC_PATH_MAX_LEN:
                 self._local = ""
             else:
@@ -147,8 +158,8 @@ class PServer:
         """Serve until every trainer has closed; the state that is left.
 
         Raises:
-          DeadlineError: a trainer that did not come, fell silent or kept the others waiting. PeerError: one
-            that failed, or left before the others.
+          DeadlineError: a trainer that did not come, fell silent or kept the others waiting, or a server that did.
+            PeerError: one that failed, refused, or left before the others.
         """
         self._started = time.monotonic()
         self._publish()
@@ -156,6 +167,10 @@ class PServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
+        lines = self._peers.sockets
+        for line in lines:
+            poller.register(line, zmq.POLLIN)
+        failed = True
         look = time.monotonic() + TICK
         try:
             ending = signal.signal(signal.SIGTERM, _end) if _decides_signals() else None
@@ -166,20 +181,26 @@ class PServer:
                 if self._monitor in ready:
                     recv_monitor_message(self._monitor)
                     log.warning("pserver %s refused a connection that does not speak the protocol", self.endpoint)
+                if not ready.keys().isdisjoint(lines):
+                    self._peers.listen()
                 if time.monotonic() >= look:
                     self._catch_up()
                     self._look()
                     look = time.monotonic() + TICK
+            failed = False
             return self.state
         except BaseException as e:
             reason = str(e) if isinstance(e, DtransError) else f"{type(e).__name__}: {e}"
             for t in self._trainers.values():
                 if not t.done:
                     self._say(t.address, "refuse", reason=f"it ended: {reason}", last=True)
+            for address in self._peers.addresses:
+                self._say(address, "refuse", reason=f"it ended: {reason}", last=True)
             raise
         finally:
             if ending is not None:
                 signal.signal(signal.SIGTERM, ending)
+            self._peers.close(failed=failed)
             self._close()
 
     def _catch_up(self) -> None:
@@ -203,6 +224,12 @@ class PServer:
             if message.op == "hello":
                 self._hello(address, message, now)
                 return
+            if message.op == "peer":
+                self._meet(address, message)
+                return
+            if self._peers.name(address) is not None:
+                self._partials(address, message)
+                return
             if address not in self._by_address:
                 raise WireError(f"a `{message.op}` message from a peer that has not said hello")
             k = self._by_address[address]
@@ -212,9 +239,15 @@ class PServer:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
             rule(self, k, message)
         except WireError as e:
-            who = f"trainer {self._by_address[address]}" if address in self._by_address else "a stranger"
-            log.warning("pserver %s refused a message of %s: %s", self.endpoint, who, e)
+            log.warning("pserver %s refused a message of %s: %s", self.endpoint, self._who(address), e)
             self._say(address, "refuse", reason=str(e))
+
+    def _who(self, address: bytes) -> str:
+        """Who speaks from there, for the log."""
+        if address in self._by_address:
+            return f"trainer {self._by_address[address]}"
+        peer = self._peers.name(address)
+        return "a stranger" if peer is None else f"pserver {peer}"
 
     def _say(self, address: bytes, op: str, **fields: Any) -> None:
         self._socket.send_multipart([address, wire.header(op, **fields)])
@@ -236,6 +269,8 @@ class PServer:
             raise WireError(
                 f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in two processes?"
             )
+        if self._peers.name(address) is not None:
+            raise WireError(f"pserver {self._peers.name(address)} cannot be trainer {k} too")
         if self._by_address.get(address, k) != k:
             raise WireError(f"trainer {k} has already said hello as trainer {self._by_address[address]}")
         if known is None:
@@ -280,8 +315,35 @@ class PServer:
 
     def _make_step(self) -> None:
         """All gradients are here."""
-        self.state = self._update(self._grads, self.state)
+        self._run = self._update.run(self._grads, self.state)
+        self._go_on({})
+
+    def _go_on(self, arrived: Vectors | None) -> None:
+        """Make the step as far as what came from other servers allows."""
+        while arrived is not None:
+            try:
+                self._exchange, parcels = self._run.send(arrived) if self._exchange else next(self._run)
+            except StopIteration as done:
+                self._exchange = None
+                self._finish(done.value)
+                return
+            self._exchange_since = time.monotonic()
+            self._peers.send(self.step, self._exchange, parcels)
+            arrived = self._arrived()
+
+    def _arrived(self) -> Vectors | None:
+        """What the update waits for, if all of it is here."""
+        if self._exchange is None or self._peers.missing(self.step, self._exchange):
+            return None
+        return self._peers.collected(self.step, self._exchange)
+
+    def _finish(self, state: dict[str, Any]) -> None:
+        """A step is made."""
+        # the memory of its gradients and of what other servers sent is written again, so nothing may still read it
+        self.state = jax.block_until_ready(state) if self._update.update.exchanges else state
+        self._peers.made(self.step)
         self.step += 1
+        self._late_since = None
         for t in self._trainers.values():
             t.at_barrier = False
             t.arrived.clear()
@@ -325,7 +387,8 @@ class PServer:
 
     def _answer(self, t: _Trainer) -> None:
         t.waits = False
-        for pieces, frames in wire.messages((n, self._values[n]) for n in t.wants):
+        nothing: list[Any] = [([], [])]  # is an answer too
+        for pieces, frames in wire.messages((n, self._values[n]) for n in t.wants) if t.wants else nothing:
             head = wire.header("blocks", step=self.step, pieces=pieces)
             self._socket.send_multipart([t.address, head, *frames], copy=False)
 
@@ -355,6 +418,20 @@ class PServer:
         if message["step"] != self.step:
             raise WireError(f"`{message.op}` of step {message['step']}, pserver {self.endpoint} is at {self.step}")
 
+    # -- what servers say ------------------------------------------------------------------------
+
+    def _meet(self, address: bytes, message: wire.Message) -> None:
+        if address in self._by_address:
+            raise WireError(f"trainer {self._by_address[address]} cannot be a pserver too")
+        self._peers.meet(address, message)
+        self._say(address, "welcome", step=self.step, local="", silence=self._silence)
+
+    def _partials(self, address: bytes, message: wire.Message) -> None:
+        if message.op != "partials":
+            raise WireError(f"a `{message.op}` message, which servers do not take from each other")
+        self._peers.take(address, message, self.step)
+        self._go_on(self._arrived())
+
     # -- who is late -----------------------------------------------------------------------------
 
     def _look(self) -> None:
@@ -376,9 +453,16 @@ class PServer:
         if not waiting:
             self._late_since = None
             return
-        self._late_since = self._late_since or now
+        if self._exchange is None:
+            self._late_since = self._late_since or now
+            what = f"gradients of step {self.step + 1} from {_named(late)}"
+        else:
+            self._late_since = self._exchange_since
+            missing = self._peers.missing(self.step, self._exchange)
+            what = f"partial results of step {self.step + 1}, level {self._exchange.level}, from "
+            what += self._peers.named(missing)
+            self._peers.check(missing, what)
         waited = now - self._late_since
-        what = f"gradients of step {self.step + 1} from {_named(late)}"
         if waited > self.deadline:
             raise DeadlineError(f"pserver {self.endpoint} and {_named(waiting)} waited {waited:.1f} s for {what}")
         for k in waiting:

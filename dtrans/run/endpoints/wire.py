@@ -12,10 +12,14 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     complete
     abort          reason
 
+    server to server                                   and back
+    peer           endpoint, order, layout             welcome, refuse
+    partials       step, level, pieces + frames        refuse
+
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
 (ZeroMQ holds a message back until it is whole), small ones share a frame. Bytes are those of the array in
-C order and this machine's byte order; both ends must be little-endian, which `hello` states.
+C order and this machine's byte order; both ends must be little-endian, which `hello` and `peer` state.
 """
 
 from __future__ import annotations
@@ -48,6 +52,8 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "alive": {"trainer": int, "session": str},
     "complete": {},
     "abort": {"reason": str},
+    "peer": {"endpoint": str, "order": str, "layout": str},
+    "partials": {"step": int, "level": int, "pieces": list},
     "welcome": {"step": int, "local": str, "silence": (int, float)},
     "blocks": {"step": int, "pieces": list},
     "waiting": {"reason": str},

@@ -1,0 +1,45 @@
+"""The trainer half of a step, written into a program, with something to do at each gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dtrans._jax import Atom, Var
+from dtrans.cut import Cut
+from dtrans.rewrite import Builder, needed
+
+
+def ready_order(step: Cut) -> list[str]:
+    """The leaves in the order in which their gradients are made; constants and inputs come last."""
+    at = {v: i for i, e in enumerate(step.program.jaxpr.jaxpr.eqns) for v in e.outvars}
+    last = len(at)
+    return sorted(step.gradients, key=lambda n: at.get(g, last) if isinstance(g := step.gradients[n], Var) else last)
+
+
+def write_trainer_half(b: Builder, step: Cut, results: Sequence[str], made: Callable[[str, Atom], None]) -> None:
+    """Write forward and backward.
+
+    Args:
+      b: that they are written with; it has their inputs.
+      results: the outputs that are wanted, beside the parameters that trainers make.
+      made: called with a leaf and its gradient, right after the equation that makes that.
+    """
+    source = step.program
+    inner = source.jaxpr.jaxpr
+    outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
+    wanted = [outs_of[n] for n in (*results, *step.held)] + list(step.gradients.values())
+    wanted += [a for i in step.observers for a in inner.eqns[i].invars]
+    kept = sorted({*needed(inner.eqns, wanted)[0], *step.observers})
+
+    ready: dict[Var | None, list[str]] = {}
+    here = {v for i in kept for v in inner.eqns[i].outvars}
+    for leaf, atom in step.gradients.items():
+        ready.setdefault(atom if isinstance(atom, Var) and atom in here else None, []).append(leaf)
+    for i in kept:
+        b.role = source.roles[i]
+        b.keep(inner.eqns[i])
+        for v in inner.eqns[i].outvars:
+            for leaf in ready.get(v, ()):
+                made(leaf, v)
+    for leaf in ready.get(None, ()):  # gradients that no equation makes
+        made(leaf, step.gradients[leaf])

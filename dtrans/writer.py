@@ -1,0 +1,216 @@
+"""Writing equations for a block of rows.
+
+An equation on whole leaves becomes the same equation on rows `start` to `stop`: operands with rows are those of the
+block, and a shared operand that meets rows is sliced *where it is made*: the slice moves up through broadcasts and
+elementwise equations until it reaches scalars and counters (`iota`), so that no array of the full shape is made on
+a server that holds some of its rows. Only what cannot be moved (random bits, which must be those of the whole leaf)
+is made whole and then sliced. Bodies of loops and branches are written in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
+from dtrans.layouts import SHARED, Layout, Rows
+from dtrans.rewrite import Builder
+from dtrans.rows import Flow
+from dtrans.rules import ELEMENTWISE, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Rows `start` to `stop` of a leaf."""
+
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    def of(self, row: Rows) -> tuple[int, int]:
+        """Where these rows are along the axis of a value that has them."""
+        return self.start * row.width, self.stop * row.width
+
+    def cut(self, aval: Any, layout: Layout) -> Any:
+        """The type of these rows of a value."""
+        if not isinstance(layout, Rows):
+            return aval
+        shape, axis = aval.shape, layout.axis
+        return aval.update(shape=(*shape[:axis], self.rows * layout.width, *shape[axis + 1 :]))
+
+
+@functools.cache
+def _iota(dtype: Any, shape: tuple[int, ...], axis: int, start: int) -> Callable[[], jax.Array]:
+    """An iota that begins at `start`; counted in integers, so that large numbers are rounded as in the whole."""
+
+    def fn() -> jax.Array:
+        if not start:
+            return jax.lax.broadcasted_iota(dtype, shape, axis)
+        counted = dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.int32
+        return (jax.lax.broadcasted_iota(counted, shape, axis) + jnp.asarray(start, counted)).astype(dtype)
+
+    return fn
+
+
+class RowWriter:
+    """Writes the equations of one jaxpr for one block of rows.
+
+    Args:
+      jaxpr: that they are of.
+      flow: what the row analysis found in it.
+      span: the rows of the block; None where it has whole leaves.
+    """
+
+    def __init__(self, jaxpr: ClosedJaxpr, flow: Flow, span: Span | None) -> None:
+        self.b = Builder(jaxpr)
+        self.flow = flow
+        self.span = span
+        self.made_by = {v: e for e in opened(jaxpr).eqns for v in e.outvars}
+        self.env: dict[Var, Atom] = {}  # values of this block's own
+        self.wholes: dict[Var, Atom] = {}  # shared values
+        self._rows: dict[tuple[Var, int, int], Atom] = {}  # rows of shared values
+        self._types: dict[Any, Any] = {}
+
+    # -- what a writer of whole programs does otherwise ------------------------------------------
+
+    def own(self, var: Var) -> Atom | None:
+        """A value of this block's own; None for one that is not."""
+        return self.env.get(var)
+
+    def outside(self, var: Var) -> Atom | None:
+        """A shared value that comes from elsewhere; None for one that is made here."""
+        return None
+
+    # -- operands --------------------------------------------------------------------------------
+
+    def read(self, atom: Atom, row: Rows | None) -> Atom:
+        """An operand, as rows or whole."""
+        if isinstance(atom, Literal):
+            return atom
+        own = self.own(atom)
+        if own is not None:
+            return own
+        if row is None or self.span is None:
+            return self.whole(atom)
+        key = (atom, row.axis, row.width)
+        if key not in self._rows:
+            self._rows[key] = self._shared_rows(atom, row)
+        return self._rows[key]
+
+    def whole(self, atom: Atom) -> Atom:
+        """A shared value as it is: a constant of the program, made here, or from elsewhere."""
+        if isinstance(atom, Literal) or self.b.is_constant(atom):
+            return atom
+        if atom not in self.wholes:
+            given = self.outside(atom)
+            if given is not None:
+                self.wholes[atom] = given
+            else:
+                eqn = self.made_by[atom]
+                made = self.b.copy(eqn, [self.whole(a) for a in eqn.invars])
+                self.wholes.update(zip(eqn.outvars, made, strict=True))
+        return self.wholes[atom]
+
+    def _shared_rows(self, atom: Var, row: Rows) -> Atom:
+        """This block's rows of a shared value, made with as little as possible of the rest."""
+        assert self.span is not None
+        b, axis, (start, stop) = self.b, row.axis, self.span.of(row)
+        if b.is_constant(atom):
+            index = (slice(None),) * axis + (slice(start, stop),)
+            return b.constant(np.asarray(b.constant_value(atom))[index])
+        eqn = self.made_by.get(atom)
+        if eqn is not None and self.follows(atom):
+            shape = atom.aval.shape
+            if eqn.primitive.name in ELEMENTWISE and len(eqn.outvars) == 1:
+                # an operand of size 1 there is broadcast in every block
+                full = [a.aval.ndim == len(shape) and a.aval.shape[axis] == shape[axis] for a in eqn.invars]
+                return b.copy(eqn, [self.read(a, row if f else None) for a, f in zip(eqn.invars, full, strict=True)])[0]
+            if eqn.primitive.name == "broadcast_in_dim" and len(eqn.invars) == 1:
+                (operand,) = eqn.invars
+                dims = eqn.params["broadcast_dimensions"]
+                grown = axis not in dims or operand.aval.shape[dims.index(axis)] != shape[axis]
+                inner = None if grown else dataclasses.replace(row, axis=dims.index(axis))
+                return b.copy(eqn, [self.read(operand, inner)], shape=self.span.cut(atom.aval, row).shape)[0]
+            if eqn.primitive.name == "iota" and not eqn.invars:
+                p, dtype = eqn.params, atom.aval.dtype
+                along = p["dimension"] == axis
+                return b.call(_iota(dtype, self.span.cut(atom.aval, row).shape, p["dimension"], start if along else 0))[
+                    0
+                ]
+        full_value = self.whole(atom)
+        begin, end = [0] * atom.aval.ndim, list(atom.aval.shape)
+        begin[axis], end[axis] = start, stop
+        return b.bind(jax.lax.slice_p, full_value, start_indices=tuple(begin), limit_indices=tuple(end), strides=None)[
+            0
+        ]
+
+    def follows(self, var: Var) -> bool:
+        """Whether the equation that makes a shared value may be carried out here."""
+        return True
+
+    # -- equations -------------------------------------------------------------------------------
+
+    def cut(self, aval: Any, layout: Layout) -> Any:
+        """The type of a value in this block."""
+        if self.span is None or not isinstance(layout, Rows):
+            return aval
+        key = (aval.shape, aval.dtype, aval.weak_type, layout.axis, layout.width)
+        if key not in self._types:
+            self._types[key] = self.span.cut(aval, layout)
+        return self._types[key]
+
+    def emit(self, eqn: JaxprEqn, step: Step) -> list[Var]:
+        """An equation with rows, on this block."""
+        atoms = [self.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
+        types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
+        if self.span is None:
+            return self.b.copy(eqn, atoms, types)
+        params: dict[str, Any] = step.params(types) if step.params else {}
+        if step.bodies:
+            params = self._bodies(eqn, step)
+        return self.b.copy(eqn, atoms, types, **params)
+
+    def _bodies(self, eqn: JaxprEqn, step: Step) -> dict[str, Any]:
+        """The parameters of a loop or a branch, its bodies on this block."""
+        name, p = eqn.primitive.name, eqn.params
+        if name == "cond":
+            pairs = zip(p["branches"], step.bodies, strict=True)
+            return {"branches": tuple(self._body(b, f, step.outs) for b, f in pairs)}
+        if name == "scan":
+            (flow,) = step.bodies
+            inner = opened(p["jaxpr"])
+            carry = inner.invars[p["num_consts"] : p["num_consts"] + p["num_carry"]]
+            outs = [*map(flow.layout, carry), *map(flow.layout, inner.outvars[p["num_carry"] :])]
+            return {"jaxpr": self._body(p["jaxpr"], flow, outs)}
+        assert name == "while", name
+        test, flow = step.bodies
+        carry = opened(p["body_jaxpr"]).invars[p["body_nconsts"] :]
+        return {
+            "cond_jaxpr": self._body(p["cond_jaxpr"], test, [SHARED]),
+            "body_jaxpr": self._body(p["body_jaxpr"], flow, [flow.layout(v) for v in carry]),
+        }
+
+    def _body(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
+        """A body on this block, its outputs with the given layouts."""
+        inner = opened(jaxpr)
+        w = RowWriter(jaxpr, flow, self.span)
+        for v in inner.invars:
+            layout = flow.layout(v)
+            (w.wholes if layout is SHARED else w.env)[v] = w.b.input(self.cut(v.aval, layout))
+        for i, eqn in enumerate(inner.eqns):
+            step = flow.steps.get(i)
+            if step is not None:
+                w.env.update(zip(eqn.outvars, w.emit(eqn, step), strict=True))
+        return w.b.build(
+            [w.read(a, x if isinstance(x, Rows) else None) for a, x in zip(inner.outvars, outs, strict=True)]
+        )
