@@ -6,6 +6,8 @@ Trace a step (`trace`), plan it (`pserver`, or `DistributeTranspiler` as Paddle 
 process (`plan.on_mesh()`) or as processes (`Executor`, `dtrans launch`).
 """
 
+from typing import TYPE_CHECKING, Any
+
 from dtrans import errors as errors
 from dtrans.blocks import (
     HashName as HashName,
@@ -14,12 +16,13 @@ from dtrans.blocks import (
     VarBlock as VarBlock,
     slice_variable as slice_variable,
 )
+from dtrans.collective import CollectivePlan as CollectivePlan
 from dtrans.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
 from dtrans.plan import PServerPlan as PServerPlan
 from dtrans.program import Op as Op, Program as Program, trace as trace
 from dtrans.run.executor import Executor as Executor
 from dtrans.run.roles import Role as Role
-from dtrans.transforms import pserver as pserver
+from dtrans.transforms import nccl2 as nccl2, pserver as pserver
 from dtrans.transpiler import (
     DistributeTranspiler as DistributeTranspiler,
     DistributeTranspilerConfig as DistributeTranspilerConfig,
@@ -27,3 +30,16 @@ from dtrans.transpiler import (
 
 
 __version__ = "0.1.0"
+
+
+if TYPE_CHECKING:
+    from dtrans import optimizers as optimizers
+
+
+def __getattr__(name: str) -> Any:
+    """`dtrans.optimizers`, on first use: it imports optax, which takes as long as all the rest."""
+    if name == "optimizers":
+        import importlib
+
+        return importlib.import_module("dtrans.optimizers")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

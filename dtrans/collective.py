@@ -1,0 +1,165 @@
+"""Plans of data-parallel jobs: one program for all trainers, and what it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import html as html_escape
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtrans.ops import all_reduce_p
+from dtrans.program import Program
+
+
+if TYPE_CHECKING:
+    import jax
+
+    from dtrans.run.collective import CollectiveJob
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Gradients that are reduced together.
+
+    Attributes:
+      name: `bucket/0`, ...
+      leaves: whose gradients they are, in the order in which the backward pass makes them.
+      dtype: of the gradients.
+      nbytes: what is reduced, after compression.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    dtype: Any
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CollectivePlan:
+    """Data-parallel training of one step; made by `dtrans.nccl2`.
+
+    Attributes:
+      main: the step, with calls inlined and exact roles.
+      startup: the single-device init.
+      program: the program of every trainer, (params, opt_state, *batch) -> what the step returns. A batch is the
+        trainer's part.
+      trainers: how many there are.
+      axis_name: of the axis that they are on.
+      buckets: the gradients that are reduced together, in order.
+      merges: result, or parameter that trainers make, to what becomes of it.
+      replicated: names of batch arrays that every trainer gets whole.
+      dropped: effects of the step that no trainer carries out, such as printing the optimizer's state.
+    """
+
+    main: Program
+    startup: Program
+    program: Program
+    trainers: int
+    axis_name: str
+    buckets: tuple[Bucket, ...]
+    merges: Mapping[str, str]
+    replicated: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+    # -- running ---------------------------------------------------------------------------------
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The program as a pure function of one trainer: (params, opt_state, *batch) -> what the step returns.
+
+        It runs under `jax.shard_map`, `jax.pmap` or `jax.vmap` with the axis `axis_name`.
+        """
+        from dtrans.run.collective import per_trainer
+
+        def function(*args: Any) -> Any:
+            flat = self.program.flatten(*args)
+            program = self.program.at_flat(flat)
+            return program.out.unflatten(per_trainer(program)(*flat))
+
+        return function
+
+    def on_mesh(self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> CollectiveJob:
+        """Run the whole job in this process, one trainer on each device; see `dtrans.run.collective`.
+
+        Args:
+          devices: the trainers take the first. All of this process's by default.
+          donate: let each step reuse the memory of the state it was given, which cannot be used again.
+
+        Raises:
+          ConfigError: fewer devices than trainers.
+        """
+        from dtrans.run.collective import MeshTrainers
+
+        return MeshTrainers(self, devices, donate=donate)
+
+    def simulate(self) -> CollectiveJob:
+        """Run all trainers on one device, with `jax.vmap` in the place of a mesh."""
+        from dtrans.run.collective import SimulatedTrainers
+
+        return SimulatedTrainers(self)
+
+    # -- cost ------------------------------------------------------------------------------------
+
+    @cached_property
+    def bytes_per_step(self) -> dict[str, int]:
+        """Bytes that each trainer puts into reductions in a step, by the type they are reduced in."""
+        found: dict[str, int] = {}
+        for eqn in self.program.jaxpr.jaxpr.eqns:
+            if eqn.primitive is all_reduce_p:
+                for a in eqn.invars:
+                    name = np.dtype(a.aval.dtype).name
+                    found[name] = found.get(name, 0) + a.aval.size * a.aval.dtype.itemsize
+        return found
+
+    # -- showing ---------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """The table of buckets: name, leaves, type, bytes."""
+        return [
+            (b.name, ", ".join(b.leaves[:3]) + (f", ... ({len(b.leaves)})" if len(b.leaves) > 3 else ""),
+             np.dtype(b.dtype).name, f"{b.nbytes:,}")
+            for b in self.buckets
+        ]  # fmt: skip
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What else there is to know."""
+        moved = ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_per_step.items()) or "nothing"
+        notes = [f"each trainer reduces {moved} per step over axis {self.axis_name!r}"]
+        notes += [f"{name}: {way}" for name, way in self.merges.items()]
+        if self.dropped:
+            notes.append(f"not carried out, since it looks at what the optimizer makes: {', '.join(self.dropped)}")
+        return notes
+
+    def __str__(self) -> str:
+        header = ("bucket", "gradients of", "type", "bytes")
+        table = [header, *self.rows]
+        widths = [max(len(r[i]) for r in table) for i in range(4)]
+        lines = [f"nccl2 plan of {self.main.name}: {self.trainers} trainers"]
+        for r in table:
+            lines.append(f"  {r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]:>{widths[3]}}")
+        return "\n".join(lines + self.notes)
+
+    def __repr__(self) -> str:
+        return f"<CollectivePlan of {self.main.name}: {self.trainers} trainers, {len(self.buckets)} buckets>"
+
+    def _repr_html_(self) -> str:
+        esc = html_escape.escape
+        body = "".join(
+            f"<tr><td>{esc(r[0])}</td><td style='text-align:left'><code>{esc(r[1])}</code></td>"
+            f"<td>{esc(r[2])}</td><td>{r[3]}</td></tr>"
+            for r in self.rows
+        )
+        notes = "".join(f"<li>{esc(n)}</li>" for n in self.notes)
+        return (
+            f"<b>nccl2 plan of {esc(self.main.name)}</b>: {self.trainers} trainers"
+            f"<table><tr><th>bucket</th><th>gradients of</th><th>type</th><th>bytes</th></tr>{body}</table>"
+            f"<ul>{notes}</ul>"
+        )
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self) if cycle else str(self))

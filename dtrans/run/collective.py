@@ -1,0 +1,234 @@
+"""Realisers of data-parallel plans: all trainers on a mesh of this process's devices, or on one device.
+
+    mesh       jit(shard_map) over the axis; XLA carries out the reductions
+    simulate   jit(vmap) with the axis name, on one device: for tests, notebooks, and machines one does not have
+
+Each makes one function of a step, compiled once for each batch shape.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from dtrans.collective import CollectivePlan
+from dtrans.errors import ConfigError, StateError
+from dtrans.ops import all_reduce_p, trainer_index_p
+from dtrans.program import Program
+from dtrans.run.batch import part_types, shared_batch
+from dtrans.run.pieces import Rules, interpret
+from dtrans.trees import without
+
+
+_REDUCE: dict[str, Callable[..., Any]] = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
+
+
+def _all_reduce(*xs: Any, op: str, over: str, **_: Any) -> Sequence[Any]:
+    made: Sequence[Any] = _REDUCE[op](tuple(xs), over)
+    return made
+
+
+# communication over a named axis, as what JAX has for it
+OVER_AXIS: Rules = {all_reduce_p: _all_reduce, trainer_index_p: lambda over: [jax.lax.axis_index(over)]}
+
+
+def per_trainer(program: Program) -> Callable[..., list[Any]]:
+    """A program as a function of flat arrays, for one trainer on a named axis."""
+    inner = program.jaxpr.jaxpr
+    constants = dict(zip(inner.constvars, program.jaxpr.consts, strict=True))
+
+    def run(*args: Any) -> list[Any]:
+        return interpret(
+            inner.eqns, {**constants, **dict(zip(inner.invars, args, strict=True))}, inner.outvars, OVER_AXIS
+        )
+
+    return run
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class CollectiveState:
+    """Where a job is: a pytree of arrays, by name. Every trainer has the same."""
+
+    params: dict[str, jax.Array]
+    opt_state: dict[str, jax.Array]
+
+
+class CollectiveJob(abc.ABC):
+    """A plan, running. `init` and `step` are functions of a state; the job itself holds only compiled code.
+
+    Args:
+      plan: what to run.
+    """
+
+    def __init__(self, plan: CollectivePlan) -> None:
+        self.plan = plan
+        names = [n for spec in plan.main.args[2:] for n in spec.names]
+        self._whole = {n for n in names for r in plan.replicated if n == r or n.startswith(r + "/")}
+        self._compiled: dict[Program, Callable[..., Any]] = {}
+
+    # -- what a user calls -----------------------------------------------------------------------
+
+    def init(self, *args: Any) -> CollectiveState:
+        """The first state, from the arguments of `init`."""
+        startup = self.plan.startup
+        made = dict(zip(startup.out_names, self._start(startup, startup.flatten(*args)), strict=True))
+        params, opt_state = (spec.names for spec in self.plan.main.args[:2])
+        return CollectiveState({n: made[n] for n in params}, {n: made[n] for n in opt_state})
+
+    def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
+        """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
+
+        Arrays of the batch are split over the trainers on dim 0; 0-d arrays, and those that the plan has as replicated,
+        go to every trainer whole. A PRNG key (`jax.random.key`) is folded with the trainer's number.
+
+        Raises:
+          BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
+          StateError: not a state of this job, or one that was already stepped from, and was donated.
+        """
+        if not isinstance(state, CollectiveState):
+            raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
+        gone = next((n for n, x in (state.params | state.opt_state).items() if x.is_deleted()), None)
+        if gone:
+            raise StateError(
+                f"this state was already stepped from, and {gone} in it was donated to that step; "
+                "use the state that step returned, or plan.on_mesh(donate=False)"
+            )
+        plan = self.plan
+        option = "dtrans.nccl2(replicated=(...))"
+        arrays = shared_batch(plan.main.args[2:], batch, plan.trainers, self._whole, option)
+        held = [*state.params.values(), *state.opt_state.values()]
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held] + part_types(arrays, plan.trainers)
+        program = plan.program.at_flat(types)
+        if program not in self._compiled:
+            self._compiled[program] = self._compile(program, [share for _, share in arrays])
+        values = dict(zip(program.out_names, self._run(self._compiled[program], held, arrays), strict=True))
+        new = CollectiveState({n: values[n] for n in state.params}, {n: values[n] for n in state.opt_state})
+        rest = without(without(program.out, plan.main.args[0]), plan.main.args[1])
+        tree = rest.unflatten([values[n] for n in rest.names])
+        return (new, *(tree if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)))
+
+    def params(self, state: CollectiveState) -> Any:
+        """The parameters, as the pytree that they were given in."""
+        spec = self.plan.main.args[0]
+        return spec.unflatten([state.params[n] for n in spec.names])
+
+    def opt_state(self, state: CollectiveState) -> Any:
+        """The optimizer's state, as the pytree that it was given in."""
+        spec = self.plan.main.args[1]
+        return spec.unflatten([state.opt_state[n] for n in spec.names])
+
+    # -- how it runs -----------------------------------------------------------------------------
+
+    def _way(self, name: str) -> str:
+        """What becomes of an output: of state, all trainers have the same."""
+        way = self.plan.merges.get(name, "same")
+        return way if way in ("concat", "each") else "same"
+
+    @abc.abstractmethod
+    def _start(self, startup: Program, args: list[Any]) -> list[Any]:
+        """The outputs of the startup program, where steps want them."""
+
+    @abc.abstractmethod
+    def _compile(self, program: Program, shares: Sequence[str]) -> Callable[..., Any]:
+        """A program for all trainers, as a function of (held, batch)."""
+
+    @abc.abstractmethod
+    def _run(self, compiled: Callable[..., Any], held: list[Any], arrays: Sequence[tuple[Any, str]]) -> Sequence[Any]:
+        """The outputs of one step, merged."""
+
+
+class MeshTrainers(CollectiveJob):
+    """Trainers on a mesh of devices; made by `plan.on_mesh()`."""
+
+    def __init__(
+        self, plan: CollectivePlan, devices: Sequence[jax.Device] | None = None, *, donate: bool = True
+    ) -> None:
+        super().__init__(plan)
+        devices = list(jax.devices() if devices is None else devices)
+        if len(devices) < plan.trainers:
+            hint = (
+                f'; set CPU devices with jax.config.update("jax_num_cpu_devices", {plan.trainers}) before JAX is used'
+                if not devices or devices[0].platform == "cpu"
+                else ""
+            )
+            raise ConfigError(
+                f"{plan.trainers} trainers need as many devices, on_mesh has {len(devices)}{hint}; "
+                "plan.simulate() runs any number on one"
+            )
+        self.mesh = Mesh(np.array(devices[: plan.trainers]), (plan.axis_name,))
+        self._donate = donate
+        self._everywhere = NamedSharding(self.mesh, P())
+        self._split = NamedSharding(self.mesh, P(plan.axis_name))
+
+    def _start(self, startup: Program, args: list[Any]) -> list[Any]:
+        made = startup.compiled(*jax.device_put(args, self.mesh.devices.flat[0]))
+        # copies: a state may be donated, and init may return one array twice
+        return jax.device_put([jnp.copy(x) for x in made], self._everywhere)
+
+    def _compile(self, program: Program, shares: Sequence[str]) -> Callable[..., Any]:
+        axis, count = self.plan.axis_name, len(program.in_names) - len(shares)
+        ways = [self._way(n) for n in program.out_names]
+        one = per_trainer(program)
+
+        def trainer(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+            outs = one(*held, *batch)
+            return [x[None] if way == "each" else x for x, way in zip(outs, ways, strict=True)]
+
+        specs = ([P()] * count, [P(axis) if s == "split" else P() for s in shares])
+        outs = [P() if way == "same" else P(axis) for way in ways]
+        # check_vma: the equations were traced without varying types, and replay only without the check
+        mapped = jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
+        return jax.jit(mapped, donate_argnums=0 if self._donate else ())
+
+    def _run(self, compiled: Callable[..., Any], held: list[Any], arrays: Sequence[tuple[Any, str]]) -> Sequence[Any]:
+        batch = [_put(x, self._split if share == "split" else self._everywhere) for x, share in arrays]
+        made: Sequence[Any] = compiled(held, batch)
+        return made
+
+
+class SimulatedTrainers(CollectiveJob):
+    """Trainers on one device; made by `plan.simulate()`."""
+
+    def _start(self, startup: Program, args: list[Any]) -> list[Any]:
+        return list(startup.compiled(*args))
+
+    def _compile(self, program: Program, shares: Sequence[str]) -> Callable[..., Any]:
+        trainers, axis = self.plan.trainers, self.plan.axis_name
+        ways = [self._way(n) for n in program.out_names]
+        one = per_trainer(program)
+        split = [0 if s == "split" else None for s in shares]
+
+        def step(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+            parts = [
+                x if s is None else x.reshape(trainers, -1, *x.shape[1:]) for x, s in zip(batch, split, strict=True)
+            ]
+            # out_axes None: vmap refuses what is not the same on all trainers
+            mapped = jax.vmap(
+                lambda held, batch: one(*held, *batch),
+                in_axes=(None, split),
+                out_axes=[None if way == "same" else 0 for way in ways],
+                axis_name=axis,
+                axis_size=trainers,
+            )
+            outs = mapped(held, parts)
+            return [x.reshape(-1, *x.shape[2:]) if w == "concat" else x for x, w in zip(outs, ways, strict=True)]
+
+        return jax.jit(step)
+
+    def _run(self, compiled: Callable[..., Any], held: list[Any], arrays: Sequence[tuple[Any, str]]) -> Sequence[Any]:
+        made: Sequence[Any] = compiled(held, [x for x, _ in arrays])
+        return made
+
+
+def _put(x: Any, where: NamedSharding) -> Any:
+    """`jax.device_put`, without its cost where there is nothing to do."""
+    return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
