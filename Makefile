@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint format bench notebooks lock clean
+.PHONY: help venv demo test fuzz lint format bench notebooks docs lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ demo: $(STAMP) ## train with two trainers and two parameter servers as processes
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest
+
+fuzz: $(STAMP) ## slice 2,000 random updates (takes minutes)
+	DTRANS_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_any_update.py
 
 lint: $(STAMP) ## check style, format and types
 	$(BIN)/ruff check .
@@ -38,6 +41,9 @@ bench: $(STAMP) ## run the benchmarks
 
 notebooks: $(STAMP) ## run the notebooks from top to bottom
 	$(BIN)/python -m pytest notebooks --nbmake --nbmake-timeout=280
+
+docs: $(STAMP) ## write docs/optimizers.md anew, from the plans of all optimizers
+	$(BIN)/python tests/optimizer_zoo.py docs/optimizers.md
 
 lock: ## write requirements.lock anew from pyproject.toml (needs uv); pins that still hold are kept
 	$(UV) pip compile --no-config --no-emit-index-url --universal --python-version 3.11 --generate-hashes \

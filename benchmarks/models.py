@@ -15,8 +15,10 @@ import dtrans
 tx = optax.adam(1e-3)
 
 
-def mlp(sizes: Sequence[int], batch: int) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, Any]]:
-    """(step, init, one batch) of an MLP trained with Adam on squared error."""
+def mlp(
+    sizes: Sequence[int], batch: int, tx: Any = tx
+) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, Any]]:
+    """(step, init, one batch) of an MLP trained on squared error, with Adam if nothing else is said."""
 
     def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         for layer in params[:-1]:

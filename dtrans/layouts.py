@@ -55,11 +55,23 @@ def leaves_of(layouts: Iterable[Layout]) -> frozenset[str]:
     return frozenset(found)
 
 
+def sendable(x: Layout) -> bool:
+    """Whether a value of a whole leaf binds nothing: whoever reads it is sent it."""
+    return isinstance(x, Whole) and not x.reason and len(x.leaves) == 1
+
+
 def join(a: Layout, b: Layout, name: str) -> Layout:
-    """The least layout above both, for a value that is one thing now and another then; `name` is for the reason."""
+    """The least layout above both, for a value that is one thing now and another then; `name` is for the reason.
+
+    What can be sent is sent to where the other is.
+    """
     if a == b or b is SHARED:
         return a
     if a is SHARED:
         return b
+    if sendable(a) and sendable(b):
+        return min(a, b, key=lambda x: min(leaves_of([x])))
+    if sendable(a) or sendable(b):
+        return b if sendable(a) else a
     reasons = [x.reason for x in (a, b) if isinstance(x, Whole) and x.reason]
     return Whole(leaves_of((a, b)), (*reasons, f"{name} is made of rows in two ways")[0])

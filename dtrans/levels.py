@@ -7,8 +7,9 @@ that needs it. It crosses where a home gives something to the others:
     a value of a whole leaf that others read    its one owner has it; it is sent as it is
 
 Crossings are exchanged in rounds: level 0 is what a server knows by itself, level n + 1 what it knows after round n.
-The trust ratios of LAMB behind a clip by global norm are at level 2. Levels are those of the equations,
-whatever the placement; a round in which nothing has to leave a server costs nothing.
+LAMB behind a clip by global norm takes three: the norm of the gradients, the norms of the updates, and those once
+more (`optax.safe_norm`). Levels are those of the equations, whatever the placement; a round in which nothing has to
+leave a server costs nothing.
 """
 
 from __future__ import annotations
@@ -63,9 +64,8 @@ class Levels:
             self._follow(i, eqn)
         for i, eqn in enumerate(self.eqns):
             self._note_crossings(i, eqn)
-        for out in analysis.outputs.values():
-            if isinstance(out, Var):
-                self._note_read(out, None if analysis.layout(out) is SHARED else analysis.home(analysis.layout(out)))
+        for name, out in analysis.outputs.items():
+            self._note_read(out, analysis.home(analysis.layout(analysis.inputs[name])))
 
     # -- where and when --------------------------------------------------------------------------
 

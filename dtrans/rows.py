@@ -24,7 +24,7 @@ from typing import Any
 from dtrans._jax import Atom, JaxprEqn, Literal, Var, opened, origin_of, scope_of
 from dtrans.branches import inline_bodies, normalise
 from dtrans.cut import GRAD, OptimizeHalf
-from dtrans.layouts import SHARED, Layout, Rows, Whole, join, leaves_of
+from dtrans.layouts import SHARED, Layout, Rows, Whole, join, leaves_of, sendable
 from dtrans.listing import short_type
 from dtrans.rewrite import eliminate_dead
 from dtrans.rules import Step, step_of
@@ -101,8 +101,16 @@ class RowAnalysis:
     def placed(self, whole: Collection[str]) -> RowAnalysis:
         """The same, once it is known which leaves are on one server: what they are reduced to is there already."""
         known = {*whole, *self.groups}
-        flow, bound = _settled(self.half, self.params, known)
-        return dataclasses.replace(self, flow=flow, groups=_groups(bound, self.params) | dict(self.groups))
+        half, roots = self.half, {leaf: g.leaves[0] for leaf, g in self.groups.items()}
+        while True:
+            flow, bound = _settled(half, self.params, known)
+            groups = _groups(bound, self.params)
+            assert all(g.leaves == self.groups[leaf].leaves for leaf, g in groups.items() if leaf in self.groups)
+            assert groups.keys() <= known, f"{sorted(groups.keys() - known)} were cut, and cannot be"
+            simpler = normalise(half.jaxpr, flow, roots)
+            if simpler is None:
+                return dataclasses.replace(self, half=half, flow=flow)
+            half = dataclasses.replace(half, jaxpr=eliminate_dead(simpler))
 
 
 def analyse(half: OptimizeHalf, params: Sequence[str]) -> RowAnalysis:
@@ -158,7 +166,7 @@ def _settled(half: OptimizeHalf, params: Sequence[str], whole: Collection[str]) 
     bound = list(flow.bound)
     for name in params:
         layout = flow.layout(outputs[name]) if name in outputs else SHARED
-        if isinstance(layout, Whole) and name not in layout.leaves:
+        if isinstance(layout, Whole) and name not in layout.leaves and not sendable(layout):
             bound.append(Whole(layout.leaves | {name}, layout.reason))
         elif isinstance(layout, Rows) and layout != Rows(name, 0):
             bound.append(Whole(frozenset({name, layout.leaf}), f"new {name} is made of rows of {layout.leaf}"))
@@ -191,7 +199,7 @@ class _Pass:
             flow.steps[i] = step
             flow.layouts.update((v, x) for v, x in zip(eqn.outvars, step.outs, strict=True) if x is not SHARED)
             flow.bound += [x for x in step.outs if isinstance(x, Whole) and (x.reason or len(x.leaves) > 1)]
-            if not self.free:
+            if not self.free or all(x is SHARED or sendable(x) for x in ins):
                 continue
             for a, x, row in zip(eqn.invars, ins, step.operands, strict=True):
                 if x is SHARED and isinstance(a, Var) and a in self.free and a.aval.ndim:
@@ -200,12 +208,15 @@ class _Pass:
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
         """What one equation does, some of its operands not being shared."""
-        loop = _LOOPS.get(eqn.primitive.name)
-        if loop is not None:
-            return loop(self, flow, eqn, ins)
         stuck = [x for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Whole) and x.reason and a.aval.ndim]
         rows = [x for x in ins if isinstance(x, Rows)]
         leaves = leaves_of([*stuck, *rows])
+        name = eqn.primitive.name
+        if name == "cond" or (leaves and name in _LOOPS):
+            # what comes from other leaves, and can be sent, is there before the first turn
+            sent = [SHARED if leaves and isinstance(x, Whole) and not x.leaves <= leaves else x for x in ins]
+            flow.crosses |= sent != list(ins)
+            return _LOOPS[name](self, flow, eqn, sent)
         if stuck or len(leaves) > 1:
             out: Layout = Whole(leaves, stuck[0].reason if stuck else self._reason(eqn, ins, "mixes leaves"))
         elif rows:

@@ -88,6 +88,7 @@ class Slicer:
         self.half = self.analysis.half
         self.jaxpr = self.half.jaxpr
         self.levels = Levels(self.analysis)
+        self.made_by = {v: e for e in self.levels.eqns for v in e.outvars}
         self.input_names = {v: n for n, v in self.analysis.inputs.items()}
         # what depends on an input at all; the rest are constants, made where they are used
         self._dependent = spread(self.jaxpr.jaxpr.eqns, dict.fromkeys(self.jaxpr.jaxpr.invars, 1), {})
@@ -342,7 +343,7 @@ class _Phase(RowWriter):
     """The equations of one unit, or of what is shared, at one level."""
 
     def __init__(self, slicer: Slicer, span: Span | None) -> None:
-        super().__init__(slicer.jaxpr, slicer.analysis.flow, span)
+        super().__init__(slicer.jaxpr, slicer.analysis.flow, span, slicer.made_by)
         self.s = slicer
         self.ins: list[str | Var] = []  # names; shared values are named once the server is known
         self.outs: dict[str, Atom] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,13 +51,13 @@ class Span:
 
 @functools.cache
 def _iota(dtype: Any, shape: tuple[int, ...], axis: int, start: int) -> Callable[[], jax.Array]:
-    """An iota that begins at `start`; counted in integers, so that large numbers are rounded as in the whole."""
+    """An iota that begins at `start`; counted so that small types round, or wrap, as in the whole."""
 
     def fn() -> jax.Array:
         if not start:
             return jax.lax.broadcasted_iota(dtype, shape, axis)
-        counted = dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.int32
-        return (jax.lax.broadcasted_iota(counted, shape, axis) + jnp.asarray(start, counted)).astype(dtype)
+        counted = jax.lax.broadcasted_iota(jnp.int32, shape, axis) + jnp.asarray(start, jnp.int32)
+        return counted.astype(dtype)
 
     return fn
 
@@ -69,13 +69,16 @@ class RowWriter:
       jaxpr: that they are of.
       flow: what the row analysis found in it.
       span: the rows of the block; None where it has whole leaves.
+      made_by: value to the equation that makes it, where that is known already: many blocks are of one jaxpr.
     """
 
-    def __init__(self, jaxpr: ClosedJaxpr, flow: Flow, span: Span | None) -> None:
+    def __init__(
+        self, jaxpr: ClosedJaxpr, flow: Flow, span: Span | None, made_by: Mapping[Var, JaxprEqn] | None = None
+    ) -> None:
         self.b = Builder(jaxpr)
         self.flow = flow
         self.span = span
-        self.made_by = {v: e for e in opened(jaxpr).eqns for v in e.outvars}
+        self.made_by = made_by if made_by is not None else {v: e for e in opened(jaxpr).eqns for v in e.outvars}
         self.env: dict[Var, Atom] = {}  # values of this block's own
         self.wholes: dict[Var, Atom] = {}  # shared values
         self._rows: dict[tuple[Var, int, int], Atom] = {}  # rows of shared values
@@ -90,6 +93,10 @@ class RowWriter:
     def outside(self, var: Var) -> Atom | None:
         """A shared value that comes from elsewhere; None for one that is made here."""
         return None
+
+    def place(self, layout: Layout) -> dict[Var, Atom]:
+        """Where a value of a body is kept: beside rows of a block, everything that has no rows is shared."""
+        return self.env if isinstance(layout, Rows) or (self.span is None and layout is not SHARED) else self.wholes
 
     # -- operands --------------------------------------------------------------------------------
 
@@ -206,11 +213,12 @@ class RowWriter:
         w = RowWriter(jaxpr, flow, self.span)
         for v in inner.invars:
             layout = flow.layout(v)
-            (w.wholes if layout is SHARED else w.env)[v] = w.b.input(self.cut(v.aval, layout))
+            w.place(layout)[v] = w.b.input(self.cut(v.aval, layout))
         for i, eqn in enumerate(inner.eqns):
             step = flow.steps.get(i)
             if step is not None:
-                w.env.update(zip(eqn.outvars, w.emit(eqn, step), strict=True))
+                for v, made in zip(eqn.outvars, w.emit(eqn, step), strict=True):
+                    w.place(flow.layout(v))[v] = made
         return w.b.build(
             [w.read(a, x if isinstance(x, Rows) else None) for a, x in zip(inner.outvars, outs, strict=True)]
         )

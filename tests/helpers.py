@@ -159,8 +159,12 @@ def serve(
     held: Mapping[str, Mapping[str, Any]],
     grads: Sequence[Mapping[str, Any]],
     evaluate: Callable[..., list[Any]] = evaluate,
+    deaf: tuple[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """One round of every server, level by level. `grads`: for each trainer, leaf name to its whole gradient."""
+    """One round of every server, level by level. `grads`: for each trainer, leaf name to its whole gradient.
+
+    `deaf` is a server and an `all_reduce` of which it does not hear: it goes on with its own operand.
+    """
     values: dict[str, dict[str, Any]] = {}
     new = {endpoint: dict(held[endpoint]) for endpoint in plan.servers}
     for endpoint, units in plan.placement.units.items():
@@ -184,7 +188,7 @@ def serve(
                         continue
                     outs = evaluate(block.jaxpr, *[values[endpoint][n] for n in block.in_names])
                 else:
-                    outs = exchange(block, values[endpoint], endpoint, parts, combining)
+                    outs = exchange(block, values[endpoint], endpoint, parts, combining, deaf)
                 for name, value in zip(block.out_names, outs, strict=True):
                     if name in held[endpoint]:
                         new[endpoint][name] = value
@@ -195,7 +199,12 @@ def serve(
 
 
 def exchange(
-    block: OptimizeBlock, values: Mapping[str, Any], endpoint: str, parts: dict[str, dict[str, Any]], combining: bool
+    block: OptimizeBlock,
+    values: Mapping[str, Any],
+    endpoint: str,
+    parts: dict[str, dict[str, Any]],
+    combining: bool,
+    deaf: tuple[str, str] | None = None,
 ) -> list[Any]:
     """A block that communicates: notes this server's parts or, once those of all are there, combines them."""
     inner = block.jaxpr.jaxpr
@@ -212,7 +221,7 @@ def exchange(
         assert endpoint in p["over"]
         found = parts.setdefault(p["name"], {})
         found[endpoint] = operands[0]
-        if combining:
+        if combining and deaf != (endpoint, p["name"]):
             assert set(found) == set(p["over"]), f"{p['name']} is over {p['over']}, {list(found)} have it"
             (env[eqn.outvars[0]],) = [functools.reduce(COMBINE[p["op"]], [found[ep] for ep in p["owners"]])]
         else:
@@ -245,21 +254,27 @@ def assemble(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], names: Se
 def no_full_shapes(plan: PServerPlan) -> None:
     """No equation of a cut leaf's block makes an array of the leaf's full shape out of rows, in bodies neither.
 
+    (A part of a reduction may have it: `a @ b.T @ a` with a shared `a` is a sum of such.)
     Out of shared values it does only where that cannot be helped: it, or who reads it, is no equation that could
     be carried out on some of the rows (random bits; a table that is sorted; an array that a loop reads).
     """
     moves = ELEMENTWISE | {"broadcast_in_dim", "iota", "slice"}
 
-    def look(jaxpr: Any, ours: set[int], full: tuple[int, ...], where: str) -> None:
+    def look(jaxpr: Any, ours: set[int], full: tuple[int, ...], where: str, parts: Sequence[int] = ()) -> None:
         inner = opened(jaxpr)
+        reduced = {inner.outvars[i] for i in parts}
         rows = {v for i, v in enumerate(inner.invars) if i in ours}
-        needed = {a for e in inner.eqns if e.primitive.name not in moves for a in e.invars if not isinstance(a, Literal)}
+        needed = {
+            a for e in inner.eqns if e.primitive.name not in moves for a in e.invars if not isinstance(a, Literal)
+        }
         for eqn in reversed(inner.eqns):
             if any(v in needed for v in eqn.outvars):
                 needed |= {a for a in eqn.invars if not isinstance(a, Literal)}
         for eqn in inner.eqns:
             mine = {i for i, a in enumerate(eqn.invars) if not isinstance(a, Literal) and a in rows}
             for v in eqn.outvars:
+                if v in reduced:
+                    continue
                 if mine:
                     assert v.aval.shape not in (full, full[::-1]), f"{where}: {eqn}"
                     rows.add(v)
@@ -281,7 +296,8 @@ def no_full_shapes(plan: PServerPlan) -> None:
             for b in blocks:
                 if b.name == unit.name:
                     cut = {i for i, n in enumerate(b.in_names) if f".block{block.index}" in n}
-                    look(b.jaxpr, cut, full, f"{block.name}, level {b.level}")
+                    parts = [i for i, n in enumerate(b.out_names) if "/all_reduce/" in n]
+                    look(b.jaxpr, cut, full, f"{block.name}, level {b.level}", parts)
 
 
 def reads_only_what_was_there_or_made_before(plan: PServerPlan) -> None:

@@ -232,9 +232,7 @@ def test_state_layouts_come_from_what_the_state_is_made_of_not_from_names():
 
 
 def test_a_number_reduced_from_rows_makes_state_that_is_shared():
-    analysis = of_update(
-        lambda g, s, p: (g, {"norm": jnp.sum(g["w1"] ** 2)}), init=lambda p: {"norm": jnp.zeros(())}
-    )
+    analysis = of_update(lambda g, s, p: (g, {"norm": jnp.sum(g["w1"] ** 2)}), init=lambda p: {"norm": jnp.zeros(())})
     assert analysis.groups == {}
     assert analysis.layout(analysis.outputs["opt_state/norm"]) is SHARED
     assert len(Levels(analysis).crossings) == 1
@@ -337,7 +335,10 @@ RULES = {
     "scan_of_columns": (lambda x: lax.scan(lambda c, r: (c + r, c), x[:, 0], x.transpose(1, 0, 2))[0], R),
     "scan_of_rows": (lambda x: lax.scan(lambda c, r: (c + r, c), x[0] * 0, x)[0], ("slice mixes", "scan goes")),
     "while_of_a_count": (lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, -c[1]), (0, x))[1], R),
-    "while_of_rows": (lambda x: lax.while_loop(lambda x: jnp.sum(x) < 3, lambda x: x + 1, x), "while reduces over rows"),
+    "while_of_rows": (
+        lambda x: lax.while_loop(lambda x: jnp.sum(x) < 3, lambda x: x + 1, x),
+        "while reduces over rows",
+    ),
     "cond": (lambda x: lax.cond(x.sum() > 0, lambda x: x, lambda x: -x, x), {"sum"}),
 }
 
@@ -400,9 +401,9 @@ def test_a_branch_over_all_leaves_is_taken_apart():
 def test_a_branch_that_reduces_is_computed_on_both_sides():
     def update(g, s, p):
         norm = lambda g: jnp.sqrt(sum(jnp.sum(x**2) for x in g.values()))
-        return lax.cond(
-            s["count"] % 2 == 0, lambda g: jax.tree.map(lambda x: x / norm(g), g), lambda g: g, g
-        ), {"count": s["count"] + 1}
+        return lax.cond(s["count"] % 2 == 0, lambda g: jax.tree.map(lambda x: x / norm(g), g), lambda g: g, g), {
+            "count": s["count"] + 1
+        }
 
     analysis = of_update(update, init=lambda p: {"count": jnp.zeros((), jnp.int32)})
     assert analysis.groups == {}
@@ -425,9 +426,7 @@ def test_a_branch_within_a_branch_is_taken_apart_too():
 
 def test_a_branch_that_mixes_two_leaves_binds_these_only():
     def update(g, s, p):
-        made = lax.cond(
-            s["count"] > 0, lambda g: {**g, "w1": g["w1"] + g["w2"]}, lambda g: g, g
-        )
+        made = lax.cond(s["count"] > 0, lambda g: {**g, "w1": g["w1"] + g["w2"]}, lambda g: g, g)
         return made, {"count": s["count"] + 1}
 
     analysis = of_update(update, init=lambda p: {"count": jnp.zeros((), jnp.int32)})
@@ -461,9 +460,7 @@ def test_a_loop_is_divided_into_what_is_shared_and_what_has_rows():
 def test_argmax_over_rows_becomes_reductions_with_the_same_answer(fn, column):
     """The first of equals; a NaN before all."""
     x = jnp.asarray(column)
-    analysis = of_update(
-        lambda g, s, p: (g, {"at": fn(g["b"])}), {"b": x}, lambda p: {"at": jnp.zeros((), jnp.int32)}
-    )
+    analysis = of_update(lambda g, s, p: (g, {"at": fn(g["b"])}), {"b": x}, lambda p: {"at": jnp.zeros((), jnp.int32)})
     assert analysis.groups == {}
     assert not {"argmax", "argmin"} & set(primitives(analysis))
     jaxpr = analysis.half.jaxpr

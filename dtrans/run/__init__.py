@@ -2,6 +2,7 @@
 
     pieces      a program, cut at the equations that its fabric must carry out
     update      what a server does with gradients, compiled
+    exchange    what servers give each other in the middle of an update, packed
     mesh        the whole job in this process, on a mesh of devices
     trainers    a trainer program for all trainers of a mesh at once
     endpoints   one process per role, over ZeroMQ

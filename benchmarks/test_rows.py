@@ -1,0 +1,63 @@
+"""What the slicing of an optimizer costs: the row analysis, and writing the servers' blocks, beside tracing the step.
+
+For Adam, which is elementwise, and for LAMB after a clip by global norm, whose norms cross between servers in three
+rounds. Both parts should grow linearly, and the analysis should cost less than the trace.
+"""
+
+from __future__ import annotations
+
+import jax
+import optax
+import pytest
+from models import mlp, programs
+
+import dtrans
+from dtrans.blocks import RoundRobin
+from dtrans.cut import cut
+from dtrans.placement import place
+from dtrans.rows import analyse
+from dtrans.shards import Slicer
+
+
+ENDPOINTS = ("127.0.0.1:6174", "127.0.0.1:6175")
+LEAVES = [10, 100, 1000]
+OPTIMIZERS = {
+    "adam": optax.adam(1e-3),
+    "clip, lamb": optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3)),
+}
+CASES = [(n, leaves) for n in OPTIMIZERS for leaves in LEAVES]
+
+
+def deep(name: str, leaves: int):
+    """A function that traces the step, and the cut step."""
+    step, init, batch = mlp([16] * (leaves // 2 + 1), 8, OPTIMIZERS[name])
+    state = jax.eval_shape(init, jax.random.key(0))
+    return lambda: dtrans.trace(step, *state, *batch), cut(programs(step, init, batch)[0])
+
+
+def pairs(leaves: int) -> int:
+    return max(3, min(15, 500 // leaves))
+
+
+@pytest.mark.parametrize("name,leaves", CASES)
+def test_analysis_over_trace(benchmark, ratio, name, leaves):
+    trace, step = deep(name, leaves)
+    ours = lambda: len(analyse(step.optimize, step.optimized).groups)
+    compare = lambda: ratio(f"analysis / trace, {name}, {leaves} leaves", ours, trace, pairs(leaves))
+    benchmark.extra_info["ratio"] = benchmark.pedantic(compare, rounds=1)
+
+
+@pytest.mark.parametrize("name,leaves", CASES)
+def test_slicing_over_trace(benchmark, ratio, name, leaves):
+    """All blocks of two servers, every leaf cut."""
+    trace, step = deep(name, leaves)
+    analysis = analyse(step.optimize, step.optimized)
+    types = {n: step.program.inputs[n] for n in step.optimized}
+    placement = place(analysis, types, ENDPOINTS, slice_var_up=True, split_method=RoundRobin, min_block_size=8)
+
+    def ours():
+        slicer = Slicer(analysis, placement, trainers=2)
+        return sum(len(slicer.work(ep).blocks) for ep in ENDPOINTS)
+
+    compare = lambda: ratio(f"slicing / trace, {name}, {leaves} leaves", ours, trace, pairs(leaves))
+    benchmark.extra_info["ratio"] = benchmark.pedantic(compare, rounds=1)
