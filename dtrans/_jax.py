@@ -217,3 +217,18 @@ def equations(jaxpr: Any) -> Iterator[JaxprEqn]:
         yield eqn
         for sub in jaxprs_in_params(eqn.params):
             yield from equations(sub)
+
+
+def backends_started() -> bool:
+    """Whether JAX has made its devices, after which processes can no longer be connected.
+
+    JAX has no public way to ask. An option that must be set before tells it: another value is then refused.
+    """
+    config: Any = jax.config
+    had = config.jax_num_cpu_devices
+    try:
+        config.update("jax_num_cpu_devices", had + 1)
+    except RuntimeError:
+        return True
+    config.update("jax_num_cpu_devices", had)
+    return False

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtrans.ops import all_reduce_p
+from dtrans.errors import ConfigError
+from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.program import Program
 
 
@@ -47,7 +48,7 @@ class CollectivePlan:
       program: the program of every trainer, (params, opt_state, *batch) -> what the step returns. A batch is the
         trainer's part.
       trainers: how many there are.
-      axis_name: of the axis that they are on.
+      axes: the axes that they are on, with their sizes: one, or two where reductions are hierarchical.
       buckets: the gradients that are reduced together, in order.
       merges: result, or parameter that trainers make, to what becomes of it.
       replicated: names of batch arrays that every trainer gets whole.
@@ -58,7 +59,7 @@ class CollectivePlan:
     startup: Program
     program: Program
     trainers: int
-    axis_name: str
+    axes: tuple[tuple[str, int], ...]
     buckets: tuple[Bucket, ...]
     merges: Mapping[str, str]
     replicated: tuple[str, ...]
@@ -70,14 +71,28 @@ class CollectivePlan:
     def function(self) -> Callable[..., Any]:
         """The program as a pure function of one trainer: (params, opt_state, *batch) -> what the step returns.
 
-        It runs under `jax.shard_map`, `jax.pmap` or `jax.vmap` with the axis `axis_name`.
+        It runs under `jax.pmap`, `jax.vmap`, or `jax.shard_map` with `check_vma=False`, with the names of `axes`. Each
+        trainer gets its part of the batch; what it returns is merged already, but for results that are "concat" (each
+        has its rows) or "each" (each has its own). For one trainer it needs no axis.
+
+        Raises:
+          ConfigError: when it is called, under a `jax.shard_map` that checks varying types. The equations were traced
+            without them, and replay only without the check.
         """
         from dtrans.run.collective import per_trainer
 
         def function(*args: Any) -> Any:
             flat = self.program.flatten(*args)
             program = self.program.at_flat(flat)
-            return program.out.unflatten(per_trainer(program)(*flat))
+            try:
+                return program.out.unflatten(per_trainer(program)(*flat))
+            except ValueError as e:
+                if "varying manual axes" not in str(e):
+                    raise
+                raise ConfigError(
+                    f"plan.function needs jax.shard_map(..., check_vma=False): {self.main.name} was traced without the "
+                    "types that shard_map checks"
+                ) from e
 
         return function
 
@@ -95,6 +110,22 @@ class CollectivePlan:
 
         return MeshTrainers(self, devices, donate=donate)
 
+    def on_cluster(self, *, donate: bool = True) -> CollectiveJob:
+        """Run this process's trainer, in a job of as many processes as trainers; see `dtrans.run.cluster`.
+
+        `dtrans.connect()` comes first. All processes call this, then `init` and, with their own parts of each batch,
+        `step`; the first parameters are trainer 0's.
+
+        Args:
+          donate: as in `on_mesh`.
+
+        Raises:
+          ConfigError: not connected, or to another number of trainers; or a process has several devices.
+        """
+        from dtrans.run.cluster import ClusterTrainers
+
+        return ClusterTrainers(self, donate=donate)
+
     def simulate(self) -> CollectiveJob:
         """Run all trainers on one device, with `jax.vmap` in the place of a mesh."""
         from dtrans.run.collective import SimulatedTrainers
@@ -103,12 +134,21 @@ class CollectivePlan:
 
     # -- cost ------------------------------------------------------------------------------------
 
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return tuple(name for name, _ in self.axes)
+
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that each trainer puts into reductions in a step, by the type they are reduced in."""
+        """Bytes that each trainer puts into collectives in a step, by the type they are in."""
+        return self.bytes_over(*self.axis_names)
+
+    def bytes_over(self, *axes: str) -> dict[str, int]:
+        """The same, of collectives over any of these axes."""
         found: dict[str, int] = {}
         for eqn in self.program.jaxpr.jaxpr.eqns:
-            if eqn.primitive is all_reduce_p:
+            if eqn.primitive in (all_reduce_p, reduce_scatter_p, all_gather_p) and set(axes) & set(eqn.params["over"]):
                 for a in eqn.invars:
                     name = np.dtype(a.aval.dtype).name
                     found[name] = found.get(name, 0) + a.aval.size * a.aval.dtype.itemsize
@@ -129,7 +169,10 @@ class CollectivePlan:
     def notes(self) -> list[str]:
         """What else there is to know."""
         moved = ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_per_step.items()) or "nothing"
-        notes = [f"each trainer reduces {moved} per step over axis {self.axis_name!r}"]
+        notes = [f"each trainer puts {moved} into collectives per step, over {' and '.join(self.axis_names)}"]
+        if len(self.axes) > 1:
+            across = ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_over(self.axis_names[0]).items())
+            notes.append(f"of that between the {self.axes[0][1]} nodes: {across}")
         notes += [f"{name}: {way}" for name, way in self.merges.items()]
         if self.dropped:
             notes.append(f"not carried out, since it looks at what the optimizer makes: {', '.join(self.dropped)}")

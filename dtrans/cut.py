@@ -44,6 +44,8 @@ class Cut:
       opt_state: the names of the leaves of the second.
       batch: the names of all other inputs.
       gradients: parameter name to the value that is its gradient, for leaves whose update uses one.
+      observed: the same, for leaves whose gradient only results use (the norm of all, where some are frozen).
+      border: parameter name to what stands for its gradient behind the cut: the output of its mark, if it has one.
       optimized: the parameters that the optimize half makes.
       held: the parameters that the trainer half makes, or that never change.
       results: the names of all outputs that are not state, e.g. `loss`.
@@ -59,6 +61,8 @@ class Cut:
     opt_state: tuple[str, ...]
     batch: tuple[str, ...]
     gradients: Mapping[str, Atom]
+    observed: Mapping[str, Atom]
+    border: Mapping[str, Var]
     optimized: tuple[str, ...]
     held: tuple[str, ...]
     results: tuple[str, ...]
@@ -66,6 +70,10 @@ class Cut:
     observers: tuple[int, ...]
     dropped: tuple[str, ...]
     optimize: OptimizeHalf
+
+    def with_observed(self) -> Cut:
+        """The same, with all gradients that anything uses as `gradients`."""
+        return dataclasses.replace(self, gradients={**self.gradients, **self.observed})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -280,18 +288,23 @@ class _Cutter:
         atoms: dict[str, Atom] = {
             n: self.eqns[self.made_by[gradients[n]]].invars[0] if marked else gradients[n]
             for n in self.params
-            if n in used
+            if n in gradients
         }
+        from_gradients = tuple(n for n in self.results if bits(self.outs[n]) & by_gradient)
+        seen = needed(self.eqns, [self.outs[n] for n in from_gradients], boundary)[1]
+        seen -= {gradients[n] for n in used}
         return Cut(
             program=self.with_roles(kept),
             params=self.params,
             opt_state=self.opt_state,
             batch=self.batch,
-            gradients=atoms,
+            gradients={n: a for n, a in atoms.items() if n in used},
+            observed={n: a for n, a in atoms.items() if gradients[n] in seen},
+            border=gradients,
             optimized=tuple(optimized),
             held=tuple(held),
             results=self.results,
-            from_gradients=tuple(n for n in self.results if bits(self.outs[n]) & by_gradient),
+            from_gradients=from_gradients,
             observers=observers,
             dropped=dropped,
             optimize=optimize,

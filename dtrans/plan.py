@@ -268,3 +268,17 @@ def check_trainer_id(trainer_id: Any, trainers: int) -> None:
         raise ConfigError(
             f"trainer_id {trainer_id!r} is out of range: with {trainers} trainers it is one of 0 to {trainers - 1}"
         )
+
+
+def check_trainer_endpoint(trainer_id: Any, current_endpoint: Any, endpoints: Sequence[str]) -> None:
+    """Raises ConfigError unless that trainer of an nccl2 job is at that endpoint."""
+    check_trainer_id(trainer_id, len(endpoints))
+    if current_endpoint not in endpoints:
+        raise ConfigError(
+            f"the current endpoint {current_endpoint!r} is not one of the trainers': {','.join(endpoints)}"
+        )
+    if endpoints[trainer_id] != current_endpoint:
+        raise ConfigError(
+            f"trainer {trainer_id} is at {endpoints[trainer_id]}; the current endpoint {current_endpoint} is that of "
+            f"trainer {list(endpoints).index(current_endpoint)}"
+        )

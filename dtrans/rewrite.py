@@ -186,11 +186,17 @@ class Builder:
 
     def call(self, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:
         """The equations of a small pure function of arrays. It is traced once for each set of types: pass no lambda."""
-        body = opened(_traced(fn, tuple(a.aval for a in atoms)))
+        return self.inline(_traced(fn, tuple(a.aval for a in atoms)), *atoms)
+
+    def inline(self, jaxpr: ClosedJaxpr, *atoms: Atom) -> list[Atom]:
+        """The equations of another closed jaxpr, on operands of the types of its inputs; its outputs."""
+        body = opened(jaxpr)
         env: dict[Var, Atom] = dict(zip(body.invars, atoms, strict=True))
+        env.update((v, self.constant(c)) for v, c in zip(body.constvars, constants(jaxpr), strict=True))
         read = lambda a: a if isinstance(a, Literal) else env[a]
         for eqn in body.eqns:
-            env.update(zip(eqn.outvars, self.copy(eqn, [read(a) for a in eqn.invars]), strict=True))
+            made = self.copy(eqn, [read(a) for a in eqn.invars], [v.aval for v in eqn.outvars])
+            env.update(zip(eqn.outvars, made, strict=True))
         return [read(a) for a in body.outvars]
 
     def bind(self, primitive: Primitive, *atoms: Atom, **params: Any) -> list[Var]:

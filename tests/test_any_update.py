@@ -41,10 +41,10 @@ from dtrans.rewrite import inline_calls
 
 # sizes such that what is made of a block's rows has the whole leaf's shape by no coincidence
 SHAPES = {
-    "a": (7, 3),
+    "a": (14, 3),
     "bias": (5,),
     "few": (2, 3),
-    "half": (3, 2),
+    "half": (9, 2),
     "kernel": (5, 2, 3),
     "one": (1, 3),
     "scalar": (),

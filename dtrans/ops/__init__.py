@@ -6,17 +6,21 @@ program that holds one cannot run until a realiser (`dtrans.run`) carries it out
     rpc      send, recv and their barriers: the parameter-server wire as a trainer sees it
     blocks   split_byref and concat: a leaf to its blocks and back
     serve    listen_and_serv: a whole parameter server as one equation
-    reduce   all_reduce: a reduction that servers, or trainers on an axis, share
+    cluster  gen_nccl_id, broadcast: how trainers become a group, and start equal
+    reduce   all_reduce, reduce_scatter, all_gather: what servers, or trainers on an axis, make together
 
 A new family is a new file, built with `communication`; a realiser that does not know one of its
 primitives refuses by name.
 """
 
 from dtrans.ops.blocks import concat_p as concat_p, split_byref_p as split_byref_p
+from dtrans.ops.cluster import broadcast_p as broadcast_p, gen_nccl_id_p as gen_nccl_id_p
 from dtrans.ops.primitive import communication as communication, token as token
 from dtrans.ops.reduce import (
+    all_gather_p as all_gather_p,
     all_reduce_p as all_reduce_p,
     combine as combine,
+    reduce_scatter_p as reduce_scatter_p,
     trainer_index_p as trainer_index_p,
 )
 from dtrans.ops.rpc import (

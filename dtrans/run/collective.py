@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -21,23 +21,36 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from dtrans.collective import CollectivePlan
 from dtrans.errors import ConfigError, StateError
-from dtrans.ops import all_reduce_p, trainer_index_p
+from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
 from dtrans.program import Program
 from dtrans.run.batch import part_types, shared_batch
 from dtrans.run.pieces import Rules, interpret
-from dtrans.trees import without
+from dtrans.trees import TreeSpec, without
 
 
 _REDUCE: dict[str, Callable[..., Any]] = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
 
 
-def _all_reduce(*xs: Any, op: str, over: str, **_: Any) -> Sequence[Any]:
-    made: Sequence[Any] = _REDUCE[op](tuple(xs), over)
+def _all_reduce(*xs: Any, op: str, over: tuple[str, ...], **_: Any) -> Sequence[Any]:
+    made: Sequence[Any] = _REDUCE[op](xs, over)
     return made
 
 
+def _reduce_scatter(*xs: Any, over: tuple[str, ...], **_: Any) -> Sequence[Any]:
+    return [jax.lax.psum_scatter(x, over, tiled=True) for x in xs]
+
+
+def _all_gather(*xs: Any, over: tuple[str, ...], **_: Any) -> Sequence[Any]:
+    return [jax.lax.all_gather(x, over, tiled=True) for x in xs]
+
+
 # communication over a named axis, as what JAX has for it
-OVER_AXIS: Rules = {all_reduce_p: _all_reduce, trainer_index_p: lambda over: [jax.lax.axis_index(over)]}
+OVER_AXIS: Rules = {
+    all_reduce_p: _all_reduce,
+    reduce_scatter_p: _reduce_scatter,
+    all_gather_p: _all_gather,
+    trainer_index_p: lambda over: [jax.lax.axis_index(over)],
+}
 
 
 def per_trainer(program: Program) -> Callable[..., list[Any]]:
@@ -96,7 +109,8 @@ class CollectiveJob(abc.ABC):
         """
         if not isinstance(state, CollectiveState):
             raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
-        gone = next((n for n, x in (state.params | state.opt_state).items() if x.is_deleted()), None)
+        of: dict[str, Any] = state.params | state.opt_state  # NumPy's arrays where it comes from a checkpoint
+        gone = next((n for n, x in of.items() if isinstance(x, jax.Array) and x.is_deleted()), None)
         if gone:
             raise StateError(
                 f"this state was already stepped from, and {gone} in it was donated to that step; "
@@ -112,7 +126,7 @@ class CollectiveJob(abc.ABC):
             self._compiled[program] = self._compile(program, [share for _, share in arrays])
         values = dict(zip(program.out_names, self._run(self._compiled[program], held, arrays), strict=True))
         new = CollectiveState({n: values[n] for n in state.params}, {n: values[n] for n in state.opt_state})
-        rest = without(without(program.out, plan.main.args[0]), plan.main.args[1])
+        rest = self._rest
         tree = rest.unflatten([values[n] for n in rest.names])
         return (new, *(tree if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)))
 
@@ -127,6 +141,12 @@ class CollectiveJob(abc.ABC):
         return spec.unflatten([state.opt_state[n] for n in spec.names])
 
     # -- how it runs -----------------------------------------------------------------------------
+
+    @cached_property
+    def _rest(self) -> TreeSpec:
+        """What the step returns beside its state."""
+        main = self.plan.main
+        return without(without(main.out, main.args[0]), main.args[1])
 
     def _way(self, name: str) -> str:
         """What becomes of an output: of state, all trainers have the same."""
@@ -164,10 +184,11 @@ class MeshTrainers(CollectiveJob):
                 f"{plan.trainers} trainers need as many devices, on_mesh has {len(devices)}{hint}; "
                 "plan.simulate() runs any number on one"
             )
-        self.mesh = Mesh(np.array(devices[: plan.trainers]), (plan.axis_name,))
+        sizes = [size for _, size in plan.axes]
+        self.mesh = Mesh(np.array(devices[: plan.trainers]).reshape(sizes), plan.axis_names)
         self._donate = donate
         self._everywhere = NamedSharding(self.mesh, P())
-        self._split = NamedSharding(self.mesh, P(plan.axis_name))
+        self._split = NamedSharding(self.mesh, P(plan.axis_names))
 
     def _start(self, startup: Program, args: list[Any]) -> list[Any]:
         made = startup.compiled(*jax.device_put(args, self.mesh.devices.flat[0]))
@@ -175,7 +196,7 @@ class MeshTrainers(CollectiveJob):
         return jax.device_put([jnp.copy(x) for x in made], self._everywhere)
 
     def _compile(self, program: Program, shares: Sequence[str]) -> Callable[..., Any]:
-        axis, count = self.plan.axis_name, len(program.in_names) - len(shares)
+        axes, count = self.plan.axis_names, len(program.in_names) - len(shares)
         ways = [self._way(n) for n in program.out_names]
         one = per_trainer(program)
 
@@ -183,8 +204,8 @@ class MeshTrainers(CollectiveJob):
             outs = one(*held, *batch)
             return [x[None] if way == "each" else x for x, way in zip(outs, ways, strict=True)]
 
-        specs = ([P()] * count, [P(axis) if s == "split" else P() for s in shares])
-        outs = [P() if way == "same" else P(axis) for way in ways]
+        specs = ([P()] * count, [P(axes) if s == "split" else P() for s in shares])
+        outs = [P() if way == "same" else P(axes) for way in ways]
         # check_vma: the equations were traced without varying types, and replay only without the check
         mapped = jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
         return jax.jit(mapped, donate_argnums=0 if self._donate else ())
@@ -202,25 +223,29 @@ class SimulatedTrainers(CollectiveJob):
         return list(startup.compiled(*args))
 
     def _compile(self, program: Program, shares: Sequence[str]) -> Callable[..., Any]:
-        trainers, axis = self.plan.trainers, self.plan.axis_name
-        ways = [self._way(n) for n in program.out_names]
+        axes = self.plan.axes
+        sizes = [size for _, size in axes]
+        # what is said to be the same is not looked at; state is
+        told = {n for n, way in self.plan.merges.items() if way == "same"}
+        ways = ["first" if n in told else self._way(n) for n in program.out_names]
         one = per_trainer(program)
         split = [0 if s == "split" else None for s in shares]
 
         def step(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            parts = [
-                x if s is None else x.reshape(trainers, -1, *x.shape[1:]) for x, s in zip(batch, split, strict=True)
-            ]
-            # out_axes None: vmap refuses what is not the same on all trainers
-            mapped = jax.vmap(
-                lambda held, batch: one(*held, *batch),
-                in_axes=(None, split),
-                out_axes=[None if way == "same" else 0 for way in ways],
-                axis_name=axis,
-                axis_size=trainers,
-            )
-            outs = mapped(held, parts)
-            return [x.reshape(-1, *x.shape[2:]) if w == "concat" else x for x, w in zip(outs, ways, strict=True)]
+            parts = [x if s is None else x.reshape(*sizes, -1, *x.shape[1:]) for x, s in zip(batch, split, strict=True)]
+            mapped: Callable[..., Any] = lambda held, batch: one(*held, *batch)
+            for name, size in reversed(axes):
+                # out_axes None: vmap refuses what is not the same on all trainers
+                kept = [None if way == "same" else 0 for way in ways]
+                mapped = jax.vmap(mapped, in_axes=(None, split), out_axes=kept, axis_name=name, axis_size=size)
+            count = len(axes)
+            joined: dict[str, Callable[[Any], Any]] = {
+                "concat": lambda x: x.reshape(-1, *x.shape[count + 1 :]),
+                "each": lambda x: x.reshape(-1, *x.shape[count:]),
+                "first": lambda x: x[(0,) * count],
+                "same": lambda x: x,
+            }
+            return [joined[way](x) for x, way in zip(mapped(held, parts), ways, strict=True)]
 
         return jax.jit(step)
 

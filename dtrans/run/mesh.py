@@ -24,15 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
-from dtrans.errors import BatchError, ConfigError, StateError
+from dtrans.errors import ConfigError, StateError
 from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p
 from dtrans.plan import PServerPlan
 from dtrans.program import Program
+from dtrans.run.batch import part_types, shared_batch
 from dtrans.run.exchange import Exchange
 from dtrans.run.pieces import COMPUTED, Pieces, cut_program
 from dtrans.run.trainers import AXIS, TrainersProgram, shards, unstacked
 from dtrans.run.update import CompiledUpdate, ServerUpdate, Vectors, own_buffers
-from dtrans.trees import as_array
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params", "servers"], meta_fields=[])
@@ -141,7 +141,8 @@ class MeshJob:
         """
         if not isinstance(state, MeshState):
             raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
-        arrays = self._batch_arrays(batch)
+        option = "plan.on_mesh(replicated=(...))"
+        arrays = shared_batch(self.plan.main.args[2:], batch, self.trainers, self._whole, option)
         runner = self._runner(arrays)
         servers = {ep: dict(held) for ep, held in state.servers.items()}
         for held in servers.values():
@@ -197,41 +198,6 @@ class MeshJob:
         made = dict(zip(outs, inner.outvars, strict=True))
         return frozenset(n for n in self.plan.held if made[n] is not ins[n])
 
-    def _batch_arrays(self, batch: Sequence[Any]) -> list[tuple[Any, str]]:
-        """The batch's arrays, and how trainers share each: `split`, `replicated` or `key`."""
-        specs = self.plan.main.args[2:]
-        if len(batch) != len(specs):
-            raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
-        arrays: list[tuple[Any, str]] = []
-        rows: dict[int, str] = {}
-        for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
-            for name, x in zip(spec.names, spec.flatten(as_array(arg), f"batch argument {i}"), strict=True):
-                share = self._share(name, x)
-                arrays.append((x, share))
-                if share == "split":
-                    rows.setdefault(x.shape[0], name)
-        for count, name in rows.items():
-            if count % self.trainers:
-                raise BatchError(
-                    f"{name} has {count} rows, which {self.trainers} trainers do not divide: "
-                    f"give batches of a multiple of {self.trainers}"
-                )
-        if len(rows) > 1:
-            listed = " and ".join(f"{name} has {count}" for count, name in rows.items())
-            raise BatchError(
-                f"the arrays of a batch are split over the trainers on dim 0, but {listed} rows; "
-                "name what every trainer needs whole in plan.on_mesh(replicated=(...))"
-            )
-        return arrays
-
-    def _share(self, name: str, x: Any) -> str:
-        """How trainers share one array of the batch."""
-        if self.trainers == 1 or name in self._whole:
-            return "replicated"
-        if x.ndim:
-            return "split"
-        return "key" if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else "replicated"
-
     def _place(self, x: Any, share: str) -> Any:
         """One array of the batch on the trainers' devices."""
         if share == "key":
@@ -242,11 +208,7 @@ class MeshJob:
         """The trainer program for this batch, in pieces."""
         trainer = self.plan.trainer
         state = [trainer.inputs[n] for n in self.plan.main.args[0].names]
-        local = [
-            jax.ShapeDtypeStruct((x.shape[0] // self.trainers, *x.shape[1:]) if share == "split" else x.shape, x.dtype)
-            for x, share in arrays
-        ]
-        program = trainer.at_flat([*state, *local])
+        program = trainer.at_flat([*state, *part_types(arrays, self.trainers)])
         if program not in self._pieces:
             self._pieces[program] = TrainersProgram(program, arrays, self.mesh, self.plan, self._local)
         return self._pieces[program]

@@ -10,7 +10,9 @@ shares of it, it computes what one device computes on the whole batch. With a `w
 step returns) shares need not be equal: gradients and averaged results are weighted by it.
 
 A *bucket* is a run of gradients of one dtype, in the order in which the backward pass makes them, up to
-`fuse_grad_size_in_MB`. It is one variadic reduction; nothing is copied together.
+`fuse_grad_size_in_MB`. It is one equation with many operands; nothing is copied together. JAX lowers it to one
+`stablehlo.all_reduce` for each operand, side by side, and XLA's combiner makes those one again (also across buckets,
+where it finds that better; its thresholds are XLA's flags).
 
 Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of ParallelExecutor (Paddle).
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -30,11 +33,12 @@ from dtrans._jax import Atom, Literal, Var, equations
 from dtrans.collective import Bucket, CollectivePlan
 from dtrans.cut import GRAD, Cut, cut, spread
 from dtrans.errors import ConfigError, GradientError
-from dtrans.ops import all_reduce_p, trainer_index_p
-from dtrans.program import DIST, FORWARD, OPTIMIZE, Program
+from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
+from dtrans.program import BACKWARD, DIST, FORWARD, OPTIMIZE, Program
 from dtrans.rewrite import Builder, needed
 from dtrans.transforms.halves import ready_order, write_trainer_half
 from dtrans.transforms.startup import match_startup
+from dtrans.transforms.window import write_window
 
 
 COMPRESSED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -55,6 +59,23 @@ class Options:
     fuse_grad_size_in_MB: float
     compress: str | None
     compress_scale: float
+    inter: int  # trainers in a node; 0 where reductions are not hierarchical
+    accumulate_steps: int
+    max_splits: int | None
+    nccl_comm_num: int | None
+    clip_local_norm: float | None
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes that trainers are on, with their sizes: one, or nodes and the trainers of a node."""
+        if not self.inter:
+            return ((self.axis_name, self.trainers),)
+        return ((f"{self.axis_name}_exter", self.trainers // self.inter), (f"{self.axis_name}_inter", self.inter))
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return tuple(name for name, _ in self.axes)
 
 
 def nccl2(
@@ -70,6 +91,11 @@ def nccl2(
     fuse_grad_size_in_MB: float = 32,
     compress: str | None = None,
     compress_scale: float = 1.0,
+    hierarchical_allreduce_inter_nranks: int = 0,
+    accumulate_steps: int = 1,
+    max_splits: int | None = None,
+    nccl_comm_num: int | None = None,
+    clip_local_norm: float | None = None,
 ) -> CollectivePlan:
     """Plan data-parallel training of a traced step over collectives.
 
@@ -81,15 +107,28 @@ def nccl2(
       reduce: "mean" or "sum" of the gradients over trainers; "sum" for a loss that is a sum over the batch.
       merge: what becomes of results, and of parameters that the optimizer does not make (batch statistics), by name:
         "mean", "sum", "max", "concat" (on dim 0), "each" (a leading axis, one row per trainer), or "same" (they are
-        equal anyway). By default what grows with the batch is concatenated, other floating-point values are reduced as
-        gradients are, and other results get a row per trainer.
-      weight: the name of a result, a scalar that says how many examples a trainer's part of the batch has.
+        equal anyway). By default what grows with the batch is concatenated, other floating-point results are reduced
+        as gradients are, and parameters averaged; other results get a row per trainer. What is computed from gradients
+        is computed from the reduced ones.
+      weight: the name of a result, a scalar that says how many examples a trainer's part of the batch has. It is
+        itself added up.
       replicated: names of batch arrays that every trainer gets whole. Others are split on dim 0; 0-d arrays go to every
         trainer, a `jax.random.key` folded with the trainer's number unless it is named here.
       fuse_grad_size_in_MB: the size up to which gradients are reduced together; 0 reduces each by itself.
       compress: "bf16" or "fp16": gradients are reduced in this type, multiplied by `compress_scale` before and divided
         by it after. A sum that overflows is not hidden: it arrives as infinity.
       compress_scale: see `compress`.
+      hierarchical_allreduce_inter_nranks: how many trainers a node has, if gradients are to be reduced inside each
+        node, then across nodes, then gathered inside again, so that 1/n of the bytes go between nodes. Trainers are
+        then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
+      accumulate_steps: into how many micro-steps each trainer divides its part of the batch. Their gradients are added
+        up by a scan, and reduced once.
+      max_splits: EPL's rule of buckets in the place of `fuse_grad_size_in_MB`: at most about so many, of even size.
+      nccl_comm_num: how many chains of reductions may run beside each other; within a chain each waits for the one
+        before. By default XLA decides.
+      clip_local_norm: clip each trainer's own gradients to this global norm *before* they are reduced, as EPL does by
+        default. (A clip in the optimizer is one of the reduced gradients.) All reductions then wait for the last
+        gradient.
 
     Raises:
       ConfigError: an option that is out of range, or names that the step does not have.
@@ -122,10 +161,15 @@ def nccl2(
         fuse_grad_size_in_MB=fuse_grad_size_in_MB,
         compress=compress,
         compress_scale=compress_scale,
+        inter=hierarchical_allreduce_inter_nranks,
+        accumulate_steps=accumulate_steps,
+        max_splits=max_splits,
+        nccl_comm_num=nccl_comm_num,
+        clip_local_norm=clip_local_norm,
     )
     check_options(main, startup, options, replicated)
     refuse_collectives(main)
-    step = cut(main)
+    step = cut(main).with_observed()
     check_names(step, options)
     startup = match_startup(step, startup)
     merges = merges_of(step, options)
@@ -134,7 +178,7 @@ def nccl2(
         startup=startup,
         program=rewritten(step, options, merges),
         trainers=trainers,
-        axis_name=axis_name,
+        axes=options.axes,
         buckets=buckets_of(step, options),
         merges=merges,
         replicated=options.replicated,
@@ -170,6 +214,22 @@ def check_options(main: Any, startup: Any, o: Any, replicated: Any) -> None:
         raise ConfigError(f"compress_scale must be a positive number, it is {o.compress_scale!r}")
     if o.compress is None and o.compress_scale != 1.0:
         raise ConfigError(f"compress_scale={o.compress_scale!r} is for compress='bf16' or 'fp16', which is None")
+    for name in ("max_splits", "nccl_comm_num"):
+        count = getattr(o, name)
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ConfigError(f"{name} must be a positive number, or None; it is {count!r}")
+    norm = o.clip_local_norm
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0):
+        raise ConfigError(f"clip_local_norm must be a positive number, or None; it is {norm!r}")
+    if isinstance(o.accumulate_steps, bool) or not isinstance(o.accumulate_steps, int) or o.accumulate_steps < 1:
+        raise ConfigError(f"accumulate_steps must be a positive number of micro-steps, it is {o.accumulate_steps!r}")
+    if isinstance(o.inter, bool) or not isinstance(o.inter, int) or o.inter < 0:
+        raise ConfigError(f"hierarchical_allreduce_inter_nranks must be a number of trainers, it is {o.inter!r}")
+    if o.inter and (o.trainers % o.inter or not 1 < o.inter < o.trainers):
+        raise ConfigError(
+            f"hierarchical_allreduce_inter_nranks={o.inter} must divide the {o.trainers} trainers into several nodes "
+            "of several trainers each"
+        )
     if isinstance(replicated, str):
         raise ConfigError(f"replicated={replicated!r} must be a collection of names of batch arrays")
     for name, way in o.merge.items():
@@ -188,10 +248,14 @@ def check_names(step: Cut, o: Options) -> None:
                 f"merge[{name!r}]={o.merge[name]!r}: every trainer has the same parameters; 'mean', 'sum', 'max' or "
                 "'same' keep it so"
             )
-        if o.merge[name] == "mean" and not jnp.issubdtype(step.program.outputs[name].dtype, jnp.inexact):
-            raise ConfigError(
-                f"merge[{name!r}]='mean': it is {step.program.outputs[name].str_short()}; say 'sum' or 'each'"
-            )
+        way, t = o.merge[name], step.program.outputs[name]
+        if way == "concat" and not t.ndim:
+            raise ConfigError(f"merge[{name!r}]='concat': it is {t.str_short()}, which has no dim 0; say 'each'")
+        number, flag = jnp.issubdtype(t.dtype, jnp.number), jnp.issubdtype(t.dtype, jnp.bool_)
+        others = "say 'max' or 'each'" if flag else "say 'sum' or 'each'" if number else "say 'each' or 'same'"
+        fits = {"mean": jnp.issubdtype(t.dtype, jnp.inexact), "sum": number, "max": number or flag}
+        if not fits.get(way, True):
+            raise ConfigError(f"merge[{name!r}]={way!r}: it is {t.str_short()}; {others}")
     for name in o.replicated:
         if not any(n == name or n.startswith(name + "/") for n in step.batch):
             raise ConfigError(f"replicated names {name!r}; the arrays of the batch are {', '.join(step.batch)}")
@@ -202,19 +266,37 @@ def check_names(step: Cut, o: Options) -> None:
             raise ConfigError(
                 f"weight={o.weight!r} must be a scalar, it is {step.program.outputs[o.weight].str_short()}"
             )
+        if not jnp.issubdtype(step.program.outputs[o.weight].dtype, jnp.number):
+            raise ConfigError(
+                f"weight={o.weight!r} must be a number, it is {step.program.outputs[o.weight].str_short()}"
+            )
         if o.weight in step.from_gradients:
             raise ConfigError(f"weight={o.weight!r} is computed from gradients, which it would have to weight")
+    for name, g in step.gradients.items():
+        if o.compress is not None and jnp.issubdtype(g.aval.dtype, jnp.complexfloating):
+            raise ConfigError(
+                f"compress={o.compress!r}: the gradient of {name} is {g.aval.str_short()}, and {o.compress} is real"
+            )
+    source = step.program
+    kept, _ = needed(
+        source.jaxpr.jaxpr.eqns,
+        [a for n, a in zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True) if n in step.from_gradients],
+        step.border.values(),
+    )
+    if any(source.roles[i] == BACKWARD for i in kept):
+        raise GradientError(
+            f"{', '.join(step.from_gradients)}: computed from gradients, and from a derivative that is not known to be "
+            "one, as of a leaf that is not updated; take gradients with dtrans.value_and_grad"
+        )
 
 
 def refuse_collectives(main: Program) -> None:
     """A step that communicates by itself would reduce twice."""
     for eqn in equations(main.jaxpr):
-        axes = eqn.params.get("axes", ()) if eqn.primitive.name.startswith(("psum", "pm")) else ()
-        if (
-            eqn.primitive.name == "shard_map"
-            or any(isinstance(a, str) for a in axes)
-            or "axis_index_groups" in eqn.params
-        ):
+        axes = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
+        names = [n for a in axes for n in (a if isinstance(a, (tuple, list)) else (a,))]
+        # a number is an axis of an array: of a psum over the axis of a vmap that this is left
+        if eqn.primitive.name == "shard_map" or not all(isinstance(n, (int, np.integer)) for n in names):
             raise GradientError(
                 f"{main.name} has a collective in it already ({eqn.primitive.name}): its gradients may have been "
                 "reduced by what the step does itself. Give the step for one device, without shard_map, pmap or psum"
@@ -231,31 +313,57 @@ def is_replicated(name: str, o: Options) -> bool:
 
 def buckets_of(step: Cut, o: Options) -> tuple[Bucket, ...]:
     """Gradients that are reduced together, in the order in which their last one is made."""
-    limit = o.fuse_grad_size_in_MB * 2**20
+    order = ready_order(step)
+    limits = split_sizes([step.gradients[n].aval for n in order], o)
     open_: dict[Any, list[str]] = {}
     size: dict[Any, int] = {}
-    order = ready_order(step)
-    done: list[tuple[str, ...]] = []
+    done: list[list[str]] = []
+    home: dict[Atom, list[str]] = {}  # leaves that share a gradient share a bucket
     for leaf in order:
         aval = step.gradients[leaf].aval
+        grad = step.gradients[leaf]
+        if isinstance(grad, Var) and grad in home:
+            home[grad].append(leaf)
+            continue
         nbytes = aval.size * aval.dtype.itemsize
-        if open_.get(aval.dtype) and size[aval.dtype] + nbytes > limit:
-            done.append(tuple(open_.pop(aval.dtype)))
+        if open_.get(aval.dtype) and size[aval.dtype] + nbytes > limits[aval.dtype]:
+            done.append(open_.pop(aval.dtype))
         open_.setdefault(aval.dtype, []).append(leaf)
+        if isinstance(grad, Var):
+            home[grad] = open_[aval.dtype]
         size[aval.dtype] = nbytes + (size[aval.dtype] if len(open_[aval.dtype]) > 1 else 0)
-    done += map(tuple, open_.values())
+    done += open_.values()
     at = {leaf: i for i, leaf in enumerate(order)}
     done.sort(key=lambda leaves: at[leaves[-1]])
     types = {leaf: step.gradients[leaf].aval for leaf in order}
     return tuple(
         Bucket(
             f"bucket/{i}",
-            leaves,
+            tuple(leaves),
             types[leaves[0]].dtype,
-            sum(types[n].size for n in leaves) * np.dtype(_sent(types[leaves[0]].dtype, o)).itemsize,
+            sum({id(step.gradients[n]): types[n].size for n in leaves}.values())
+            * np.dtype(_sent(types[leaves[0]].dtype, o)).itemsize,
         )
         for i, leaves in enumerate(done)
     )
+
+
+def split_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
+    """The size in bytes up to which gradients of each dtype are reduced together.
+
+    Source of `max_splits`: epl/communicators/coalescing.py. Buckets are shared out among dtypes by their number of
+    gradients, what is left goes to the first; n buckets have bytes/(n - 1) each.
+    """
+    dtypes = sorted({t.dtype for t in types}, key=str)
+    if o.max_splits is None:
+        return dict.fromkeys(dtypes, o.fuse_grad_size_in_MB * 2**20)
+    if len(dtypes) >= o.max_splits:
+        return dict.fromkeys(dtypes, math.inf)
+    counts = {d: sum(t.dtype == d for t in types) for d in dtypes}
+    splits = {d: max(1, o.max_splits * counts[d] // len(types)) for d in dtypes}
+    splits[dtypes[0]] += max(0, o.max_splits - sum(splits.values()))
+    total = {d: sum(t.size * t.dtype.itemsize for t in types if t.dtype == d) for d in dtypes}
+    return {d: math.inf if splits[d] == 1 else total[d] / (splits[d] - 1) for d in dtypes}
 
 
 def _sent(dtype: Any, o: Options) -> Any:
@@ -267,48 +375,81 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
     """What becomes of each result, and of each parameter that trainers make."""
     program = step.program
     made_here = [n for n in step.held if not _unchanged(program, n)]
-    if o.trainers == 1:
-        return dict.fromkeys((*step.results, *made_here), "same")
-    asked = [n for n in step.results if n not in o.merge and program.outputs[n].ndim]
+    parts = o.trainers * o.accumulate_steps
+    if parts == 1:
+        return {n: "each" if o.merge.get(n) == "each" else "same" for n in (*step.results, *made_here)}
+    inner = program.jaxpr.jaxpr
+    outs = dict(zip(program.out_names, inner.outvars, strict=True))
+    asked = [n for n in step.results if n not in o.merge and (program.outputs[n].ndim or isinstance(outs[n], Literal))]
     grown: Mapping[str, Any] = {}
+    grown_outs: Mapping[str, Atom] = {}
     if asked:
         split = [
             n for n in step.batch if program.inputs[n].ndim and not is_replicated(n, o)
         ]  # traced again, on a batch of all trainers
         types = [
-            jax.ShapeDtypeStruct((t.shape[0] * o.trainers, *t.shape[1:]) if n in split else t.shape, t.dtype)
+            jax.ShapeDtypeStruct((t.shape[0] * parts, *t.shape[1:]) if n in split else t.shape, t.dtype)
             for n, t in program.inputs.items()
         ]
-        grown = program.at_flat(types).outputs
-    inner = program.jaxpr.jaxpr
-    outs = dict(zip(program.out_names, inner.outvars, strict=True))
+        rows = {program.inputs[n].shape[0]: n for n in split}
+        if len(rows) > 1:
+            listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
+            raise ConfigError(
+                f"{', '.join(asked)} may grow with the batch, whose arrays are split over the trainers on dim 0, but "
+                f"{listed} rows; name what every trainer needs whole in replicated=(...)"
+            )
+        whole = program.at_flat(types)
+        grown, grown_outs = whole.outputs, dict(zip(whole.out_names, whole.jaxpr.jaxpr.outvars, strict=True))
     of_batch = spread(
-        inner.eqns, {v: 1 for n, v in zip(program.in_names, inner.invars, strict=True) if n in step.batch}, {}
+        inner.eqns,
+        {v: 1 for n, v in zip(program.in_names, inner.invars, strict=True) if n in step.batch},
+        dict.fromkeys(step.border.values(), 0),  # what is made of these is made of the reduced ones
     )
     found: dict[str, str] = {}
     for n in (*step.results, *made_here):
         t, out = program.outputs[n], outs[n]
         if n in o.merge:
             found[n] = o.merge[n]
+        elif n == o.weight:
+            found[n] = "sum"
         elif n in grown and grown[n].shape != t.shape:
-            if grown[n].shape != (o.trainers * t.shape[0], *t.shape[1:]):
+            if grown[n].shape != (parts * t.shape[0], *t.shape[1:]):
                 raise ConfigError(
                     f"{n} is {t.str_short()} on a trainer's part and {grown[n].str_short()} on the batch of all: "
                     f"it cannot be merged; results may grow with the batch on dim 0 only (or say merge={{{n!r}: ...}})"
                 )
             found[n] = "concat"
-        elif isinstance(out, Literal) or not of_batch.get(out):
+        elif isinstance(out, Literal):
+            found[n] = _static(n, out, grown_outs.get(n), parts)
+        elif not of_batch.get(out):
             found[n] = "same"
         elif jnp.issubdtype(t.dtype, jnp.inexact):
-            found[n] = o.reduce
+            found[n] = o.reduce if n in step.results else "mean"
         elif n in step.held:
             raise ConfigError(
                 f"{n} is {t.str_short()} and made of a trainer's part of the batch: say what becomes of it, "
                 f"merge={{{n!r}: 'mean'}}, 'sum', 'max' or 'same'"
             )
+        elif o.accumulate_steps > 1:
+            raise ConfigError(
+                f"{n} is {t.str_short()} and made in each of {o.accumulate_steps} micro-steps: say what becomes of it, "
+                f"merge={{{n!r}: 'sum'}}, 'max' or 'same' (the last one)"
+            )
         else:
             found[n] = "each"
     return found
+
+
+def _static(name: str, here: Literal, whole: Atom | None, parts: int) -> str:
+    """What becomes of a result that is a number: it may be one of the batch, such as its rows."""
+    if not isinstance(whole, Literal) or np.array_equal(here.val, whole.val):
+        return "same"
+    if np.array_equal(parts * np.asarray(here.val), whole.val):
+        return "sum"
+    raise ConfigError(
+        f"{name} is {here.val} on a trainer's part and {whole.val} on the batch of all: say what becomes of it, "
+        f"merge={{{name!r}: 'same'}}, 'sum', 'max' or 'each'"
+    )
 
 
 def _unchanged(program: Program, name: str) -> bool:
@@ -332,25 +473,27 @@ def rewritten(step: Cut, o: Options, merges: Mapping[str, str]) -> Program:
     _fold_keys(b, keys, o)
     local = [n for n in step.results if n not in step.from_gradients]
     reducer = _Reducer(b, step, o)
-    write_trainer_half(b, step, local, reducer.made)
+    if o.accumulate_steps == 1:
+        write_trainer_half(b, step, local, reducer.made)
+    else:
+        whole = [n for n in step.batch if is_replicated(n, o)]
+        grads, made = write_window(b, step, o.accumulate_steps, local, merges, o.weight, whole)
+        outs |= made
+        reducer.weighted = True
+        reducer.weight = None if o.weight is None else made[o.weight]
+        for leaf in ready_order(step):
+            reducer.made(leaf, grads[leaf])
     reducer.finish()
 
     b.role = OPTIMIZE
     half = step.optimize
-    env: dict[Var, Atom] = {}
-    for n, v in zip(half.in_names, half.jaxpr.jaxpr.invars, strict=True):
-        env[v] = reducer.means[n.removesuffix(GRAD)] if n.endswith(GRAD) else vars_of[n]
-    env.update((v, b.constant(c)) for v, c in zip(half.jaxpr.jaxpr.constvars, half.jaxpr.consts, strict=True))
-    read: Callable[[Atom], Atom] = lambda a: env.get(a, a) if isinstance(a, Var) else a
-    for eqn in half.jaxpr.jaxpr.eqns:
-        made = b.copy(eqn, [read(a) for a in eqn.invars], [v.aval for v in eqn.outvars])
-        env.update(zip(eqn.outvars, made, strict=True))
-    outs |= {n: read(a) for n, a in zip(half.out_names, half.jaxpr.jaxpr.outvars, strict=True)}
+    given = [reducer.means[n.removesuffix(GRAD)] if n.endswith(GRAD) else vars_of[n] for n in half.in_names]
+    outs |= zip(half.out_names, b.inline(half.jaxpr, *given), strict=True)
     outs |= _from_gradients(b, step, outs, reducer.means)
     outs |= reducer.merged(outs, merges)
 
     def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        return rewritten(cut(source.at_flat(types)), o, merges)
+        return rewritten(cut(source.at_flat(types)).with_observed(), o, merges)
 
     return Program(
         f"trainer of {source.name}",
@@ -379,7 +522,7 @@ def _fold_keys(b: Builder, keys: Mapping[Var, Var], o: Options) -> None:
     """Give each trainer a key of its own."""
     if not keys:
         return
-    (index,) = b.bind(trainer_index_p, over=o.axis_name)
+    (index,) = b.bind(trainer_index_p, over=o.over)
     for own, given in keys.items():
         b.call(jax.random.fold_in, given, index)
         b.eqns[-1] = b.eqns[-1].replace(outvars=[own])  # the step's equations read it under this name
@@ -390,12 +533,7 @@ def _from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means: Mapp
     if not step.from_gradients:
         return {}
     inner = step.program.jaxpr.jaxpr
-    half = step.optimize
-    border = {
-        v: means[n.removesuffix(GRAD)]
-        for n, v in zip(half.in_names, half.jaxpr.jaxpr.invars, strict=True)
-        if n.endswith(GRAD)
-    }
+    border = {v: means[n] for n, v in step.border.items() if n in means}
     env: dict[Var, Atom] = dict(border)
     here = {v for e in b.eqns for v in e.outvars}
     kept, _ = needed(inner.eqns, [outs[n] for n in step.from_gradients], border)
@@ -424,6 +562,9 @@ class _Reducer:
         self.waiting: list[Bucket] = []
         outs = dict(zip(step.program.out_names, step.program.jaxpr.jaxpr.outvars, strict=True))
         self.weight: Atom | None = None if o.weight is None else outs[o.weight]
+        self._chains: dict[int, Sequence[Atom]] = {}  # what was reduced last in each
+        self._reduced = 0
+        self.weighted = False  # whether gradients and means are weighted sums already
         self._total: Atom | None = None
         self._seen = 0
         self._here: set[Var] = set(b.invars)
@@ -435,11 +576,15 @@ class _Reducer:
         self.missing[bucket.name].discard(leaf)
         if not self.missing[bucket.name]:
             self.waiting.append(bucket)
-        if self._weight_is_there():
+        if self._weight_is_there() and self.o.clip_local_norm is None:
             self._flush()
 
     def finish(self) -> None:
         """Reduce what is left."""
+        if self.o.clip_local_norm is not None and self.grads:
+            names = list(self.grads)
+            clipped = self.b.call(_clipped(float(self.o.clip_local_norm)), *(self.grads[n] for n in names))
+            self.grads = dict(zip(names, clipped, strict=True))
         self._flush()
 
     def _weight_is_there(self) -> bool:
@@ -457,7 +602,7 @@ class _Reducer:
 
     def _reduce(self, bucket: Bucket) -> None:
         b, o = self.b, self.o
-        if o.trainers == 1:
+        if o.trainers == 1 and not (self.weighted and self.weight is not None):
             self.means |= {n: self.grads[n] for n in bucket.leaves}
             return
         unique = list(dict.fromkeys(self.grads[n] for n in bucket.leaves if isinstance(self.grads[n], Var)))
@@ -466,33 +611,64 @@ class _Reducer:
         names = {id(self.grads[n]): n for n in bucket.leaves}
         sent: list[Atom] = []
         for g in parts:
-            if self.weight is not None:
-                g = b.call(_weighted, g, self.weight)[0]
+            if o.reduce == "mean":
+                g = self._by_weight(g)
             if o.compress is not None:
                 g = b.call(_compressed(o.compress, o.compress_scale), g)[0]
             sent.append(g)
-        sums = b.bind(all_reduce_p, *sent, op="sum", name=bucket.name, owners=(), over=o.axis_name)
+        sent = self._chained(sent)
+        sums = self._hierarchical(bucket.name, sent) if o.inter else self._sum(bucket.name, sent, o.over)
+        if o.nccl_comm_num is not None:
+            self._chains[self._reduced % o.nccl_comm_num] = sums
+        self._reduced += 1
         for g, total in zip(parts, sums, strict=True):
-            b.labels[total] = f"{names[id(g)]}{GRAD}.sum"
+            if o.trainers > 1 and isinstance(total, Var):
+                b.labels[total] = f"{names[id(g)]}{GRAD}.sum"
             back: Atom = total
             if o.compress is not None:
                 back = b.call(_restored(g.aval.dtype, o.compress_scale), back)[0]
             back = self._averaged(back) if o.reduce == "mean" else back
             self.means |= {n: back for n in bucket.leaves if self.grads[n] is g}
 
+    def _chained(self, parts: list[Atom]) -> list[Atom]:
+        """What is reduced next in a chain, after what was reduced last in it."""
+        if self.o.nccl_comm_num is None:
+            return parts
+        before = self._chains.get(self._reduced % self.o.nccl_comm_num, ())
+        return self.b.call(_after, *parts, *before)[: len(parts)] if before else parts
+
     def _averaged(self, total: Atom) -> Atom:
+        weighted = self.weight is not None
+        return total if weighted or self.o.trainers == 1 else self.b.call(_divided(self.o.trainers), total)[0]
+
+    def _by_weight(self, x: Atom) -> Atom:
+        """A trainer's part of a weighted mean. It is scaled before it is reduced: a type may be too small for a sum."""
         if self.weight is None:
-            return self.b.call(_scaled(1 / self.o.trainers), total)[0]
-        return self.b.call(_divided, total, self._total_weight())[0]
+            return x
+        total = self._total_weight()
+        return self.b.call(_over, x, total)[0] if self.weighted else self.b.call(_share, x, self.weight, total)[0]
 
     def _total_weight(self) -> Atom:
         if self._total is None:
             assert self.weight is not None
-            (self._total,) = self.b.bind(
-                all_reduce_p, self.weight, op="sum", name="weight", owners=(), over=self.o.axis_name
-            )
-            self.b.labels[self._total] = f"{self.o.weight}.sum"
+            (self._total,) = self._sum("weight", [self.weight], self.o.over)
+            if self.o.trainers > 1 and isinstance(self._total, Var):
+                self.b.labels[self._total] = f"{self.o.weight}.sum"
         return self._total
+
+    def _sum(self, name: str, parts: Sequence[Atom], over: Sequence[str]) -> Sequence[Atom]:
+        if self.o.trainers == 1:
+            return parts
+        return self.b.bind(all_reduce_p, *parts, op="sum", name=name, owners=(), over=tuple(over))
+
+    def _hierarchical(self, name: str, parts: Sequence[Atom]) -> Sequence[Atom]:
+        """The sum over all trainers: inside nodes, across nodes, inside again. Vectors are padded to fit a node."""
+        b, (exter, inter), size = self.b, self.o.over, self.o.inter
+        flat = [b.call(_flattened(size), x)[0] for x in parts]
+        inside = b.bind(reduce_scatter_p, *flat, name=name, over=(inter,), size=size)
+        mine = self._sum(name, inside, (exter,))
+        whole = b.bind(all_gather_p, *mine, name=name, over=(inter,), size=size)
+        return [b.call(_unflattened(tuple(x.aval.shape)), w)[0] for x, w in zip(parts, whole, strict=True)]
 
     def merged(self, outs: Mapping[str, Atom], merges: Mapping[str, str]) -> dict[str, Atom]:
         """Results and statistics, reduced; one variadic reduction for each operation."""
@@ -501,16 +677,19 @@ class _Reducer:
         found: dict[str, Atom] = {}
         for op in dict.fromkeys(REDUCED.values()):
             names = [n for n, way in merges.items() if REDUCED.get(way) == op]
+            if o.weight in names and merges[o.weight] == "sum":
+                found[o.weight] = self._total_weight()
+                names.remove(o.weight)
             if not names:
                 continue
             sent: list[Atom] = []
             for n in names:
-                x = outs[n]
-                weighted = merges[n] == "mean" and self.weight is not None
-                sent.append(b.call(_weighted, x, self.weight)[0] if weighted and self.weight is not None else x)
-            made = b.bind(all_reduce_p, *sent, op=op, name=f"results/{op}", owners=(), over=o.axis_name)
+                sent.append(self._by_weight(outs[n]) if merges[n] == "mean" else outs[n])
+            made: Sequence[Atom] = sent
+            if o.trainers > 1:
+                made = sums = b.bind(all_reduce_p, *sent, op=op, name=f"results/{op}", owners=(), over=o.over)
+                b.labels.update((x, f"{n}.{op}") for n, x in zip(names, sums, strict=True))
             for n, x in zip(names, made, strict=True):
-                b.labels[x] = f"{n}.{op}"
                 found[n] = self._averaged(x) if merges[n] == "mean" else x
         return found
 
@@ -518,17 +697,45 @@ class _Reducer:
 # small functions that the reductions are wrapped in, each traced once for a type
 
 
-def _weighted(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return x * weight.astype(x.dtype)
+def _share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(jnp.promote_types(x.dtype, weight.dtype), jnp.float32)
+    return x * (weight.astype(wide) / total.astype(wide)).astype(x.dtype)
 
 
-def _divided(x: jax.Array, total: jax.Array) -> jax.Array:
+def _over(x: jax.Array, total: jax.Array) -> jax.Array:
     return x / total.astype(x.dtype)
 
 
+def _after(*xs: jax.Array) -> Sequence[jax.Array]:
+    made: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
+    return made
+
+
 @functools.cache
-def _scaled(by: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: x * by
+def _clipped(norm: float) -> Callable[..., Sequence[jax.Array]]:
+    """As `optax.clip_by_global_norm`."""
+
+    def fn(*grads: jax.Array) -> Sequence[jax.Array]:
+        size = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in grads))
+        return [jnp.where(size < norm, g, (g / size.astype(g.dtype)) * norm) for g in grads]
+
+    return fn
+
+
+@functools.cache
+def _divided(by: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x / by
+
+
+@functools.cache
+def _flattened(size: int) -> Callable[[jax.Array], jax.Array]:
+    """As a vector whose length `size` divides."""
+    return lambda x: jnp.pad(x.reshape(-1), (0, -x.size % size))
+
+
+@functools.cache
+def _unflattened(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x[: math.prod(shape)].reshape(shape)
 
 
 @functools.cache
@@ -538,4 +745,4 @@ def _compressed(to: str, scale: float) -> Callable[[jax.Array], jax.Array]:
 
 @functools.cache
 def _restored(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: x.astype(dtype) * (1 / scale) if scale != 1.0 else x.astype(dtype)
+    return lambda x: x.astype(dtype) / scale if scale != 1.0 else x.astype(dtype)

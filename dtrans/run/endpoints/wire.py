@@ -16,6 +16,11 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     peer           endpoint, order, layout             welcome, refuse
     partials       step, level, pieces + frames        refuse
 
+    trainer 0 to trainer (nccl2 mode)                  and back
+    meet           trainer, endpoints                  here, refuse
+    go
+    abort          reason
+
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
 (ZeroMQ holds a message back until it is whole), small ones share a frame. Bytes are those of the array in
@@ -59,6 +64,9 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "waiting": {"reason": str},
     "refuse": {"reason": str},
     "goodbye": {},
+    "meet": {"trainer": int, "endpoints": list},
+    "here": {},
+    "go": {},
 }
 
 
