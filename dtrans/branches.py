@@ -12,7 +12,8 @@ cannot stay one: all servers would have to take part in what only the branch has
 and `select_n` picks; optimizers are pure, so the numbers are the same.
 
 A loop that carries rows and something shared, which others read, becomes two loops: one of what is shared, on every
-server, and one of the rows. `argmax` over rows is written as the reductions it is made of.
+server, and one of the rows. `argmax` over rows is written as the reductions it is made of, and sums over rows of
+16-bit numbers are taken in 32 bits, so that what servers add up is rounded once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, is_jaxpr, opened
 from dtrans.layouts import SHARED, Layout, Rows, leaves_of
@@ -92,6 +94,8 @@ class _Rewriter:
                 made = self.arg_reduce(eqn, atoms, flow.layout(eqn.invars[0]))
             elif step is not None and eqn.primitive.name in ("scan", "while"):
                 made = self.loop(eqn, atoms, step.outs)
+            elif step is not None and step.reduce in ("sum", "prod"):
+                made = self.widened(eqn, atoms)
             if made is None:
                 self.b.keep(eqn, atoms)
             else:
@@ -173,6 +177,19 @@ class _Rewriter:
         ours, theirs = self.b.copy(eqn, atoms, types), self.b.copy(eqn, atoms, types)
         return [a if s else b for s, a, b in zip(shared, ours, theirs, strict=True)]
 
+    # -- sums of small types -------------------------------------------------------------------------
+
+    def widened(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> Sequence[Atom] | None:
+        """A reduction over rows whose parts would be rounded to 16 bits: in 32 bits, and rounded once."""
+        dtype = eqn.outvars[0].aval.dtype
+        if dtype not in (jnp.bfloat16, jnp.float16):
+            return None
+        if eqn.primitive.name == "dot_general":
+            made = self.b.copy(eqn, atoms, preferred_element_type=np.dtype(np.float32))
+        else:
+            made = self.b.copy(eqn, [self.b.call(_wide, a)[0] for a in atoms])
+        return self.b.call(_rounded(dtype), *made)
+
     # -- argmax ----------------------------------------------------------------------------------
 
     def arg_reduce(self, eqn: JaxprEqn, atoms: Sequence[Atom], layout: Layout) -> Sequence[Atom] | None:
@@ -180,6 +197,15 @@ class _Rewriter:
             return None
         (axis,) = eqn.params["axes"]
         return self.b.call(_arg_reduce(eqn.primitive.name, axis, eqn.params["index_dtype"]), *atoms)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+@functools.cache
+def _rounded(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x.astype(dtype)
 
 
 @functools.cache

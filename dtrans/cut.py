@@ -52,6 +52,8 @@ class Cut:
       from_gradients: those of them that are computed from gradients, e.g. a gradient norm.
       observers: positions of equations with effects (`jax.debug.print`) that trainers can carry out.
       dropped: other equations with effects, by primitive; no half carries them out.
+      nested: why gradients may be computed from another derivative, as a perturbed step does; each of several
+        trainers would compute them from its own. Empty where they are not, or are marked.
       optimize: the optimize half. Inputs: gradients (`params/w@GRAD`), then parameters, then state; outputs:
         optimized parameters, then state. Only what it uses.
     """
@@ -69,6 +71,7 @@ class Cut:
     from_gradients: tuple[str, ...]
     observers: tuple[int, ...]
     dropped: tuple[str, ...]
+    nested: str
     optimize: OptimizeHalf
 
     def with_observed(self) -> Cut:
@@ -216,6 +219,20 @@ class _Cutter:
             )
         return found
 
+    def nested(self, gradients: Mapping[str, Var]) -> str:
+        """What lies between two derivatives, outside of both: the first equation of it, if there is one."""
+        kept, _ = needed(self.eqns, gradients.values())
+        inside: set[Var] = set()
+        for i in kept:
+            eqn = self.eqns[i]
+            if self.derived[i]:
+                inside.update(eqn.outvars)
+            elif any(isinstance(a, Var) and a in inside for a in eqn.invars):
+                if "jvp(" not in scope_of(eqn):
+                    return f"{short_type(eqn.outvars[0].aval)} = {eqn.primitive.name}"
+                inside.update(eqn.outvars)
+        return ""
+
     def check_inferred(self, name: str, candidate: Var, reads_params: Mapping[Var, int]) -> None:
         """Refuse what may be the new parameter itself, made by a loop that takes several steps."""
         out, eqn = self.outs[name], self.eqns[self.made_by[candidate]]
@@ -307,6 +324,7 @@ class _Cutter:
             from_gradients=from_gradients,
             observers=observers,
             dropped=dropped,
+            nested="" if marked else self.nested(gradients),
             optimize=optimize,
         )
 

@@ -18,11 +18,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import keystr, tree_map_with_path
 
 from dtrans._jax import Primitive, ad, batching, mlir
 from dtrans.errors import GradientError, OptimizerError
-from dtrans.trees import combine, is_differentiable, partition
+from dtrans.trees import combine, is_differentiable, join_path, partition
 
 
 mark_p = Primitive("gradient")
@@ -136,6 +137,7 @@ def make_train_step(loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = Fal
 _ASKS = (
     re.compile(r"(?P<who>\w+)\.<locals>\.\w+\(\) missing \d+ required keyword-only arguments?: (?P<what>.*)"),
     re.compile(r"(?P<what>\w+) must be provided to (?P<who>\w+) update function"),
+    re.compile(r"(?P<what>\w+) must be provided when (?P<who>\w+=\w+)"),
 )
 
 
@@ -168,9 +170,15 @@ def _step_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
 
 def _apply_updates(params: Any, updates: Any) -> Any:
     """`optax.apply_updates`: the sum, in the parameter's dtype; None updates nothing."""
-    return jax.tree.map(
-        lambda p, u: None if p is None else p if u is None else (p + u).astype(p.dtype),
-        params,
-        updates,
-        is_leaf=lambda x: x is None,
-    )
+
+    def apply(path: Any, p: Any, u: Any) -> Any:
+        if p is None or u is None:
+            return p
+        if jnp.shape(u) != jnp.shape(p):
+            raise OptimizerError(
+                f"the optimizer makes an update of shape {jnp.shape(u)} for {join_path('params', path)} of shape "
+                f"{jnp.shape(p)}; it may take its gradients for something else, such as the gradient of each example"
+            )
+        return (p + u).astype(p.dtype)
+
+    return tree_map_with_path(apply, params, updates, is_leaf=lambda x: x is None)

@@ -417,8 +417,7 @@ REFUSED: Mapping[str, Refusal] = {
         lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
         "a function that makes gradients (`grad_fn`)",
         "`sam(opaque_mode=False)`, which takes as many steps of the job instead",
-        "grad_fn must be provided when opaque_mode=True",
-        ValueError,  # as optax says it
+        "opaque_mode=True needs grad_fn in its update",
     ),
     "dpsgd": Refusal(
         lambda: deprecated(optax.contrib.dpsgd, 0.1, 1.0, 1.0, 0),

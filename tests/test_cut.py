@@ -10,7 +10,18 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 import pytest
-from helpers import distance, evaluate, mlp_batch, mlp_loss, mlp_params, plain_step, quick, tree_close
+from helpers import (
+    distance,
+    evaluate,
+    init_of,
+    mlp_batch,
+    mlp_forward,
+    mlp_loss,
+    mlp_params,
+    plain_step,
+    quick,
+    tree_close,
+)
 
 import dtrans
 from dtrans._jax import equations, scope_of
@@ -514,3 +525,38 @@ def test_an_optimizer_that_is_told_the_loss_is_refused_by_name(tx, who):
     program = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *mlp_batch())
     with pytest.raises(dtrans.errors.OptimizerError, match=f"{who} uses loss, which only the trainers have"):
         cut(program)
+
+
+def test_a_gradient_computed_from_another_gradient_is_refused_for_several_trainers():
+    """Sharpness-aware steps perturb parameters by their gradient; each trainer would do so by its own."""
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.5))
+    tx = optax.contrib.sam(optax.sgd(0.1), ascent, opaque_mode=True)
+
+    def step(params, state, x, y):
+        loss, grads = jax.value_and_grad(mlp_loss)(params, x, y)
+        updates, state = tx.update(grads, state, params, grad_fn=lambda p, _: jax.grad(mlp_loss)(p, x, y))
+        return optax.apply_updates(params, updates), state, loss
+
+    params = mlp_params()
+    main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *mlp_batch())
+    startup = dtrans.trace(init_of(tx), params)
+    dtrans.pserver(main, startup)
+    with pytest.raises(
+        GradientError, match="computed from another derivative .*with 2 trainers each would use its own"
+    ):
+        dtrans.pserver(main, startup, trainers=2)
+    with pytest.raises(GradientError, match="computed from another derivative"):
+        dtrans.nccl2(main, startup, trainers=2)
+
+
+def test_a_derivative_inside_the_loss_is_part_of_it():
+    """A penalty on the slope of the model by its input, example by example."""
+
+    def loss(params, x, y):
+        slope = jax.vmap(jax.grad(lambda one: jnp.sum(mlp_forward(params, one[None]))))(x)
+        return mlp_loss(params, x, y) + jnp.mean(slope**2)
+
+    tx = optax.sgd(0.1)
+    params = mlp_params()
+    program = dtrans.trace(plain_step(loss, tx), params, jax.eval_shape(tx.init, params), *mlp_batch())
+    assert cut(program).nested == ""

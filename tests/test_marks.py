@@ -227,8 +227,9 @@ def test_a_loss_without_argument_names_has_a_batch():
         (optax.lbfgs(0.1), "scale_by_zoom_linesearch", "'value', 'grad', and 'value_fn'"),
         (optax.contrib.momo(0.1), "momo", "'value'"),
         (optax.contrib.sophia(0.1), "hutchinson", "obj_fn"),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.5), opaque_mode=True), "opaque_mode=True", "grad_fn"),
     ],
-    ids=["polyak", "lbfgs", "momo", "sophia"],
+    ids=["polyak", "lbfgs", "momo", "sophia", "sam"],
 )
 def test_optimizers_that_must_be_told_the_loss_are_refused_by_name(tx, who, what):
     params = mlp_params()
@@ -245,3 +246,11 @@ def test_other_errors_of_an_optimizer_come_through_as_they_are():
     step = dtrans.make_train_step(mlp_loss, optax.GradientTransformation(lambda p: (), update))
     with pytest.raises(TypeError, match="^no idea$"):
         step(params, (), *mlp_batch())
+
+
+def test_an_optimizer_that_takes_rows_for_examples_is_refused():
+    tx = optax.contrib.differentially_private_aggregate(1.0, 0.1, key=0)
+    params = {"w": jnp.ones((4, 3))}
+    step = dtrans.make_train_step(lambda params, x: jnp.mean(x @ params["w"]), tx)
+    with pytest.raises(dtrans.errors.OptimizerError, match=r"update of shape \(3,\) for params/w of shape \(4, 3\)"):
+        step(params, tx.init(params), jnp.ones((2, 4)))

@@ -525,3 +525,28 @@ def test_a_linear_solve_in_an_optimizer_is_not_a_derivative():
     plan = agree(update, shapes={"k": (3, 2, 2), "b": (4,)})
     assert set(plan.placement.whole) == {"params/k"}
     assert plan.placement.whole["params/k"].startswith("custom_linear_solve mixes ")
+
+
+def test_leaves_bound_by_a_loop_of_both_of_which_one_is_whole_by_itself():
+    """Once both are known to be whole, the loop's reductions bind no more; the flip still binds `a`."""
+
+    def update(grads, state, params):
+        turn = lambda i, t: {n: jnp.sin(x - jnp.mean(x)) for n, x in t.items()}
+        made = jax.lax.fori_loop(0, 2, turn, {n: grads[n] for n in "ab"})
+        return {**grads, **made, "a": jnp.flip(made["a"], 0)}, state
+
+    plan = agree(update)
+    assert {"params/a", "params/b"} <= set(plan.placement.whole)
+
+
+def test_sums_of_small_types_are_rounded_once():
+    """Each server's part rounded to bfloat16 would be a step of 4e-3 off."""
+    rng = np.random.default_rng(1)
+    with jax.enable_x64(True):
+        params = {"w": jnp.asarray(rng.normal(size=(31, 2)), jnp.bfloat16)}
+        tx = optax.stateless_with_tree_map(lambda g, p: -0.1 * g * jnp.vdot(g, g))
+        loss = lambda p, x: jnp.mean(x) * jnp.sum(p["w"]).astype(x.dtype)
+        plan = plan_of(loss, tx, params, jnp.ones(2), servers=3)
+        assert plan.placement.whole == {}
+        assert [[r.dtype for r in values] for values in plan.rounds] == [[jnp.float32]]
+        check(tx, params, plan, trainers=1, steps=2)

@@ -87,6 +87,7 @@ class CollectiveJob(abc.ABC):
         names = [n for spec in plan.main.args[2:] for n in spec.names]
         self._whole = {n for n in names for r in plan.replicated if n == r or n.startswith(r + "/")}
         self._compiled: dict[Program, Callable[..., Any]] = {}
+        self._programs: dict[Any, Program] = {}  # by types: a step looks no further
 
     # -- what a user calls -----------------------------------------------------------------------
 
@@ -120,8 +121,7 @@ class CollectiveJob(abc.ABC):
         option = "dtrans.nccl2(replicated=(...))"
         arrays = shared_batch(plan.main.args[2:], batch, plan.trainers, self._whole, option)
         held = [*state.params.values(), *state.opt_state.values()]
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held] + part_types(arrays, plan.trainers)
-        program = plan.program.at_flat(types)
+        program = self._program(held, arrays)
         if program not in self._compiled:
             self._compiled[program] = self._compile(program, [share for _, share in arrays])
         values = dict(zip(program.out_names, self._run(self._compiled[program], held, arrays), strict=True))
@@ -141,6 +141,14 @@ class CollectiveJob(abc.ABC):
         return spec.unflatten([state.opt_state[n] for n in spec.names])
 
     # -- how it runs -----------------------------------------------------------------------------
+
+    def _program(self, held: Sequence[Any], arrays: Sequence[tuple[Any, str]]) -> Program:
+        """The program for a trainer's part of a batch; it is looked for once for each batch shape."""
+        key = (jax.config.jax_enable_x64, *((x.shape, x.dtype) for x in held), *((x.shape, x.dtype) for x, _ in arrays))
+        if key not in self._programs:
+            types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held] + part_types(arrays, self.plan.trainers)
+            self._programs[key] = self.plan.program.at_flat(types)
+        return self._programs[key]
 
     @cached_property
     def _rest(self) -> TreeSpec:

@@ -1,4 +1,4 @@
-"""The trainer half of a step, written into a program, with something to do at each gradient."""
+"""The trainer half of a step, as all strategies need it: what is refused, and how it is written into a program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from collections.abc import Callable, Sequence
 
 from dtrans._jax import Atom, Var
 from dtrans.cut import Cut
+from dtrans.errors import GradientError
 from dtrans.rewrite import Builder, needed
+
+
+def refuse_nested(step: Cut, trainers: int) -> None:
+    """Raise for gradients that are computed from other gradients, of which each trainer has its own."""
+    if step.nested and trainers > 1:
+        raise GradientError(
+            f"the gradients of {step.program.name} are computed from another derivative ({step.nested}), as a step "
+            f"does that perturbs its parameters by their gradient: with {trainers} trainers each would use its own, "
+            "not that of all. If it is meant so, take the last gradient with dtrans.value_and_grad"
+        )
 
 
 def ready_order(step: Cut) -> list[str]:

@@ -36,7 +36,7 @@ from dtrans.errors import ConfigError, GradientError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
 from dtrans.program import BACKWARD, DIST, FORWARD, OPTIMIZE, Program
 from dtrans.rewrite import Builder, needed
-from dtrans.transforms.halves import ready_order, write_trainer_half
+from dtrans.transforms.halves import ready_order, refuse_nested, write_trainer_half
 from dtrans.transforms.startup import match_startup
 from dtrans.transforms.window import write_window
 
@@ -170,6 +170,7 @@ def nccl2(
     check_options(main, startup, options, replicated)
     refuse_collectives(main)
     step = cut(main).with_observed()
+    refuse_nested(step, trainers)
     check_names(step, options)
     startup = match_startup(step, startup)
     merges = merges_of(step, options)

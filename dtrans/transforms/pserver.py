@@ -41,7 +41,7 @@ from dtrans.program import DIST, FORWARD, LR_SCHED, RPC, Program
 from dtrans.rewrite import Builder, needed
 from dtrans.rows import analyse
 from dtrans.shards import Held, Slicer, Work
-from dtrans.transforms.halves import write_trainer_half
+from dtrans.transforms.halves import refuse_nested, write_trainer_half
 from dtrans.transforms.startup import match_startup
 from dtrans.trees import TreeSpec, without
 
@@ -99,6 +99,7 @@ def pserver(
     endpoints = parse_endpoints(pservers)
     check_options(main, startup, trainers, sync_mode, slice_var_up, split_method, min_block_size)
     step = cut(main)
+    refuse_nested(step, trainers)
     if step.from_gradients and trainers > 1:
         raise GradientError(
             f"{step.from_gradients[0]} is computed from gradients; with {trainers} trainers each would compute it "
