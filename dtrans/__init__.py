@@ -2,8 +2,8 @@
 
     step (one jaxpr)  --transform-->  a plan: one jaxpr per role  --realise-->  a running job
 
-Trace a step (`trace`), plan it (`pserver`, or `DistributeTranspiler` as Paddle wrote it), run it in this
-process (`plan.on_mesh()`) or as processes (`Executor`, `dtrans launch`).
+Trace a step (`trace`), plan it (`pserver`, `nccl2`, or `DistributeTranspiler` as Paddle wrote it), run it in this
+process (`plan.on_mesh()`) or as processes (`Executor`, `plan.on_cluster()`, `dtrans launch`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from dtrans.collective import CollectivePlan as CollectivePlan
 from dtrans.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
 from dtrans.plan import PServerPlan as PServerPlan
 from dtrans.program import Op as Op, Program as Program, trace as trace
+from dtrans.run.cluster import connect as connect
 from dtrans.run.executor import Executor as Executor
 from dtrans.run.roles import Role as Role
 from dtrans.transforms import nccl2 as nccl2, pserver as pserver

@@ -20,8 +20,11 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def parse_endpoints(endpoints: str | Sequence[str]) -> tuple[str, ...]:
+def parse_endpoints(endpoints: str | Sequence[str], of: str = "pserver") -> tuple[str, ...]:
     """A sequence of endpoints, or one string with commas.
+
+    Args:
+      of: whose they are, for errors.
 
     Raises:
       ConfigError: none at all, one that is not host:port, or the same one twice.
@@ -29,13 +32,13 @@ def parse_endpoints(endpoints: str | Sequence[str]) -> tuple[str, ...]:
     given = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
     parsed = tuple(e.strip() for e in given)
     if not parsed or parsed == ("",):
-        raise ConfigError("no pserver endpoints were given: write e.g. pservers='127.0.0.1:6174,127.0.0.1:6175'")
+        raise ConfigError(f"no {of} endpoints were given: write e.g. {of}s='127.0.0.1:6174,127.0.0.1:6175'")
     for e in parsed:
         split_endpoint(e)
     twice = sorted({e for e in parsed if parsed.count(e) > 1})
     if twice:
         raise ConfigError(
-            f"the endpoint {twice[0]} is listed {parsed.count(twice[0])} times; each pserver needs one of its own"
+            f"the endpoint {twice[0]} is listed {parsed.count(twice[0])} times; each {of} needs one of its own"
         )
     return parsed
 

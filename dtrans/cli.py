@@ -21,7 +21,8 @@ from dtrans.errors import DtransError, LaunchError
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 Trainers = Annotated[int, typer.Option(min=1, help="How many trainers.")]
-PServers = Annotated[int, typer.Option(min=1, help="How many parameter servers.")]
+PServers = Annotated[int | None, typer.Option(min=1, help="How many parameter servers; none in nccl2 mode.")]
+Mode = Annotated[str, typer.Option(help="`pserver`, or `nccl2`: trainers only, with collectives.")]
 
 
 def main() -> None:
@@ -62,7 +63,8 @@ def launch_command(
     script: Annotated[str, typer.Argument(help="The script that every role runs.", metavar="SCRIPT")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")] = None,
     trainers: Trainers = 1,
-    pservers: PServers = 1,
+    pservers: PServers = None,
+    mode: Mode = "pserver",
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")] = False,
     deadline: Annotated[
         float | None, typer.Option(min=0, help="End the job when it takes more seconds than this.")
@@ -71,7 +73,8 @@ def launch_command(
     """Start the roles of a job on this host and wait for them.
 
     Each role finds out what it is from DTRANS_ROLE, DTRANS_TRAINER_ID, DTRANS_TRAINERS,
-    DTRANS_PSERVER_ENDPOINTS and DTRANS_CURRENT_ENDPOINT; `dtrans.Role.from_env()` reads them. When one fails
+    DTRANS_PSERVER_ENDPOINTS (DTRANS_TRAINER_ENDPOINTS in nccl2 mode) and DTRANS_CURRENT_ENDPOINT;
+    `dtrans.Role.from_env()` reads them, and so does `dtrans.connect()`. When one fails
     the others are ended, and its error and exit code are those of this command.
     """
     from dtrans.run.launch import launch
@@ -79,7 +82,7 @@ def launch_command(
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"there is no script {script}", param_hint="SCRIPT")
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
-    launch(command, trainers=trainers, pservers=pservers, deadline=deadline)
+    launch(command, trainers=trainers, pservers=pservers, mode=mode, deadline=deadline)
 
 
 @app.command()
@@ -87,7 +90,8 @@ def train(
     engine: Annotated[str, typer.Option(help="`processes`: one per role. `mesh`: all in this one.")] = "processes",
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam, adamw, lion, rmsprop, ...")] = "momentum",
     trainers: Trainers = 2,
-    pservers: PServers = 2,
+    pservers: PServers = None,
+    mode: Mode = "pserver",
     epochs: Annotated[int, typer.Option(min=1)] = 20,
     batch_size: Annotated[int, typer.Option(min=1, help="Images in a global batch; trainers share it.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Of the split, the first parameters and the batches.")] = 0,
@@ -103,7 +107,7 @@ def train(
     from dtrans.examples.train import train as run
 
     settings = Settings(optimizer, epochs, batch_size, seed, min_block_size, deadline)
-    within = run(settings, engine=engine, trainers=trainers, pservers=pservers, plot=plot)
+    within = run(settings, engine=engine, mode=mode, trainers=trainers, pservers=pservers, plot=plot)
     if check and not within:
         raise typer.Exit(1)
 

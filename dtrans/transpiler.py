@@ -8,12 +8,17 @@ and any number of times, and one object gives the programs of every role.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any, Literal
 
+from dtrans.addresses import parse_endpoints
 from dtrans.blocks import PSDispatcher, RoundRobin
+from dtrans.collective import CollectivePlan
 from dtrans.errors import ConfigAssertionError, ConfigError
-from dtrans.plan import PServerPlan, check_trainer_id
+from dtrans.plan import PServerPlan, ServerPrograms, check_trainer_endpoint, check_trainer_id
 from dtrans.program import Program
+from dtrans.transforms.joining import joining_startup
+from dtrans.transforms.nccl2 import nccl2
 from dtrans.transforms.pserver import pserver
 
 
@@ -42,7 +47,7 @@ DEFAULTS: dict[str, Any] = {
 
 # What this version carries out; another value of any of these is refused by name.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "mode": ("pserver",),
+    "mode": ("pserver", "nccl2"),
     "sync_mode": (True,),
     "enable_dc_asgd": (False,),
     "runtime_split_send_recv": (False,),
@@ -52,15 +57,19 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "use_hierarchical_allreduce": (False,),
     "collective_mode": (None,),
 }
+# ... and of those that only nccl2 mode looks at
+_ONLY_NCCL2: dict[str, tuple[Any, ...]] = {"nccl_comm_num": (1,), "hierarchical_allreduce_inter_nranks": (0,)}
 
 
 class DistributeTranspilerConfig:
     """The options of a `DistributeTranspiler`.
 
-    All of Paddle's attributes are here, with its defaults; this version carries out synchronous pserver
-    mode, and refuses the others when it transpiles. Those in use:
+    All of Paddle's attributes are here, with its defaults; this version carries out synchronous pserver mode and
+    nccl2 mode, and refuses the others when it transpiles. Those in use:
 
     Attributes:
+      mode: "pserver", or "nccl2": no servers, trainers average their gradients with collectives. The next three are
+        for pserver mode.
       slice_var_up: cut parameters into blocks of rows; otherwise each is whole on one server. "require" makes it
         an error if the optimizer does not let one be cut.
       split_method: a subclass of `PSDispatcher`; None is `RoundRobin`.
@@ -122,6 +131,9 @@ def _similar(name: str) -> str:
 class DistributeTranspiler:
     """Rewrites a traced step into the programs of trainers and parameter servers.
 
+    In mode="nccl2" there are trainers only: their program is (params, opt_state, *batch) -> what the step returns, and
+    their startup program returns both params and opt_state, the same on every trainer.
+
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
       >>> tx = optax.sgd(0.1)
@@ -142,15 +154,16 @@ class DistributeTranspiler:
             raise ConfigError(f"config must be a DistributeTranspilerConfig, it is {type(config).__name__}")
         self.config = config or DistributeTranspilerConfig()
         self._check_config()
-        self._plan: PServerPlan | None = None
+        self._plan: PServerPlan | CollectivePlan | None = None
         self._trainer_id = 0
+        self._endpoints: tuple[str, ...] = ()
 
     def transpile(
         self,
         trainer_id: int,
         program: Program | None = None,
         pservers: str = "127.0.0.1:6174",
-        trainers: int | str = 1,
+        trainers: int | str | Sequence[str] = 1,
         sync_mode: bool = True,
         startup_program: Program | None = None,
         current_endpoint: str = "127.0.0.1:6174",
@@ -160,21 +173,37 @@ class DistributeTranspiler:
         Args:
           trainer_id: which trainer this process is; any in a pserver process.
           program: the traced step.
-          pservers: the servers' endpoints, separated by commas.
-          trainers: how many trainers there are.
+          pservers: the servers' endpoints, separated by commas; not used in nccl2 mode.
+          trainers: how many trainers there are; in nccl2 mode their endpoints, separated by commas or as a sequence.
           sync_mode: every update uses the gradients of all trainers.
           startup_program: the traced init.
-          current_endpoint: this server's endpoint; not used in this mode, as in Paddle.
+          current_endpoint: in nccl2 mode this trainer's endpoint; in pserver mode not used, as in Paddle.
 
         Raises:
           ConfigError: an option that is out of range, contradicts another, or is not in this version.
-          GradientError, TraceError: as `dtrans.pserver`.
+          GradientError, TraceError: as `dtrans.pserver` and `dtrans.nccl2`.
         """
         self._check_config()
         if program is None or startup_program is None:
             raise ConfigError(
                 "transpile needs program=dtrans.trace(step, ...) and startup_program=dtrans.trace(init, ...)"
             )
+        if self.config.mode == "nccl2":
+            self._transpile_nccl2(trainer_id, program, startup_program, trainers, sync_mode, current_endpoint)
+        else:
+            self._transpile_pserver(trainer_id, program, startup_program, pservers, trainers, sync_mode)
+        if self.config.print_log:
+            print(self._plan)
+
+    def _transpile_pserver(
+        self,
+        trainer_id: int,
+        program: Program,
+        startup_program: Program,
+        pservers: str,
+        trainers: Any,
+        sync_mode: bool,
+    ) -> None:
         if isinstance(trainers, str):
             raise ConfigError(
                 f"trainers must be a number in pserver mode, it is {trainers!r}; a list of endpoints belongs to "
@@ -192,40 +221,73 @@ class DistributeTranspiler:
         )
         check_trainer_id(trainer_id, plan.trainers)
         self._plan, self._trainer_id = plan, trainer_id
-        if self.config.print_log:
-            print(plan)
+
+    def _transpile_nccl2(
+        self,
+        trainer_id: int,
+        program: Program,
+        startup_program: Program,
+        trainers: Any,
+        sync_mode: bool,
+        current_endpoint: str,
+    ) -> None:
+        if not isinstance(trainers, str) and not (
+            isinstance(trainers, Sequence) and all(isinstance(e, str) for e in trainers)
+        ):
+            raise ConfigError(
+                "trainers must be the trainers' endpoints in mode='nccl2', such as "
+                f"'127.0.0.1:6174,127.0.0.1:6175'; it is {trainers!r}"
+            )
+        if sync_mode is not True:
+            raise ConfigError(f"sync_mode={sync_mode!r}: mode='nccl2' is synchronous; leave sync_mode=True")
+        endpoints = parse_endpoints(trainers, "trainer")
+        check_trainer_endpoint(trainer_id, current_endpoint, endpoints)
+        self._plan = nccl2(program, startup_program, trainers=len(endpoints))
+        self._trainer_id, self._endpoints = trainer_id, endpoints
 
     @property
-    def plan(self) -> PServerPlan:
+    def plan(self) -> PServerPlan | CollectivePlan:
         """The plan. Raises ConfigError before `transpile`."""
         if self._plan is None:
             raise ConfigError("call transpile(...) before asking for programs")
         return self._plan
 
     def get_trainer_program(self, wait_port: bool = True) -> Program:
-        """The program of this trainer: (params, *batch) -> (params, loss[, aux]).
+        """The program of this trainer: (params, *batch) -> (params, loss[, aux]); with opt_state in nccl2 mode.
 
         Paddle waits here until the servers' ports are open. A plan can be made anywhere, so here it is the
         `Executor` that waits, when it first talks to them; `wait_port` is accepted and changes nothing.
         """
-        return self.plan.trainer_program(self._trainer_id)
+        plan = self.plan
+        return plan.program if isinstance(plan, CollectivePlan) else plan.trainer_program(self._trainer_id)
 
     def get_trainer_startup_program(self) -> Program:
-        """The startup program of this trainer: the arguments of init -> params."""
-        return self.plan.trainer_startup_program(self._trainer_id)
+        """The startup program of this trainer: the arguments of init -> params; and opt_state in nccl2 mode."""
+        plan = self.plan
+        if isinstance(plan, CollectivePlan):
+            return joining_startup(plan, self._trainer_id, self._endpoints)
+        return plan.trainer_startup_program(self._trainer_id)
 
     def get_pserver_program(self, endpoint: str) -> Program:
         """The program that serves at `endpoint`. Raises UnknownEndpointError for another."""
-        return self.plan.servers[endpoint].main
+        return self._server(endpoint, "get_pserver_program").main
 
     def get_pserver_programs(self, endpoint: str) -> tuple[Program, Program]:
         """The program that serves at `endpoint`, and its startup program."""
-        programs = self.plan.servers[endpoint]
+        programs = self._server(endpoint, "get_pserver_programs")
         return programs.main, programs.startup
 
     def get_startup_program(self, endpoint: str, pserver_program: Any = None, startup_program: Any = None) -> Program:
         """The startup program of the server at `endpoint`; the other arguments are Paddle's, and not needed."""
-        return self.plan.servers[endpoint].startup
+        return self._server(endpoint, "get_startup_program").startup
+
+    def _server(self, endpoint: str, asked: str) -> ServerPrograms:
+        if isinstance(self.plan, CollectivePlan):
+            raise ConfigError(
+                f"{asked}: there are no pservers in mode='nccl2'; every process runs get_trainer_startup_program() and "
+                "get_trainer_program()"
+            )
+        return self.plan.servers[endpoint]
 
     @property
     def _split_method(self) -> type[PSDispatcher]:
@@ -238,7 +300,9 @@ class DistributeTranspiler:
                 f"min_block_size must be {MIN_BLOCK_SIZE} or more, it is {size!r}; dtrans.pserver takes any "
                 "positive number"
             )
-        for name, allowed in _ONLY.items():
+        nccl2_mode = self.config.mode == "nccl2"
+        for name, allowed in (_ONLY | (_ONLY_NCCL2 if nccl2_mode else {})).items():
             value = getattr(self.config, name)
             if value not in allowed:
-                raise ConfigError(f"{name}={value!r} is not in this version; leave it at {allowed[0]!r}")
+                listed = " or ".join(map(repr, allowed))
+                raise ConfigError(f"{name}={value!r} is not in this version; leave it at {listed}")

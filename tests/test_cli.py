@@ -71,6 +71,27 @@ def test_arguments_verbatim(
     assert [json.loads(line.split("] ", 1)[1]) for line in lines] == [arguments] * 3
 
 
+def test_launch_in_nccl2_mode(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(os.environ['DTRANS_CURRENT_ENDPOINT'], os.environ['DTRANS_TRAINER_ENDPOINTS'])")
+    assert command("launch", "--mode", "nccl2", "--trainers", "2", str(script)) == 0
+    lines = dict(line.split("] ", 1) for line in capsys.readouterr().out.splitlines())
+    own, every = zip(*(lines[f"[trainer {k}"].split(" ") for k in range(2)), strict=True)
+    assert set(every) == {",".join(own)}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--mode", "nccl"], "mode must be 'pserver' or 'nccl2', it is 'nccl'"),
+        (["--mode", "nccl2", "--pservers", "1"], "there are no pservers in mode='nccl2', pservers=1"),
+    ],
+)
+def test_launch_errors(command: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert command("launch", *arguments, "-m", "json.tool") == 1
+    assert capsys.readouterr().err == f"dtrans: {message}\n"
+
+
 def test_launch_module(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("launch", "-m", "json.tool", "--help") == 0
     assert "[trainer 0] usage:" in capsys.readouterr().out
@@ -121,6 +142,8 @@ def test_usage_errors(command: Any, capsys: pytest.CaptureFixture[str], argument
     "arguments, message",
     [
         (["--engine", "cloud"], "there is no engine 'cloud'; it is one of processes, mesh"),
+        (["--mode", "nccl"], "there is no mode 'nccl'; it is one of pserver, nccl2"),
+        (["--mode", "nccl2", "--pservers", "2"], "there are no pservers in nccl2 mode; leave out --pservers 2"),
         (["--optimizer", "adm"], "there is no optimizer 'adm'; did you mean adam?"),
         (
             ["--batch-size", "63"],
@@ -167,6 +190,16 @@ def test_train_on_mesh(command: Any, capsys: pytest.CaptureFixture[str], tmp_pat
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_train_on_mesh_in_nccl2_mode(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "loss.png"
+    code = command("train", "--mode", "nccl2", "--engine", "mesh", "--epochs=1", "--no-check", "--plot", str(plot))
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "bucket/0" in out and "endpoint" not in out and "pservers" not in out
+    assert difference_in(out) < 1e-5
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 def test_train_out_of_bounds(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     # one epoch is not enough, and it says so
     assert command("train", "--engine", "mesh", "--epochs", "1", "--batch-size", "256") == 1
@@ -188,6 +221,14 @@ def test_train_as_processes(command: Any, capfd: pytest.CaptureFixture[str], tmp
     assert out.count("params/hidden/w.block") == 2
     assert difference_in(out) < 1e-5
     assert "<svg" in plot.read_text()
+
+
+@pytest.mark.slow
+def test_train_as_processes_in_nccl2_mode(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command("train", "--mode", "nccl2", "--engine", "processes", "--epochs", "8", "--optimizer", "adam") == 0
+    out = capfd.readouterr().out
+    assert "bucket/0" in out
+    assert difference_in(out) < 1e-5
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import pytest
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.run.launch import free_endpoints, launch
-from dtrans.run.roles import VARIABLES, roles_of
+from dtrans.run.roles import VARIABLES, roles_of, trainer_roles
 
 
 ROOT = Path(__file__).parents[1]
@@ -133,6 +133,64 @@ def test_roles_of_round_trip() -> None:
     assert [dtrans.Role.from_env(r.environment()) for r in roles] == list(roles)
     assert all(set(r.environment()) <= set(VARIABLES) for r in roles)
     assert [r.trainer_id for r in roles if r.is_pserver] == [0, 0]
+
+
+def test_trainer_roles_round_trip() -> None:
+    roles = trainer_roles(("127.0.0.1:1", "127.0.0.1:2"))
+    assert [r.name for r in roles] == ["trainer 0", "trainer 1"]
+    assert [dtrans.Role.from_env(r.environment()) for r in roles] == list(roles)
+    assert all(set(r.environment()) <= set(VARIABLES) and r.mode == "nccl2" for r in roles)
+    assert {r.mode for r in roles_of(1, ("127.0.0.1:1",))} == {"pserver"}
+
+
+def test_environment_in_nccl2_mode(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DTRANS_PSERVER_ENDPOINTS", "10.0.0.1:1")  # what this process was told is not theirs
+    monkeypatch.setenv("JAX_ENABLE_PREEMPTION_SERVICE", "1")  # what the user has set stays
+    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
+    command = script("""
+        of_jax = [os.environ[n] for n in ("JAX_ENABLE_PREEMPTION_SERVICE", "JAX_LOCAL_DEVICE_IDS")]
+        print(json.dumps([{k: v for k, v in os.environ.items() if k.startswith("DTRANS_")}, of_jax]))
+    """)
+    launch(command, trainers=3, mode="nccl2")
+    lines = dict(line.split("] ", 1) for line in capsys.readouterr().out.splitlines())
+    assert sorted(lines) == ["[trainer 0", "[trainer 1", "[trainer 2"]
+    for prefix, line in lines.items():
+        found, of_jax = json.loads(line)
+        role = dtrans.Role.from_env(found)
+        assert (f"[{role.name}", found) == (prefix, role.environment())
+        assert of_jax == ["1", str(role.trainer_id)]
+        assert (role.trainers, len(set(role.trainer_endpoints))) == (3, 3)
+
+
+GOOD_NCCL2 = {
+    "DTRANS_ROLE": "trainer",
+    "DTRANS_TRAINERS": "2",
+    "DTRANS_TRAINER_ID": "1",
+    "DTRANS_TRAINER_ENDPOINTS": "127.0.0.1:6174,127.0.0.1:6175",
+    "DTRANS_CURRENT_ENDPOINT": "127.0.0.1:6175",
+}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"DTRANS_ROLE": "pserver"}, "DTRANS_TRAINER_ENDPOINTS is for nccl2 mode, which has no pservers; this is a"),
+        ({"DTRANS_PSERVER_ENDPOINTS": "127.0.0.1:1"}, "and DTRANS_PSERVER_ENDPOINTS is '127.0.0.1:1'"),
+        ({"DTRANS_ROLE": "worker"}, "DTRANS_ROLE is 'worker'; it must be trainer or pserver"),
+        ({"DTRANS_TRAINERS": "3"}, "DTRANS_TRAINERS is 3, and DTRANS_TRAINER_ENDPOINTS has 2: 127.0.0.1:6174,127"),
+        ({"DTRANS_TRAINER_ID": "2"}, "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1"),
+        ({"DTRANS_TRAINER_ID": "0"}, "trainer 0 is at 127.0.0.1:6174; the current endpoint 127.0.0.1:6175 is that of"),
+        ({"DTRANS_CURRENT_ENDPOINT": "127.0.0.1:1"}, "the current endpoint '127.0.0.1:1' is not one of the trainers'"),
+        ({"DTRANS_CURRENT_ENDPOINT": None}, "DTRANS_CURRENT_ENDPOINT is not set"),
+        ({"DTRANS_TRAINER_ENDPOINTS": "x,y"}, "'x' is not an endpoint"),
+    ],
+)
+def test_bad_environment_in_nccl2_mode(change: dict[str, str | None], message: str) -> None:
+    assert dtrans.Role.from_env(GOOD_NCCL2).trainer_id == 1
+    with pytest.raises(ConfigError, match=message):
+        dtrans.Role.from_env({k: v for k, v in (GOOD_NCCL2 | change).items() if v is not None})
 
 
 GOOD = {
@@ -310,6 +368,35 @@ def test_cause_before_consequence(script: Any, watch: Watch) -> None:
     thread.join()
 
 
+@pytest.mark.parametrize(
+    "last_words",
+    [
+        "jax.errors.JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer",
+        "F1121 client.h:80] Terminating process because the JAX distributed service detected fatal errors. This most",
+    ],
+)
+def test_cause_before_consequence_in_nccl2_mode(script: Any, watch: Watch, last_words: str) -> None:
+    command = script(f"""
+        s = report()
+        if name == "trainer 0":
+            sys.exit({last_words!r})
+        s.recv(1)  # until trainer 0 has ended
+        sys.exit(9)
+    """)
+
+    def answer() -> None:
+        watch.wait_for(2)
+        by_name = dict(zip(watch.pids, watch._connections, strict=True))
+        assert by_name["trainer 0"].recv(1) == b""
+        by_name["trainer 1"].sendall(b"x")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(LaunchError, match="^trainer 1 failed with exit code 9"):
+        launch(command, trainers=2, mode="nccl2")
+    thread.join()
+
+
 def test_consequence_without_a_cause(script: Any) -> None:
     command = script("""
         if kind == "pserver":
@@ -384,6 +471,12 @@ def test_bad_arguments(tmp_path: Path) -> None:
         launch([])
     with pytest.raises(ConfigError, match="at least one of trainers, trainers=0"):
         launch(["true"], trainers=0)
+    with pytest.raises(ConfigError, match="at least one of pservers, pservers=0"):
+        launch(["true"], pservers=0)
+    with pytest.raises(ConfigError, match="mode must be 'pserver' or 'nccl2', it is 'nccl'"):
+        launch(["true"], mode="nccl")
+    with pytest.raises(ConfigError, match="there are no pservers in mode='nccl2', pservers=2"):
+        launch(["true"], mode="nccl2", pservers=2)
 
 
 def test_leaves_signals_as_they_were(script: Any) -> None:

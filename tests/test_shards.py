@@ -527,18 +527,6 @@ def test_a_linear_solve_in_an_optimizer_is_not_a_derivative():
     assert plan.placement.whole["params/k"].startswith("custom_linear_solve mixes ")
 
 
-def test_leaves_bound_by_a_loop_of_both_of_which_one_is_whole_by_itself():
-    """Once both are known to be whole, the loop's reductions bind no more; the flip still binds `a`."""
-
-    def update(grads, state, params):
-        turn = lambda i, t: {n: jnp.sin(x - jnp.mean(x)) for n, x in t.items()}
-        made = jax.lax.fori_loop(0, 2, turn, {n: grads[n] for n in "ab"})
-        return {**grads, **made, "a": jnp.flip(made["a"], 0)}, state
-
-    plan = agree(update)
-    assert {"params/a", "params/b"} <= set(plan.placement.whole)
-
-
 def test_sums_of_small_types_are_rounded_once():
     """Each server's part rounded to bfloat16 would be a step of 4e-3 off."""
     rng = np.random.default_rng(1)

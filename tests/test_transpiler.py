@@ -158,7 +158,6 @@ def test_a_config_of_another_kind_is_refused() -> None:
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("mode", "nccl2"),
         ("mode", "bogus"),
         ("mode", "collective"),
         ("sync_mode", False),
@@ -415,3 +414,110 @@ def test_a_program_that_communicates_says_how_to_run_it(programs: Any) -> None:
         dtrans.errors.NotRealisedError, match=r"run it with dtrans.Executor\(\), or the whole job with plan.on_mesh\(\)"
     ):
         trainer(mlp_params(SIZES), *mlp_batch(8, SIZES))
+
+
+# -- nccl2 mode ------------------------------------------------------------------------------------
+
+
+def nccl2(programs: tuple[Any, Any], config: Any = None, **options: Any) -> DistributeTranspiler:
+    main, startup = programs
+    t = DistributeTranspiler(config or DistributeTranspilerConfig(mode="nccl2"))
+    given = {"trainer_id": 0, "program": main, "startup_program": startup, "trainers": EPS, "current_endpoint": FIRST}
+    t.transpile(**given | options)
+    return t
+
+
+@pytest.mark.parametrize("trainers", [EPS, EPS.split(","), tuple(EPS.split(",")), f" {FIRST} , {SECOND}"])
+def test_nccl2_programs(programs: Any, trainers: Any) -> None:
+    t = nccl2(programs, trainers=trainers, trainer_id=1, current_endpoint=SECOND)
+    assert isinstance(t.plan, dtrans.CollectivePlan) and t.plan.trainers == 2
+    assert t.get_trainer_program() is t.plan.program
+    sums = [op for op in t.get_trainer_program().ops if op.type == "all_reduce"]
+    assert [op.attrs["name"] for op in sums] == ["bucket/0", "results/sum"]
+    startup = t.get_trainer_startup_program()
+    assert startup.name == "startup of trainer 1"
+    assert communication(startup) == ["gen_nccl_id", "broadcast"]
+    op, *_, last = startup.ops
+    assert (op.role, op.attrs) == ("rpc", {"trainer_id": 1, "endpoints": (FIRST, SECOND)})
+    assert (last.role, last.attrs["root"]) == ("dist", 0)
+    assert startup.out_names == t.get_trainer_program().in_names[: len(startup.out_names)]
+    assert [op.type for op in startup.ops[1:-1]] == [op.type for op in t.plan.startup.ops]
+
+
+def test_nccl2_as_paddle_writes_it(programs: Any) -> None:
+    config = DistributeTranspilerConfig()
+    config.mode = "nccl2"
+    t = DistributeTranspiler(config=config)
+    t.transpile(0, program=programs[0], startup_program=programs[1], trainers=EPS, current_endpoint=FIRST)
+    assert t.plan.trainers == 2
+
+
+def test_nccl2_with_one_trainer(programs: Any) -> None:
+    t = nccl2(programs, trainers=FIRST)
+    assert not t.get_trainer_program().communicates
+    assert communication(t.get_trainer_startup_program()) == ["gen_nccl_id", "broadcast"]
+
+
+@pytest.mark.parametrize("trainers", [2, None, 1.5, [1, 2], {FIRST: 0}])
+def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        nccl2(programs, trainers=trainers)
+    assert str(caught.value) == (
+        f"trainers must be the trainers' endpoints in mode='nccl2', such as '{EPS}'; it is {trainers!r}"
+    )
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"trainer_id": 2}, "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1"),
+        ({"trainer_id": -1}, "trainer_id -1 is out of range: with 2 trainers it is one of 0 to 1"),
+        ({"trainer_id": "0"}, "trainer_id '0' is out of range: with 2 trainers it is one of 0 to 1"),
+        (
+            {"trainer_id": 1},
+            f"trainer 1 is at {SECOND}; the current endpoint {FIRST} is that of trainer 0",
+        ),
+        ({"current_endpoint": "127.0.0.1:9"}, f"the current endpoint '127.0.0.1:9' is not one of the trainers': {EPS}"),
+        ({"current_endpoint": None}, f"the current endpoint None is not one of the trainers': {EPS}"),
+        ({"trainers": f"{EPS},{FIRST}"}, f"the endpoint {FIRST} is listed 2 times; each trainer needs one of its own"),
+        ({"trainers": ""}, f"no trainer endpoints were given: write e.g. trainers='{EPS}'"),
+        ({"trainers": "a"}, "'a' is not an endpoint: write host:port, e.g. 127.0.0.1:6174"),
+        ({"sync_mode": False}, "sync_mode=False: mode='nccl2' is synchronous; leave sync_mode=True"),
+    ],
+)
+def test_nccl2_refuses(programs: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        nccl2(programs, **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "name, value, default",
+    [
+        ("use_hierarchical_allreduce", True, False),
+        ("hierarchical_allreduce_inter_nranks", 2, 0),
+        ("nccl_comm_num", 2, 1),
+        ("collective_mode", "local_sgd", None),
+    ],
+)
+def test_nccl2_options_that_this_version_does_not_have(programs: Any, name: str, value: Any, default: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}={value!r} is not in this version; leave it at {default!r}$"):
+        nccl2(programs, DistributeTranspilerConfig(mode="nccl2", **{name: value}))
+
+
+@pytest.mark.parametrize("ask", ["get_pserver_program", "get_pserver_programs", "get_startup_program"])
+def test_nccl2_has_no_pservers(programs: Any, ask: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{ask}: there are no pservers in mode='nccl2'; "):
+        getattr(nccl2(programs), ask)(FIRST)
+
+
+def test_nccl2_communication_does_not_run_by_accident(programs: Any) -> None:
+    t = nccl2(programs)
+    with pytest.raises(dtrans.errors.NotRealisedError):
+        t.get_trainer_startup_program()(mlp_params(SIZES))
+    exe = dtrans.Executor(deadline=5)
+    with pytest.raises(ConfigError, match=r"^JAX was used already, .* call dtrans.connect\(\) before"):
+        exe.run(t.get_trainer_startup_program(), mlp_params(SIZES))
+    params, tx = mlp_params(SIZES), optax.adam(1e-2)
+    with pytest.raises(ConfigError, match=r"^this process is not connected to other trainers: call dtrans.connect\(\)"):
+        exe.run(t.get_trainer_program(), params, tx.init(params), *mlp_batch(8, SIZES))

@@ -13,19 +13,24 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dtrans.collective import CollectivePlan
 from dtrans.errors import ConfigError
 from dtrans.examples.job import Settings
 from dtrans.plan import PServerPlan
 
 
-def show_plan(plan: PServerPlan) -> None:
-    """Print which block lives where, and what a step moves."""
+def show_plan(plan: PServerPlan | CollectivePlan) -> None:
+    """Print which block lives where, or which gradients are reduced together, and what a step moves."""
     console = Console(soft_wrap=True)
-    table = Table(title=f"{plan.trainers} trainers, {len(plan.servers)} pservers", title_justify="left")
-    table.add_column("block")
-    table.add_column("rows", justify="right")
-    table.add_column("bytes", justify="right")
-    table.add_column("endpoint")
+    if isinstance(plan, PServerPlan):
+        title = f"{plan.trainers} trainers, {len(plan.servers)} pservers"
+        columns = {"block": "left", "rows": "right", "bytes": "right", "endpoint": "left"}
+    else:
+        title = f"{plan.trainers} trainers"
+        columns = {"bucket": "left", "gradients of": "left", "type": "left", "bytes": "right"}
+    table = Table(title=title, title_justify="left")
+    for name, side in columns.items():
+        table.add_column(name, justify="right" if side == "right" else "left")
     for row in plan.rows:
         table.add_row(*map(escape, row))
     console.print(table)

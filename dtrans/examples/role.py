@@ -3,6 +3,7 @@
 Written as a user of Paddle's interface would. Started by `dtrans train --engine processes`, or by hand:
 
     dtrans launch --trainers 2 --pservers 2 -m dtrans.examples.role runs/digits --optimizer adam
+    dtrans launch --mode nccl2 --trainers 2 -m dtrans.examples.role runs/digits --optimizer adam
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def main() -> None:
     directory, *rest = sys.argv[1:]
     settings = Settings.parse(rest)
     role = dtrans.Role.from_env()
+    if role.mode == "nccl2":
+        dtrans.connect(deadline=settings.deadline)  # before JAX looks for devices
     data = digits.load(settings.seed)
 
     def my_batches(epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -33,8 +36,16 @@ def main() -> None:
     program = dtrans.trace(step, *jax.eval_shape(init, settings.key), *my_batches(0)[0])
     startup = dtrans.trace(init, settings.key)
 
-    t = dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(min_block_size=settings.min_block_size))
-    t.transpile(role.trainer_id, program, role.pservers, role.trainers, startup_program=startup)
+    config = dtrans.DistributeTranspilerConfig(mode=role.mode, min_block_size=settings.min_block_size)
+    t = dtrans.DistributeTranspiler(config)
+    t.transpile(
+        role.trainer_id,
+        program,
+        role.pservers,
+        role.trainer_endpoints or role.trainers,
+        startup_program=startup,
+        current_endpoint=role.current_endpoint,
+    )
 
     if role.is_pserver:
         pserver, pserver_startup = t.get_pserver_programs(role.current_endpoint)
@@ -49,13 +60,15 @@ def main() -> None:
     losses = []
     bar = report.progress(settings, what="loss of trainer 0", shown=first)
     with dtrans.Executor(deadline=settings.deadline) as exe, bar as advance:
-        params = exe.run(t.get_trainer_startup_program(), settings.key)
+        # params; in nccl2 mode (params, opt_state)
+        started = exe.run(t.get_trainer_startup_program(), settings.key)
+        state = started if role.mode == "nccl2" else (started,)
         for epoch in range(settings.epochs):
             for x, y in my_batches(epoch):
-                params, loss = exe.run(trainer, params, x, y)
+                *state, loss = exe.run(trainer, *state, x, y)
                 losses.append(float(loss))
                 advance(epoch, losses[-1])
-    Outcome(np.array(losses), params).save(Path(directory) / f"trainer-{role.trainer_id}.npz")
+    Outcome(np.array(losses), state[0]).save(Path(directory) / f"trainer-{role.trainer_id}.npz")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The main job: train on the digits, distributed, and compare with one device on the same global batches.
 
 Two engines: `processes` starts trainers and pservers with `dtrans.run.launch`, each running
-`dtrans.examples.role`; `mesh` runs the whole plan in this process.
+`dtrans.examples.role`; `mesh` runs the whole plan in this process. In nccl2 mode there are no pservers.
 
 In exact arithmetic the two trainings are the same. Floating-point sums are rounded in another order, and the
 difference that remains is the figure this job reports: over all leaves, the largest max|a - b| / max|b|.
@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,11 +27,24 @@ from dtrans.run.launch import launch
 
 
 ENGINES = ("processes", "mesh")
+MODES = ("pserver", "nccl2")
+PSERVERS = 2
 MIN_ACCURACY = 0.95
 
 
-def train(settings: Settings, *, engine: str, trainers: int, pservers: int, plot: Path | None = None) -> bool:
+def train(
+    settings: Settings,
+    *,
+    engine: str,
+    trainers: int,
+    pservers: int | None = None,
+    mode: str = "pserver",
+    plot: Path | None = None,
+) -> bool:
     """Train, print what came of it, and compare with one device.
+
+    Args:
+      pservers: two by default; none in nccl2 mode.
 
     Returns:
       Whether the test accuracy and the difference are within bounds.
@@ -38,18 +52,20 @@ def train(settings: Settings, *, engine: str, trainers: int, pservers: int, plot
     Raises:
       ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.
     """
-    _check(settings, engine, trainers)
+    _check(settings, engine, mode, trainers, pservers)
+    servers = 0 if mode == "nccl2" else PSERVERS if pservers is None else pservers
     if plot is not None:
         report.check_plot(plot)
-    config = dtrans.DistributeTranspilerConfig(min_block_size=settings.min_block_size)
+    config = dtrans.DistributeTranspilerConfig(mode=mode, min_block_size=settings.min_block_size)
     t = dtrans.DistributeTranspiler(config)
     if engine == "mesh":
-        distributed = _on_mesh(t, settings, trainers, pservers)
+        distributed = _on_mesh(t, settings, trainers, servers)
     else:
-        distributed = _as_processes(settings, trainers, pservers)
+        distributed = _as_processes(settings, mode, trainers, servers)
     single = single_device(settings)
     if plot is not None:
-        title = f"digits, {settings.optimizer}: {trainers} trainers, {pservers} pservers ({engine})"
+        others = f", {servers} pservers" if servers else ""
+        title = f"digits, {settings.optimizer}: {trainers} trainers{others} ({engine})"
         report.plot_losses(plot, distributed.losses, single.losses, title)
         Console(soft_wrap=True).print(f"loss plot: {plot}", highlight=False)
     return _compare(settings, distributed, single)
@@ -87,10 +103,14 @@ def bound() -> float:
     return 1e-10 if jax.config.read("jax_enable_x64") else 1e-5
 
 
-def _check(settings: Settings, engine: str, trainers: int) -> None:
+def _check(settings: Settings, engine: str, mode: str, trainers: int, pservers: int | None) -> None:
     """Say what cannot be before processes are started that all say it."""
     if engine not in ENGINES:
         raise ConfigError(f"there is no engine {engine!r}; it is one of {', '.join(ENGINES)}")
+    if mode not in MODES:
+        raise ConfigError(f"there is no mode {mode!r}; it is one of {', '.join(MODES)}")
+    if mode == "nccl2" and pservers is not None:
+        raise ConfigError(f"there are no pservers in nccl2 mode; leave out --pservers {pservers}")
     if trainers < 1 or settings.batch_size % trainers:
         raise BatchError(
             f"a batch of {settings.batch_size} images cannot be divided among {trainers} trainers: "
@@ -105,17 +125,21 @@ def _check(settings: Settings, engine: str, trainers: int) -> None:
 
 
 def _on_mesh(t: dtrans.DistributeTranspiler, settings: Settings, trainers: int, pservers: int) -> Outcome:
-    """Train with every role on a device of this process."""
+    """Train with every role on a device of this process. Without pservers, in nccl2 mode."""
     virtual_devices(trainers + pservers)
     data = digits.load(settings.seed)
     step, init = training(settings)
     batch = next(digits.batches(data, settings.seed, 0, settings.batch_size))
     program = dtrans.trace(step, *jax.eval_shape(init, settings.key), *batch)
     # names only: nothing listens there
-    endpoints = ",".join(f"127.0.0.1:{6174 + i}" for i in range(pservers))
-    t.transpile(0, program, endpoints, trainers, startup_program=dtrans.trace(init, settings.key))
+    endpoints = [f"127.0.0.1:{6174 + i}" for i in range(pservers or trainers)]
+    startup = dtrans.trace(init, settings.key)
+    if pservers:
+        t.transpile(0, program, ",".join(endpoints), trainers, startup_program=startup)
+    else:
+        t.transpile(0, program, trainers=endpoints, startup_program=startup, current_endpoint=endpoints[0])
     report.show_plan(t.plan)
-    job = t.plan.on_mesh()
+    job: Any = t.plan.on_mesh()
     state = job.init(settings.key)
     losses = []
     with report.progress(settings) as advance:
@@ -138,7 +162,7 @@ def virtual_devices(count: int) -> None:
         return
 
 
-def _as_processes(settings: Settings, trainers: int, pservers: int) -> Outcome:
+def _as_processes(settings: Settings, mode: str, trainers: int, pservers: int) -> Outcome:
     """Train with every role as a process. Trainers leave their losses, and their parameters, in files."""
     # roles see the precision of this process, however it was set, and on a GPU leave room for one another
     env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64")))}
@@ -146,12 +170,12 @@ def _as_processes(settings: Settings, trainers: int, pservers: int) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
         command = [sys.executable, "-m", "dtrans.examples.role", directory, *settings.arguments()]
         try:
-            launch(command, trainers=trainers, pservers=pservers, env=env, inherit_stdout=True)
+            launch(command, trainers=trainers, pservers=pservers or None, mode=mode, env=env, inherit_stdout=True)
         finally:
             # trainer 0 hides it while it draws its progress, and may have been ended meanwhile
             Console().show_cursor(True)
         found = [Outcome.load(Path(directory) / f"trainer-{i}.npz") for i in range(trainers)]
-    # each loss is a mean over a shard, and shards are of one size
+    # each loss is a mean over a shard, and shards are of one size; or of all already, in nccl2 mode
     return Outcome(np.mean([o.losses for o in found], axis=0), found[0].params)
 
 

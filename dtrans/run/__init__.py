@@ -6,6 +6,9 @@
     mesh        the whole job in this process, on a mesh of devices
     trainers    a trainer program for all trainers of a mesh at once
     endpoints   one process per role, over ZeroMQ
+    collective  the jobs of nccl2 mode in this process, on a mesh or simulated
+    meeting     the trainers of nccl2 mode find one another
+    cluster     nccl2 mode, one process per trainer, over `jax.distributed`
     executor    `Executor.run`: any one program of a job
     roles       what a launched process knows of itself
     launch      start the processes of a job on this host

@@ -144,7 +144,11 @@ class CollectiveJob(abc.ABC):
 
     def _program(self, held: Sequence[Any], arrays: Sequence[tuple[Any, str]]) -> Program:
         """The program for a trainer's part of a batch; it is looked for once for each batch shape."""
-        key = (jax.config.jax_enable_x64, *((x.shape, x.dtype) for x in held), *((x.shape, x.dtype) for x, _ in arrays))
+        key = (
+            jax.dtypes.canonicalize_dtype(float),
+            *((x.shape, x.dtype) for x in held),
+            *((x.shape, x.dtype) for x, _ in arrays),
+        )
         if key not in self._programs:
             types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held] + part_types(arrays, self.plan.trainers)
             self._programs[key] = self.plan.program.at_flat(types)

@@ -2,7 +2,9 @@
 
 A program that does not communicate is jitted and called. One that does is cut into pieces
 (`dtrans.run.pieces`); what lies between them is carried out by the endpoint fabric
-(`dtrans.run.endpoints`), which connects to the servers on first use.
+(`dtrans.run.endpoints`), which connects to the servers on first use. In nccl2 mode a startup program is carried out
+that way by `dtrans.run.cluster`; a trainer's program is compiled as a whole for all trainers, whose reductions XLA
+carries out.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from types import TracebackType
 from typing import Any
 
 from dtrans.errors import StateError
+from dtrans.ops import broadcast_p, gen_nccl_id_p
 from dtrans.program import Program
+from dtrans.run.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.endpoints.fabric import DEADLINE, EndpointFabric
 from dtrans.run.pieces import Pieces, cut_program
 
@@ -35,6 +39,15 @@ class Executor:
             for x, y in batches:
                 params, loss = exe.run(trainer, params, x, y)
 
+    In a trainer process of nccl2 mode, after `dtrans.connect()`:
+
+        params, opt_state = exe.run(t.get_trainer_startup_program(), key)
+        for x, y in batches:
+            params, opt_state, loss = exe.run(trainer, params, opt_state, x, y)
+
+    Results are reduced as the program says; those that grow with the batch, or have a row for each trainer, are this
+    trainer's own part (`plan.on_cluster()` puts the parts together).
+
     Leaving the `with` block, or `close()`, tells the servers that this trainer is done; leaving it with an
     exception tells them why, so that nobody waits for a trainer that failed. (One that fails before it first
     ran a program that communicates is not known to them yet; they wait for it up to their deadline.)
@@ -49,6 +62,7 @@ class Executor:
 
     def __init__(self, *, deadline: float = DEADLINE, wait_port: bool = True, allow_remote: bool = False) -> None:
         self._fabric = EndpointFabric(deadline=deadline, wait_port=wait_port, allow_remote=allow_remote)
+        self._cluster = ClusterFabric(deadline=deadline, allow_remote=allow_remote)
         self._pieces: dict[Program, Pieces] = {}
         self._interrupted: str | None = None
 
@@ -59,11 +73,14 @@ class Executor:
           TraceError: arguments that do not fit the program.
           StateError: the executor is closed, or its last step was interrupted and the servers wait for the rest.
           PeerError: another role refused or failed; DeadlineError: it did not answer in time.
+          ConfigError: a program of nccl2 mode, and this process is not connected; see `dtrans.connect`.
         """
         flat = program.flatten(*args)
         program = program.at_flat(flat)
         if not program.communicates:
             return program.out.unflatten(program.compiled(*flat))
+        if is_of_cluster(program):
+            return program.out.unflatten(self._cluster.run(program, flat))
         if self._interrupted:
             raise StateError(
                 f"program {self._interrupted} ended in the middle of its communication, and what was under way cannot "
@@ -75,7 +92,8 @@ class Executor:
         try:
             eqn, values = next(run)
             while True:
-                outs = self._fabric.carry_out(eqn, values)
+                fabric = self._cluster if eqn.primitive in (gen_nccl_id_p, broadcast_p) else self._fabric
+                outs = fabric.carry_out(eqn, values)
                 self._interrupted = program.name  # until it has run to its end
                 eqn, values = run.send(outs)
         except StopIteration as done:

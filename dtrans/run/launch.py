@@ -6,6 +6,9 @@ All that can happen (a role has ended, a signal has come, time is up) arrives at
 it. Signal handlers only put the number there, so no exception ever strikes between starting a process and
 noting that it was started.
 
+In nccl2 mode there are trainers only. What `jax.distributed` would do with SIGTERM, tell the program to save itself, it
+is told to leave, or a trainer could not be ended; and each trainer is shown one GPU of this host.
+
 When a role fails, the others are told to end (SIGTERM), and are killed when they have not done so after a
 grace period. The error is that of the role that failed *first*. Roles tell each other of their failures, so a
 role may well end with a `PeerError` before the one that caused it has finished printing its traceback:
@@ -32,7 +35,7 @@ from typing import Any
 
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.run.children import Child, Guard
-from dtrans.run.roles import VARIABLES, roles_of
+from dtrans.run.roles import VARIABLES, Role, roles_of, trainer_roles
 
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -46,7 +49,8 @@ def launch(
     command: Sequence[str],
     *,
     trainers: int = 1,
-    pservers: int = 1,
+    pservers: int | None = None,
+    mode: str = "pserver",
     deadline: float | None = None,
     grace: float = GRACE,
     env: Mapping[str, str] | None = None,
@@ -60,7 +64,8 @@ def launch(
 
     Args:
       command: program and arguments, the same for every role.
-      trainers, pservers: how many of each.
+      trainers, pservers: how many of each; one pserver by default, and none in nccl2 mode.
+      mode: "pserver" or "nccl2".
       deadline: seconds that the whole job may take.
       grace: seconds that a role gets to end by itself when it is told to.
       env: variables to add to this process's environment for the roles.
@@ -76,7 +81,12 @@ def launch(
     """
     if not command:
         raise ConfigError("launch was given no command")
-    for name, count in (("trainers", trainers), ("pservers", pservers)):
+    if mode not in ("pserver", "nccl2"):
+        raise ConfigError(f"mode must be 'pserver' or 'nccl2', it is {mode!r}")
+    if mode == "nccl2" and pservers is not None:
+        raise ConfigError(f"there are no pservers in mode='nccl2', pservers={pservers}")
+    servers = 1 if pservers is None else pservers
+    for name, count in (("trainers", trainers), ("pservers", servers)):
         if count < 1:
             raise ConfigError(f"a job needs at least one of {name}, {name}={count}")
     base = {k: v for k, v in os.environ.items() if k not in VARIABLES}
@@ -87,10 +97,11 @@ def launch(
     job = _Job(events, grace)
     with _signals_to(events), Guard(sys.executable) as guard:
         try:
-            for role in roles_of(trainers, free_endpoints(pservers)):
+            for role in _roles(mode, trainers, servers):
                 keeps = inherit_stdout and role.name == "trainer 0"
                 emit = _prefixed(role.name)
-                child = Child(role, command, base | role.environment(), events, emit, inherit_stdout=keeps)
+                its = _jax_variables(role) | base | role.environment()
+                child = Child(role, command, its, events, emit, inherit_stdout=keeps)
                 job.started(child, guard)
             signum = job.wait(limit)
         finally:
@@ -103,6 +114,19 @@ def launch(
         )
     if job.failed is not None:
         raise _failure(job.failed)
+
+
+def _roles(mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
+    if mode == "nccl2":
+        return trainer_roles(free_endpoints(trainers))
+    return roles_of(trainers, free_endpoints(pservers))
+
+
+def _jax_variables(role: Role) -> dict[str, str]:
+    """What JAX reads in a trainer of nccl2 mode, where the user has not set it."""
+    if role.mode != "nccl2":
+        return {}
+    return {"JAX_ENABLE_PREEMPTION_SERVICE": "0", "JAX_LOCAL_DEVICE_IDS": str(role.trainer_id)}
 
 
 def free_endpoints(count: int) -> list[str]:
@@ -193,8 +217,13 @@ class _Job:
 
 
 def _by_peer(child: Child) -> bool:
-    """Whether a role failed because another did: its last words are a `PeerError`."""
-    return any(line.startswith("dtrans.errors.PeerError") for line in child.tail)
+    """Whether a role failed because another did: its last words are a `PeerError`, or what JAX says of lost peers."""
+    return any(
+        line.startswith("dtrans.errors.PeerError")
+        or "JAX distributed service detected fatal errors" in line
+        or ("Error: " in line and "Gloo" in line)
+        for line in child.tail
+    )
 
 
 def _failure(child: Child) -> LaunchError:

@@ -101,7 +101,7 @@ def write_window(
                 low = -jnp.inf if jnp.issubdtype(t.dtype, jnp.inexact) else jnp.iinfo(t.dtype).min
                 start["out", n] = jnp.full(t.shape, low, t.dtype)
         (sums, held), stacked = jax.lax.scan(one, (start, held), (jnp.arange(count), xs))
-        mean = lambda v: v if weight is not None else v * (1 / count)
+        mean = lambda v: v if weight is not None else v / count
         found = {
             n: mean(sums["out", n]) if ways[n] == "mean" else sums["out", n] for n in results if ("out", n) in sums
         }

@@ -1,0 +1,162 @@
+"""One trainer of the jobs in test_cluster.py: a script that `dtrans.Role` tells who it is. Its first argument is what
+to do, the others are for that. What it finds goes to `trainer-K.npz` in a folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dtrans
+from dtrans.errors import DtransError
+
+
+ROWS, STEPS = 12, 5  # rows of a global batch
+
+
+def optimizer() -> Any:
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+
+
+def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    out = jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"]
+    return jnp.mean((out - y) ** 2), {"out": out, "wrong": jnp.sum(out * y < 0)}
+
+
+def noisy_loss(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.mean((x * jax.random.normal(key, x.shape) @ params["w1"] @ params["w2"] - y) ** 2)
+
+
+def init(key: jax.Array) -> Any:
+    k1, k2 = jax.random.split(key)
+    params = {"w1": jax.random.normal(k1, (5, 6)), "b1": jnp.zeros(6), "w2": jax.random.normal(k2, (6, 2))}
+    return params, optimizer().init(params)
+
+
+def batches() -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [(rng.normal(size=(ROWS, 5)), rng.normal(size=(ROWS, 2))) for _ in range(STEPS)]
+
+
+def programs(loss: Callable[..., Any] = loss_fn, rows: int = 2, *more: Any) -> tuple[Any, Any]:
+    """The step and its init, traced."""
+    step = dtrans.make_train_step(loss, optimizer(), has_aux=loss is loss_fn)
+    (x, y), key = batches()[0], jax.random.key(0)
+    return dtrans.trace(step, *jax.eval_shape(init, key), x[:rows], y[:rows], *more), dtrans.trace(init, key)
+
+
+def flat(**trees: Any) -> dict[str, np.ndarray]:
+    """Trees as arrays under their paths, which npz can hold."""
+    return {
+        name + jax.tree_util.keystr(path): np.asarray(x)
+        for name, tree in trees.items()
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def refused(fn: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The error that a call gives."""
+    try:
+        fn(*args, **options)
+    except (DtransError, RuntimeError) as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"
+
+
+def numbers(folder: str) -> None:
+    """Train, in both ways, and try what is refused."""
+    role, said = dtrans.Role.from_env(), {}
+    mine = {n: os.environ.pop(n) for n in role.environment()}
+    said["nobody"] = refused(dtrans.connect, deadline=20)
+    said["pserver"] = refused(dtrans.connect, dtrans.Role("trainer", 1, ("127.0.0.1:1",)))
+    os.environ |= mine
+    early = dtrans.nccl2(*programs_without_arrays(), trainers=role.trainers)
+    said["unconnected"] = refused(early.on_cluster)
+
+    cluster = dtrans.connect(deadline=20)
+    k, n = cluster.trainer_id, cluster.trainers
+    assert (k, n) == (role.trainer_id, role.trainers) and dtrans.connect() is cluster
+    other = role.trainer_endpoints[::-1]
+    said["another role"] = refused(dtrans.connect, dtrans.Role("trainer", n, (), k, other[k], other))
+    part = lambda *xs: tuple(x[k * ROWS // n : (k + 1) * ROWS // n] for x in xs)
+
+    main, startup = programs()
+    plan = dtrans.nccl2(main, startup, trainers=n)
+    job = plan.on_cluster()
+    state = job.init(jax.random.key(100 * k))  # each its own; all start from that of trainer 0
+    found = flat(first=job.params(state), first_state=job.opt_state(state))
+    for i, batch in enumerate(batches()):
+        before = state
+        state, loss, aux = job.step(state, *part(*batch))
+        found |= flat(**{f"job{i}": {"loss": loss, "aux": aux}})
+    found |= flat(job=job.params(state), job_state=job.opt_state(state))
+    assert all(x.is_fully_addressable for x in jax.tree.leaves((job.params(state), loss, aux)))
+    said["donated"] = refused(job.step, before, *part(*batch))
+    said["rows"] = refused(job.step, state, batch[0][: 7 + k], batch[1][: 7 + k])
+    said["ragged"] = refused(job.step, state, batch[0][:3], batch[1][:2])
+    said["count"] = refused(dtrans.nccl2(main, startup, trainers=n + 1).on_cluster)
+    fused = dtrans.nccl2(main, startup, trainers=n, fuse_grad_size_in_MB=32 if k == 0 else 0)
+    said["plan"] = refused(lambda: fused.on_cluster().step(state, *part(*batch)))
+
+    noisy, key = dtrans.nccl2(*programs(noisy_loss, 2, jax.random.key(0)), trainers=n), jax.random.key(7)
+    job = noisy.on_cluster(donate=False)
+    state = job.init(jax.random.key(0))
+    for batch in batches()[:2]:
+        state, _ = job.step(state, *part(*batch), key)
+    found |= flat(noisy=job.params(state))
+
+    t = dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(mode="nccl2"))
+    t.transpile(
+        k,
+        main,
+        trainers=",".join(role.trainer_endpoints),
+        startup_program=startup,
+        current_endpoint=role.current_endpoint,
+    )
+    trainer = t.get_trainer_program()
+    with dtrans.Executor(deadline=20) as exe:
+        params, opt_state = exe.run(t.get_trainer_startup_program(), jax.random.key(100 * k))
+        for i, batch in enumerate(batches()):
+            params, opt_state, loss, aux = exe.run(trainer, params, opt_state, *part(*batch))
+            found |= flat(**{f"exe{i}": {"loss": loss, "aux": aux}})
+    found |= flat(exe=params, exe_state=opt_state)
+    np.savez(Path(folder) / f"trainer-{k}.npz", said=np.array(list(said.items())), **found)
+
+
+def programs_without_arrays() -> tuple[Any, Any]:
+    """A step and its init, traced without making JAX look for devices."""
+    w = jax.ShapeDtypeStruct((2,), np.float32)
+    step = lambda params, opt_state, x: (params - jax.grad(lambda p: jnp.mean((x @ p) ** 2))(params), opt_state)
+    return dtrans.trace(step, w, (), jax.ShapeDtypeStruct((4, 2), np.float32)), dtrans.trace(lambda w: (w, ()), w)
+
+
+def endless(fate: str) -> None:
+    """Train until trainer 1, in its third step, meets its fate."""
+    k = dtrans.connect(deadline=5 if fate == "idle" else 10).trainer_id
+    plan = dtrans.nccl2(*programs(), trainers=2)
+    job = plan.on_cluster()
+    state = job.init(jax.random.key(0))
+    batch = [x[: ROWS // 2] for x in batches()[0]]
+    for i in range(1_000_000):
+        state, *_ = job.step(state, *batch)
+        if i == 2 and k == 1:
+            jax.block_until_ready(state)
+            if fate == "raise":
+                raise KeyError("this is why")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if i == 2 and fate == "idle":
+            threading.Event().wait()
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    {"numbers": numbers, "endless": endless}[sys.argv[1]](*sys.argv[2:])

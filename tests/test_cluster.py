@@ -1,0 +1,302 @@
+"""nccl2 mode as real processes: the numbers of one device, the same on every trainer; and how jobs end that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import cluster_trainer as script
+import jax
+import numpy as np
+import pytest
+from crew import Crew, Peer, Stand, free_endpoints
+from helpers import distance
+
+import dtrans
+from dtrans.errors import ConfigError, DeadlineError, LaunchError, PeerError
+from dtrans.run.launch import launch
+from dtrans.run.meeting import meet
+from dtrans.run.roles import Role, trainer_roles
+
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 120.0  # seconds for what takes ten on an idle machine
+COMMAND = [sys.executable, script.__file__]
+
+
+def environment(role: Role) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_"))}
+    return env | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | role.environment()
+
+
+@contextlib.contextmanager
+def started(trainers: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The processes of a job. None outlives the block."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for role in trainer_roles(free_endpoints(trainers)):
+            process = subprocess.Popen(
+                [*COMMAND, *arguments],
+                env=environment(role),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        yield processes
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def outcome(trainers: int, folder: Path) -> list[dict[str, Any]]:
+    """What each trainer of a job found."""
+    with started(trainers, "numbers", str(folder)) as processes:
+        said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
+    assert [p.returncode for p in processes] == [0] * trainers, "\n".join(said)
+    found = []
+    for k in range(trainers):
+        with np.load(folder / f"trainer-{k}.npz") as file:
+            found.append({n: file[n] for n in file.files})
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return outcome(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """One device on the whole batches."""
+    with jax.enable_x64(True):
+        params, opt_state = jax.jit(script.init)(jax.random.key(0))
+        found = script.flat(first=params, first_state=opt_state)
+        step = jax.jit(dtrans.make_train_step(script.loss_fn, script.optimizer(), has_aux=True))
+        for i, batch in enumerate(script.batches()):
+            params, opt_state, loss, aux = step(params, opt_state, *batch)
+            found |= script.flat(**{f"job{i}": {"loss": loss, "aux": aux}})
+        return found | script.flat(job=params, job_state=opt_state)
+
+
+def check_numbers(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> None:
+    counts = {n for n in alone if n.endswith("['wrong']")}
+    assert len(counts) == script.STEPS
+    for k, of in enumerate(found):
+        for name, want in alone.items():
+            if name in counts:  # an integer: a row for each trainer, or its own
+                assert of[name].shape == (len(found),) and of[name].sum() == want, name
+                assert of[name.replace("job", "exe", 1)] == of[name][k]
+                continue
+            assert distance(of[name], want) < 1e-12, name
+            assert name.startswith("first") or want.dtype in (np.float64, np.int32), name
+            if name.startswith("job"):
+                got = of[name.replace("job", "exe", 1)]
+                rows = len(want) // len(found) if name.endswith("['out']") else None
+                assert distance(got, want if rows is None else want[k * rows : (k + 1) * rows]) < 1e-12, name
+
+
+def test_two_trainers_are_one_device(two: Any, alone: Any) -> None:
+    check_numbers(two, alone)
+
+
+def test_trainers_have_the_same_bits(two: Any) -> None:
+    names = [n for n in two[0] if n != "said" and not (n.startswith("exe") and "aux" in n)]
+    assert len(names) > 30
+    for name in names:
+        assert np.array_equal(two[0][name], two[1][name]), name
+
+
+def test_keys_are_folded_as_on_one_device(two: Any) -> None:
+    with jax.enable_x64(True):
+        main, startup = script.programs(script.noisy_loss, 2, jax.random.key(0))
+        job = dtrans.nccl2(main, startup, trainers=2).simulate()
+        state = job.init(jax.random.key(0))
+        for batch in script.batches()[:2]:
+            state, _ = job.step(state, *batch, jax.random.key(7))
+        for name, want in script.flat(noisy=job.params(state)).items():
+            assert distance(two[0][name], want) < 1e-12
+
+
+@pytest.mark.slow
+def test_four_trainers_are_one_device(tmp_path: Path, alone: Any) -> None:
+    check_numbers(outcome(4, tmp_path), alone)
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        (
+            "nobody",
+            "ConfigError: nothing says which trainer this process is: start it with `dtrans launch --mode nccl2`",
+        ),
+        ("pserver", "ConfigError: this is trainer 0 of a job with pservers; dtrans.connect() is for mode='nccl2'"),
+        ("unconnected", "ConfigError: this process is not connected to other trainers: call dtrans.connect() first"),
+        ("another role", "ConfigError: this process is connected as trainer {k} of 2 (127.0.0.1:"),
+        ("donated", "StateError: this state was already stepped from"),
+        ("rows", "BatchError: trainers must give parts of one size; of x trainer 0 gives 7, trainer 1 gives 8 rows"),
+        ("ragged", "BatchError: the arrays of a batch are split over the trainers on dim 0, but "),
+        ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
+        ("plan", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+    ],
+)
+def test_what_is_refused(two: Any, what: str, message: str) -> None:
+    for k, of in enumerate(two):
+        said = dict(of["said"].tolist())
+        assert said[what].startswith(message.format(k=k)), said[what]
+
+
+# -- meeting ---------------------------------------------------------------------------------------
+
+
+def meeting(crew: Crew, trainers: Sequence[int], endpoints: Sequence[str], deadline: float = 20.0) -> dict[int, Any]:
+    """What becomes of these trainers of a job."""
+    for k in trainers:
+        crew.start(f"trainer {k}", meet, k, endpoints, deadline=deadline)
+    return {k: crew.end(f"trainer {k}") for k in trainers}
+
+
+def test_trainers_meet_in_any_order(crew: Crew) -> None:
+    assert meeting(crew, [2, 0, 1], free_endpoints(3)) == {0: None, 1: None, 2: None}
+
+
+def test_a_single_trainer_meets_nobody(crew: Crew) -> None:
+    assert meeting(crew, [0], free_endpoints(1)) == {0: None}
+
+
+def test_trainers_that_do_not_come_are_named_to_all_that_did(crew: Crew) -> None:
+    endpoints = free_endpoints(4)
+    found = meeting(crew, [0, 2], endpoints, 1.0)
+    message = f"trainer 0 waited 1 s for trainer 1 ({endpoints[1]}) and trainer 3 ({endpoints[3]}) to come"
+    assert isinstance(found[0], DeadlineError) and str(found[0]) == message
+    assert isinstance(found[2], DeadlineError) and str(found[2]) == f"trainer 2 was told to give up: {message}"
+
+
+def test_trainer_0_that_does_not_come(crew: Crew) -> None:
+    endpoints = free_endpoints(2)
+    found = meeting(crew, [1], endpoints, 0.5)
+    assert isinstance(found[1], DeadlineError)
+    assert str(found[1]) == f"trainer 1 waited 0.5 s at {endpoints[1]} for trainer 0 ({endpoints[0]}) to come"
+
+
+def test_trainers_with_other_endpoints(crew: Crew) -> None:
+    endpoints = free_endpoints(3)
+    crew.start("trainer 0", meet, 0, endpoints, deadline=20.0)
+    crew.start("trainer 1", meet, 1, endpoints[:2], deadline=20.0)
+    crew.start("trainer 2", meet, 2, endpoints, deadline=20.0)
+    errors = [crew.end(f"trainer {k}") for k in range(3)]
+    assert all(isinstance(e, PeerError) and not isinstance(e, DeadlineError) for e in errors[:2])
+    listed = ",".join(endpoints)
+    reason = f"this is trainer 1 of {','.join(endpoints[:2])}, and trainer 0 takes it for trainer 1 of '{listed}'"
+    assert str(errors[0]) == f"trainer 1 ({endpoints[1]}) refused trainer 0: {reason}"
+    assert str(errors[1]) == f"trainer 0 has other endpoints: {reason}"
+    assert isinstance(errors[2], PeerError)  # told, or left to wait: it depends on who was asked first
+
+
+def test_an_endpoint_in_use(crew: Crew) -> None:
+    endpoints = free_endpoints(2)
+    for k in (0, 1):
+        host, port = endpoints[k].split(":")
+        with (
+            socket.create_server((host, int(port))),
+            pytest.raises(ConfigError, match=f"^trainer {k} cannot listen at {endpoints[k]}: Address already in use$"),
+        ):
+            meet(k, endpoints, deadline=5.0)
+
+
+def test_endpoints_elsewhere_need_to_be_allowed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"trainer 0 is at 192.0.2.1:1, which is not on loopback; .*allow_remote=True"
+    ):
+        meet(0, ["192.0.2.1:1", "192.0.2.2:1"], deadline=1.0)
+
+
+def test_something_else_in_the_place_of_a_trainer(crew: Crew) -> None:
+    endpoints = free_endpoints(2)
+    crew.start("trainer 0", meet, 0, endpoints, deadline=20.0)
+    with Stand(endpoints[1]) as stand:
+        assert stand.hear().op == "meet"
+        stand.say(b"what?")
+        error = crew.end("trainer 0")
+    assert isinstance(error, PeerError)
+    assert f"what answers in the place of trainer 1 ({endpoints[1]}) is not one of this job: " in str(error)
+
+
+def test_strangers_at_the_door_are_let_stand(crew: Crew) -> None:
+    endpoints = free_endpoints(2)
+    crew.start("trainer 1", meet, 1, endpoints, deadline=20.0)
+    with Peer(endpoints[1]) as stranger:
+        stranger.say(b"what?")
+        stranger.tell("go")  # it was not asked by this one
+        assert meeting(crew, [0], endpoints) == {0: None}
+    assert crew.end("trainer 1") is None
+
+
+# -- connecting ------------------------------------------------------------------------------------
+
+
+def test_jax_was_used_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax.devices()
+    (role,) = trainer_roles(free_endpoints(1))
+    with pytest.raises(ConfigError, match="^JAX was used already, .* call dtrans.connect\\(\\) before anything"):
+        dtrans.connect(role)
+    for n, v in role.environment().items():
+        monkeypatch.setenv(n, v)
+    with pytest.raises(ConfigError, match="^JAX was used already"):
+        dtrans.connect()
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
+def test_a_deadline_that_is_none(deadline: float) -> None:
+    with pytest.raises(ConfigError, match="^deadline must be a positive number of seconds"):
+        dtrans.connect(deadline=deadline)
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def launched(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> LaunchError:
+    """The error of a job of two trainers under the launcher."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(LaunchError) as e:
+        launch([*COMMAND, *arguments], trainers=2, mode="nccl2", deadline=PATIENCE)
+    return e.value
+
+
+def test_a_killed_trainer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = launched("endless", "kill", monkeypatch=monkeypatch)
+    assert (error.role, error.code) == ("trainer 1", 137)
+    assert str(error).startswith("trainer 1 failed with signal SIGKILL, and the other roles were ended")
+
+
+def test_a_trainer_that_raises_is_named_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = time.monotonic()
+    error = launched("endless", "raise", monkeypatch=monkeypatch)
+    assert (error.role, error.code) == ("trainer 1", 1)
+    assert str(error).splitlines()[-1] == "KeyError: 'this is why'"
+    assert time.monotonic() - started < 30.0  # it does not wait for the others at its end
+
+
+@pytest.mark.parametrize("fate", ["kill", "idle"])
+def test_survivors_end_without_a_launcher(fate: str) -> None:
+    """One that reduces gets an error, or is ended by JAX as one that does something else is, within the heartbeat."""
+    with started(2, "endless", fate) as (first, second):
+        assert second.wait(timeout=PATIENCE) == -signal.SIGKILL
+        killed = time.monotonic()
+        said, _ = first.communicate(timeout=PATIENCE)
+        assert time.monotonic() - killed < 40.0
+    if first.returncode == 1 and fate == "kill":
+        assert "dtrans.errors.PeerError: trainer 0 lost the other trainers in the middle of a reduction" in said
+    else:
+        assert first.returncode == -signal.SIGABRT, said
+        assert "JAX distributed service detected fatal errors" in said
