@@ -419,8 +419,8 @@ class _Cutter:
             if isinstance(atom, Var) and enters.get(atom):
                 taken = min(state[v] for v in needed(self.eqns, [atom])[1] if v in state)
                 raise GradientError(
-                    f"{name} is computed from {taken}, which lives on the parameter servers; keep the optimizer state "
-                    "(the second argument of the step) out of the loss and of the step's results"
+                    f"{name} is computed from {taken}, which belongs to the optimizer, and is not where the loss is; "
+                    "keep the optimizer state (the second argument of the step) out of the loss and of the results"
                 )
 
     def observers(self, optimize: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:

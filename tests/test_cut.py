@@ -411,7 +411,7 @@ def test_a_loss_that_reads_the_optimizer_state_is_refused():
         PARAMS,
         tx.init(PARAMS),
         *BATCH,
-        match="loss is computed from opt_state/0/trace/b1, which lives on the parameter servers",
+        match="loss is computed from opt_state/0/trace/b1, which belongs to the optimizer",
     )
 
 
@@ -429,7 +429,7 @@ def test_a_gradient_that_reads_the_optimizer_state_is_refused():
         PARAMS,
         tx.init(PARAMS),
         *BATCH,
-        match="which is not a leaf of `params`|which lives on the parameter servers",
+        match="which is not a leaf of `params`|which belongs to the optimizer",
     )
 
 

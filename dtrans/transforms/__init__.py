@@ -2,6 +2,9 @@
 
 pserver   parameter servers
 nccl2     data parallel over collectives
+reducer   how trainers reduce their gradients (nccl2)
+window    several micro-steps with one gradient at their end (nccl2)
+joining   how the trainers of a job of processes start (nccl2)
 halves    shared by all: the trainer half of a step, with something to do at each gradient
 startup   shared by all: which of what init makes is which of what the step takes
 """

@@ -1,0 +1,324 @@
+"""How trainers reduce their gradients: buckets, and what is done to them before and after.
+
+    gradients   clipped, weighted, compressed
+    all_reduce  of a bucket; over nodes reduce_scatter, all_reduce and all_gather; in chains one after the other
+    means       restored, divided by the number of trainers
+
+A `Reducer` is told of each gradient when it is made, and writes the reduction of a bucket behind its last one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import Atom, Var
+from dtrans.collective import Bucket
+from dtrans.cut import GRAD, Cut
+from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
+from dtrans.program import DIST
+from dtrans.rewrite import Builder
+from dtrans.transforms.halves import ready_order
+
+
+COMPRESSED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+REDUCED = {"mean": "sum", "sum": "sum", "max": "max"}  # merge to operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of `nccl2`, which says what they are."""
+
+    trainers: int
+    axis_name: str
+    reduce: str
+    merge: Mapping[str, str]
+    weight: str | None
+    replicated: tuple[str, ...]
+    fuse_grad_size_in_MB: float
+    compress: str | None
+    compress_scale: float
+    inter: int  # trainers in a node; 0 where reductions are not hierarchical
+    accumulate_steps: int
+    max_splits: int | None
+    nccl_comm_num: int | None
+    clip_local_norm: float | None
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes that trainers are on, with their sizes: one, or nodes and the trainers of a node."""
+        if not self.inter:
+            return ((self.axis_name, self.trainers),)
+        return ((f"{self.axis_name}_exter", self.trainers // self.inter), (f"{self.axis_name}_inter", self.inter))
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return tuple(name for name, _ in self.axes)
+
+
+def buckets_of(step: Cut, o: Options) -> tuple[Bucket, ...]:
+    """Gradients that are reduced together, in the order in which their last one is made."""
+    order = ready_order(step)
+    limits = split_sizes([step.gradients[n].aval for n in order], o)
+    open_: dict[Any, list[str]] = {}
+    size: dict[Any, int] = {}
+    done: list[list[str]] = []
+    home: dict[Atom, list[str]] = {}  # leaves that share a gradient share a bucket
+    for leaf in order:
+        aval = step.gradients[leaf].aval
+        grad = step.gradients[leaf]
+        if isinstance(grad, Var) and grad in home:
+            home[grad].append(leaf)
+            continue
+        nbytes = aval.size * aval.dtype.itemsize
+        if open_.get(aval.dtype) and size[aval.dtype] + nbytes > limits[aval.dtype]:
+            done.append(open_.pop(aval.dtype))
+        open_.setdefault(aval.dtype, []).append(leaf)
+        if isinstance(grad, Var):
+            home[grad] = open_[aval.dtype]
+        size[aval.dtype] = nbytes + (size[aval.dtype] if len(open_[aval.dtype]) > 1 else 0)
+    done += open_.values()
+    at = {leaf: i for i, leaf in enumerate(order)}
+    done.sort(key=lambda leaves: at[leaves[-1]])
+    types = {leaf: step.gradients[leaf].aval for leaf in order}
+    return tuple(
+        Bucket(
+            f"bucket/{i}",
+            tuple(leaves),
+            types[leaves[0]].dtype,
+            sum({id(step.gradients[n]): types[n].size for n in leaves}.values())
+            * np.dtype(_sent(types[leaves[0]].dtype, o)).itemsize,
+        )
+        for i, leaves in enumerate(done)
+    )
+
+
+def split_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
+    """The size in bytes up to which gradients of each dtype are reduced together.
+
+    Source of `max_splits`: epl/communicators/coalescing.py. Buckets are shared out among dtypes by their number of
+    gradients, what is left goes to the first; n buckets have bytes/(n - 1) each.
+    """
+    dtypes = sorted({t.dtype for t in types}, key=str)
+    if o.max_splits is None:
+        return dict.fromkeys(dtypes, o.fuse_grad_size_in_MB * 2**20)
+    if len(dtypes) >= o.max_splits:
+        return dict.fromkeys(dtypes, math.inf)
+    counts = {d: sum(t.dtype == d for t in types) for d in dtypes}
+    splits = {d: max(1, o.max_splits * counts[d] // len(types)) for d in dtypes}
+    splits[dtypes[0]] += max(0, o.max_splits - sum(splits.values()))
+    total = {d: sum(t.size * t.dtype.itemsize for t in types if t.dtype == d) for d in dtypes}
+    return {d: math.inf if splits[d] == 1 else total[d] / (splits[d] - 1) for d in dtypes}
+
+
+def _sent(dtype: Any, o: Options) -> Any:
+    """The type in which gradients of a type are reduced."""
+    return dtype if o.compress is None else COMPRESSED[o.compress]
+
+
+class Reducer:
+    """Writes the reductions."""
+
+    def __init__(self, b: Builder, step: Cut, o: Options) -> None:
+        self.b = b
+        self.o = o
+        self.step = step
+        self.means: dict[str, Atom] = {}
+        self.grads: dict[str, Atom] = {}
+        self.bucket_of = {leaf: bucket for bucket in buckets_of(step, o) for leaf in bucket.leaves}
+        self.missing = {bucket.name: set(bucket.leaves) for bucket in self.bucket_of.values()}
+        self.waiting: list[Bucket] = []
+        outs = dict(zip(step.program.out_names, step.program.jaxpr.jaxpr.outvars, strict=True))
+        self.weight: Atom | None = None if o.weight is None else outs[o.weight]
+        self._chains: dict[int, Sequence[Atom]] = {}  # what was reduced last in each
+        self._reduced = 0
+        self.weighted = False  # whether gradients and means are weighted sums already
+        self._total: Atom | None = None
+        self._seen = 0
+        self._here: set[Var] = set(b.invars)
+
+    def made(self, leaf: str, grad: Atom) -> None:
+        """A gradient is there: its bucket may be full."""
+        self.grads[leaf] = grad
+        bucket = self.bucket_of[leaf]
+        self.missing[bucket.name].discard(leaf)
+        if not self.missing[bucket.name]:
+            self.waiting.append(bucket)
+        if self._weight_is_there() and self.o.clip_local_norm is None:
+            self._flush()
+
+    def finish(self) -> None:
+        """Reduce what is left."""
+        if self.o.clip_local_norm is not None and self.grads:
+            names = list(self.grads)
+            clipped = self.b.call(_clipped(float(self.o.clip_local_norm)), *(self.grads[n] for n in names))
+            self.grads = dict(zip(names, clipped, strict=True))
+        self._flush()
+
+    def _weight_is_there(self) -> bool:
+        for eqn in self.b.eqns[self._seen :]:
+            self._here.update(eqn.outvars)
+        self._seen = len(self.b.eqns)
+        return not isinstance(self.weight, Var) or self.weight in self._here or self.b.is_constant(self.weight)
+
+    def _flush(self) -> None:
+        role, self.b.role = self.b.role, DIST
+        for bucket in self.waiting:
+            self._reduce(bucket)
+        self.waiting.clear()
+        self.b.role = role
+
+    def _reduce(self, bucket: Bucket) -> None:
+        b, o = self.b, self.o
+        if o.trainers == 1 and not (self.weighted and self.weight is not None):
+            self.means |= {n: self.grads[n] for n in bucket.leaves}
+            return
+        unique = list(dict.fromkeys(self.grads[n] for n in bucket.leaves if isinstance(self.grads[n], Var)))
+        literal = [self.grads[n] for n in bucket.leaves if not isinstance(self.grads[n], Var)]
+        parts: list[Atom] = [*unique, *literal]
+        names = {id(self.grads[n]): n for n in bucket.leaves}
+        sent: list[Atom] = []
+        for g in parts:
+            if o.reduce == "mean":
+                g = self._by_weight(g)
+            if o.compress is not None:
+                g = b.call(_compressed(o.compress, o.compress_scale), g)[0]
+            sent.append(g)
+        sent = self._chained(sent)
+        sums = self._hierarchical(bucket.name, sent) if o.inter else self._sum(bucket.name, sent, o.over)
+        if o.nccl_comm_num is not None:
+            self._chains[self._reduced % o.nccl_comm_num] = sums
+        self._reduced += 1
+        for g, total in zip(parts, sums, strict=True):
+            if o.trainers > 1 and isinstance(total, Var):
+                b.labels[total] = f"{names[id(g)]}{GRAD}.sum"
+            back: Atom = total
+            if o.compress is not None:
+                back = b.call(_restored(g.aval.dtype, o.compress_scale), back)[0]
+            back = self._averaged(back) if o.reduce == "mean" else back
+            self.means |= {n: back for n in bucket.leaves if self.grads[n] is g}
+
+    def _chained(self, parts: list[Atom]) -> list[Atom]:
+        """What is reduced next in a chain, after what was reduced last in it."""
+        if self.o.nccl_comm_num is None:
+            return parts
+        before = self._chains.get(self._reduced % self.o.nccl_comm_num, ())
+        return self.b.call(_after, *parts, *before)[: len(parts)] if before else parts
+
+    def _averaged(self, total: Atom) -> Atom:
+        weighted = self.weight is not None
+        return total if weighted or self.o.trainers == 1 else self.b.call(_divided(self.o.trainers), total)[0]
+
+    def _by_weight(self, x: Atom) -> Atom:
+        """A trainer's part of a weighted mean. It is scaled before it is reduced: a type may be too small for a sum."""
+        if self.weight is None:
+            return x
+        total = self._total_weight()
+        return self.b.call(_over, x, total)[0] if self.weighted else self.b.call(_share, x, self.weight, total)[0]
+
+    def _total_weight(self) -> Atom:
+        if self._total is None:
+            assert self.weight is not None
+            (self._total,) = self._sum("weight", [self.weight], self.o.over)
+            if self.o.trainers > 1 and isinstance(self._total, Var):
+                self.b.labels[self._total] = f"{self.o.weight}.sum"
+        return self._total
+
+    def _sum(self, name: str, parts: Sequence[Atom], over: Sequence[str]) -> Sequence[Atom]:
+        if self.o.trainers == 1:
+            return parts
+        return self.b.bind(all_reduce_p, *parts, op="sum", name=name, owners=(), over=tuple(over))
+
+    def _hierarchical(self, name: str, parts: Sequence[Atom]) -> Sequence[Atom]:
+        """The sum over all trainers: inside nodes, across nodes, inside again. Vectors are padded to fit a node."""
+        b, (exter, inter), size = self.b, self.o.over, self.o.inter
+        flat = [b.call(_flattened(size), x)[0] for x in parts]
+        inside = b.bind(reduce_scatter_p, *flat, name=name, over=(inter,), size=size)
+        mine = self._sum(name, inside, (exter,))
+        whole = b.bind(all_gather_p, *mine, name=name, over=(inter,), size=size)
+        return [b.call(_unflattened(tuple(x.aval.shape)), w)[0] for x, w in zip(parts, whole, strict=True)]
+
+    def merged(self, outs: Mapping[str, Atom], merges: Mapping[str, str]) -> dict[str, Atom]:
+        """Results and statistics, reduced; one variadic reduction for each operation."""
+        b, o = self.b, self.o
+        b.role = DIST
+        found: dict[str, Atom] = {}
+        for op in dict.fromkeys(REDUCED.values()):
+            names = [n for n, way in merges.items() if REDUCED.get(way) == op]
+            if o.weight in names and merges[o.weight] == "sum":
+                found[o.weight] = self._total_weight()
+                names.remove(o.weight)
+            if not names:
+                continue
+            sent: list[Atom] = []
+            for n in names:
+                sent.append(self._by_weight(outs[n]) if merges[n] == "mean" else outs[n])
+            made: Sequence[Atom] = sent
+            if o.trainers > 1:
+                made = sums = b.bind(all_reduce_p, *sent, op=op, name=f"results/{op}", owners=(), over=o.over)
+                b.labels.update((x, f"{n}.{op}") for n, x in zip(names, sums, strict=True))
+            for n, x in zip(names, made, strict=True):
+                found[n] = self._averaged(x) if merges[n] == "mean" else x
+        return found
+
+
+# small functions that the reductions are wrapped in, each traced once for a type
+
+
+def _share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(jnp.promote_types(x.dtype, weight.dtype), jnp.float32)
+    return x * (weight.astype(wide) / total.astype(wide)).astype(x.dtype)
+
+
+def _over(x: jax.Array, total: jax.Array) -> jax.Array:
+    return x / total.astype(x.dtype)
+
+
+def _after(*xs: jax.Array) -> Sequence[jax.Array]:
+    made: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
+    return made
+
+
+@functools.cache
+def _clipped(norm: float) -> Callable[..., Sequence[jax.Array]]:
+    """As `optax.clip_by_global_norm`."""
+
+    def fn(*grads: jax.Array) -> Sequence[jax.Array]:
+        size = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in grads))
+        return [jnp.where(size < norm, g, (g / size.astype(g.dtype)) * norm) for g in grads]
+
+    return fn
+
+
+@functools.cache
+def _divided(by: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x / by
+
+
+@functools.cache
+def _flattened(size: int) -> Callable[[jax.Array], jax.Array]:
+    """As a vector whose length `size` divides."""
+    return lambda x: jnp.pad(x.reshape(-1), (0, -x.size % size))
+
+
+@functools.cache
+def _unflattened(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x[: math.prod(shape)].reshape(shape)
+
+
+@functools.cache
+def _compressed(to: str, scale: float) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: (x * scale).astype(COMPRESSED[to]) if scale != 1.0 else x.astype(COMPRESSED[to])
+
+
+@functools.cache
+def _restored(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x.astype(dtype) / scale if scale != 1.0 else x.astype(dtype)
