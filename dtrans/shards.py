@@ -513,8 +513,8 @@ class _SharedWriter:
         for name, out in outs.items():
             phase = self.phase(levels.shared(out))
             phase.outs[name] = phase.whole(out)
-        for v in sorted(read, key=lambda v: levels.made_by.get(v, -1)):
-            if v in server.wanted and v in levels.made_by and s.depends(v):
+        for v in (v for i in positions for v in levels.eqns[i].outvars):
+            if v in read and s.depends(v):
                 phase = self.phases[levels.shared(v)]
                 phase.outs[server.name(v)] = phase.wholes[v]
 
