@@ -136,7 +136,7 @@ class _Rewriter:
         """Where a value lives: its leaf, or the first leaf of its group; None for a shared one."""
         if layout is SHARED:
             return None
-        leaf = layout.leaf if isinstance(layout, Rows) else min(leaves_of([layout]))
+        leaf = min(leaves_of([layout]))
         return self.roots.get(leaf, leaf)
 
     def part(

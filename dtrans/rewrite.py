@@ -209,6 +209,13 @@ class Builder:
         self._append(new_jaxpr_eqn(list(atoms), outs, primitive, params, set()), atoms)
         return outs
 
+    def part(self, value: Atom, axis: int, start: int, stop: int) -> Var:
+        """Entries `start` to `stop` of a value along one axis."""
+        begin, end = [0] * value.aval.ndim, list(value.aval.shape)
+        begin[axis], end[axis] = start, stop
+        (made,) = self.bind(jax.lax.slice_p, value, start_indices=tuple(begin), limit_indices=tuple(end), strides=None)
+        return made
+
     def copy(
         self, eqn: JaxprEqn, atoms: Sequence[Atom], types: Sequence[Any] | None = None, **params: Any
     ) -> list[Var]:

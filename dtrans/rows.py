@@ -93,9 +93,10 @@ class RowAnalysis:
 
     def home(self, layout: Layout) -> str | None:
         """The leaf, or the first leaf of the group, that a value with this layout lives with; None if it is shared."""
-        if layout is SHARED:
-            return None
-        leaf = layout.leaf if isinstance(layout, Rows) else min(leaves_of([layout]))
+        return None if layout is SHARED else self.home_of(min(leaves_of([layout])))
+
+    def home_of(self, leaf: str) -> str:
+        """The leaf, or the first leaf of the group that it is in."""
         return self.groups[leaf].leaves[0] if leaf in self.groups else leaf
 
     def placed(self, whole: Collection[str]) -> RowAnalysis:

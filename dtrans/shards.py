@@ -93,14 +93,11 @@ class Slicer:
         # what depends on an input at all; the rest are constants, made where they are used
         self._dependent = spread(self.jaxpr.jaxpr.eqns, dict.fromkeys(self.jaxpr.jaxpr.invars, 1), {})
         # which servers have parts of what a home gives to others
-        self._owners = {self.home(leaf): tuple(ep for ep in placement.endpoints if ep in at[leaf]) for leaf in at}
+        self._owners = {
+            self.analysis.home_of(leaf): tuple(ep for ep in placement.endpoints if ep in at[leaf]) for leaf in at
+        }
         self._servers = {ep: _Server(self, ep, units) for ep, units in placement.units.items() if units}
         self._settle()
-
-    def home(self, leaf: str) -> str:
-        """The home of a leaf."""
-        group = self.analysis.groups.get(leaf)
-        return group.leaves[0] if group else leaf
 
     def depends(self, var: Var) -> bool:
         """Whether a value depends on any input."""
@@ -386,7 +383,7 @@ class _UnitWriter:
         self.unit = unit
         self.span = unit.span
         self.leaves = tuple(b.leaf for b in unit.blocks)
-        self.home = slicer.home(self.leaves[0])
+        self.home = slicer.analysis.home_of(self.leaves[0])
         self.state = slicer.state_of.get(self.home, ())
         inputs = slicer.analysis.inputs
         self.grads = tuple(n for n in self.leaves if n + GRAD in inputs)

@@ -149,17 +149,9 @@ class RowWriter:
                 inner = None if grown else dataclasses.replace(row, axis=dims.index(axis))
                 return b.copy(eqn, [self.read(operand, inner)], shape=self.span.cut(atom.aval, row).shape)[0]
             if eqn.primitive.name == "iota" and not eqn.invars:
-                p, dtype = eqn.params, atom.aval.dtype
-                along = p["dimension"] == axis
-                return b.call(_iota(dtype, self.span.cut(atom.aval, row).shape, p["dimension"], start if along else 0))[
-                    0
-                ]
-        full_value = self.whole(atom)
-        begin, end = [0] * atom.aval.ndim, list(atom.aval.shape)
-        begin[axis], end[axis] = start, stop
-        return b.bind(jax.lax.slice_p, full_value, start_indices=tuple(begin), limit_indices=tuple(end), strides=None)[
-            0
-        ]
+                along, shape = eqn.params["dimension"], self.span.cut(atom.aval, row).shape
+                return b.call(_iota(atom.aval.dtype, shape, along, start if along == axis else 0))[0]
+        return b.part(self.whole(atom), axis, start, stop)
 
     def follows(self, var: Var) -> bool:
         """Whether the equation that makes a shared value may be carried out here."""

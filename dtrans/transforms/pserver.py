@@ -335,11 +335,7 @@ class _Servers:
         for name in spec.names:
             axis, span, value = held[name].axis, held[name].span, made[held[name].of]
             if span is not None:
-                begin, end = [0] * value.aval.ndim, list(value.aval.shape)
-                begin[axis], end[axis] = span.start, span.stop
-                (value,) = b.bind(
-                    jax.lax.slice_p, value, start_indices=tuple(begin), limit_indices=tuple(end), strides=None
-                )
+                value = b.part(value, axis, span.start, span.stop)
                 b.labels[value] = name
             outs.append(value)
         return Program(f"pserver {endpoint} startup", b.build(outs), self.startup.args, spec, tuple(b.roles), b.labels)
