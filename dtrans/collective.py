@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import html as html_escape
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtrans import listing
 from dtrans.errors import ConfigError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.program import Program
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import jax
 
     from dtrans.run.collective import CollectiveJob
+
+
+_HEADER = ("bucket", "gradients of", "type", "bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,31 +181,18 @@ class CollectivePlan:
             notes.append(f"not carried out, since it looks at what the optimizer makes: {', '.join(self.dropped)}")
         return notes
 
+    @property
+    def _title(self) -> str:
+        return f"nccl2 plan of {self.main.name}: {self.trainers} trainers"
+
     def __str__(self) -> str:
-        header = ("bucket", "gradients of", "type", "bytes")
-        table = [header, *self.rows]
-        widths = [max(len(r[i]) for r in table) for i in range(4)]
-        lines = [f"nccl2 plan of {self.main.name}: {self.trainers} trainers"]
-        for r in table:
-            lines.append(f"  {r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]:>{widths[3]}}")
-        return "\n".join(lines + self.notes)
+        return listing.plan_text(self._title, _HEADER, self.rows, self.notes, right=(3,))
 
     def __repr__(self) -> str:
         return f"<CollectivePlan of {self.main.name}: {self.trainers} trainers, {len(self.buckets)} buckets>"
 
     def _repr_html_(self) -> str:
-        esc = html_escape.escape
-        body = "".join(
-            f"<tr><td>{esc(r[0])}</td><td style='text-align:left'><code>{esc(r[1])}</code></td>"
-            f"<td>{esc(r[2])}</td><td>{r[3]}</td></tr>"
-            for r in self.rows
-        )
-        notes = "".join(f"<li>{esc(n)}</li>" for n in self.notes)
-        return (
-            f"<b>nccl2 plan of {esc(self.main.name)}</b>: {self.trainers} trainers"
-            f"<table><tr><th>bucket</th><th>gradients of</th><th>type</th><th>bytes</th></tr>{body}</table>"
-            f"<ul>{notes}</ul>"
-        )
+        return listing.plan_html(self._title, _HEADER, self.rows, self.notes, code=1)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self) if cycle else str(self))

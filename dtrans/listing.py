@@ -1,8 +1,9 @@
-"""How programs are shown: a listing of ops as text, and as HTML in a notebook."""
+"""How programs and plans are shown: a listing of ops, or a table with notes, as text and as HTML in a notebook."""
 
 from __future__ import annotations
 
 import html as html_escape
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,3 +84,28 @@ def html(program: Program) -> str:
         f"<details open><summary><b>program {esc(program.name)}</b>: {len(program.ops)} ops</summary>"
         f"<p>in <code>{inputs}</code></p><table>{rows}</table><p>out <code>{outputs}</code></p></details>"
     )
+
+
+def plan_text(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], *, right: Collection[int]
+) -> str:
+    """A plan as text: a table, whose columns `right` are flush right, and notes."""
+    table = [header, *rows]
+    widths = [max(len(r[i]) for r in table) for i in range(len(header))]
+    lines = [title]
+    for r in table:
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join([*lines, *notes])
+
+
+def plan_html(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], *, code: int
+) -> str:
+    """The same as HTML; column `code` holds names."""
+    esc = html_escape.escape
+    cell = lambda i, c: f"<td style='text-align:left'><code>{esc(c)}</code></td>" if i == code else f"<td>{esc(c)}</td>"
+    body = "".join("<tr>" + "".join(cell(i, c) for i, c in enumerate(r)) + "</tr>" for r in rows)
+    head = "".join(f"<th>{esc(h)}</th>" for h in header)
+    listed = "".join(f"<li>{esc(n)}</li>" for n in notes)
+    return f"<b>{esc(title)}</b><table><tr>{head}</tr>{body}</table><ul>{listed}</ul>"

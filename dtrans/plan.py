@@ -7,7 +7,6 @@ A plan is a value. It can be printed, compared and costed anywhere; only `on_mes
 from __future__ import annotations
 
 import dataclasses
-import html as html_escape
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtrans import listing
 from dtrans.errors import ConfigError, UnknownEndpointError
 from dtrans.ops import all_reduce_p
 from dtrans.placement import Placement
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     import jax
 
     from dtrans.run.mesh import MeshJob
+
+
+_HEADER = ("block", "rows", "bytes", "endpoint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,32 +227,19 @@ class PServerPlan:
             notes.append(f"on the trainers only: {', '.join(self.held)}")
         return notes
 
+    @property
+    def _title(self) -> str:
+        return f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, sync"
+
     def __str__(self) -> str:
-        header = ("block", "rows", "bytes", "endpoint")
-        table = [header, *self.rows]
-        widths = [max(len(r[i]) for r in table) for i in range(4)]
-        lines = [f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, sync"]
-        for r in table:
-            lines.append(f"  {r[0]:<{widths[0]}}  {r[1]:>{widths[1]}}  {r[2]:>{widths[2]}}  {r[3]}")
-        return "\n".join(lines + self.notes)
+        return listing.plan_text(self._title, _HEADER, self.rows, self.notes, right=(1, 2))
 
     def __repr__(self) -> str:
         roles = f"{self.trainers} trainers, {len(self.servers)} pservers"
         return f"<PServerPlan of {self.main.name}: {roles}, {len(self.rows)} blocks>"
 
     def _repr_html_(self) -> str:
-        esc = html_escape.escape
-        body = "".join(
-            f"<tr><td style='text-align:left'><code>{esc(r[0])}</code></td>"
-            f"<td>{r[1]}</td><td>{r[2]}</td><td>{esc(r[3])}</td></tr>"
-            for r in self.rows
-        )
-        notes = "".join(f"<li>{esc(n)}</li>" for n in self.notes)
-        return (
-            f"<b>pserver plan of {esc(self.main.name)}</b>: {self.trainers} trainers, {len(self.servers)} "
-            "pservers, sync"
-            f"<table><tr><th>block</th><th>rows</th><th>bytes</th><th>endpoint</th></tr>{body}</table><ul>{notes}</ul>"
-        )
+        return listing.plan_html(self._title, _HEADER, self.rows, self.notes, code=0)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self) if cycle else str(self))
