@@ -3,86 +3,113 @@
     by hand       jit(shard_map) of the step with `pmean` of the tree of gradients, and of the loss; state is donated
     annotated     jit of the step for one device, on state that is replicated and a batch that is split (NamedSharding)
 
-All three keep the same state on the same mesh, and get a batch that is there already.
+All three keep the same state on the same mesh, and get a batch that is there already. With one trainer, on one device
+of any kind, nothing is reduced, and the peer is the plain jitted step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from models import mlp, programs, tx
+from models import Model, mlp_model, programs, training, transformer_model, tx
 
 import dtrans
 
 
-SIZES = {
-    "0.2 M": ([784, 256, 10], 64),
-    "1.9 M": ([784, 1024, 1024, 10], 128),
+MODELS = {
+    "mlp 0.2 M": lambda: mlp_model([784, 256, 10], 64),
+    "mlp 1.9 M": lambda: mlp_model([784, 1024, 1024, 10], 128),
+    "transformer 0.9 M": lambda: transformer_model(512, 128, 4, 4, length=64, rows=8),
+}
+ONE_DEVICE = {
+    "transformer 0.9 M": lambda: transformer_model(512, 128, 4, 4, length=64, rows=8, dtype=jnp.bfloat16),
+    "transformer 110 M": lambda: transformer_model(32768, 768, 12, 12, length=512, rows=8, dtype=jnp.bfloat16),
 }
 
 
-def runners(parameters: str, trainers: int):
+def stepper(step: Callable[..., Any], *state: Any) -> Callable[[], Any]:
+    """A function that takes one step more each time, by `step(*state) -> (*state, loss)`."""
+    box = list(state)
+
+    def run() -> Any:
+        *box[:], loss = step(*box)
+        return box, loss
+
+    return run
+
+
+def agreeing(runs: Sequence[Callable[[], Any]], rtol: float) -> Sequence[Callable[[], Any]]:
+    """The same, after two steps whose losses are alike; the second shows that gradients were."""
+    losses = [[float(run()[1]) for _ in range(2)] for run in runs]
+    for values in losses[1:]:
+        np.testing.assert_allclose(values, losses[0], rtol=rtol)
+    return runs
+
+
+def runners(model: Model, trainers: int) -> Sequence[Callable[[], Any]]:
     """(ours, by hand, annotated), each a function that takes one step."""
-    sizes, rows = SIZES[parameters]
-    step, init, batch = mlp(sizes, rows)
-    loss = mlp_loss
+    step, init, batch = training(model)
     mesh = Mesh(np.array(jax.devices()[:trainers]), ("trainers",))
     everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("trainers"))
     batch = jax.device_put(batch, split)
 
-    def by_hand(params, opt_state, x, y):
-        value, grads = jax.lax.pmean(jax.value_and_grad(loss)(params, x, y), "trainers")
+    def by_hand(params, opt_state, *batch):
+        value, grads = jax.lax.pmean(jax.value_and_grad(model.loss_fn)(params, *batch), "trainers")
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
     # without check_vma, under which pmean of a gradient that shard_map has summed already is another value
     mapped = jax.shard_map(
-        by_hand, mesh=mesh, in_specs=(P(), P(), P("trainers"), P("trainers")), out_specs=P(), check_vma=False
+        by_hand, mesh=mesh, in_specs=(P(), P(), *(P("trainers") for _ in batch)), out_specs=P(), check_vma=False
     )
-    theirs = {
-        "hand": jax.jit(mapped, donate_argnums=(0, 1)),
-        "annotated": jax.jit(
-            step,
-            in_shardings=(everywhere, everywhere, split, split),
-            out_shardings=everywhere,
-            donate_argnums=(0, 1),
-        ),
-    }
+    hand = jax.jit(mapped, donate_argnums=(0, 1))
+    annotated = jax.jit(
+        step,
+        in_shardings=(everywhere, everywhere, *(split for _ in batch)),
+        out_shardings=everywhere,
+        donate_argnums=(0, 1),
+    )
     job = dtrans.nccl2(*programs(step, init, batch), trainers=trainers).on_mesh()
-    box = {"ours": job.init(jax.random.key(0))}
-    box |= {name: jax.device_put(init(jax.random.key(0)), everywhere) for name in theirs}
-
-    def ours():
-        box["ours"], value = job.step(box["ours"], *batch)
-        return box["ours"], value
-
-    def runner(name):
-        def run():
-            *box[name], value = theirs[name](*box[name], *batch)
-            return box[name], value
-
-        return run
-
-    made = ours, runner("hand"), runner("annotated")
-    values = [float(run()[1]) for run in made]
-    np.testing.assert_allclose(values, values[0], rtol=1e-5)
-    return made
-
-
-def mlp_loss(params, x, y):
-    for layer in params[:-1]:
-        x = jax.nn.relu(x @ layer["w"] + layer["b"])
-    return jax.numpy.mean((x @ params[-1]["w"] + params[-1]["b"] - y) ** 2)
+    key = jax.random.key(0)
+    theirs = [stepper(lambda *s, f=f: f(*s, *batch), *jax.device_put(init(key), everywhere)) for f in (hand, annotated)]
+    return agreeing([stepper(lambda state: job.step(state, *batch), job.init(key)), *theirs], rtol=1e-5)
 
 
 @pytest.mark.parametrize("trainers", [2, 4])
-@pytest.mark.parametrize("parameters", SIZES)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("other", ["hand", "annotated"])
-def test_nccl2_step_over_others(benchmark, ratio, parameters, trainers, other):
-    ours, hand, annotated = runners(parameters, trainers)
-    name = f"nccl2 step / {other} step, {parameters} parameters, {trainers} devices"
+def test_nccl2_step_over_others(benchmark, ratio, model, trainers, other):
+    if len(jax.devices()) < trainers:
+        pytest.skip(f"needs {trainers} devices")
+    ours, hand, annotated = runners(MODELS[model](), trainers)
+    name = f"nccl2 step / {other} step, {model}, {trainers} devices"
     measure = lambda: ratio(name, ours, {"hand": hand, "annotated": annotated}[other], pairs=100)
     benchmark.extra_info["ratio"] = benchmark.pedantic(measure, rounds=1)
+
+
+@pytest.mark.parametrize("model", ONE_DEVICE)
+def test_nccl2_step_over_plain(benchmark, ratio, model):
+    """One trainer beside the plain jitted step, in bfloat16."""
+    backend = jax.default_backend()
+    if model == "transformer 110 M" and backend != "gpu":
+        pytest.skip(f"a model of this size is for a GPU, this is {backend}")
+    step, init, batch = training(ONE_DEVICE[model]())
+    plain = jax.jit(step, donate_argnums=(0, 1))
+    job = dtrans.nccl2(*programs(step, init, batch), trainers=1).on_mesh()
+    key = jax.random.key(0)
+    ours, theirs = agreeing(
+        [
+            stepper(lambda state: job.step(state, *batch), job.init(key)),
+            stepper(lambda *state: plain(*state, *batch), *init(key)),
+        ],
+        rtol=1e-3,
+    )
+    name = f"nccl2 step / plain step, {model}, bfloat16, 1 {backend}"
+    benchmark.extra_info["ratio"] = benchmark.pedantic(lambda: ratio(name, ours, theirs, pairs=100), rounds=1)

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     import jax
 
     from dtrans.run.collective import CollectiveJob
-
-
-_HEADER = ("bucket", "gradients of", "type", "bytes")
+    from dtrans.transforms.options import Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,23 +48,34 @@ class CollectivePlan:
       startup: the single-device init.
       program: the program of every trainer, (params, opt_state, *batch) -> what the step returns. A batch is the
         trainer's part.
-      trainers: how many there are.
-      axes: the axes that they are on, with their sizes: one, or two where reductions are hierarchical.
-      buckets: the gradients that are reduced together, in order.
+      options: what it was planned with: see `dtrans.nccl2`.
+      buckets: the gradients that are reduced together, in order; the state, after local steps.
       merges: result, or parameter that trainers make, to what becomes of it.
-      replicated: names of batch arrays that every trainer gets whole.
       dropped: effects of the step that no trainer carries out, such as printing the optimizer's state.
     """
 
     main: Program
     startup: Program
     program: Program
-    trainers: int
-    axes: tuple[tuple[str, int], ...]
+    options: Options
     buckets: tuple[Bucket, ...]
     merges: Mapping[str, str]
-    replicated: tuple[str, ...]
     dropped: tuple[str, ...]
+
+    @property
+    def trainers(self) -> int:
+        """How many trainers there are."""
+        return self.options.trainers
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes that they are on, with their sizes: one, or two where reductions are hierarchical."""
+        return self.options.axes
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Names of batch arrays that every trainer gets whole."""
+        return self.options.replicated
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -176,7 +185,10 @@ class CollectivePlan:
         if len(self.axes) > 1:
             across = ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_over(self.axis_names[0]).items())
             notes.append(f"of that between the {self.axes[0][1]} nodes: {across}")
-        notes += [f"{name}: {way}" for name, way in self.merges.items()]
+        if self.options.local_sgd is not None:
+            notes.append(f"after {self.options.local_sgd} steps of their own trainers average their state")
+        averaged = {leaf for b in self.buckets for leaf in b.leaves}
+        notes += [f"{name}: {way}" for name, way in self.merges.items() if name not in averaged or way != "mean"]
         if self.dropped:
             notes.append(f"not carried out, since it looks at what the optimizer makes: {', '.join(self.dropped)}")
         return notes
@@ -185,14 +197,18 @@ class CollectivePlan:
     def _title(self) -> str:
         return f"nccl2 plan of {self.main.name}: {self.trainers} trainers"
 
+    @property
+    def _header(self) -> tuple[str, ...]:
+        return ("bucket", "gradients of" if self.options.local_sgd is None else "state", "type", "bytes")
+
     def __str__(self) -> str:
-        return listing.plan_text(self._title, _HEADER, self.rows, self.notes, right=(3,))
+        return listing.plan_text(self._title, self._header, self.rows, self.notes, right=(3,))
 
     def __repr__(self) -> str:
         return f"<CollectivePlan of {self.main.name}: {self.trainers} trainers, {len(self.buckets)} buckets>"
 
     def _repr_html_(self) -> str:
-        return listing.plan_html(self._title, _HEADER, self.rows, self.notes, code=1)
+        return listing.plan_html(self._title, self._header, self.rows, self.notes, code=1)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self) if cycle else str(self))

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from dtrans.addresses import parse_endpoints
+from dtrans.addresses import parse_endpoints, split_endpoint
 from dtrans.blocks import PSDispatcher, RoundRobin
 from dtrans.collective import CollectivePlan
 from dtrans.errors import ConfigAssertionError, ConfigError
@@ -54,11 +54,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "half_async": (False,),
     "completely_not_async": (False,),
     "geo_sgd_mode": (False,),
-    "use_hierarchical_allreduce": (False,),
     "collective_mode": (None,),
 }
-# ... and of those that only nccl2 mode looks at
-_ONLY_NCCL2: dict[str, tuple[Any, ...]] = {"nccl_comm_num": (1,), "hierarchical_allreduce_inter_nranks": (0,)}
 
 
 class DistributeTranspilerConfig:
@@ -68,14 +65,19 @@ class DistributeTranspilerConfig:
     nccl2 mode, and refuses the others when it transpiles. Those in use:
 
     Attributes:
-      mode: "pserver", or "nccl2": no servers, trainers average their gradients with collectives. The next three are
-        for pserver mode.
+      mode: "pserver", or "nccl2": no servers, trainers average their gradients with collectives.
       slice_var_up: cut parameters into blocks of rows; otherwise each is whole on one server. "require" makes it
         an error if the optimizer does not let one be cut.
       split_method: a subclass of `PSDispatcher`; None is `RoundRobin`.
       min_block_size: the fewest elements worth a block of their own, 8192 or more.
       sync_mode: every update uses the gradients of all trainers.
       print_log: print the plan when transpiling.
+      nccl_comm_num: in nccl2 mode, how many chains of reductions may run beside each other; 1 leaves that to XLA.
+      use_hierarchical_allreduce: in nccl2 mode, reduce gradients inside each node, across nodes, and gather inside.
+      hierarchical_allreduce_inter_nranks: how many trainers a node has; by default as many as have endpoints on one
+        host.
+
+    slice_var_up, split_method and min_block_size are for pserver mode.
 
     Raises:
       ConfigError: an attribute that does not exist.
@@ -242,8 +244,41 @@ class DistributeTranspiler:
             raise ConfigError(f"sync_mode={sync_mode!r}: mode='nccl2' is synchronous; leave sync_mode=True")
         endpoints = parse_endpoints(trainers, "trainer")
         check_trainer_endpoint(trainer_id, current_endpoint, endpoints)
-        self._plan = nccl2(program, startup_program, trainers=len(endpoints))
+        self._plan = nccl2(
+            program,
+            startup_program,
+            trainers=len(endpoints),
+            nccl_comm_num=None if self.config.nccl_comm_num == 1 else self.config.nccl_comm_num,
+            hierarchical_allreduce_inter_nranks=self._trainers_of_a_node(endpoints),
+        )
         self._trainer_id, self._endpoints = trainer_id, endpoints
+
+    def _trainers_of_a_node(self, endpoints: Sequence[str]) -> int:
+        """How many trainers a node has; 0 where reductions are not hierarchical."""
+        inter: Any = self.config.hierarchical_allreduce_inter_nranks
+        count = len(endpoints)
+        if isinstance(inter, bool) or not isinstance(inter, int) or inter < 0:
+            raise ConfigError(f"hierarchical_allreduce_inter_nranks must be a number of trainers, it is {inter!r}")
+        if not self.config.use_hierarchical_allreduce:
+            if inter:
+                raise ConfigError(
+                    f"hierarchical_allreduce_inter_nranks={inter} is for use_hierarchical_allreduce=True, it is False"
+                )
+            return 0
+        if inter <= 1:
+            hosts = [split_endpoint(e)[0] for e in endpoints]
+            inter = hosts.count(hosts[0])
+            if hosts != [h for h in dict.fromkeys(hosts) for _ in range(inter)]:
+                raise ConfigError(
+                    "use_hierarchical_allreduce=True: hosts have different numbers of trainers, or they do not follow "
+                    f"one another in {','.join(endpoints)}; set hierarchical_allreduce_inter_nranks"
+                )
+        if not 1 < inter < count or count % inter:
+            raise ConfigAssertionError(
+                f"use_hierarchical_allreduce=True: {inter} trainers in a node must be several, and divide the {count} "
+                "trainers into several nodes; set hierarchical_allreduce_inter_nranks"
+            )
+        return inter
 
     @property
     def plan(self) -> PServerPlan | CollectivePlan:
@@ -300,8 +335,9 @@ class DistributeTranspiler:
                 f"min_block_size must be {MIN_BLOCK_SIZE} or more, it is {size!r}; dtrans.pserver takes any "
                 "positive number"
             )
-        nccl2_mode = self.config.mode == "nccl2"
-        for name, allowed in (_ONLY | (_ONLY_NCCL2 if nccl2_mode else {})).items():
+        if self.config.mode != "nccl2" and self.config.use_hierarchical_allreduce:
+            raise ConfigError("use_hierarchical_allreduce=True is for mode='nccl2', it is " + repr(self.config.mode))
+        for name, allowed in _ONLY.items():
             value = getattr(self.config, name)
             if value not in allowed:
                 listed = " or ".join(map(repr, allowed))

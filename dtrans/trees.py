@@ -9,7 +9,7 @@ part of the program, as it would be for `jax.jit(..., static_argnums=...)`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,11 @@ def join_path(root: str, path: tuple[Any, ...]) -> str:
     """`root` and a key path as one name: `params` and `(['dense'], ['w'])` give `params/dense/w`."""
     tail = keystr(path, simple=True, separator="/")
     return "/".join(part for part in (root, tail) if part)
+
+
+def is_under(name: str, roots: Collection[str]) -> bool:
+    """Whether a name is one of `roots`, or that of a leaf below one."""
+    return any(name == r or name.startswith(r + "/") for r in roots)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,8 +175,8 @@ def test_a_single_trainer_meets_nobody(crew: Crew) -> None:
 
 def test_trainers_that_do_not_come_are_named_to_all_that_did(crew: Crew) -> None:
     endpoints = free_endpoints(4)
-    found = meeting(crew, [0, 2], endpoints, 1.0)
-    message = f"trainer 0 waited 1 s for trainer 1 ({endpoints[1]}) and trainer 3 ({endpoints[3]}) to come"
+    found = meeting(crew, [0, 2], endpoints, 3.0)
+    message = f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) and trainer 3 ({endpoints[3]}) to come"
     assert isinstance(found[0], DeadlineError) and str(found[0]) == message
     assert isinstance(found[2], DeadlineError) and str(found[2]) == f"trainer 2 was told to give up: {message}"
 

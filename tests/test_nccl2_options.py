@@ -1,28 +1,85 @@
 """Options of nccl2 mode that change how gradients are reduced: over nodes, in windows of micro-steps, in other buckets,
-in chains, clipped before. Each is compared with one device on the global batch, and looked at in the program."""
+in chains, compressed, clipped before. Each is compared with one device on the global batch, under everything that a
+plan runs under, and looked at in the program."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import init_of, mlp_batch, mlp_forward, mlp_params, tree_close
+from helpers import distance, init_of, mlp_batch, mlp_forward, mlp_params, tree_close
+from jax.sharding import Mesh, PartitionSpec as P
 
 import dtrans
-from dtrans._jax import equations
+from dtrans._jax import Var, equations
 from dtrans.errors import BatchError, ConfigError
 
 
 SIZES = (5, 6, 3)
+# compiled fast rather than to run fast
+quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+WAYS = ("simulate", "mesh", "vmap", "pmap", "shard_map")
+# JAX refuses a pmap in a pmap: of two axes one can be its own, the other is a vmap's
+MAPS = {"vmap": (jax.vmap, jax.vmap), "pmap": (jax.pmap, jax.vmap), "vmap of pmap": (jax.vmap, jax.pmap)}
 
 
-def weighted_loss(params, x, y, mask):
-    """The mean over what the mask counts; the predictions, how many there were, and the worst of them."""
-    each = jnp.sum((mlp_forward(params, x) - y) ** 2, -1) * mask
-    count = jnp.sum(mask)
-    return jnp.sum(each) / count, {"count": count, "predicted": mlp_forward(params, x), "worst": jnp.max(each)}
+# -- how a plan is run -----------------------------------------------------------------------------
+
+
+def on_each_trainer(plan, way, batch):
+    """`plan.function` over such batches under one of JAX's maps; each output has a leading axis of trainers."""
+    names, sizes = zip(*plan.axes, strict=True)
+    whole = [
+        not x.ndim or bool({*spec.names} & {*plan.replicated})
+        for spec, x in zip(plan.main.args[2:], batch, strict=True)
+    ]
+    one = lambda *args: [jnp.asarray(x) for x in plan.program.out.flatten(plan.function(*args))]
+    if "shard_map" in way:
+        mesh = Mesh(np.array(jax.devices()[: plan.trainers]).reshape(sizes), names)
+        specs = (P(), P(), *(P() if w else P(names) for w in whole))
+        fn = lambda *args: [x[None] for x in one(*args)]
+        check = way == "checked shard_map"
+        return quick(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(names), check_vma=check))
+    mapped, axes = one, (None, None, *(None if w else 0 for w in whole))
+    for (name, size), over in reversed(list(zip(plan.axes, MAPS[way], strict=False))):
+        mapped = over(mapped, in_axes=axes, axis_name=name, axis_size=size)
+    mapped = quick(mapped)
+
+    def run(params, opt_state, *batch):
+        parts = [x if w else x.reshape(*sizes, -1, *x.shape[1:]) for x, w in zip(batch, whole, strict=True)]
+        return [x.reshape(-1, *x.shape[len(sizes) :]) for x in mapped(params, opt_state, *parts)]
+
+    return run
+
+
+def trained(plan, way, params, batches):
+    """(parameters, optimizer state, ...) after each step."""
+    if way in ("simulate", "mesh"):
+        job = plan.simulate() if way == "simulate" else plan.on_mesh()
+        state = job.init(params)
+        for batch in batches:
+            state, *rest = job.step(state, *batch)
+            yield jax.device_get((job.params(state), job.opt_state(state), *rest))
+        return
+    run, out = on_each_trainer(plan, way, batches[0]), plan.program.out
+    params, opt_state = plan.startup(params)
+    for batch in batches:
+        merged = []
+        for name, x in zip(out.names, jax.device_get(run(params, opt_state, *batch)), strict=True):
+            kind = plan.merges.get(name, "same")
+            if kind == "concat":
+                x = x.reshape(-1, *x.shape[2:])
+            elif kind != "each":
+                assert np.array_equal(x, np.broadcast_to(x[0], x.shape)), f"{name} differs from trainer to trainer"
+                x = x[0]
+            merged.append(x)
+        made = out.unflatten(merged)
+        params, opt_state, *_ = made
+        yield made
 
 
 def batch(seed, rows=16, dtype=jnp.float32):
@@ -30,7 +87,312 @@ def batch(seed, rows=16, dtype=jnp.float32):
     return x, y, jnp.asarray(np.random.default_rng(seed).integers(0, 3, rows) + 0.5, dtype)
 
 
-def planned(tx, params, loss=weighted_loss, has_aux=True, like=None, **options):
+# -- a model that has results of every kind --------------------------------------------------------
+
+MERGE = {
+    "aux/any": "max", "aux/average": "mean", "aux/count": "sum", "aux/first": "each", "aux/hits": "sum",
+    "aux/worst": "max", "params/top": "max",
+}  # fmt: skip
+PLAIN = optax.sgd(1.0)
+TX = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(0.1, momentum=0.9))
+
+
+def weighted_loss(net, x, y, mask, total=False):
+    """The mean over what the mask counts, or the sum; with results, each of which wants to be merged in its own way."""
+    predicted = mlp_forward(net, x)
+    each = jnp.sum((predicted - y) ** 2, -1) * mask
+    count = jnp.sum(mask)
+    return jnp.sum(each) / (1 if total else count), {
+        "any": jnp.any(x > 2.5),
+        "average": x[:, 0] @ mask / count,
+        "bias": net["b1"],
+        "count": count,
+        "first": jnp.max(x[:, 0]),
+        "hits": jnp.sum(x > 0, dtype=jnp.int32),
+        "predicted": predicted,
+        "rows": x.shape[0],
+        "worst": jnp.max(each),
+    }
+
+
+def norm_of(grads):
+    """The global norm, of NumPy's arrays too."""
+    return sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5
+
+
+def step_of(tx, total=False):
+    """A step that also keeps the largest number seen, and returns the norm of the gradient."""
+
+    def step(params, opt_state, x, y, mask):
+        of = lambda net: weighted_loss(net, x, y, mask, total)
+        (value, aux), grads = dtrans.value_and_grad(of, has_aux=True)(params["net"])
+        updates, opt_state = tx.update(grads, opt_state, params["net"])
+        new = {"net": optax.apply_updates(params["net"], updates), "top": jnp.maximum(params["top"], jnp.max(x))}
+        return new, opt_state, value, aux | {"norm": norm_of(grads)}
+
+    return step
+
+
+@functools.cache
+def jitted_step(tx, total=False):
+    return quick(step_of(tx, total))
+
+
+def start():
+    return {"net": mlp_params(SIZES, jnp.float64), "top": jnp.zeros(())}
+
+
+def batches_of(weighted, rows=32, steps=3):
+    """With a mask whose sums differ from part to part, where they are a weight."""
+    return [
+        (x, y, mask if weighted else jnp.ones_like(mask))
+        for x, y, mask in (batch(seed, rows, jnp.float64) for seed in range(steps))
+    ]
+
+
+@functools.cache
+def plan_of(trainers, tx=TX, **options):
+    total = options.get("reduce") == "sum"
+    merge = MERGE | ({"aux/first": "max"} if options.get("accumulate_steps", 1) > 1 else {})  # else the last one's
+    init = lambda params: (params, tx.init(params["net"]))
+    main = dtrans.trace(step_of(tx, total), *jax.eval_shape(init, start()), *batches_of(True)[0])
+    return dtrans.nccl2(main, dtrans.trace(init, start()), trainers=trainers, merge=merge, **options)
+
+
+@functools.cache
+def alone(weighted, total):
+    """(parameters, optimizer state, loss, results) after each step on one device."""
+    step, made = jitted_step(TX, total), []
+    now = start(), TX.init(start()["net"])
+    for part in batches_of(weighted):
+        made.append(jax.device_get(step(*now, *part)))
+        now = made[-1][:2]
+    return made
+
+
+def with_each(made, plan, part):
+    """What one device makes, with a row per trainer of the result that is merged so."""
+    if plan.merges["aux/first"] != "each":
+        return made
+    first = np.asarray(part[0])[:, 0].reshape(plan.trainers, -1).max(1)
+    return (*made[:3], made[3] | {"first": first})
+
+
+def cases(of):
+    """Each option with every number of trainers, and with four in every way if it is no combination of options."""
+    made = []
+    for name, options in of.items():
+        inter = options.get("hierarchical_allreduce_inter_nranks", 0)
+        counts = [n for n in (1, 2, 4, 8) if not inter or n > inter]
+        turn = len(made)
+        for i, n in enumerate(counts):
+            one = (WAYS[(turn + i) % len(WAYS)],)
+            ways = WAYS if n == 4 and "," not in name else one
+            made += [pytest.param(options, n, way, id=f"{name}-{n}-{way}") for way in ways]
+    return made
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+NODES = {"hierarchical_allreduce_inter_nranks": 2}
+WINDOW = {"accumulate_steps": 4}
+COUNT = {"weight": "aux/count"}
+CHAINS = {"nccl_comm_num": 2, "fuse_grad_size_in_MB": 0}
+OPTIONS = {
+    "one bucket": {"fuse_grad_size_in_MB": 32},
+    "one by one": {"fuse_grad_size_in_MB": 0},
+    "weight": COUNT,
+    "sum": {"reduce": "sum"},
+    "hierarchical": NODES,
+    "hierarchical, of 4": {"hierarchical_allreduce_inter_nranks": 4},
+    "window": WINDOW,
+    "splits": {"max_splits": 3},
+    "chain, all": {"nccl_comm_num": 1, "fuse_grad_size_in_MB": 0},
+    "chains": CHAINS,
+    "weight, hierarchical": COUNT | NODES,
+    "weight, window": COUNT | WINDOW,
+    "weight, chains": COUNT | CHAINS,
+    "sum, hierarchical": {"reduce": "sum"} | NODES,
+    "sum, window": {"reduce": "sum"} | WINDOW,
+    "window, hierarchical": NODES | WINDOW,
+    "splits, chain, hierarchical": {"max_splits": 3, "nccl_comm_num": 1} | NODES,
+    "weight, window, hierarchical, chains": COUNT | WINDOW | NODES | CHAINS,
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("options,trainers,way", cases(OPTIONS))
+def test_every_way_to_reduce_gives_the_numbers_of_one_device(options, trainers, way):
+    plan, weighted = plan_of(trainers, **options), "weight" in options
+    batches, expected = batches_of(weighted), alone(weighted, "reduce" in options)
+    for got, made, part in zip(trained(plan, way, start(), batches), expected, batches, strict=True):
+        tree_close(got, with_each(made, plan, part), 1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("first", ["simulate", "pmap", "vmap of pmap", "shard_map"])
+def test_a_plan_runs_under_one_map_after_the_other(first):
+    """Also with the trainers of a node in a pmap that is in a vmap of nodes."""
+    plan, batches = plan_of.__wrapped__(4, **COUNT, **NODES), batches_of(True, steps=1)
+    for way in (first, "vmap of pmap", "shard_map", "pmap", "vmap"):
+        (got,) = trained(plan, way, start(), batches)
+        tree_close(got, with_each(alone(True, False)[0], plan, batches[0]), 1e-12)
+
+
+gradient = quick(jax.grad(lambda *args: weighted_loss(*args)[0]))
+
+
+def parts_of(params, part, trainers):
+    """The gradient of each trainer's part, and its share of the whole weight."""
+    parts = list(zip(*(np.split(np.asarray(x), trainers) for x in part), strict=True))
+    shares = np.array([mask.sum() for _, _, mask in parts]) / np.asarray(part[2]).sum()
+    return jax.device_get([gradient(params["net"], *p) for p in parts]), shares
+
+
+CLIP = {"clip_local_norm": 3.5}
+CLIPPED = {
+    "clip": CLIP,
+    "clip, one by one": CLIP | {"fuse_grad_size_in_MB": 0},
+    "clip, weight": CLIP | COUNT,
+    "clip, hierarchical": CLIP | NODES,
+    "clip, window": CLIP | WINDOW,
+    "clip, weight, window": CLIP | COUNT | WINDOW,
+    "clip, weight, hierarchical, chains": CLIP | COUNT | NODES | CHAINS,
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("options,trainers,way", cases(CLIPPED))
+def test_each_trainer_clips_its_own_gradient_before_they_are_averaged(options, trainers, way):
+    plan, batches = plan_of(trainers, **options), batches_of("weight" in options)
+    step, now, most = jitted_step(TX), (start(), TX.init(start()["net"])), options["clip_local_norm"]
+    found = []
+    for got, part in zip(trained(plan, way, start(), batches), batches, strict=True):
+        grads, shares = parts_of(now[0], part, trainers)
+        norms = [norm_of(of) for of in grads]
+        found += norms
+        weights = [share * min(1.0, most / norm) for share, norm in zip(shares, norms, strict=True)]
+        mean = {n: sum(w * of[n] for w, of in zip(weights, grads, strict=True)) for n in grads[0]}
+        made = jax.device_get(step(*now, *part))
+        updates, opt_state = TX.update(mean, now[1], now[0]["net"])
+        now = {"net": optax.apply_updates(now[0]["net"], updates), "top": made[0]["top"]}, opt_state
+        aux = made[3] | {"norm": norm_of(mean)}
+        tree_close(got, with_each((*now, made[2], aux), plan, part), 1e-12)
+    assert min(found) < most < max(found), "some are to be clipped, others not"
+
+
+BFLOAT, HALF = {"compress": "bf16"}, {"compress": "fp16"}
+COMPRESS = {
+    "bf16": BFLOAT,
+    "fp16, not scaled": HALF,
+    "fp16 scaled": HALF | {"compress_scale": 1024.0},
+    "bf16, scaled, one by one": BFLOAT | {"compress_scale": 8.0, "fuse_grad_size_in_MB": 0},
+    "bf16, weight": BFLOAT | COUNT,
+    "bf16, hierarchical": BFLOAT | NODES,
+    "fp16, window": HALF | WINDOW,
+    "bf16, weight, window": BFLOAT | COUNT | WINDOW,
+    "fp16 scaled, weight, hierarchical, chains": HALF | {"compress_scale": 64.0} | COUNT | NODES | CHAINS,
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("options,trainers,way", cases(COMPRESS))
+def test_what_is_compressed_is_as_far_off_as_its_type_says(options, trainers, way):
+    """What n trainers send is rounded once and their sum n - 1 times, each time by at most the unit roundoff of what is
+    added up, or by half of fp16's least number. One trainer sends nothing."""
+    plan, batches = plan_of(trainers, PLAIN, **options), batches_of("weight" in options)
+    unit, least = (2.0**-8, 0.0) if options["compress"] == "bf16" else (2.0**-11, 2.0**-25)
+    least *= trainers / options.get("compress_scale", 1.0)
+    step, params, errors = jitted_step(PLAIN), jax.device_get(start()), []
+    for got, part in zip(trained(plan, way, start(), batches), batches, strict=True):
+        grads, shares = parts_of(params, part, trainers)
+        _, _, value, aux = step(params, PLAIN.init(params["net"]), *part)
+        applied = jax.tree.map(lambda a, b: a - b, params["net"], got[0]["net"])
+        for n, g in applied.items():
+            sent = np.stack([share * of[n] for share, of in zip(shares, grads, strict=True)])
+            error, most = np.abs(g - sent.sum(0)), trainers * unit * np.abs(sent).sum(0)
+            errors.append((error / np.abs(sent).mean()).max())
+            if trainers == 1:
+                assert distance(g, sent.sum(0)) < 1e-12
+            else:
+                assert np.all(error <= 1.05 * most + least), n
+        norm = norm_of(applied)
+        _, _, *rest = with_each((None, None, value, aux | {"norm": norm}), plan, part)
+        tree_close(tuple(got[2:]), tuple(rest), 1e-12)
+        params = got[0]
+    assert trainers == 1 or max(errors) > unit / 100, "nothing was rounded"
+
+
+# -- micro-steps -----------------------------------------------------------------------------------
+
+
+def noisy_step(params, state, x, scales, key):
+    """Statistics that depend on the order of what is seen, a loss that depends on a key, and what it drew."""
+
+    def loss(w):
+        return jnp.mean((x * scales @ w + jax.random.normal(key, x.shape[:1])) ** 2)
+
+    value, grads = dtrans.value_and_grad(loss)(params["w"])
+    seen = params["seen"] * 0.5 + jnp.mean(x)
+    return {"seen": seen, "w": params["w"] - 0.1 * grads}, state, value, jax.random.normal(key, (1,))
+
+
+NOISY = [
+    (1, {"accumulate_steps": 2}, WAYS[1:3]),
+    (4, {}, WAYS[3:]),
+    (8, NODES, WAYS[:2]),
+    (2, {"accumulate_steps": 4}, WAYS),
+    (4, NODES | {"accumulate_steps": 2}, WAYS),
+]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("trainers,options,way", [(*of, way) for *of, ways in NOISY for way in ways])
+def test_statistics_go_from_micro_step_to_micro_step_and_keys_differ(trainers, options, way):
+    """By hand: the key is folded with the trainer (one trainer has it as it is), then with the micro-step."""
+    jitted, params = quick(noisy_step), {"seen": jnp.ones(()), "w": jnp.ones(3)}
+    x, scales = mlp_batch(16, (3, 1), jnp.float64)[0], jnp.array([1.0, 0.5, 2.0])
+    args = [(x, scales, jax.random.key(seed)) for seed in range(2)]
+    main = dtrans.trace(noisy_step, params, (), *args[0])
+    steps = options.get("accumulate_steps", 1)
+    plan = dtrans.nccl2(main, dtrans.trace(lambda p: (p, ()), params), trainers=trainers, merge={"aux": "concat"},
+                        replicated=("scales",), **options)  # fmt: skip
+    for got, (_, _, key) in zip(trained(plan, way, params, args), args, strict=True):
+        made, drawn = [], []
+        for k, part in enumerate(np.split(np.asarray(x), trainers)):
+            now = params
+            for i, rows in enumerate(np.split(part, steps)):
+                own = key if trainers == 1 else jax.random.fold_in(key, k)
+                own = own if steps == 1 else jax.random.fold_in(own, i)
+                new, _, value, noise = jitted(now, (), rows, scales, own)
+                drawn.append(noise)
+                made.append((value, new["w"]))
+                now = new | {"w": params["w"]}
+            made[-1] += (now["seen"],)
+        value, w = (sum(m[i] for m in made) / len(made) for i in range(2))
+        seen = sum(m[2] for m in made if len(m) == 3) / trainers
+        tree_close(got, ({"seen": seen, "w": w}, (), value, jnp.concatenate(drawn)), 1e-12)
+        params = {"seen": seen, "w": w}
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def counted_loss(params, x, y, mask):
+    predicted = mlp_forward(params, x)
+    each = jnp.sum((predicted - y) ** 2, -1) * mask
+    count = jnp.sum(mask)
+    return jnp.sum(each) / count, {"count": count, "predicted": predicted, "worst": jnp.max(each)}
+
+
+def planned(tx, params, loss=counted_loss, has_aux=True, like=None, **options):
     step = dtrans.make_train_step(loss, tx, has_aux=has_aux)
     main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *(batch(0) if like is None else like))
     return step, dtrans.nccl2(main, dtrans.trace(init_of(tx), params), **options)
@@ -42,41 +404,9 @@ def collectives(plan):
     return [(e.primitive.name, e.params["over"]) for e in equations(plan.program.jaxpr) if e.primitive.name in kinds]
 
 
-OPTIONS = {
-    "hierarchical": {"trainers": 4, "hierarchical_allreduce_inter_nranks": 2},
-    "hierarchical of 8": {"trainers": 8, "hierarchical_allreduce_inter_nranks": 4},
-    "window": {"trainers": 2, "accumulate_steps": 4},
-    "window of one trainer": {"trainers": 1, "accumulate_steps": 4},
-    "window, hierarchical": {"trainers": 4, "accumulate_steps": 2, "hierarchical_allreduce_inter_nranks": 2},
-    "chains": {"trainers": 4, "nccl_comm_num": 2, "fuse_grad_size_in_MB": 0},
-    "splits": {"trainers": 4, "max_splits": 3},
-}
-
-
-@pytest.mark.parametrize("weight", [None, "aux/count"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_way_to_reduce_gives_the_numbers_of_one_device(options, weight):
-    with jax.enable_x64(True):
-        tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
-        params = mlp_params(SIZES, jnp.float64)
-        merge = {"aux/worst": "max", "aux/count": "sum"}
-        batches = [batch(seed, dtype=jnp.float64) for seed in range(3)]
-        step, plan = planned(tx, params, like=batches[0], merge=merge, weight=weight, **options)
-        if weight is None:  # then parts must count equally
-            batches = [(x, y, jnp.ones_like(mask)) for x, y, mask in batches]
-        jitted = jax.jit(step)
-        for job in (plan.simulate(), plan.on_mesh()):
-            state, here = job.init(params), (params, tx.init(params))
-            for part in batches:
-                state, loss, aux = job.step(state, *part)
-                *here, expected, expected_aux = jitted(*here, *part)
-                tree_close((loss, aux), (expected, expected_aux), 1e-12)
-            tree_close((job.params(state), job.opt_state(state)), tuple(here), 1e-12)
-
-
 def test_a_hierarchy_moves_one_nth_of_the_bytes_between_nodes():
     params = mlp_params(SIZES)  # 6, 3, 30 and 18 numbers: padded to 8, 4, 32 and 20
-    _, plan = planned(optax.sgd(0.1), params, like=batch(0), **OPTIONS["hierarchical of 8"])
+    _, plan = planned(optax.sgd(0.1), params, like=batch(0), trainers=8, hierarchical_allreduce_inter_nranks=4)
     exter, inter = plan.axis_names
     assert plan.axes == (("trainers_exter", 2), ("trainers_inter", 4))
     assert collectives(plan)[:3] == [("reduce_scatter", (inter,)), ("all_reduce", (exter,)), ("all_gather", (inter,))]
@@ -96,28 +426,6 @@ def test_a_window_reduces_once_and_not_inside():
     assert [kind for kind, _ in collectives(plan)] == ["all_reduce"] * 3  # gradients, sums, maxima
     with pytest.raises(BatchError, match="x has 6 rows on each trainer, which 4 micro-steps do not divide"):
         plan.simulate().step(plan.simulate().init(mlp_params(SIZES)), *batch(0, 12))
-
-
-def test_statistics_go_from_micro_step_to_micro_step_and_keys_differ():
-    def step(params, state, x, key):
-        def loss(w):
-            return jnp.mean((x @ w) ** 2) + 0.0 * jax.random.normal(key)
-
-        value, grads = dtrans.value_and_grad(loss)(params["w"])
-        seen = params["seen"] * 0.5 + jnp.mean(x)
-        return {"w": params["w"] - 0.1 * grads, "seen": seen}, state, value, jax.random.normal(key, (1,))
-
-    params = {"seen": jnp.zeros(()), "w": jnp.ones(3)}
-    x, key = jnp.arange(12.0).reshape(4, 3), jax.random.key(0)
-    main = dtrans.trace(step, params, (), x, key)
-    plan = dtrans.nccl2(main, dtrans.trace(lambda p: (p, ()), params), trainers=1, accumulate_steps=2,
-                        merge={"aux": "concat"})  # fmt: skip
-    job = plan.simulate()
-    state, _, drawn = job.step(job.init(params), x, key)
-    halves = [jnp.mean(x[:2]), jnp.mean(x[2:])]
-    assert job.params(state)["seen"] == halves[0] * 0.5 + halves[1]
-    expected = [jax.random.normal(jax.random.fold_in(key, i), (1,)) for i in range(2)]
-    np.testing.assert_array_equal(drawn, np.concatenate(expected))
 
 
 @pytest.mark.parametrize(
@@ -145,17 +453,32 @@ def test_buckets_by_epls_rule_never_mix_types():
     assert sorted(len(b.leaves) for b in plan.buckets) == [1, 2, 2]
 
 
-def test_reductions_of_a_chain_wait_for_each_other():
-    params = {n: jnp.zeros(3) for n in "abcd"}
+@pytest.mark.parametrize("count,waits", [(None, {}), (1, {1: 0, 2: 1, 3: 2}), (2, {2: 0, 3: 1}), (3, {3: 0})])
+@pytest.mark.parametrize("nodes", [False, True])
+def test_reductions_of_a_chain_wait_for_each_other(nodes, count, waits):
+    """What a barrier takes from one reduction and gives to another, by the numbers of their buckets."""
+    params = {n: jnp.zeros(4) for n in "abcd"}
     loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(q**2) for q in p.values())
-
-    def barriers(**options):
-        _, plan = planned(
-            optax.sgd(0.1), params, loss, False, [jnp.ones(8)], trainers=2, fuse_grad_size_in_MB=0, **options
-        )
-        return sum(e.primitive.name == "optimization_barrier" for e in plan.program.jaxpr.jaxpr.eqns)
-
-    assert (barriers(), barriers(nccl_comm_num=1), barriers(nccl_comm_num=3)) == (0, 3, 1)
+    options = NODES if nodes else {}
+    _, plan = planned(
+        optax.sgd(0.1), params, loss, False, [jnp.ones(8)], trainers=4, fuse_grad_size_in_MB=0, nccl_comm_num=count,
+        **options,
+    )  # fmt: skip
+    made_of, found, last = {}, {}, "all_gather" if nodes else "all_reduce"
+    for eqn in plan.program.jaxpr.jaxpr.eqns:
+        of = [made_of[v] for v in eqn.invars if isinstance(v, Var) and v in made_of]
+        if eqn.primitive.name == "optimization_barrier":
+            before = {number for kind, number in of if kind == last}
+            made_of.update((v, ("barrier", before)) for v in eqn.outvars)
+        elif eqn.params.get("name", "").startswith("bucket/"):
+            number = int(eqn.params["name"].removeprefix("bucket/"))
+            for kind, value in of:
+                if kind == "barrier":
+                    (found[number],) = value
+            made_of.update((v, (eqn.primitive.name, number)) for v in eqn.outvars)
+        elif of:
+            made_of.update((v, of[0]) for v in eqn.outvars)
+    assert found == waits
 
 
 def test_clipping_before_and_after_the_sum_are_different_things():
@@ -178,6 +501,8 @@ def test_clipping_before_and_after_the_sum_are_different_things():
 @pytest.mark.parametrize(
     "options,message",
     [
+        ({"trainers": 1, "hierarchical_allreduce_inter_nranks": 2}, "=2 must divide the 1 trainers into several nodes"),
+        ({"trainers": 2, "hierarchical_allreduce_inter_nranks": 2}, "=2 must divide the 2 trainers into several nodes"),
         ({"hierarchical_allreduce_inter_nranks": 3}, "=3 must divide the 4 trainers into several nodes"),
         ({"hierarchical_allreduce_inter_nranks": 4}, "=4 must divide the 4 trainers into several nodes"),
         ({"hierarchical_allreduce_inter_nranks": 1}, "=1 must divide the 4 trainers into several nodes"),
@@ -191,10 +516,27 @@ def test_clipping_before_and_after_the_sum_are_different_things():
 )
 def test_options_out_of_range_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message):
-        planned(optax.sgd(0.1), mlp_params(SIZES), like=batch(0), trainers=4, **options)
+        planned(optax.sgd(0.1), mlp_params(SIZES), like=batch(0), **{"trainers": 4} | options)
 
 
 def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.sum(x > 0))
     with pytest.raises(ConfigError, match="aux is int32.*made in each of 2 micro-steps: say what becomes of it"):
         planned(optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))], trainers=2, accumulate_steps=2)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("options", [NODES, NODES | WINDOW, COUNT | CHAINS | CLIP])
+def test_a_shard_map_that_checks_varying_types_is_refused_by_name(options):
+    plan = plan_of.__wrapped__(4, **options)
+    with pytest.raises(ConfigError, match=r"plan\.function needs jax\.shard_map\(\.\.\., check_vma=False\)"):
+        list(trained(plan, "checked shard_map", start(), batches_of(True)))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("options", [WINDOW, COUNT | WINDOW])
+def test_a_window_on_one_axis_runs_under_a_shard_map_that_checks_too(options):
+    plan, weighted = plan_of.__wrapped__(4, **options), "weight" in options
+    batches = batches_of(weighted)
+    for got, made in zip(trained(plan, "checked shard_map", start(), batches), alone(weighted, False), strict=True):
+        tree_close(got, made, 1e-12)

@@ -167,7 +167,6 @@ def test_a_config_of_another_kind_is_refused() -> None:
         ("half_async", True),
         ("completely_not_async", True),
         ("geo_sgd_mode", True),
-        ("use_hierarchical_allreduce", True),
         ("collective_mode", "grad_allreduce"),
     ],
 )
@@ -491,18 +490,64 @@ def test_nccl2_refuses(programs: Any, options: dict[str, Any], message: str) -> 
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    "name, value, default",
-    [
-        ("use_hierarchical_allreduce", True, False),
-        ("hierarchical_allreduce_inter_nranks", 2, 0),
-        ("nccl_comm_num", 2, 1),
-        ("collective_mode", "local_sgd", None),
-    ],
-)
-def test_nccl2_options_that_this_version_does_not_have(programs: Any, name: str, value: Any, default: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}={value!r} is not in this version; leave it at {default!r}$"):
-        nccl2(programs, DistributeTranspilerConfig(mode="nccl2", **{name: value}))
+def test_nccl2_options_that_this_version_does_not_have(programs: Any) -> None:
+    with pytest.raises(ConfigError, match="^collective_mode='local_sgd' is not in this version; leave it at None$"):
+        nccl2(programs, DistributeTranspilerConfig(mode="nccl2", collective_mode="local_sgd"))
+
+
+def of_hosts(*counts: int) -> list[str]:
+    """Endpoints of so many trainers on each of several hosts."""
+    return [f"10.0.0.{host}:{6170 + k}" for host, count in enumerate(counts, 1) for k in range(count)]
+
+
+@pytest.mark.parametrize("inter, endpoints, axes", [
+    (2, of_hosts(4), (2, 2)),
+    (2, of_hosts(8), (4, 2)),
+    (4, of_hosts(4, 4), (2, 4)),
+    (0, of_hosts(2, 2), (2, 2)),
+    (1, of_hosts(3, 3), (2, 3)),
+])  # fmt: skip
+def test_nccl2_over_nodes(programs: Any, inter: int, endpoints: list[str], axes: tuple[int, int]) -> None:
+    config = DistributeTranspilerConfig(
+        mode="nccl2", use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=inter
+    )
+    plan = nccl2(programs, config, trainers=endpoints, current_endpoint=endpoints[0]).plan
+    assert plan.axes == (("trainers_exter", axes[0]), ("trainers_inter", axes[1]))
+    kinds = [op.type for op in plan.program.ops if op.role == "dist" and op.attrs.get("name") == "bucket/0"]
+    assert kinds == ["reduce_scatter", "all_reduce", "all_gather"]
+
+
+@pytest.mark.parametrize("inter, endpoints, kind, message", [
+    (3, of_hosts(4), AssertionError, "3 trainers in a node must be several, and divide the 4 trainers into several"),
+    (4, of_hosts(4), AssertionError, "4 trainers in a node must be several, and divide the 4 trainers into several"),
+    (0, of_hosts(4), AssertionError, "4 trainers in a node .*; set hierarchical_allreduce_inter_nranks$"),
+    (0, of_hosts(1, 1), AssertionError, "1 trainers in a node must be several"),
+    (0, of_hosts(3, 2), ConfigError, "hosts have different numbers of trainers, .*10.0.0.2:6171; set hierarchical"),
+    (-1, of_hosts(4), ConfigError, "hierarchical_allreduce_inter_nranks must be a number of trainers, it is -1"),
+])  # fmt: skip
+def test_nccl2_nodes_that_cannot_be(
+    programs: Any, inter: int, endpoints: list[str], kind: type[Exception], message: str
+) -> None:
+    config = DistributeTranspilerConfig(
+        mode="nccl2", use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=inter
+    )
+    with pytest.raises(kind, match=message):
+        nccl2(programs, config, trainers=endpoints, current_endpoint=endpoints[0])
+
+
+def test_nccl2_contradictions(programs: Any) -> None:
+    with pytest.raises(ConfigError, match="^hierarchical_allreduce_inter_nranks=2 is for use_hierarchical_allreduce=T"):
+        nccl2(programs, DistributeTranspilerConfig(mode="nccl2", hierarchical_allreduce_inter_nranks=2))
+    with pytest.raises(ConfigError, match="^use_hierarchical_allreduce=True is for mode='nccl2', it is 'pserver'$"):
+        DistributeTranspiler(DistributeTranspilerConfig(use_hierarchical_allreduce=True))
+    with pytest.raises(ConfigError, match="^nccl_comm_num must be a positive number, or None; it is 0$"):
+        nccl2(programs, DistributeTranspilerConfig(mode="nccl2", nccl_comm_num=0))
+
+
+@pytest.mark.parametrize("count, chains", [(1, None), (2, 2)])
+def test_nccl2_chains(programs: Any, count: int, chains: int | None) -> None:
+    plan = nccl2(programs, DistributeTranspilerConfig(mode="nccl2", nccl_comm_num=count)).plan
+    assert plan.options.nccl_comm_num == chains
 
 
 @pytest.mark.parametrize("ask", ["get_pserver_program", "get_pserver_programs", "get_startup_program"])

@@ -12,29 +12,38 @@ from dtrans.errors import BatchError
 from dtrans.trees import TreeSpec, as_array
 
 
+def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any]) -> list[Any]:
+    """The arrays of a batch, whose arguments must be of the structures in `specs`.
+
+    Raises:
+      BatchError, TraceError: they are not.
+    """
+    if len(batch) != len(specs):
+        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+    found: list[Any] = []
+    for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
+        found += spec.flatten(as_array(arg), f"batch argument {i}")
+    return found
+
+
 def shared_batch(
-    specs: Sequence[TreeSpec], batch: Sequence[Any], trainers: int, whole: Collection[str], whole_option: str
+    names: Sequence[str], arrays: Sequence[Any], trainers: int, whole: Collection[str], whole_option: str
 ) -> list[tuple[Any, str]]:
     """The arrays of a batch, and how trainers share each: `split` on dim 0, `replicated`, or `key` (each has its own).
 
     Args:
-      specs: the structure of each batch argument.
+      names: of the arrays.
       whole: names of arrays that every trainer gets whole.
       whole_option: how a user says so, for errors.
 
     Raises:
       BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
     """
-    if len(batch) != len(specs):
-        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
-    arrays: list[tuple[Any, str]] = []
+    shared = [(x, share_of(name, x, trainers, whole)) for name, x in zip(names, arrays, strict=True)]
     rows: dict[int, str] = {}
-    for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
-        for name, x in zip(spec.names, spec.flatten(as_array(arg), f"batch argument {i}"), strict=True):
-            share = _share(name, x, trainers, whole)
-            arrays.append((x, share))
-            if share == "split":
-                rows.setdefault(x.shape[0], name)
+    for name, (x, share) in zip(names, shared, strict=True):
+        if share == "split":
+            rows.setdefault(x.shape[0], name)
     for count, name in rows.items():
         if count % trainers:
             raise BatchError(
@@ -47,11 +56,11 @@ def shared_batch(
             f"the arrays of a batch are split over the trainers on dim 0, but {listed} rows; "
             f"name what every trainer needs whole in {whole_option}"
         )
-    return arrays
+    return shared
 
 
-def _share(name: str, x: Any, trainers: int, whole: Collection[str]) -> str:
-    """How trainers share one array of the batch."""
+def share_of(name: str, x: Any, trainers: int, whole: Collection[str]) -> str:
+    """How trainers share one array of the batch: see `shared_batch`."""
     if trainers == 1 or name in whole:
         return "replicated"
     if x.ndim:

@@ -32,7 +32,7 @@ import hashlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,11 +45,11 @@ from dtrans.collective import CollectivePlan
 from dtrans.errors import BatchError, ConfigError, PeerError, StateError
 from dtrans.ops import all_gather_p, all_reduce_p, broadcast_p, reduce_scatter_p, trainer_index_p
 from dtrans.program import Program, is_communication
+from dtrans.run.batch import batch_arrays
 from dtrans.run.collective import CollectiveState, MeshTrainers, per_trainer
 from dtrans.run.endpoints.fabric import DEADLINE
 from dtrans.run.meeting import meet
 from dtrans.run.roles import Role
-from dtrans.trees import as_array
 
 
 HEARTBEAT = 20  # seconds of silence after which JAX takes a process for dead; less when the deadline is
@@ -263,11 +263,11 @@ def shared(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
     return made
 
 
-def agree(program: Program, parts: Mapping[str, int]) -> None:
+def agree(program: Program, split: Collection[str]) -> None:
     """Check that all trainers are about to run the same program on parts of one size.
 
     Args:
-      parts: the rows of this trainer's part, by name.
+      split: the names of what trainers have parts of.
 
     Raises:
       PeerError, BatchError: they are not; the message says who differs from trainer 0.
@@ -275,7 +275,8 @@ def agree(program: Program, parts: Mapping[str, int]) -> None:
     inner = program.jaxpr.jaxpr
     moved = [f"{e.primitive} {[a.aval.str_short() for a in e.invars]}" for e in inner.eqns if is_communication(e)]
     held = [f"{n} {program.inputs[n].str_short()}" for spec in program.args[:2] for n in spec.names]
-    rows = next(iter(parts.values()), 0)
+    first = next(iter(split), "the batch")
+    rows = program.inputs[first].shape[0] if split else 0
     me, count = jax.process_index(), jax.process_count()
     # held first: a trainer with other rows moves other things too, where results are of the batch's size
     mine = np.stack([_digest("\n".join(held)), np.full(8, rows, np.uint32), _digest("\n".join(moved))])
@@ -286,7 +287,7 @@ def agree(program: Program, parts: Mapping[str, int]) -> None:
         others = [k for k in range(count) if (table[k, i] != table[0, i]).any()]
         if others and i == 1:
             listed = ", ".join(f"trainer {k} gives {table[k, 1, 0]}" for k in range(count))
-            raise BatchError(f"trainers must give parts of one size; of {next(iter(parts), 'the batch')} {listed} rows")
+            raise BatchError(f"trainers must give parts of one size; of {first} {listed} rows")
         if others:
             who = " and ".join(f"trainer {k}" for k in others)
             what = "parameters or an optimizer state of other shapes" if i == 0 else "another step, or other options"
@@ -341,23 +342,8 @@ class ClusterTrainers(MeshTrainers):
           StateError: not a state of this job, or one that was already stepped from, and was donated.
           PeerError: another trainer has ended, or trains something else.
         """
-        specs = self.plan.main.args[2:]
-        if len(batch) != len(specs):
-            raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
-        pieces = []
-        for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
-            leaves = spec.flatten(as_array(arg), f"batch argument {i}")
-            whole = [
-                self.plan.trainers == 1 or n in self._whole or not x.ndim
-                for n, x in zip(spec.names, leaves, strict=True)
-            ]
-            pieces.append(
-                spec.unflatten(
-                    [_together(x, self._everywhere if w else self._split) for x, w in zip(leaves, whole, strict=True)]
-                )
-            )
         with _peers():
-            state, *results = super().step(state, *pieces)
+            state, *results = super().step(state, *batch)
         return (state, *jax.tree.map(_own_of, results))
 
     def params(self, state: CollectiveState) -> Any:
@@ -371,11 +357,17 @@ class ClusterTrainers(MeshTrainers):
     def _start(self, startup: Program, args: list[Any]) -> list[Any]:
         return [_together(x, self._everywhere) for x in shared(startup.compiled(*args))]
 
-    def _compile(self, program: Program, shares: Sequence[str]) -> Callable[..., Any]:
-        count = len(program.in_names) - len(shares)
-        split = [n for n, s in zip(program.in_names[count:], shares, strict=True) if s == "split"]
-        agree(program, {n: program.inputs[n].shape[0] for n in split})
-        axes = self.plan.axis_names
+    def _arrays(self, batch: Sequence[Any]) -> list[Any]:
+        parts = batch_arrays(self._specs, batch)
+        return [_together(x, where) for x, where in zip(parts, self._places, strict=True)]
+
+    def _check(self, state: CollectiveState, arrays: list[Any]) -> None:
+        super()._check(state, arrays)
+        program = self._program(state, arrays)
+        agree(program, self._split)
+
+    def _mapped(self, program: Program) -> Callable[[list[Any], Sequence[Any]], Sequence[Any]]:
+        axes, count = self.plan.axis_names, len(program.in_names) - len(self._shares)
         ways = [self._way(n) for n in program.out_names]
         one = per_trainer(program)
 
@@ -386,10 +378,9 @@ class ClusterTrainers(MeshTrainers):
                 for x, way in zip(outs, ways, strict=True)
             ]
 
-        specs = ([P()] * count, [P(axes) if s == "split" else P() for s in shares])
+        specs = ([P()] * count, [P(axes) if s == "split" else P() for s in self._shares])
         # check_vma: see MeshTrainers
-        mapped = jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=False)
-        return jax.jit(mapped, donate_argnums=0 if self._donate else ())
+        return jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=False)
 
 
 def _own_of(x: Any) -> Any:
@@ -429,8 +420,8 @@ class ClusterFabric:
         axes = axes_of(program, connected().trainers)
         mesh = Mesh(np.array(trainer_devices()).reshape([*axes.values()]), tuple(axes))
         held = {n for spec in program.args[:2] for n in spec.names}
-        batch = {n: t for n, t in program.inputs.items() if n not in held and t.ndim}
-        agree(program, {n: t.shape[0] for n, t in batch.items()})
+        batch = [n for n, t in program.inputs.items() if n not in held and t.ndim]
+        agree(program, batch)
         specs = [P(tuple(axes)) if n in batch else P() for n in program.in_names]
         # every output is in the place of one that is the same on all: a trainer reads its own
         one = per_trainer(program)

@@ -23,9 +23,9 @@ from dtrans.collective import CollectivePlan
 from dtrans.errors import ConfigError, StateError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
 from dtrans.program import Program
-from dtrans.run.batch import part_types, shared_batch
+from dtrans.run.batch import batch_arrays, part_types, share_of, shared_batch
 from dtrans.run.pieces import Rules, interpret
-from dtrans.trees import TreeSpec, without
+from dtrans.trees import TreeSpec, is_under, without
 
 
 _REDUCE: dict[str, Callable[..., Any]] = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
@@ -82,12 +82,16 @@ class CollectiveJob(abc.ABC):
       plan: what to run.
     """
 
-    def __init__(self, plan: CollectivePlan) -> None:
+    def __init__(self, plan: CollectivePlan, *, donate: bool = False) -> None:
         self.plan = plan
-        names = [n for spec in plan.main.args[2:] for n in spec.names]
-        self._whole = {n for n in names for r in plan.replicated if n == r or n.startswith(r + "/")}
-        self._compiled: dict[Program, Callable[..., Any]] = {}
-        self._programs: dict[Any, Program] = {}  # by types: a step looks no further
+        self._specs = plan.main.args[2:]
+        self._names = [n for spec in self._specs for n in spec.names]
+        self._whole = {n for n in self._names if is_under(n, plan.replicated)}
+        self._shares = [share_of(n, plan.main.inputs[n], plan.trainers, self._whole) for n in self._names]
+        self._split = [n for n, share in zip(self._names, self._shares, strict=True) if share == "split"]
+        self._seen: set[tuple[Any, ...]] = set()  # shapes of batches that were looked at: a step looks no further
+        # state goes through jit as a whole: to take it apart here would cost more than a small step
+        self._jitted = jax.jit(self._traced, donate_argnums=0 if donate else ())
 
     # -- what a user calls -----------------------------------------------------------------------
 
@@ -110,25 +114,26 @@ class CollectiveJob(abc.ABC):
         """
         if not isinstance(state, CollectiveState):
             raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
-        of: dict[str, Any] = state.params | state.opt_state  # NumPy's arrays where it comes from a checkpoint
-        gone = next((n for n, x in of.items() if isinstance(x, jax.Array) and x.is_deleted()), None)
-        if gone:
-            raise StateError(
-                f"this state was already stepped from, and {gone} in it was donated to that step; "
-                "use the state that step returned, or plan.on_mesh(donate=False)"
-            )
-        plan = self.plan
-        option = "dtrans.nccl2(replicated=(...))"
-        arrays = shared_batch(plan.main.args[2:], batch, plan.trainers, self._whole, option)
-        held = [*state.params.values(), *state.opt_state.values()]
-        program = self._program(held, arrays)
-        if program not in self._compiled:
-            self._compiled[program] = self._compile(program, [share for _, share in arrays])
-        values = dict(zip(program.out_names, self._run(self._compiled[program], held, arrays), strict=True))
-        new = CollectiveState({n: values[n] for n in state.params}, {n: values[n] for n in state.opt_state})
-        rest = self._rest
-        tree = rest.unflatten([values[n] for n in rest.names])
+        held: Sequence[dict[str, Any]] = (state.params, state.opt_state)  # NumPy's arrays if it comes from a checkpoint
+        for of in held:
+            gone = next((n for n, x in of.items() if isinstance(x, jax.Array) and x.is_deleted()), None)
+            if gone is not None:  # JAX would look for its memory, and not always find out
+                raise StateError(
+                    f"this state was already stepped from, and {gone} in it was donated to that step; "
+                    "use the state that step returned, or a job with donate=False"
+                )
+        arrays = self._arrays(batch)
+        shapes = tuple(x.shape for x in arrays)
+        if shapes not in self._seen:
+            self._check(state, arrays)
+            self._seen.add(shapes)
+        new, rest = self._jitted(state, self._placed(arrays))
+        tree = self._rest.unflatten(rest)
         return (new, *(tree if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)))
+
+    def lower(self, state: CollectiveState, *batch: Any) -> Any:
+        """What `step` compiles for these arguments, as `jax.jit(...).lower` gives it: read it with `.as_text()`."""
+        return self._jitted.lower(state, self._placed(self._arrays(batch)))
 
     def params(self, state: CollectiveState) -> Any:
         """The parameters, as the pytree that they were given in."""
@@ -142,17 +147,41 @@ class CollectiveJob(abc.ABC):
 
     # -- how it runs -----------------------------------------------------------------------------
 
-    def _program(self, held: Sequence[Any], arrays: Sequence[tuple[Any, str]]) -> Program:
-        """The program for a trainer's part of a batch; it is looked for once for each batch shape."""
-        key = (
-            jax.dtypes.canonicalize_dtype(float),
-            *((x.shape, x.dtype) for x in held),
-            *((x.shape, x.dtype) for x, _ in arrays),
-        )
-        if key not in self._programs:
-            types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held] + part_types(arrays, self.plan.trainers)
-            self._programs[key] = self.plan.program.at_flat(types)
-        return self._programs[key]
+    def _arrays(self, batch: Sequence[Any]) -> list[Any]:
+        """The arrays of a global batch."""
+        return batch_arrays(self._specs, batch)
+
+    def _check(self, state: CollectiveState, arrays: list[Any]) -> None:
+        """Refuse a batch that cannot be shared."""
+        self._shared(arrays)
+
+    def _traced(self, state: CollectiveState, arrays: Sequence[Any]) -> tuple[CollectiveState, list[Any]]:
+        """A step of all trainers, as `jax.jit` traces it, once for each batch shape."""
+        program = self._program(state, arrays)
+        made = self._mapped(program)(self._held(state), arrays)
+        values = dict(zip(program.out_names, made, strict=True))
+        new = CollectiveState(*({n: values[n] for n in names} for names in self._state))
+        return new, [values[n] for n in self._rest.names]
+
+    def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
+        """The program for a trainer's part of a batch."""
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._held(state)]
+        return self.plan.program.at_flat(types + part_types(self._shared(arrays), self.plan.trainers))
+
+    def _shared(self, arrays: Sequence[Any]) -> list[tuple[Any, str]]:
+        """How trainers share a batch. Raises BatchError where they cannot."""
+        return shared_batch(self._names, arrays, self.plan.trainers, self._whole, "dtrans.nccl2(replicated=(...))")
+
+    def _held(self, state: CollectiveState) -> list[Any]:
+        """The arrays of a state, in the order of the program."""
+        params, opt_state = self._state
+        return [state.params[n] for n in params] + [state.opt_state[n] for n in opt_state]
+
+    @property
+    def _state(self) -> tuple[Sequence[str], Sequence[str]]:
+        """The names of parameters and of the optimizer's state."""
+        params, opt_state = self.plan.main.args[:2]
+        return params.names, opt_state.names
 
     @cached_property
     def _rest(self) -> TreeSpec:
@@ -170,12 +199,12 @@ class CollectiveJob(abc.ABC):
         """The outputs of the startup program, where steps want them."""
 
     @abc.abstractmethod
-    def _compile(self, program: Program, shares: Sequence[str]) -> Callable[..., Any]:
-        """A program for all trainers, as a function of (held, batch)."""
+    def _mapped(self, program: Program) -> Callable[[list[Any], Sequence[Any]], Sequence[Any]]:
+        """A program for all trainers, as a function of (state, batch) that gives its outputs, merged."""
 
-    @abc.abstractmethod
-    def _run(self, compiled: Callable[..., Any], held: list[Any], arrays: Sequence[tuple[Any, str]]) -> Sequence[Any]:
-        """The outputs of one step, merged."""
+    def _placed(self, arrays: list[Any]) -> list[Any]:
+        """A batch where steps want it."""
+        return arrays
 
 
 class MeshTrainers(CollectiveJob):
@@ -184,7 +213,7 @@ class MeshTrainers(CollectiveJob):
     def __init__(
         self, plan: CollectivePlan, devices: Sequence[jax.Device] | None = None, *, donate: bool = True
     ) -> None:
-        super().__init__(plan)
+        super().__init__(plan, donate=donate)
         devices = list(jax.devices() if devices is None else devices)
         if len(devices) < plan.trainers:
             hint = (
@@ -198,17 +227,17 @@ class MeshTrainers(CollectiveJob):
             )
         sizes = [size for _, size in plan.axes]
         self.mesh = Mesh(np.array(devices[: plan.trainers]).reshape(sizes), plan.axis_names)
-        self._donate = donate
         self._everywhere = NamedSharding(self.mesh, P())
-        self._split = NamedSharding(self.mesh, P(plan.axis_names))
+        split = NamedSharding(self.mesh, P(plan.axis_names))
+        self._places = [split if share == "split" else self._everywhere for share in self._shares]
 
     def _start(self, startup: Program, args: list[Any]) -> list[Any]:
         made = startup.compiled(*jax.device_put(args, self.mesh.devices.flat[0]))
         # copies: a state may be donated, and init may return one array twice
         return jax.device_put([jnp.copy(x) for x in made], self._everywhere)
 
-    def _compile(self, program: Program, shares: Sequence[str]) -> Callable[..., Any]:
-        axes, count = self.plan.axis_names, len(program.in_names) - len(shares)
+    def _mapped(self, program: Program) -> Callable[[list[Any], Sequence[Any]], Sequence[Any]]:
+        axes, count = self.plan.axis_names, len(program.in_names) - len(self._shares)
         ways = [self._way(n) for n in program.out_names]
         one = per_trainer(program)
 
@@ -216,16 +245,13 @@ class MeshTrainers(CollectiveJob):
             outs = one(*held, *batch)
             return [x[None] if way == "each" else x for x, way in zip(outs, ways, strict=True)]
 
-        specs = ([P()] * count, [P(axes) if s == "split" else P() for s in shares])
+        specs = ([P()] * count, [P(axes) if s == "split" else P() for s in self._shares])
         outs = [P() if way == "same" else P(axes) for way in ways]
         # check_vma: the equations were traced without varying types, and replay only without the check
-        mapped = jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
-        return jax.jit(mapped, donate_argnums=0 if self._donate else ())
+        return jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
 
-    def _run(self, compiled: Callable[..., Any], held: list[Any], arrays: Sequence[tuple[Any, str]]) -> Sequence[Any]:
-        batch = [_put(x, self._split if share == "split" else self._everywhere) for x, share in arrays]
-        made: Sequence[Any] = compiled(held, batch)
-        return made
+    def _placed(self, arrays: list[Any]) -> list[Any]:
+        return [_put(x, where) for x, where in zip(arrays, self._places, strict=True)]
 
 
 class SimulatedTrainers(CollectiveJob):
@@ -234,14 +260,14 @@ class SimulatedTrainers(CollectiveJob):
     def _start(self, startup: Program, args: list[Any]) -> list[Any]:
         return list(startup.compiled(*args))
 
-    def _compile(self, program: Program, shares: Sequence[str]) -> Callable[..., Any]:
+    def _mapped(self, program: Program) -> Callable[[list[Any], Sequence[Any]], Sequence[Any]]:
         axes = self.plan.axes
         sizes = [size for _, size in axes]
         # what is said to be the same is not looked at; state is
         told = {n for n, way in self.plan.merges.items() if way == "same"}
         ways = ["first" if n in told else self._way(n) for n in program.out_names]
         one = per_trainer(program)
-        split = [0 if s == "split" else None for s in shares]
+        split = [0 if s == "split" else None for s in self._shares]
 
         def step(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
             parts = [x if s is None else x.reshape(*sizes, -1, *x.shape[1:]) for x, s in zip(batch, split, strict=True)]
@@ -259,11 +285,7 @@ class SimulatedTrainers(CollectiveJob):
             }
             return [joined[way](x) for x, way in zip(mapped(held, parts), ways, strict=True)]
 
-        return jax.jit(step)
-
-    def _run(self, compiled: Callable[..., Any], held: list[Any], arrays: Sequence[tuple[Any, str]]) -> Sequence[Any]:
-        made: Sequence[Any] = compiled(held, [x for x, _ in arrays])
-        return made
+        return step
 
 
 def _put(x: Any, where: NamedSharding) -> Any:

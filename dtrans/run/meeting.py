@@ -27,6 +27,9 @@ from dtrans.run.endpoints import wire
 from dtrans.run.endpoints.client import LINGER, new_socket, tcp_address
 
 
+GRACE = 5.0  # seconds that the others give trainer 0 to tell them that time is up
+
+
 def meet(trainer_id: int, endpoints: Sequence[str], *, deadline: float, allow_remote: bool = False) -> None:
     """Return when the trainers at all endpoints are there.
 
@@ -141,7 +144,8 @@ def _come(door: zmq.Socket[Any], trainer_id: int, endpoints: Sequence[str], dead
     asked = b""
     while True:
         if not door.poll(_milliseconds(limit)):
-            raise DeadlineError(f"{me} waited {deadline:g} s at {endpoints[trainer_id]} for {first} {what}")
+            waited = deadline if not asked else deadline + GRACE
+            raise DeadlineError(f"{me} waited {waited:g} s at {endpoints[trainer_id]} for {first} {what}")
         sender, *parts = door.recv_multipart()
         try:
             message = wire.parse(parts)
@@ -155,7 +159,8 @@ def _come(door: zmq.Socket[Any], trainer_id: int, endpoints: Sequence[str], dead
                 door.send_multipart([sender, wire.header("refuse", reason=reason)])
                 raise PeerError(f"trainer 0 has other endpoints: {reason}")
             door.send_multipart([sender, wire.header("here")])
-            asked, limit, what = sender, time.monotonic() + deadline, "to find the others"
+            # its own deadline ends before this one, and then it says who is missing
+            asked, limit, what = sender, time.monotonic() + deadline + GRACE, "to find the others"
         elif sender == asked and message.op == "abort":
             kind = DeadlineError if message.fields.get("late") else PeerError
             raise kind(f"{me} was told to give up: {message['reason']}")

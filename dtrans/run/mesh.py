@@ -28,11 +28,12 @@ from dtrans.errors import ConfigError, StateError
 from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p
 from dtrans.plan import PServerPlan
 from dtrans.program import Program
-from dtrans.run.batch import part_types, shared_batch
+from dtrans.run.batch import batch_arrays, part_types, shared_batch
 from dtrans.run.exchange import Exchange
 from dtrans.run.pieces import COMPUTED, Pieces, cut_program
 from dtrans.run.trainers import AXIS, TrainersProgram, shards, unstacked
 from dtrans.run.update import CompiledUpdate, ServerUpdate, Vectors, own_buffers
+from dtrans.trees import is_under
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params", "servers"], meta_fields=[])
@@ -95,9 +96,9 @@ class MeshJob:
         self.plan = plan
         self.donate = donate
         self.trainers = plan.trainers
-        names = [n for spec in plan.main.args[2:] for n in spec.names]
-        self._whole = {n for n in names for r in replicated if n == r or n.startswith(r + "/")}
-        unknown = [r for r in replicated if not any(n == r or n.startswith(r + "/") for n in names)]
+        self._names = names = [n for spec in plan.main.args[2:] for n in spec.names]
+        self._whole = {n for n in names if is_under(n, replicated)}
+        unknown = [r for r in replicated if not any(is_under(n, [r]) for n in names)]
         if isinstance(replicated, str) or unknown:
             raise ConfigError(f"replicated={replicated!r} must name arrays of the batch: {', '.join(names)}")
         count = max(d for d in range(1, min(len(devices), self.trainers) + 1) if self.trainers % d == 0)
@@ -142,7 +143,8 @@ class MeshJob:
         if not isinstance(state, MeshState):
             raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
         option = "plan.on_mesh(replicated=(...))"
-        arrays = shared_batch(self.plan.main.args[2:], batch, self.trainers, self._whole, option)
+        given = batch_arrays(self.plan.main.args[2:], batch)
+        arrays = shared_batch(self._names, given, self.trainers, self._whole, option)
         runner = self._runner(arrays)
         servers = {ep: dict(held) for ep, held in state.servers.items()}
         for held in servers.values():

@@ -9,6 +9,9 @@ The program is one for all trainers (SPMD). With a loss that is a mean over the 
 shares of it, it computes what one device computes on the whole batch. With a `weight` (a count of examples that the
 step returns) shares need not be equal: gradients and averaged results are weighted by it.
 
+With `local_sgd` trainers take whole steps by themselves, and what is reduced after them is parameters and optimizer
+state. All trainers have the same state before and after each step of the job, whichever way.
+
 A *bucket* is a run of gradients of one dtype, in the order in which the backward pass makes them, up to
 `fuse_grad_size_in_MB`. It is one equation with many operands; nothing is copied together. JAX lowers it to one
 `stablehlo.all_reduce` for each operand, side by side, and XLA's combiner makes those one again (also across buckets,
@@ -34,12 +37,11 @@ from dtrans.ops import trainer_index_p
 from dtrans.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.rewrite import Builder, needed
 from dtrans.transforms.halves import ready_order, refuse_nested, write_trainer_half
-from dtrans.transforms.reducer import COMPRESSED, REDUCED, Options, Reducer, buckets_of
+from dtrans.transforms.options import Options, check_options
+from dtrans.transforms.reducer import Reducer, buckets_of
 from dtrans.transforms.startup import match_startup
-from dtrans.transforms.window import write_window
-
-
-MERGES = (*REDUCED, "concat", "each", "same")
+from dtrans.transforms.window import Window, write_accumulation, write_local_steps
+from dtrans.trees import is_under
 
 
 def nccl2(
@@ -60,6 +62,7 @@ def nccl2(
     max_splits: int | None = None,
     nccl_comm_num: int | None = None,
     clip_local_norm: float | None = None,
+    local_sgd: int | None = None,
 ) -> CollectivePlan:
     """Plan data-parallel training of a traced step over collectives.
 
@@ -93,6 +96,9 @@ def nccl2(
       clip_local_norm: clip each trainer's own gradients to this global norm *before* they are reduced, as EPL does by
         default. (A clip in the optimizer is one of the reduced gradients.) All reductions then wait for the last
         gradient.
+      local_sgd: how many steps of its own each trainer takes, one after the other on so many parts of its part of the
+        batch, before trainers average their parameters and optimizer state (local SGD): one reduction in so many steps.
+        What the optimizer counts, other than steps, must be named in `merge`.
 
     Raises:
       ConfigError: an option that is out of range, or names that the step does not have.
@@ -115,6 +121,11 @@ def nccl2(
       >>> job.params(state)["w"].tolist(), float(loss)
       ([1.0, 2.0], 11.0)
     """
+    for name, program in (("main", main), ("startup", startup)):
+        if not isinstance(program, Program):
+            raise ConfigError(f"{name} must be a Program (dtrans.trace(fn, *args)), it is {type(program).__name__}")
+    if isinstance(replicated, str):
+        raise ConfigError(f"replicated={replicated!r} must be a collection of names of batch arrays")
     options = Options(
         trainers=trainers,
         axis_name=axis_name,
@@ -130,11 +141,18 @@ def nccl2(
         max_splits=max_splits,
         nccl_comm_num=nccl_comm_num,
         clip_local_norm=clip_local_norm,
+        local_sgd=local_sgd,
     )
-    check_options(main, startup, options, replicated)
+    return planned(main, startup, options)
+
+
+def planned(main: Program, startup: Program, options: Options) -> CollectivePlan:
+    """What `nccl2` plans with these options."""
+    check_options(options)
     refuse_collectives(main)
     step = cut(main).with_observed()
-    refuse_nested(step, trainers)
+    if options.local_sgd is None:
+        refuse_nested(step, options.trainers)
     check_names(step, options)
     startup = match_startup(step, startup)
     merges = merges_of(step, options)
@@ -142,75 +160,26 @@ def nccl2(
         main=step.program,
         startup=startup,
         program=rewritten(step, options, merges),
-        trainers=trainers,
-        axes=options.axes,
-        buckets=buckets_of(step, options),
+        options=options,
+        buckets=buckets_of(reduced_values(step, options, merges), options),
         merges=merges,
-        replicated=options.replicated,
-        dropped=step.dropped,
+        dropped=step.dropped if options.local_sgd is None else (),
     )
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def check_options(main: Any, startup: Any, o: Any, replicated: Any) -> None:
-    """Refuse what cannot be planned, by the option's name."""
-    for name, program in (("main", main), ("startup", startup)):
-        if not isinstance(program, Program):
-            raise ConfigError(f"{name} must be a Program (dtrans.trace(fn, *args)), it is {type(program).__name__}")
-    if isinstance(o.trainers, bool) or not isinstance(o.trainers, int) or o.trainers < 1:
-        raise ConfigError(
-            f"trainers must be a positive number of trainers, it is {o.trainers!r}; endpoints are for "
-            "DistributeTranspiler.transpile"
-        )
-    if not isinstance(o.axis_name, str) or not o.axis_name:
-        raise ConfigError(f"axis_name must be the name of an axis, it is {o.axis_name!r}")
-    if o.reduce not in ("mean", "sum"):
-        raise ConfigError(f"reduce must be 'mean' or 'sum', it is {o.reduce!r}")
-    if o.weight is not None and o.reduce != "mean":
-        raise ConfigError(f"weight={o.weight!r} is for reduce='mean', it is {o.reduce!r}")
-    size = o.fuse_grad_size_in_MB
-    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size >= 0:
-        raise ConfigError(f"fuse_grad_size_in_MB must be a size in megabytes, 0 or more; it is {size!r}")
-    if o.compress is not None and o.compress not in COMPRESSED:
-        raise ConfigError(f"compress must be 'bf16', 'fp16' or None, it is {o.compress!r}")
-    if isinstance(o.compress_scale, bool) or not isinstance(o.compress_scale, (int, float)) or not o.compress_scale > 0:
-        raise ConfigError(f"compress_scale must be a positive number, it is {o.compress_scale!r}")
-    if o.compress is None and o.compress_scale != 1.0:
-        raise ConfigError(f"compress_scale={o.compress_scale!r} is for compress='bf16' or 'fp16', which is None")
-    for name in ("max_splits", "nccl_comm_num"):
-        count = getattr(o, name)
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise ConfigError(f"{name} must be a positive number, or None; it is {count!r}")
-    norm = o.clip_local_norm
-    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0):
-        raise ConfigError(f"clip_local_norm must be a positive number, or None; it is {norm!r}")
-    if isinstance(o.accumulate_steps, bool) or not isinstance(o.accumulate_steps, int) or o.accumulate_steps < 1:
-        raise ConfigError(f"accumulate_steps must be a positive number of micro-steps, it is {o.accumulate_steps!r}")
-    if isinstance(o.inter, bool) or not isinstance(o.inter, int) or o.inter < 0:
-        raise ConfigError(f"hierarchical_allreduce_inter_nranks must be a number of trainers, it is {o.inter!r}")
-    if o.inter and (o.trainers % o.inter or not 1 < o.inter < o.trainers):
-        raise ConfigError(
-            f"hierarchical_allreduce_inter_nranks={o.inter} must divide the {o.trainers} trainers into several nodes "
-            "of several trainers each"
-        )
-    if isinstance(replicated, str):
-        raise ConfigError(f"replicated={replicated!r} must be a collection of names of batch arrays")
-    for name, way in o.merge.items():
-        if way not in MERGES:
-            raise ConfigError(f"merge[{name!r}] must be one of {', '.join(MERGES)}; it is {way!r}")
-
-
 def check_names(step: Cut, o: Options) -> None:
     """Refuse names that the step does not have."""
-    mergeable = (*step.results, *step.held)
+    state = step.held if o.local_sgd is None else (*step.params, *step.opt_state)
+    mergeable = (*step.results, *state)
     for name in o.merge:
         if name not in mergeable:
             raise ConfigError(f"merge names {name!r}; what trainers make and can be merged is {', '.join(mergeable)}")
-        if name in step.held and o.merge[name] in ("concat", "each"):
+        if name in state and o.merge[name] in ("concat", "each"):
             raise ConfigError(
-                f"merge[{name!r}]={o.merge[name]!r}: every trainer has the same parameters; 'mean', 'sum', 'max' or "
+                f"merge[{name!r}]={o.merge[name]!r}: every trainer has the same state; 'mean', 'sum', 'max' or "
                 "'same' keep it so"
             )
         way, t = o.merge[name], step.program.outputs[name]
@@ -222,7 +191,7 @@ def check_names(step: Cut, o: Options) -> None:
         if not fits.get(way, True):
             raise ConfigError(f"merge[{name!r}]={way!r}: it is {t.str_short()}; {others}")
     for name in o.replicated:
-        if not any(n == name or n.startswith(name + "/") for n in step.batch):
+        if not any(is_under(n, [name]) for n in step.batch):
             raise ConfigError(f"replicated names {name!r}; the arrays of the batch are {', '.join(step.batch)}")
     if o.weight is not None:
         if o.weight not in step.results:
@@ -271,16 +240,11 @@ def refuse_collectives(main: Program) -> None:
 # -- what trainers share ---------------------------------------------------------------------------
 
 
-def is_replicated(name: str, o: Options) -> bool:
-    """Whether an array of the batch was named as one that every trainer gets whole."""
-    return any(name == r or name.startswith(r + "/") for r in o.replicated)
-
-
 def merges_of(step: Cut, o: Options) -> dict[str, str]:
     """What becomes of each result, and of each parameter that trainers make."""
     program = step.program
-    made_here = [n for n in step.held if not _unchanged(program, n)]
-    parts = o.trainers * o.accumulate_steps
+    made_here = _made_by_trainers(step, o)
+    parts = o.trainers * o.micro_steps
     if parts == 1:
         return {n: "each" if o.merge.get(n) == "each" else "same" for n in (*step.results, *made_here)}
     inner = program.jaxpr.jaxpr
@@ -290,7 +254,7 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
     grown_outs: Mapping[str, Atom] = {}
     if asked:
         split = [
-            n for n in step.batch if program.inputs[n].ndim and not is_replicated(n, o)
+            n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.replicated)
         ]  # traced again, on a batch of all trainers
         types = [
             jax.ShapeDtypeStruct((t.shape[0] * parts, *t.shape[1:]) if n in split else t.shape, t.dtype)
@@ -305,11 +269,7 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
             )
         whole = program.at_flat(types)
         grown, grown_outs = whole.outputs, dict(zip(whole.out_names, whole.jaxpr.jaxpr.outvars, strict=True))
-    of_batch = spread(
-        inner.eqns,
-        {v: 1 for n, v in zip(program.in_names, inner.invars, strict=True) if n in step.batch},
-        dict.fromkeys(step.border.values(), 0),  # what is made of these is made of the reduced ones
-    )
+    of_batch = _of_batch(step, o)
     found: dict[str, str] = {}
     for n in (*step.results, *made_here):
         t, out = program.outputs[n], outs[n]
@@ -330,19 +290,43 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
             found[n] = "same"
         elif jnp.issubdtype(t.dtype, jnp.inexact):
             found[n] = o.reduce if n in step.results else "mean"
-        elif n in step.held:
+        elif n in made_here:
             raise ConfigError(
                 f"{n} is {t.str_short()} and made of a trainer's part of the batch: say what becomes of it, "
-                f"merge={{{n!r}: 'mean'}}, 'sum', 'max' or 'same'"
+                f"merge={{{n!r}: 'max'}}, 'sum' or 'same'"
             )
-        elif o.accumulate_steps > 1:
+        elif o.micro_steps > 1:
             raise ConfigError(
-                f"{n} is {t.str_short()} and made in each of {o.accumulate_steps} micro-steps: say what becomes of it, "
+                f"{n} is {t.str_short()} and made in each of {o.micro_steps} micro-steps: say what becomes of it, "
                 f"merge={{{n!r}: 'sum'}}, 'max' or 'same' (the last one)"
             )
         else:
             found[n] = "each"
     return found
+
+
+def _made_by_trainers(step: Cut, o: Options) -> list[str]:
+    """The state that trainers make of their own parts: batch statistics; with local steps, all that changes."""
+    state = step.held if o.local_sgd is None else (*step.params, *step.opt_state)
+    return [n for n in state if not _unchanged(step.program, n)]
+
+
+def _of_batch(step: Cut, o: Options) -> dict[Var, int]:
+    """The values that differ by trainer, since their parts of the batch enter them."""
+    program = step.program
+    inner = program.jaxpr.jaxpr
+    ins = dict(zip(program.in_names, inner.invars, strict=True))
+    outs = dict(zip(program.out_names, inner.outvars, strict=True))
+    if o.local_sgd is None:
+        # what is made of gradients is made of the reduced ones
+        return spread(inner.eqns, {ins[n]: 1 for n in step.batch}, dict.fromkeys(step.border.values(), 0))
+    names = set(step.batch)
+    while True:  # a local step goes on from the state that the one before has made
+        found = spread(inner.eqns, {ins[n]: 1 for n in names}, {})
+        more = {n for n in (*step.params, *step.opt_state) if isinstance(a := outs[n], Var) and found.get(a)}
+        if more <= names:
+            return found
+        names |= more
 
 
 def _static(name: str, here: Literal, whole: Atom | None, parts: int) -> str:
@@ -366,36 +350,23 @@ def _unchanged(program: Program, name: str) -> bool:
 # -- the rewrite -----------------------------------------------------------------------------------
 
 
+def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str, Atom]:
+    """What trainers average beside results, by leaf, in the order in which it is made: gradients, or all state."""
+    if o.local_sgd is None:
+        return {n: step.gradients[n] for n in ready_order(step)}
+    outs = dict(zip(step.program.out_names, step.program.jaxpr.jaxpr.outvars, strict=True))
+    return {n: outs[n] for n in (*step.params, *step.opt_state) if merges.get(n) == "mean"}
+
+
 def rewritten(step: Cut, o: Options, merges: Mapping[str, str]) -> Program:
-    """The step with its gradients and results reduced over the axis."""
+    """The step with its gradients, or its state after local steps, and its results reduced over the axis."""
     source = step.program
-    inner = source.jaxpr.jaxpr
-    vars_of = dict(zip(source.in_names, inner.invars, strict=True))
-    outs: dict[str, Atom] = dict(zip(source.out_names, inner.outvars, strict=True))
+    outs: dict[str, Atom] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
     b = Builder(source.jaxpr)
     b.role = FORWARD
     keys = _inputs(b, step, o)
     _fold_keys(b, keys, o)
-    local = [n for n in step.results if n not in step.from_gradients]
-    reducer = Reducer(b, step, o)
-    if o.accumulate_steps == 1:
-        write_trainer_half(b, step, local, reducer.made)
-    else:
-        whole = [n for n in step.batch if is_replicated(n, o)]
-        grads, made = write_window(b, step, o.accumulate_steps, local, merges, o.weight, whole)
-        outs |= made
-        reducer.weighted = True
-        reducer.weight = None if o.weight is None else made[o.weight]
-        for leaf in ready_order(step):
-            reducer.made(leaf, grads[leaf])
-    reducer.finish()
-
-    b.role = OPTIMIZE
-    half = step.optimize
-    given = [reducer.means[n.removesuffix(GRAD)] if n.endswith(GRAD) else vars_of[n] for n in half.in_names]
-    outs |= zip(half.out_names, b.inline(half.jaxpr, *given), strict=True)
-    outs |= _from_gradients(b, step, outs, reducer.means)
-    outs |= reducer.merged(outs, merges)
+    outs |= (_trained_together if o.local_sgd is None else _trained_apart)(b, step, o, merges, outs)
 
     def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         return rewritten(cut(source.at_flat(types)).with_observed(), o, merges)
@@ -411,12 +382,58 @@ def rewritten(step: Cut, o: Options, merges: Mapping[str, str]) -> Program:
     )
 
 
+def _trained_together(
+    b: Builder, step: Cut, o: Options, merges: Mapping[str, str], outs: Mapping[str, Atom]
+) -> dict[str, Atom]:
+    """Write a step on reduced gradients; its outputs by name."""
+    vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
+    results = [n for n in step.results if n not in step.from_gradients]
+    found = dict(outs)
+    values = reduced_values(step, o, merges)
+    if o.accumulate_steps == 1:
+        reducer = Reducer(b, values, o, outs.get(o.weight or ""), GRAD)
+        write_trainer_half(b, step, results, reducer.made)
+    else:
+        found |= write_accumulation(b, step, _window(step, o, merges), results)
+        reducer = Reducer(b, values, o, found.get(o.weight or ""), GRAD)
+        reducer.weighted = ("grads", "results")
+        for leaf in values:
+            reducer.made(leaf, found[leaf + GRAD])
+    reducer.finish()
+
+    b.role = OPTIMIZE
+    half = step.optimize
+    given = [reducer.means[n.removesuffix(GRAD)] if n.endswith(GRAD) else vars_of[n] for n in half.in_names]
+    found |= zip(half.out_names, b.inline(half.jaxpr, *given), strict=True)
+    found |= _from_gradients(b, step, found, reducer.means)
+    return found | reducer.merged(found, merges)
+
+
+def _trained_apart(
+    b: Builder, step: Cut, o: Options, merges: Mapping[str, str], outs: Mapping[str, Atom]
+) -> dict[str, Atom]:
+    """Write local steps, and the mean of what they make; its outputs by name."""
+    found = {**outs, **write_local_steps(b, step, _window(step, o, merges))}
+    values = reduced_values(step, o, merges)
+    reducer = Reducer(b, values, o, found.get(o.weight or ""))
+    reducer.weighted = ("results",)
+    for leaf in values:
+        reducer.made(leaf, found[leaf])
+    reducer.finish()
+    return found | reducer.merged(found, {n: way for n, way in merges.items() if n not in values}) | reducer.means
+
+
+def _window(step: Cut, o: Options, merges: Mapping[str, str]) -> Window:
+    whole = [n for n in step.batch if is_under(n, o.replicated)]
+    return Window(o.micro_steps, merges, o.weight, whole)
+
+
 def _inputs(b: Builder, step: Cut, o: Options) -> dict[Var, Var]:
     """Take the step's inputs; those that are keys under another variable, from which the step's own is made."""
     keys: dict[Var, Var] = {}
     for n, v in zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True):
         is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
-        if o.trainers > 1 and n in step.batch and is_key and not v.aval.ndim and not is_replicated(n, o):
+        if o.trainers > 1 and n in step.batch and is_key and not v.aval.ndim and not is_under(n, o.replicated):
             keys[v] = b.input(v.aval)
         else:
             b.invars.append(v)

@@ -4,15 +4,15 @@
     all_reduce  of a bucket; over nodes reduce_scatter, all_reduce and all_gather; in chains one after the other
     means       restored, divided by the number of trainers
 
-A `Reducer` is told of each gradient when it is made, and writes the reduction of a bucket behind its last one.
+A `Reducer` is told of each gradient when it is made, and writes the reduction of a bucket behind its last one. After
+local steps, parameters and optimizer state are what it reduces.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,80 +21,45 @@ import numpy as np
 
 from dtrans._jax import Atom, Var
 from dtrans.collective import Bucket
-from dtrans.cut import GRAD, Cut
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.program import DIST
 from dtrans.rewrite import Builder
-from dtrans.transforms.halves import ready_order
+from dtrans.transforms.options import COMPRESSED, REDUCED, Options
 
 
-COMPRESSED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
-REDUCED = {"mean": "sum", "sum": "sum", "max": "max"}  # merge to operation
+def buckets_of(values: Mapping[str, Atom], o: Options) -> tuple[Bucket, ...]:
+    """Values that are reduced together, in the order in which their last one is made.
 
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options of `nccl2`, which says what they are."""
-
-    trainers: int
-    axis_name: str
-    reduce: str
-    merge: Mapping[str, str]
-    weight: str | None
-    replicated: tuple[str, ...]
-    fuse_grad_size_in_MB: float
-    compress: str | None
-    compress_scale: float
-    inter: int  # trainers in a node; 0 where reductions are not hierarchical
-    accumulate_steps: int
-    max_splits: int | None
-    nccl_comm_num: int | None
-    clip_local_norm: float | None
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes that trainers are on, with their sizes: one, or nodes and the trainers of a node."""
-        if not self.inter:
-            return ((self.axis_name, self.trainers),)
-        return ((f"{self.axis_name}_exter", self.trainers // self.inter), (f"{self.axis_name}_inter", self.inter))
-
-    @property
-    def over(self) -> tuple[str, ...]:
-        """The names of the axes."""
-        return tuple(name for name, _ in self.axes)
-
-
-def buckets_of(step: Cut, o: Options) -> tuple[Bucket, ...]:
-    """Gradients that are reduced together, in the order in which their last one is made."""
-    order = ready_order(step)
-    limits = split_sizes([step.gradients[n].aval for n in order], o)
+    Args:
+      values: what is to be reduced, by the name of its leaf, in the order in which it is made. Leaves may share one.
+    """
+    limits = split_sizes([v.aval for v in values.values()], o)
     open_: dict[Any, list[str]] = {}
     size: dict[Any, int] = {}
     done: list[list[str]] = []
-    home: dict[Atom, list[str]] = {}  # leaves that share a gradient share a bucket
-    for leaf in order:
-        aval = step.gradients[leaf].aval
-        grad = step.gradients[leaf]
-        if isinstance(grad, Var) and grad in home:
-            home[grad].append(leaf)
+    home: dict[Atom, list[str]] = {}  # leaves that share a value share a bucket
+    for leaf, value in values.items():
+        aval = value.aval
+        if isinstance(value, Var) and value in home:
+            home[value].append(leaf)
             continue
         nbytes = aval.size * aval.dtype.itemsize
         if open_.get(aval.dtype) and size[aval.dtype] + nbytes > limits[aval.dtype]:
             done.append(open_.pop(aval.dtype))
         open_.setdefault(aval.dtype, []).append(leaf)
-        if isinstance(grad, Var):
-            home[grad] = open_[aval.dtype]
+        if isinstance(value, Var):
+            home[value] = open_[aval.dtype]
         size[aval.dtype] = nbytes + (size[aval.dtype] if len(open_[aval.dtype]) > 1 else 0)
     done += open_.values()
-    at = {leaf: i for i, leaf in enumerate(order)}
+    at = {leaf: i for i, leaf in enumerate(values)}
     done.sort(key=lambda leaves: at[leaves[-1]])
-    types = {leaf: step.gradients[leaf].aval for leaf in order}
+    types = {leaf: v.aval for leaf, v in values.items()}
     return tuple(
         Bucket(
             f"bucket/{i}",
             tuple(leaves),
             types[leaves[0]].dtype,
-            sum({id(step.gradients[n]): types[n].size for n in leaves}.values())
+            sum({id(values[n]): types[n].size for n in leaves}.values())
             * np.dtype(_sent(types[leaves[0]].dtype, o)).itemsize,
         )
         for i, leaves in enumerate(done)
@@ -125,29 +90,44 @@ def _sent(dtype: Any, o: Options) -> Any:
 
 
 class Reducer:
-    """Writes the reductions."""
+    """Writes the reductions.
 
-    def __init__(self, b: Builder, step: Cut, o: Options) -> None:
+    Args:
+      b: that they are written with.
+      values: what the step calls the gradients, as in `buckets_of`.
+      weight: the weight of this trainer, if means are weighted.
+      suffix: what the names of reduced values say behind that of their leaf.
+
+    Attributes:
+      means: the reduced values, by leaf.
+      weighted: what is weighted already, so that its sum over trainers is to be divided by the sum of weights: "grads",
+        "results".
+    """
+
+    def __init__(
+        self, b: Builder, values: Mapping[str, Atom], o: Options, weight: Atom | None, suffix: str = ""
+    ) -> None:
         self.b = b
         self.o = o
-        self.step = step
         self.means: dict[str, Atom] = {}
         self.grads: dict[str, Atom] = {}
-        self.bucket_of = {leaf: bucket for bucket in buckets_of(step, o) for leaf in bucket.leaves}
+        self.bucket_of = {leaf: bucket for bucket in buckets_of(values, o) for leaf in bucket.leaves}
         self.missing = {bucket.name: set(bucket.leaves) for bucket in self.bucket_of.values()}
         self.waiting: list[Bucket] = []
-        outs = dict(zip(step.program.out_names, step.program.jaxpr.jaxpr.outvars, strict=True))
-        self.weight: Atom | None = None if o.weight is None else outs[o.weight]
+        self.weight = weight
+        self.weighted: Collection[str] = ()
+        self._values = values
+        self._of: dict[int, Atom] = {}
+        self._suffix = suffix
         self._chains: dict[int, Sequence[Atom]] = {}  # what was reduced last in each
         self._reduced = 0
-        self.weighted = False  # whether gradients and means are weighted sums already
         self._total: Atom | None = None
         self._seen = 0
         self._here: set[Var] = set(b.invars)
 
     def made(self, leaf: str, grad: Atom) -> None:
         """A gradient is there: its bucket may be full."""
-        self.grads[leaf] = grad
+        self.grads[leaf] = self._of.setdefault(id(self._values[leaf]), grad)  # one, where leaves share it
         bucket = self.bucket_of[leaf]
         self.missing[bucket.name].discard(leaf)
         if not self.missing[bucket.name]:
@@ -160,7 +140,8 @@ class Reducer:
         if self.o.clip_local_norm is not None and self.grads:
             names = list(self.grads)
             clipped = self.b.call(_clipped(float(self.o.clip_local_norm)), *(self.grads[n] for n in names))
-            self.grads = dict(zip(names, clipped, strict=True))
+            of = {id(self.grads[n]): c for n, c in zip(names, clipped, strict=True)}
+            self.grads = {n: of[id(g)] for n, g in self.grads.items()}
         self._flush()
 
     def _weight_is_there(self) -> bool:
@@ -178,7 +159,7 @@ class Reducer:
 
     def _reduce(self, bucket: Bucket) -> None:
         b, o = self.b, self.o
-        if o.trainers == 1 and not (self.weighted and self.weight is not None):
+        if o.trainers == 1 and not ("grads" in self.weighted and self.weight is not None):
             self.means |= {n: self.grads[n] for n in bucket.leaves}
             return
         unique = list(dict.fromkeys(self.grads[n] for n in bucket.leaves if isinstance(self.grads[n], Var)))
@@ -188,7 +169,7 @@ class Reducer:
         sent: list[Atom] = []
         for g in parts:
             if o.reduce == "mean":
-                g = self._by_weight(g)
+                g = self._by_weight(g, "grads")
             if o.compress is not None:
                 g = b.call(_compressed(o.compress, o.compress_scale), g)[0]
             sent.append(g)
@@ -199,7 +180,7 @@ class Reducer:
         self._reduced += 1
         for g, total in zip(parts, sums, strict=True):
             if o.trainers > 1 and isinstance(total, Var):
-                b.labels[total] = f"{names[id(g)]}{GRAD}.sum"
+                b.labels[total] = f"{names[id(g)]}{self._suffix}.sum"
             back: Atom = total
             if o.compress is not None:
                 back = b.call(_restored(g.aval.dtype, o.compress_scale), back)[0]
@@ -217,12 +198,14 @@ class Reducer:
         weighted = self.weight is not None
         return total if weighted or self.o.trainers == 1 else self.b.call(_divided(self.o.trainers), total)[0]
 
-    def _by_weight(self, x: Atom) -> Atom:
+    def _by_weight(self, x: Atom, kind: str) -> Atom:
         """A trainer's part of a weighted mean. It is scaled before it is reduced: a type may be too small for a sum."""
         if self.weight is None:
             return x
         total = self._total_weight()
-        return self.b.call(_over, x, total)[0] if self.weighted else self.b.call(_share, x, self.weight, total)[0]
+        if kind in self.weighted:
+            return self.b.call(_over, x, total)[0]
+        return self.b.call(_share, x, self.weight, total)[0]
 
     def _total_weight(self) -> Atom:
         if self._total is None:
@@ -260,7 +243,7 @@ class Reducer:
                 continue
             sent: list[Atom] = []
             for n in names:
-                sent.append(self._by_weight(outs[n]) if merges[n] == "mean" else outs[n])
+                sent.append(self._by_weight(outs[n], "results") if merges[n] == "mean" else outs[n])
             made: Sequence[Atom] = sent
             if o.trainers > 1:
                 made = sums = b.bind(all_reduce_p, *sent, op=op, name=f"results/{op}", owners=(), over=o.over)
@@ -292,7 +275,7 @@ def _clipped(norm: float) -> Callable[..., Sequence[jax.Array]]:
     """As `optax.clip_by_global_norm`."""
 
     def fn(*grads: jax.Array) -> Sequence[jax.Array]:
-        size = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in grads))
+        size = jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(g))) for g in grads))
         return [jnp.where(size < norm, g, (g / size.astype(g.dtype)) * norm) for g in grads]
 
     return fn

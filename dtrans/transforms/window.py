@@ -1,134 +1,190 @@
-"""A window of micro-steps: the trainer half as a scan over parts of the batch, with one gradient at its end.
+"""A trainer's part of the batch, taken in micro-steps: a scan, without any communication inside.
 
-    parts of the batch --> scan: forward, backward, add up --> gradients, results
+    accumulate    scan: forward, backward, add up         --> one gradient, results
+    local steps   scan: forward, backward, optimize       --> parameters and optimizer state, results
 
-Nothing is reduced over trainers inside. Parameters that trainers make (batch statistics) go from micro-step to
-micro-step; a key is folded with the number of the micro-step.
+Parameters that trainers make (batch statistics), and in local steps all state, go from micro-step to micro-step; a key
+is folded with the number of the micro-step.
+
+Source of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767); that the optimizer's
+state is averaged as well: Yu, Jin, Yang (arXiv 1905.03817). In Paddle, transpiler/collective.py: `LocalSGD`, which
+leaves the optimizer's state to each trainer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, jaxpr_as_fun, small_jaxpr
-from dtrans.cut import Cut, cut
+from dtrans._jax import Atom, ClosedJaxpr, jaxpr_as_fun, small_jaxpr
+from dtrans.cut import GRAD, Cut, cut
 from dtrans.errors import BatchError
+from dtrans.program import Program
 from dtrans.rewrite import Builder, inline_calls
 from dtrans.transforms.halves import write_trainer_half
 
 
-def write_window(
-    b: Builder,
-    step: Cut,
-    count: int,
-    results: Sequence[str],
-    ways: Mapping[str, str],
-    weight: str | None,
-    whole: Collection[str],
-) -> tuple[dict[str, Atom], dict[str, Atom]]:
-    """Write forward and backward over `count` micro-steps.
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Micro-steps of a trainer.
+
+    Attributes:
+      count: how many there are.
+      ways: what becomes of each result of theirs: "mean", "sum", "max", "concat", or "same" (the last one).
+      weight: the result that weights means, which are then weighted *sums*; else they are means.
+      whole: names of batch arrays that every micro-step gets whole.
+    """
+
+    count: int
+    ways: Mapping[str, str]
+    weight: str | None
+    whole: Collection[str]
+
+
+def write_accumulation(b: Builder, step: Cut, window: Window, results: Sequence[str]) -> dict[str, Atom]:
+    """Write forward and backward of all micro-steps, on the same parameters.
 
     Args:
       b: that they are written with; it has the step's inputs.
       results: the outputs that are wanted, beside the parameters that trainers make.
-      ways: what becomes of each: "mean", "sum", "max", "concat", or "same".
-      weight: the result that weights gradients and means, which are then weighted *sums*; else they are means.
-      whole: names of batch arrays that every micro-step gets whole.
 
     Returns:
-      Gradients by leaf, and outputs by name.
+      Outputs by name; gradients as `params/w@GRAD`.
 
     Raises:
       BatchError: rows that the micro-steps do not divide.
     """
-    source = step.program
-    split = [n for n in step.batch if source.inputs[n].ndim and n not in whole]
-    keys = [n for n in step.batch if jnp.issubdtype(source.inputs[n].dtype, jax.dtypes.prng_key) and n not in whole]
-    for n in split:
-        if source.inputs[n].shape[0] % count:
-            raise BatchError(
-                f"{n} has {source.inputs[n].shape[0]} rows on each trainer, which {count} micro-steps do not divide"
-            )
-    micro = cut(
-        source.at_flat(
-            [
-                jax.ShapeDtypeStruct((t.shape[0] // count, *t.shape[1:]) if n in split else t.shape, t.dtype)
-                for n, t in source.inputs.items()
-            ]
-        )
-    ).with_observed()
-    leaves = list(step.gradients)
-    outs = [*results, *(n for n in step.held if n in ways)]
-    body = _MicroStep(micro, leaves, outs)
-    names = [*step.params, *step.batch]
+    micro = cut(_micro_program(step.program, step.batch, window)).with_observed()
+    held = [n for n in step.held if n in window.ways]
+    source = micro.program
+    vars_of = dict(zip(source.in_names, source.jaxpr.jaxpr.invars, strict=True))
+    outs_of: dict[str, Atom] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
+    outs_of |= {n + GRAD: g for n, g in micro.gradients.items()}
+    inner = Builder(source.jaxpr)
+    names = [*micro.params, *micro.batch]
+    inner.invars += [vars_of[n] for n in names]
+    write_trainer_half(inner, micro, results, lambda leaf, grad: None)
+    ways = dict.fromkeys((n + GRAD for n in step.gradients), "mean") | {n: window.ways[n] for n in results}
+    outs = [*ways, *held]
+    return _scanned(b, step, names, _Body(inner.build([outs_of[n] for n in outs]), names, outs), ways, held, window)
 
-    def window(*arrays: Any) -> list[Any]:
+
+def write_local_steps(b: Builder, step: Cut, window: Window) -> dict[str, Atom]:
+    """Write whole steps of a trainer by itself, one after the other; arguments and errors as `write_accumulation`.
+
+    Returns:
+      All outputs of the step by name: parameters and optimizer state are those after the last step.
+    """
+    micro = _micro_program(step.program, step.batch, window)
+    state = [*step.params, *step.opt_state]
+    ways = {n: window.ways[n] for n in step.results}
+    outs = [*ways, *state]
+    outs_of = dict(zip(micro.out_names, micro.jaxpr.jaxpr.outvars, strict=True))
+    inner = Builder(micro.jaxpr)
+    inner.invars += micro.jaxpr.jaxpr.invars
+    for eqn in micro.jaxpr.jaxpr.eqns:
+        inner.keep(eqn)
+    names = list(micro.in_names)
+    return _scanned(b, step, names, _Body(inner.build([outs_of[n] for n in outs]), names, outs), ways, state, window)
+
+
+def _micro_program(source: Program, batch: Sequence[str], window: Window) -> Program:
+    """The step, traced for a micro-step's part of the batch."""
+    types = []
+    for n, t in source.inputs.items():
+        shape = t.shape
+        if _is_split(n, t, batch, window):
+            if shape[0] % window.count:
+                raise BatchError(
+                    f"{n} has {shape[0]} rows on each trainer, which {window.count} micro-steps do not divide"
+                )
+            shape = (shape[0] // window.count, *shape[1:])
+        types.append(jax.ShapeDtypeStruct(shape, t.dtype))
+    return source.at_flat(types)
+
+
+def _is_split(name: str, t: Any, batch: Collection[str], window: Window) -> bool:
+    return name in batch and bool(t.ndim) and name not in window.whole
+
+
+class _Body:
+    """A micro-step as a function of arrays by name."""
+
+    def __init__(self, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> None:
+        self.types = dict(zip(outs, [a.aval for a in jaxpr.jaxpr.outvars], strict=True))
+        self._ins, self._outs = ins, outs
+        self._fn: Callable[..., list[Any]] = jaxpr_as_fun(jaxpr)
+
+    def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._outs, self._fn(*(given[n] for n in self._ins)), strict=True))
+
+
+def _scanned(
+    b: Builder,
+    step: Cut,
+    names: Sequence[str],
+    body: _Body,
+    ways: Mapping[str, str],
+    carried: Sequence[str],
+    window: Window,
+) -> dict[str, Atom]:
+    """Write the scan.
+
+    Args:
+      names: of the inputs of a micro-step.
+      ways: what becomes of outputs; by name.
+      carried: the outputs that are inputs of the next micro-step.
+    """
+    types, count, weight = step.program.inputs, window.count, window.weight
+    split = [n for n in names if _is_split(n, types[n], step.batch, window)]
+    keys = [
+        n
+        for n in step.batch
+        if jnp.issubdtype(types[n].dtype, jax.dtypes.prng_key) and not types[n].ndim and n not in window.whole
+    ]
+    added = [n for n, way in ways.items() if way in ("mean", "sum")]
+    largest = [n for n, way in ways.items() if way == "max"]
+    others = [n for n in ways if n not in added and n not in largest]
+
+    def scan(*arrays: Any) -> list[Any]:
         given = dict(zip(names, arrays, strict=True))
-        held = {n: given[n] for n in step.held if n in ways}
-        xs = {n: given[n].reshape(count, -1, *given[n].shape[1:]) for n in split}
+        rows = {n: given[n].reshape(count, -1, *given[n].shape[1:]) for n in split}
 
         def one(carry: Any, x: tuple[Any, dict[str, Any]]) -> Any:
-            sums, held = carry
+            so_far, state = carry
             index, parts = x
-            folded = {n: jax.random.fold_in(given[n], index) for n in keys if not given[n].ndim}
-            now = {**given, **held, **folded, **parts}
-            made = body(*(now[n] for n in names))
-            grads = dict(zip(leaves, made[: len(leaves)], strict=True))
-            made_outs = dict(zip(outs, made[len(leaves) :], strict=True))
-            by = made_outs[weight] if weight is not None else None
-            scaled = lambda v: v if by is None else v * by.astype(v.dtype)
-            new = {("grad", n): sums["grad", n] + scaled(g) for n, g in grads.items()}
-            for n in results:
-                v, way = made_outs[n], ways[n]
-                if way in ("mean", "sum"):
-                    new["out", n] = sums["out", n] + (scaled(v) if way == "mean" else v)
-                elif way == "max":
-                    new["out", n] = jnp.maximum(sums["out", n], v)
-            stacked = {n: made_outs[n] for n in results if ways[n] not in ("mean", "sum", "max")}
-            return (new, {n: made_outs[n] for n in held}), stacked
+            folded = {n: jax.random.fold_in(given[n], index) for n in keys}
+            made = body({**given, **state, **folded, **parts})
+            by = None if weight is None else made[weight]
+            new = {}
+            for n in added:
+                scaled = made[n] if by is None or ways[n] == "sum" else made[n] * by.astype(made[n].dtype)
+                new[n] = so_far[n] + scaled
+            for n in largest:
+                new[n] = jnp.maximum(so_far[n], made[n])
+            return (new, {n: made[n] for n in carried}), {n: made[n] for n in others}
 
-        types = dict(zip([*leaves, *outs], body.types, strict=True))
-        start = {("grad", n): jnp.zeros(types[n].shape, types[n].dtype) for n in leaves}
-        for n in results:
-            t = types[n]
-            if ways[n] in ("mean", "sum"):
-                start["out", n] = jnp.zeros(t.shape, t.dtype)
-            elif ways[n] == "max":
-                low = -jnp.inf if jnp.issubdtype(t.dtype, jnp.inexact) else jnp.iinfo(t.dtype).min
-                start["out", n] = jnp.full(t.shape, low, t.dtype)
-        (sums, held), stacked = jax.lax.scan(one, (start, held), (jnp.arange(count), xs))
-        mean = lambda v: v if weight is not None else v / count
-        found = {
-            n: mean(sums["out", n]) if ways[n] == "mean" else sums["out", n] for n in results if ("out", n) in sums
-        }
-        for n, v in stacked.items():
+        start = {n: jnp.zeros(body.types[n].shape, body.types[n].dtype) for n in added}
+        start |= {n: _lowest(body.types[n]) for n in largest}
+        (found, state), rest = jax.lax.scan(one, (start, {n: given[n] for n in carried}), (jnp.arange(count), rows))
+        if weight is None:
+            found |= {n: found[n] / count for n in added if ways[n] == "mean"}
+        for n, v in rest.items():
             found[n] = v.reshape(-1, *v.shape[2:]) if ways[n] == "concat" else v[-1]
-        return [*(mean(sums["grad", n]) for n in leaves), *(found[n] for n in results), *(held[n] for n in held)]
+        return [found[n] for n in ways] + [state[n] for n in carried]
 
-    vars_of = dict(zip(source.in_names, source.jaxpr.jaxpr.invars, strict=True))
+    vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
     atoms = [vars_of[n] for n in names]
-    made = b.inline(inline_calls(small_jaxpr(window, [a.aval for a in atoms])), *atoms)
-    grads = dict(zip(leaves, made[: len(leaves)], strict=True))
-    return grads, dict(zip(outs, made[len(leaves) :], strict=True))
+    made = b.inline(inline_calls(small_jaxpr(scan, [a.aval for a in atoms])), *atoms)
+    return dict(zip((*ways, *carried), made, strict=True))
 
 
-class _MicroStep:
-    """The trainer half of a micro-step, as a function of parameters and batch: gradients, then outputs."""
-
-    def __init__(self, step: Cut, leaves: Sequence[str], outs: Sequence[str]) -> None:
-        source = step.program
-        vars_of = dict(zip(source.in_names, source.jaxpr.jaxpr.invars, strict=True))
-        outs_of = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
-        b = Builder(source.jaxpr)
-        b.invars += [vars_of[n] for n in (*step.params, *step.batch)]
-        write_trainer_half(b, step, [n for n in outs if n in step.results], lambda leaf, grad: None)
-        made: list[Atom] = [*(step.gradients[n] for n in leaves), *(outs_of[n] for n in outs)]
-        self.types = [a.aval for a in made]
-        self._fn: Callable[..., list[Any]] = jaxpr_as_fun(b.build(made))
-
-    def __call__(self, *arrays: Any) -> list[Any]:
-        return self._fn(*arrays)
+def _lowest(t: Any) -> jax.Array:
+    """What any value of a type is at least."""
+    if jnp.issubdtype(t.dtype, jnp.bool_):
+        return jnp.zeros(t.shape, t.dtype)
+    return jnp.full(t.shape, -jnp.inf if jnp.issubdtype(t.dtype, jnp.inexact) else jnp.iinfo(t.dtype).min, t.dtype)
