@@ -232,3 +232,10 @@ def backends_started() -> bool:
         return True
     config.update("jax_num_cpu_devices", had)
     return False
+
+
+def is_varying(x: Any) -> bool:
+    """Whether a value has a type that says over which axes of a `shard_map` it varies (`check_vma=True`)."""
+    of: Any = jax.typeof(x)
+    kind = getattr(of, "manual_axis_type", None)  # since 0.10
+    return bool(kind.varying if kind is not None else getattr(of, "vma", ()))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtrans import listing
+from dtrans._jax import is_varying
 from dtrans.errors import ConfigError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.program import Program
@@ -96,15 +97,18 @@ class CollectivePlan:
         def function(*args: Any) -> Any:
             flat = self.program.flatten(*args)
             program = self.program.at_flat(flat)
+            refusal = ConfigError(
+                f"plan.function needs jax.shard_map(..., check_vma=False): {self.main.name} was traced without the "
+                "types that shard_map checks"
+            )
+            if self.trainers > 1 and any(map(is_varying, flat)):
+                raise refusal
             try:
                 return program.out.unflatten(per_trainer(program)(*flat))
             except ValueError as e:
                 if "varying manual axes" not in str(e):
                     raise
-                raise ConfigError(
-                    f"plan.function needs jax.shard_map(..., check_vma=False): {self.main.name} was traced without the "
-                    "types that shard_map checks"
-                ) from e
+                raise refusal from e
 
         return function
 

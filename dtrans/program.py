@@ -241,7 +241,9 @@ class Program:
                     + ("; trace it again with these shapes" if name not in state else "")
                 )
         assert self.respecialise is not None
-        return self.respecialise([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted])
+        # what is traced is kept: it must not remember a map that asks for it
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return self.respecialise([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted])
 
     @cached_property
     def _signature(self) -> Signature:

@@ -533,10 +533,32 @@ def test_a_shard_map_that_checks_varying_types_is_refused_by_name(options):
         list(trained(plan, "checked shard_map", start(), batches_of(True)))
 
 
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("options", [WINDOW, COUNT | WINDOW])
-def test_a_window_on_one_axis_runs_under_a_shard_map_that_checks_too(options):
-    plan, weighted = plan_of.__wrapped__(4, **options), "weight" in options
-    batches = batches_of(weighted)
-    for got, made in zip(trained(plan, "checked shard_map", start(), batches), alone(weighted, False), strict=True):
-        tree_close(got, made, 1e-12)
+# -- what was once wrong ---------------------------------------------------------------------------
+
+
+def test_a_weight_that_is_known_when_traced_weights_a_window_too():
+    params, x = {"w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2)
+    loss = lambda p, x: (jnp.mean((x * p["w"]) ** 2), x.shape[0])
+    plan = planned(optax.sgd(0.1), params, loss, True, [x], trainers=2, accumulate_steps=2, weight="aux")[1]
+    job = plan.simulate()
+    state, value, rows = job.step(job.init(params), x)
+    want = jax.grad(lambda p: loss(p, x)[0])(params)
+    tree_close(job.params(state), jax.tree.map(lambda p, g: p - 0.1 * g, params, want), 1e-6)
+    assert (float(value), int(rows)) == (float(loss(params, x)[0]), 8)
+
+
+def test_a_row_for_each_trainer_is_refused_where_a_trainer_makes_several():
+    loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.max(x))
+    for options in ({"accumulate_steps": 2}, {"local_sgd": 2}):
+        with pytest.raises(ConfigError, match=r"^merge\['aux'\]='each': a trainer makes it in each of 2 micro-steps"):
+            planned(optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))], trainers=2,
+                    merge={"aux": "each"}, **options)  # fmt: skip
+
+
+def test_a_complex_gradient_is_clipped_by_its_absolute_value():
+    params, x = {"w": jnp.zeros((), jnp.complex64)}, jnp.ones((2, 1))
+    loss = lambda p, x: jnp.mean(x) * jnp.real(p["w"] * (3 - 4j))
+    plan = planned(optax.sgd(1.0), params, loss, False, [x], trainers=2, clip_local_norm=1.0)[1]
+    job = plan.simulate()
+    state, _ = job.step(job.init(params), x)
+    np.testing.assert_allclose(abs(job.params(state)["w"]), 1.0, rtol=1e-6)

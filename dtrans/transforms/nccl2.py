@@ -38,7 +38,7 @@ from dtrans.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.rewrite import Builder, needed
 from dtrans.transforms.halves import ready_order, refuse_nested, write_trainer_half
 from dtrans.transforms.options import Options, check_options
-from dtrans.transforms.reducer import Reducer, buckets_of
+from dtrans.transforms.reducer import Reducer, buckets_of, own_mean
 from dtrans.transforms.startup import match_startup
 from dtrans.transforms.window import Window, write_accumulation, write_local_steps
 from dtrans.trees import is_under
@@ -181,6 +181,11 @@ def check_names(step: Cut, o: Options) -> None:
             raise ConfigError(
                 f"merge[{name!r}]={o.merge[name]!r}: every trainer has the same state; 'mean', 'sum', 'max' or "
                 "'same' keep it so"
+            )
+        if o.merge[name] == "each" and o.micro_steps > 1:
+            raise ConfigError(
+                f"merge[{name!r}]='each': a trainer makes it in each of {o.micro_steps} micro-steps; say 'mean', "
+                "'sum', 'max', 'concat', or 'same' (the last one)"
             )
         way, t = o.merge[name], step.program.outputs[name]
         if way == "concat" and not t.ndim:
@@ -396,9 +401,12 @@ def _trained_together(
     else:
         found |= write_accumulation(b, step, _window(step, o, merges), results)
         reducer = Reducer(b, values, o, found.get(o.weight or ""), GRAD)
-        reducer.weighted = ("grads", "results")
+        reducer.weighted = ("grads", "results") if o.clip_local_norm is None else ("results",)
         for leaf in values:
-            reducer.made(leaf, found[leaf + GRAD])
+            grad = found[leaf + GRAD]
+            if o.weight is not None and o.clip_local_norm is not None:  # what is clipped is a trainer's own mean
+                (grad,) = b.call(own_mean, grad, found[o.weight])
+            reducer.made(leaf, grad)
     reducer.finish()
 
     b.role = OPTIMIZE
@@ -425,7 +433,7 @@ def _trained_apart(
 
 def _window(step: Cut, o: Options, merges: Mapping[str, str]) -> Window:
     whole = [n for n in step.batch if is_under(n, o.replicated)]
-    return Window(o.micro_steps, merges, o.weight, whole)
+    return Window(o.micro_steps, o.reduce, merges, o.weight, whole)
 
 
 def _inputs(b: Builder, step: Cut, o: Options) -> dict[Var, Var]:

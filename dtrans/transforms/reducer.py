@@ -159,8 +159,10 @@ class Reducer:
 
     def _reduce(self, bucket: Bucket) -> None:
         b, o = self.b, self.o
-        if o.trainers == 1 and not ("grads" in self.weighted and self.weight is not None):
-            self.means |= {n: self.grads[n] for n in bucket.leaves}
+        if o.trainers == 1:
+            weighted = "grads" in self.weighted and o.reduce == "mean"  # a weighted sum is still to be divided
+            for n in bucket.leaves:
+                self.means[n] = self._by_weight(self.grads[n], "grads") if weighted else self.grads[n]
             return
         unique = list(dict.fromkeys(self.grads[n] for n in bucket.leaves if isinstance(self.grads[n], Var)))
         literal = [self.grads[n] for n in bucket.leaves if not isinstance(self.grads[n], Var)]
@@ -259,6 +261,11 @@ class Reducer:
 def _share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
     wide = jnp.promote_types(jnp.promote_types(x.dtype, weight.dtype), jnp.float32)
     return x * (weight.astype(wide) / total.astype(wide)).astype(x.dtype)
+
+
+def own_mean(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """A trainer's weighted sum over its weight; nothing where nothing counts."""
+    return jnp.where(weight == 0, jnp.zeros_like(total), total / weight.astype(total.dtype))
 
 
 def _over(x: jax.Array, total: jax.Array) -> jax.Array:

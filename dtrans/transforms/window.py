@@ -34,12 +34,14 @@ class Window:
 
     Attributes:
       count: how many there are.
+      reduce: what becomes of their gradients: "mean" or "sum".
       ways: what becomes of each result of theirs: "mean", "sum", "max", "concat", or "same" (the last one).
       weight: the result that weights means, which are then weighted *sums*; else they are means.
       whole: names of batch arrays that every micro-step gets whole.
     """
 
     count: int
+    reduce: str
     ways: Mapping[str, str]
     weight: str | None
     whole: Collection[str]
@@ -68,7 +70,7 @@ def write_accumulation(b: Builder, step: Cut, window: Window, results: Sequence[
     names = [*micro.params, *micro.batch]
     inner.invars += [vars_of[n] for n in names]
     write_trainer_half(inner, micro, results, lambda leaf, grad: None)
-    ways = dict.fromkeys((n + GRAD for n in step.gradients), "mean") | {n: window.ways[n] for n in results}
+    ways = dict.fromkeys((n + GRAD for n in step.gradients), window.reduce) | {n: window.ways[n] for n in results}
     outs = [*ways, *held]
     return _scanned(b, step, names, _Body(inner.build([outs_of[n] for n in outs]), names, outs), ways, held, window)
 
@@ -159,7 +161,7 @@ def _scanned(
             index, parts = x
             folded = {n: jax.random.fold_in(given[n], index) for n in keys}
             made = body({**given, **state, **folded, **parts})
-            by = None if weight is None else made[weight]
+            by = None if weight is None else jnp.asarray(made[weight])
             new = {}
             for n in added:
                 scaled = made[n] if by is None or ways[n] == "sum" else made[n] * by.astype(made[n].dtype)
