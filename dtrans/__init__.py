@@ -20,7 +20,7 @@ from dtrans.collective import CollectivePlan as CollectivePlan
 from dtrans.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
 from dtrans.plan import PServerPlan as PServerPlan
 from dtrans.program import Op as Op, Program as Program, trace as trace
-from dtrans.run.cluster import connect as connect
+from dtrans.run.connection import connect as connect
 from dtrans.run.executor import Executor as Executor
 from dtrans.run.roles import Role as Role
 from dtrans.transforms import nccl2 as nccl2, pserver as pserver

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.core import ShapedArray as ShapedArray
+from jax.experimental.multihost_utils import ProcessFailureError as ProcessFailureError, live_devices as live_devices
 from jax.extend.core import (
     Primitive as Primitive,
     jaxpr_as_fun as jaxpr_as_fun,
@@ -239,3 +240,12 @@ def is_varying(x: Any) -> bool:
     of: Any = jax.typeof(x)
     kind = getattr(of, "manual_axis_type", None)  # since 0.10
     return bool(kind.varying if kind is not None else getattr(of, "vma", ()))
+
+
+def bulletin_board() -> Any:
+    """The key-value store of the job that `jax.distributed` connected; JAX has no public way to it."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    assert client is not None, "jax.distributed is not initialized"
+    return client

@@ -65,6 +65,9 @@ def launch_command(
     trainers: Trainers = 1,
     pservers: PServers = None,
     mode: Mode = "pserver",
+    on_trainer_loss: Annotated[
+        str, typer.Option(help="`abort`; or in nccl2 mode `drop`: go on without a trainer that fails.")
+    ] = "abort",
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")] = False,
     deadline: Annotated[
         float | None, typer.Option(min=0, help="End the job when it takes more seconds than this.")
@@ -82,7 +85,14 @@ def launch_command(
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"there is no script {script}", param_hint="SCRIPT")
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
-    launch(command, trainers=trainers, pservers=pservers, mode=mode, deadline=deadline)
+    launch(
+        command,
+        trainers=trainers,
+        pservers=pservers,
+        mode=mode,
+        on_trainer_loss=on_trainer_loss,
+        deadline=deadline,
+    )
 
 
 @app.command()

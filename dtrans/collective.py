@@ -138,9 +138,24 @@ class CollectivePlan:
         Raises:
           ConfigError: not connected, or to another number of trainers; or a process has several devices.
         """
-        from dtrans.run.cluster import ClusterTrainers
+        from dtrans.run.cluster import cluster_job
 
-        return ClusterTrainers(self, donate=donate)
+        return cluster_job(self, donate=donate)
+
+    def for_trainers(self, trainers: int) -> CollectivePlan:
+        """The same plan for another number of trainers.
+
+        A hierarchy that does not fit them is given up.
+        """
+        if trainers == self.trainers:
+            return self
+        from dtrans.transforms.nccl2 import planned
+
+        inter = self.options.inter
+        fits = inter and not trainers % inter and trainers > inter
+        return planned(
+            self.main, self.startup, dataclasses.replace(self.options, trainers=trainers, inter=inter if fits else 0)
+        )
 
     def simulate(self) -> CollectiveJob:
         """Run all trainers on one device, with `jax.vmap` in the place of a mesh."""

@@ -21,6 +21,7 @@ from dtrans.errors import DtransError
 
 
 ROWS, STEPS = 12, 5  # rows of a global batch
+SURVIVED = 8  # steps of those who survive
 
 
 def optimizer() -> Any:
@@ -157,6 +158,41 @@ def endless(fate: str) -> None:
             threading.Event().wait()
 
 
+def survive(folder: str, fates: str) -> None:
+    """Train on one's own rows while others meet their fates: `2@3:kill,1@5:raise` are trainers, steps and ends."""
+    cluster = dtrans.connect(deadline=10, on_trainer_loss="drop")
+    k, n = cluster.trainer_id, cluster.trainers
+    fate_of = {}
+    for one in fates.split(","):
+        who, fate = one.split(":")
+        fate_of[tuple(map(int, who.split("@")))] = fate
+    job = dtrans.nccl2(*programs(), trainers=n).on_cluster()
+    state = job.init(jax.random.key(0))
+    losses, counts = [], []
+    for i in range(SURVIVED):
+        fate = fate_of.get((k, i))
+        if fate == "raise":
+            raise KeyError("this is why")
+        if fate == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        rows = slice(k * ROWS // n, (k + 1) * ROWS // n)
+        state, loss, _ = job.step(state, *(x[rows] for x in batches()[i % STEPS]))
+        losses.append(float(loss))
+        counts.append(job.plan.trainers)
+    found = flat(params=job.params(state), state=job.opt_state(state))
+    np.savez(Path(folder) / f"trainer-{k}.npz", losses=losses, counts=counts, **found)
+
+
+def alone() -> None:
+    """Trainer 0 goes back to parts of three rows, trainer 1 goes on with parts of two. Both have compiled both."""
+    k = dtrans.connect(deadline=5).trainer_id
+    job = dtrans.nccl2(*programs(), trainers=2).on_cluster()
+    state = job.init(jax.random.key(0))
+    for rows in (3, 2, 3 if k == 0 else 2):
+        state, *_ = job.step(state, *(x[:rows] for x in batches()[0]))
+        jax.block_until_ready(state)
+
+
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    {"numbers": numbers, "endless": endless}[sys.argv[1]](*sys.argv[2:])
+    {"numbers": numbers, "endless": endless, "survive": survive, "alone": alone}[sys.argv[1]](*sys.argv[2:])

@@ -300,3 +300,91 @@ def test_survivors_end_without_a_launcher(fate: str) -> None:
     else:
         assert first.returncode == -signal.SIGABRT, said
         assert "JAX distributed service detected fatal errors" in said
+
+
+def test_a_trainer_that_changes_its_part_alone_is_told_so() -> None:
+    with started(2, "alone") as (first, second):
+        said, _ = first.communicate(timeout=PATIENCE)
+        second.wait(timeout=PATIENCE)
+    assert first.returncode == 1 and second.returncode != 0
+    want = (
+        "dtrans.errors.DeadlineError: trainer 0 waited 5 s for trainer 1 to start the same step: they are at another, "
+    )
+    assert want + "or give parts of the shape of before" in said
+
+
+# -- going on with those left ----------------------------------------------------------------------
+
+
+def with_those_left(trainers: int, fates: dict[tuple[int, int], str]) -> tuple[Any, Any, list[float], list[int]]:
+    """What one device computes from the rows of those who are there in each step."""
+    with jax.enable_x64(True):
+        params, opt_state = jax.jit(script.init)(jax.random.key(0))
+        step = jax.jit(dtrans.make_train_step(script.loss_fn, script.optimizer(), has_aux=True))
+        losses, counts, there = [], [], list(range(trainers))
+        for i in range(script.SURVIVED):
+            there = [k for k in there if (k, i) not in fates]
+            part = script.ROWS // trainers
+            rows = np.concatenate([np.arange(k * part, (k + 1) * part) for k in there])
+            batch = [x[rows] for x in script.batches()[i % script.STEPS]]
+            params, opt_state, loss, _ = step(params, opt_state, *batch)
+            losses.append(float(loss))
+            counts.append(len(there))
+        return params, opt_state, losses, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trainers, fates",
+    [
+        (2, {(1, 3): "raise"}),
+        (3, {(2, 3): "kill", (1, 6): "raise"}),
+        (4, {(1, 2): "kill", (3, 2): "kill"}),
+    ],
+)
+def test_those_left_go_on_with_the_mean_of_their_own(trainers: int, fates: Any, tmp_path: Path) -> None:
+    told = ",".join(f"{k}@{i}:{fate}" for (k, i), fate in fates.items())
+    with started(trainers, "survive", str(tmp_path), told) as processes:
+        said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
+    ends = {k: {"raise": 1, "kill": -signal.SIGKILL}[fate] for (k, _), fate in fates.items()}
+    assert [p.returncode for p in processes] == [ends.get(k, 0) for k in range(trainers)], "\n".join(said)
+    params, opt_state, losses, counts = with_those_left(trainers, fates)
+    for k in range(trainers):
+        if k in ends:
+            continue
+        with np.load(tmp_path / f"trainer-{k}.npz") as found:
+            assert found["counts"].tolist() == counts
+            assert distance(found["losses"], np.array(losses)) < 1e-12
+            for name, want in script.flat(params=params, state=opt_state).items():
+                assert distance(found[name], want) < 1e-12, name
+        for lost, _ in fates:
+            assert f"trainer {lost}" in said[k] and "going on with" in said[k]
+
+
+@pytest.mark.slow
+def test_the_launcher_goes_on_with_those_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [*COMMAND, "survive", str(tmp_path), "1@2:raise"]
+    launch(command, trainers=3, mode="nccl2", on_trainer_loss="drop", deadline=PATIENCE)
+    assert "[launcher] trainer 1 failed with exit code 1; the others go on" in capfd.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["trainer-0.npz", "trainer-2.npz"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"on_trainer_loss": "wait", "mode": "nccl2"}, "on_trainer_loss must be 'abort' or 'drop', it is 'wait'"),
+        ({"on_trainer_loss": "drop"}, "on_trainer_loss='drop' is for mode='nccl2', it is 'pserver'"),
+    ],
+)
+def test_the_launcher_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        launch(COMMAND, trainers=2, **options)
+
+
+def test_going_on_must_be_one_of_two() -> None:
+    with pytest.raises(ConfigError, match="^on_trainer_loss must be 'abort' or 'drop', it is 'wait'$"):
+        dtrans.connect(on_trainer_loss="wait")

@@ -76,7 +76,7 @@ class CollectiveState:
 
 
 class CollectiveJob(abc.ABC):
-    """A plan, running. `init` and `step` are functions of a state; the job itself holds only compiled code.
+    """A plan, running. `init` and `step` are functions of a state; the job itself holds what it compiled.
 
     Args:
       plan: what to run.
@@ -89,7 +89,7 @@ class CollectiveJob(abc.ABC):
         self._whole = {n for n in self._names if is_under(n, plan.replicated)}
         self._shares = [share_of(n, plan.main.inputs[n], plan.trainers, self._whole) for n in self._names]
         self._split = [n for n, share in zip(self._names, self._shares, strict=True) if share == "split"]
-        self._seen: set[tuple[Any, ...]] = set()  # shapes of batches that were looked at: a step looks no further
+        self._last: tuple[Any, ...] = ()  # shapes of the last batch: one like it needs no second look
         # state goes through jit as a whole: to take it apart here would cost more than a small step
         self._jitted = jax.jit(self._traced, donate_argnums=0 if donate else ())
 
@@ -112,21 +112,12 @@ class CollectiveJob(abc.ABC):
           BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
           StateError: not a state of this job, or one that was already stepped from, and was donated.
         """
-        if not isinstance(state, CollectiveState):
-            raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
-        held: Sequence[dict[str, Any]] = (state.params, state.opt_state)  # NumPy's arrays if it comes from a checkpoint
-        for of in held:
-            gone = next((n for n, x in of.items() if isinstance(x, jax.Array) and x.is_deleted()), None)
-            if gone is not None:  # JAX would look for its memory, and not always find out
-                raise StateError(
-                    f"this state was already stepped from, and {gone} in it was donated to that step; "
-                    "use the state that step returned, or a job with donate=False"
-                )
+        self._refuse(state)
         arrays = self._arrays(batch)
         shapes = tuple(x.shape for x in arrays)
-        if shapes not in self._seen:
+        if shapes != self._last:
             self._check(state, arrays)
-            self._seen.add(shapes)
+            self._last = shapes
         new, rest = self._jitted(state, self._placed(arrays))
         tree = self._rest.unflatten(rest)
         return (new, *(tree if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)))
@@ -146,6 +137,19 @@ class CollectiveJob(abc.ABC):
         return spec.unflatten([state.opt_state[n] for n in spec.names])
 
     # -- how it runs -----------------------------------------------------------------------------
+
+    def _refuse(self, state: Any) -> None:
+        """Refuse what is no state, or none any more."""
+        if not isinstance(state, CollectiveState):
+            raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
+        held: Sequence[dict[str, Any]] = (state.params, state.opt_state)  # NumPy's arrays if it comes from a checkpoint
+        for of in held:
+            gone = next((n for n, x in of.items() if isinstance(x, jax.Array) and x.is_deleted()), None)
+            if gone is not None:  # JAX would look for its memory, and not always find out
+                raise StateError(
+                    f"this state was already stepped from, and {gone} in it was donated to that step; "
+                    "use the state that step returned, or a job with donate=False"
+                )
 
     def _arrays(self, batch: Sequence[Any]) -> list[Any]:
         """The arrays of a global batch."""

@@ -35,7 +35,7 @@ from typing import Any
 
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.run.children import Child, Guard
-from dtrans.run.roles import VARIABLES, Role, roles_of, trainer_roles
+from dtrans.run.roles import LOSS, VARIABLES, Role, roles_of, trainer_roles
 
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -51,6 +51,7 @@ def launch(
     trainers: int = 1,
     pservers: int | None = None,
     mode: str = "pserver",
+    on_trainer_loss: str = "abort",
     deadline: float | None = None,
     grace: float = GRACE,
     env: Mapping[str, str] | None = None,
@@ -66,6 +67,8 @@ def launch(
       command: program and arguments, the same for every role.
       trainers, pservers: how many of each; one pserver by default, and none in nccl2 mode.
       mode: "pserver" or "nccl2".
+      on_trainer_loss: "abort", or in nccl2 mode "drop": a trainer that fails does not end the job, but for trainer 0;
+        `dtrans.connect()` tells the others to go on without it.
       deadline: seconds that the whole job may take.
       grace: seconds that a role gets to end by itself when it is told to.
       env: variables to add to this process's environment for the roles.
@@ -85,16 +88,22 @@ def launch(
         raise ConfigError(f"mode must be 'pserver' or 'nccl2', it is {mode!r}")
     if mode == "nccl2" and pservers is not None:
         raise ConfigError(f"there are no pservers in mode='nccl2', pservers={pservers}")
+    if on_trainer_loss not in ("abort", "drop"):
+        raise ConfigError(f"on_trainer_loss must be 'abort' or 'drop', it is {on_trainer_loss!r}")
+    if on_trainer_loss == "drop" and mode != "nccl2":
+        raise ConfigError(f"on_trainer_loss='drop' is for mode='nccl2', it is {mode!r}")
     servers = 1 if pservers is None else pservers
     for name, count in (("trainers", trainers), ("pservers", servers)):
         if count < 1:
             raise ConfigError(f"a job needs at least one of {name}, {name}={count}")
-    base = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    base = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS)}
     # whole lines as they are printed, not when a buffer is full
     base |= {"PYTHONUNBUFFERED": "1", **(env or {})}
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
-    job = _Job(events, grace)
+    if on_trainer_loss == "drop":
+        base[LOSS] = on_trainer_loss
+    job = _Job(events, grace, drops=on_trainer_loss == "drop")
     with _signals_to(events), Guard(sys.executable) as guard:
         try:
             for role in _roles(mode, trainers, servers):
@@ -147,7 +156,8 @@ def free_endpoints(count: int) -> list[str]:
 class _Job:
     """The roles that run, and what became of them."""
 
-    def __init__(self, events: SimpleQueue[Event], grace: float) -> None:
+    def __init__(self, events: SimpleQueue[Event], grace: float, *, drops: bool = False) -> None:
+        self.drops = drops  # whether the job goes on without a trainer that has failed
         self.events = events
         self.grace = grace
         self.running: dict[Child, Guard] = {}
@@ -212,7 +222,11 @@ class _Job:
         guard = self.running.pop(child)
         child.reap()
         guard.remove(child)
-        if child.code and not self._ending and (self.failed is None or (_by_peer(self.failed) and not _by_peer(child))):
+        if child.code and not self._ending and self.drops and child.role.trainer_id:
+            _prefixed("launcher")("stderr", f"{child.role.name} failed with {_how(child)}; the others go on")
+        elif (
+            child.code and not self._ending and (self.failed is None or (_by_peer(self.failed) and not _by_peer(child)))
+        ):
             self.failed = child
 
 
@@ -226,13 +240,17 @@ def _by_peer(child: Child) -> bool:
     )
 
 
-def _failure(child: Child) -> LaunchError:
-    how = f"exit code {child.code}"
+def _how(child: Child) -> str:
+    """How a role has failed."""
     if child.process.returncode < 0:
-        how = f"signal {signal.Signals(-child.process.returncode).name}"
+        return f"signal {signal.Signals(-child.process.returncode).name}"
+    return f"exit code {child.code}"
+
+
+def _failure(child: Child) -> LaunchError:
     words = child.last_words()
     said = f"it said:\n{words}" if words else "it wrote nothing to standard error"
-    message = f"{child.role.name} failed with {how}, and the other roles were ended; {said}"
+    message = f"{child.role.name} failed with {_how(child)}, and the other roles were ended; {said}"
     return LaunchError(message, role=child.role.name, code=child.code)
 
 

@@ -6,6 +6,7 @@
     DTRANS_TRAINER_ENDPOINTS    nccl2 mode: all trainers, separated by commas
     DTRANS_TRAINER_ID           of a trainer: which one, from 0
     DTRANS_CURRENT_ENDPOINT     of a pserver, and of a trainer in nccl2 mode: which of the endpoints is its own
+    DTRANS_ON_TRAINER_LOSS      nccl2 mode: abort or drop; see `dtrans.connect`
 
 `dtrans launch` sets them; so can any scheduler. The mode is told by whose endpoints there are. They are Paddle's
 (TRAINING_ROLE, PADDLE_TRAINER_ID, ...; python/paddle/distributed/launch_ps.py), under names of our own.
@@ -33,6 +34,7 @@ VARIABLES = (
     "DTRANS_TRAINER_ENDPOINTS",
     "DTRANS_CURRENT_ENDPOINT",
 )
+LOSS = "DTRANS_ON_TRAINER_LOSS"  # not who a process is, but what it does when others end: see `dtrans.connect`
 
 
 @dataclasses.dataclass(frozen=True)
