@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test fuzz lint format bench notebooks docs lock clean
+.PHONY: help venv demo test fuzz soak lint format bench notebooks docs lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test: $(STAMP) ## run the tests
 
 fuzz: $(STAMP) ## slice 2,000 random updates (takes minutes)
 	DTRANS_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_any_update.py
+
+soak: $(STAMP) ## run the tests that take minutes: jobs of four processes, some of which die
+	$(BIN)/python -m pytest -m soak
 
 lint: $(STAMP) ## check style, format and types
 	$(BIN)/ruff check .

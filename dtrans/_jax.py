@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.core import ShapedArray as ShapedArray
+from jax.experimental import multihost_utils
 from jax.experimental.multihost_utils import ProcessFailureError as ProcessFailureError, live_devices as live_devices
 from jax.extend.core import (
     Primitive as Primitive,
@@ -243,9 +244,11 @@ def is_varying(x: Any) -> bool:
 
 
 def bulletin_board() -> Any:
-    """The key-value store of the job that `jax.distributed` connected; JAX has no public way to it."""
-    from jax._src import distributed
+    """The key-value store of the job that `jax.distributed` connected.
 
-    client = distributed.global_state.client
+    JAX has no documented way to it; this one goes by what `multihost_utils` itself uses.
+    """
+    utils: Any = multihost_utils
+    client = utils.distributed.global_state.client
     assert client is not None, "jax.distributed is not initialized"
     return client

@@ -20,7 +20,7 @@ import dtrans
 from dtrans.errors import DtransError
 
 
-ROWS, STEPS = 12, 5  # rows of a global batch
+ROWS, STEPS = 24, 5  # rows of a global batch
 SURVIVED = 8  # steps of those who survive
 
 
@@ -133,6 +133,81 @@ def numbers(folder: str) -> None:
     np.savez(Path(folder) / f"trainer-{k}.npz", said=np.array(list(said.items())), **found)
 
 
+def counted_loss(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mean over the rows that count, and how many do: trainers have different numbers of them."""
+    mask = (x[:, 0] > 0) + 0.5
+    out, _ = loss_fn(params, x, y)
+    each = jnp.sum((jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] - y) ** 2, -1)
+    return jnp.sum(each * mask) / jnp.sum(mask) + 0.0 * out, {"count": jnp.sum(mask)}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one by one": {"fuse_grad_size_in_MB": 0},
+    "chains": {"fuse_grad_size_in_MB": 0, "nccl_comm_num": 2},
+    "splits": {"max_splits": 3},
+    "weight": {"weight": "aux/count"},
+    "window": {"accumulate_steps": 3},
+    "window, weight": {"accumulate_steps": 3, "weight": "aux/count"},
+    "clip": {"clip_local_norm": 0.05},
+    "local": {"local_sgd": 3},
+    "local, weight": {"local_sgd": 3, "weight": "aux/count"},
+}
+# of two parts the sum is the same in any order
+OF_TWO = {"bf16": {"compress": "bf16"}, "fp16": {"compress": "fp16", "compress_scale": 64.0}}
+OF_FOUR = {
+    "nodes": {"hierarchical_allreduce_inter_nranks": 2},
+    "nodes, chains": {"hierarchical_allreduce_inter_nranks": 2, "fuse_grad_size_in_MB": 0, "nccl_comm_num": 2},
+    "nodes, local": {"hierarchical_allreduce_inter_nranks": 2, "local_sgd": 3},
+}
+
+
+def planned(options: dict[str, Any], trainers: int) -> Any:
+    """The plan of a job with these options."""
+    (x, y), key = batches()[0], jax.random.key(0)
+    step = dtrans.make_train_step(counted_loss, optimizer(), has_aux=True)
+    main = dtrans.trace(step, *jax.eval_shape(init, key), x, y)
+    return dtrans.nccl2(main, dtrans.trace(init, key), trainers=trainers, merge={"aux/count": "sum"}, **options)
+
+
+def options(folder: str) -> None:
+    """A job with each of the options, one after the other."""
+    cluster = dtrans.connect(deadline=20)
+    k, n = cluster.trainer_id, cluster.trainers
+    found = {}
+    for name, given in (OPTIONS | (OF_TWO if n == 2 else OF_FOUR)).items():
+        job = planned(given, n).on_cluster()
+        state = job.init(jax.random.key(0))
+        for x, y in batches()[:2]:
+            state, loss, aux = job.step(state, *(np.array_split(a, n)[k] for a in (x, y)))
+        found |= flat(**{name: (job.params(state), job.opt_state(state), loss, aux)})
+    if n == 4:
+        found |= nodes_by_config(k)
+    np.savez(Path(folder) / f"trainer-{k}.npz", **found)
+
+
+def nodes_by_config(k: int) -> dict[str, np.ndarray]:
+    """Two nodes of two trainers, as Paddle's users write it."""
+    role = dtrans.Role.from_env()
+    config = dtrans.DistributeTranspilerConfig(
+        mode="nccl2", use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2, nccl_comm_num=2
+    )
+    t = dtrans.DistributeTranspiler(config)
+    plan = planned({}, 4)
+    t.transpile(
+        k,
+        plan.main,
+        trainers=role.trainer_endpoints,
+        startup_program=plan.startup,
+        current_endpoint=role.current_endpoint,
+    )
+    with dtrans.Executor(deadline=20) as exe:
+        params, opt_state = exe.run(t.get_trainer_startup_program(), jax.random.key(k))
+        for x, y in batches()[:2]:
+            parts = (np.array_split(a, 4)[k] for a in (x, y))
+            params, opt_state, loss, _ = exe.run(t.get_trainer_program(), params, opt_state, *parts)
+    return flat(config=(params, opt_state, loss))
+
+
 def programs_without_arrays() -> tuple[Any, Any]:
     """A step and its init, traced without making JAX look for devices."""
     w = jax.ShapeDtypeStruct((2,), np.float32)
@@ -195,4 +270,5 @@ def alone() -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    {"numbers": numbers, "endless": endless, "survive": survive, "alone": alone}[sys.argv[1]](*sys.argv[2:])
+    jobs = {"numbers": numbers, "options": options, "endless": endless, "survive": survive, "alone": alone}
+    jobs[sys.argv[1]](*sys.argv[2:])

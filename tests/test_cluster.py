@@ -58,9 +58,9 @@ def started(trainers: int, *arguments: str) -> Iterator[list[subprocess.Popen[st
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def outcome(trainers: int, folder: Path) -> list[dict[str, Any]]:
+def outcome(trainers: int, folder: Path, what: str = "numbers") -> list[dict[str, Any]]:
     """What each trainer of a job found."""
-    with started(trainers, "numbers", str(folder)) as processes:
+    with started(trainers, what, str(folder)) as processes:
         said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
     assert [p.returncode for p in processes] == [0] * trainers, "\n".join(said)
     found = []
@@ -130,6 +130,38 @@ def test_keys_are_folded_as_on_one_device(two: Any) -> None:
 @pytest.mark.slow
 def test_four_trainers_are_one_device(tmp_path: Path, alone: Any) -> None:
     check_numbers(outcome(4, tmp_path), alone)
+
+
+def check_options(found: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
+    """Every job of processes is what its plan is on one device, which is tested against the step itself elsewhere."""
+    with jax.enable_x64(True):
+        for name, given in options.items():
+            job = script.planned(given, len(found)).simulate()
+            state = job.init(jax.random.key(0))
+            for batch in script.batches()[:2]:
+                state, loss, aux = job.step(state, *batch)
+            wanted = script.flat(**{name: (job.params(state), job.opt_state(state), loss, aux)})
+            assert len(wanted) > 6
+            for of in found:
+                for n, want in wanted.items():
+                    assert distance(of[n], want) < 1e-12, n
+
+
+def test_every_option_between_two_trainers(tmp_path: Path) -> None:
+    check_options(outcome(2, tmp_path, "options"), script.OPTIONS | script.OF_TWO)
+
+
+@pytest.mark.soak
+def test_every_option_between_four_trainers(tmp_path: Path) -> None:
+    found = outcome(4, tmp_path, "options")
+    check_options(found, script.OPTIONS | script.OF_FOUR)
+    with jax.enable_x64(True):
+        job = script.planned({}, 4).simulate()  # also from trainer 0's parameters
+        state = job.init(jax.random.key(0))
+        for batch in script.batches()[:2]:
+            state, loss, _ = job.step(state, *batch)
+        for n, want in script.flat(config=(job.params(state), job.opt_state(state), loss)).items():
+            assert all(distance(of[n], want) < 1e-12 for of in found), n
 
 
 @pytest.mark.parametrize(
@@ -339,7 +371,7 @@ def with_those_left(trainers: int, fates: dict[tuple[int, int], str]) -> tuple[A
     [
         (2, {(1, 3): "raise"}),
         (3, {(2, 3): "kill", (1, 6): "raise"}),
-        (4, {(1, 2): "kill", (3, 2): "kill"}),
+        pytest.param(4, {(1, 2): "kill", (3, 2): "kill"}, marks=pytest.mark.soak),
     ],
 )
 def test_those_left_go_on_with_the_mean_of_their_own(trainers: int, fates: Any, tmp_path: Path) -> None:
