@@ -127,16 +127,16 @@ class CollectivePlan:
         return MeshTrainers(self, devices, donate=donate)
 
     def on_cluster(self, *, donate: bool = True) -> CollectiveJob:
-        """Run this process's trainer, in a job of as many processes as trainers; see `dtrans.run.cluster`.
+        """Run this process's trainer, or one on each of its devices, in a job of processes; see `dtrans.run.cluster`.
 
         `dtrans.connect()` comes first. All processes call this, then `init` and, with their own parts of each batch,
         `step`; the first parameters are trainer 0's.
 
         Args:
-          donate: as in `on_mesh`.
+          donate: as in `on_mesh`; never where the job goes on when trainers are lost.
 
         Raises:
-          ConfigError: not connected, or to another number of trainers; or a process has several devices.
+          ConfigError: not connected, or to another number of trainers.
         """
         from dtrans.run.cluster import cluster_job
 

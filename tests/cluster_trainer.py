@@ -161,6 +161,9 @@ OF_FOUR = {
 }
 
 
+OF_DEVICES = OF_FOUR | {"plain": {}, "window, weight": OPTIONS["window, weight"]}
+
+
 def planned(options: dict[str, Any], trainers: int) -> Any:
     """The plan of a job with these options."""
     (x, y), key = batches()[0], jax.random.key(0)
@@ -169,16 +172,24 @@ def planned(options: dict[str, Any], trainers: int) -> Any:
     return dtrans.nccl2(main, dtrans.trace(init, key), trainers=trainers, merge={"aux/count": "sum"}, **options)
 
 
-def options(folder: str) -> None:
+def devices(folder: str) -> None:
+    """As `options`, for those of nodes, in processes of two devices."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    options(folder, of=OF_DEVICES)
+
+
+def options(folder: str, of: dict[str, dict[str, Any]] | None = None) -> None:
     """A job with each of the options, one after the other."""
     cluster = dtrans.connect(deadline=20)
     k, n = cluster.trainer_id, cluster.trainers
     found = {}
-    for name, given in (OPTIONS | (OF_TWO if n == 2 else OF_FOUR)).items():
-        job = planned(given, n).on_cluster()
+    for name, given in (of or OPTIONS | (OF_TWO if n == 2 else OF_FOUR)).items():
+        job = planned(given, jax.device_count()).on_cluster()
         state = job.init(jax.random.key(0))
         for x, y in batches()[:2]:
             state, loss, aux = job.step(state, *(np.array_split(a, n)[k] for a in (x, y)))
+        if of and name == "nodes":
+            found["said"] = refused(job.step, state, x[:3], y[:3]), refused(planned(given, 8).on_cluster)
         found |= flat(**{name: (job.params(state), job.opt_state(state), loss, aux)})
     if n == 4:
         found |= nodes_by_config(k)
@@ -270,5 +281,5 @@ def alone() -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    jobs = {"numbers": numbers, "options": options, "endless": endless, "survive": survive, "alone": alone}
-    jobs[sys.argv[1]](*sys.argv[2:])
+    jobs = (numbers, options, devices, endless, survive, alone)
+    {job.__name__: job for job in jobs}[sys.argv[1]](*sys.argv[2:])

@@ -132,11 +132,11 @@ def test_four_trainers_are_one_device(tmp_path: Path, alone: Any) -> None:
     check_numbers(outcome(4, tmp_path), alone)
 
 
-def check_options(found: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
+def check_options(found: Sequence[dict[str, Any]], options: dict[str, Any], trainers: int) -> None:
     """Every job of processes is what its plan is on one device, which is tested against the step itself elsewhere."""
     with jax.enable_x64(True):
         for name, given in options.items():
-            job = script.planned(given, len(found)).simulate()
+            job = script.planned(given, trainers).simulate()
             state = job.init(jax.random.key(0))
             for batch in script.batches()[:2]:
                 state, loss, aux = job.step(state, *batch)
@@ -148,13 +148,24 @@ def check_options(found: Sequence[dict[str, Any]], options: dict[str, Any]) -> N
 
 
 def test_every_option_between_two_trainers(tmp_path: Path) -> None:
-    check_options(outcome(2, tmp_path, "options"), script.OPTIONS | script.OF_TWO)
+    check_options(outcome(2, tmp_path, "options"), script.OPTIONS | script.OF_TWO, 2)
+
+
+@pytest.mark.slow
+def test_two_processes_of_two_devices_are_four_trainers(tmp_path: Path) -> None:
+    found = outcome(2, tmp_path, "devices")
+    check_options(found, script.OF_DEVICES, 4)
+    for of in found:
+        assert of["said"].tolist() == [
+            "BatchError: x has 3 rows, which the 2 devices of this process do not divide",
+            "ConfigError: the plan is for 8 trainers, 4 are connected: 2 processes with 2 devices each",
+        ]
 
 
 @pytest.mark.soak
 def test_every_option_between_four_trainers(tmp_path: Path) -> None:
     found = outcome(4, tmp_path, "options")
-    check_options(found, script.OPTIONS | script.OF_FOUR)
+    check_options(found, script.OPTIONS | script.OF_FOUR, 4)
     with jax.enable_x64(True):
         job = script.planned({}, 4).simulate()  # also from trainer 0's parameters
         state = job.init(jax.random.key(0))

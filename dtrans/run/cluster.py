@@ -1,4 +1,4 @@
-"""nccl2 mode as processes: each trainer is one process of a `jax.distributed` job, with one device.
+"""nccl2 mode as processes: each trainer is a device of a `jax.distributed` job, most often the one of its process.
 
     ClusterTrainers     a plan over the job; made by `plan.on_cluster()`
     SurvivingTrainers   the same, that goes on when trainers are lost
@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from dtrans._jax import JaxprEqn
 from dtrans.collective import CollectivePlan
-from dtrans.errors import ConfigError, StateError
+from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ops import all_gather_p, all_reduce_p, broadcast_p, reduce_scatter_p, trainer_index_p
 from dtrans.program import Program
 from dtrans.run.batch import batch_arrays
@@ -43,16 +43,19 @@ logger = logging.getLogger(__name__)
 class ClusterTrainers(MeshTrainers):
     """Trainers that are processes; made by `plan.on_cluster()`, in each of them.
 
-    As `plan.on_mesh()`, but for the batch: each process gives its own part to `step`. Parts are of one size; trainer k
-    has rows k*B/N to (k+1)*B/N of the global batch. 0-d arrays, and those that the plan has as replicated, must be the
-    same on every trainer. Parameters, state and results come whole, as arrays of this process's device.
+    As `plan.on_mesh()`, but for the batch: each process gives its own part to `step`. Parts are of one size; process k
+    of N has rows k*B/N to (k+1)*B/N of the global batch, and splits them over its devices if it has several. 0-d
+    arrays, and those that the plan has as replicated, must be the same in every process. Parameters, state and results
+    come whole, as arrays of this process's first device.
     """
 
     def __init__(self, plan: CollectivePlan, *, donate: bool = True) -> None:
-        cluster = connected()
-        if plan.trainers not in (cluster.trainers, jax.process_count()):
-            raise ConfigError(f"the plan is for {plan.trainers} trainers, {cluster.trainers} are connected")
-        super().__init__(plan.for_trainers(cluster.trainers), trainer_devices(), donate=donate)
+        devices = trainer_devices()
+        if plan.trainers not in (len(devices), jax.device_count()):
+            each = jax.local_device_count()
+            many = f": {len(connected().members)} processes with {each} devices each" if each > 1 else ""
+            raise ConfigError(f"the plan is for {plan.trainers} trainers, {len(devices)} are connected{many}")
+        super().__init__(plan.for_trainers(len(devices)), devices, donate=donate)
 
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         """One step on this trainer's part of the batch: (state, loss[, aux]), merged over all trainers.
@@ -80,6 +83,12 @@ class ClusterTrainers(MeshTrainers):
 
     def _arrays(self, batch: Sequence[Any]) -> list[Any]:
         parts = batch_arrays(self._specs, batch)
+        each = jax.local_device_count()
+        for name, x in zip(self._names, parts, strict=True):
+            if name in self._split and x.shape[0] % each:
+                raise BatchError(
+                    f"{name} has {x.shape[0]} rows, which the {each} devices of this process do not divide"
+                )
         return [together(x, where) for x, where in zip(parts, self._places, strict=True)]
 
     def _check(self, state: CollectiveState, arrays: list[Any]) -> None:
@@ -118,9 +127,9 @@ class SurvivingTrainers(ClusterTrainers):
         self._refuse(state)
         self._shared(self._arrays(batch))  # a batch is refused here, where nobody waits for this trainer yet
         while True:
-            if connected().trainers != self.plan.trainers:
-                plan = self.plan.for_trainers(connected().trainers)
-                MeshTrainers.__init__(self, plan, trainer_devices(), donate=False)
+            devices = trainer_devices()
+            if len(devices) != self.plan.trainers:
+                MeshTrainers.__init__(self, self.plan.for_trainers(len(devices)), devices, donate=False)
             try:
                 with all_or_none():
                     made = super().step(jax.tree.map(self._replaced, state), *batch)
@@ -182,6 +191,12 @@ class ClusterFabric:
         return [own(x) for x in made]
 
     def _compile(self, program: Program) -> tuple[Callable[..., Any], list[NamedSharding]]:
+        if jax.local_device_count() != 1:
+            raise ConfigError(
+                f"a program of one trainer runs on one device, this process sees {jax.local_device_count()}: start one "
+                "process for each, and show it its own (JAX_LOCAL_DEVICE_IDS, CUDA_VISIBLE_DEVICES), or run the plan "
+                "as a job, plan.on_cluster()"
+            )
         axes = axes_of(program, connected().trainers)
         mesh = Mesh(np.array(trainer_devices()).reshape([*axes.values()]), tuple(axes))
         held = {n for spec in program.args[:2] for n in spec.names}

@@ -25,41 +25,44 @@ from dtrans.run.connection import connected
 
 
 def trainer_devices() -> list[jax.Device]:
-    """One device for each trainer, in their order.
+    """The devices of all trainers, in their order: process by process.
 
     Raises:
-      ConfigError: a process has several.
+      ConfigError: processes have different numbers of them.
     """
-    if jax.local_device_count() != 1:
-        raise ConfigError(
-            f"a trainer has one device, this process sees {jax.local_device_count()}: start one process for each, and "
-            "show it its own (JAX_LOCAL_DEVICE_IDS, CUDA_VISIBLE_DEVICES; on CPUs leave jax_num_cpu_devices at 1)"
-        )
     members = connected().members
-    return sorted((d for d in jax.devices() if d.process_index in members), key=lambda d: d.process_index)
+    devices = sorted((d for d in jax.devices() if d.process_index in members), key=lambda d: (d.process_index, d.id))
+    counts = {k: sum(d.process_index == k for d in devices) for k in members}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"trainer {k} has {n}" for k, n in counts.items())
+        raise ConfigError(f"all processes must have the same number of devices: {listed}")
+    return devices
 
 
 def together(x: Any, sharding: NamedSharding) -> jax.Array:
-    """This trainer's array as its piece of one of all: the whole if it is replicated, else a run of rows."""
+    """This process's array as its piece of one of all: the whole if it is replicated, else a run of rows."""
     if isinstance(x, jax.Array) and x.sharding == sharding:
         return x
-    piece = jax.device_put(x, jax.local_devices()[0])
-    shape = piece.shape
-    if sharding.spec:
-        shape = (shape[0] * sharding.mesh.size, *shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding, [piece])
+    here = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]
+    if not sharding.spec:
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, [jax.device_put(x, d) for d in here])
+    rows = x.shape[0] // len(here)
+    pieces = [jax.device_put(x[i * rows : (i + 1) * rows] if len(here) > 1 else x, d) for i, d in enumerate(here)]
+    shape = (rows * sharding.mesh.size, *x.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
 def own(x: jax.Array) -> jax.Array:
-    """This trainer's piece."""
+    """This process's piece, or the first of them."""
     return x.addressable_data(0)
 
 
 def sums(*xs: np.ndarray) -> list[np.ndarray]:
-    """The sums of arrays over all trainers, on the host."""
-    mesh = Mesh(np.array(trainer_devices()), ("trainers",))
+    """The sums of arrays over all processes, on the host."""
+    first = {d.process_index: d for d in reversed(trainer_devices())}
+    mesh = Mesh(np.array([first[k] for k in sorted(first)]), ("trainers",))
     everywhere = NamedSharding(mesh, P())
-    # each trainer's own value in the place of one that is the same on all: only the reduction looks at it
+    # each process's own value in the place of one that is the same on all: only the reduction looks at it
     added = jax.shard_map(
         lambda xs: jax.lax.psum(xs, "trainers"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
     )
