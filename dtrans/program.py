@@ -18,13 +18,16 @@ batch size, traced again when it must be and kept, as `jax.jit` does. State cann
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dtrans import listing
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, lowered_jaxpr, scope_of
@@ -181,6 +184,16 @@ class Program:
         """Whether it holds equations that only a realiser can carry out."""
         return any(is_communication(eqn) for eqn in self.jaxpr.jaxpr.eqns)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what the program computes: names, types, equations with all that is in them, and constants."""
+        parts = [str(self.in_names), str(self.out_names), without_addresses(str(self.jaxpr.jaxpr))]
+        told = hashlib.sha256("\n".join(parts).encode())
+        for value in self.jaxpr.consts:
+            is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+            told.update(np.asarray(jax.random.key_data(value) if is_key else value).tobytes())
+        return told.hexdigest()
+
     # -- running it ------------------------------------------------------------------------------
 
     def flatten(self, *args: Any) -> list[Any]:
@@ -271,6 +284,11 @@ class Program:
 def is_communication(eqn: JaxprEqn) -> bool:
     """Whether an equation is one that only a realiser can carry out (see `dtrans.ops`)."""
     return getattr(eqn.primitive, "communicates", False)
+
+
+def without_addresses(text: str) -> str:
+    """How JAX shows something, without what differs from process to process: the addresses of objects."""
+    return re.sub(r"0x[0-9a-f]+", "", text)
 
 
 def signature(arrays: Sequence[Any]) -> Signature:

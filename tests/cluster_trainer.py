@@ -24,8 +24,8 @@ ROWS, STEPS = 24, 5  # rows of a global batch
 SURVIVED = 8  # steps of those who survive
 
 
-def optimizer() -> Any:
-    return optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+def optimizer(rate: float = 1e-2) -> Any:
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.adam(rate))
 
 
 def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -48,9 +48,9 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
     return [(rng.normal(size=(ROWS, 5)), rng.normal(size=(ROWS, 2))) for _ in range(STEPS)]
 
 
-def programs(loss: Callable[..., Any] = loss_fn, rows: int = 2, *more: Any) -> tuple[Any, Any]:
+def programs(loss: Callable[..., Any] = loss_fn, rows: int = 2, *more: Any, rate: float = 1e-2) -> tuple[Any, Any]:
     """The step and its init, traced."""
-    step = dtrans.make_train_step(loss, optimizer(), has_aux=loss is loss_fn)
+    step = dtrans.make_train_step(loss, optimizer(rate), has_aux=loss is loss_fn)
     (x, y), key = batches()[0], jax.random.key(0)
     return dtrans.trace(step, *jax.eval_shape(init, key), x[:rows], y[:rows], *more), dtrans.trace(init, key)
 
@@ -107,6 +107,14 @@ def numbers(folder: str) -> None:
     said["count"] = refused(dtrans.nccl2(main, startup, trainers=n + 1).on_cluster)
     fused = dtrans.nccl2(main, startup, trainers=n, fuse_grad_size_in_MB=32 if k == 0 else 0)
     said["plan"] = refused(lambda: fused.on_cluster().step(state, *part(*batch)))
+
+    merged = dtrans.nccl2(main, startup, trainers=n, merge={"aux/wrong": "sum" if k == 0 else "max"})
+    said["merge"] = refused(lambda: merged.on_cluster().step(state, *part(*batch)))
+    other_rate = dtrans.nccl2(*programs(rate=1e-2 + k), trainers=n)
+    said["rate"] = refused(lambda: other_rate.on_cluster().step(state, *part(*batch)))
+    said["dtype"] = refused(job.step, state, *(x.astype(np.float32 if k else np.float16) for x in part(*batch)))
+    wide = dtrans.nccl2(*programs_without_arrays(2 + k), trainers=n).on_cluster()
+    said["init"] = refused(wide.init, np.ones(2 + k, np.float32))
 
     noisy, key = dtrans.nccl2(*programs(noisy_loss, 2, jax.random.key(0)), trainers=n), jax.random.key(7)
     job = noisy.on_cluster(donate=False)
@@ -219,11 +227,11 @@ def nodes_by_config(k: int) -> dict[str, np.ndarray]:
     return flat(config=(params, opt_state, loss))
 
 
-def programs_without_arrays() -> tuple[Any, Any]:
+def programs_without_arrays(width: int = 2) -> tuple[Any, Any]:
     """A step and its init, traced without making JAX look for devices."""
-    w = jax.ShapeDtypeStruct((2,), np.float32)
+    w = jax.ShapeDtypeStruct((width,), np.float32)
     step = lambda params, opt_state, x: (params - jax.grad(lambda p: jnp.mean((x @ p) ** 2))(params), opt_state)
-    return dtrans.trace(step, w, (), jax.ShapeDtypeStruct((4, 2), np.float32)), dtrans.trace(lambda w: (w, ()), w)
+    return dtrans.trace(step, w, (), jax.ShapeDtypeStruct((4, width), np.float32)), dtrans.trace(lambda w: (w, ()), w)
 
 
 def endless(fate: str) -> None:

@@ -190,6 +190,10 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ("ragged", "BatchError: the arrays of a batch are split over the trainers on dim 0, but "),
         ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
         ("plan", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+        ("merge", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+        ("rate", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+        ("dtype", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+        ("init", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has parameters"),
     ],
 )
 def test_what_is_refused(two: Any, what: str, message: str) -> None:
@@ -381,7 +385,7 @@ def with_those_left(trainers: int, fates: dict[tuple[int, int], str]) -> tuple[A
     "trainers, fates",
     [
         (2, {(1, 3): "raise"}),
-        (3, {(2, 3): "kill", (1, 6): "raise"}),
+        (3, {(2, 0): "kill", (1, 6): "raise"}),
         pytest.param(4, {(1, 2): "kill", (3, 2): "kill"}, marks=pytest.mark.soak),
     ],
 )

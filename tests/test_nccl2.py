@@ -908,6 +908,51 @@ def test_a_state_that_was_stepped_from_is_refused_and_says_why() -> None:
         job.step(params, *batch)
 
 
+def test_one_array_under_two_names_is_refused_where_it_would_be_donated() -> None:
+    params, (simulated, job), batch = jobs()
+    for donates in (job, job.plan.on_mesh(donate=False), simulated):
+        state = donates.init(params)
+        twice = type(state)(state.params, state.opt_state | {"opt_state/0/mu/w": state.opt_state["opt_state/0/nu/w"]})
+        if donates is job:
+            with pytest.raises(
+                StateError, match="^opt_state/0/nu/w and opt_state/0/mu/w are one array|^opt_state/0/mu/w"
+            ):
+                donates.step(twice, *batch)
+        donates.step(state if donates is job else twice, *batch)
+
+
+def test_a_state_of_another_job_is_refused_by_what_it_lacks() -> None:
+    _, pair, batch = jobs()
+    others = {"v": mlp_params((5, 3), F64)["w1"]}
+    other = plan_of(lambda p, x, y: jnp.mean((x @ p["v"] - y) ** 2), optax.adam(0.1), others, *batch)
+    for job in pair:
+        with pytest.raises(StateError, match="^this is not a state of this job: it has no params/w"):
+            job.step(other.simulate().init(others), *batch)
+
+
+def test_a_state_may_be_on_another_device() -> None:
+    params, (simulated, job), batch = jobs()
+    elsewhere = jax.device_put(job.init(params), jax.devices()[5])
+    a, _ = job.step(elsewhere, *batch)
+    b, _ = simulated.step(simulated.init(params), *batch)
+    tree_close(a, b, 1e-12)
+
+
+def test_an_array_of_other_dimensions_is_refused_by_name() -> None:
+    params, pair, (x, _) = jobs()
+    for job in pair:
+        with pytest.raises(BatchError, match=r"^y is of shape \(\), the step was traced with float64\[8,3\]$"):
+            job.step(job.init(params), x, 1.0)
+
+
+@pytest.mark.parametrize("devices", [[0, 1], "one twice"])
+def test_devices_that_are_none_are_refused(devices: Any) -> None:
+    _, (_, job), _ = jobs()
+    given = [jax.devices()[0]] * 2 if isinstance(devices, str) else devices
+    with pytest.raises(ConfigError, match="^on_mesh takes JAX's devices, each once; it was given "):
+        job.plan.on_mesh(given)
+
+
 def test_without_donation_a_state_can_be_stepped_from_again() -> None:
     params, (simulated, mesh), batch = jobs()
     kept = mesh.plan.on_mesh(donate=False)
@@ -963,9 +1008,9 @@ def test_each_trainer_is_on_its_device_and_all_have_the_state() -> None:
         (dict(replicated=("z",)), "replicated names 'z'; the arrays of the batch are x, y"),
         (dict(merge={"loss": "median"}), r"merge\['loss'\] must be one of mean, sum, .*; it is 'median'"),
         (dict(merge={"accuracy": "mean"}), "merge names 'accuracy'; what trainers make .* is loss, aux/n, aux/rows, "),
-        (dict(merge={"params/mean": "each"}), r"merge\['params/mean'\]='each': every trainer has the same parameters"),
+        (dict(merge={"params/mean": "each"}), r"merge\['params/mean'\]='each': every trainer has the same state"),
         (dict(merge={"params/mean": "concat"}), r"merge\['params/mean'\]='concat': every trainer has the same"),
-        (dict(merge={"aux/n": "mean"}), r"merge\['aux/n'\]='mean': it is int32\[\]; say 'sum' or 'each'"),
+        (dict(merge={"aux/n": "mean"}), r"merge\['aux/n'\]='mean': it is int32\[\]; say 'sum' or 'max' or 'each'"),
         (dict(merge={"loss": "concat"}), r"merge\['loss'\]='concat': it is float64\[\], which has no dim 0"),
         (dict(merge={"aux/some": "sum"}), r"merge\['aux/some'\]='sum': it is bool\[\]; say 'max' or 'each'"),
         (dict(weight="count"), "weight='count' must be a result of the step: loss, aux/n, aux/rows"),

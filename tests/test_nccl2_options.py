@@ -562,3 +562,118 @@ def test_a_complex_gradient_is_clipped_by_its_absolute_value():
     job = plan.simulate()
     state, _ = job.step(job.init(params), x)
     np.testing.assert_allclose(abs(job.params(state)["w"]), 1.0, rtol=1e-6)
+
+
+def of_counted(params, x, mask):
+    """A mean over what the mask counts, which is nothing over nothing where it counts nothing."""
+    return jnp.sum((x @ params["w"]) ** 2 * mask) / jnp.sum(mask), {"count": jnp.sum(mask)}
+
+
+PARTS = [{"trainers": 4}, {"trainers": 2, "accumulate_steps": 2}, {"trainers": 1, "accumulate_steps": 4},
+         {"trainers": 2, "accumulate_steps": 2, "clip_local_norm": 1e9}]  # fmt: skip
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("options", PARTS)
+def test_a_part_that_counts_for_nothing_is_nothing(options):
+    params, x = {"w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2)
+    mask = jnp.array([1.0, 1, 0, 0, 1, 1, 1, 1])
+    step, plan = planned(optax.sgd(0.1), params, of_counted, True, [x, mask], weight="aux/count", **options)
+    want, _, want_loss, want_aux = step(params, optax.sgd(0.1).init(params), x, mask)
+    for job in (plan.simulate(), plan.on_mesh()):
+        state, loss, aux = job.step(job.init(params), x, mask)
+        tree_close((job.params(state), loss, aux), (want, want_loss, want_aux), 1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("options", PARTS[:3])
+@pytest.mark.parametrize("way", [None, "mean"])
+def test_results_from_gradients_and_the_batch_are_weighted_as_they_are_without_a_window(options, way):
+    """The norm of the reduced gradient times a mean over a trainer's own part: the same for every way to divide."""
+
+    def step(params, opt_state, x, mask):
+        (loss, aux), grads = dtrans.value_and_grad(of_counted, has_aux=True)(params, x, mask)
+        seen = jnp.sum(x[:, 0] * mask) / jnp.sum(mask)
+        return {"w": params["w"] - 0.1 * grads["w"]}, opt_state, loss, aux | {"scaled": norm_of(grads) * seen}
+
+    params, x = {"w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2)
+    mask = jnp.array([1.0, 1, 3, 1, 1, 2, 1, 1])
+    main, startup = dtrans.trace(step, params, (), x, mask), dtrans.trace(lambda p: (p, ()), params)
+    merge = {"aux/scaled": way} if way else {}
+    plan = dtrans.nccl2(main, startup, weight="aux/count", merge=merge, **options)
+    job = plan.simulate()
+    state, loss, aux = job.step(job.init(params), x, mask)
+    want, _, want_loss, want_aux = step(params, (), x, mask)
+    tree_close((job.params(state), loss, aux), (want, want_loss, want_aux), 1e-12)
+
+
+def test_the_weight_is_added_up_and_nothing_else():
+    options = {"weight": "aux/count", "merge": {"aux/count": "max"}, "trainers": 2}
+    with pytest.raises(ConfigError, match=r"^merge\['aux/count'\]='max': it is the weight, which is added up"):
+        planned(optax.sgd(0.1), {"w": jnp.ones(2)}, of_counted, True, [jnp.ones((8, 2)), jnp.ones(8)], **options)
+
+
+@pytest.mark.parametrize("options", [{"accumulate_steps": 2, "weight": "aux/count"}, {"local_sgd": 1}])
+def test_sums_of_16_bits_do_not_overflow_on_their_way(options):
+    """The gradient and the parameters fit into float16; times the count, or times the trainers, they do not."""
+    params = {"w": jnp.full(2, 20000.0, jnp.float16)}
+    loss = lambda p, x, mask: (jnp.mean(x @ p["w"] / 100), {"count": jnp.sum(mask)})
+    x, mask = jnp.ones((16, 2), jnp.float16), jnp.full(16, 4000.0)
+    plan = planned(optax.sgd(100.0), params, loss, True, [x, mask], trainers=4, **options)[1]
+    job = plan.simulate()
+    state, *_ = job.step(job.init(params), x, mask)
+    np.testing.assert_allclose(job.params(state)["w"], [19999.0] * 2, rtol=1e-3)
+
+
+def counting(params, opt_state, x):
+    value, grad = dtrans.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(params["w"])
+    n = params["n"] + jnp.sum(x > 0.5, dtype=jnp.int32)
+    return {"n": n, "w": params["w"] - 0.01 * grad}, opt_state, value
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"local_sgd": 2}])
+def test_counts_in_the_state_are_what_one_device_counts(options):
+    params, x = {"n": jnp.zeros((), jnp.int32), "w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2) / 10
+    main, startup = dtrans.trace(counting, params, (), x), dtrans.trace(lambda p: (p, ()), params)
+    plan = dtrans.nccl2(main, startup, trainers=2, merge={"params/n": "sum"}, **options)
+    for job in (plan.simulate(), plan.on_mesh()):
+        state, counts = job.init(params), []
+        for _ in range(3):
+            state, _ = job.step(state, x)
+            counts.append(int(job.params(state)["n"]))
+        assert counts == [10, 20, 30]
+    with pytest.raises(ConfigError, match=r"^merge\['params/n'\]='same': it is made of a trainer's part"):
+        dtrans.nccl2(main, startup, trainers=2, merge={"params/n": "same"}, **options)
+    with pytest.raises(ConfigError, match=r"^params/n is int32\[\] and made of .* merge={'params/n': 'sum'} or 'max'$"):
+        dtrans.nccl2(main, startup, trainers=2, **options)
+
+
+def test_what_is_made_of_the_number_of_rows_must_be_merged_by_name():
+    loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.ones(x.shape[:1]).sum())
+    given = optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))]
+    with pytest.raises(ConfigError, match="^aux is float32.* made of how many rows a trainer's part has"):
+        planned(*given, trainers=2)
+    job = planned(*given, trainers=2, merge={"aux": "sum"})[1].simulate()
+    assert float(job.step(job.init({"w": jnp.ones(2)}), jnp.ones((8, 2)))[2]) == 8.0
+
+
+def test_a_leaf_without_elements_is_reduced_nowhere():
+    params = {"none": jnp.zeros((0, 3)), "w": jnp.ones(2)}
+    loss = lambda p, x: jnp.mean(x @ p["w"]) + jnp.sum(p["none"])
+    plan = planned(optax.sgd(0.1), params, loss, False, [jnp.ones((8, 2))], trainers=4, **NODES)[1]
+    job = plan.on_mesh()
+    state, _ = job.step(job.init(params), jnp.ones((8, 2)))
+    assert job.params(state)["none"].shape == (0, 3) and [b.leaves for b in plan.buckets] == [("params/w",)]
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"merge": "loss"}, "^merge='loss' must say for each name what becomes of it"),
+        ({"merge": ["loss"]}, r"^merge=\['loss'\] must say for each name"),
+        ({"replicated": None}, "^replicated=None must be a collection of names"),
+    ],
+)
+def test_options_of_another_type_are_refused_by_name(options, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(optax.sgd(0.1), mlp_params(SIZES), like=batch(0), trainers=2, **options)

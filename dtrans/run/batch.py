@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,11 @@ from dtrans.errors import BatchError
 from dtrans.trees import TreeSpec, as_array
 
 
-def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any]) -> list[Any]:
+def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping[str, Any]) -> list[Any]:
     """The arrays of a batch, whose arguments must be of the structures in `specs`.
+
+    Args:
+      types: of the arrays that the step was traced with, by name; their number of dimensions counts.
 
     Raises:
       BatchError, TraceError: they are not.
@@ -22,7 +25,13 @@ def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any]) -> list[Any]:
         raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
     found: list[Any] = []
     for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
-        found += spec.flatten(as_array(arg), f"batch argument {i}")
+        arrays = spec.flatten(as_array(arg), f"batch argument {i}")
+        for name, x in zip(spec.names, arrays, strict=True):
+            if x.ndim != types[name].ndim:
+                raise BatchError(
+                    f"{name} is of shape {tuple(x.shape)}, the step was traced with {types[name].str_short()}"
+                )
+        found += arrays
     return found
 
 

@@ -81,8 +81,11 @@ class ClusterTrainers(MeshTrainers):
     def _start(self, startup: Program, args: list[Any]) -> list[Any]:
         return [together(x, self._everywhere) for x in shared(startup.compiled(*args))]
 
+    def _here(self, state: CollectiveState) -> CollectiveState:
+        return jax.tree.map(lambda x: together(own(x) if isinstance(x, jax.Array) else x, self._everywhere), state)
+
     def _arrays(self, batch: Sequence[Any]) -> list[Any]:
-        parts = batch_arrays(self._specs, batch)
+        parts = batch_arrays(self._specs, batch, self.plan.main.inputs)
         each = jax.local_device_count()
         for name, x in zip(self._names, parts, strict=True):
             if name in self._split and x.shape[0] % each:
@@ -94,7 +97,7 @@ class ClusterTrainers(MeshTrainers):
     def _check(self, state: CollectiveState, arrays: list[Any]) -> None:
         super()._check(state, arrays)
         program = self._program(state, arrays)
-        agree(program, self._split)
+        agree(program, self._split, self.plan.merges)
 
     def _mapped(self, program: Program) -> Callable[[list[Any], Sequence[Any]], Sequence[Any]]:
         axes, count = self.plan.axis_names, len(program.in_names) - len(self._shares)
@@ -126,26 +129,28 @@ class SurvivingTrainers(ClusterTrainers):
         """As `ClusterTrainers.step`; with the trainers that are left, when some have ended."""
         self._refuse(state)
         self._shared(self._arrays(batch))  # a batch is refused here, where nobody waits for this trainer yet
+        return self._with_those_left(lambda: super(SurvivingTrainers, self).step(self._here(state), *batch))
+
+    def _start(self, startup: Program, args: list[Any]) -> list[Any]:
+        return self._with_those_left(lambda: super(SurvivingTrainers, self)._start(startup, args))
+
+    def _with_those_left(self, run: Callable[[], Any]) -> Any:
+        """What a function of all trainers gives; anew, with those left, when some have ended meanwhile."""
         while True:
             devices = trainer_devices()
             if len(devices) != self.plan.trainers:
-                MeshTrainers.__init__(self, self.plan.for_trainers(len(devices)), devices, donate=False)
+                self._build(self.plan.for_trainers(len(devices)), devices, donate=False)
             try:
                 with all_or_none():
-                    made = super().step(jax.tree.map(self._replaced, state), *batch)
+                    made = run()
                     jax.block_until_ready(made)
             except Loss as loss:
                 left = lost(loss.trainers)
                 gone = " and ".join(f"trainer {k}" for k in sorted(loss.trainers))
-                logger.warning(
-                    "%s: %s ended; going on with %d of %d", left.name, gone, left.trainers, jax.process_count()
-                )
+                count = jax.process_count()
+                logger.warning("%s: %s ended; going on with %d of %d", left.name, gone, left.trainers, count)
                 continue
             return made
-
-    def _replaced(self, x: Any) -> jax.Array:
-        """An array of a state on the mesh of those left."""
-        return together(own(x) if isinstance(x, jax.Array) else x, self._everywhere)
 
 
 def cluster_job(plan: CollectivePlan, *, donate: bool) -> ClusterTrainers:

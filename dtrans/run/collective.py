@@ -83,13 +83,18 @@ class CollectiveJob(abc.ABC):
     """
 
     def __init__(self, plan: CollectivePlan, *, donate: bool = False) -> None:
+        self._plan_for(plan, donate=donate)
+
+    def _plan_for(self, plan: CollectivePlan, *, donate: bool) -> None:
+        """Take a plan."""
         self.plan = plan
+        self._donates = donate
         self._specs = plan.main.args[2:]
         self._names = [n for spec in self._specs for n in spec.names]
         self._whole = {n for n in self._names if is_under(n, plan.replicated)}
         self._shares = [share_of(n, plan.main.inputs[n], plan.trainers, self._whole) for n in self._names]
         self._split = [n for n, share in zip(self._names, self._shares, strict=True) if share == "split"]
-        self._last: tuple[Any, ...] = ()  # shapes of the last batch: one like it needs no second look
+        self._last: list[Any] = []  # types of the last batch: one like it needs no second look
         # state goes through jit as a whole: to take it apart here would cost more than a small step
         self._jitted = jax.jit(self._traced, donate_argnums=0 if donate else ())
 
@@ -114,11 +119,17 @@ class CollectiveJob(abc.ABC):
         """
         self._refuse(state)
         arrays = self._arrays(batch)
-        shapes = tuple(x.shape for x in arrays)
-        if shapes != self._last:
+        types = [(x.shape, x.dtype) for x in arrays]
+        if types != self._last:
             self._check(state, arrays)
-            self._last = shapes
-        new, rest = self._jitted(state, self._placed(arrays))
+            self._last = types
+        arrays = self._placed(arrays)
+        try:
+            new, rest = self._jitted(state, arrays)
+        except ValueError as e:
+            if "incompatible devices" not in str(e):
+                raise
+            new, rest = self._jitted(self._here(state), arrays)  # it comes from elsewhere, from a checkpoint perhaps
         tree = self._rest.unflatten(rest)
         return (new, *(tree if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)))
 
@@ -142,18 +153,25 @@ class CollectiveJob(abc.ABC):
         """Refuse what is no state, or none any more."""
         if not isinstance(state, CollectiveState):
             raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
+        seen: dict[int, str] = {}
         held: Sequence[dict[str, Any]] = (state.params, state.opt_state)  # NumPy's arrays if it comes from a checkpoint
-        for of in held:
-            gone = next((n for n, x in of.items() if isinstance(x, jax.Array) and x.is_deleted()), None)
-            if gone is not None:  # JAX would look for its memory, and not always find out
+        for n, x in (item for of in held for item in of.items()):
+            if not isinstance(x, jax.Array):
+                continue
+            if x.is_deleted():  # JAX would look for its memory, and not always find out
                 raise StateError(
-                    f"this state was already stepped from, and {gone} in it was donated to that step; "
+                    f"this state was already stepped from, and {n} in it was donated to that step; "
                     "use the state that step returned, or a job with donate=False"
+                )
+            if seen.setdefault(id(x), n) != n and self._donates:  # nor that it was to give its memory twice
+                raise StateError(
+                    f"{n} and {seen[id(x)]} are one array, whose memory cannot be donated twice: copy one of them "
+                    "(jnp.copy), or use a job with donate=False"
                 )
 
     def _arrays(self, batch: Sequence[Any]) -> list[Any]:
         """The arrays of a global batch."""
-        return batch_arrays(self._specs, batch)
+        return batch_arrays(self._specs, batch, self.plan.main.inputs)
 
     def _check(self, state: CollectiveState, arrays: list[Any]) -> None:
         """Refuse a batch that cannot be shared."""
@@ -177,9 +195,16 @@ class CollectiveJob(abc.ABC):
         return shared_batch(self._names, arrays, self.plan.trainers, self._whole, "dtrans.nccl2(replicated=(...))")
 
     def _held(self, state: CollectiveState) -> list[Any]:
-        """The arrays of a state, in the order of the program."""
+        """The arrays of a state, in the order of the program. Raises StateError for that of another job."""
         params, opt_state = self._state
-        return [state.params[n] for n in params] + [state.opt_state[n] for n in opt_state]
+        try:
+            return [state.params[n] for n in params] + [state.opt_state[n] for n in opt_state]
+        except KeyError as e:
+            raise StateError(f"this is not a state of this job: it has no {e.args[0]}") from e
+
+    def _here(self, state: CollectiveState) -> CollectiveState:
+        """A state where steps want it."""
+        return state
 
     @property
     def _state(self) -> tuple[Sequence[str], Sequence[str]]:
@@ -217,8 +242,14 @@ class MeshTrainers(CollectiveJob):
     def __init__(
         self, plan: CollectivePlan, devices: Sequence[jax.Device] | None = None, *, donate: bool = True
     ) -> None:
-        super().__init__(plan, donate=donate)
+        self._build(plan, devices, donate=donate)
+
+    def _build(self, plan: CollectivePlan, devices: Sequence[jax.Device] | None, *, donate: bool) -> None:
+        """Take a plan, and make the mesh that it is for."""
+        self._plan_for(plan, donate=donate)
         devices = list(jax.devices() if devices is None else devices)
+        if not all(isinstance(d, jax.Device) for d in devices) or len({*devices}) < len(devices):
+            raise ConfigError(f"on_mesh takes JAX's devices, each once; it was given {devices}")
         if len(devices) < plan.trainers:
             hint = (
                 f'; set CPU devices with jax.config.update("jax_num_cpu_devices", {plan.trainers}) before JAX is used'
@@ -253,6 +284,9 @@ class MeshTrainers(CollectiveJob):
         outs = [P() if way == "same" else P(axes) for way in ways]
         # check_vma: the equations were traced without varying types, and replay only without the check
         return jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
+
+    def _here(self, state: CollectiveState) -> CollectiveState:
+        return jax.device_put(state, self._everywhere)
 
     def _placed(self, arrays: list[Any]) -> list[Any]:
         return [_put(x, where) for x, where in zip(arrays, self._places, strict=True)]

@@ -121,6 +121,9 @@ def connect(
         endpoints = role.trainer_endpoints if role else ()
         _cluster = Cluster(jax.process_index(), everyone, endpoints, deadline, loss)
         _first_word(_cluster)
+        if loss == "drop":
+            with survivors.all_or_none():  # from now on it is known who ends
+                pass
     if role is not None:
         _check_same(role, _cluster)
     if on_trainer_loss not in (None, _cluster.on_trainer_loss):

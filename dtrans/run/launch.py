@@ -36,6 +36,7 @@ from typing import Any
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.run.children import Child, Guard
 from dtrans.run.roles import LOSS, VARIABLES, Role, roles_of, trainer_roles
+from dtrans.run.together import is_by_peer
 
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -234,8 +235,7 @@ def _by_peer(child: Child) -> bool:
     """Whether a role failed because another did: its last words are a `PeerError`, or what JAX says of lost peers."""
     return any(
         line.startswith("dtrans.errors.PeerError")
-        or "JAX distributed service detected fatal errors" in line
-        or ("Error: " in line and "Gloo" in line)
+        or (("Error: " in line or "distributed service" in line) and is_by_peer(line))
         for line in child.tail
     )
 

@@ -90,6 +90,10 @@ class MeshJob:
         donate: bool = True,
         replicated: Collection[str] = (),
     ) -> None:
+        if not plan.sync_mode:
+            raise ConfigError(
+                "on_mesh runs all trainers at once; run a plan with sync_mode=False in processes (Executor)"
+            )
         devices = list(jax.devices() if devices is None else devices)
         if not devices:
             raise ConfigError("on_mesh was given no devices")
@@ -143,7 +147,7 @@ class MeshJob:
         if not isinstance(state, MeshState):
             raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
         option = "plan.on_mesh(replicated=(...))"
-        given = batch_arrays(self.plan.main.args[2:], batch)
+        given = batch_arrays(self.plan.main.args[2:], batch, self.plan.main.inputs)
         arrays = shared_batch(self._names, given, self.trainers, self._whole, option)
         runner = self._runner(arrays)
         servers = {ep: dict(held) for ep, held in state.servers.items()}

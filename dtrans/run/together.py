@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from dtrans._jax import bulletin_board
 from dtrans.errors import BatchError, ConfigError, DeadlineError, PeerError
-from dtrans.program import Program, is_communication
+from dtrans.program import Program
 from dtrans.run.connection import connected
 
 
@@ -72,7 +72,12 @@ def sums(*xs: np.ndarray) -> list[np.ndarray]:
 
 
 def shared(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
-    """What trainer `root` has, on all trainers, bit for bit."""
+    """What trainer `root` has, on all trainers, bit for bit.
+
+    Raises:
+      PeerError: they have arrays of other types.
+    """
+    compare([_digest([f"{x.shape} {x.dtype}" for x in xs])], ["parameters or an optimizer state of other shapes"])
     mine = jax.process_index() == root
     raw = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in xs]
     host = [np.asarray(x) for x in raw]
@@ -89,7 +94,7 @@ def shared(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
     return made
 
 
-def agree(program: Program, split: Collection[str]) -> None:
+def agree(program: Program, split: Collection[str], merges: Mapping[str, str] | None = None) -> None:
     """Check that all trainers are about to run the same program on parts of one size.
 
     Each says what it is about to run, where all can read it; this is not a reduction, so that a trainer that runs
@@ -97,26 +102,47 @@ def agree(program: Program, split: Collection[str]) -> None:
 
     Args:
       split: the names of what trainers have parts of.
+      merges: what else is done to results, by name.
 
     Raises:
       PeerError, BatchError: they are not; the message says who differs from trainer 0.
       DeadlineError: a trainer did not say.
     """
-    inner = program.jaxpr.jaxpr
-    moved = [f"{e.primitive} {[a.aval.str_short() for a in e.invars]}" for e in inner.eqns if is_communication(e)]
     held = [f"{n} {program.inputs[n].str_short()}" for spec in program.args[:2] for n in spec.names]
     first = next(iter(split), "the batch")
     rows = program.inputs[first].shape[0] if split else 0
-    # held first: a trainer with other rows moves other things too, where results are of the batch's size
-    said = _told([_digest(held), str(rows), _digest(moved)])
-    if len({words[1] for words in said.values()}) > 1 and len({words[0] for words in said.values()}) == 1:
-        listed = ", ".join(f"trainer {k} gives {words[1]}" for k, words in said.items())
+    digest = _digest([program.fingerprint, *sorted(f"{n} {way}" for n, way in (merges or {}).items())])
+    shapes = "parameters or an optimizer state of other shapes"
+    said = compare([_digest(held)], [shapes], str(rows), digest)
+    counts = {k: words[1] for k, words in said.items()}
+    if len({*counts.values()}) > 1:
+        listed = ", ".join(f"trainer {k} gives {n}" for k, n in counts.items())
         raise BatchError(f"trainers must give parts of one size; of {first} {listed} rows")
-    for i, what in ((0, "parameters or an optimizer state of other shapes"), (2, "another step, or other options")):
-        others = [k for k, words in said.items() if words[i] != said[0][i]]
-        if others:
-            who = " and ".join(f"trainer {k}" for k in others)
-            raise PeerError(f"{who} disagrees with trainer 0 about what is being trained: it has {what}")
+    _disagree(said, 2, "another step, or other options")
+
+
+def compare(words: Sequence[str], what: Sequence[str], *more: str) -> dict[int, list[str]]:
+    """What each trainer says, by its number.
+
+    Args:
+      words: what must be the same on all.
+      what: what a trainer has that says something else, for each.
+      more: what is only told.
+
+    Raises:
+      PeerError: somebody says something else. DeadlineError: a trainer did not say.
+    """
+    said = _told([*words, *more])
+    for i, other in enumerate(what):
+        _disagree(said, i, other)
+    return said
+
+
+def _disagree(said: Mapping[int, Sequence[str]], i: int, what: str) -> None:
+    others = [k for k, words in said.items() if words[i] != said[0][i]]
+    if others:
+        who = " and ".join(f"trainer {k}" for k in others)
+        raise PeerError(f"{who} disagrees with trainer 0 about what is being trained: it has {what}")
 
 
 _rounds: dict[tuple[int, ...], int] = {}  # how often these trainers have agreed
@@ -156,7 +182,7 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def is_by_peer(text: str) -> bool:
-    """Whether an error of JAX, or the last line of its log, is what the end of another process looks like."""
+    """Whether an error of JAX, or a line of its log, is what the end of another process looks like."""
     return "Gloo" in text or "NCCL" in text or "distributed service detected fatal errors" in text
 
 
@@ -168,7 +194,9 @@ def peers() -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, ValueError) as e:  # it raises either
         if not is_by_peer(str(e)):
             raise
+        me, why = f"trainer {jax.process_index()}", str(e).splitlines()[0]
+        if "Timed out" in str(e):
+            raise PeerError(f"{me} waited too long for the other trainers in the middle of a reduction ({why})") from e
         raise PeerError(
-            f"trainer {jax.process_index()} lost the other trainers in the middle of a reduction: one of them has "
-            f"ended ({str(e).splitlines()[0]})"
+            f"{me} lost the other trainers in the middle of a reduction: one of them has ended ({why})"
         ) from e

@@ -29,16 +29,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, Literal, Var, equations
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, equations
 from dtrans.collective import CollectivePlan
 from dtrans.cut import GRAD, Cut, cut, spread
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ops import trainer_index_p
-from dtrans.program import BACKWARD, FORWARD, OPTIMIZE, Program
-from dtrans.rewrite import Builder, needed
+from dtrans.program import BACKWARD, FORWARD, OPTIMIZE, Program, without_addresses
+from dtrans.rewrite import Builder, inline_calls, needed
 from dtrans.transforms.halves import ready_order, refuse_nested, write_trainer_half
 from dtrans.transforms.options import Options, check_options
-from dtrans.transforms.reducer import Reducer, buckets_of, own_mean
+from dtrans.transforms.reducer import Reducer, buckets_of
 from dtrans.transforms.startup import match_startup
 from dtrans.transforms.window import Window, write_accumulation, write_local_steps
 from dtrans.trees import is_under
@@ -73,10 +73,11 @@ def nccl2(
       axis_name: of the axis that they are on.
       reduce: "mean" or "sum" of the gradients over trainers; "sum" for a loss that is a sum over the batch.
       merge: what becomes of results, and of parameters that the optimizer does not make (batch statistics), by name:
-        "mean", "sum", "max", "concat" (on dim 0), "each" (a leading axis, one row per trainer), or "same" (they are
-        equal anyway). By default what grows with the batch is concatenated, other floating-point results are reduced
-        as gradients are, and parameters averaged; other results get a row per trainer. What is computed from gradients
-        is computed from the reduced ones.
+        "mean", "sum" (of parameters: of what trainers add to them), "max", "concat" (on dim 0), "each" (a leading axis,
+        one row per trainer), or "same" (they are equal anyway). By default what grows with the batch is concatenated,
+        other floating-point results are reduced as gradients are, and parameters averaged; other results get a row per
+        trainer. What is computed from gradients is computed from the reduced ones, or with `local_sgd` in each step
+        from its own.
       weight: the name of a result, a scalar that says how many examples a trainer's part of the batch has. It is
         itself added up.
       replicated: names of batch arrays that every trainer gets whole. Others are split on dim 0; 0-d arrays go to every
@@ -124,8 +125,10 @@ def nccl2(
     for name, program in (("main", main), ("startup", startup)):
         if not isinstance(program, Program):
             raise ConfigError(f"{name} must be a Program (dtrans.trace(fn, *args)), it is {type(program).__name__}")
-    if isinstance(replicated, str):
+    if isinstance(replicated, str) or not isinstance(replicated, Collection):
         raise ConfigError(f"replicated={replicated!r} must be a collection of names of batch arrays")
+    if merge is not None and not isinstance(merge, Mapping):
+        raise ConfigError(f"merge={merge!r} must say for each name what becomes of it, such as {{'aux': 'sum'}}")
     options = Options(
         trainers=trainers,
         axis_name=axis_name,
@@ -171,46 +174,18 @@ def planned(main: Program, startup: Program, options: Options) -> CollectivePlan
 
 
 def check_names(step: Cut, o: Options) -> None:
-    """Refuse names that the step does not have."""
+    """Refuse names that the step does not have, and ways to merge that do not fit what they name."""
     state = step.held if o.local_sgd is None else (*step.params, *step.opt_state)
     mergeable = (*step.results, *state)
-    for name in o.merge:
+    for name, way in o.merge.items():
         if name not in mergeable:
             raise ConfigError(f"merge names {name!r}; what trainers make and can be merged is {', '.join(mergeable)}")
-        if name in state and o.merge[name] in ("concat", "each"):
-            raise ConfigError(
-                f"merge[{name!r}]={o.merge[name]!r}: every trainer has the same state; 'mean', 'sum', 'max' or "
-                "'same' keep it so"
-            )
-        if o.merge[name] == "each" and o.micro_steps > 1:
-            raise ConfigError(
-                f"merge[{name!r}]='each': a trainer makes it in each of {o.micro_steps} micro-steps; say 'mean', "
-                "'sum', 'max', 'concat', or 'same' (the last one)"
-            )
-        way, t = o.merge[name], step.program.outputs[name]
-        if way == "concat" and not t.ndim:
-            raise ConfigError(f"merge[{name!r}]='concat': it is {t.str_short()}, which has no dim 0; say 'each'")
-        number, flag = jnp.issubdtype(t.dtype, jnp.number), jnp.issubdtype(t.dtype, jnp.bool_)
-        others = "say 'max' or 'each'" if flag else "say 'sum' or 'each'" if number else "say 'each' or 'same'"
-        fits = {"mean": jnp.issubdtype(t.dtype, jnp.inexact), "sum": number, "max": number or flag}
-        if not fits.get(way, True):
-            raise ConfigError(f"merge[{name!r}]={way!r}: it is {t.str_short()}; {others}")
+        check_merge(name, way, step.program.outputs[name], is_state=name in state, o=o)
     for name in o.replicated:
         if not any(is_under(n, [name]) for n in step.batch):
             raise ConfigError(f"replicated names {name!r}; the arrays of the batch are {', '.join(step.batch)}")
     if o.weight is not None:
-        if o.weight not in step.results:
-            raise ConfigError(f"weight={o.weight!r} must be a result of the step: {', '.join(step.results)}")
-        if step.program.outputs[o.weight].shape != ():
-            raise ConfigError(
-                f"weight={o.weight!r} must be a scalar, it is {step.program.outputs[o.weight].str_short()}"
-            )
-        if not jnp.issubdtype(step.program.outputs[o.weight].dtype, jnp.number):
-            raise ConfigError(
-                f"weight={o.weight!r} must be a number, it is {step.program.outputs[o.weight].str_short()}"
-            )
-        if o.weight in step.from_gradients:
-            raise ConfigError(f"weight={o.weight!r} is computed from gradients, which it would have to weight")
+        check_weight(step, o, o.weight)
     for name, g in step.gradients.items():
         if o.compress is not None and jnp.issubdtype(g.aval.dtype, jnp.complexfloating):
             raise ConfigError(
@@ -227,6 +202,43 @@ def check_names(step: Cut, o: Options) -> None:
             f"{', '.join(step.from_gradients)}: computed from gradients, and from a derivative that is not known to be "
             "one, as of a leaf that is not updated; take gradients with dtrans.value_and_grad"
         )
+
+
+def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> None:
+    """Refuse a way to merge something of this type."""
+    if is_state and way in ("concat", "each"):
+        raise ConfigError(
+            f"merge[{name!r}]={way!r}: every trainer has the same state; 'mean', 'sum' and 'max' keep it so"
+        )
+    if way == "each" and o.micro_steps > 1:
+        raise ConfigError(
+            f"merge[{name!r}]='each': a trainer makes it in each of {o.micro_steps} micro-steps; say 'mean', "
+            "'sum', 'max', 'concat', or 'same' (the last one)"
+        )
+    if name == o.weight and way != "sum":
+        raise ConfigError(f"merge[{name!r}]={way!r}: it is the weight, which is added up; leave it out, or say 'sum'")
+    if way == "concat" and not t.ndim:
+        raise ConfigError(f"merge[{name!r}]='concat': it is {t.str_short()}, which has no dim 0; say 'each'")
+    number, flag = jnp.issubdtype(t.dtype, jnp.number), jnp.issubdtype(t.dtype, jnp.bool_)
+    ordered = flag or (number and not jnp.issubdtype(t.dtype, jnp.complexfloating))
+    fits = {"mean": jnp.issubdtype(t.dtype, jnp.inexact), "sum": number, "max": ordered}
+    if not fits.get(way, True):
+        others = [w for w, fit in fits.items() if fit] + ([] if is_state else ["same" if o.micro_steps > 1 else "each"])
+        said = " or ".join(map(repr, others or ["same"]))
+        raise ConfigError(f"merge[{name!r}]={way!r}: it is {t.str_short()}; say {said}")
+
+
+def check_weight(step: Cut, o: Options, name: str) -> None:
+    """Refuse what cannot weight gradients."""
+    if name not in step.results:
+        raise ConfigError(f"weight={name!r} must be a result of the step: {', '.join(step.results)}")
+    t = step.program.outputs[name]
+    if t.shape != ():
+        raise ConfigError(f"weight={name!r} must be a scalar, it is {t.str_short()}")
+    if not jnp.issubdtype(t.dtype, jnp.number):
+        raise ConfigError(f"weight={name!r} must be a number, it is {t.str_short()}")
+    if name in step.from_gradients:
+        raise ConfigError(f"weight={name!r} is computed from gradients, which it would have to weight")
 
 
 def refuse_collectives(main: Program) -> None:
@@ -251,34 +263,28 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
     made_here = _made_by_trainers(step, o)
     parts = o.trainers * o.micro_steps
     if parts == 1:
-        return {n: "each" if o.merge.get(n) == "each" else "same" for n in (*step.results, *made_here)}
-    inner = program.jaxpr.jaxpr
-    outs = dict(zip(program.out_names, inner.outvars, strict=True))
-    asked = [n for n in step.results if n not in o.merge and (program.outputs[n].ndim or isinstance(outs[n], Literal))]
-    grown: Mapping[str, Any] = {}
-    grown_outs: Mapping[str, Atom] = {}
-    if asked:
-        split = [
-            n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.replicated)
-        ]  # traced again, on a batch of all trainers
-        types = [
-            jax.ShapeDtypeStruct((t.shape[0] * parts, *t.shape[1:]) if n in split else t.shape, t.dtype)
-            for n, t in program.inputs.items()
-        ]
-        rows = {program.inputs[n].shape[0]: n for n in split}
-        if len(rows) > 1:
-            listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
-            raise ConfigError(
-                f"{', '.join(asked)} may grow with the batch, whose arrays are split over the trainers on dim 0, but "
-                f"{listed} rows; name what every trainer needs whole in replicated=(...)"
-            )
-        whole = program.at_flat(types)
-        grown, grown_outs = whole.outputs, dict(zip(whole.out_names, whole.jaxpr.jaxpr.outvars, strict=True))
+        found = {n: "each" if o.merge.get(n) == "each" else "same" for n in (*step.results, *made_here)}
+        return found if o.weight is None else found | {o.weight: "sum"}
+    outs = dict(zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True))
     of_batch = _of_batch(step, o)
-    found: dict[str, str] = {}
+    named = [n for n in (*step.results, *made_here) if n not in o.merge and n != o.weight]
+    still = [n for n in named if isinstance(a := outs[n], Var) and not of_batch.get(a)]
+    asked = [n for n in named if (program.outputs[n].ndim and n in step.results) or isinstance(outs[n], Literal)]
+    whole = _of_all(step, o, parts, asked) if asked or still else None
+    grown: Mapping[str, Any] = {} if whole is None else whole.outputs
+    grown_outs: Mapping[str, Atom] = (
+        {} if whole is None else dict(zip(whole.out_names, whole.jaxpr.jaxpr.outvars, strict=True))
+    )
+    of_rows = {} if whole is None else _of_rows(step, whole)
+    found = {}
     for n in (*step.results, *made_here):
         t, out = program.outputs[n], outs[n]
         if n in o.merge:
+            if n in made_here and o.merge[n] == "same" and isinstance(out, Var) and of_batch.get(out):
+                raise ConfigError(
+                    f"merge[{n!r}]='same': it is made of a trainer's part of the batch, and every trainer has the same "
+                    "state; say 'mean', 'sum' or 'max'"
+                )
             found[n] = o.merge[n]
         elif n == o.weight:
             found[n] = "sum"
@@ -292,13 +298,18 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
         elif isinstance(out, Literal):
             found[n] = _static(n, out, grown_outs.get(n), parts)
         elif not of_batch.get(out):
+            if of_rows.get(out):
+                raise ConfigError(
+                    f"{n} is {t.str_short()}, and made of how many rows a trainer's part has, whatever is in them: say "
+                    f"what becomes of it, merge={{{n!r}: 'sum'}} or 'max'"
+                )
             found[n] = "same"
         elif jnp.issubdtype(t.dtype, jnp.inexact):
             found[n] = o.reduce if n in step.results else "mean"
         elif n in made_here:
             raise ConfigError(
                 f"{n} is {t.str_short()} and made of a trainer's part of the batch: say what becomes of it, "
-                f"merge={{{n!r}: 'max'}}, 'sum' or 'same'"
+                f"merge={{{n!r}: 'sum'}} or 'max'"
             )
         elif o.micro_steps > 1:
             raise ConfigError(
@@ -314,6 +325,50 @@ def _made_by_trainers(step: Cut, o: Options) -> list[str]:
     """The state that trainers make of their own parts: batch statistics; with local steps, all that changes."""
     state = step.held if o.local_sgd is None else (*step.params, *step.opt_state)
     return [n for n in state if not _unchanged(step.program, n)]
+
+
+def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program | None:
+    """The step, traced on a batch of all trainers; None where that cannot be and nobody `asked`."""
+    program = step.program
+    split = [n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.replicated)]
+    rows = {program.inputs[n].shape[0]: n for n in split}
+    if len(rows) > 1:
+        if not asked:
+            return None
+        listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
+        raise ConfigError(
+            f"{', '.join(asked)} may grow with the batch, whose arrays are split over the trainers on dim 0, but "
+            f"{listed} rows; name what every trainer needs whole in replicated=(...)"
+        )
+    return program.at_flat(
+        [
+            jax.ShapeDtypeStruct((t.shape[0] * parts, *t.shape[1:]) if n in split else t.shape, t.dtype)
+            for n, t in program.inputs.items()
+        ]
+    )
+
+
+def _of_rows(step: Cut, whole: Program) -> dict[Var, int]:
+    """The values that differ between a trainer's part and the whole, whatever is in the batch: counts of its rows.
+
+    Equations are compared one by one; where they do not pair, nothing is known.
+    """
+    here, there = step.program.jaxpr.jaxpr.eqns, inline_calls(whole.jaxpr).jaxpr.eqns
+    if [e.primitive for e in here] != [e.primitive for e in there]:
+        return {}
+    seeds = {v: 1 for x, y in zip(here, there, strict=True) if _told_apart(x, y) for v in x.outvars}
+    return spread(here, seeds, dict.fromkeys(step.border.values(), 0))
+
+
+def _told_apart(x: JaxprEqn, y: JaxprEqn) -> bool:
+    """Whether two equations of one primitive differ in their numbers or parameters."""
+    literals = [(a.val, b.val) for a, b in zip(x.invars, y.invars, strict=True)
+                if isinstance(a, Literal) and isinstance(b, Literal)]  # fmt: skip
+    if not all(np.array_equal(a, b) for a, b in literals):
+        return True
+    if x.params.keys() == y.params.keys() and all(x.params[k] is y.params[k] for k in x.params):
+        return False
+    return without_addresses(str(x.params)) != without_addresses(str(y.params))
 
 
 def _of_batch(step: Cut, o: Options) -> dict[Var, int]:
@@ -401,12 +456,8 @@ def _trained_together(
     else:
         found |= write_accumulation(b, step, _window(step, o, merges), results)
         reducer = Reducer(b, values, o, found.get(o.weight or ""), GRAD)
-        reducer.weighted = ("grads", "results") if o.clip_local_norm is None else ("results",)
         for leaf in values:
-            grad = found[leaf + GRAD]
-            if o.weight is not None and o.clip_local_norm is not None:  # what is clipped is a trainer's own mean
-                (grad,) = b.call(own_mean, grad, found[o.weight])
-            reducer.made(leaf, grad)
+            reducer.made(leaf, found[leaf + GRAD])
     reducer.finish()
 
     b.role = OPTIMIZE
@@ -414,7 +465,7 @@ def _trained_together(
     given = [reducer.means[n.removesuffix(GRAD)] if n.endswith(GRAD) else vars_of[n] for n in half.in_names]
     found |= zip(half.out_names, b.inline(half.jaxpr, *given), strict=True)
     found |= _from_gradients(b, step, found, reducer.means)
-    return found | reducer.merged(found, merges)
+    return found | reducer.merged(found, merges, vars_of)
 
 
 def _trained_apart(
@@ -424,11 +475,12 @@ def _trained_apart(
     found = {**outs, **write_local_steps(b, step, _window(step, o, merges))}
     values = reduced_values(step, o, merges)
     reducer = Reducer(b, values, o, found.get(o.weight or ""))
-    reducer.weighted = ("results",)
     for leaf in values:
         reducer.made(leaf, found[leaf])
     reducer.finish()
-    return found | reducer.merged(found, {n: way for n, way in merges.items() if n not in values}) | reducer.means
+    vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
+    others = {n: way for n, way in merges.items() if n not in values}
+    return found | reducer.merged(found, others, vars_of) | reducer.means
 
 
 def _window(step: Cut, o: Options, merges: Mapping[str, str]) -> Window:

@@ -54,7 +54,7 @@ class Options:
         return tuple(name for name, _ in self.axes)
 
 
-def check_options(o: Any) -> None:
+def check_options(o: Any) -> None:  # any: an option may be of any type before it is checked
     """Refuse what cannot be planned, by the option's name."""
     if isinstance(o.trainers, bool) or not isinstance(o.trainers, int) or o.trainers < 1:
         raise ConfigError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ def buckets_of(values: Mapping[str, Atom], o: Options) -> tuple[Bucket, ...]:
     Args:
       values: what is to be reduced, by the name of its leaf, in the order in which it is made. Leaves may share one.
     """
+    values = {n: v for n, v in values.items() if v.aval.size}
     limits = split_sizes([v.aval for v in values.values()], o)
     open_: dict[Any, list[str]] = {}
     size: dict[Any, int] = {}
@@ -100,8 +101,6 @@ class Reducer:
 
     Attributes:
       means: the reduced values, by leaf.
-      weighted: what is weighted already, so that its sum over trainers is to be divided by the sum of weights: "grads",
-        "results".
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class Reducer:
         self.missing = {bucket.name: set(bucket.leaves) for bucket in self.bucket_of.values()}
         self.waiting: list[Bucket] = []
         self.weight = weight
-        self.weighted: Collection[str] = ()
         self._values = values
         self._of: dict[int, Atom] = {}
         self._suffix = suffix
@@ -128,7 +126,10 @@ class Reducer:
     def made(self, leaf: str, grad: Atom) -> None:
         """A gradient is there: its bucket may be full."""
         self.grads[leaf] = self._of.setdefault(id(self._values[leaf]), grad)  # one, where leaves share it
-        bucket = self.bucket_of[leaf]
+        bucket = self.bucket_of.get(leaf)
+        if bucket is None:  # it has no elements
+            self.means[leaf] = grad
+            return
         self.missing[bucket.name].discard(leaf)
         if not self.missing[bucket.name]:
             self.waiting.append(bucket)
@@ -160,9 +161,7 @@ class Reducer:
     def _reduce(self, bucket: Bucket) -> None:
         b, o = self.b, self.o
         if o.trainers == 1:
-            weighted = "grads" in self.weighted and o.reduce == "mean"  # a weighted sum is still to be divided
-            for n in bucket.leaves:
-                self.means[n] = self._by_weight(self.grads[n], "grads") if weighted else self.grads[n]
+            self.means |= {n: self.grads[n] for n in bucket.leaves}
             return
         unique = list(dict.fromkeys(self.grads[n] for n in bucket.leaves if isinstance(self.grads[n], Var)))
         literal = [self.grads[n] for n in bucket.leaves if not isinstance(self.grads[n], Var)]
@@ -170,8 +169,10 @@ class Reducer:
         names = {id(self.grads[n]): n for n in bucket.leaves}
         sent: list[Atom] = []
         for g in parts:
-            if o.reduce == "mean":
-                g = self._by_weight(g, "grads")
+            if self._divides_first(g):
+                g = b.call(_divided(o.trainers), g)[0]
+            elif o.reduce == "mean":
+                g = self._by_weight(g)
             if o.compress is not None:
                 g = b.call(_compressed(o.compress, o.compress_scale), g)[0]
             sent.append(g)
@@ -181,12 +182,12 @@ class Reducer:
             self._chains[self._reduced % o.nccl_comm_num] = sums
         self._reduced += 1
         for g, total in zip(parts, sums, strict=True):
-            if o.trainers > 1 and isinstance(total, Var):
+            if isinstance(total, Var):
                 b.labels[total] = f"{names[id(g)]}{self._suffix}.sum"
             back: Atom = total
             if o.compress is not None:
                 back = b.call(_restored(g.aval.dtype, o.compress_scale), back)[0]
-            back = self._averaged(back) if o.reduce == "mean" else back
+            back = self._averaged(back) if o.reduce == "mean" and not self._divides_first(g) else back
             self.means |= {n: back for n in bucket.leaves if self.grads[n] is g}
 
     def _chained(self, parts: list[Atom]) -> list[Atom]:
@@ -196,18 +197,19 @@ class Reducer:
         before = self._chains.get(self._reduced % self.o.nccl_comm_num, ())
         return self.b.call(_after, *parts, *before)[: len(parts)] if before else parts
 
+    def _divides_first(self, x: Atom) -> bool:
+        """Whether a sum may be too large for its type: parameters are, where gradients are not."""
+        return self.o.local_sgd is not None and self.weight is None and bool(x.aval.dtype == jnp.float16)
+
     def _averaged(self, total: Atom) -> Atom:
         weighted = self.weight is not None
         return total if weighted or self.o.trainers == 1 else self.b.call(_divided(self.o.trainers), total)[0]
 
-    def _by_weight(self, x: Atom, kind: str) -> Atom:
+    def _by_weight(self, x: Atom) -> Atom:
         """A trainer's part of a weighted mean. It is scaled before it is reduced: a type may be too small for a sum."""
         if self.weight is None:
             return x
-        total = self._total_weight()
-        if kind in self.weighted:
-            return self.b.call(_over, x, total)[0]
-        return self.b.call(_share, x, self.weight, total)[0]
+        return self.b.call(_share, x, self.weight, self._total_weight())[0]
 
     def _total_weight(self) -> Atom:
         if self._total is None:
@@ -231,8 +233,14 @@ class Reducer:
         whole = b.bind(all_gather_p, *mine, name=name, over=(inter,), size=size)
         return [b.call(_unflattened(tuple(x.aval.shape)), w)[0] for x, w in zip(parts, whole, strict=True)]
 
-    def merged(self, outs: Mapping[str, Atom], merges: Mapping[str, str]) -> dict[str, Atom]:
-        """Results and statistics, reduced; one variadic reduction for each operation."""
+    def merged(
+        self, outs: Mapping[str, Atom], merges: Mapping[str, str], before: Mapping[str, Atom]
+    ) -> dict[str, Atom]:
+        """Results and statistics, reduced; one variadic reduction for each operation.
+
+        Args:
+          before: the state as it was before the step, by name. What is added up of state is what was added to it.
+        """
         b, o = self.b, self.o
         b.role = DIST
         found: dict[str, Atom] = {}
@@ -245,13 +253,20 @@ class Reducer:
                 continue
             sent: list[Atom] = []
             for n in names:
-                sent.append(self._by_weight(outs[n], "results") if merges[n] == "mean" else outs[n])
+                if merges[n] == "mean":
+                    sent.append(self._by_weight(outs[n]))
+                elif merges[n] == "sum" and n in before and o.trainers > 1:
+                    sent += b.call(jnp.subtract, outs[n], before[n])
+                else:
+                    sent.append(outs[n])
             made: Sequence[Atom] = sent
             if o.trainers > 1:
                 made = sums = b.bind(all_reduce_p, *sent, op=op, name=f"results/{op}", owners=(), over=o.over)
                 b.labels.update((x, f"{n}.{op}") for n, x in zip(names, sums, strict=True))
             for n, x in zip(names, made, strict=True):
                 found[n] = self._averaged(x) if merges[n] == "mean" else x
+                if merges[n] == "sum" and n in before and o.trainers > 1:
+                    (found[n],) = b.call(jnp.add, before[n], x)
         return found
 
 
@@ -260,16 +275,8 @@ class Reducer:
 
 def _share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
     wide = jnp.promote_types(jnp.promote_types(x.dtype, weight.dtype), jnp.float32)
-    return x * (weight.astype(wide) / total.astype(wide)).astype(x.dtype)
-
-
-def own_mean(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """A trainer's weighted sum over its weight; nothing where nothing counts."""
-    return jnp.where(weight == 0, jnp.zeros_like(total), total / weight.astype(total.dtype))
-
-
-def _over(x: jax.Array, total: jax.Array) -> jax.Array:
-    return x / total.astype(x.dtype)
+    part = x * (weight.astype(wide) / total.astype(wide)).astype(x.dtype)
+    return jnp.where(weight == 0, jnp.zeros_like(x), part)  # what counts for nothing may be nothing over nothing
 
 
 def _after(*xs: jax.Array) -> Sequence[jax.Array]:

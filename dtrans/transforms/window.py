@@ -36,7 +36,7 @@ class Window:
       count: how many there are.
       reduce: what becomes of their gradients: "mean" or "sum".
       ways: what becomes of each result of theirs: "mean", "sum", "max", "concat", or "same" (the last one).
-      weight: the result that weights means, which are then weighted *sums*; else they are means.
+      weight: the result that weights means over micro-steps; it is itself added up.
       whole: names of batch arrays that every micro-step gets whole.
     """
 
@@ -164,17 +164,22 @@ def _scanned(
             by = None if weight is None else jnp.asarray(made[weight])
             new = {}
             for n in added:
-                scaled = made[n] if by is None or ways[n] == "sum" else made[n] * by.astype(made[n].dtype)
-                new[n] = so_far[n] + scaled
+                part = jnp.asarray(made[n]).astype(so_far[n].dtype)
+                if by is not None and ways[n] == "mean":  # what counts for nothing may be nothing over nothing
+                    part = jnp.where(by == 0, jnp.zeros_like(part), part * by.astype(part.dtype))
+                new[n] = so_far[n] + part
             for n in largest:
                 new[n] = jnp.maximum(so_far[n], made[n])
             return (new, {n: made[n] for n in carried}), {n: made[n] for n in others}
 
-        start = {n: jnp.zeros(body.types[n].shape, body.types[n].dtype) for n in added}
+        # a type of 16 bits may be too small for a sum
+        wide = {n: jnp.float32 if _is_small(t.dtype) else t.dtype for n, t in body.types.items()}
+        start = {n: jnp.zeros(body.types[n].shape, wide[n]) for n in added}
         start |= {n: _lowest(body.types[n]) for n in largest}
         (found, state), rest = jax.lax.scan(one, (start, {n: given[n] for n in carried}), (jnp.arange(count), rows))
-        if weight is None:
-            found |= {n: found[n] / count for n in added if ways[n] == "mean"}
+        total = count if weight is None else jnp.where(found[weight] == 0, jnp.ones_like(found[weight]), found[weight])
+        found |= {n: found[n] / jnp.asarray(total, wide[n]) for n in added if ways[n] == "mean"}
+        found |= {n: found[n].astype(body.types[n].dtype) for n in added}
         for n, v in rest.items():
             found[n] = v.reshape(-1, *v.shape[2:]) if ways[n] == "concat" else v[-1]
         return [found[n] for n in ways] + [state[n] for n in carried]
@@ -183,6 +188,10 @@ def _scanned(
     atoms = [vars_of[n] for n in names]
     made = b.inline(inline_calls(small_jaxpr(scan, [a.aval for a in atoms])), *atoms)
     return dict(zip((*ways, *carried), made, strict=True))
+
+
+def _is_small(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
 
 
 def _lowest(t: Any) -> jax.Array:
