@@ -13,11 +13,13 @@ from dtrans.blocks import (
     HashName as HashName,
     PSDispatcher as PSDispatcher,
     RoundRobin as RoundRobin,
+    SizeBalanced as SizeBalanced,
     VarBlock as VarBlock,
     slice_variable as slice_variable,
 )
 from dtrans.collective import CollectivePlan as CollectivePlan
 from dtrans.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
+from dtrans.overview import VarDistributed as VarDistributed, VarsDistributed as VarsDistributed
 from dtrans.plan import PServerPlan as PServerPlan
 from dtrans.program import Op as Op, Program as Program, trace as trace
 from dtrans.run.connection import connect as connect

@@ -23,6 +23,7 @@ from jax.extend.core import (
     jaxpr_as_fun as jaxpr_as_fun,
     jaxprs_in_params as jaxprs_in_params,
 )
+from jax.extend.random import threefry2x32_p as threefry2x32_p
 from jax.interpreters import ad as ad, batching as batching, mlir as mlir, partial_eval
 
 

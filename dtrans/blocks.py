@@ -2,7 +2,7 @@
 
 Two of Paddle's files, with their rules kept to the element and their defects not:
 python/paddle/fluid/transpiler/distribute_transpiler.py (`slice_variable`, `VarBlock`) and
-python/paddle/fluid/transpiler/ps_dispatcher.py (`RoundRobin`, `HashName`).
+python/paddle/fluid/transpiler/ps_dispatcher.py (`RoundRobin`, `HashName`). `SizeBalanced` is not Paddle's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigAssertionError, ConfigError
 
 
 class Variable(Protocol):
@@ -99,10 +99,27 @@ def slice_variable(var_list: Iterable[Variable], slice_count: int, min_block_siz
 
 
 class PSDispatcher:
-    """Places blocks on servers. Subclass it and define `dispatch` to bring a rule of one's own.
+    """Places blocks on servers. Subclass it, or any subclass, and define `dispatch` to bring a rule of one's own.
+
+    A plan makes a dispatcher of its own, and calls `dispatch` once, with the blocks of all leaves, in leaf order (as
+    Paddle did for what trainers receive). Each has a `name` (`params/w.block0`), `shape`, `dtype`, `size` (elements)
+    and `nbytes`.
 
     Args:
       pserver_endpoints: the servers, in order.
+
+    Source: `PSDispatcher` of Paddle's ps_dispatcher.py, where only its direct subclasses were taken.
+
+    Example:
+      >>> import dtrans
+      >>> class LargeOnes(dtrans.RoundRobin):
+      ...     '''The first server has what is small, the others take turns.'''
+      ...     def dispatch(self, varlist):
+      ...         turns = dtrans.RoundRobin(self.eps[1:])
+      ...         return [turns.dispatch([v])[0] if v.size > 100 else self.eps[0] for v in varlist]
+      >>> blocks = [dtrans.VarBlock("w", 0, 500), dtrans.VarBlock("w", 1, 500), dtrans.VarBlock("b", 0, 10)]
+      >>> LargeOnes(["a:1", "b:1", "c:1"]).dispatch(blocks)
+      ['b:1', 'c:1', 'a:1']
     """
 
     def __init__(self, pserver_endpoints: Sequence[str]) -> None:
@@ -119,7 +136,7 @@ class PSDispatcher:
         self._step = 0
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        """One endpoint for each of the blocks."""
+        """One endpoint for each of the blocks, in their order. Raises NotImplementedError where it is not defined."""
         raise NotImplementedError(f"{type(self).__name__} does not define dispatch(varlist)")
 
 
@@ -154,6 +171,67 @@ class HashName(PSDispatcher):
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
         return [self._eps[_stable_hash(str(getattr(v, "name", v))) % len(self._eps)] for v in varlist]
+
+
+class SizeBalanced(PSDispatcher):
+    """Each block to the server that has the fewest bytes so far, the largest block first.
+
+    Blocks of one size go in their order, and servers that have as much as one another in theirs: the result depends on
+    nothing else. Of what is dispatched in one call, the fullest server has at most 4/3 of what the best placement would
+    leave to its fullest (Graham, "Bounds on multiprocessing timing anomalies", 1969). A plan gives away first what the
+    optimizer does not let be cut; blocks fill up what that leaves.
+
+    It weighs parameters. Where leaves differ in the optimizer state they have, see `plan.balance` and `plan.compare`.
+
+    Example:
+      >>> import dtrans
+      >>> blocks = [dtrans.VarBlock("b", 0, 10), dtrans.VarBlock("w", 0, 500), dtrans.VarBlock("w", 1, 490)]
+      >>> dtrans.RoundRobin(["a:1", "b:1"]).dispatch(blocks)
+      ['a:1', 'b:1', 'a:1']
+      >>> dtrans.SizeBalanced(["a:1", "b:1"]).dispatch(blocks)
+      ['b:1', 'a:1', 'b:1']
+    """
+
+    def __init__(self, pserver_endpoints: Sequence[str]) -> None:
+        super().__init__(pserver_endpoints)
+        self._held = dict.fromkeys(self._eps, 0)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Server to the bytes that it was given."""
+        return dict(self._held)
+
+    def reset(self) -> None:
+        super().reset()
+        self._held = dict.fromkeys(self._eps, 0)
+
+    def give(self, nbytes: int, endpoint: str | None = None) -> str:
+        """The server that takes so many bytes: the one with the fewest, or the one that is named."""
+        taker = min(self._eps, key=self._held.__getitem__) if endpoint is None else endpoint
+        self._held[taker] += nbytes
+        return taker
+
+    def dispatch(self, varlist: Sequence[Any]) -> list[str]:
+        sizes = [_size(v) for v in varlist]
+        taken = {i: self.give(sizes[i]) for i in sorted(range(len(sizes)), key=lambda i: -sizes[i])}
+        return [taken[i] for i in range(len(sizes))]
+
+
+def check_dispatcher(split_method: Any) -> None:
+    """Raises ConfigAssertionError (Paddle's assertion) for what is not a subclass of `PSDispatcher`."""
+    if not (isinstance(split_method, type) and issubclass(split_method, PSDispatcher)) or split_method is PSDispatcher:
+        raise ConfigAssertionError(
+            "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or "
+            f"dtrans.HashName; it is {split_method!r}"
+        )
+
+
+def _size(var: Any) -> int:
+    """What a block weighs: its bytes; its elements where it does not say."""
+    size = getattr(var, "nbytes", getattr(var, "size", None))
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ConfigError(f"dtrans.SizeBalanced weighs blocks by their nbytes or size; {var!r} has neither")
+    return size
 
 
 def _stable_hash(text: str) -> int:

@@ -32,6 +32,10 @@ class ConfigAssertionError(ConfigError, AssertionError):
     """A `ConfigError` where Paddle's transpiler raised a bare `AssertionError`."""
 
 
+class ConfigTypeError(ConfigError, TypeError):
+    """A `ConfigError` where Paddle's transpiler raised a `TypeError`."""
+
+
 class UnknownEndpointError(ConfigError, KeyError):
     """An endpoint that is not one of the plan's."""
 

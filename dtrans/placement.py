@@ -3,23 +3,25 @@
 `place` joins three things: the row analysis (what may be cut), Paddle's slice rule (into what) and a
 dispatcher (on which server). Leaves that may not be cut go whole, and those that their optimizer ties
 together go together, to the server that holds the fewest bytes by then.
+
+What is cut, and into what, does not depend on the dispatcher: `Placement.dispatched` puts the same blocks elsewhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from dtrans.blocks import PSDispatcher, slice_variable
+from dtrans.blocks import PSDispatcher, SizeBalanced, check_dispatcher, slice_variable
 from dtrans.cut import GRAD
 from dtrans.errors import ConfigError, OptimizerError
-from dtrans.rows import RowAnalysis
+from dtrans.rows import Group, RowAnalysis
 from dtrans.writer import Span
 
 
@@ -62,9 +64,14 @@ class Block:
         return self.span.rows if self.span else 1
 
     @property
+    def size(self) -> int:
+        """Its number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return self.size * np.dtype(self.dtype).itemsize
 
     def gradient(self, trainer_id: int, trainers: int) -> str:
         """The name of its gradient from one trainer: `params/w@GRAD.block0.trainer_1` (Paddle's scheme)."""
@@ -87,6 +94,11 @@ class Unit:
         """The rows it has; None where it has whole leaves."""
         return self.blocks[0].span if self.blocks[0].count > 1 else None
 
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return sum(b.nbytes for b in self.blocks)
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -97,17 +109,32 @@ class Placement:
       blocks: leaf to its blocks.
       units: server to what it updates, in leaf order.
       whole: leaf to the reason why it was not cut, for those that could have been.
+      order: the other leaves, in the order in which they were dispatched.
     """
 
     endpoints: tuple[str, ...]
     blocks: Mapping[str, tuple[Block, ...]]
     units: Mapping[str, tuple[Unit, ...]]
     whole: Mapping[str, str]
+    order: tuple[str, ...]
 
     @cached_property
     def table(self) -> tuple[Block, ...]:
         """All blocks, in leaf order."""
         return tuple(b for blocks in self.blocks.values() for b in blocks)
+
+    def dispatched(self, split_method: type[PSDispatcher]) -> Placement:
+        """The same blocks, where another dispatcher would have them.
+
+        Raises:
+          ConfigError: something that is not a dispatcher, or one that answers with something else than one known
+            endpoint for each block.
+        """
+        check_dispatcher(split_method)
+        members = {u.name: u for units in self.units.values() for u in units}
+        tied = [members[n] for n in self.blocks if n in self.whole and n in members]
+        blocks = [dataclasses.replace(b, endpoint="") for leaf in self.order for b in self.blocks[leaf]]
+        return _placed(self, split_method, blocks, tied)
 
 
 def place(
@@ -123,12 +150,14 @@ def place(
     """Cut `leaves` (name to type, in leaf order) and place the blocks on `endpoints`.
 
     With `slice_var_up="require"` every leaf must be one that can be cut. With False nothing is cut, and leaves are
-    dispatched in an order shuffled by `seed`, from a generator of its own.
+    dispatched in an order shuffled by `seed`, from a generator of its own: NumPy's global one is not touched.
 
     Raises:
-      ConfigError: a dispatcher that answers with something else than one known endpoint for each block.
+      ConfigError: a dispatcher that answers with something else than one known endpoint for each block; a seed that is
+        none.
       OptimizerError: with `slice_var_up="require"`, an optimizer that does not let a leaf be cut.
     """
+    check_seed(seed)
     bound = {n: g for n, g in analysis.groups.items() if n in leaves and (len(g.leaves) > 1 or g.reason)}
     if slice_var_up == "require" and bound:
         listed = "; ".join(f"{n}: {g.reason or TIED}" for n, g in list(bound.items())[:5])
@@ -140,46 +169,86 @@ def place(
     free = [n for n in leaves if n not in bound]
     if not slice_var_up:
         np.random.RandomState(seed).shuffle(free)
-    dispatcher = split_method(list(endpoints))
-    placed: dict[str, tuple[Block, ...]] = {}
-    load = dict.fromkeys(endpoints, 0)
-    for name in free:
-        blocks = _cut(name, leaves[name], len(endpoints) if slice_var_up else 1, min_block_size)
-        answer = list(dispatcher.dispatch(blocks))
-        if len(answer) != len(blocks) or not set(answer) <= set(endpoints):
-            raise ConfigError(
-                f"{split_method.__name__}.dispatch placed the {len(blocks)} blocks of {name} on {answer}; "
-                f"it must give one of {', '.join(endpoints)} for each block"
-            )
-        placed[name] = tuple(dataclasses.replace(b, endpoint=ep) for b, ep in zip(blocks, answer, strict=True))
-        for b in placed[name]:
-            load[b.endpoint] += b.nbytes
-    groups = {g.leaves: [_cut(n, leaves[n], 1, 1)[0] for n in g.leaves] for g in bound.values()}
-    for members in sorted(groups.values(), key=lambda bs: -sum(b.nbytes for b in bs)):
-        endpoint = min(endpoints, key=load.__getitem__)
-        for b in members:
-            placed[b.leaf] = (dataclasses.replace(b, endpoint=endpoint),)
-            load[endpoint] += b.nbytes
-
-    for parts in placed.values():
-        for b in parts:
-            if b.name != b.leaf and b.name in leaves:
-                raise ConfigError(f"{b.name} is a leaf, and would be the name of a block of {b.leaf}: rename the leaf")
-
-    units: dict[str, list[Unit]] = {ep: [] for ep in endpoints}
-    for name in leaves:
-        if name not in bound:
-            for b in placed[name]:
-                units[b.endpoint].append(Unit((b,)))
-        elif bound[name].leaves[0] == name:
-            unit = Unit(tuple(placed[n][0] for n in bound[name].leaves))
-            units[unit.blocks[0].endpoint].append(unit)
-    return Placement(
+    blocks = [b for n in free for b in _cut(n, leaves[n], len(endpoints) if slice_var_up else 1, min_block_size)]
+    for b in blocks:
+        if b.name != b.leaf and b.name in leaves:
+            raise ConfigError(f"{b.name} is a leaf, and would be the name of a block of {b.leaf}: rename the leaf")
+    tied = [Unit(tuple(_whole(m, leaves[m]) for m in bound[n].leaves)) for n in leaves if _leads(n, bound)]
+    nowhere = Placement(
         tuple(endpoints),
-        {n: placed[n] for n in leaves},
-        {ep: tuple(us) for ep, us in units.items()},
+        dict.fromkeys(leaves, ()),
+        {},
         {n: g.reason or TIED for n, g in bound.items()},
+        tuple(free),
     )
+    return _placed(nowhere, split_method, blocks, tied)
+
+
+def check_seed(seed: Any) -> None:
+    """Raises ConfigError for what is not the seed of a generator: an integer from 0 to 2**32 - 1."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ConfigError(f"seed must be an integer from 0 to 2**32 - 1, it is {seed!r}")
+
+
+def _leads(leaf: str, bound: Mapping[str, Group]) -> bool:
+    """Whether a leaf is the first of those that go together with it."""
+    return leaf in bound and bound[leaf].leaves[0] == leaf
+
+
+def _placed(
+    old: Placement, split_method: type[PSDispatcher], blocks: Sequence[Block], tied: Sequence[Unit]
+) -> Placement:
+    """A placement of the same leaves: `blocks` where the dispatcher has them, in this order, and what is `tied`."""
+    dispatcher = split_method(list(old.endpoints))
+    balanced = dispatcher if isinstance(dispatcher, SizeBalanced) else SizeBalanced(old.endpoints)
+    at: dict[str, list[Block]] = {n: [] for n in old.blocks}
+
+    def give_tied() -> None:
+        for unit in sorted(tied, key=lambda u: -u.nbytes):
+            endpoint = balanced.give(unit.nbytes)
+            for b in unit.blocks:
+                at[b.leaf].append(dataclasses.replace(b, endpoint=endpoint))
+
+    if balanced is dispatcher:
+        give_tied()
+    for b, endpoint in zip(blocks, _answer(dispatcher, blocks, old.endpoints), strict=True):
+        at[b.leaf].append(dataclasses.replace(b, endpoint=endpoint))
+        if balanced is not dispatcher:
+            balanced.give(b.nbytes, endpoint)
+    if balanced is not dispatcher:
+        give_tied()
+
+    units: dict[str, list[Unit]] = {ep: [] for ep in old.endpoints}
+    together = {u.name: [b.leaf for b in u.blocks] for u in tied}
+    for leaf, parts in at.items():
+        if leaf in together:
+            units[parts[0].endpoint].append(Unit(tuple(at[n][0] for n in together[leaf])))
+        elif leaf not in old.whole:
+            for b in parts:
+                units[b.endpoint].append(Unit((b,)))
+    return dataclasses.replace(
+        old,
+        blocks={n: tuple(parts) for n, parts in at.items()},
+        units={ep: tuple(us) for ep, us in units.items()},
+    )
+
+
+def _answer(dispatcher: PSDispatcher, blocks: Sequence[Block], endpoints: Sequence[str]) -> list[str]:
+    """Where a dispatcher wants the blocks. Raises ConfigError for an answer that is none."""
+    name, known = f"{type(dispatcher).__name__}.dispatch", ", ".join(endpoints)
+    answer: Any = dispatcher.dispatch(blocks)
+    answers = list(answer) if isinstance(answer, Iterable) else []
+    if len(answers) != len(blocks):
+        raise ConfigError(f"{name} gave {answer!r} for {len(blocks)} blocks; it must give one of {known} for each")
+    for b, endpoint in zip(blocks, answers, strict=True):
+        if endpoint not in endpoints:
+            raise ConfigError(f"{name} placed {b.name} on {endpoint!r}; it must give one of {known} for each block")
+    return answers
+
+
+def _whole(name: str, aval: Any) -> Block:
+    """One leaf as one block."""
+    return _cut(name, aval, 1, 1)[0]
 
 
 def _cut(name: str, aval: Any, slice_count: int, min_block_size: int) -> list[Block]:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtrans import listing
+from dtrans.blocks import HashName, PSDispatcher, RoundRobin, SizeBalanced
 from dtrans.errors import ConfigError, UnknownEndpointError
-from dtrans.ops import all_reduce_p
+from dtrans.ops import OptimizeBlock, all_reduce_p, backup_of
+from dtrans.overview import VarsDistributed, overview_of
 from dtrans.placement import Placement
-from dtrans.program import DIST, Program
+from dtrans.program import DIST, OPTIMIZE, Program
 
 
 if TYPE_CHECKING:
@@ -152,18 +154,76 @@ class PServerPlan:
 
         return MeshJob(self, devices, donate=donate, replicated=replicated)
 
-    # -- cost ------------------------------------------------------------------------------------
+    # -- what servers hold -----------------------------------------------------------------------
+
+    @cached_property
+    def overview(self) -> VarsDistributed:
+        """Every array that servers hold, parameters and optimizer state: of what, which rows, where.
+
+        Source: Paddle's `program._parameters_on_pservers`.
+        """
+        held = {ep: programs.main.inputs for ep, programs in self.servers.items()}
+        return overview_of(held, self.main.inputs, frozenset(self.main.args[0].names))
 
     @cached_property
     def server_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes held by each server: of parameters, and of optimizer state."""
-        found = {}
-        for endpoint, programs in self.servers.items():
-            params = {b.name for u in self.placement.units[endpoint] for b in u.blocks}
-            sizes = {n: t.size * t.dtype.itemsize for n, t in programs.main.inputs.items()}
-            mine = sum(s for n, s in sizes.items() if n in params)
-            found[endpoint] = {"params": mine, "opt_state": sum(sizes.values()) - mine}
+        found = {ep: {"params": 0, "opt_state": 0} for ep in self.servers}
+        for row in self.overview:
+            found[row.endpoint]["params" if row.vtype == "Param" else "opt_state"] += row.nbytes
         return found
+
+    @property
+    def balance(self) -> float:
+        """Bytes of the fullest server over the mean of all, parameters and optimizer state: 1.0 is even."""
+        return _unevenness([sum(sizes.values()) for sizes in self.server_bytes.values()])
+
+    def compare(self, *split_methods: type[PSDispatcher]) -> dict[str, float]:
+        """What `balance` would be with other dispatchers, by their names.
+
+        It puts the blocks of this plan where each would have them, with the optimizer state that belongs to them.
+        State that belongs to no parameter (counts of steps) is taken to be on every server that has a block; where an
+        optimizer needs it on fewer, the plan made with that dispatcher may differ by those bytes.
+
+        Args:
+          split_methods: subclasses of `PSDispatcher`; by default dtrans's own, RoundRobin, HashName and SizeBalanced.
+
+        Raises:
+          ConfigError: one that is not a dispatcher, or does not answer with a server for each block.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax, dtrans
+          >>> tx, shapes = optax.adam(1e-3), {"b": (90,), "u": (400,), "w": (5, 90)}
+          >>> loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"] + params["u"].sum()) ** 2)
+          >>> init = lambda: (p := {name: jnp.ones(shape) for name, shape in shapes.items()}, tx.init(p))
+          >>> main = dtrans.trace(dtrans.make_train_step(loss, tx), *init(), jnp.ones((8, 5)))
+          >>> plan = dtrans.pserver(main, dtrans.trace(init), pservers="127.0.0.1:6174,127.0.0.1:6175")
+          >>> {name: round(balance, 2) for name, balance in plan.compare().items()}
+          {'RoundRobin': 1.15, 'HashName': 1.04, 'SizeBalanced': 1.04}
+        """
+        makes = {n: b.name for b in self._optimize_blocks if b.role == OPTIMIZE for n in b.out_names}
+        for unit in (u for units in self.placement.units.values() for u in units):
+            makes |= {backup_of(b.name, k): unit.name for b in unit.blocks for k in range(self.trainers)}
+        params = {b.name for b in self.placement.table}
+        state: dict[str, int] = {}
+        shared: dict[str, int] = {}
+        for row in self.overview:
+            if row.slice_name in params:
+                continue
+            if row.slice_name in makes:
+                owner = makes[row.slice_name]
+                state[owner] = state.get(owner, 0) + row.nbytes
+            else:
+                shared[row.slice_name] = row.nbytes
+        everywhere = sum(shared.values())
+        found = {}
+        for method in split_methods or (RoundRobin, HashName, SizeBalanced):
+            units = self.placement.dispatched(method).units.values()
+            sizes = [sum(u.nbytes + state.get(u.name, 0) for u in us) + (everywhere if us else 0) for us in units]
+            found[method.__name__] = _unevenness(sizes)
+        return found
+
+    # -- cost ------------------------------------------------------------------------------------
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
@@ -176,15 +236,19 @@ class PServerPlan:
     def rounds(self) -> tuple[tuple[Reduction, ...], ...]:
         """What servers tell each other in a step: for each round, the values that they reduce together."""
         found: dict[int, dict[str, Reduction]] = {}
-        for programs in self.servers.values():
-            for serve in programs.main.jaxpr.jaxpr.eqns:
-                for block in serve.params["optimize_blocks"]:
-                    for eqn in block.jaxpr.jaxpr.eqns if block.role == DIST else ():
-                        if eqn.primitive is all_reduce_p:
-                            p, aval = eqn.params, eqn.outvars[0].aval
-                            reduction = Reduction(p["name"], p["op"], aval.shape, aval.dtype, p["owners"], p["over"])
-                            found.setdefault(block.level, {})[p["name"]] = reduction
+        for block in self._optimize_blocks:
+            for eqn in block.jaxpr.jaxpr.eqns if block.role == DIST else ():
+                if eqn.primitive is all_reduce_p:
+                    p, aval = eqn.params, eqn.outvars[0].aval
+                    reduction = Reduction(p["name"], p["op"], aval.shape, aval.dtype, p["owners"], p["over"])
+                    found.setdefault(block.level, {})[p["name"]] = reduction
         return tuple(tuple(found[level].values()) for level in sorted(found))
+
+    @cached_property
+    def _optimize_blocks(self) -> tuple[OptimizeBlock, ...]:
+        """The blocks of work of all servers."""
+        serves = (eqn for programs in self.servers.values() for eqn in programs.main.jaxpr.jaxpr.eqns)
+        return tuple(block for eqn in serves for block in eqn.params["optimize_blocks"])
 
     # -- showing ---------------------------------------------------------------------------------
 
@@ -205,6 +269,8 @@ class PServerPlan:
             notes.append(
                 f"{endpoint} holds {size['params']:,} bytes of parameters, {size['opt_state']:,} of optimizer state"
             )
+        if len(self.servers) > 1:
+            notes.append(f"the fullest server holds {self.balance:.2f} times the mean")
         step = self.bytes_per_step
         notes.append(
             f"each of {self.trainers} trainers sends {step['send']:,} and receives {step['recv']:,} bytes per step"
@@ -216,7 +282,7 @@ class PServerPlan:
             notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
         where: dict[str, list[str]] = {}
         for name in self.shared_state:
-            holders = [ep for ep, programs in self.servers.items() if name in programs.main.inputs]
+            holders = [row.endpoint for row in self.overview.by_origin(name)]
             everywhere = len(holders) == sum(bool(units) for units in self.placement.units.values())
             where.setdefault("every server" if everywhere else " and ".join(holders), []).append(name)
         for servers, names in where.items():
@@ -229,7 +295,8 @@ class PServerPlan:
 
     @property
     def _title(self) -> str:
-        return f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, sync"
+        mode = "sync" if self.sync_mode else "async"
+        return f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, {mode}"
 
     def __str__(self) -> str:
         return listing.plan_text(self._title, _HEADER, self.rows, self.notes, right=(1, 2))
@@ -243,6 +310,11 @@ class PServerPlan:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self) if cycle else str(self))
+
+
+def _unevenness(sizes: Sequence[int]) -> float:
+    """The largest over the mean; 1.0 where there is nothing."""
+    return max(sizes) * len(sizes) / sum(sizes) if any(sizes) else 1.0
 
 
 class _Servers(dict[str, ServerPrograms]):

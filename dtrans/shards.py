@@ -41,11 +41,15 @@ from dtrans.writer import RowWriter, Span
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A value that a server holds: rows of `of` along its axis `axis`; all of it where `span` is None."""
+    """A value that a server holds: rows of `of` along its axis `axis`; all of it where `span` is None.
+
+    With `zeros` it has the type of these rows, and begins with zeros.
+    """
 
     of: str
     axis: int = 0
     span: Span | None = None
+    zeros: bool = False
 
     def cut(self, aval: Any) -> Any:
         """Its type, given that of the whole."""

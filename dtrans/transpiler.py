@@ -8,13 +8,15 @@ and any number of times, and one object gives the programs of every role.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from dtrans.addresses import parse_endpoints, split_endpoint
-from dtrans.blocks import PSDispatcher, RoundRobin
+from dtrans.blocks import PSDispatcher, RoundRobin, check_dispatcher
 from dtrans.collective import CollectivePlan
-from dtrans.errors import ConfigAssertionError, ConfigError
+from dtrans.errors import ConfigAssertionError, ConfigError, ConfigTypeError
+from dtrans.placement import check_seed
 from dtrans.plan import PServerPlan, ServerPrograms, check_trainer_endpoint, check_trainer_id
 from dtrans.program import Program
 from dtrans.transforms.joining import joining_startup
@@ -23,6 +25,10 @@ from dtrans.transforms.pserver import pserver
 
 
 MIN_BLOCK_SIZE = 8192
+
+# print_log asks to be seen: the level of the root logger, by default WARNING, does not hold it back; one set here does
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
 
 # Attribute to default, as Paddle 1.8.5 has them.
 DEFAULTS: dict[str, Any] = {
@@ -45,13 +51,13 @@ DEFAULTS: dict[str, Any] = {
     "collective_mode": None,
 }
 
+# What Paddle has no attribute for.
+BEYOND: dict[str, Any] = {"dc_asgd_lambda": 1.0, "dc_asgd_decay": None}
+
 # What this version carries out; another value of any of these is refused by name.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "mode": ("pserver", "nccl2"),
-    "sync_mode": (True,),
-    "enable_dc_asgd": (False,),
     "runtime_split_send_recv": (False,),
-    "half_async": (False,),
     "completely_not_async": (False,),
     "geo_sgd_mode": (False,),
     "collective_mode": (None,),
@@ -61,17 +67,23 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 class DistributeTranspilerConfig:
     """The options of a `DistributeTranspiler`.
 
-    All of Paddle's attributes are here, with its defaults; this version carries out synchronous pserver mode and
-    nccl2 mode, and refuses the others when it transpiles. Those in use:
+    All of Paddle's attributes are here, with its defaults; this version carries out pserver mode, synchronous and
+    asynchronous, and nccl2 mode, and refuses the others when it transpiles. Those in use:
 
     Attributes:
       mode: "pserver", or "nccl2": no servers, trainers average their gradients with collectives.
       slice_var_up: cut parameters into blocks of rows; otherwise each is whole on one server. "require" makes it
         an error if the optimizer does not let one be cut.
-      split_method: a subclass of `PSDispatcher`; None is `RoundRobin`.
+      split_method: a subclass of `PSDispatcher`: `RoundRobin` (None is that), `HashName`, `SizeBalanced`, your own.
       min_block_size: the fewest elements worth a block of their own, 8192 or more.
-      sync_mode: every update uses the gradients of all trainers.
-      print_log: print the plan when transpiling.
+      sync_mode: every update uses the gradients of all trainers; otherwise each gradient is an update of its own.
+        Either this or the argument of `transpile` turns it off.
+      enable_dc_asgd: with sync_mode=False, compensate gradients for their delay.
+      dc_asgd_lambda, dc_asgd_decay: how, which Paddle has no attributes for; see `dtrans.pserver`.
+      half_async: with sync_mode=False, the threads of a trainer wait for each other before each step. A trainer has one
+        here, so that this is the same.
+      print_log: log the plan when transpiling: at level INFO, by the logger "dtrans.transpiler", whose level and
+        handlers are yours to set. Where logging is not set up, the plan goes to stderr, as Python's own warnings do.
       nccl_comm_num: in nccl2 mode, how many chains of reductions may run beside each other; 1 leaves that to XLA.
       use_hierarchical_allreduce: in nccl2 mode, reduce gradients inside each node, across nodes, and gather inside.
       hierarchical_allreduce_inter_nranks: how many trainers a node has; by default as many as have endpoints on one
@@ -110,24 +122,27 @@ class DistributeTranspilerConfig:
     use_hierarchical_allreduce: bool
     hierarchical_allreduce_inter_nranks: int
     collective_mode: str | None
+    dc_asgd_lambda: float
+    dc_asgd_decay: float | None
 
     def __init__(self, **options: Any) -> None:
-        for name, value in {**DEFAULTS, **options}.items():
+        for name, value in {**DEFAULTS, **BEYOND, **options}.items():
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in DEFAULTS:
+        if name not in DEFAULTS and name not in BEYOND:
             raise ConfigError(f"DistributeTranspilerConfig has no option {name}{_similar(name)}")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        changed = {n: v for n, v in vars(self).items() if v != DEFAULTS[n]}
+        changed = {n: v for n, v in vars(self).items() if v != (DEFAULTS | BEYOND)[n]}
         return f"DistributeTranspilerConfig({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
 
 
 def _similar(name: str) -> str:
-    close = difflib.get_close_matches(name, DEFAULTS, 1)
-    return f"; did you mean {close[0]}?" if close else f"; its options are {', '.join(DEFAULTS)}"
+    known = [*DEFAULTS, *BEYOND]
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else f"; its options are {', '.join(known)}"
 
 
 class DistributeTranspiler:
@@ -169,6 +184,7 @@ class DistributeTranspiler:
         sync_mode: bool = True,
         startup_program: Program | None = None,
         current_endpoint: str = "127.0.0.1:6174",
+        seed: int = 0,
     ) -> None:
         """Plan the job. Nothing that is handed in is changed.
 
@@ -180,12 +196,15 @@ class DistributeTranspiler:
           sync_mode: every update uses the gradients of all trainers.
           startup_program: the traced init.
           current_endpoint: in nccl2 mode this trainer's endpoint; in pserver mode not used, as in Paddle.
+          seed: Paddle's `program.random_seed`, from 0 to 2**32 - 1: with slice_var_up=False it says in which order
+            leaves are dispatched. The same in all processes of a job. No global random state is read or changed.
 
         Raises:
           ConfigError: an option that is out of range, contradicts another, or is not in this version.
           GradientError, TraceError: as `dtrans.pserver` and `dtrans.nccl2`.
         """
         self._check_config()
+        check_seed(seed)
         if program is None or startup_program is None:
             raise ConfigError(
                 "transpile needs program=dtrans.trace(step, ...) and startup_program=dtrans.trace(init, ...)"
@@ -193,9 +212,9 @@ class DistributeTranspiler:
         if self.config.mode == "nccl2":
             self._transpile_nccl2(trainer_id, program, startup_program, trainers, sync_mode, current_endpoint)
         else:
-            self._transpile_pserver(trainer_id, program, startup_program, pservers, trainers, sync_mode)
+            self._transpile_pserver(trainer_id, program, startup_program, pservers, trainers, sync_mode, seed)
         if self.config.print_log:
-            print(self._plan)
+            _log(self.plan)
 
     def _transpile_pserver(
         self,
@@ -205,6 +224,7 @@ class DistributeTranspiler:
         pservers: str,
         trainers: Any,
         sync_mode: bool,
+        seed: int,
     ) -> None:
         if isinstance(trainers, str):
             raise ConfigError(
@@ -216,10 +236,14 @@ class DistributeTranspiler:
             startup_program,
             pservers=pservers,
             trainers=trainers,
-            sync_mode=sync_mode,
+            sync_mode=sync_mode and self.config.sync_mode,
             slice_var_up=self.config.slice_var_up,
             split_method=self._split_method,
             min_block_size=self.config.min_block_size,
+            enable_dc_asgd=self.config.enable_dc_asgd,
+            dc_asgd_lambda=self.config.dc_asgd_lambda,
+            dc_asgd_decay=self.config.dc_asgd_decay,
+            seed=seed,
         )
         check_trainer_id(trainer_id, plan.trainers)
         self._plan, self._trainer_id = plan, trainer_id
@@ -236,7 +260,7 @@ class DistributeTranspiler:
         if not isinstance(trainers, str) and not (
             isinstance(trainers, Sequence) and all(isinstance(e, str) for e in trainers)
         ):
-            raise ConfigError(
+            raise ConfigAssertionError(
                 "trainers must be the trainers' endpoints in mode='nccl2', such as "
                 f"'127.0.0.1:6174,127.0.0.1:6175'; it is {trainers!r}"
             )
@@ -316,6 +340,14 @@ class DistributeTranspiler:
         """The startup program of the server at `endpoint`; the other arguments are Paddle's, and not needed."""
         return self._server(endpoint, "get_startup_program").startup
 
+    def _set_server_config(self, server_config: Any = None) -> None:
+        """Paddle's numbers of a server's threads. Raises ConfigTypeError: there is nothing of the kind to set."""
+        if server_config is not None:
+            raise ConfigTypeError(
+                f"server_config={server_config!r}: there is no ServerRuntimeConfig in dtrans, whose servers have no "
+                "numbers of threads to set; leave _set_server_config out"
+            )
+
     def _server(self, endpoint: str, asked: str) -> ServerPrograms:
         if isinstance(self.plan, CollectivePlan):
             raise ConfigError(
@@ -329,6 +361,9 @@ class DistributeTranspiler:
         return RoundRobin if self.config.split_method is None else self.config.split_method
 
     def _check_config(self) -> None:
+        check_dispatcher(self._split_method)
+        if self.config.mode not in ("pserver", "nccl2", "collective"):
+            raise ConfigError(f"mode must be 'pserver', 'nccl2' or 'collective', it is {self.config.mode!r}")
         size: Any = self.config.min_block_size
         if isinstance(size, bool) or not isinstance(size, int) or size < MIN_BLOCK_SIZE:
             raise ConfigAssertionError(
@@ -337,8 +372,29 @@ class DistributeTranspiler:
             )
         if self.config.mode != "nccl2" and self.config.use_hierarchical_allreduce:
             raise ConfigError("use_hierarchical_allreduce=True is for mode='nccl2', it is " + repr(self.config.mode))
+        for name, default in DEFAULTS.items():
+            value = getattr(self.config, name)
+            if isinstance(default, bool) and not isinstance(value, bool) and name != "slice_var_up":
+                raise ConfigError(f"{name} must be True or False, it is {value!r}")
+        if self.config.runtime_split_send_recv and self.config.sync_mode:
+            raise ConfigError("runtime_split_send_recv=True is for sync_mode=False, which is True")
+        if self.config.half_async and self.config.sync_mode:
+            raise ConfigError("half_async=True is for sync_mode=False, which is True")
         for name, allowed in _ONLY.items():
             value = getattr(self.config, name)
             if value not in allowed:
                 listed = " or ".join(map(repr, allowed))
                 raise ConfigError(f"{name}={value!r} is not in this version; leave it at {listed}")
+
+
+def _log(plan: PServerPlan | CollectivePlan) -> None:
+    """What print_log=True asks for."""
+    if logger.hasHandlers():
+        logger.info("%s", plan)
+        return
+    handler = logging.StreamHandler()  # for this time: one that the user sets up later must not find it there
+    logger.addHandler(handler)
+    try:
+        logger.info("%s", plan)
+    finally:
+        logger.removeHandler(handler)

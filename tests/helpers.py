@@ -170,11 +170,13 @@ def serve(
     for endpoint, units in plan.placement.units.items():
         values[endpoint] = dict(held[endpoint])
         for block in (b for unit in units for b in unit.blocks):
+            if f"{block.name}.trainer_0_bak" in held[endpoint]:  # a gradient of the newest parameters
+                values[endpoint][f"{block.name}.bak"] = held[endpoint][block.name]
             for k, of in enumerate(grads):
                 if block.leaf in plan.unsent:
                     continue
                 rows = of[block.leaf]
-                values[endpoint][block.gradient(k, plan.trainers)] = (
+                values[endpoint][block.gradient(k, plan.trainers if plan.sync_mode else 1)] = (
                     rows if block.span is None else rows[block.span.start : block.span.stop]
                 )
     levels = {b.level for endpoint in plan.servers for b in blocks_of(plan, endpoint)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +14,19 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from helpers import endpoints, plan_of
 from hypothesis import given, strategies as st
 
 import dtrans
-from dtrans import HashName, PSDispatcher, RoundRobin, VarBlock, slice_variable
+from dtrans import HashName, PSDispatcher, RoundRobin, SizeBalanced, VarBlock, slice_variable
 from dtrans.errors import ConfigError
 from dtrans.placement import _cut
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "paddle-transpiler.json").read_text())
-EPS = endpoints(3)
+EPS, EPS_6 = endpoints(3), endpoints(6)
 
 
 def var(shape, name="w"):
@@ -198,5 +200,169 @@ def test_dispatchers_see_the_names_of_blocks():
     assert seen == [("params/b", (1,)), ("params/w.block0", (2, 2)), ("params/w.block1", (2, 2))]
 
 
+def test_a_dispatcher_is_called_once_with_the_blocks_of_all_leaves():
+    calls = []
+
+    class Spy(PSDispatcher):
+        def dispatch(self, varlist):
+            calls.append([(v.name, v.shape, v.dtype, v.size, v.nbytes, v.endpoint) for v in varlist])
+            return iter(self.eps[:1] * len(varlist))
+
+    params = {"b": jnp.ones(3, jnp.bfloat16), "w": jnp.ones((4, 2))}
+    loss = lambda p, x: (jnp.sum(p["w"]) * jnp.sum(p["b"]) * x).astype(x.dtype)
+    plan = plan_of(loss, optax.sgd(0.1), params, jnp.ones(()), servers=2, split_method=Spy)
+    seen = [
+        ("params/b.block0", (2,), jnp.bfloat16, 2, 4, ""),
+        ("params/b.block1", (1,), jnp.bfloat16, 1, 2, ""),
+        ("params/w.block0", (2, 2), jnp.float32, 4, 16, ""),
+        ("params/w.block1", (2, 2), jnp.float32, 4, 16, ""),
+    ]
+    assert calls == [seen]
+    plan.placement.dispatched(Spy)
+    assert calls == [seen, seen]
+    assert {b.endpoint for b in plan.placement.table} == {EPS[0]}
+
+
+# -- by size ---------------------------------------------------------------------------------------
+
+
+def weighing(*sizes):
+    return [SimpleNamespace(name=f"v{i}", nbytes=n) for i, n in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    "sizes, where",
+    [
+        ((), []),
+        ((5,), [0]),
+        ((1, 2, 3, 4, 5, 6), [0, 1, 2, 2, 1, 0]),
+        ((4, 4, 4, 4), [0, 1, 2, 0]),  # ties: blocks in their order, servers in theirs
+        ((0, 0, 7, 0), [1, 1, 0, 1]),
+        ((9, 1, 1, 1), [0, 1, 2, 1]),
+    ],
+)
+def test_the_largest_goes_first_to_the_server_with_the_fewest_bytes(sizes, where):
+    by_size = SizeBalanced(EPS)
+    assert [EPS.index(e) for e in by_size.dispatch(weighing(*sizes))] == where
+    assert by_size.held == {ep: sum(s for s, i in zip(sizes, where, strict=True) if EPS[i] == ep) for ep in EPS}
+
+
+def test_by_size_goes_on_with_what_servers_hold_until_reset():
+    by_size = SizeBalanced(EPS)
+    assert by_size.dispatch(weighing(9)) == [EPS[0]]
+    assert by_size.dispatch(weighing(5, 5, 2)) == [EPS[1], EPS[2], EPS[1]]
+    by_size.reset()
+    assert set(by_size.held.values()) == {0}
+    assert by_size.dispatch(weighing(1)) == [EPS[0]]
+    assert by_size.give(3) == EPS[1] and by_size.give(1, EPS[0]) == EPS[0]
+    assert by_size.held == {EPS[0]: 2, EPS[1]: 3, EPS[2]: 0}
+
+
+def test_by_size_weighs_elements_where_there_are_no_bytes():
+    assert SizeBalanced(EPS[:2]).dispatch([VarBlock("w", 0, 2), VarBlock("w", 1, 3)]) == [EPS[1], EPS[0]]
+    with pytest.raises(
+        ConfigError, match="^dtrans.SizeBalanced weighs blocks by their nbytes or size; 'w.block0' has neither$"
+    ):
+        SizeBalanced(EPS).dispatch(["w.block0"])
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 6))
+def test_no_server_has_more_than_the_others_by_more_than_its_last_block(sizes, servers):
+    by_size = SizeBalanced(EPS_6[:servers])
+    assert by_size.dispatch(weighing(*sizes)) == SizeBalanced(EPS_6[:servers]).dispatch(weighing(*sizes))
+    held = by_size.held
+    assert sum(held.values()) == sum(sizes)
+    # Graham: the fullest has at most 4/3 of what the best placement leaves to its fullest, which is no less than this
+    if len(sizes) <= servers:
+        assert max(held.values()) == max(sizes, default=0)
+    assert max(held.values()) - min(held.values()) <= max(sizes, default=0)
+
+
+def by_size_plan(tx, method=SizeBalanced, servers=2, **options):
+    params = {"a": jnp.ones((2, 3)), "b": jnp.ones((40, 3)), "c": jnp.ones((30, 3)), "d": jnp.ones((11, 3))}
+    loss = lambda p, x: sum(jnp.sum(v**2) for v in p.values()) * x
+    return plan_of(loss, tx, params, jnp.ones(()), servers=servers, split_method=method, **options)
+
+
+def test_by_size_in_a_plan_of_whole_leaves():
+    plan = by_size_plan(optax.adam(0.1), slice_var_up=False)
+    assert {b.leaf[-1]: EPS.index(b.endpoint) for b in plan.placement.table} == {"a": 0, "b": 0, "c": 1, "d": 1}
+    assert plan.balance < by_size_plan(optax.adam(0.1), RoundRobin, slice_var_up=False).balance
+
+
+def test_by_size_in_a_plan_of_blocks():
+    plan = by_size_plan(optax.sgd(0.1), servers=3)
+    bytes_of = {ep: sum(b.nbytes for u in units for b in u.blocks) for ep, units in plan.placement.units.items()}
+    assert sum(len(blocks) > 1 for blocks in plan.placement.blocks.values()) == 4
+    assert max(bytes_of.values()) - min(bytes_of.values()) <= 12
+    assert plan.balance < by_size_plan(optax.sgd(0.1), RoundRobin, servers=3).balance
+
+
+MATRICES = optax.contrib.muon(0.1)
+
+
+@pytest.mark.parametrize("heirs", [0, 1, 2])
+def test_what_cannot_be_cut_is_weighed_first_and_blocks_fill_up(heirs):
+    method = SizeBalanced
+    for _ in range(heirs):
+        method = type("Heir", (method,), {})
+    tx = optax.multi_transform(
+        {"whole": MATRICES, "cut": optax.sgd(0.1)}, {"a": "cut", "b": "whole", "c": "cut", "d": "cut"}
+    )
+    plan = by_size_plan(tx, method)
+    assert list(plan.placement.whole) == ["params/b"]
+    assert plan.placement.blocks["params/b"][0].endpoint == EPS[0]
+    assert {b.endpoint for b in plan.placement.blocks["params/c"]} == {EPS[1]}
+    # without it, what can be cut is spread over all, and what cannot comes on top of it
+    assert {b.endpoint for b in by_size_plan(tx, RoundRobin).placement.blocks["params/c"]} == {EPS[0], EPS[1]}
+
+
+def test_an_heir_of_by_size_sees_blocks_only():
+    seen = []
+
+    class Heir(SizeBalanced):
+        def dispatch(self, varlist):
+            seen.extend(v.leaf for v in varlist)
+            return super().dispatch(varlist)
+
+    tied = optax.multi_transform(
+        {"whole": MATRICES, "cut": optax.sgd(0.1)}, {"a": "cut", "b": "whole", "c": "cut", "d": "cut"}
+    )
+    by_size_plan(tied, Heir)
+    assert set(seen) == {"params/a", "params/c", "params/d"}
+
+
+# -- the seed --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
+def test_the_seed_orders_whole_leaves_and_touches_no_global_state(seed):
+    np.random.seed(5)
+    random.seed(5)
+    before = np.random.get_state()[1].tolist(), random.getstate()
+    plan = by_size_plan(optax.sgd(0.1), RoundRobin, slice_var_up=False, seed=seed)
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before
+    np.random.seed(9)  # nor is it read
+    assert by_size_plan(optax.sgd(0.1), RoundRobin, slice_var_up=False, seed=seed).placement == plan.placement
+    order = [f"params/{n}" for n in "abcd"]
+    np.random.RandomState(seed).shuffle(order)
+    assert list(plan.placement.order) == order
+    assert [plan.placement.blocks[n][0].endpoint for n in order] == [EPS[0], EPS[1]] * 2
+
+
+def test_seeds_differ_where_nothing_is_cut_and_only_there():
+    order = lambda seed, **options: by_size_plan(optax.sgd(0.1), RoundRobin, seed=seed, **options).placement.order
+    assert len({order(seed, slice_var_up=False) for seed in range(4)}) > 1
+    assert len({order(seed) for seed in range(4)}) == 1
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, None, "1", True])
+def test_what_is_no_seed_is_refused(seed):
+    with pytest.raises(ConfigError) as caught:
+        by_size_plan(optax.sgd(0.1), seed=seed)
+    assert str(caught.value) == f"seed must be an integer from 0 to 2**32 - 1, it is {seed!r}"
+
+
 def test_the_package_exports_them():
     assert dtrans.slice_variable is slice_variable and dtrans.HashName is HashName
+    assert dtrans.SizeBalanced is SizeBalanced

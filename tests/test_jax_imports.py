@@ -76,7 +76,10 @@ CORE = [
     "placement",
     "trees",
     "listing",
-    "endpoints",
+    "addresses",
+    "parts",
+    "bits",
+    "overview",
     "errors",
 ]
 

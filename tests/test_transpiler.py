@@ -4,6 +4,7 @@ order in which they are asked for."""
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,13 @@ def test_slice_var_up_off_leaves_every_leaf_whole(programs: Any) -> None:
     "method", [object, int, "RoundRobin", dtrans.RoundRobin([FIRST]), PSDispatcher, lambda eps: None]
 )
 def test_a_split_method_that_is_not_a_dispatcher_is_refused(programs: Any, method: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        transpiled(programs, DistributeTranspilerConfig(split_method=method))
+    with pytest.raises(AssertionError) as caught:
+        DistributeTranspiler(DistributeTranspilerConfig(split_method=method))
+    assert isinstance(caught.value, ConfigAssertionError)
+    t = DistributeTranspiler()
+    t.config.split_method = method  # set later, it is found when transpiling
+    with pytest.raises(ConfigError, match="^split_method must be a subclass of dtrans.PSDispatcher"):
+        t.transpile(0, programs[0], EPS, 2, startup_program=programs[1])
     assert str(caught.value) == (
         "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or dtrans.HashName; "
         f"it is {method!r}"
@@ -129,7 +135,7 @@ class AllOnTheLast(dtrans.RoundRobin):
         return [self.eps[-1]] * len(varlist)
 
 
-@pytest.mark.parametrize("method", [dtrans.HashName, dtrans.RoundRobin, AllOnTheLast])
+@pytest.mark.parametrize("method", [dtrans.HashName, dtrans.RoundRobin, dtrans.SizeBalanced, AllOnTheLast])
 def test_a_split_method_places_the_blocks(programs: Any, method: Any) -> None:
     table = transpiled(programs, DistributeTranspilerConfig(split_method=method)).plan.placement.table
     if method is AllOnTheLast:
@@ -138,16 +144,27 @@ def test_a_split_method_places_the_blocks(programs: Any, method: Any) -> None:
         assert {b.endpoint for b in table} == {FIRST, SECOND}
 
 
-@pytest.mark.parametrize("answer", [[], ["127.0.0.1:1"], [FIRST, FIRST, FIRST]])
-def test_a_dispatcher_that_answers_wrongly_is_named(programs: Any, answer: Any) -> None:
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        ([], f"Wrong.dispatch gave [] for 5 blocks; it must give one of {FIRST}, {SECOND} for each"),
+        (None, f"Wrong.dispatch gave None for 5 blocks; it must give one of {FIRST}, {SECOND} for each"),
+        (3, f"Wrong.dispatch gave 3 for 5 blocks; it must give one of {FIRST}, {SECOND} for each"),
+        (
+            [FIRST, SECOND, "127.0.0.1:1", FIRST, FIRST],
+            "Wrong.dispatch placed params/w1.block0 on '127.0.0.1:1'; it must give one of "
+            f"{FIRST}, {SECOND} for each block",
+        ),
+    ],
+)
+def test_a_dispatcher_that_answers_wrongly_is_named(programs: Any, answer: Any, message: str) -> None:
     class Wrong(PSDispatcher):
         def dispatch(self, varlist: Any) -> Any:
             return answer
 
-    with pytest.raises(
-        ConfigError, match=r"^Wrong.dispatch placed the 1 blocks of params/b1 on \[.*; it must give one of"
-    ):
+    with pytest.raises(ConfigError) as caught:
         transpiled(programs, DistributeTranspilerConfig(split_method=Wrong))
+    assert str(caught.value) == message
 
 
 def test_a_config_of_another_kind_is_refused() -> None:
@@ -158,13 +175,7 @@ def test_a_config_of_another_kind_is_refused() -> None:
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("mode", "bogus"),
         ("mode", "collective"),
-        ("sync_mode", False),
-        ("sync_mode", None),
-        ("enable_dc_asgd", True),
-        ("runtime_split_send_recv", True),
-        ("half_async", True),
         ("completely_not_async", True),
         ("geo_sgd_mode", True),
         ("collective_mode", "grad_allreduce"),
@@ -182,11 +193,35 @@ def test_a_mode_that_this_version_does_not_have_is_refused_by_name(programs: Any
         t.get_trainer_program()
 
 
-def test_print_log_prints_the_plan(programs: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    t = transpiled(programs)
-    assert capsys.readouterr().out == ""
-    transpiled(programs, DistributeTranspilerConfig(print_log=True))
-    assert capsys.readouterr().out == f"{t.plan}\n"
+# -- print_log -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["pserver", "nccl2"])
+def test_print_log_logs_the_plan(programs: Any, mode: str, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+    plan = transpiled if mode == "pserver" else nccl2
+    t = plan(programs, DistributeTranspilerConfig(mode=mode))
+    assert caplog.records == []
+    assert logging.getLogger().level == logging.WARNING  # which does not hold back what was asked for
+    plan(programs, DistributeTranspilerConfig(mode=mode, print_log=True))
+    (record,) = caplog.records
+    assert (record.name, record.levelname, record.getMessage()) == ("dtrans.transpiler", "INFO", str(t.plan))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_level_that_the_user_sets_is_kept(programs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dtrans.transpiler"):
+        transpiled(programs, DistributeTranspilerConfig(print_log=True))
+    assert caplog.records == []
+
+
+def test_the_plan_goes_to_stderr_where_logging_is_not_set_up(
+    programs: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
+    for _ in range(2):
+        t = transpiled(programs, DistributeTranspilerConfig(print_log=True))
+        assert capsys.readouterr() == ("", f"{t.plan}\n")
+    assert logging.getLogger("dtrans.transpiler").handlers == []
 
 
 # -- transpile -------------------------------------------------------------------------------------
@@ -213,11 +248,24 @@ def test_trainers_as_a_list_of_endpoints_is_refused(programs: Any) -> None:
         transpiled(programs, trainers="127.0.0.1:1,127.0.0.1:2")
 
 
-def test_async_training_is_refused_where_paddle_asks_for_it(programs: Any) -> None:
-    with pytest.raises(
-        ConfigError, match="^sync_mode=False: this version has synchronous training only; leave sync_mode=True$"
-    ):
-        transpiled(programs, sync_mode=False)
+@pytest.mark.parametrize("config, argument", [(False, True), (True, False), (False, False)])
+def test_async_training_is_asked_for_in_either_place(programs: Any, config: bool, argument: bool) -> None:
+    t = transpiled(programs, DistributeTranspilerConfig(sync_mode=config), sync_mode=argument)
+    assert t.plan.sync_mode is False
+    assert "send_barrier" not in communication(t.get_trainer_program())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"sync_mode": None}, "sync_mode must be True or False, it is None"),
+        ({"half_async": 1}, "half_async must be True or False, it is 1"),
+        ({"half_async": True}, "half_async=True is for sync_mode=False, which is True"),
+    ],
+)
+def test_modes_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        DistributeTranspiler(DistributeTranspilerConfig(**options))
 
 
 def test_an_endpoint_that_is_listed_twice_is_refused(programs: Any) -> None:
@@ -415,6 +463,145 @@ def test_a_program_that_communicates_says_how_to_run_it(programs: Any) -> None:
         trainer(mlp_params(SIZES), *mlp_batch(8, SIZES))
 
 
+# -- what Paddle got wrong: the class of its error where it had one, the words, or no error where none is due ---------
+
+
+def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> ConfigError:
+    """What it is refused with, by a config from the start and by one that is changed later."""
+    t = DistributeTranspiler()
+    for name, value in config.items():
+        setattr(t.config, name, value)
+    with pytest.raises(ConfigError) as caught:
+        t.transpile(
+            **{"trainer_id": 0, "program": programs[0], "startup_program": programs[1], "pservers": EPS, "trainers": 2}
+            | options
+        )
+    if config.get("enable_dc_asgd") is not True:  # whether that is to be synchronous is known when transpiling
+        with pytest.raises(type(caught.value)) as at_once:
+            transpiled(programs, DistributeTranspilerConfig(**config), **options)
+        assert str(at_once.value) == str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize("config, options, kind, message", [
+    ({"sync_mode": None}, {}, ValueError, "sync_mode must be True or False, it is None"),
+    ({"runtime_split_send_recv": None}, {}, ValueError, "runtime_split_send_recv must be True or False, it is None"),
+    ({"runtime_split_send_recv": True}, {}, ValueError,
+     "runtime_split_send_recv=True is for sync_mode=False, which is True"),
+    ({"runtime_split_send_recv": True, "sync_mode": True}, {}, ValueError,
+     "runtime_split_send_recv=True is for sync_mode=False, which is True"),
+    ({"min_block_size": 4096}, {}, AssertionError,
+     "min_block_size must be 8192 or more, it is 4096; dtrans.pserver takes any positive number"),
+    ({"split_method": object}, {}, AssertionError,
+     "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or dtrans.HashName; "
+     "it is <class 'object'>"),
+    ({"enable_dc_asgd": True}, {}, AssertionError,
+     "enable_dc_asgd=True is for sync_mode=False: a synchronous gradient has no delay"),
+    ({"mode": "bogus"}, {}, ValueError, "mode must be 'pserver', 'nccl2' or 'collective', it is 'bogus'"),
+    ({"mode": None}, {}, ValueError, "mode must be 'pserver', 'nccl2' or 'collective', it is None"),
+    ({"mode": ["nccl2"]}, {}, ValueError, "mode must be 'pserver', 'nccl2' or 'collective', it is ['nccl2']"),
+    ({"print_log": "yes"}, {}, ValueError, "print_log must be True or False, it is 'yes'"),
+    ({"wait_port": 1}, {}, ValueError, "wait_port must be True or False, it is 1"),
+    ({"enable_dc_asgd": 0}, {}, ValueError, "enable_dc_asgd must be True or False, it is 0"),
+    ({"slice_var_up": None}, {}, ValueError, "slice_var_up must be True, False or 'require', it is None"),
+    ({}, {"trainer_id": 2}, ValueError, "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1"),
+    ({}, {"trainers": "a,b"}, ValueError,
+     "trainers must be a number in pserver mode, it is 'a,b'; a list of endpoints belongs to mode='nccl2'"),
+    ({}, {"pservers": f"{FIRST},{FIRST}"}, ValueError,
+     f"the endpoint {FIRST} is listed 2 times; each pserver needs one of its own"),
+    ({}, {"seed": -1}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is -1"),
+    ({}, {"seed": 2**32}, ValueError, f"seed must be an integer from 0 to 2**32 - 1, it is {2**32}"),
+    ({}, {"seed": None}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is None"),
+    ({}, {"seed": True}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is True"),
+    ({"mode": "nccl2"}, {}, AssertionError,
+     f"trainers must be the trainers' endpoints in mode='nccl2', such as '{EPS}'; it is 2"),
+    ({"mode": "nccl2"}, {"trainers": EPS, "seed": "1"}, ValueError,
+     "seed must be an integer from 0 to 2**32 - 1, it is '1'"),
+])  # fmt: skip
+def test_what_paddle_refused_or_should_have(
+    programs: Any, config: dict[str, Any], options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    error = refusal(programs, config, options)
+    assert isinstance(error, kind)
+    assert str(error) == message
+
+
+def test_dc_asgd_is_for_asynchronous_training_by_either_switch(programs: Any) -> None:
+    for config, argument in ((True, False), (False, True), (False, False)):
+        try:
+            transpiled(programs, DistributeTranspilerConfig(enable_dc_asgd=True, sync_mode=config), sync_mode=argument)
+        except ConfigError as error:
+            assert not isinstance(error, AssertionError)
+
+
+@pytest.mark.parametrize("ask", [3, "threads", object()])
+def test_there_are_no_threads_of_servers_to_set(programs: Any, ask: Any) -> None:
+    t = transpiled(programs)
+    with pytest.raises(TypeError) as caught:
+        t._set_server_config(ask)
+    assert isinstance(caught.value, ConfigError)
+    assert str(caught.value) == (
+        f"server_config={ask!r}: there is no ServerRuntimeConfig in dtrans, whose servers have no numbers of threads "
+        "to set; leave _set_server_config out"
+    )
+    t._set_server_config()
+
+
+def test_a_step_without_an_optimizer_is_refused(programs: Any) -> None:
+    """Paddle made a job of it that trained nothing."""
+    grad = dtrans.value_and_grad(mlp_loss)
+    params, tx = mlp_params(SIZES), optax.adam(1e-2)
+
+    def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+        loss, _ = grad(params, x, y)
+        return params, opt_state, loss
+
+    main = dtrans.trace(step, params, tx.init(params), *mlp_batch(8, SIZES))
+    with pytest.raises(GradientError, match="^no gradient was found in step: none of its parameters .* Use dtrans"):
+        transpiled(programs, program=main)
+
+
+WORKS = {
+    "lamb, unknown to Paddle's servers": optax.lamb(1e-2),
+    "adadelta, which stood still": optax.adadelta(1.0),
+    "a warm-up, whose block had variables of its own": optax.sgd(
+        optax.warmup_exponential_decay_schedule(0, 1, 4, 8, 0.5)
+    ),
+    "a clip, whose shapes were those of whole gradients": optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+    "a clip by a norm of which each server had a part": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_paddle_refused_and_works(name: str) -> None:
+    params, tx = mlp_params(SIZES), WORKS[name]
+    step = dtrans.make_train_step(mlp_loss, tx)
+    main = dtrans.trace(step, params, tx.init(params), *mlp_batch(8, SIZES))
+    t = transpiled((main, dtrans.trace(init_of(tx), params)))
+    assert [b.name for b in t.plan.placement.table if b.count > 1] == ["params/w1.block0", "params/w1.block1"]
+    for endpoint in (FIRST, SECOND):
+        assert [op.type for op in t.get_pserver_program(endpoint).ops] == ["listen_and_serv"]
+
+
+def test_get_startup_program_needs_no_program_of_the_server(programs: Any) -> None:
+    t = transpiled(programs)
+    assert t.get_startup_program(FIRST) is t.get_pserver_programs(FIRST)[1]
+
+
+def test_the_seed_is_that_of_the_order_of_whole_leaves(programs: Any) -> None:
+    config = DistributeTranspilerConfig(slice_var_up=False)
+    main, startup = programs
+    orders = set()
+    for seed in range(6):
+        plan: Any = transpiled(programs, config, seed=seed).plan
+        same = dtrans.pserver(main, startup, pservers=EPS, trainers=2, slice_var_up=False, seed=seed)
+        assert plan.placement == same.placement
+        orders.add(plan.placement.order)
+    assert len(orders) > 1
+    assert transpiled(programs, config).plan.placement == transpiled(programs, config, seed=0).plan.placement
+    assert transpiled(programs, seed=5).plan.placement == transpiled(programs).plan.placement
+
+
 # -- nccl2 mode ------------------------------------------------------------------------------------
 
 
@@ -459,7 +646,7 @@ def test_nccl2_with_one_trainer(programs: Any) -> None:
 
 @pytest.mark.parametrize("trainers", [2, None, 1.5, [1, 2], {FIRST: 0}])
 def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigAssertionError) as caught:
         nccl2(programs, trainers=trainers)
     assert str(caught.value) == (
         f"trainers must be the trainers' endpoints in mode='nccl2', such as '{EPS}'; it is {trainers!r}"

@@ -29,4 +29,9 @@ from dtrans.ops.rpc import (
     send_barrier_p as send_barrier_p,
     send_p as send_p,
 )
-from dtrans.ops.serve import OptimizeBlock as OptimizeBlock, listen_and_serv_p as listen_and_serv_p
+from dtrans.ops.serve import (
+    BACKUP as BACKUP,
+    OptimizeBlock as OptimizeBlock,
+    backup_of as backup_of,
+    listen_and_serv_p as listen_and_serv_p,
+)

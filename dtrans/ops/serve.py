@@ -8,6 +8,9 @@ optimizer does anything that no parameter's rows enter, then one for each parame
 reduces over rows, there is more than one level of this: the blocks of a level end with one of role dist, which
 holds its `all_reduce` equations, and those of the next level go on with what they gave.
 
+With sync_mode=False an update is made of one gradient. Blocks that read `params/w.block0.bak` are given that block as
+the trainer whose gradient it is has last received it: `params/w.block0.trainer_1_bak` in the state.
+
 Source: paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
 """
 
@@ -18,6 +21,14 @@ from typing import Any
 
 from dtrans._jax import ClosedJaxpr
 from dtrans.ops.primitive import communication
+
+
+BACKUP = ".bak"
+
+
+def backup_of(block: str, trainer_id: int) -> str:
+    """What a server calls its copy of a block as a trainer last received it (Paddle's name)."""
+    return f"{block}.trainer_{trainer_id}_bak"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

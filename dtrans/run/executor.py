@@ -12,6 +12,9 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+import jax
+import numpy as np
+
 from dtrans.errors import StateError
 from dtrans.ops import broadcast_p, gen_nccl_id_p
 from dtrans.program import Program
@@ -97,8 +100,9 @@ class Executor:
                 self._interrupted = program.name  # until it has run to its end
                 eqn, values = run.send(outs)
         except StopIteration as done:
+            self._fabric.settle()  # what comes last may be a `recv`, into memory that is JAX's from now on
             self._interrupted = None
-            return program.out.unflatten(done.value)
+            return program.out.unflatten([jax.device_put(x) if isinstance(x, np.ndarray) else x for x in done.value])
 
     def close(self, error: BaseException | None = None) -> None:
         """Tell the servers that this trainer is done, or with `error` that it failed. May be called twice."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from dtrans._jax import JaxprEqn, evaluate
 from dtrans.errors import ConfigError
-from dtrans.ops import OptimizeBlock, listen_and_serv_p
+from dtrans.ops import BACKUP, OptimizeBlock, listen_and_serv_p
 from dtrans.program import Program
 from dtrans.run.exchange import Exchange
 
@@ -121,9 +121,10 @@ class ServerUpdate:
         """Name to type, of the gradients of all trainers."""
         found: dict[str, Any] = {}
         made = {n for b in self.blocks for n in b.out_names}
+        backups = {n + BACKUP for n in self.params}
         for b in self.blocks:
             for name, var in zip(b.in_names, b.jaxpr.jaxpr.invars, strict=True):
-                if name not in self.types and name not in made:
+                if name not in self.types and name not in made and name not in backups:
                     found[name] = var.aval
         return found
 

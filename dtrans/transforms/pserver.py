@@ -20,12 +20,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from dtrans._jax import Var
 from dtrans.addresses import parse_endpoints
-from dtrans.blocks import PSDispatcher, RoundRobin
+from dtrans.blocks import PSDispatcher, RoundRobin, check_dispatcher
 from dtrans.cut import GRAD, Cut, cut
-from dtrans.errors import ConfigError, GradientError
+from dtrans.errors import ConfigAssertionError, ConfigError, GradientError
 from dtrans.ops import (
     concat_p,
     fetch_barrier_p,
@@ -35,12 +36,14 @@ from dtrans.ops import (
     send_p,
     split_byref_p,
 )
+from dtrans.parts import Part, write_parts
 from dtrans.placement import Placement, place
 from dtrans.plan import PServerPlan, ServerPrograms
 from dtrans.program import DIST, FORWARD, LR_SCHED, RPC, Program
 from dtrans.rewrite import Builder, needed
 from dtrans.rows import analyse
 from dtrans.shards import Held, Slicer, Work
+from dtrans.transforms.dc_asgd import Compensation, compensated
 from dtrans.transforms.halves import refuse_nested, write_trainer_half
 from dtrans.transforms.startup import match_startup
 from dtrans.trees import TreeSpec, without
@@ -57,6 +60,9 @@ def pserver(
     split_method: type[PSDispatcher] = RoundRobin,
     min_block_size: int = 8192,
     seed: int = 0,
+    enable_dc_asgd: bool = False,
+    dc_asgd_lambda: float = 1.0,
+    dc_asgd_decay: float | None = None,
 ) -> PServerPlan:
     """Plan parameter-server training of a traced step.
 
@@ -65,12 +71,16 @@ def pserver(
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       pservers: the servers' endpoints, `host:port`, as a sequence or separated by commas.
       trainers: how many trainers share each global batch.
-      sync_mode: every update uses the gradients of all trainers.
+      sync_mode: every update uses the gradients of all trainers. Otherwise every gradient is an update of its own, as
+        soon as it comes: no trainer waits for another, and a step of theirs is the sum of what each would do.
       slice_var_up: cut leaves into blocks of rows; otherwise every leaf is whole on one server. A leaf that the
         optimizer does not let be cut is whole, and the plan says why; "require" makes that an error.
       split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, or one's own.
       min_block_size: the fewest elements worth a block of their own; any positive number.
       seed: of the order in which whole leaves are dispatched when `slice_var_up` is off.
+      enable_dc_asgd: with sync_mode=False, compensate gradients for their delay; see `dtrans.transforms.dc_asgd`.
+      dc_asgd_lambda: how strongly.
+      dc_asgd_decay: of the mean square of gradients in the adaptive variant, e.g. 0.95; None for the other.
 
     Raises:
       ConfigError: an option that is out of range.
@@ -98,9 +108,11 @@ def pserver(
     """
     endpoints = parse_endpoints(pservers)
     check_options(main, startup, trainers, sync_mode, slice_var_up, split_method, min_block_size)
+    how = compensation(sync_mode, enable_dc_asgd, dc_asgd_lambda, dc_asgd_decay)
     step = cut(main)
-    refuse_nested(step, trainers)
-    if step.from_gradients and trainers > 1:
+    merged = trainers if sync_mode else 1  # how many gradients an update is made of
+    refuse_nested(step, merged)
+    if step.from_gradients and merged > 1:
         raise GradientError(
             f"{step.from_gradients[0]} is computed from gradients; with {trainers} trainers each would compute it "
             "from its own, not from their mean, which only the servers have. Leave it out of the step's results"
@@ -117,9 +129,9 @@ def pserver(
         seed=seed,
     )
     startup = match_startup(step, startup)
-    slicer = Slicer(analysis, placement, trainers)
-    servers = _Servers(step, slicer, startup, trainers, sync_mode)
-    return PServerPlan(
+    slicer = Slicer(analysis, placement, merged)
+    servers = _Servers(step, slicer, startup, trainers, sync_mode, how)
+    plan = PServerPlan(
         main=step.program,
         startup=startup,
         placement=placement,
@@ -133,6 +145,39 @@ def pserver(
         make_trainer=lambda k: trainer_program(step, placement, k, trainers, sync_mode),
         make_trainer_startup=lambda k: trainer_startup_program(step, placement, startup, k, trainers, sync_mode),
     )
+    if not sync_mode:
+        check_async(plan)
+    return plan
+
+
+def compensation(sync_mode: bool, enabled: Any, strength: Any, decay: Any) -> Compensation | None:
+    """How gradients are compensated for their delay, if they are. Refuses what cannot be, by name."""
+    if not isinstance(enabled, bool):
+        raise ConfigError(f"enable_dc_asgd must be True or False, it is {enabled!r}")
+    if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not strength >= 0:
+        raise ConfigError(f"dc_asgd_lambda must be a number, 0 or more; it is {strength!r}")
+    if decay is not None and (isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1):
+        raise ConfigError(f"dc_asgd_decay must be a number from 0 to 1, or None; it is {decay!r}")
+    if not enabled:
+        return None
+    if sync_mode:
+        raise ConfigAssertionError("enable_dc_asgd=True is for sync_mode=False: a synchronous gradient has no delay")
+    return Compensation(float(strength), None if decay is None else float(decay))
+
+
+def check_async(plan: PServerPlan) -> None:
+    """Refuse what an asynchronous job cannot do: its gradients come one by one."""
+    if plan.rounds:
+        first = plan.rounds[0][0]
+        raise ConfigError(
+            f"sync_mode=False: the optimizer reduces over rows of several servers ({first.op} of {first.name}), which "
+            "takes the gradients of a whole step; leave sync_mode=True, or clip by value"
+        )
+    if plan.unsent:
+        raise ConfigError(
+            f"sync_mode=False: {', '.join(plan.unsent)} is updated without a gradient, and nothing says when; leave "
+            "sync_mode=True"
+        )
 
 
 def check_options(
@@ -144,15 +189,11 @@ def check_options(
             raise ConfigError(f"{name} must be a Program (dtrans.trace(fn, *args)), it is {type(program).__name__}")
     if isinstance(trainers, bool) or not isinstance(trainers, int) or trainers < 1:
         raise ConfigError(f"trainers must be a positive number of trainers, it is {trainers!r}")
-    if sync_mode is not True:
-        raise ConfigError(f"sync_mode={sync_mode!r}: this version has synchronous training only; leave sync_mode=True")
+    if not isinstance(sync_mode, bool):
+        raise ConfigError(f"sync_mode must be True or False, it is {sync_mode!r}")
     if slice_var_up is not True and slice_var_up is not False and slice_var_up != "require":
         raise ConfigError(f"slice_var_up must be True, False or 'require', it is {slice_var_up!r}")
-    if not (isinstance(split_method, type) and issubclass(split_method, PSDispatcher)) or split_method is PSDispatcher:
-        raise ConfigError(
-            "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or "
-            f"dtrans.HashName; it is {split_method!r}"
-        )
+    check_dispatcher(split_method)
     if isinstance(min_block_size, bool) or not isinstance(min_block_size, int) or min_block_size < 1:
         raise ConfigError(f"min_block_size must be a positive number of elements, it is {min_block_size!r}")
 
@@ -231,7 +272,8 @@ class _TrainerWire:
     def send(self, leaf: str, grad: Any) -> None:
         """`split_byref` where the leaf has several blocks, and `send`."""
         blocks = self.placement.blocks[leaf]
-        names = tuple(x.gradient(self.common["trainer_id"], self.common["trainers"]) for x in blocks)
+        merged = self.common["trainers"] if self.common["sync_mode"] else 1
+        names = tuple(x.gradient(self.common["trainer_id"], merged) for x in blocks)
         if isinstance(grad, Var):
             self.b.labels.setdefault(grad, leaf + GRAD)
         parts: list[Any] = [grad]
@@ -243,13 +285,15 @@ class _TrainerWire:
         self.tokens += self.b.bind(send_p, *parts, epmap=tuple(x.endpoint for x in blocks), names=names, **self.common)
 
     def update(self, leaves: Sequence[str]) -> dict[str, Var]:
-        """The barrier after the last gradient, then the new parameters."""
+        """The barrier after the last gradient, then the new parameters; without one, the newest."""
+        if not self.common["sync_mode"]:
+            return self.fetch(leaves, self.tokens, barrier=False)
         self.b.role = RPC
         barrier = self.b.bind(send_barrier_p, *self.tokens, endpoints=self.placement.endpoints, **self.me)
         return self.fetch(leaves, barrier)
 
-    def fetch(self, leaves: Sequence[str], after: Sequence[Var]) -> dict[str, Var]:
-        """A `recv` for each parameter, `fetch_barrier`, and `concat` for leaves of several blocks."""
+    def fetch(self, leaves: Sequence[str], after: Sequence[Var], *, barrier: bool = True) -> dict[str, Var]:
+        """A `recv` for each parameter, `fetch_barrier` if it is wanted, and `concat` for leaves of several blocks."""
         b = self.b
         b.role = RPC
         arrived: list[Var] = []
@@ -265,7 +309,9 @@ class _TrainerWire:
             )
             b.labels.update(zip(got, (x.name for x in blocks), strict=True))
             arrived += got
-        done = iter(b.bind(fetch_barrier_p, *arrived, endpoints=self.placement.endpoints, **self.me))
+        if barrier:
+            arrived = b.bind(fetch_barrier_p, *arrived, endpoints=self.placement.endpoints, **self.me)
+        done = iter(arrived)
         b.role = DIST
         new: dict[str, Var] = {}
         for leaf, blocks in zip(leaves, table, strict=True):
@@ -283,7 +329,16 @@ class _TrainerWire:
 class _Servers:
     """Makes the programs of the servers."""
 
-    def __init__(self, step: Cut, slicer: Slicer, startup: Program, trainers: int, sync_mode: bool) -> None:
+    def __init__(
+        self,
+        step: Cut,
+        slicer: Slicer,
+        startup: Program,
+        trainers: int,
+        sync_mode: bool,
+        how: Compensation | None,
+    ) -> None:
+        self.how = how
         self.step = step
         self.slicer = slicer
         self.startup = startup
@@ -294,6 +349,8 @@ class _Servers:
     def programs(self, endpoint: str) -> ServerPrograms:
         """The main and startup program of one server."""
         work = self.slicer.work(endpoint)
+        if self.how is not None:
+            work = compensated(work, self.slicer.placement.units[endpoint], self.trainers, self.how)
         return ServerPrograms(self.main(endpoint, work), self.init(endpoint, work.held))
 
     def main(self, endpoint: str, work: Work) -> Program:
@@ -327,15 +384,11 @@ class _Servers:
         b = Builder(self.startup.jaxpr)
         b.invars += inner.invars
         b.role = FORWARD
-        kept, _ = needed(inner.eqns, [made[x.of] for x in held.values()])
-        for i in kept:
-            b.keep(inner.eqns[i])
-        b.role = DIST
-        outs = []
-        for name in spec.names:
-            axis, span, value = held[name].axis, held[name].span, made[held[name].of]
-            if span is not None:
-                value = b.part(value, axis, span.start, span.stop)
-                b.labels[value] = name
-            outs.append(value)
+        parts = [(held[n], made[held[n].of]) for n in spec.names]
+        spans = [None if x.span is None else Part(x.axis, x.span.start, x.span.stop) for x, _ in parts]
+        outs = write_parts(b, self.startup.jaxpr, [(v, p) for (_, v), p in zip(parts, spans, strict=True)])
+        outs = [b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(spec.names, outs, strict=True)]
+        for name, part, value in zip(spec.names, spans, outs, strict=True):
+            if part is not None and isinstance(value, Var):
+                b.labels.setdefault(value, name)
         return Program(f"pserver {endpoint} startup", b.build(outs), self.startup.args, spec, tuple(b.roles), b.labels)

@@ -24,7 +24,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.addresses import split_endpoint
-from dtrans.errors import DeadlineError, PeerError
+from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.run.endpoints import wire
 
 
@@ -189,9 +189,22 @@ class Connection:
                 self._shut()
         else:
             self.tell("abort", reason=error)
-            if not self._gone:
-                self._monitor.poll(int(LINGER * 1000))  # a server that has heard it ends
+            self._heard_out()
             self._shut(linger=0)
+
+    def _heard_out(self) -> None:
+        """Wait until the server has heard why: a synchronous one ends, another says goodbye."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        limit = time.monotonic() + LINGER
+        while not self._gone and time.monotonic() < limit:
+            ready = dict(poller.poll(max(0, int((limit - time.monotonic()) * 1000))))
+            if self._socket in ready:
+                with contextlib.suppress(WireError):  # whatever it says, there is nothing to be done any more
+                    self._gone = wire.parse(self._socket.recv_multipart(copy=False)).op == "goodbye"
+            elif self._monitor in ready:
+                self._gone = self._broken()
 
 
 def tcp_address(endpoint: str) -> str:

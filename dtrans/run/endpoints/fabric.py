@@ -35,6 +35,7 @@ from dtrans.ops import (
     split_byref_p,
 )
 from dtrans.run.endpoints import wire
+from dtrans.run.endpoints.async_server import AsyncPServer
 from dtrans.run.endpoints.buffers import BufferPool
 from dtrans.run.endpoints.client import LINGER, Connection
 from dtrans.run.endpoints.server import PServer
@@ -67,6 +68,7 @@ class EndpointFabric:
         self._me: tuple[int, int] | None = None
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
         self._outbox_bytes: dict[str, int] = {}
+        self._sent_to: set[str] = set()  # in an asynchronous step, the servers that it counts for
         self._landings: list[_Landing] = []
         self._asked: dict[str, list[Any]] = {}
         self._pool = BufferPool()
@@ -82,9 +84,11 @@ class EndpointFabric:
         }
 
     def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """The outputs of one communication equation."""
+        """The outputs of one communication equation. Those of `recv` are not there before the next, or `settle`."""
         if self._closed:
             raise StateError("this executor is closed; make a new one")
+        if eqn.primitive not in (recv_p, fetch_barrier_p):
+            self.settle()
         rule = self._rules.get(eqn.primitive)
         if rule is None:
             raise ConfigError(f"endpoints cannot carry out `{eqn.primitive.name}`")
@@ -98,10 +102,18 @@ class EndpointFabric:
         ends = np.cumsum(eqn.params["sections"])
         return [whole[end - n : end] for n, end in zip(eqn.params["sections"], ends, strict=True)]
 
+    def settle(self) -> None:
+        """Receive what programs without a `fetch_barrier` have asked for: all of it with one request to each server."""
+        if self._landings:
+            self._request(self._landings, ())
+            self._landings = []
+
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
         for x, endpoint, name in zip(values, eqn.params["epmap"], eqn.params["names"], strict=True):
             block = np.asarray(x)
+            if not eqn.params["sync_mode"]:
+                self._sent_to.add(endpoint)
             self._outbox.setdefault(endpoint, []).append((name, block))
             self._outbox_bytes[endpoint] = self._outbox_bytes.get(endpoint, 0) + block.nbytes
             if self._outbox_bytes[endpoint] >= wire.MESSAGE_BYTES:
@@ -126,6 +138,12 @@ class EndpointFabric:
 
     def _recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
+        if not eqn.params["sync_mode"]:
+            for endpoint in [*self._outbox]:  # the last gradients of an asynchronous step are followed by no barrier
+                self._empty(endpoint)
+            for endpoint in self._sent_to:
+                self._connection(endpoint).step += 1
+            self._sent_to.clear()
         types, names = eqn.params["types"], eqn.params["names"]
         if len(types) == 1:
             whole = self._pool.take(names[0], types[0].shape, types[0].dtype)
@@ -140,7 +158,19 @@ class EndpointFabric:
     def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         landings, self._landings = self._landings, []
         # also of a server that has nothing for us: it answers when all trainers are there, and nobody runs ahead
-        wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in eqn.params["endpoints"]}
+        self._request(landings, eqn.params["endpoints"])
+        for endpoint in eqn.params["endpoints"]:
+            line = self._connection(endpoint)
+            line.tell("fetch_barrier", step=line.step)
+        outs: list[Any] = []
+        for landing in landings:
+            arrived: list[Any] = [rows for _, _, rows in landing.blocks]
+            outs += [jax.device_put(landing.whole)] if len(arrived) == 1 else arrived
+        return outs
+
+    def _request(self, landings: Sequence[_Landing], endpoints: Sequence[str]) -> None:
+        """Ask servers for blocks, and receive them; `endpoints` are asked also for nothing."""
+        wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in endpoints}
         for landing in landings:
             for endpoint, name, rows in landing.blocks:
                 wanted.setdefault(endpoint, {})[name] = rows
@@ -154,14 +184,6 @@ class EndpointFabric:
                 self._asked[endpoint] = table
         for endpoint, blocks in wanted.items():
             self._land(endpoint, blocks)
-        for endpoint in eqn.params["endpoints"]:
-            line = self._connection(endpoint)
-            line.tell("fetch_barrier", step=line.step)
-        outs: list[Any] = []
-        for landing in landings:
-            arrived: list[Any] = [rows for _, _, rows in landing.blocks]
-            outs += [jax.device_put(landing.whole)] if len(arrived) == 1 else arrived
-        return outs
 
     def _land(self, endpoint: str, blocks: dict[str, np.ndarray]) -> None:
         """Receive blocks until all bytes of all of them are here."""
@@ -218,7 +240,8 @@ class EndpointFabric:
 
     def _serve(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         names = eqn.params["state_names"]
-        server = PServer(
+        kind = PServer if eqn.params["sync_mode"] else AsyncPServer
+        server = kind(
             ServerUpdate(eqn),
             dict(zip(names, values, strict=True)),
             self._zmq(),

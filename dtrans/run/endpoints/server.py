@@ -61,7 +61,7 @@ log = logging.getLogger("dtrans.pserver")
 
 
 @dataclasses.dataclass
-class _Trainer:
+class Trainer:
     """What the server knows of one trainer."""
 
     session: str
@@ -104,11 +104,20 @@ class PServer:
         self.step = 0
         self.state = own_buffers(state)
         self._types = {n: update.types[n] for n in update.params}
-        self._update = CompiledUpdate(update)
         self._values: dict[str, np.ndarray] = {}
-        self._trainers: dict[int, _Trainer] = {}
+        self._trainers: dict[int, Trainer] = {}
         self._by_address: dict[bytes, int] = {}
         self._context = context
+        self._prepare(update)
+        self._late_since: float | None = None
+        self._exchange: Exchange | None = None  # the one that the update waits for
+        self._silence = min(SILENCE, deadline)
+        self._bind(allow_remote)
+        self._peers = Peers(context, self.endpoint, update.exchanges)
+
+    def _prepare(self, update: ServerUpdate) -> None:
+        """Compile the update lazily, and make the memory that gradients come to."""
+        self._update = CompiledUpdate(update)
         pool = BufferPool()
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in update.grad_types.items()}
         self._bytes = {n: g.reshape(-1).view(np.uint8) for n, g in self._grads.items()}
@@ -116,11 +125,6 @@ class PServer:
         self._of = {
             k: {n for n in self._grads if self.count == 1 or n.endswith(f".trainer_{k}")} for k in range(self.count)
         }
-        self._late_since: float | None = None
-        self._exchange: Exchange | None = None  # the one that the update waits for
-        self._silence = min(SILENCE, deadline)
-        self._bind(allow_remote)
-        self._peers = Peers(context, self.endpoint, update.exchanges)
 
     # -- sockets ---------------------------------------------------------------------------------
 
@@ -234,10 +238,9 @@ class PServer:
                 raise WireError(f"a `{message.op}` message from a peer that has not said hello")
             k = self._by_address[address]
             self._trainers[k].heard = now
-            rule = _RULES.get(message.op)
-            if rule is None:
+            if message.op not in RULES:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
-            rule(self, k, message)
+            getattr(self, RULES[message.op])(k, message)
         except WireError as e:
             log.warning("pserver %s refused a message of %s: %s", self.endpoint, self._who(address), e)
             self._say(address, "refuse", reason=str(e))
@@ -274,7 +277,7 @@ class PServer:
         if self._by_address.get(address, k) != k:
             raise WireError(f"trainer {k} has already said hello as trainer {self._by_address[address]}")
         if known is None:
-            self._trainers[k] = _Trainer(message["session"], address, now)
+            self._trainers[k] = Trainer(message["session"], address, now)
         else:  # it moves to the Unix socket
             del self._by_address[known.address]
             known.address, known.heard = address, now
@@ -350,7 +353,7 @@ class PServer:
         self._publish()
         for t in self._trainers.values():
             if t.waits:
-                self._answer(t)
+                self._answer(t, self.step)
 
     def _publish(self) -> None:
         """The parameters as memory to send from; waits until they are made."""
@@ -363,7 +366,7 @@ class PServer:
             raise WireError(f"`recv` of step {message['step']}, pserver {self.endpoint} is at {self.step}")
         t.wants, t.waits = wants, True
         if message["step"] == self.step:
-            self._answer(t)
+            self._answer(t, self.step)
 
     def _wanted(self, k: int, table: Any) -> tuple[str, ...]:
         """The blocks a trainer asks for, each checked against what is held."""
@@ -385,11 +388,11 @@ class PServer:
                 )
         return tuple(row[0] for row in table)
 
-    def _answer(self, t: _Trainer) -> None:
+    def _answer(self, t: Trainer, step: int) -> None:
         t.waits = False
         nothing: list[Any] = [([], [])]  # is an answer too
         for pieces, frames in wire.messages((n, self._values[n]) for n in t.wants) if t.wants else nothing:
-            head = wire.header("blocks", step=self.step, pieces=pieces)
+            head = wire.header("blocks", step=step, pieces=pieces)
             self._socket.send_multipart([t.address, head, *frames], copy=False)
 
     def _fetch_barrier(self, k: int, message: wire.Message) -> None:
@@ -434,6 +437,15 @@ class PServer:
 
     # -- who is late -----------------------------------------------------------------------------
 
+    def _absent(self, now: float) -> list[int]:
+        """The trainers that have not come yet. Raises DeadlineError when they should have."""
+        absent = [k for k in range(self.count) if k not in self._trainers]
+        if absent and now - self._started > self.deadline:
+            raise DeadlineError(
+                f"pserver {self.endpoint} waited {now - self._started:.1f} s for {_named(absent)} to say hello"
+            )
+        return absent
+
     def _look(self) -> None:
         """Raise for whoever is too late, and tell those who wait whom they wait for."""
         now = time.monotonic()
@@ -443,11 +455,7 @@ class PServer:
                     f"pserver {self.endpoint} heard nothing from trainer {k} for {now - t.heard:.1f} s; it is "
                     "taken for dead"
                 )
-        absent = [k for k in range(self.count) if k not in self._trainers]
-        if absent and now - self._started > self.deadline:
-            raise DeadlineError(
-                f"pserver {self.endpoint} waited {now - self._started:.1f} s for {_named(absent)} to say hello"
-            )
+        absent = self._absent(now)
         late = absent + [k for k, t in self._trainers.items() if not t.at_barrier]
         waiting = [k for k, t in self._trainers.items() if t.at_barrier]
         if not waiting:
@@ -483,11 +491,5 @@ def _named(trainers: list[int]) -> str:
     return f"trainer {trainers[0]}" if len(trainers) == 1 else "trainers " + ", ".join(map(str, trainers))
 
 
-_RULES = {
-    "send": PServer._send,
-    "send_barrier": PServer._send_barrier,
-    "recv": PServer._recv,
-    "fetch_barrier": PServer._fetch_barrier,
-    "complete": PServer._complete,
-    "abort": PServer._abort,
-}
+# what trainers may say, and the method that takes it
+RULES = {op: f"_{op}" for op in ("send", "send_barrier", "recv", "fetch_barrier", "complete", "abort")}

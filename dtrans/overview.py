@@ -1,0 +1,151 @@
+"""The overview: every array that parameter servers hold, and of which rows of which array of the step it is.
+
+Paddle keeps it as `program._parameters_on_pservers`, and lists parameters there; here it has the optimizer's state too,
+since it is read from the servers' own programs. Checkpoints, printing and costs take from it what lives where.
+
+Source: `VarDistributed` and `VarsDistributed` of python/paddle/fluid/transpiler/details/vars_distributed.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class VarDistributed:
+    """One array on one server, the *slice*, and the array of the single-device step that it is of, the *origin*.
+
+    Attributes:
+      origin_name: `params/w`, `opt_state/0/mu/w`.
+      origin_shape: of the whole array.
+      slice_name: `params/w.block0`; the origin's where it was not cut.
+      slice_shape: of what the server holds.
+      dtype: of both.
+      axis: along which the origin was cut; 0 where it was not. State may have a parameter's rows along another axis.
+      offset: where the slice begins along that axis.
+      block_id: the number of the block of the parameter that it is, or belongs to.
+      is_slice: whether it is less than its origin.
+      vtype: "Param", or "Optimizer" for state.
+      endpoint: the server.
+    """
+
+    origin_name: str
+    origin_shape: tuple[int, ...]
+    slice_name: str
+    slice_shape: tuple[int, ...]
+    dtype: Any
+    axis: int
+    offset: int
+    block_id: int
+    is_slice: bool
+    vtype: Literal["Param", "Optimizer"]
+    endpoint: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the server holds of it."""
+        return math.prod(self.slice_shape) * int(self.dtype.itemsize)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What it is of its origin: `origin[row.index]`."""
+        if not self.is_slice:
+            return ()
+        return (slice(None),) * self.axis + (slice(self.offset, self.offset + self.slice_shape[self.axis]),)
+
+    def __str__(self) -> str:
+        what = f"{self.slice_name}{list(self.slice_shape)} on {self.endpoint}"
+        rows = f" from {self.offset} along axis {self.axis}" if self.is_slice else ""
+        return f"{self.vtype} {what}: {self.origin_name}{list(self.origin_shape)}{rows}"
+
+
+class VarsDistributed(tuple[VarDistributed, ...]):
+    """All rows of the overview, server by server in the order of their programs; `plan.overview`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.1, momentum=0.9)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> init = lambda key: (p := {"w": jnp.ones((5, 2))}, tx.init(p))
+      >>> main, startup = dtrans.trace(step, *init(None), jnp.ones((8, 5))), dtrans.trace(init, jax.random.key(0))
+      >>> plan = dtrans.pserver(main, startup, pservers="127.0.0.1:6174,127.0.0.1:6175", min_block_size=1)
+      >>> print(plan.overview)
+      Optimizer opt_state/0/trace/w.block0[3, 2] on 127.0.0.1:6174: opt_state/0/trace/w[5, 2] from 0 along axis 0
+      Param params/w.block0[3, 2] on 127.0.0.1:6174: params/w[5, 2] from 0 along axis 0
+      Optimizer opt_state/0/trace/w.block1[2, 2] on 127.0.0.1:6175: opt_state/0/trace/w[5, 2] from 3 along axis 0
+      Param params/w.block1[2, 2] on 127.0.0.1:6175: params/w[5, 2] from 3 along axis 0
+      >>> [row.endpoint for row in plan.overview.by_origin("params/w")]
+      ['127.0.0.1:6174', '127.0.0.1:6175']
+    """
+
+    __slots__ = ()
+
+    def by_endpoint(self, endpoint: str) -> VarsDistributed:
+        """What one server holds (Paddle's `get_distributed_vars_by_ep`); nothing for one that is not there."""
+        return VarsDistributed(row for row in self if row.endpoint == endpoint)
+
+    def by_origin(self, name: str) -> VarsDistributed:
+        """The slices of one array of the step, in the order of its rows; nothing for one that no server holds."""
+        return VarsDistributed(sorted((r for r in self if r.origin_name == name), key=lambda r: r.block_id))
+
+    def by_slice(self, name: str) -> VarsDistributed:
+        """Where a slice is (Paddle's `get_distributed_var_by_slice`): several rows for what several servers hold."""
+        return VarsDistributed(row for row in self if row.slice_name == name)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def overview_of(
+    servers: Mapping[str, Mapping[str, Any]], origins: Mapping[str, Any], params: Collection[str]
+) -> VarsDistributed:
+    """The overview of what servers hold.
+
+    Args:
+      servers: endpoint to the name and type of each array that it holds.
+      origins: the name and type of each array of the step. What servers keep beside that for a block (the backups of
+        DC-ASGD, `params/w.block0.trainer_1_bak`) is cut as it is, and of its own origin, `params/w.trainer_1_bak`.
+      params: the names of those that are parameters.
+    """
+    # what is cut is cut once, into blocks that follow one another: sizes along the axis say where each begins
+    cut: dict[str, dict[int, tuple[int, ...]]] = {}
+    for held in servers.values():
+        for name, aval in held.items():
+            origin, _, block = _parted(name, origins)
+            cut.setdefault(origin, {})[block] = tuple(aval.shape)
+    rows = []
+    for endpoint, held in servers.items():
+        for name, aval in held.items():
+            origin, like, block = _parted(name, origins)
+            shape = tuple(aval.shape)
+            whole = tuple(origins[like].shape) if like in origins else shape
+            differs = [d for d, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b]
+            axis = differs[0] if differs else 0
+            rows.append(
+                VarDistributed(
+                    origin_name=origin,
+                    origin_shape=whole,
+                    slice_name=name,
+                    slice_shape=shape,
+                    dtype=aval.dtype,
+                    axis=axis,
+                    offset=sum(cut[origin][i][axis] for i in range(block)) if differs else 0,
+                    block_id=block,
+                    is_slice=bool(differs),
+                    vtype="Param" if origin in params else "Optimizer",
+                    endpoint=endpoint,
+                )
+            )
+    return VarsDistributed(rows)
+
+
+def _parted(name: str, origins: Collection[str]) -> tuple[str, str, int]:
+    """Of what a server holds: the origin, the array of the step that it is shaped like, the number of the block."""
+    found = re.fullmatch(r"(.+)\.block(\d+)([.@].*)?", name)
+    if name in origins or not found or found[1] not in origins:
+        return name, name, 0
+    return found[1] + (found[3] or ""), found[1], int(found[2])

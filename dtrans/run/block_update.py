@@ -1,0 +1,88 @@
+"""A server's optimize blocks, one by one: what an asynchronous server does with a gradient that has come.
+
+The lr_sched block is run once for each step of a trainer, and every other block when its gradients are there, on the
+state as it is then. `dtrans.run.update` is the same for all blocks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax import evaluate
+from dtrans.errors import ConfigError
+from dtrans.ops import OptimizeBlock
+from dtrans.program import LR_SCHED
+from dtrans.run.update import ServerUpdate
+
+
+State = Mapping[str, Any]
+
+
+class BlockUpdates:
+    """The blocks of a server, each jitted by itself.
+
+    Args:
+      update: of the server.
+
+    Attributes:
+      grads: the gradients that each block reads, by its name.
+
+    Raises:
+      ConfigError: blocks that reduce over rows with other servers, which takes the gradients of all at once.
+    """
+
+    def __init__(self, update: ServerUpdate) -> None:
+        self.update = update
+        if update.exchanges:
+            raise ConfigError(f"pserver {update.endpoint} reduces over rows with others, and cannot be asynchronous")
+        self._first = [b for b in update.blocks if b.role == LR_SCHED]
+        self._blocks = {b.name: b for b in update.blocks if b.role != LR_SCHED}
+        self.grads = {name: [n for n in b.in_names if n in update.grad_types] for name, b in self._blocks.items()}
+        # what the lr_sched block replaces is read by the others as it was before the step
+        self._replaced = {n for b in self._first for n in b.out_names if n in update.types}
+        own: dict[str, int] = {}
+        for b in update.blocks:
+            for n in b.in_names:
+                own[n] = own.get(n, 0) + 1
+        params = set(update.params)
+        self._spent = {n for n, readers in own.items() if n in update.types and readers == 1 and n not in params}
+        self._jitted = {b.name: _compiled(b, self._spent) for b in update.blocks}
+
+    def begin(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Begin a step of a trainer: the state that is new, and the values that blocks of this step read."""
+        values = {n: state[n] for n in self._replaced}
+        new: dict[str, Any] = {}
+        for block in self._first:
+            made = self._jitted[block.name](_picked(block.in_names, values, state), {})
+            new |= {n: x for n, x in made.items() if n in self.update.types}
+            values |= {n: x for n, x in made.items() if n not in self.update.types}
+        return new, values
+
+    def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
+        """The blocks whose gradients have all come, and that were not updated with them yet."""
+        return [b for b, grads in self.grads.items() if b not in used and all(n in arrived for n in grads)]
+
+    def apply(self, block: str, grads: State, state: State, values: State) -> dict[str, Any]:
+        """The state that is new after a block's update. What it alone reads of the state may be gone."""
+        names = self._blocks[block].in_names
+        spent = {n: state[n] for n in names if n in self._spent}
+        return self._jitted[block](_picked([n for n in names if n not in spent], grads, values, state), spent)
+
+
+def _picked(names: Collection[str], *where: State) -> dict[str, Any]:
+    """Values by name, each from the first that has it."""
+    return {n: next(of[n] for of in where if n in of) for n in names}
+
+
+def _compiled(block: OptimizeBlock, spent: Collection[str]) -> Callable[[State, State], dict[str, Any]]:
+    makes: Sequence[str] = block.out_names
+    own = block.role != LR_SCHED
+
+    def run(read: State, lost: State) -> dict[str, Any]:
+        values = {**read, **lost}
+        return dict(zip(makes, evaluate(block.jaxpr, *(values[n] for n in block.in_names)), strict=True))
+
+    return jax.jit(run, donate_argnums=1 if own else ())

@@ -1,0 +1,374 @@
+"""Asynchronous parameter servers: every gradient is an update of its own. With one trainer that is sequential training;
+with several that take turns it is what is written out here; and nothing is lost where they take none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from crew import HANG, Crew, Peer, free_endpoints, serve, until
+from helpers import init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_close
+
+import dtrans
+from dtrans.errors import ConfigError, PeerError
+from dtrans.plan import PServerPlan
+from dtrans.run.endpoints import server as server_module
+
+
+@pytest.fixture(autouse=True)
+def x64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+def plan_for(
+    servers: Sequence[str], tx: Any, params: Any, *batch: Any, trainers: int = 1, loss: Any = mlp_loss, **options: Any
+) -> Any:
+    return dtrans.pserver(
+        dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch),
+        dtrans.trace(init_of(tx), params),
+        pservers=servers,
+        trainers=trainers,
+        sync_mode=False,
+        min_block_size=1,
+        **options,
+    )
+
+
+class Turns:
+    """Lets trainers step in a given order."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = list(order)
+        self._at = 0
+        self._changed = threading.Condition()
+
+    def take(self, k: int, step: Callable[[], Any]) -> Any:
+        """Step when it is this trainer's turn."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._order[self._at] == k, HANG), f"trainer {k} never had its turn"
+            made = step()
+            self._at += 1
+            self._changed.notify_all()
+            return made
+
+
+def train(plan: PServerPlan, k: int, batches: Sequence[Any], turns: Turns | None, *args: Any) -> tuple[Any, list[Any]]:
+    """One trainer on its own batches; its last parameters, and its losses."""
+    with dtrans.Executor(deadline=HANG) as exe:
+        params = exe.run(plan.trainer_startup_program(k), *args)
+        losses = []
+        for batch in batches:
+            step = lambda params=params, batch=batch: exe.run(plan.trainer_program(k), params, *batch)
+            params, loss = turns.take(k, step) if turns else step()
+            losses.append(loss)
+        return params, losses
+
+
+def joined(plan: PServerPlan, states: Sequence[dict[str, Any]], name: str) -> Any:
+    """A value put together from its blocks on the servers."""
+    held = {n: x for state in states for n, x in state.items()}
+    if name in held:
+        return held[name]
+    count = sum(n.startswith(f"{name}.block") and n.rpartition(".block")[2].isdigit() for n in held)
+    return jnp.concatenate([held[f"{name}.block{i}"] for i in range(count)])
+
+
+def run(crew: Crew, plan: PServerPlan, params: Any, batches: Sequence[Any], turns: Turns | None) -> tuple[Any, Any]:
+    """The states that servers end with, and what each trainer returned; trainer k has `batches[k]`."""
+    for ep in plan.servers:
+        crew.start(ep, serve, plan, ep, params)
+    for k in range(plan.trainers):
+        crew.start(f"trainer {k}", train, plan, k, batches[k], turns, params)
+    ended = crew.all()
+    return [ended[ep] for ep in plan.servers], [ended[f"trainer {k}"] for k in range(plan.trainers)]
+
+
+def check_state(plan: PServerPlan, states: Any, params: Any, opt_state: Any, rtol: float = 1e-12) -> None:
+    for root, tree in (("params", params), ("opt_state", opt_state)):
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name = f"{root}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+            np.testing.assert_allclose(joined(plan, states, name), x, rtol=rtol, atol=rtol, err_msg=name)
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(optax.cosine_decay_schedule(1e-2, 20)),
+    "momentum, joined schedules": optax.sgd(
+        optax.join_schedules(
+            [optax.linear_schedule(0.0, 0.1, 3), optax.piecewise_constant_schedule(0.1, {2: 0.5})], [3]
+        ),
+        momentum=0.9,
+    ),
+    "decay and clip by value": optax.chain(optax.clip(0.05), optax.add_decayed_weights(0.01), optax.rmsprop(1e-2)),
+}
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_one_trainer_is_sequential_training(crew: Crew, tx: Any, servers: int) -> None:
+    params = mlp_params(dtype=jnp.float64)
+    batches = [mlp_batch(4, dtype=jnp.float64, seed=s) for s in range(6)]
+    plan = plan_for(free_endpoints(servers), tx, params, *batches[0])
+    states, ((got, losses),) = run(crew, plan, params, [batches], None)
+    step, want, state = jax.jit(plain_step(mlp_loss, tx)), params, tx.init(params)
+    for batch, loss in zip(batches, losses, strict=True):
+        want, state, want_loss = step(want, state, *batch)
+        np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
+    tree_close(got, want, 1e-12)
+    check_state(plan, states, want, state)
+
+
+def test_a_step_of_several_trainers_is_the_sum_of_what_each_would_do(crew: Crew) -> None:
+    """Each trainer's gradient is of the parameters it last received, and is applied to what is newest by then."""
+    order = [0, 1, 1, 2, 0, 0, 2, 1, 2, 0, 1, 2]
+    tx = OPTIMIZERS["adam"]
+    params = mlp_params(dtype=jnp.float64)
+    batches = [[mlp_batch(4, dtype=jnp.float64, seed=10 * k + s) for s in range(4)] for k in range(3)]
+    plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=3)
+    states, ended = run(crew, plan, params, batches, Turns(order))
+    newest, state, own, done = params, tx.init(params), [params] * 3, [0] * 3
+    grad = jax.jit(jax.value_and_grad(mlp_loss))
+    for k in order:
+        loss, g = grad(own[k], *batches[k][done[k]])
+        np.testing.assert_allclose(ended[k][1][done[k]], loss, rtol=1e-12)
+        updates, state = tx.update(g, state, newest)
+        newest = optax.apply_updates(newest, updates)
+        own[k] = newest
+        done[k] += 1
+    for k in range(3):
+        tree_close(ended[k][0], own[k], 1e-12)
+    assert int(jax.tree.leaves(state)[0]) == len(order)  # steps are counted over all trainers
+    check_state(plan, states, newest, state)
+
+
+def test_no_update_is_lost_where_nobody_waits(crew: Crew) -> None:
+    """The gradient of a linear loss does not depend on the parameters, so that order does not matter."""
+    loss = lambda p, x: jnp.sum(jnp.mean(x, 0) * p["w"]) + jnp.mean(x) * p["b"]
+    params = {"w": jnp.zeros(6), "b": jnp.zeros(())}
+    rng = np.random.default_rng(0)
+    batches = [[(jnp.asarray(rng.integers(-9, 9, (2, 6)), jnp.float64),) for _ in range(40)] for _ in range(3)]
+    tx = optax.sgd(1.0)
+    plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=3, loss=loss)
+    states, ended = run(crew, plan, params, batches, None)
+    every = [x for mine in batches for (x,) in mine]
+    want = {"w": -sum(jnp.mean(x, 0) for x in every), "b": -sum(jnp.mean(x) for x in every)}
+    check_state(plan, states, want, (), rtol=1e-9)
+    assert all(len(losses) == 40 for _, losses in ended)
+
+
+# -- delay compensation ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decay", [None, 0.95])
+@pytest.mark.parametrize("name", ["adam", "momentum, joined schedules"])
+def test_delayed_gradients_are_compensated_as_the_paper_says(crew: Crew, name: str, decay: float | None) -> None:
+    order, strength = [0, 1, 1, 2, 0, 0, 2, 1, 2, 0, 1, 2], 0.7
+    tx, params = OPTIMIZERS[name], mlp_params(dtype=jnp.float64)
+    batches = [[mlp_batch(4, dtype=jnp.float64, seed=10 * k + s) for s in range(4)] for k in range(3)]
+    options = {"enable_dc_asgd": True, "dc_asgd_lambda": strength, "dc_asgd_decay": decay}
+    plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=3, **options)
+    states, ended = run(crew, plan, params, batches, Turns(order))
+    newest, state, own, done = params, tx.init(params), [params] * 3, [0] * 3
+    square = jax.tree.map(jnp.zeros_like, params)
+    grad = jax.jit(jax.grad(mlp_loss))
+    moved = 0.0
+    for k in order:
+        g = grad(own[k], *batches[k][done[k]])
+        if decay is None:
+            strengths = jax.tree.map(lambda x: strength, g)
+        else:
+            square = jax.tree.map(lambda s, x: decay * s + (1 - decay) * x * x, square, g)
+            strengths = jax.tree.map(lambda s: strength / jnp.sqrt(s + 1e-7), square)
+        right = jax.tree.map(lambda x, by, w, bak: x + by * x * x * (w - bak), g, strengths, newest, own[k])
+        moved += sum(
+            float(jnp.abs(a - b).sum()) for a, b in zip(jax.tree.leaves(right), jax.tree.leaves(g), strict=True)
+        )
+        updates, state = tx.update(right, state, newest)
+        newest = own[k] = optax.apply_updates(newest, updates)
+        done[k] += 1
+    assert moved > 1e-3, "something was compensated"
+    for k in range(3):
+        tree_close(ended[k][0], own[k], 1e-12)
+    check_state(plan, states, newest, state)
+
+
+def test_one_trainer_has_no_delay_to_compensate(crew: Crew) -> None:
+    tx, params = OPTIMIZERS["adam"], mlp_params(dtype=jnp.float64)
+    batches = [mlp_batch(4, dtype=jnp.float64, seed=s) for s in range(4)]
+    plan = plan_for(free_endpoints(2), tx, params, *batches[0], enable_dc_asgd=True)
+    _, ((got, _),) = run(crew, plan, params, [batches], None)
+    want, state = params, tx.init(params)
+    for batch in batches:
+        want, state, _ = plain_step(mlp_loss, tx)(want, state, *batch)
+    tree_close(got, want, 1e-12)
+
+
+def test_servers_keep_what_each_trainer_has() -> None:
+    params = mlp_params()
+    plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), params, *mlp_batch(4), trainers=2,
+                    enable_dc_asgd=True, dc_asgd_decay=0.9)  # fmt: skip
+    server = plan.servers["127.0.0.1:1"]
+    held = [n for n in server.main.in_names if "w1" in n]
+    suffixes = ("", ".trainer_0_bak", ".trainer_1_bak", "@GRAD.mean_square")
+    assert sorted(held) == sorted(f"params/w1{s}" for s in suffixes)
+    state = dict(zip(server.startup.out_names, server.startup(params).values(), strict=True))
+    assert np.array_equal(state["params/w1.trainer_1_bak"], params["w1"])
+    assert not np.any(state["params/w1@GRAD.mean_square"])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"enable_dc_asgd": 1}, "enable_dc_asgd must be True or False, it is 1"),
+        ({"enable_dc_asgd": True, "dc_asgd_lambda": -1}, "dc_asgd_lambda must be a number, 0 or more; it is -1"),
+        (
+            {"enable_dc_asgd": True, "dc_asgd_decay": 1.0},
+            "dc_asgd_decay must be a number from 0 to 1, or None; it is 1.0",
+        ),
+    ],
+)
+def test_compensation_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        plan_for(("127.0.0.1:1",), optax.sgd(0.1), mlp_params(), *mlp_batch(4), **options)
+
+
+def test_a_synchronous_gradient_has_no_delay() -> None:
+    plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), mlp_params(), *mlp_batch(4))
+    with pytest.raises(AssertionError, match="^enable_dc_asgd=True is for sync_mode=False"):
+        dtrans.pserver(plan.main, plan.startup, enable_dc_asgd=True)
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def test_programs_have_no_barriers_and_one_gradient_for_each_block() -> None:
+    params = mlp_params()
+    plan = plan_for(("127.0.0.1:1", "127.0.0.1:2"), optax.adam(0.1), params, *mlp_batch(4), trainers=3)
+    ops = [op.type for op in plan.trainer_program(2).ops if op.role == "rpc"]
+    assert ops == ["send"] * 4 + ["recv"] * 4
+    startup = [op.type for op in plan.trainer_startup_program(2).ops if op.role == "rpc"]
+    assert startup == ["recv"] * 4 + ["fetch_barrier"]
+    for server in plan.servers.values():
+        (serve_op,) = server.main.ops
+        assert serve_op.attrs["sync_mode"] is False and serve_op.attrs["Fanin"] == 3
+        grads = {n for b in serve_op.attrs["optimize_blocks"] for n in b.in_names if "@GRAD" in n}
+        assert grads and not any("trainer_" in n for n in grads)
+    assert "pservers, async" in str(plan)
+
+
+@pytest.mark.parametrize(
+    "tx, message",
+    [
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+            "sync_mode=False: the optimizer reduces over rows",
+        ),
+        (optax.lamb(0.1), "sync_mode=False: the optimizer reduces over rows of several servers"),
+    ],
+)
+def test_what_takes_all_gradients_at_once_is_refused(tx: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_for(("127.0.0.1:1", "127.0.0.1:2"), tx, mlp_params(), *mlp_batch(4), trainers=2)
+
+
+def test_what_else_is_refused() -> None:
+    params, batch = mlp_params(), mlp_batch(4)
+    plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), params, *batch)
+    with pytest.raises(ConfigError, match="^on_mesh runs all trainers at once"):
+        plan.on_mesh()
+    with pytest.raises(ConfigError, match="^sync_mode must be True or False, it is None$"):
+        dtrans.pserver(plan.main, plan.startup, sync_mode=None)  # type: ignore[arg-type]
+
+
+# -- who fails -------------------------------------------------------------------------------------
+
+
+def small(trainers: int) -> tuple[PServerPlan, Any, Any]:
+    params, batch = {"w": jnp.ones((4, 2))}, (jnp.ones((2, 4)),)
+    loss = lambda p, x: jnp.mean(x @ p["w"])
+    return plan_for(free_endpoints(1), optax.sgd(0.5), params, *batch, trainers=trainers, loss=loss), params, batch
+
+
+def test_others_go_on_when_a_trainer_fails(crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
+    plan, params, batch = small(2)
+    (endpoint,) = plan.servers
+    crew.start("server", serve, plan, endpoint, params)
+
+    def fails() -> None:
+        with dtrans.Executor(deadline=HANG) as exe:
+            own = exe.run(plan.trainer_startup_program(1), params)
+            exe.run(plan.trainer_program(1), own, *batch)
+            raise KeyError("this is why")
+
+    crew.start("trainer 1", fails)
+    assert isinstance(crew.end("trainer 1"), KeyError)
+    until(lambda: "goes on without a trainer: trainer 1 failed: KeyError: 'this is why'" in caplog.text, "a warning")
+    crew.start("trainer 0", train, plan, 0, [batch] * 3, None, params)
+    got, _ = crew.end("trainer 0")
+    gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
+    np.testing.assert_allclose(crew.end("server")["params/w"], params["w"] - 0.5 * 4 * gradient, rtol=1e-12)
+    np.testing.assert_allclose(got["w"], params["w"] - 0.5 * 4 * gradient, rtol=1e-12)
+
+
+def test_a_server_that_is_left_by_failures_only_ends_with_the_last(crew: Crew) -> None:
+    plan, params, _ = small(1)
+    (endpoint,) = plan.servers
+    crew.start("server", serve, plan, endpoint, params)
+
+    def fails() -> None:
+        with dtrans.Executor(deadline=HANG) as exe:
+            exe.run(plan.trainer_startup_program(0), params)
+            raise KeyError("this is why")
+
+    crew.start("trainer 0", fails)
+    error = crew.end("server")
+    assert isinstance(error, PeerError) and str(error) == "trainer 0 failed: KeyError: 'this is why'"
+
+
+def test_a_silent_trainer_is_left_behind(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "SILENCE", 1.0)
+    plan, params, batch = small(2)
+    (endpoint,) = plan.servers
+    crew.start("server", serve, plan, endpoint, params)
+    with Peer(endpoint) as peer:
+        peer.hello(1, 2)
+        assert peer.hear().op == "welcome"
+        peer.tell("send", np.ones((2, 2)).tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 32]]])  # half of a gradient
+        until(lambda: "heard nothing from trainer 1 for" in caplog.text, "a warning")
+        crew.start("trainer 0", train, plan, 0, [batch], None, params)
+        crew.end("trainer 0")
+    gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
+    np.testing.assert_allclose(crew.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12)
+
+
+def test_messages_out_of_turn_are_refused_and_change_nothing(crew: Crew) -> None:
+    plan, params, batch = small(2)
+    (endpoint,) = plan.servers
+    crew.start("server", serve, plan, endpoint, params)
+    block = np.ones((4, 2))
+    with Peer(endpoint) as peer:
+        peer.hello(1, 2)
+        assert peer.hear().op == "welcome"
+        peer.tell("send", block.tobytes(), step=1, pieces=[[["params/w@GRAD", 0, 64]]])
+        assert peer.refused() == f"`send` of step 1, trainer 1 is at 0 on pserver {endpoint}"
+        peer.tell("send", block.tobytes(), step=0, pieces=[[["params/w@GRAD.trainer_1", 0, 64]]])
+        assert "is not a gradient that trainer 1 sends" in peer.refused()
+        peer.tell("send_barrier", step=0)
+        assert peer.refused().endswith("is asynchronous: every role must plan the same mode")
+        peer.tell("send", block[:2].tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 32]]])
+        peer.tell("recv", step=0, blocks=[["params/w", [4, 2], "float64"]])
+        assert peer.refused() == "`recv` of step 0, but not all of params/w@GRAD was sent"
+        peer.tell("complete")
+        assert peer.hear().op == "goodbye"
+    crew.start("trainer 0", train, plan, 0, [batch], None, params)
+    crew.end("trainer 0")
+    gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
+    np.testing.assert_allclose(crew.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12)
