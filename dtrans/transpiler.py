@@ -56,11 +56,16 @@ BEYOND: dict[str, Any] = {"dc_asgd_lambda": 1.0, "dc_asgd_decay": None}
 
 # What this version carries out; another value of any of these is refused by name.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "mode": ("pserver", "nccl2"),
     "runtime_split_send_recv": (False,),
     "completely_not_async": (False,),
     "geo_sgd_mode": (False,),
-    "collective_mode": (None,),
+}
+
+# What `collective_mode` is, as options of `dtrans.nccl2`: Paddle's transpiler/collective.py reduces each gradient by
+# itself, and averages parameters after each local step.
+COLLECTIVE_MODES: dict[str, dict[str, Any]] = {
+    "grad_allreduce": {"fuse_grad_size_in_MB": 0},
+    "local_sgd": {"local_sgd": 1},
 }
 
 
@@ -68,10 +73,13 @@ class DistributeTranspilerConfig:
     """The options of a `DistributeTranspiler`.
 
     All of Paddle's attributes are here, with its defaults; this version carries out pserver mode, synchronous and
-    asynchronous, and nccl2 mode, and refuses the others when it transpiles. Those in use:
+    asynchronous, nccl2 and collective mode, and refuses what else there is when it transpiles. Those in use:
 
     Attributes:
-      mode: "pserver", or "nccl2": no servers, trainers average their gradients with collectives.
+      mode: "pserver"; or "nccl2" or "collective": no servers, trainers average their gradients with collectives.
+      collective_mode: with mode="collective", "grad_allreduce" (each gradient is reduced by itself), or "local_sgd"
+        (each trainer takes the step by itself, and what they make is averaged: the optimizer's state too, which Paddle
+        does not average).
       slice_var_up: cut parameters into blocks of rows; otherwise each is whole on one server. "require" makes it
         an error if the optimizer does not let one be cut.
       split_method: a subclass of `PSDispatcher`: `RoundRobin` (None is that), `HashName`, `SizeBalanced`, your own.
@@ -148,8 +156,8 @@ def _similar(name: str) -> str:
 class DistributeTranspiler:
     """Rewrites a traced step into the programs of trainers and parameter servers.
 
-    In mode="nccl2" there are trainers only: their program is (params, opt_state, *batch) -> what the step returns, and
-    their startup program returns both params and opt_state, the same on every trainer.
+    In mode="nccl2" and "collective" there are trainers only: their program is (params, opt_state, *batch) -> what the
+    step returns, and their startup program returns both params and opt_state, the same on every trainer.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -209,8 +217,8 @@ class DistributeTranspiler:
             raise ConfigError(
                 "transpile needs program=dtrans.trace(step, ...) and startup_program=dtrans.trace(init, ...)"
             )
-        if self.config.mode == "nccl2":
-            self._transpile_nccl2(trainer_id, program, startup_program, trainers, sync_mode, current_endpoint)
+        if self.config.mode != "pserver":
+            self._transpile_collective(trainer_id, program, startup_program, trainers, sync_mode, current_endpoint)
         else:
             self._transpile_pserver(trainer_id, program, startup_program, pservers, trainers, sync_mode, seed)
         if self.config.print_log:
@@ -248,7 +256,7 @@ class DistributeTranspiler:
         check_trainer_id(trainer_id, plan.trainers)
         self._plan, self._trainer_id = plan, trainer_id
 
-    def _transpile_nccl2(
+    def _transpile_collective(
         self,
         trainer_id: int,
         program: Program,
@@ -261,11 +269,13 @@ class DistributeTranspiler:
             isinstance(trainers, Sequence) and all(isinstance(e, str) for e in trainers)
         ):
             raise ConfigAssertionError(
-                "trainers must be the trainers' endpoints in mode='nccl2', such as "
+                f"trainers must be the trainers' endpoints in mode={self.config.mode!r}, such as "
                 f"'127.0.0.1:6174,127.0.0.1:6175'; it is {trainers!r}"
             )
         if sync_mode is not True:
-            raise ConfigError(f"sync_mode={sync_mode!r}: mode='nccl2' is synchronous; leave sync_mode=True")
+            raise ConfigError(
+                f"sync_mode={sync_mode!r}: mode={self.config.mode!r} is synchronous; leave sync_mode=True"
+            )
         endpoints = parse_endpoints(trainers, "trainer")
         check_trainer_endpoint(trainer_id, current_endpoint, endpoints)
         self._plan = nccl2(
@@ -274,6 +284,7 @@ class DistributeTranspiler:
             trainers=len(endpoints),
             nccl_comm_num=None if self.config.nccl_comm_num == 1 else self.config.nccl_comm_num,
             hierarchical_allreduce_inter_nranks=self._trainers_of_a_node(endpoints),
+            **COLLECTIVE_MODES.get(self.config.collective_mode or "", {}),
         )
         self._trainer_id, self._endpoints = trainer_id, endpoints
 
@@ -351,8 +362,8 @@ class DistributeTranspiler:
     def _server(self, endpoint: str, asked: str) -> ServerPrograms:
         if isinstance(self.plan, CollectivePlan):
             raise ConfigError(
-                f"{asked}: there are no pservers in mode='nccl2'; every process runs get_trainer_startup_program() and "
-                "get_trainer_program()"
+                f"{asked}: there are no pservers in mode={self.config.mode!r}; every process runs "
+                "get_trainer_startup_program() and get_trainer_program()"
             )
         return self.plan.servers[endpoint]
 
@@ -380,6 +391,12 @@ class DistributeTranspiler:
             raise ConfigError("runtime_split_send_recv=True is for sync_mode=False, which is True")
         if self.config.half_async and self.config.sync_mode:
             raise ConfigError("half_async=True is for sync_mode=False, which is True")
+        kind: Any = self.config.collective_mode
+        if self.config.mode != "collective" and kind is not None:
+            raise ConfigError(f"collective_mode={kind!r} is for mode='collective', it is {self.config.mode!r}")
+        if self.config.mode == "collective" and kind not in (*COLLECTIVE_MODES,):
+            known = " or ".join(map(repr, COLLECTIVE_MODES))
+            raise ConfigError(f"collective_mode must be {known} with mode='collective', it is {kind!r}")
         for name, allowed in _ONLY.items():
             value = getattr(self.config, name)
             if value not in allowed:

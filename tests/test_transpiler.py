@@ -16,6 +16,7 @@ from helpers import communication, init_of, mlp_batch, mlp_loss, mlp_params, tre
 import dtrans
 from dtrans import DistributeTranspiler, DistributeTranspilerConfig, PSDispatcher
 from dtrans.errors import ConfigAssertionError, ConfigError, GradientError, TraceError, UnknownEndpointError
+from dtrans.transpiler import BEYOND
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "paddle-transpiler.json").read_text())
@@ -46,13 +47,13 @@ def transpiled(programs: tuple[Any, Any], config: Any = None, **options: Any) ->
 
 
 def test_the_defaults_are_those_of_paddle() -> None:
-    config = DistributeTranspilerConfig()
-    assert vars(config) == GOLDEN["config_defaults"]
-    assert {n: type(v) for n, v in vars(config).items()} == {n: type(v) for n, v in GOLDEN["config_defaults"].items()}
+    ours = {n: v for n, v in vars(DistributeTranspilerConfig()).items() if n not in BEYOND}
+    assert ours == GOLDEN["config_defaults"]
+    assert {n: type(v) for n, v in ours.items()} == {n: type(v) for n, v in GOLDEN["config_defaults"].items()}
 
 
 def test_every_option_is_an_attribute_with_a_type() -> None:
-    assert set(DistributeTranspilerConfig.__annotations__) == set(GOLDEN["config_defaults"])
+    assert set(DistributeTranspilerConfig.__annotations__) == {*GOLDEN["config_defaults"], *BEYOND}
 
 
 def test_configs_do_not_share_what_is_set() -> None:
@@ -60,6 +61,8 @@ def test_configs_do_not_share_what_is_set() -> None:
     config.min_block_size = 10000
     assert DistributeTranspilerConfig().min_block_size == 8192
     assert repr(config) == "DistributeTranspilerConfig(min_block_size=10000)"
+    config.dc_asgd_lambda = 0.5
+    assert repr(config) == "DistributeTranspilerConfig(min_block_size=10000, dc_asgd_lambda=0.5)"
 
 
 @pytest.mark.parametrize(
@@ -175,10 +178,8 @@ def test_a_config_of_another_kind_is_refused() -> None:
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("mode", "collective"),
         ("completely_not_async", True),
         ("geo_sgd_mode", True),
-        ("collective_mode", "grad_allreduce"),
     ],
 )
 def test_a_mode_that_this_version_does_not_have_is_refused_by_name(programs: Any, name: str, value: Any) -> None:
@@ -677,9 +678,43 @@ def test_nccl2_refuses(programs: Any, options: dict[str, Any], message: str) -> 
     assert str(caught.value) == message
 
 
-def test_nccl2_options_that_this_version_does_not_have(programs: Any) -> None:
-    with pytest.raises(ConfigError, match="^collective_mode='local_sgd' is not in this version; leave it at None$"):
-        nccl2(programs, DistributeTranspilerConfig(mode="nccl2", collective_mode="local_sgd"))
+@pytest.mark.parametrize(
+    "mode, reductions",
+    [("grad_allreduce", ["bucket/0", "bucket/1", "bucket/2", "bucket/3"]), ("local_sgd", ["bucket/0"])],
+)
+def test_collective_mode(programs: Any, mode: str, reductions: list[str]) -> None:
+    t = nccl2(programs, DistributeTranspilerConfig(mode="collective", collective_mode=mode))
+    assert isinstance(t.plan, dtrans.CollectivePlan)
+    names = [op.attrs["name"] for op in t.get_trainer_program().ops if op.type == "all_reduce"]
+    assert names == [*reductions, "results/sum"]
+    assert communication(t.get_trainer_startup_program()) == ["gen_nccl_id", "broadcast"]
+    leaves = {n for b in t.plan.buckets for n in b.leaves}
+    assert any(n.startswith("opt_state/") for n in leaves) == (mode == "local_sgd")
+
+
+@pytest.mark.parametrize(
+    "config, options, message",
+    [
+        (
+            {"collective_mode": None},
+            {},
+            "collective_mode must be 'grad_allreduce' or 'local_sgd' with mode='collective'",
+        ),
+        (
+            {"collective_mode": "x"},
+            {},
+            "collective_mode must be 'grad_allreduce' or 'local_sgd' with mode='collective'",
+        ),
+        ({"mode": "nccl2"}, {}, "collective_mode='local_sgd' is for mode='collective', it is 'nccl2'"),
+        ({"mode": "pserver"}, {}, "collective_mode='local_sgd' is for mode='collective', it is 'pserver'"),
+        ({}, {"trainers": 2}, "trainers must be the trainers' endpoints in mode='collective'"),
+        ({}, {"sync_mode": False}, "sync_mode=False: mode='collective' is synchronous; leave sync_mode=True"),
+    ],
+)
+def test_collective_mode_that_cannot_be(programs: Any, config: Any, options: Any, message: str) -> None:
+    given = {"mode": "collective", "collective_mode": "local_sgd"} | config
+    with pytest.raises(ValueError, match=f"^{message}"):
+        nccl2(programs, DistributeTranspilerConfig(**given), **options)
 
 
 def of_hosts(*counts: int) -> list[str]:
