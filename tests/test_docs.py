@@ -54,3 +54,11 @@ def test_readme_code_runs_and_prints_what_it_says():
 def test_readme_opens_with_the_two_commands():
     head = README.read_text().splitlines()[:6]
     assert [line.split("#")[0].strip() for line in head if line.startswith("    make")] == ["make demo", "make test"]
+
+
+def test_the_page_for_paddles_users_has_every_option_and_every_method():
+    from dtrans.transpiler import BEYOND, DEFAULTS
+
+    text = (README.parent / "docs" / "paddle.md").read_text()
+    methods = [n for n in vars(dtrans.DistributeTranspiler) if not n.startswith("_") and n != "plan"]
+    assert not [n for n in (*DEFAULTS, *BEYOND, *methods) if f"`{n}" not in text]
