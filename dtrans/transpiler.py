@@ -213,6 +213,10 @@ class DistributeTranspiler:
         """
         self._check_config()
         check_seed(seed)
+        if not isinstance(sync_mode, bool):
+            raise ConfigError(f"sync_mode must be True or False, it is {sync_mode!r}")
+        if self.config.half_async and sync_mode and self.config.sync_mode:
+            raise ConfigError("half_async=True is for sync_mode=False, which is True")
         if program is None or startup_program is None:
             raise ConfigError(
                 "transpile needs program=dtrans.trace(step, ...) and startup_program=dtrans.trace(init, ...)"
@@ -272,10 +276,10 @@ class DistributeTranspiler:
                 f"trainers must be the trainers' endpoints in mode={self.config.mode!r}, such as "
                 f"'127.0.0.1:6174,127.0.0.1:6175'; it is {trainers!r}"
             )
-        if sync_mode is not True:
-            raise ConfigError(
-                f"sync_mode={sync_mode!r}: mode={self.config.mode!r} is synchronous; leave sync_mode=True"
-            )
+        if not (sync_mode and self.config.sync_mode):
+            raise ConfigError(f"sync_mode=False: mode={self.config.mode!r} is synchronous; leave sync_mode=True")
+        if self.config.enable_dc_asgd:
+            raise ConfigError(f"enable_dc_asgd=True is for mode='pserver', it is {self.config.mode!r}")
         endpoints = parse_endpoints(trainers, "trainer")
         check_trainer_endpoint(trainer_id, current_endpoint, endpoints)
         self._plan = nccl2(
@@ -389,8 +393,6 @@ class DistributeTranspiler:
                 raise ConfigError(f"{name} must be True or False, it is {value!r}")
         if self.config.runtime_split_send_recv and self.config.sync_mode:
             raise ConfigError("runtime_split_send_recv=True is for sync_mode=False, which is True")
-        if self.config.half_async and self.config.sync_mode:
-            raise ConfigError("half_async=True is for sync_mode=False, which is True")
         kind: Any = self.config.collective_mode
         if self.config.mode != "collective" and kind is not None:
             raise ConfigError(f"collective_mode={kind!r} is for mode='collective', it is {self.config.mode!r}")

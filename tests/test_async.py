@@ -18,7 +18,9 @@ from helpers import init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_c
 import dtrans
 from dtrans.errors import ConfigError, PeerError
 from dtrans.plan import PServerPlan
+from dtrans.run.block_update import BlockUpdates
 from dtrans.run.endpoints import server as server_module
+from dtrans.run.update import ServerUpdate
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +124,61 @@ def test_one_trainer_is_sequential_training(crew: Crew, tx: Any, servers: int) -
         np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
     tree_close(got, want, 1e-12)
     check_state(plan, states, want, state)
+
+
+def lagging() -> optax.GradientTransformation:
+    """Steps by the rate of the step before, which is state that nobody but the update reads."""
+    return optax.GradientTransformation(
+        lambda p: {"count": jnp.zeros((), jnp.int32), "lr": jnp.asarray(0.1)},
+        lambda g, s, p=None: (
+            jax.tree.map(lambda x: -x * s["lr"], g),
+            {"count": s["count"] + 1, "lr": 0.1 / (s["count"] + 2)},
+        ),
+    )
+
+
+def run_alone(crew: Crew, step: Any, init: Any, params: Any, batches: Sequence[Any], servers: int = 1) -> None:
+    """One trainer and its servers; they must end with what the step gives by itself."""
+    main = dtrans.trace(step, params, jax.eval_shape(init, params)[1], *batches[0])
+    plan = dtrans.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers), sync_mode=False,
+                          min_block_size=1)  # fmt: skip
+    states, ((got, _),) = run(crew, plan, params, [batches], None)
+    want, state = init(params)
+    for batch in batches:
+        want, state, *_ = step(want, state, *batch)
+    tree_close(got, want, 1e-12)
+    check_state(plan, states, {n: x for n, x in want.items() if f"params/{n}" not in plan.held}, state)
+
+
+def test_a_block_may_be_the_only_reader_of_what_the_schedule_replaces(crew: Crew) -> None:
+    tx, params = lagging(), {"b": jnp.ones(())}
+    step = dtrans.make_train_step(lambda p, x: jnp.mean((x * p["b"] - 1) ** 2), tx)
+    run_alone(crew, step, init_of(tx), params, [(jnp.arange(4.0) + i,) for i in range(4)])
+
+
+def test_a_block_may_read_what_nobody_makes_anew(crew: Crew) -> None:
+    def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
+        value, grads = dtrans.value_and_grad(lambda b: jnp.mean((x * b - 1) ** 2))(params["b"])
+        return {"b": params["b"] - params["scale"] * grads, "scale": params["scale"]}, opt_state, value
+
+    params = {"b": jnp.ones(()), "scale": jnp.asarray(0.01)}
+    run_alone(crew, step, lambda p: (p, ()), params, [(jnp.arange(4.0) + i,) for i in range(4)])
+
+
+def test_leaves_that_are_set_to_zero_steps_stay(crew: Crew) -> None:
+    labels = {"b1": "a", "b2": "b", "w1": "a", "w2": "b"}
+    tx = optax.multi_transform({"a": optax.adam(0.1), "b": optax.set_to_zero()}, labels)
+    params = mlp_params(dtype=jnp.float64)
+    batches = [mlp_batch(4, dtype=jnp.float64, seed=s) for s in range(3)]
+    run_alone(crew, dtrans.make_train_step(mlp_loss, tx), init_of(tx), params, batches)
+
+
+def test_blocks_of_one_shape_are_compiled_once() -> None:
+    params = {f"w{i}": jnp.ones((4, 2)) for i in range(6)} | {"b": jnp.ones(3)}
+    loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
+    plan = plan_for(("127.0.0.1:1",), optax.adam(0.1), params, jnp.ones(4), loss=loss)
+    blocks = BlockUpdates(ServerUpdate.of(plan.servers["127.0.0.1:1"].main))
+    assert len(blocks._jitted) == 8 and len(blocks._compiled) == 3  # lr_sched, w, b
 
 
 def test_a_step_of_several_trainers_is_the_sum_of_what_each_would_do(crew: Crew) -> None:
@@ -240,6 +297,8 @@ def test_compensation_that_cannot_be(options: dict[str, Any], message: str) -> N
 
 def test_a_synchronous_gradient_has_no_delay() -> None:
     plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), mlp_params(), *mlp_batch(4))
+    with pytest.raises(ConfigError, match="^dc_asgd_decay=0.9 is for enable_dc_asgd=True, which is False$"):
+        dtrans.pserver(plan.main, plan.startup, sync_mode=False, dc_asgd_decay=0.9)
     with pytest.raises(AssertionError, match="^enable_dc_asgd=True is for sync_mode=False"):
         dtrans.pserver(plan.main, plan.startup, enable_dc_asgd=True)
 
@@ -262,19 +321,25 @@ def test_programs_have_no_barriers_and_one_gradient_for_each_block() -> None:
     assert "pservers, async" in str(plan)
 
 
-@pytest.mark.parametrize(
-    "tx, message",
-    [
-        (
-            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-            "sync_mode=False: the optimizer reduces over rows",
-        ),
-        (optax.lamb(0.1), "sync_mode=False: the optimizer reduces over rows of several servers"),
-    ],
-)
-def test_what_takes_all_gradients_at_once_is_refused(tx: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        plan_for(("127.0.0.1:1", "127.0.0.1:2"), tx, mlp_params(), *mlp_batch(4), trainers=2)
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "apply_if_finite"])
+def test_what_takes_all_gradients_at_once_is_refused(name: str, servers: int) -> None:
+    tx = {
+        "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    }[name]
+    with pytest.raises(ConfigError, match="sync_mode=False: the optimizer reduces over rows of several blocks"):
+        plan_for([f"127.0.0.1:{i + 1}" for i in range(servers)], tx, mlp_params(), *mlp_batch(4), trainers=2)
+
+
+@pytest.mark.parametrize("other", ["w.trainer_0_bak", "w.bak", "w@GRAD.mean_square", "w@GRAD"])
+def test_leaves_that_are_called_as_copies_are_called(other: str) -> None:
+    params = {"w": jnp.ones(3), other: jnp.ones(3)}
+    loss = lambda p, x: jnp.mean(x) * (jnp.sum(p["w"] ** 2) + jnp.sum(p[other] ** 2))
+    with pytest.raises(ConfigError, match="rename"):
+        plan_for(
+            ("127.0.0.1:1",), optax.sgd(0.1), params, jnp.ones(4), loss=loss, enable_dc_asgd=True, dc_asgd_decay=0.9
+        )
 
 
 def test_what_else_is_refused() -> None:
@@ -345,6 +410,38 @@ def test_a_silent_trainer_is_left_behind(
         until(lambda: "heard nothing from trainer 1 for" in caplog.text, "a warning")
         crew.start("trainer 0", train, plan, 0, [batch], None, params)
         crew.end("trainer 0")
+    gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
+    np.testing.assert_allclose(crew.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12)
+
+
+def test_roles_of_two_modes_are_told_so(crew: Crew) -> None:
+    plan, params, batch = small(1)
+    sync = dtrans.pserver(plan.main, plan.startup, pservers=[*plan.servers], min_block_size=1)
+    (endpoint,) = plan.servers
+    crew.start("server", serve, plan, endpoint, params)
+    crew.start("trainer 0", train, sync, 0, [batch], None, params)
+    message = f"trainer 0 is synchronous, pserver {endpoint} asynchronous: every role must plan the same mode"
+    assert message in str(crew.end("trainer 0"))
+    crew.start("again", train, plan, 0, [batch], None, params)
+    crew.end("again")
+    crew.end("server")
+
+
+def test_who_has_left_is_not_served_any_more(crew: Crew) -> None:
+    plan, params, batch = small(2)
+    (endpoint,) = plan.servers
+    crew.start("server", serve, plan, endpoint, params)
+    with Peer(endpoint) as peer:
+        peer.hello(1, 2)
+        assert peer.hear().op == "welcome"
+        peer.tell("abort", reason="because")
+        assert peer.hear().op == "goodbye"
+        peer.tell("send", np.ones((4, 2)).tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 64]]])
+        assert peer.refused() == "a `send` message of trainer 1, which has left"
+        peer.hello(1, 2, session="another")
+        assert peer.refused() == "trainer 1 has left, and cannot come back to this job"
+    crew.start("trainer 0", train, plan, 0, [batch], None, params)
+    crew.end("trainer 0")
     gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
     np.testing.assert_allclose(crew.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12)
 

@@ -249,6 +249,23 @@ def test_trainers_as_a_list_of_endpoints_is_refused(programs: Any) -> None:
         transpiled(programs, trainers="127.0.0.1:1,127.0.0.1:2")
 
 
+def test_half_async_is_asynchronous(programs: Any) -> None:
+    config = DistributeTranspilerConfig(half_async=True)
+    assert transpiled(programs, config, sync_mode=False).plan.sync_mode is False
+    with pytest.raises(ConfigError, match="^half_async=True is for sync_mode=False, which is True$"):
+        transpiled(programs, config)
+    with pytest.raises(ConfigError, match="^sync_mode must be True or False, it is 'async'$"):
+        transpiled(programs, sync_mode="async")
+
+
+@pytest.mark.parametrize("option", ["sync_mode", "enable_dc_asgd"])
+@pytest.mark.parametrize("mode", [{"mode": "nccl2"}, {"mode": "collective", "collective_mode": "local_sgd"}])
+def test_collectives_are_synchronous(programs: Any, mode: Any, option: str) -> None:
+    value = option != "sync_mode"
+    with pytest.raises(ConfigError, match=f"^{option}={value}"):
+        nccl2(programs, DistributeTranspilerConfig(**mode, **{option: value}))
+
+
 @pytest.mark.parametrize("config, argument", [(False, True), (True, False), (False, False)])
 def test_async_training_is_asked_for_in_either_place(programs: Any, config: bool, argument: bool) -> None:
     t = transpiled(programs, DistributeTranspilerConfig(sync_mode=config), sync_mode=argument)
@@ -261,7 +278,6 @@ def test_async_training_is_asked_for_in_either_place(programs: Any, config: bool
     [
         ({"sync_mode": None}, "sync_mode must be True or False, it is None"),
         ({"half_async": 1}, "half_async must be True or False, it is 1"),
-        ({"half_async": True}, "half_async=True is for sync_mode=False, which is True"),
     ],
 )
 def test_modes_that_cannot_be(options: dict[str, Any], message: str) -> None:

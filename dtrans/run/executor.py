@@ -92,17 +92,18 @@ class Executor:
         if program not in self._pieces:
             self._pieces[program] = cut_program(program, group_bytes=GROUP_BYTES)
         run = self._pieces[program].run(flat)
-        try:
-            eqn, values = next(run)
-            while True:
-                fabric = self._cluster if eqn.primitive in (gen_nccl_id_p, broadcast_p) else self._fabric
-                outs = fabric.carry_out(eqn, values)
-                self._interrupted = program.name  # until it has run to its end
+        outs: Any = None
+        while True:
+            try:
                 eqn, values = run.send(outs)
-        except StopIteration as done:
-            self._fabric.settle()  # what comes last may be a `recv`, into memory that is JAX's from now on
-            self._interrupted = None
-            return program.out.unflatten([jax.device_put(x) if isinstance(x, np.ndarray) else x for x in done.value])
+            except StopIteration as done:
+                self._fabric.settle()  # what comes last may be a `recv`, into memory that is JAX's from now on
+                self._interrupted = None
+                made = [jax.device_put(x) if isinstance(x, np.ndarray) else x for x in done.value]
+                return program.out.unflatten(made)
+            fabric = self._cluster if eqn.primitive in (gen_nccl_id_p, broadcast_p) else self._fabric
+            outs = fabric.carry_out(eqn, values)
+            self._interrupted = program.name  # until it has run to its end
 
     def close(self, error: BaseException | None = None) -> None:
         """Tell the servers that this trainer is done, or with `error` that it failed. May be called twice."""

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dtrans.errors import ConfigError
 from dtrans.ops import BACKUP, OptimizeBlock, backup_of
 from dtrans.placement import Block, Unit
 from dtrans.program import OPTIMIZE
@@ -55,9 +56,13 @@ def compensated(work: Work, units: Sequence[Unit], trainers: int, how: Compensat
     )
     held = dict(work.held)
     for block in (x for unit in units for x in unit.blocks if _gradient(x) in work.grads):
-        held |= {backup_of(block.name, k): held[block.name] for k in range(trainers)}
+        new = {backup_of(block.name, k): held[block.name] for k in range(trainers)}
         if how.decay is not None:
-            held[block.name + MEAN_SQUARE] = dataclasses.replace(held[block.name], zeros=True)
+            new[block.name + MEAN_SQUARE] = dataclasses.replace(held[block.name], zeros=True)
+        for name in (*new, block.name + BACKUP):
+            if name in held:
+                raise ConfigError(f"{name} is what servers call a copy of {block.name}: rename that leaf")
+        held |= new
     return dataclasses.replace(work, blocks=blocks, held=held)
 
 

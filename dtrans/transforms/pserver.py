@@ -16,6 +16,7 @@ Source: python/paddle/fluid/transpiler/distribute_transpiler.py (`transpile`, `g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -110,6 +111,9 @@ def pserver(
     check_options(main, startup, trainers, sync_mode, slice_var_up, split_method, min_block_size)
     how = compensation(sync_mode, enable_dc_asgd, dc_asgd_lambda, dc_asgd_decay)
     step = cut(main)
+    for leaf in step.params:
+        if GRAD in leaf:
+            raise ConfigError(f"{leaf}: names of leaves must not contain {GRAD!r}, which is for gradients; rename it")
     merged = trainers if sync_mode else 1  # how many gradients an update is made of
     refuse_nested(step, merged)
     if step.from_gradients and merged > 1:
@@ -154,11 +158,14 @@ def compensation(sync_mode: bool, enabled: Any, strength: Any, decay: Any) -> Co
     """How gradients are compensated for their delay, if they are. Refuses what cannot be, by name."""
     if not isinstance(enabled, bool):
         raise ConfigError(f"enable_dc_asgd must be True or False, it is {enabled!r}")
-    if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not strength >= 0:
+    if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 <= strength < math.inf:
         raise ConfigError(f"dc_asgd_lambda must be a number, 0 or more; it is {strength!r}")
     if decay is not None and (isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1):
         raise ConfigError(f"dc_asgd_decay must be a number from 0 to 1, or None; it is {decay!r}")
     if not enabled:
+        for name, value, default in (("dc_asgd_lambda", strength, 1.0), ("dc_asgd_decay", decay, None)):
+            if value != default:
+                raise ConfigError(f"{name}={value!r} is for enable_dc_asgd=True, which is False")
         return None
     if sync_mode:
         raise ConfigAssertionError("enable_dc_asgd=True is for sync_mode=False: a synchronous gradient has no delay")
@@ -167,17 +174,20 @@ def compensation(sync_mode: bool, enabled: Any, strength: Any, decay: Any) -> Co
 
 def check_async(plan: PServerPlan) -> None:
     """Refuse what an asynchronous job cannot do: its gradients come one by one."""
-    if plan.rounds:
-        first = plan.rounds[0][0]
-        raise ConfigError(
-            f"sync_mode=False: the optimizer reduces over rows of several servers ({first.op} of {first.name}), which "
-            "takes the gradients of a whole step; leave sync_mode=True, or clip by value"
-        )
-    if plan.unsent:
-        raise ConfigError(
-            f"sync_mode=False: {', '.join(plan.unsent)} is updated without a gradient, and nothing says when; leave "
-            "sync_mode=True"
-        )
+    for endpoint, programs in plan.servers.items():
+        (serve,) = programs.main.jaxpr.jaxpr.eqns
+        blocks = serve.params["optimize_blocks"]
+        if any(x.level or x.role == DIST for x in blocks):
+            raise ConfigError(
+                "sync_mode=False: the optimizer reduces over rows of several blocks (a norm of all, or whether all are "
+                "finite), which takes the gradients of a whole step; leave sync_mode=True, or clip by value"
+            )
+        if blocks and not serve.params["grad_to_block_id"]:
+            held = ", ".join(serve.params["param_names"])
+            raise ConfigError(
+                f"sync_mode=False: pserver {endpoint} updates {held} without a gradient, and would not know when; "
+                "leave sync_mode=True, or use fewer pservers"
+            )
 
 
 def check_options(

@@ -5,10 +5,10 @@
                     send..., recv                     every step
                     complete                          once
 
-Nobody waits for anybody. A trainer's first gradient of a step makes the lr_sched block run, so that a count in the
-optimizer's state is that of all trainers' steps, and its values are those of this trainer's step; `recv` gives what is
-newest. With one trainer that is sequential training. One loop takes the messages and updates one block at a time, which
-is one lock for each block and more: no update is lost, as it is where threads add to a block without one (Hogwild).
+Nobody waits for anybody. A trainer's first whole gradient of a step makes the lr_sched block run, so that a count in
+the optimizer's state is that of all trainers' steps, and its values are those of this trainer's step; `recv` gives what
+is newest. With one trainer that is sequential training. One loop takes the messages and updates one block at a time,
+which is one lock for each block and more: no update is lost, as it is where threads add to a block without one (Hogwild).
 
 Where gradients are compensated for their delay (`dtrans.transforms.dc_asgd`), what a trainer receives is kept for it.
 
@@ -81,11 +81,13 @@ class AsyncPServer(PServer):
 
         wire.unpack(message, target, step.arrived)
         full = {n for n, g in step.grads.items() if step.arrived.get(n) == g.nbytes}
-        if step.values is None:
+        ready = self._blocks.ready(full, step.used)
+        if ready and step.values is None:
             made, step.values = self._blocks.begin(self.state)
             self.state |= made
-        for block in self._blocks.ready(full, step.used):
-            given = step.grads | {n + BACKUP: self.state[backup_of(n, k)] for n in self._backed}
+        given = step.grads | {n + BACKUP: self.state[backup_of(n, k)] for n in self._backed}
+        for block in ready:
+            assert step.values is not None
             made = self._blocks.apply(block, given, self.state, step.values)
             self.state |= jax.block_until_ready(made)  # the memory of gradients is written again with the next step
             step.used.add(block)
@@ -123,6 +125,8 @@ class AsyncPServer(PServer):
         t = self._trainers[k]
         t.done = True
         self._say(t.address, "goodbye")
+        if self._step_of(k).arrived:
+            log.warning("pserver %s used only what was whole of the last step of trainer %d", self.endpoint, k)
 
     def _abort(self, k: int, message: wire.Message) -> None:
         self._say(self._trainers[k].address, "goodbye")

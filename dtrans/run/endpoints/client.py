@@ -39,6 +39,7 @@ class Connection:
     Args:
       endpoint: of the server, `host:port`.
       trainer_id, trainers: who this is, of how many.
+      sync_mode: whether it is in step with the others.
       deadline: seconds without a word from the server after which it is given up.
       wait_port: wait for a server that is not there yet.
 
@@ -54,6 +55,7 @@ class Connection:
         trainer_id: int,
         trainers: int,
         *,
+        sync_mode: bool,
         deadline: float,
         wait_port: bool,
     ) -> None:
@@ -68,6 +70,7 @@ class Connection:
             "trainers": trainers,
             "session": uuid.uuid4().hex,
             "order": sys.byteorder,
+            "sync_mode": sync_mode,
         }
         host, port = split_endpoint(endpoint)
         if not wait_port:

@@ -66,6 +66,7 @@ class EndpointFabric:
         self._context: zmq.Context[Any] | None = None
         self._connections: dict[str, Connection] = {}
         self._me: tuple[int, int] | None = None
+        self._sync_mode = True
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
         self._outbox_bytes: dict[str, int] = {}
         self._sent_to: set[str] = set()  # in an asynchronous step, the servers that it counts for
@@ -222,14 +223,20 @@ class EndpointFabric:
             raise ConfigError(
                 f"this executor already ran programs of trainer {self._me[0]}, and cannot be trainer {me[0]}"
             )
-        self._me = me
+        self._me, self._sync_mode = me, eqn.params["sync_mode"]
 
     def _connection(self, endpoint: str) -> Connection:
         if endpoint not in self._connections:
             assert self._me is not None
             trainer_id, trainers = self._me
             self._connections[endpoint] = Connection(
-                self._zmq(), endpoint, trainer_id, trainers, deadline=self.deadline, wait_port=self.wait_port
+                self._zmq(),
+                endpoint,
+                trainer_id,
+                trainers,
+                sync_mode=self._sync_mode,
+                deadline=self.deadline,
+                wait_port=self.wait_port,
             )
         return self._connections[endpoint]
 

@@ -100,6 +100,7 @@ class PServer:
         params = update.eqn.params
         self.endpoint: str = params["endpoint"]
         self.count: int = params["Fanin"]
+        self.sync_mode: bool = params["sync_mode"]
         self.deadline = deadline
         self.step = 0
         self.state = own_buffers(state)
@@ -237,6 +238,8 @@ class PServer:
             if address not in self._by_address:
                 raise WireError(f"a `{message.op}` message from a peer that has not said hello")
             k = self._by_address[address]
+            if self._trainers[k].done:
+                raise WireError(f"a `{message.op}` message of trainer {k}, which has left")
             self._trainers[k].heard = now
             if message.op not in RULES:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
@@ -268,6 +271,14 @@ class PServer:
         if not 0 <= k < self.count:
             raise WireError(f"trainer {k} of {self.count}: ids are 0 to {self.count - 1}")
         known = self._trainers.get(k)
+        if message.fields.get("sync_mode", self.sync_mode) != self.sync_mode:
+            modes = {True: "synchronous", False: "asynchronous"}
+            raise WireError(
+                f"trainer {k} is {modes[not self.sync_mode]}, pserver {self.endpoint} {modes[self.sync_mode]}: "
+                "every role must plan the same mode"
+            )
+        if known is not None and known.done:
+            raise WireError(f"trainer {k} has left, and cannot come back to this job")
         if known is not None and known.session != message["session"]:
             raise WireError(
                 f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in two processes?"
