@@ -8,7 +8,8 @@
 Nobody waits for anybody. A trainer's first whole gradient of a step makes the lr_sched block run, so that a count in
 the optimizer's state is that of all trainers' steps, and its values are those of this trainer's step; `recv` gives what
 is newest. With one trainer that is sequential training. One loop takes the messages and updates one block at a time,
-which is one lock for each block and more: no update is lost, as it is where threads add to a block without one (Hogwild).
+which is one lock for each block and more: no update is lost, as it is where threads add to a block without one
+(Hogwild).
 
 Where gradients are compensated for their delay (`dtrans.transforms.dc_asgd`), what a trainer receives is kept for it.
 
