@@ -193,8 +193,9 @@ class Crowded(dtrans.PSDispatcher):
     """All blocks but the last of a leaf go to the first server, which has to join their parts; none to the second."""
 
     def dispatch(self, varlist):
-        first, _, last = self._eps
-        return [first] * (len(varlist) - 1) + [last]
+        first, _, last = self.eps
+        leaves = [v.name.partition(".block")[0] for v in varlist]
+        return [first if leaf in leaves[i + 1 :] else last for i, leaf in enumerate(leaves)]
 
 
 @pytest.mark.parametrize(
