@@ -197,6 +197,6 @@ def peers() -> Iterator[None]:
         me, why = f"trainer {jax.process_index()}", str(e).splitlines()[0]
         if "Timed out" in str(e):
             raise PeerError(f"{me} waited too long for the other trainers in the middle of a reduction ({why})") from e
-        raise PeerError(
-            f"{me} lost the other trainers in the middle of a reduction: one of them has ended ({why})"
-        ) from e
+        others = [f"trainer {k}" for k in connected().members if k != jax.process_index()]
+        who = others[0] if len(others) == 1 else f"one of {', '.join(others)}"
+        raise PeerError(f"{me} lost {who} in the middle of a reduction: it has ended ({why})") from e
