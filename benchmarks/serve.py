@@ -1,4 +1,4 @@
-"""One parameter server of the endpoint benchmark: `python serve.py ENDPOINT ALL,ENDPOINTS PARAMETERS`."""
+"""One parameter server of the endpoint benchmark: `python serve.py ENDPOINT ALL,ENDPOINTS PARAMETERS MODE`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import dtrans
 
 
 if __name__ == "__main__":
-    endpoint, pservers, parameters = sys.argv[1:]
+    endpoint, pservers, parameters, mode = sys.argv[1:]
     sizes, rows = SIZES[parameters]
     t = dtrans.DistributeTranspiler()
     main, startup = programs(*mlp(sizes, rows))
-    t.transpile(0, main, pservers, 1, startup_program=startup)
+    t.transpile(0, main, pservers, 1, sync_mode=mode == "sync", startup_program=startup)
     pserver, pserver_startup = t.get_pserver_programs(endpoint)
     with dtrans.Executor() as exe:
         exe.run(pserver, exe.run(pserver_startup, jax.random.key(0)))

@@ -31,17 +31,18 @@ def free_endpoints(count: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def endpoint_step(parameters: str):
-    """A function that makes one step over two servers."""
+def endpoint_step(parameters: str, mode: str):
+    """A function that makes one step over two servers, synchronous ones or not."""
     sizes, rows = SIZES[parameters]
     step, init, batch = mlp(sizes, rows)
     endpoints = free_endpoints(2)
     script = Path(__file__).with_name("serve.py")
-    servers = [subprocess.Popen([sys.executable, str(script), ep, ",".join(endpoints), parameters]) for ep in endpoints]
+    every = ",".join(endpoints)
+    servers = [subprocess.Popen([sys.executable, str(script), ep, every, parameters, mode]) for ep in endpoints]
     try:
         t = dtrans.DistributeTranspiler()
         main, startup = programs(step, init, batch)
-        t.transpile(0, main, ",".join(endpoints), 1, startup_program=startup)
+        t.transpile(0, main, every, 1, sync_mode=mode == "sync", startup_program=startup)
         trainer = t.get_trainer_program()
         with dtrans.Executor(deadline=60) as exe:
             box = [exe.run(t.get_trainer_startup_program(), jax.random.key(0))]
@@ -56,8 +57,9 @@ def endpoint_step(parameters: str):
             s.wait(timeout=60)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("parameters", SIZES)
-def test_endpoint_step(benchmark, ratio, parameters):
+def test_endpoint_step(benchmark, ratio, parameters, mode):
     sizes, rows = SIZES[parameters]
     step, init, batch = mlp(sizes, rows)
     jitted = jax.jit(step, donate_argnums=1)
@@ -70,11 +72,9 @@ def test_endpoint_step(benchmark, ratio, parameters):
     count = sum(a * b + b for a, b in itertools.pairwise(sizes))
     source, target = np.ones(2 * count, np.float32), np.ones(2 * count, np.float32)
 
-    with endpoint_step(parameters) as run:
+    with endpoint_step(parameters, mode) as run:
         benchmark.pedantic(lambda: jax.block_until_ready(run()), rounds=20, warmup_rounds=3)
-        benchmark.extra_info["over plain"] = ratio(
-            f"endpoint step / plain step, {parameters} parameters", run, plain, 30
-        )
-        benchmark.extra_info["over memcpy"] = ratio(
-            f"endpoint step / memcpy of its bytes, {parameters} parameters", run, lambda: np.copyto(target, source), 30
-        )
+        name = f"{mode} endpoint step / plain step, {parameters} parameters"
+        benchmark.extra_info["over plain"] = ratio(name, run, plain, 30)
+        name = f"{mode} endpoint step / memcpy of its bytes, {parameters} parameters"
+        benchmark.extra_info["over memcpy"] = ratio(name, run, lambda: np.copyto(target, source), 30)
