@@ -6,7 +6,11 @@
     pserver   one `listen_and_serv`, whose optimize blocks sum the trainers' gradients, scale them by
               1/trainers, and do what the optimizer does, on the rows that live there
 
-The optimizer's state exists on the servers only. Initial values are the rows of the single-device init.
+With `sync_mode=False` there are no barriers, and an optimize block takes one gradient, of whichever trainer sent it;
+with `enable_dc_asgd` it corrects that for its delay (`dtrans.transforms.dc_asgd`).
+
+The optimizer's state exists on the servers only. Initial values are the rows of the single-device init, and only these
+are computed (`dtrans.parts`).
 With a loss that is a mean over the batch, and trainers that see equal shares of it, the job computes what
 one device computes on the whole batch.
 
@@ -46,7 +50,7 @@ from dtrans.rows import analyse
 from dtrans.shards import Held, Slicer, Work
 from dtrans.transforms.dc_asgd import Compensation, compensated
 from dtrans.transforms.halves import refuse_nested, write_trainer_half
-from dtrans.transforms.startup import match_startup
+from dtrans.transforms.startup import check_programs, match_startup
 from dtrans.trees import TreeSpec, without
 
 
@@ -194,9 +198,7 @@ def check_options(
     main: Any, startup: Any, trainers: Any, sync_mode: Any, slice_var_up: Any, split_method: Any, min_block_size: Any
 ) -> None:
     """Refuse what cannot be planned, by the option's name."""
-    for name, program in (("main", main), ("startup", startup)):
-        if not isinstance(program, Program):
-            raise ConfigError(f"{name} must be a Program (dtrans.trace(fn, *args)), it is {type(program).__name__}")
+    check_programs(main, startup)
     if isinstance(trainers, bool) or not isinstance(trainers, int) or trainers < 1:
         raise ConfigError(f"trainers must be a positive number of trainers, it is {trainers!r}")
     if not isinstance(sync_mode, bool):

@@ -1,4 +1,4 @@
-"""Matching a startup program to a step: which of what init makes is which of what the step takes.
+"""Startup programs: that there is one, and which of what init makes is which of what the step takes.
 
 What init returns is told apart by its keys (`params`, `opt_state`, or what the step calls them) or, in a tuple, by the
 paths and types of its leaves: never by position alone, which would take momentum for weights.
@@ -13,10 +13,17 @@ from typing import Any
 import jax
 
 from dtrans.cut import Cut
-from dtrans.errors import TraceError
+from dtrans.errors import ConfigError, TraceError
 from dtrans.program import FORWARD, Program, children
 from dtrans.rewrite import inline_calls
 from dtrans.trees import TreeSpec, is_array
+
+
+def check_programs(main: Any, startup: Any) -> None:
+    """Raises ConfigError for what is not a traced step, or not a traced init."""
+    for name, program in (("main", main), ("startup", startup)):
+        if not isinstance(program, Program):
+            raise ConfigError(f"{name} must be a Program (dtrans.trace(fn, *args)), it is {type(program).__name__}")
 
 
 def match_startup(step: Cut, startup: Program) -> Program:
