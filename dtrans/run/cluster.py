@@ -9,7 +9,7 @@ The first state is trainer 0's, whatever the others made. How processes are conn
 one ends, is in `dtrans.run.connection`.
 
 All trainers must reduce the same things in the same order. That they mean to is checked at the first step, and whenever
-the parts of the batch get another shape; a trainer that does so alone waits for the others in vain, up to the deadline.
+the parts of the batch get other types; a trainer that does so alone waits for the others in vain, up to the deadline.
 """
 
 from __future__ import annotations
@@ -99,21 +99,11 @@ class ClusterTrainers(MeshTrainers):
         program = self._program(state, arrays)
         agree(program, self._split, self.plan.merges)
 
-    def _mapped(self, program: Program) -> Callable[[list[Any], Sequence[Any]], Sequence[Any]]:
-        axes, count = self.plan.axis_names, len(program.in_names) - len(self._shares)
-        ways = [self._way(n) for n in program.out_names]
-        one = per_trainer(program)
+    def _told(self, x: Any, way: str) -> Any:
+        return x if way == "same" else jax.lax.all_gather(x, self.plan.axis_names, tiled=way == "concat")
 
-        def trainer(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            outs = one(*held, *batch)
-            return [
-                x if way == "same" else jax.lax.all_gather(x, axes, tiled=way == "concat")
-                for x, way in zip(outs, ways, strict=True)
-            ]
-
-        specs = ([P()] * count, [P(axes) if s == "split" else P() for s in self._shares])
-        # check_vma: see MeshTrainers
-        return jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    def _spec(self, way: str) -> P:
+        return P()  # every process has the whole
 
 
 class SurvivingTrainers(ClusterTrainers):
@@ -161,6 +151,7 @@ def cluster_job(plan: CollectivePlan, *, donate: bool) -> ClusterTrainers:
 
 
 def own_of(x: Any) -> Any:
+    """This process's piece of an array; what is none, as it is."""
     return own(x) if isinstance(x, jax.Array) else x
 
 
@@ -185,8 +176,7 @@ class ClusterFabric:
     def run(self, program: Program, flat: Sequence[Any]) -> list[Any]:
         """The outputs of a trainer's program: results as far as they are reduced, else this trainer's own part."""
         if program is not self._last:
-            held = {n for spec in program.args[:2] for n in spec.names}
-            agree(program, [n for n, t in program.inputs.items() if n not in held and t.ndim])
+            agree(program, _parts(program))
             self._last = program
         if program not in self._compiled:
             self._compiled[program] = self._compile(program)
@@ -204,13 +194,18 @@ class ClusterFabric:
             )
         axes = axes_of(program, connected().trainers)
         mesh = Mesh(np.array(trainer_devices()).reshape([*axes.values()]), tuple(axes))
-        held = {n for spec in program.args[:2] for n in spec.names}
-        batch = [n for n, t in program.inputs.items() if n not in held and t.ndim]
-        specs = [P(tuple(axes)) if n in batch else P() for n in program.in_names]
+        parts = _parts(program)
+        specs = [P(tuple(axes)) if n in parts else P() for n in program.in_names]
         # every output is in the place of one that is the same on all: a trainer reads its own
         one = per_trainer(program)
         mapped = jax.shard_map(lambda *xs: one(*xs), mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False)
         return jax.jit(mapped), [NamedSharding(mesh, s) for s in specs]
+
+
+def _parts(program: Program) -> list[str]:
+    """The arrays of a program that trainers have parts of."""
+    held = {n for spec in program.args[:2] for n in spec.names}
+    return [n for n, t in program.inputs.items() if n not in held and t.ndim]
 
 
 def axes_of(program: Program, trainers: int) -> dict[str, int]:

@@ -278,12 +278,20 @@ class MeshTrainers(CollectiveJob):
 
         def trainer(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
             outs = one(*held, *batch)
-            return [x[None] if way == "each" else x for x, way in zip(outs, ways, strict=True)]
+            return [self._told(x, way) for x, way in zip(outs, ways, strict=True)]
 
         specs = ([P()] * count, [P(axes) if s == "split" else P() for s in self._shares])
-        outs = [P() if way == "same" else P(axes) for way in ways]
+        outs = [self._spec(way) for way in ways]
         # check_vma: the equations were traced without varying types, and replay only without the check
         return jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
+
+    def _told(self, x: Any, way: str) -> Any:
+        """What a trainer gives of an output."""
+        return x[None] if way == "each" else x
+
+    def _spec(self, way: str) -> P:
+        """Where that is of the output of all."""
+        return P() if way == "same" else P(self.plan.axis_names)
 
     def _here(self, state: CollectiveState) -> CollectiveState:
         return jax.device_put(state, self._everywhere)

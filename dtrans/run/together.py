@@ -24,6 +24,9 @@ from dtrans.program import Program
 from dtrans.run.connection import connected
 
 
+OTHER_STATE = "parameters or an optimizer state of other shapes"
+
+
 def trainer_devices() -> list[jax.Device]:
     """The devices of all trainers, in their order: process by process.
 
@@ -77,7 +80,7 @@ def shared(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
     Raises:
       PeerError: they have arrays of other types.
     """
-    compare([_digest([f"{x.shape} {x.dtype}" for x in xs])], ["parameters or an optimizer state of other shapes"])
+    _refuse(_told([_digest([f"{x.shape} {x.dtype}" for x in xs])]), 0, OTHER_STATE)
     mine = jax.process_index() == root
     raw = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in xs]
     host = [np.asarray(x) for x in raw]
@@ -112,33 +115,18 @@ def agree(program: Program, split: Collection[str], merges: Mapping[str, str] | 
     first = next(iter(split), "the batch")
     rows = program.inputs[first].shape[0] if split else 0
     digest = _digest([program.fingerprint, *sorted(f"{n} {way}" for n, way in (merges or {}).items())])
-    shapes = "parameters or an optimizer state of other shapes"
-    said = compare([_digest(held)], [shapes], str(rows), digest)
+    said = _told([_digest(held), str(rows), digest])
+    # held first: a trainer with other parameters runs another program too, and so does one with other rows
+    _refuse(said, 0, OTHER_STATE)
     counts = {k: words[1] for k, words in said.items()}
     if len({*counts.values()}) > 1:
         listed = ", ".join(f"trainer {k} gives {n}" for k, n in counts.items())
         raise BatchError(f"trainers must give parts of one size; of {first} {listed} rows")
-    _disagree(said, 2, "another step, or other options")
+    _refuse(said, 2, "another step, or other options")
 
 
-def compare(words: Sequence[str], what: Sequence[str], *more: str) -> dict[int, list[str]]:
-    """What each trainer says, by its number.
-
-    Args:
-      words: what must be the same on all.
-      what: what a trainer has that says something else, for each.
-      more: what is only told.
-
-    Raises:
-      PeerError: somebody says something else. DeadlineError: a trainer did not say.
-    """
-    said = _told([*words, *more])
-    for i, other in enumerate(what):
-        _disagree(said, i, other)
-    return said
-
-
-def _disagree(said: Mapping[int, Sequence[str]], i: int, what: str) -> None:
+def _refuse(said: Mapping[int, Sequence[str]], i: int, what: str) -> None:
+    """Raise PeerError for trainers whose word `i` is not that of trainer 0: they have `what`."""
     others = [k for k, words in said.items() if words[i] != said[0][i]]
     if others:
         who = " and ".join(f"trainer {k}" for k in others)
@@ -149,7 +137,7 @@ _rounds: dict[tuple[int, ...], int] = {}  # how often these trainers have agreed
 
 
 def _told(words: Sequence[str]) -> dict[int, list[str]]:
-    """What each trainer says, by its number."""
+    """What each trainer says, by its number. Raises DeadlineError where one says nothing."""
     cluster, board = connected(), bulletin_board()
     me, among = cluster.trainer_id, cluster.members
     now = _rounds.get(among, 0)
