@@ -360,6 +360,14 @@ def small(trainers: int) -> tuple[PServerPlan, Any, Any]:
     return plan_for(free_endpoints(1), optax.sgd(0.5), params, *batch, trainers=trainers, loss=loss), params, batch
 
 
+def one_step_was_taken(crew: Crew, plan: PServerPlan, params: Any, batch: Any) -> None:
+    """Trainer 0 takes a step, and the server has made that one and no other."""
+    crew.start("trainer 0", train, plan, 0, [batch], None, params)
+    crew.end("trainer 0")
+    gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
+    np.testing.assert_allclose(crew.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12)
+
+
 def test_others_go_on_when_a_trainer_fails(crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
     plan, params, batch = small(2)
     (endpoint,) = plan.servers
@@ -440,10 +448,7 @@ def test_who_has_left_is_not_served_any_more(crew: Crew) -> None:
         assert peer.refused() == "a `send` message of trainer 1, which has left"
         peer.hello(1, 2, session="another")
         assert peer.refused() == "trainer 1 has left, and cannot come back to this job"
-    crew.start("trainer 0", train, plan, 0, [batch], None, params)
-    crew.end("trainer 0")
-    gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
-    np.testing.assert_allclose(crew.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12)
+    one_step_was_taken(crew, plan, params, batch)
 
 
 def test_messages_out_of_turn_are_refused_and_change_nothing(crew: Crew) -> None:
@@ -465,7 +470,4 @@ def test_messages_out_of_turn_are_refused_and_change_nothing(crew: Crew) -> None
         assert peer.refused() == "`recv` of step 0, but not all of params/w@GRAD was sent"
         peer.tell("complete")
         assert peer.hear().op == "goodbye"
-    crew.start("trainer 0", train, plan, 0, [batch], None, params)
-    crew.end("trainer 0")
-    gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
-    np.testing.assert_allclose(crew.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12)
+    one_step_was_taken(crew, plan, params, batch)

@@ -1,10 +1,11 @@
 """Carries out communication equations with the endpoints of other processes.
 
     split_byref    views of the gradient's memory
-    send           to the outbox of each server; it leaves when it is full, or at the barrier
+    send           to the outbox of each server; it leaves when it is full, at the barrier, or before a `recv`
     send_barrier   empties the outboxes and says so
     recv           only notes what is wanted, and where in its parameter's memory it goes
-    fetch_barrier  one request to each server; its blocks land in the parameters as they come
+    fetch_barrier  one request to each server; its blocks land in the parameters as they come. An asynchronous step has
+                   none: its request goes before what comes next, or at the program's end (`settle`)
     concat         nothing is left to do: the blocks lie side by side
     listen_and_serv  serves
 

@@ -4,6 +4,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local, silence
+                   [, sync_mode]
     send           step, pieces + frames               blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
     recv           step[, blocks]                      refuse    reason[, last]
