@@ -129,10 +129,10 @@ def test_one_trainer_is_sequential_training(crew: Crew, tx: Any, servers: int) -
 def lagging() -> optax.GradientTransformation:
     """Steps by the rate of the step before, which is state that nobody but the update reads."""
     return optax.GradientTransformation(
-        lambda p: {"count": jnp.zeros((), jnp.int32), "lr": jnp.asarray(0.1)},
+        lambda p: {"count": jnp.zeros((), jnp.int32), "lr": jnp.asarray(0.1, jnp.float64)},
         lambda g, s, p=None: (
             jax.tree.map(lambda x: -x * s["lr"], g),
-            {"count": s["count"] + 1, "lr": 0.1 / (s["count"] + 2)},
+            {"count": s["count"] + 1, "lr": jnp.asarray(0.1 / (s["count"] + 2), jnp.float64)},
         ),
     )
 
@@ -161,7 +161,7 @@ def test_a_block_may_read_what_nobody_makes_anew(crew: Crew) -> None:
         value, grads = dtrans.value_and_grad(lambda b: jnp.mean((x * b - 1) ** 2))(params["b"])
         return {"b": params["b"] - params["scale"] * grads, "scale": params["scale"]}, opt_state, value
 
-    params = {"b": jnp.ones(()), "scale": jnp.asarray(0.01)}
+    params = {"b": jnp.ones(()), "scale": jnp.asarray(0.01, jnp.float64)}
     run_alone(crew, step, lambda p: (p, ()), params, [(jnp.arange(4.0) + i,) for i in range(4)])
 
 
@@ -205,7 +205,8 @@ def test_a_step_of_several_trainers_is_the_sum_of_what_each_would_do(crew: Crew)
 
 
 def test_no_update_is_lost_where_nobody_waits(crew: Crew) -> None:
-    """The gradient of a linear loss does not depend on the parameters, so that order does not matter."""
+    """The gradient of a linear loss does not depend on the parameters, so that order does not matter: every gradient
+    counts once, whatever else comes meanwhile."""
     loss = lambda p, x: jnp.sum(jnp.mean(x, 0) * p["w"]) + jnp.mean(x) * p["b"]
     params = {"w": jnp.zeros(6), "b": jnp.zeros(())}
     rng = np.random.default_rng(0)
