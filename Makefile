@@ -20,8 +20,8 @@ venv: $(STAMP) ## make the environment in .venv
 demo: $(STAMP) ## train with two trainers and two parameter servers as processes; draws loss.png
 	$(BIN)/dtrans train --engine processes --trainers 2 --pservers 2 --plot loss.png
 
-test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest
+test: $(STAMP) ## run the tests, a file to each core at a time
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 fuzz: $(STAMP) ## slice 2,000 random updates (takes minutes)
 	DTRANS_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_any_update.py

@@ -18,6 +18,7 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 4)
 
 _ratios: list[tuple[str, float, float, float]] = []
+_rates: list[tuple[str, float, float, float]] = []
 
 
 @pytest.fixture
@@ -40,8 +41,18 @@ def ratio() -> Callable[..., float]:
     return measure
 
 
+@pytest.fixture
+def report() -> Callable[[str, float, float, float], None]:
+    """`report(name, ratio, ours, theirs)`: list a ratio that was measured otherwise, with two rates per second."""
+    return lambda *row: _rates.append(row)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if _ratios:
         terminalreporter.write_sep("-", "ratios: median over pairs, and the two medians in ms")
         for name, median, a, b in _ratios:
             terminalreporter.write_line(f"{name:<62} {median:6.2f}  {a * 1e3:10.3f} / {b * 1e3:.3f}")
+    if _rates:
+        terminalreporter.write_sep("-", "ratios of rates: median over pairs, and the two medians per second")
+        for name, median, a, b in _rates:
+            terminalreporter.write_line(f"{name:<62} {median:6.2f}  {a:10.0f} / {b:.0f}")

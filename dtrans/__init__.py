@@ -8,7 +8,7 @@ process (`plan.on_mesh()`) or as processes (`Executor`, `plan.on_cluster()`, `dt
 
 from typing import TYPE_CHECKING, Any
 
-from dtrans import errors as errors
+from dtrans import checkpoint as checkpoint, errors as errors
 from dtrans.blocks import (
     HashName as HashName,
     PSDispatcher as PSDispatcher,
@@ -18,17 +18,19 @@ from dtrans.blocks import (
     slice_variable as slice_variable,
 )
 from dtrans.collective import CollectivePlan as CollectivePlan
+from dtrans.config import DistributeTranspilerConfig as DistributeTranspilerConfig
 from dtrans.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
+from dtrans.ops import CommunicatorConfig as CommunicatorConfig
 from dtrans.overview import VarDistributed as VarDistributed, VarsDistributed as VarsDistributed
 from dtrans.plan import PServerPlan as PServerPlan
 from dtrans.program import Op as Op, Program as Program, trace as trace
 from dtrans.run.connection import connect as connect
 from dtrans.run.executor import Executor as Executor
 from dtrans.run.roles import Role as Role
-from dtrans.transforms import nccl2 as nccl2, pserver as pserver
+from dtrans.transforms import geo_sgd as geo_sgd, nccl2 as nccl2, pserver as pserver
 from dtrans.transpiler import (
     DistributeTranspiler as DistributeTranspiler,
-    DistributeTranspilerConfig as DistributeTranspilerConfig,
+    GeoSgdTranspiler as GeoSgdTranspiler,
 )
 
 

@@ -86,6 +86,8 @@ class PServerPlan:
       dropped: effects of the step that no program carries out, such as printing the optimizer's state.
       shared_state: optimizer state that lives with no leaf, since no row enters it, or only through reductions; it
         is on every server that needs it.
+      runtime_split: leaves are cut into blocks when trainers run, not by their programs.
+      geo_sgd_need_push_nums: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and each does.
     """
 
     main: Program
@@ -98,8 +100,10 @@ class PServerPlan:
     unsent: tuple[str, ...]
     dropped: tuple[str, ...]
     shared_state: tuple[str, ...]
+    runtime_split: bool
     make_trainer: Callable[[int], Program] = dataclasses.field(repr=False)
     make_trainer_startup: Callable[[int], Program] = dataclasses.field(repr=False)
+    geo_sgd_need_push_nums: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "servers", _Servers(self.servers))
@@ -227,7 +231,7 @@ class PServerPlan:
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that one trainer sends (gradients) and receives (parameters) in a step."""
+        """Bytes that one trainer sends (gradients) and receives (parameters) in a step that does."""
         unsent = set(self.unsent)
         push = sum(b.nbytes for b in self.placement.table if b.leaf not in unsent)
         return {"send": push, "recv": sum(b.nbytes for b in self.placement.table)}
@@ -272,8 +276,9 @@ class PServerPlan:
         if len(self.servers) > 1:
             notes.append(f"the fullest server holds {self.balance:.2f} times the mean")
         step = self.bytes_per_step
+        often = f"in {self.geo_sgd_need_push_nums} steps" if self.geo_sgd_need_push_nums else "per step"
         notes.append(
-            f"each of {self.trainers} trainers sends {step['send']:,} and receives {step['recv']:,} bytes per step"
+            f"each of {self.trainers} trainers sends {step['send']:,} and receives {step['recv']:,} bytes {often}"
         )
         for i, values in enumerate(self.rounds):
             told = sum(r.nbytes for r in values)
@@ -295,7 +300,7 @@ class PServerPlan:
 
     @property
     def _title(self) -> str:
-        mode = "sync" if self.sync_mode else "async"
+        mode = "geo" if self.geo_sgd_need_push_nums else "sync" if self.sync_mode else "async"
         return f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, {mode}"
 
     def __str__(self) -> str:

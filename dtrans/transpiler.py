@@ -7,150 +7,26 @@ and any number of times, and one object gives the programs of every role.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from dtrans.addresses import parse_endpoints, split_endpoint
-from dtrans.blocks import PSDispatcher, RoundRobin, check_dispatcher
 from dtrans.collective import CollectivePlan
+from dtrans.config import COLLECTIVE_MODES, DistributeTranspilerConfig
 from dtrans.errors import ConfigAssertionError, ConfigError, ConfigTypeError
 from dtrans.placement import check_seed
 from dtrans.plan import PServerPlan, ServerPrograms, check_trainer_endpoint, check_trainer_id
 from dtrans.program import Program
+from dtrans.transforms.geo_sgd import geo_sgd
 from dtrans.transforms.joining import joining_startup
 from dtrans.transforms.nccl2 import nccl2
 from dtrans.transforms.pserver import pserver
 
 
-MIN_BLOCK_SIZE = 8192
-
 # print_log asks to be seen: the level of the root logger, by default WARNING, does not hold it back; one set here does
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
-
-# Attribute to default, as Paddle 1.8.5 has them.
-DEFAULTS: dict[str, Any] = {
-    "slice_var_up": True,
-    "split_method": None,
-    "min_block_size": MIN_BLOCK_SIZE,
-    "enable_dc_asgd": False,
-    "mode": "pserver",
-    "print_log": False,
-    "wait_port": True,
-    "sync_mode": True,
-    "runtime_split_send_recv": False,
-    "half_async": False,
-    "completely_not_async": False,
-    "geo_sgd_mode": False,
-    "geo_sgd_need_push_nums": 100,
-    "nccl_comm_num": 1,
-    "use_hierarchical_allreduce": False,
-    "hierarchical_allreduce_inter_nranks": 0,
-    "collective_mode": None,
-}
-
-# What Paddle has no attribute for.
-BEYOND: dict[str, Any] = {"dc_asgd_lambda": 1.0, "dc_asgd_decay": None}
-
-# What this version carries out; another value of any of these is refused by name.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "runtime_split_send_recv": (False,),
-    "completely_not_async": (False,),
-    "geo_sgd_mode": (False,),
-}
-
-# What `collective_mode` is, as options of `dtrans.nccl2`: Paddle's transpiler/collective.py reduces each gradient by
-# itself, and averages parameters after each local step.
-COLLECTIVE_MODES: dict[str, dict[str, Any]] = {
-    "grad_allreduce": {"fuse_grad_size_in_MB": 0},
-    "local_sgd": {"local_sgd": 1},
-}
-
-
-class DistributeTranspilerConfig:
-    """The options of a `DistributeTranspiler`.
-
-    All of Paddle's attributes are here, with its defaults; this version carries out pserver mode, synchronous and
-    asynchronous, nccl2 and collective mode, and refuses what else there is when it transpiles. Those in use:
-
-    Attributes:
-      mode: "pserver"; or "nccl2" or "collective": no servers, trainers average their gradients with collectives.
-      collective_mode: with mode="collective", "grad_allreduce" (each gradient is reduced by itself), or "local_sgd"
-        (each trainer takes the step by itself, and what they make is averaged: the optimizer's state too, which Paddle
-        does not average).
-      slice_var_up: cut parameters into blocks of rows; otherwise each is whole on one server. "require" makes it
-        an error if the optimizer does not let one be cut.
-      split_method: a subclass of `PSDispatcher`: `RoundRobin` (None is that), `HashName`, `SizeBalanced`, your own.
-      min_block_size: the fewest elements worth a block of their own, 8192 or more.
-      sync_mode: every update uses the gradients of all trainers; otherwise each gradient is an update of its own.
-        Either this or the argument of `transpile` turns it off.
-      enable_dc_asgd: with sync_mode=False, compensate gradients for their delay.
-      dc_asgd_lambda, dc_asgd_decay: how, which Paddle has no attributes for; see `dtrans.pserver`.
-      half_async: with sync_mode=False, the threads of a trainer wait for each other before each step. A trainer has one
-        here, so that this is the same.
-      print_log: log the plan when transpiling: at level INFO, by the logger "dtrans.transpiler", whose level and
-        handlers are yours to set. Where logging is not set up, the plan goes to stderr, as Python's own warnings do.
-      nccl_comm_num: in nccl2 mode, how many chains of reductions may run beside each other; 1 leaves that to XLA.
-      use_hierarchical_allreduce: in nccl2 mode, reduce gradients inside each node, across nodes, and gather inside.
-      hierarchical_allreduce_inter_nranks: how many trainers a node has; by default as many as have endpoints on one
-        host.
-
-    slice_var_up, split_method and min_block_size are for pserver mode.
-
-    Raises:
-      ConfigError: an attribute that does not exist.
-
-    Example:
-      >>> import dtrans
-      >>> config = dtrans.DistributeTranspilerConfig(min_block_size=16384)
-      >>> config.slice_var_up, config.min_block_size
-      (True, 16384)
-      >>> config.min_blocksize = 1
-      Traceback (most recent call last):
-      ...
-      dtrans.errors.ConfigError: DistributeTranspilerConfig has no option min_blocksize; did you mean min_block_size?
-    """
-
-    slice_var_up: bool | Literal["require"]
-    split_method: type[PSDispatcher] | None
-    min_block_size: int
-    enable_dc_asgd: bool
-    mode: str
-    print_log: bool
-    wait_port: bool
-    sync_mode: bool
-    runtime_split_send_recv: bool
-    half_async: bool
-    completely_not_async: bool
-    geo_sgd_mode: bool
-    geo_sgd_need_push_nums: int
-    nccl_comm_num: int
-    use_hierarchical_allreduce: bool
-    hierarchical_allreduce_inter_nranks: int
-    collective_mode: str | None
-    dc_asgd_lambda: float
-    dc_asgd_decay: float | None
-
-    def __init__(self, **options: Any) -> None:
-        for name, value in {**DEFAULTS, **BEYOND, **options}.items():
-            setattr(self, name, value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in DEFAULTS and name not in BEYOND:
-            raise ConfigError(f"DistributeTranspilerConfig has no option {name}{_similar(name)}")
-        super().__setattr__(name, value)
-
-    def __repr__(self) -> str:
-        changed = {n: v for n, v in vars(self).items() if v != (DEFAULTS | BEYOND)[n]}
-        return f"DistributeTranspilerConfig({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
-
-
-def _similar(name: str) -> str:
-    known = [*DEFAULTS, *BEYOND]
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]}?" if close else f"; its options are {', '.join(known)}"
 
 
 class DistributeTranspiler:
@@ -178,7 +54,7 @@ class DistributeTranspiler:
         if config is not None and not isinstance(config, DistributeTranspilerConfig):
             raise ConfigError(f"config must be a DistributeTranspilerConfig, it is {type(config).__name__}")
         self.config = config or DistributeTranspilerConfig()
-        self._check_config()
+        self.config.check()
         self._plan: PServerPlan | CollectivePlan | None = None
         self._trainer_id = 0
         self._endpoints: tuple[str, ...] = ()
@@ -211,12 +87,13 @@ class DistributeTranspiler:
           ConfigError: an option that is out of range, contradicts another, or is not in this version.
           GradientError, TraceError: as `dtrans.pserver` and `dtrans.nccl2`.
         """
-        self._check_config()
+        self.config.check()
         check_seed(seed)
         if not isinstance(sync_mode, bool):
             raise ConfigError(f"sync_mode must be True or False, it is {sync_mode!r}")
-        if self.config.half_async and sync_mode and self.config.sync_mode:
-            raise ConfigError("half_async=True is for sync_mode=False, which is True")
+        for name in ("half_async", "completely_not_async", "geo_sgd_mode"):
+            if getattr(self.config, name) and sync_mode and self.config.sync_mode:
+                raise ConfigError(f"{name}=True is for sync_mode=False, which is True")
         if program is None or startup_program is None:
             raise ConfigError(
                 "transpile needs program=dtrans.trace(step, ...) and startup_program=dtrans.trace(init, ...)"
@@ -243,19 +120,39 @@ class DistributeTranspiler:
                 f"trainers must be a number in pserver mode, it is {trainers!r}; a list of endpoints belongs to "
                 "mode='nccl2'"
             )
+        placed: dict[str, Any] = {
+            "pservers": pservers,
+            "trainers": trainers,
+            "slice_var_up": self.config.slice_var_up,
+            "split_method": self.config.dispatcher,
+            "min_block_size": self.config.min_block_size,
+            "seed": seed,
+        }
+        if self.config.geo_sgd_mode:
+            plan = geo_sgd(
+                program,
+                startup_program,
+                geo_sgd_need_push_nums=self.config.geo_sgd_need_push_nums,
+                wait=self.config.geo_sgd_wait,
+                **placed,
+            )
+            check_trainer_id(trainer_id, plan.trainers)
+            self._plan, self._trainer_id = plan, trainer_id
+            return
         plan = pserver(
             program,
             startup_program,
-            pservers=pservers,
-            trainers=trainers,
             sync_mode=sync_mode and self.config.sync_mode,
-            slice_var_up=self.config.slice_var_up,
-            split_method=self._split_method,
-            min_block_size=self.config.min_block_size,
+            leaver=self.config.leaver,
+            runtime_split_send_recv=self.config.runtime_split_send_recv,
+            half_async=self.config.half_async,
+            completely_not_async=self.config.completely_not_async,
+            communicator=self.config.communicator,
+            merge=self.config.merge,
             enable_dc_asgd=self.config.enable_dc_asgd,
             dc_asgd_lambda=self.config.dc_asgd_lambda,
             dc_asgd_decay=self.config.dc_asgd_decay,
-            seed=seed,
+            **placed,
         )
         check_trainer_id(trainer_id, plan.trainers)
         self._plan, self._trainer_id = plan, trainer_id
@@ -278,8 +175,6 @@ class DistributeTranspiler:
             )
         if not (sync_mode and self.config.sync_mode):
             raise ConfigError(f"sync_mode=False: mode={self.config.mode!r} is synchronous; leave sync_mode=True")
-        if self.config.enable_dc_asgd:
-            raise ConfigError(f"enable_dc_asgd=True is for mode='pserver', it is {self.config.mode!r}")
         endpoints = parse_endpoints(trainers, "trainer")
         check_trainer_endpoint(trainer_id, current_endpoint, endpoints)
         self._plan = nccl2(
@@ -288,6 +183,7 @@ class DistributeTranspiler:
             trainers=len(endpoints),
             nccl_comm_num=None if self.config.nccl_comm_num == 1 else self.config.nccl_comm_num,
             hierarchical_allreduce_inter_nranks=self._trainers_of_a_node(endpoints),
+            merge=self.config.merge,
             **COLLECTIVE_MODES.get(self.config.collective_mode or "", {}),
         )
         self._trainer_id, self._endpoints = trainer_id, endpoints
@@ -371,39 +267,46 @@ class DistributeTranspiler:
             )
         return self.plan.servers[endpoint]
 
-    @property
-    def _split_method(self) -> type[PSDispatcher]:
-        return RoundRobin if self.config.split_method is None else self.config.split_method
 
-    def _check_config(self) -> None:
-        check_dispatcher(self._split_method)
-        if self.config.mode not in ("pserver", "nccl2", "collective"):
-            raise ConfigError(f"mode must be 'pserver', 'nccl2' or 'collective', it is {self.config.mode!r}")
-        size: Any = self.config.min_block_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < MIN_BLOCK_SIZE:
-            raise ConfigAssertionError(
-                f"min_block_size must be {MIN_BLOCK_SIZE} or more, it is {size!r}; dtrans.pserver takes any "
-                "positive number"
-            )
-        if self.config.mode != "nccl2" and self.config.use_hierarchical_allreduce:
-            raise ConfigError("use_hierarchical_allreduce=True is for mode='nccl2', it is " + repr(self.config.mode))
-        for name, default in DEFAULTS.items():
-            value = getattr(self.config, name)
-            if isinstance(default, bool) and not isinstance(value, bool) and name != "slice_var_up":
-                raise ConfigError(f"{name} must be True or False, it is {value!r}")
-        if self.config.runtime_split_send_recv and self.config.sync_mode:
-            raise ConfigError("runtime_split_send_recv=True is for sync_mode=False, which is True")
-        kind: Any = self.config.collective_mode
-        if self.config.mode != "collective" and kind is not None:
-            raise ConfigError(f"collective_mode={kind!r} is for mode='collective', it is {self.config.mode!r}")
-        if self.config.mode == "collective" and kind not in (*COLLECTIVE_MODES,):
-            known = " or ".join(map(repr, COLLECTIVE_MODES))
-            raise ConfigError(f"collective_mode must be {known} with mode='collective', it is {kind!r}")
-        for name, allowed in _ONLY.items():
-            value = getattr(self.config, name)
-            if value not in allowed:
-                listed = " or ".join(map(repr, allowed))
-                raise ConfigError(f"{name}={value!r} is not in this version; leave it at {listed}")
+class GeoSgdTranspiler(DistributeTranspiler):
+    """Rewrites a traced step into the programs of GEO-SGD: see `dtrans.geo_sgd`.
+
+    A config without geo_sgd_mode is taken as if it had it; the one that is handed in is not changed.
+
+    Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.adam(0.1)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> init = lambda: (p := {"w": jnp.ones((4, 2))}, tx.init(p))
+      >>> t = dtrans.GeoSgdTranspiler(dtrans.DistributeTranspilerConfig(geo_sgd_need_push_nums=10))
+      >>> t.transpile(0, dtrans.trace(step, *init(), jnp.ones((8, 4))), trainers=2, startup_program=dtrans.trace(init))
+      >>> [op.type for op in t.get_trainer_program().ops if op.role == "rpc"]
+      ['send']
+    """
+
+    def __init__(self, config: DistributeTranspilerConfig | None = None) -> None:
+        if isinstance(config, DistributeTranspilerConfig) or config is None:
+            given = {} if config is None else vars(config)
+            config = DistributeTranspilerConfig(**{**given, "geo_sgd_mode": True, "sync_mode": False})
+        super().__init__(config)
+
+    def transpile(
+        self,
+        trainer_id: int,
+        program: Program | None = None,
+        pservers: str = "127.0.0.1:6174",
+        trainers: int | str | Sequence[str] = 1,
+        sync_mode: bool = False,
+        startup_program: Program | None = None,
+        current_endpoint: str = "127.0.0.1:6174",
+        seed: int = 0,
+    ) -> None:
+        """As `DistributeTranspiler.transpile`. Raises ConfigError for sync_mode=True."""
+        if sync_mode is True:
+            raise ConfigError("sync_mode=True: GEO-SGD has no synchronous mode; leave it out")
+        super().transpile(trainer_id, program, pservers, trainers, sync_mode, startup_program, current_endpoint, seed)
 
 
 def _log(plan: PServerPlan | CollectivePlan) -> None:

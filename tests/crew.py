@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import zmq
 
 import dtrans
@@ -94,6 +96,49 @@ def train(
             params, loss = exe.run(program, params, *(x[k * n : (k + 1) * n] for x in batch))
             losses.append(loss)
         return params, losses
+
+
+class Turns:
+    """Lets trainers step in a given order, from when all of them are there: all begin with the same parameters."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = list(order)
+        self._at = 0
+        self._there: set[int] = set()
+        self._changed = threading.Condition()
+
+    def take(self, k: int, step: Callable[[], Any]) -> Any:
+        """Step when it is this trainer's turn."""
+        with self._changed:
+            self._there.add(k)
+            self._changed.notify_all()
+            its_turn = lambda: self._there.issuperset(self._order) and self._order[self._at] == k
+            assert self._changed.wait_for(its_turn, HANG), f"trainer {k} never had its turn"
+            made = step()
+            self._at += 1
+            self._changed.notify_all()
+            return made
+
+    def end(self) -> None:
+        """Wait until all turns were taken."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._at == len(self._order), HANG), "some turns were never taken"
+
+
+def joined(plan: PServerPlan, states: Sequence[dict[str, Any]], name: str) -> Any:
+    """A value put together from its blocks on the servers."""
+    held = {n: x for state in states for n, x in state.items()}
+    if name in held:
+        return held[name]
+    count = sum(n.startswith(f"{name}.block") and n.rpartition(".block")[2].isdigit() for n in held)
+    return jnp.concatenate([held[f"{name}.block{i}"] for i in range(count)])
+
+
+def check_state(plan: PServerPlan, states: Any, params: Any, opt_state: Any, rtol: float = 1e-12) -> None:
+    for root, tree in (("params", params), ("opt_state", opt_state)):
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name = f"{root}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+            np.testing.assert_allclose(joined(plan, states, name), x, rtol=rtol, atol=rtol, err_msg=name)
 
 
 class Peer:

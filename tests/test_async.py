@@ -3,8 +3,7 @@ with several that take turns it is what is written out here; and nothing is lost
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from crew import HANG, Crew, Peer, free_endpoints, serve, until
+from crew import HANG, Crew, Peer, Turns, check_state, free_endpoints, serve, until
 from helpers import init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_close
 
 import dtrans
@@ -43,24 +42,6 @@ def plan_for(
     )
 
 
-class Turns:
-    """Lets trainers step in a given order."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        self._order = list(order)
-        self._at = 0
-        self._changed = threading.Condition()
-
-    def take(self, k: int, step: Callable[[], Any]) -> Any:
-        """Step when it is this trainer's turn."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._order[self._at] == k, HANG), f"trainer {k} never had its turn"
-            made = step()
-            self._at += 1
-            self._changed.notify_all()
-            return made
-
-
 def train(plan: PServerPlan, k: int, batches: Sequence[Any], turns: Turns | None, *args: Any) -> tuple[Any, list[Any]]:
     """One trainer on its own batches; its last parameters, and its losses."""
     with dtrans.Executor(deadline=HANG) as exe:
@@ -73,15 +54,6 @@ def train(plan: PServerPlan, k: int, batches: Sequence[Any], turns: Turns | None
         return params, losses
 
 
-def joined(plan: PServerPlan, states: Sequence[dict[str, Any]], name: str) -> Any:
-    """A value put together from its blocks on the servers."""
-    held = {n: x for state in states for n, x in state.items()}
-    if name in held:
-        return held[name]
-    count = sum(n.startswith(f"{name}.block") and n.rpartition(".block")[2].isdigit() for n in held)
-    return jnp.concatenate([held[f"{name}.block{i}"] for i in range(count)])
-
-
 def run(crew: Crew, plan: PServerPlan, params: Any, batches: Sequence[Any], turns: Turns | None) -> tuple[Any, Any]:
     """The states that servers end with, and what each trainer returned; trainer k has `batches[k]`."""
     for ep in plan.servers:
@@ -90,13 +62,6 @@ def run(crew: Crew, plan: PServerPlan, params: Any, batches: Sequence[Any], turn
         crew.start(f"trainer {k}", train, plan, k, batches[k], turns, params)
     ended = crew.all()
     return [ended[ep] for ep in plan.servers], [ended[f"trainer {k}"] for k in range(plan.trainers)]
-
-
-def check_state(plan: PServerPlan, states: Any, params: Any, opt_state: Any, rtol: float = 1e-12) -> None:
-    for root, tree in (("params", params), ("opt_state", opt_state)):
-        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            name = f"{root}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
-            np.testing.assert_allclose(joined(plan, states, name), x, rtol=rtol, atol=rtol, err_msg=name)
 
 
 OPTIMIZERS = {

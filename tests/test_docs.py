@@ -57,7 +57,7 @@ def test_readme_opens_with_the_two_commands():
 
 
 def test_the_page_for_paddles_users_has_every_option_and_every_method():
-    from dtrans.transpiler import BEYOND, DEFAULTS
+    from dtrans.config import BEYOND, DEFAULTS
 
     text = (README.parent / "docs" / "paddle.md").read_text()
     methods = [n for n in vars(dtrans.DistributeTranspiler) if not n.startswith("_") and n != "plan"]

@@ -312,8 +312,13 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         refused(line, wrong, "peer", **as_other | {"layout": "0" * 64})
         refused(half.trainer, "trainer 0 cannot be a pserver too", "peer", **as_other)
         half.become()
-        refused(line, f"pserver {other} has already said that it is {other}", "peer", **as_other)
-        refused(stranger, f"pserver {other} is here already; was it started twice?", "peer", **as_other)
+        half.meet()  # twice is once
+        assert line.hear().op == "welcome"
+        stranger.tell("peer", **as_other)  # it may be that server already in its next job
+        message = stranger.hear()
+        assert (message.op, message["reason"]) == ("waiting", f"the end of a job that pserver {other} is in already")
+        refused(line, f"{other} is planned with leaver='error', pserver {ep} with 'drop'", "peer",
+                **as_other | {"leaver": "error"})  # fmt: skip
         hello = {"trainer": 0, "trainers": 1, "session": "peer"} | MEET
         refused(line, f"pserver {other} cannot be trainer 0 too", "hello", **hello)
         refused(line, "`send` message, which servers do not take from each other", "send", step=0, pieces=[])
@@ -421,6 +426,45 @@ def test_a_server_that_went_away_before_a_step_is_named_when_it_is_needed(crew: 
         half.stand.close()
         half.push(1)
         assert f"pserver {half.other} went away" in ended(crew, half, PeerError)
+
+
+def test_what_a_server_says_before_it_is_welcome_is_not_lost_with_the_connection(crew: Crew) -> None:
+    """What listens there first is the end of another job; it is the next one that the partial results are for."""
+    with Half(crew) as half:
+        half.meet()
+        assert half.line.hear().op == "welcome"
+        half.push()
+        while "partial results" not in half.trainer.hear().fields.get("reason", ""):
+            pass
+        half.stand.close()
+        with Stand(half.other) as again:
+            assert again.hear().op == "peer"
+            again.tell("welcome", **WELCOME)
+            message = again.hear()
+            assert message.op == "partials" and np.frombuffer(message.frames[0], np.float32) == 4.0
+            half.give(12.0)
+            half.pull()
+            half.trainer.tell("complete")
+            assert isinstance(crew.end("server"), dict)
+
+
+def test_a_server_ends_when_the_others_know_it_too(crew: Crew) -> None:
+    """One that comes only now would greet the next job, which is on the same endpoint, for this one."""
+    with Half(crew) as half:
+        half.trainer.tell("complete")
+        assert half.trainer.hear().op == "goodbye"
+        half.become()
+        assert isinstance(crew.end("server"), dict)
+
+
+def test_a_server_that_never_greets_is_named_when_the_trainers_have_closed(crew: Crew) -> None:
+    with Half(crew, deadline=1.0) as half:
+        half.trainer.tell("complete")
+        assert half.trainer.hear().op == "goodbye"
+        error = crew.end("server")
+        assert isinstance(error, DeadlineError)
+        assert str(error).startswith(f"pserver {half.ep}, whose trainers have closed, waited ")
+        assert str(error).endswith(f" s for pserver {half.other} ({half.other} has not come yet) to greet it")
 
 
 def test_a_server_that_is_refused_ends_with_the_reason(crew: Crew) -> None:

@@ -23,7 +23,6 @@ import dtrans
 from dtrans import DistributeTranspiler, DistributeTranspilerConfig
 from dtrans._jax import Literal, origin_of
 from dtrans.cut import GRAD
-from dtrans.errors import ConfigError
 
 
 RECORDED = json.loads((Path(__file__).parent / "golden" / "transpiled.json").read_text())["cases"]
@@ -134,10 +133,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "mlp_adam_dcasgd": ("mlp", optax.adam(0.1)),
 }
 
-# what is not in this version, and how it says so
-REFUSED = {
-    "geo_fc_sgd": "runtime_split_send_recv=True is not in this version",
-}
+GEO = "geo_fc_sgd"
 # a table that no trainer holds, whose rows go to the servers by id; there is no way yet to ask for one
 UNHEARD_OF = {"PATCHED_emb1_dist_sgd_sync"}
 
@@ -226,16 +222,30 @@ def expected_trainer(case: Any, program: str) -> list[str]:
 
 def test_every_recorded_case_is_accounted_for() -> None:
     assert len(RECORDED) == 26
-    parts = [set(CASES), set(REFUSED), UNHEARD_OF]
+    parts = [set(CASES), {GEO}, UNHEARD_OF]
     assert set.union(*parts) == set(RECORDED)
     assert sum(map(len, parts)) == len(RECORDED)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_mode_that_is_not_in_this_version_is_refused(name: str) -> None:
-    main, startup = programs("mlp_sgd" if name.startswith("mlp") else "fc_sgd")
-    with pytest.raises(ConfigError, match=f"^{REFUSED[name]}"):
-        transpiled(RECORDED[name], main, startup)
+def test_geo_sgd_is_as_recorded() -> None:
+    """Trainers keep their optimizer, and say one thing; servers add."""
+    recorded, (main, startup) = RECORDED[GEO], programs("fc_sgd")
+    t = transpiled(recorded, main, startup)
+    plan: Any = t.plan
+    mine: dict[str, list[Any]] = {ep: [] for ep in plan.servers}
+    for b in plan.placement.table:
+        mine[b.endpoint].append([short(b.name), list(b.shape)])
+    assert {ep: sorted(x) for ep, x in mine.items()} == {ep: sorted(x) for ep, x in recorded["placement"].items()}
+    assert communication(t.get_trainer_program()) == recorded["trainer"]
+    assert communication(t.get_trainer_startup_program()) == recorded["startup"]
+    assert t.get_trainer_program().ops[-1].type == "send", "after the optimizer"
+    for ep, there in recorded["servers"].items():
+        (serve_op,) = plan.servers[ep].main.jaxpr.jaxpr.eqns
+        blocks = serve_op.params["optimize_blocks"]
+        assert [[e.primitive.name for e in b.jaxpr.jaxpr.eqns] for b in blocks] == there["blocks"]
+        names = {f"params/{name}" for name, _ in recorded["placement"][ep]}
+        assert {b.name for b in blocks} == names == set(plan.servers[ep].startup.out_names)
+        assert serve_op.params["grad_to_block_id"] == tuple(f"{b.name}.delta:{i + 1}" for i, b in enumerate(blocks))
 
 
 # -- placement -------------------------------------------------------------------------------------

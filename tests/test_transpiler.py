@@ -15,8 +15,8 @@ from helpers import communication, init_of, mlp_batch, mlp_loss, mlp_params, tre
 
 import dtrans
 from dtrans import DistributeTranspiler, DistributeTranspilerConfig, PSDispatcher
+from dtrans.config import BEYOND
 from dtrans.errors import ConfigAssertionError, ConfigError, GradientError, TraceError, UnknownEndpointError
-from dtrans.transpiler import BEYOND
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "paddle-transpiler.json").read_text())
@@ -173,25 +173,6 @@ def test_a_dispatcher_that_answers_wrongly_is_named(programs: Any, answer: Any, 
 def test_a_config_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match="^config must be a DistributeTranspilerConfig, it is dict$"):
         DistributeTranspiler({"min_block_size": 8192})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("completely_not_async", True),
-        ("geo_sgd_mode", True),
-    ],
-)
-def test_a_mode_that_this_version_does_not_have_is_refused_by_name(programs: Any, name: str, value: Any) -> None:
-    message = f"^{name}={value!r} is not in this version; leave it at "
-    with pytest.raises(ConfigError, match=message):
-        DistributeTranspiler(DistributeTranspilerConfig(**{name: value}))
-    t = DistributeTranspiler()
-    setattr(t.config, name, value)
-    with pytest.raises(ConfigError, match=message):
-        t.transpile(0, programs[0], EPS, 2, startup_program=programs[1])
-    with pytest.raises(ConfigError, match="^call transpile"):
-        t.get_trainer_program()
 
 
 # -- print_log -------------------------------------------------------------------------------------
@@ -507,6 +488,33 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      "runtime_split_send_recv=True is for sync_mode=False, which is True"),
     ({"runtime_split_send_recv": True, "sync_mode": True}, {}, ValueError,
      "runtime_split_send_recv=True is for sync_mode=False, which is True"),
+    ({"completely_not_async": True, "sync_mode": False}, {}, ValueError,
+     "completely_not_async=True is for runtime_split_send_recv=True, which is False; sync_mode=True is the same "
+     "without a communicator"),
+    ({"completely_not_async": True}, {}, ValueError, "completely_not_async=True is for sync_mode=False, which is True"),
+    ({"half_async": True}, {}, ValueError, "half_async=True is for sync_mode=False, which is True"),
+    ({"geo_sgd_mode": True}, {}, ValueError, "geo_sgd_mode=True is for sync_mode=False, which is True"),
+    ({"geo_sgd_need_push_nums": 5}, {}, ValueError,
+     "geo_sgd_need_push_nums=5 is for geo_sgd_mode=True, which is False"),
+    ({"geo_sgd_mode": True, "sync_mode": False, "geo_sgd_need_push_nums": 0}, {}, ValueError,
+     "geo_sgd_need_push_nums must be a positive number of steps, it is 0"),
+    ({"geo_sgd_mode": True, "sync_mode": False, "geo_sgd_wait": "no"}, {}, ValueError,
+     "wait must be True or False, it is 'no'"),
+    ({"geo_sgd_mode": True, "sync_mode": False, "enable_dc_asgd": True}, {}, ValueError,
+     "enable_dc_asgd=True is for geo_sgd_mode=False: in GEO-SGD trainers update by themselves"),
+    ({"geo_sgd_mode": True, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
+     "geo_sgd_mode=True is for mode='pserver', it is 'nccl2'"),
+    ({"half_async": True, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
+     "half_async=True is for mode='pserver', it is 'nccl2'"),
+    ({"communicator": dtrans.CommunicatorConfig(), "sync_mode": False}, {}, ValueError,
+     "communicator is for runtime_split_send_recv=True without completely_not_async=True"),
+    ({"communicator": 20, "sync_mode": False, "runtime_split_send_recv": True}, {}, ValueError,
+     "communicator must be a CommunicatorConfig, it is 20"),
+    ({"enable_dc_asgd": True, "sync_mode": False, "runtime_split_send_recv": True, "completely_not_async": True}, {},
+     AssertionError, "enable_dc_asgd=True is for gradients with a delay, which completely_not_async=True has not"),
+    ({"merge": {"params/nothing": "mean"}}, {}, ValueError,
+     "merge['params/nothing']: no leaf of that name is made by the trainers; those that are: none"),
+    ({"merge": "mean"}, {}, ValueError, "merge must be a dict of leaves to 'mean' or 'own', it is 'mean'"),
     ({"min_block_size": 4096}, {}, AssertionError,
      "min_block_size must be 8192 or more, it is 4096; dtrans.pserver takes any positive number"),
     ({"split_method": object}, {}, AssertionError,

@@ -24,13 +24,16 @@ from dtrans.ops.reduce import (
     trainer_index_p as trainer_index_p,
 )
 from dtrans.ops.rpc import (
+    CommunicatorConfig as CommunicatorConfig,
     fetch_barrier_p as fetch_barrier_p,
+    geo_send_p as geo_send_p,
     recv_p as recv_p,
     send_barrier_p as send_barrier_p,
     send_p as send_p,
 )
 from dtrans.ops.serve import (
     BACKUP as BACKUP,
+    LEAVERS as LEAVERS,
     OptimizeBlock as OptimizeBlock,
     backup_of as backup_of,
     listen_and_serv_p as listen_and_serv_p,

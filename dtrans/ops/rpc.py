@@ -1,36 +1,112 @@
 """The parameter-server wire, as a trainer sees it.
 
-    token  = send X...            [epmap, names, trainer_id, trainers, sync_mode]
-    token  = send_barrier token...  [endpoints, trainer_id]
-    X...   = recv token           [epmap, names, types, trainer_id, trainers, sync_mode]
+    token  = send X...            [epmap, names, trainer_id, trainers, sync_mode, sections?, communicator?]
+    token  = send_barrier token...  [endpoints, trainer_id, half_async?]
+    X...   = recv token           [epmap, names, types, trainer_id, trainers, sync_mode, sections?, communicator?]
     X...   = fetch_barrier X...   [endpoints, trainer_id]
+    X...   = send X...            [epmap, names, sections, geo_sgd_need_push_nums, trainer_id, trainers]
 
 `send` gives one gradient's blocks to their servers and does not wait. `send_barrier` says that all
 gradients of this step were sent. `recv` gives the newest blocks of one parameter: in sync mode those made of
 the gradients of all trainers. `fetch_barrier` says that they have arrived.
+
+With `sections`, the rows of its blocks, an operand is a whole leaf that is cut when the program runs, and so is what
+`recv` gives (Paddle's `runtime_split_send_recv`). With `communicator`, both are left to what runs beside the program:
+`send` puts into its queue, `recv` gives what it has received last, and `send_barrier` waits until it has sent all and
+received what was made of it.
+
+The last is that of GEO-SGD (`geo_send_p`): its operands are parameters that the program has changed itself. Every
+`geo_sgd_need_push_nums` times what has changed in them since is given to the servers, and what others have changed is
+in its results; 0 in a startup program, which tells from where they are to be changed.
 
 Source: paddle/fluid/operators/distributed_ops/{send,recv,send_barrier,fetch_barrier}_op.cc.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+from dtrans.errors import ConfigError
 from dtrans.ops.primitive import communication, token
 
 
-def _send(*blocks: Any, epmap: Sequence[str], names: Sequence[str], **_: Any) -> list[Any]:
-    assert len(blocks) == len(epmap) == len(names)
+@dataclasses.dataclass(frozen=True)
+class CommunicatorConfig:
+    """How gradients wait to be sent, and when parameters are received, where a step waits for neither.
+
+    Attributes:
+      max_merge_var_num: how many steps' gradients may be merged into one where the sending is slower than the steps.
+      send_queue_size: how many steps' gradients may wait; a step that finds the queue full waits for a place.
+      min_send_grad_num_before_recv: how often is sent before parameters are received again.
+      independent_recv_thread: go on sending, as often as that, while parameters are on their way.
+      merge: gradients by their "sum" or their "mean". "auto" is the sum where the update is linear in the gradient, as
+        that of SGD is, so that one update by the sum is what all of them would have done; and else the mean.
+
+    Raises:
+      ConfigError: a value that is out of range.
+
+    Source: the environment variables `FLAGS_communicator_*` of paddle/fluid/operators/distributed/communicator.h; its
+    `is_sgd_optimizer` is `merge` here. Its defaults are numbers of processors.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.CommunicatorConfig(max_merge_var_num=4).merge
+      'auto'
+      >>> dtrans.CommunicatorConfig(send_queue_size=0)
+      Traceback (most recent call last):
+      ...
+      dtrans.errors.ConfigError: send_queue_size must be a positive number, it is 0
+    """
+
+    max_merge_var_num: int = 20
+    send_queue_size: int = 20
+    min_send_grad_num_before_recv: int = 1
+    independent_recv_thread: bool = True
+    merge: Literal["auto", "sum", "mean"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_merge_var_num", "send_queue_size", "min_send_grad_num_before_recv"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive number, it is {value!r}")
+        if self.max_merge_var_num > 1000:
+            raise ConfigError(f"max_merge_var_num must be 1000 or less, it is {self.max_merge_var_num}")
+        if not isinstance(self.independent_recv_thread, bool):
+            raise ConfigError(f"independent_recv_thread must be True or False, it is {self.independent_recv_thread!r}")
+        if self.merge not in ("auto", "sum", "mean"):
+            raise ConfigError(f"merge must be 'auto', 'sum' or 'mean', it is {self.merge!r}")
+
+
+def _send(
+    *blocks: Any, epmap: Sequence[str], names: Sequence[str], sections: Sequence[int] | None = None, **_: Any
+) -> list[Any]:
+    assert len(epmap) == len(names) == len(blocks if sections is None else sections)
     return [token()]
 
 
-def _recv(*tokens: Any, epmap: Sequence[str], names: Sequence[str], types: Sequence[Any], **_: Any) -> list[Any]:
-    assert len(types) == len(epmap) == len(names)
+def _recv(
+    *tokens: Any,
+    epmap: Sequence[str],
+    names: Sequence[str],
+    types: Sequence[Any],
+    sections: Sequence[int] | None = None,
+    **_: Any,
+) -> list[Any]:
+    assert len(epmap) == len(names) == len(types if sections is None else sections)
     return list(types)
 
 
+def _geo_send(
+    *leaves: Any, epmap: Sequence[Any], names: Sequence[Any], sections: Sequence[Sequence[int]], **_: Any
+) -> list[Any]:
+    assert len(leaves) == len(epmap) == len(names) == len(sections)
+    return list(leaves)
+
+
 send_p = communication("send", _send)
-send_barrier_p = communication("send_barrier", lambda *tokens, endpoints, trainer_id: [token()])
+send_barrier_p = communication("send_barrier", lambda *tokens, endpoints, trainer_id, **_: [token()])
 recv_p = communication("recv", _recv)
 fetch_barrier_p = communication("fetch_barrier", lambda *blocks, endpoints, trainer_id: list(blocks))
+geo_send_p = communication("send", _geo_send)

@@ -94,6 +94,10 @@ class MeshJob:
             raise ConfigError(
                 "on_mesh runs all trainers at once; run a plan with sync_mode=False in processes (Executor)"
             )
+        if plan.runtime_split:
+            raise ConfigError(
+                "on_mesh has no communicator; leave out runtime_split_send_recv, or run it in processes (Executor)"
+            )
         devices = list(jax.devices() if devices is None else devices)
         if not devices:
             raise ConfigError("on_mesh was given no devices")

@@ -9,7 +9,7 @@ arrays: on CPU, one flat vector costs more to assemble than the optimizer costs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from dtrans.errors import ConfigError
 from dtrans.ops import BACKUP, OptimizeBlock, listen_and_serv_p
 from dtrans.program import Program
 from dtrans.run.exchange import Exchange
+from dtrans.shards import merged_from
 
 
 Vectors = Mapping[str, Sequence[Any]]  # by endpoint: where they go, or where they came from
@@ -100,6 +101,11 @@ class ServerUpdate:
             if eqn.primitive is listen_and_serv_p:
                 return cls(eqn)
         raise ConfigError(f"program {program.name} is not a pserver program: it has no listen_and_serv")
+
+    def merged_from(self, present: Collection[int]) -> ServerUpdate:
+        """The update by the gradients of some of the trainers, over their number; see `dtrans.shards.merged_from`."""
+        blocks = tuple(merged_from(block, present) for block in self.blocks)
+        return ServerUpdate(self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks}))
 
     @property
     def endpoint(self) -> str:

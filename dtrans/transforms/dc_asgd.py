@@ -47,8 +47,14 @@ class Compensation:
     decay: float | None = None
 
 
-def compensated(work: Work, units: Sequence[Unit], trainers: int, how: Compensation) -> Work:
-    """The work of a server whose blocks compensate the gradients that they are given."""
+def compensated(
+    work: Work, units: Sequence[Unit], trainers: int, how: Compensation, averages: Sequence[str] = ()
+) -> Work:
+    """The work of a server whose blocks compensate the gradients that they are given.
+
+    `averages` are leaves for which servers are given something else (`dtrans.transforms.averages`).
+    """
+    units = [unit for unit in units if not any(x.leaf in averages for x in unit.blocks)]
     of = {unit.name: unit for unit in units}
     blocks = tuple(
         _compensating(b, of[b.name].blocks, work, how) if b.role == OPTIMIZE and b.name in of else b

@@ -20,38 +20,29 @@ Source: python/paddle/fluid/transpiler/distribute_transpiler.py (`transpile`, `g
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-
-from dtrans._jax import Var
 from dtrans.addresses import parse_endpoints
 from dtrans.blocks import PSDispatcher, RoundRobin, check_dispatcher
 from dtrans.cut import GRAD, Cut, cut
 from dtrans.errors import ConfigAssertionError, ConfigError, GradientError
-from dtrans.ops import (
-    concat_p,
-    fetch_barrier_p,
-    listen_and_serv_p,
-    recv_p,
-    send_barrier_p,
-    send_p,
-    split_byref_p,
-)
-from dtrans.parts import Part, write_parts
-from dtrans.placement import Placement, place
-from dtrans.plan import PServerPlan, ServerPrograms
-from dtrans.program import DIST, FORWARD, LR_SCHED, RPC, Program
-from dtrans.rewrite import Builder, needed
+from dtrans.ops import LEAVERS, CommunicatorConfig
+from dtrans.placement import place
+from dtrans.plan import PServerPlan
+from dtrans.program import DIST, Program
 from dtrans.rows import analyse
-from dtrans.shards import Held, Slicer, Work
+from dtrans.shards import Slicer
+from dtrans.transforms.averages import averaged, averages_of
 from dtrans.transforms.dc_asgd import Compensation, compensated
-from dtrans.transforms.halves import refuse_nested, write_trainer_half
+from dtrans.transforms.halves import refuse_nested
+from dtrans.transforms.linear import is_linear
+from dtrans.transforms.servers import Servers
 from dtrans.transforms.startup import check_programs, match_startup
-from dtrans.trees import TreeSpec, without
+from dtrans.transforms.trainers import Wiring, trainer_program, trainer_startup_program
 
 
 def pserver(
@@ -61,6 +52,7 @@ def pserver(
     pservers: str | Sequence[str] = ("127.0.0.1:6174",),
     trainers: int = 1,
     sync_mode: bool = True,
+    leaver: Literal["drop", "paddle", "error"] = "drop",
     slice_var_up: bool | Literal["require"] = True,
     split_method: type[PSDispatcher] = RoundRobin,
     min_block_size: int = 8192,
@@ -68,6 +60,11 @@ def pserver(
     enable_dc_asgd: bool = False,
     dc_asgd_lambda: float = 1.0,
     dc_asgd_decay: float | None = None,
+    runtime_split_send_recv: bool = False,
+    half_async: bool = False,
+    completely_not_async: bool = False,
+    communicator: CommunicatorConfig | None = None,
+    merge: Mapping[str, str] | None = None,
 ) -> PServerPlan:
     """Plan parameter-server training of a traced step.
 
@@ -78,6 +75,11 @@ def pserver(
       trainers: how many trainers share each global batch.
       sync_mode: every update uses the gradients of all trainers. Otherwise every gradient is an update of its own, as
         soon as it comes: no trainer waits for another, and a step of theirs is the sum of what each would do.
+      leaver: what becomes of updates after a trainer that closes before the others. "drop": each is of the gradients
+        of those who take that step, over their number, as on one device that sees their rows only. "paddle": as Paddle
+        1.8 has it: the last gradient of who left counts once more, then as zero, and the sum goes on being divided by
+        `trainers`. "error": the job ends with a `PeerError` that names it. One that fails, or closes in the middle of a
+        step, ends a synchronous job in any case.
       slice_var_up: cut leaves into blocks of rows; otherwise every leaf is whole on one server. A leaf that the
         optimizer does not let be cut is whole, and the plan says why; "require" makes that an error.
       split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, or one's own.
@@ -86,6 +88,15 @@ def pserver(
       enable_dc_asgd: with sync_mode=False, compensate gradients for their delay; see `dtrans.transforms.dc_asgd`.
       dc_asgd_lambda: how strongly.
       dc_asgd_decay: of the mean square of gradients in the adaptive variant, e.g. 0.95; None for the other.
+      runtime_split_send_recv: with sync_mode=False, trainers have a communicator: gradients are put into its queue, and
+        a step goes on with the parameters that it has received last, so that it waits for nothing. Where sending is
+        slower than the steps, gradients of several steps are merged.
+      half_async: with sync_mode=False, steps wait for the communicator: until what they sent is sent, and what was made
+        of it is received. Without one they do that anyhow.
+      completely_not_async: with both, an update is made of the gradients of all trainers, as with sync_mode=True.
+      communicator: how long queues are, and more; see `dtrans.CommunicatorConfig`.
+      merge: what becomes of leaves that trainers make themselves, as batch statistics, by their names or what they lie
+        under: "own" (each trainer has its own, which is so by default), or "mean": servers average them.
 
     Raises:
       ConfigError: an option that is out of range.
@@ -113,11 +124,20 @@ def pserver(
     """
     endpoints = parse_endpoints(pservers)
     check_options(main, startup, trainers, sync_mode, slice_var_up, split_method, min_block_size)
+    check_leaver(leaver, sync_mode or completely_not_async is True)
     how = compensation(sync_mode, enable_dc_asgd, dc_asgd_lambda, dc_asgd_decay)
+    check_communicator(sync_mode, runtime_split_send_recv, half_async, completely_not_async, communicator)
+    sync_mode = sync_mode or completely_not_async  # of the servers
+    if sync_mode and how is not None:
+        raise ConfigAssertionError(
+            "enable_dc_asgd=True is for gradients with a delay, which completely_not_async=True has not"
+        )
     step = cut(main)
     for leaf in step.params:
         if GRAD in leaf:
             raise ConfigError(f"{leaf}: names of leaves must not contain {GRAD!r}, which is for gradients; rename it")
+    averages = averages_of(step, merge)
+    step = averaged(step, averages)
     merged = trainers if sync_mode else 1  # how many gradients an update is made of
     refuse_nested(step, merged)
     if step.from_gradients and merged > 1:
@@ -125,6 +145,14 @@ def pserver(
             f"{step.from_gradients[0]} is computed from gradients; with {trainers} trainers each would compute it "
             "from its own, not from their mean, which only the servers have. Leave it out of the step's results"
         )
+    wiring = Wiring(
+        trainers,
+        sync_mode,
+        runtime_split_send_recv,
+        half_async,
+        queue_of(step, communicator) if runtime_split_send_recv and not sync_mode else None,
+        averages,
+    )
     analysis = analyse(step.optimize, step.optimized)
     types = {n: step.program.inputs[n] for n in step.optimized}
     placement = place(
@@ -138,7 +166,8 @@ def pserver(
     )
     startup = match_startup(step, startup)
     slicer = Slicer(analysis, placement, merged)
-    servers = _Servers(step, slicer, startup, trainers, sync_mode, how)
+    adapt = None if how is None else functools.partial(compensated, trainers=trainers, how=how, averages=averages)
+    servers = Servers(step, slicer, startup, trainers, sync_mode, leaver, adapt)
     plan = PServerPlan(
         main=step.program,
         startup=startup,
@@ -150,12 +179,21 @@ def pserver(
         unsent=tuple(n for n in step.optimized if n not in step.gradients),
         dropped=step.dropped,
         shared_state=slicer.shared_state,
-        make_trainer=lambda k: trainer_program(step, placement, k, trainers, sync_mode),
-        make_trainer_startup=lambda k: trainer_startup_program(step, placement, startup, k, trainers, sync_mode),
+        runtime_split=runtime_split_send_recv,
+        make_trainer=lambda k: trainer_program(step, placement, k, wiring),
+        make_trainer_startup=lambda k: trainer_startup_program(step, placement, startup, k, wiring),
     )
     if not sync_mode:
         check_async(plan)
     return plan
+
+
+def check_leaver(leaver: Any, sync_mode: bool) -> None:
+    """Refuse what cannot become of updates after a trainer that leaves."""
+    if leaver not in LEAVERS:
+        raise ConfigError(f"leaver must be 'drop', 'paddle' or 'error', it is {leaver!r}")
+    if leaver != "drop" and not sync_mode:
+        raise ConfigError(f"leaver={leaver!r} is for sync_mode=True: no asynchronous update is of several gradients")
 
 
 def compensation(sync_mode: bool, enabled: Any, strength: Any, decay: Any) -> Compensation | None:
@@ -174,6 +212,40 @@ def compensation(sync_mode: bool, enabled: Any, strength: Any, decay: Any) -> Co
     if sync_mode:
         raise ConfigAssertionError("enable_dc_asgd=True is for sync_mode=False: a synchronous gradient has no delay")
     return Compensation(float(strength), None if decay is None else float(decay))
+
+
+def check_communicator(
+    sync_mode: bool, runtime_split: Any, half_async: Any, completely_not_async: Any, communicator: Any
+) -> None:
+    """Refuse what contradicts itself, by the option's name."""
+    for name, value in (
+        ("runtime_split_send_recv", runtime_split),
+        ("half_async", half_async),
+        ("completely_not_async", completely_not_async),
+    ):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, it is {value!r}")
+        if value and sync_mode:
+            raise ConfigError(f"{name}=True is for sync_mode=False, which is True")
+    if completely_not_async and not runtime_split:
+        raise ConfigError(
+            "completely_not_async=True is for runtime_split_send_recv=True, which is False; sync_mode=True is the same "
+            "without a communicator"
+        )
+    if communicator is not None and not isinstance(communicator, CommunicatorConfig):
+        raise ConfigError(f"communicator must be a CommunicatorConfig, it is {communicator!r}")
+    if communicator is not None and not (runtime_split and not completely_not_async):
+        raise ConfigError("communicator is for runtime_split_send_recv=True without completely_not_async=True")
+
+
+def queue_of(step: Cut, communicator: CommunicatorConfig | None) -> CommunicatorConfig:
+    """How gradients wait, with "auto" replaced by what it is for this optimizer."""
+    found = communicator or CommunicatorConfig()
+    return (
+        dataclasses.replace(found, merge="sum" if is_linear(step.optimize) else "mean")
+        if found.merge == "auto"
+        else found
+    )
 
 
 def check_async(plan: PServerPlan) -> None:
@@ -208,199 +280,3 @@ def check_options(
     check_dispatcher(split_method)
     if isinstance(min_block_size, bool) or not isinstance(min_block_size, int) or min_block_size < 1:
         raise ConfigError(f"min_block_size must be a positive number of elements, it is {min_block_size!r}")
-
-
-# -- the trainer -----------------------------------------------------------------------------------
-
-
-def trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers: int, sync_mode: bool) -> Program:
-    """The program of one trainer: (params, *batch) -> (params, loss[, aux])."""
-    source = step.program
-    inner = source.jaxpr.jaxpr
-    vars_of = dict(zip(source.in_names, inner.invars, strict=True))
-    outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
-    b = Builder(source.jaxpr)
-    b.invars += [vars_of[n] for n in (*step.params, *step.batch)]
-    wire = _TrainerWire(b, placement, trainer_id, trainers, sync_mode)
-    write_trainer_half(b, step, step.results, wire.send)
-    new = wire.update(step.optimized)
-    outs = {**outs_of, **new}
-
-    out = without(source.out, source.args[1])
-    param_args = (source.args[0], *source.args[2:])
-
-    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        count = len(step.params)
-        state = [jax.ShapeDtypeStruct(source.inputs[n].shape, source.inputs[n].dtype) for n in step.opt_state]
-        again = cut(source.at_flat([*types[:count], *state, *types[count:]]))
-        return trainer_program(again, placement, trainer_id, trainers, sync_mode)
-
-    return Program(
-        f"trainer {trainer_id}",
-        b.build([outs[n] for n in out.names]),
-        param_args,
-        out,
-        tuple(b.roles),
-        b.labels,
-        respecialise,
-    )
-
-
-def trainer_startup_program(
-    step: Cut, placement: Placement, startup: Program, trainer_id: int, trainers: int, sync_mode: bool
-) -> Program:
-    """What a trainer starts from: parameters from the servers, and what only trainers hold from the init."""
-    inner = startup.jaxpr.jaxpr
-    outs: dict[str, Any] = dict(zip(startup.out_names, inner.outvars, strict=True))
-    b = Builder(startup.jaxpr)
-    b.invars += inner.invars
-    b.role = FORWARD
-    kept, _ = needed(inner.eqns, [outs[n] for n in step.held])
-    for i in kept:
-        b.keep(inner.eqns[i])
-    wire = _TrainerWire(b, placement, trainer_id, trainers, sync_mode)
-    outs |= wire.fetch(step.optimized, ())
-    spec = step.program.args[0]
-    return Program(
-        f"trainer {trainer_id} startup",
-        b.build([outs[n] for n in step.params]),
-        startup.args,
-        spec,
-        tuple(b.roles),
-        b.labels,
-    )
-
-
-class _TrainerWire:
-    """Writes the communication of one trainer into a program."""
-
-    def __init__(self, b: Builder, placement: Placement, trainer_id: int, trainers: int, sync_mode: bool) -> None:
-        self.b = b
-        self.placement = placement
-        self.me = {"trainer_id": trainer_id}
-        self.common = {"trainer_id": trainer_id, "trainers": trainers, "sync_mode": sync_mode}
-        self.tokens: list[Var] = []
-
-    def send(self, leaf: str, grad: Any) -> None:
-        """`split_byref` where the leaf has several blocks, and `send`."""
-        blocks = self.placement.blocks[leaf]
-        merged = self.common["trainers"] if self.common["sync_mode"] else 1
-        names = tuple(x.gradient(self.common["trainer_id"], merged) for x in blocks)
-        if isinstance(grad, Var):
-            self.b.labels.setdefault(grad, leaf + GRAD)
-        parts: list[Any] = [grad]
-        if len(blocks) > 1:
-            self.b.role = DIST
-            parts = self.b.bind(split_byref_p, grad, sections=tuple(x.rows for x in blocks))
-            self.b.labels.update(zip(parts, names, strict=True))
-        self.b.role = RPC
-        self.tokens += self.b.bind(send_p, *parts, epmap=tuple(x.endpoint for x in blocks), names=names, **self.common)
-
-    def update(self, leaves: Sequence[str]) -> dict[str, Var]:
-        """The barrier after the last gradient, then the new parameters; without one, the newest."""
-        if not self.common["sync_mode"]:
-            return self.fetch(leaves, self.tokens, barrier=False)
-        self.b.role = RPC
-        barrier = self.b.bind(send_barrier_p, *self.tokens, endpoints=self.placement.endpoints, **self.me)
-        return self.fetch(leaves, barrier)
-
-    def fetch(self, leaves: Sequence[str], after: Sequence[Var], *, barrier: bool = True) -> dict[str, Var]:
-        """A `recv` for each parameter, `fetch_barrier` if it is wanted, and `concat` for leaves of several blocks."""
-        b = self.b
-        b.role = RPC
-        arrived: list[Var] = []
-        table = [self.placement.blocks[leaf] for leaf in leaves]
-        for blocks in table:
-            got = b.bind(
-                recv_p,
-                *after,
-                epmap=tuple(x.endpoint for x in blocks),
-                names=tuple(x.name for x in blocks),
-                types=tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in blocks),
-                **self.common,
-            )
-            b.labels.update(zip(got, (x.name for x in blocks), strict=True))
-            arrived += got
-        if barrier:
-            arrived = b.bind(fetch_barrier_p, *arrived, endpoints=self.placement.endpoints, **self.me)
-        done = iter(arrived)
-        b.role = DIST
-        new: dict[str, Var] = {}
-        for leaf, blocks in zip(leaves, table, strict=True):
-            parts = [next(done) for _ in blocks]
-            if len(parts) > 1:
-                b.labels.update(zip(parts, (x.name for x in blocks), strict=True))
-                parts = b.bind(concat_p, *parts, axis=0)
-            (new[leaf],) = parts
-        return new
-
-
-# -- the servers -----------------------------------------------------------------------------------
-
-
-class _Servers:
-    """Makes the programs of the servers."""
-
-    def __init__(
-        self,
-        step: Cut,
-        slicer: Slicer,
-        startup: Program,
-        trainers: int,
-        sync_mode: bool,
-        how: Compensation | None,
-    ) -> None:
-        self.how = how
-        self.step = step
-        self.slicer = slicer
-        self.startup = startup
-        self.trainers = trainers
-        self.sync_mode = sync_mode
-        self.types = step.program.inputs
-
-    def programs(self, endpoint: str) -> ServerPrograms:
-        """The main and startup program of one server."""
-        work = self.slicer.work(endpoint)
-        if self.how is not None:
-            work = compensated(work, self.slicer.placement.units[endpoint], self.trainers, self.how)
-        return ServerPrograms(self.main(endpoint, work), self.init(endpoint, work.held))
-
-    def main(self, endpoint: str, work: Work) -> Program:
-        """The program that serves."""
-        units = self.slicer.placement.units[endpoint]
-        grads = [x.named(x.leaf + GRAD) for u in units for x in u.blocks]
-        to_block = tuple(f"{n}:{work.grads[n]}" for n in grads if n in work.grads)
-        spec = TreeSpec.of({n: held.cut(self.types[held.of]) for n, held in work.held.items()})
-        b = Builder(self.step.program.jaxpr)
-        b.role = RPC
-        state_vars = [b.input(work.held[n].cut(self.types[work.held[n].of])) for n in spec.names]
-        final = b.bind(
-            listen_and_serv_p,
-            *state_vars,
-            endpoint=endpoint,
-            Fanin=self.trainers,
-            sync_mode=self.sync_mode,
-            grad_to_block_id=to_block,
-            lr_decay_block_id=1 if work.blocks and work.blocks[0].role == LR_SCHED else -1,
-            optimize_blocks=work.blocks,
-            state_names=spec.names,
-            param_names=tuple(x.name for u in units for x in u.blocks),
-        )
-        return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
-
-    def init(self, endpoint: str, held: Mapping[str, Held]) -> Program:
-        """The program that makes the server's initial values: its rows of the single-device init."""
-        inner = self.startup.jaxpr.jaxpr
-        made = dict(zip(self.startup.out_names, inner.outvars, strict=True))
-        spec = TreeSpec.of({n: x.cut(self.types[x.of]) for n, x in held.items()})
-        b = Builder(self.startup.jaxpr)
-        b.invars += inner.invars
-        b.role = FORWARD
-        parts = [(held[n], made[held[n].of]) for n in spec.names]
-        spans = [None if x.span is None else Part(x.axis, x.span.start, x.span.stop) for x, _ in parts]
-        outs = write_parts(b, self.startup.jaxpr, [(v, p) for (_, v), p in zip(parts, spans, strict=True)])
-        outs = [b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(spec.names, outs, strict=True)]
-        for name, part, value in zip(spec.names, spans, outs, strict=True):
-            if part is not None and isinstance(value, Var):
-                b.labels.setdefault(value, name)
-        return Program(f"pserver {endpoint} startup", b.build(outs), self.startup.args, spec, tuple(b.roles), b.labels)

@@ -1,7 +1,7 @@
 """An asynchronous parameter server: each block is updated when its gradient comes, by whichever trainer sent it.
 
     every trainer:  hello                             once
-                    recv, fetch_barrier               the initial values
+                    recv                              the initial values
                     send..., recv                     every step
                     complete                          once
 
@@ -9,7 +9,7 @@ Nobody waits for anybody. A trainer's first whole gradient of a step makes the l
 the optimizer's state is that of all trainers' steps, and its values are those of this trainer's step; `recv` gives what
 is newest. With one trainer that is sequential training. One loop takes the messages and updates one block at a time,
 which is one lock for each block and more: no update is lost, as it is where threads add to a block without one
-(Hogwild).
+(Hogwild). Gradients of several steps that a trainer's communicator has merged are one update, and as many steps.
 
 Where gradients are compensated for their delay (`dtrans.transforms.dc_asgd`), what a trainer receives is kept for it.
 
@@ -36,6 +36,9 @@ from dtrans.run.endpoints import wire
 from dtrans.run.endpoints.buffers import BufferPool
 from dtrans.run.endpoints.server import PServer, log
 from dtrans.run.update import ServerUpdate
+
+
+MERGED = 1000  # the most steps whose gradients may be sent as one
 
 
 @dataclasses.dataclass
@@ -74,6 +77,9 @@ class AsyncPServer(PServer):
     def _send(self, k: int, message: wire.Message) -> None:
         step = self._step_of(k)
         self._check_step(k, message)
+        steps: Any = message.fields.get("steps", 1)
+        if type(steps) is not int or not 1 <= steps <= MERGED:
+            raise WireError(f"gradients of {wire.brief(steps)} steps, which must be a number from 1 to {MERGED}")
 
         def target(name: str) -> np.ndarray:
             if name not in step.grads:
@@ -84,8 +90,9 @@ class AsyncPServer(PServer):
         full = {n for n, g in step.grads.items() if step.arrived.get(n) == g.nbytes}
         ready = self._blocks.ready(full, step.used)
         if ready and step.values is None:
-            made, step.values = self._blocks.begin(self.state)
-            self.state |= made
+            for _ in range(steps):  # a count is of steps, also where their gradients are merged
+                made, step.values = self._blocks.begin(self.state)
+                self.state |= made
         given = step.grads | {n + BACKUP: self.state[backup_of(n, k)] for n in self._backed}
         for block in ready:
             assert step.values is not None
@@ -108,9 +115,6 @@ class AsyncPServer(PServer):
         self._values = {n: np.asarray(self.state[n]) for n in t.wants}
         self.state |= {backup_of(n, k): self.state[n] for n in self._backed.intersection(t.wants)}
         self._answer(t, message["step"])
-
-    def _fetch_barrier(self, k: int, message: wire.Message) -> None:
-        self._check_step(k, message)
 
     def _check_step(self, k: int, message: wire.Message) -> None:
         step = self._step_of(k)
@@ -135,7 +139,7 @@ class AsyncPServer(PServer):
 
     def _leave(self, k: int, reason: str) -> None:
         """A trainer has failed: the others go on, if there are any."""
-        self._trainers[k].done = True
+        self._trainers[k].done = self._trainers[k].failed = True
         self._failed[k] = reason
         if len(self._failed) == self.count:
             raise PeerError(reason)

@@ -8,6 +8,7 @@ memory's owner tells exactly. Fresh memory for every step would cost more than t
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -31,11 +32,12 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._owners: dict[tuple[Any, ...], list[np.ndarray]] = {}
+        self._starts: dict[int, int] = {}  # the first aligned byte of each owner, by its id
 
     def take(self, key: str, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """An array whose contents are not defined, and which nobody else can see."""
         dtype = np.dtype(dtype)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         owners = self._owners.setdefault((key, nbytes), [])
         for i in range(len(owners)):
             # the list and getrefcount's own argument: nobody else refers to the owner
@@ -44,5 +46,6 @@ class BufferPool:
         else:
             i = len(owners)
             owners.append(np.empty(nbytes + ALIGNMENT, np.uint8))
-        start = -owners[i].ctypes.data % ALIGNMENT
+            self._starts[id(owners[i])] = -owners[i].ctypes.data % ALIGNMENT
+        start = self._starts[id(owners[i])]
         return owners[i][start : start + nbytes].view(dtype).reshape(shape)

@@ -5,7 +5,9 @@ the trainer moves there. A second socket, on a thread of its own, says every few
 alive, so that a server can tell a long computation from a dead process.
 
 ZeroMQ reconnects by itself and loses what was on its way, so a connection that breaks is an error at once:
-the step it belongs to cannot be completed as if nothing had happened.
+the step it belongs to cannot be completed as if nothing had happened. Until the server's welcome there is nothing to
+lose: `hello` is said on every connection that is made, since the first may be to a server that is about to end, and
+whose process serves the next job on the same endpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import zmq
@@ -101,50 +103,96 @@ class Connection:
         """A message that needs no answer."""
         self._socket.send(wire.header(op, **fields))
 
-    def send_blocks(self, blocks: Iterable[tuple[str, Any]]) -> None:
-        """Gradients of this step, from the memory they are in."""
-        for pieces, frames in wire.messages(blocks):
-            self._socket.send_multipart([wire.header("send", step=self.step, pieces=pieces), *frames], copy=False)
+    def send_blocks(self, gradients: Iterable[tuple[str, Any]], /, steps: int = 1, **at_end: Any) -> None:
+        """Gradients of this step, from the memory they are in; `steps` when they are of several.
+
+        `at_end` are fields of the last message.
+        """
+        several = {} if steps == 1 else {"steps": steps}
+        messages = list(wire.messages(gradients))
+        for i, (pieces, frames) in enumerate(messages):
+            fields = several | at_end if i == len(messages) - 1 else several
+            head = wire.header("send", step=self.step, pieces=pieces, **fields)
+            self._socket.send_multipart([head, *frames], copy=False)
+
+    def end_step(self, gradients: Sequence[tuple[str, Any]], /, *, sent: bool, barrier: bool, **fields: Any) -> None:
+        """In one message, what ends a step and asks for parameters.
+
+        Args:
+          gradients: the last of this step; if there are none, `sent` says whether there were before.
+          barrier: whether a `send_barrier` follows them.
+          fields: of the `recv` that follows.
+        """
+        then = ["send_barrier", "recv"] if barrier else ["recv"]
+        if gradients:
+            self.send_blocks(gradients, then=then, **fields)
+        elif barrier:
+            self.tell("send_barrier", step=self.step, then=["recv"], **fields)
+        self.step += bool(gradients) or sent or barrier
+        if not gradients and not barrier:
+            self.tell("recv", step=self.step, **fields)
 
     # -- listening -------------------------------------------------------------------------------
 
+    @property
+    def sockets(self) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
+        """What to poll for `glance`."""
+        return self._socket, self._monitor
+
+    def glance(self, waiting_for: str) -> wire.Message | None:
+        """The answer that is here, if one is. Raises PeerError as `receive` does."""
+        if self._monitor.poll(0):
+            self._gone = self._broken()
+        if self._socket.poll(0):
+            message = wire.parse(self._socket.recv_multipart(copy=False))
+            if message.op == "refuse":
+                self._gone = bool(message.fields.get("last"))
+                raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
+            return None if message.op in ("waiting", "welcome") else message
+        if self._gone:
+            raise PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {waiting_for}")
+        return None
+
     def receive(self, waiting_for: str) -> wire.Message:
         """The next message that is an answer. Raises as the class does."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
         since = time.monotonic()
         patience = since + self.deadline
+        told = ""
         while True:
             left = patience - time.monotonic()
             # a connection that ended is looked at once more: the last words of a server come before its end
             gone = self._gone
             wait = 0.0 if gone else max(0.0, min(left, LONG))
-            ready = dict(poller.poll(int(wait * 1000)))
+            ready = dict(self._poller.poll(int(wait * 1000)))
             if self._socket in ready:
                 message = wire.parse(self._socket.recv_multipart(copy=False))
                 if message.op == "refuse":
                     self._gone = bool(message.fields.get("last"))
                     raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
+                if message.op == "welcome" and self._welcomed:
+                    continue  # `hello` was said twice
                 if message.op != "waiting":
                     return message
                 patience = time.monotonic() + self.deadline
+                told = f", which waited for {message['reason']}"
             elif gone:
                 raise PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {waiting_for}")
             elif self._monitor in ready:
                 self._gone = self._broken()
             elif left <= 0:
                 waited = time.monotonic() - since
-                raise DeadlineError(f"{self.me} waited {waited:.1f} s for pserver {self.endpoint}: {waiting_for}")
+                who = f"pserver {self.endpoint}{told}"
+                raise DeadlineError(f"{self.me} waited {waited:.1f} s for {who}: {waiting_for}")
 
     def _broken(self) -> bool:
-        """Whether the monitor reports the end of an established connection."""
-        event = recv_monitor_message(self._monitor)
-        return event["event"] == zmq.EVENT_DISCONNECTED and self._welcomed
+        """Whether the monitor reports the end of an established connection. To a new one it says hello."""
+        event = recv_monitor_message(self._monitor)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._welcomed:
+            self.tell("hello", **self._hello)
+        return bool(event == zmq.EVENT_DISCONNECTED and self._welcomed)
 
     def _greet(self) -> str:
-        """Say hello; the path of the server's Unix socket, or nothing."""
-        self.tell("hello", **self._hello)
+        """Be welcomed; the path of the server's Unix socket, or nothing."""
         message = self.receive("an answer to `hello` (is it running, and is this its endpoint?)")
         if message.op != "welcome":
             raise PeerError(f"pserver {self.endpoint} answered `hello` of {self.me} with `{message.op}`")
@@ -159,7 +207,12 @@ class Connection:
         self._welcomed = False
         self._gone = False
         self._socket: zmq.Socket[Any] = new_socket(self._context, zmq.DEALER)
-        self._monitor: zmq.Socket[Any] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.Socket[Any] = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(address)
 
     def _shut(self, linger: float = LINGER) -> None:
@@ -197,12 +250,9 @@ class Connection:
 
     def _heard_out(self) -> None:
         """Wait until the server has heard why: a synchronous one ends, another says goodbye."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
         limit = time.monotonic() + LINGER
         while not self._gone and time.monotonic() < limit:
-            ready = dict(poller.poll(max(0, int((limit - time.monotonic()) * 1000))))
+            ready = dict(self._poller.poll(max(0, int((limit - time.monotonic()) * 1000))))
             if self._socket in ready:
                 with contextlib.suppress(WireError):  # whatever it says, there is nothing to be done any more
                     self._gone = wire.parse(self._socket.recv_multipart(copy=False)).op == "goodbye"

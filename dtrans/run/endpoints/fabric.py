@@ -2,12 +2,16 @@
 
     split_byref    views of the gradient's memory
     send           to the outbox of each server; it leaves when it is full, at the barrier, or before a `recv`
-    send_barrier   empties the outboxes and says so
+    send_barrier   is only noted
     recv           only notes what is wanted, and where in its parameter's memory it goes
-    fetch_barrier  one request to each server; its blocks land in the parameters as they come. An asynchronous step has
-                   none: its request goes before what comes next, or at the program's end (`settle`)
+    fetch_barrier  one message to each server: what is left in its outbox, that it was all, and what is wanted; the
+                   blocks land in the parameters as they come. An asynchronous step has none: that message goes before
+                   what comes next, or at the program's end (`settle`)
     concat         nothing is left to do: the blocks lie side by side
     listen_and_serv  serves
+
+What programs leave to a communicator or to GEO-SGD is carried out by `dtrans.run.endpoints.beside`. Where a leaf is cut
+at run time, its blocks are views of its memory, too.
 
 The copies: a gradient leaves from where XLA made it (blocks of a few KB are gathered into one frame); a block
 is copied once, from ZeroMQ's frame into its parameter, which JAX takes without a copy.
@@ -20,12 +24,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import zmq
 
 from dtrans._jax import JaxprEqn, Primitive
-from dtrans.errors import ConfigError, PeerError, StateError, WireError
+from dtrans.errors import ConfigError, DtransError, PeerError, StateError, WireError
 from dtrans.ops import (
     concat_p,
     fetch_barrier_p,
@@ -35,8 +38,10 @@ from dtrans.ops import (
     send_p,
     split_byref_p,
 )
+from dtrans.program import Program
 from dtrans.run.endpoints import wire
 from dtrans.run.endpoints.async_server import AsyncPServer
+from dtrans.run.endpoints.beside import Beside, leaf_of
 from dtrans.run.endpoints.buffers import BufferPool
 from dtrans.run.endpoints.client import LINGER, Connection
 from dtrans.run.endpoints.server import PServer
@@ -70,10 +75,13 @@ class EndpointFabric:
         self._sync_mode = True
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
         self._outbox_bytes: dict[str, int] = {}
-        self._sent_to: set[str] = set()  # in an asynchronous step, the servers that it counts for
+        self._sent_to: set[str] = set()  # the servers that were, or are to be, sent something in this step
+        self._in_step = False  # a synchronous one, from its first gradient to its last block
         self._landings: list[_Landing] = []
         self._asked: dict[str, list[Any]] = {}
+        self._barriered: tuple[str, ...] = ()  # the servers of a send_barrier that no fetch_barrier follows
         self._pool = BufferPool()
+        self._beside = Beside(self._connection, deadline)
         self._closed = False
         self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
             split_byref_p: self._split,
@@ -89,6 +97,13 @@ class EndpointFabric:
         """The outputs of one communication equation. Those of `recv` are not there before the next, or `settle`."""
         if self._closed:
             raise StateError("this executor is closed; make a new one")
+        if self._beside.takes(eqn):
+            self.settle()
+            if "trainers" in eqn.params:
+                self._identify(eqn)
+            self._asked.clear()  # other things will be
+            return self._beside.carry_out(eqn, values)
+        self._beside.rest()
         if eqn.primitive not in (recv_p, fetch_barrier_p):
             self.settle()
         rule = self._rules.get(eqn.primitive)
@@ -107,15 +122,21 @@ class EndpointFabric:
     def settle(self) -> None:
         """Receive what programs without a `fetch_barrier` have asked for: all of it with one request to each server."""
         if self._landings:
-            self._request(self._landings, ())
+            self._request(self._landings, self._barriered)
             self._landings = []
+
+    def prepare(self, program: Program) -> None:
+        """Learn what a program will want, before it is run for the first time."""
+        self._beside.prepare(program)
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
+        self._in_step = self._sync_mode
+        if "sections" in eqn.params:
+            values = [rows for _, _, rows in leaf_of(eqn, eqn.invars[0].aval).blocks(np.asarray(values[0]))]
         for x, endpoint, name in zip(values, eqn.params["epmap"], eqn.params["names"], strict=True):
             block = np.asarray(x)
-            if not eqn.params["sync_mode"]:
-                self._sent_to.add(endpoint)
+            self._sent_to.add(endpoint)
             self._outbox.setdefault(endpoint, []).append((name, block))
             self._outbox_bytes[endpoint] = self._outbox_bytes.get(endpoint, 0) + block.nbytes
             if self._outbox_bytes[endpoint] >= wire.MESSAGE_BYTES:
@@ -129,24 +150,18 @@ class EndpointFabric:
         self._connection(endpoint).send_blocks(blocks)
 
     def _send_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        for endpoint in eqn.params["endpoints"]:
-            self._empty(endpoint)
-            line = self._connection(endpoint)
-            line.tell("send_barrier", step=line.step)
-            line.step += 1
+        self._barriered = eqn.params["endpoints"]
         return [None]
 
     # -- parameters ------------------------------------------------------------------------------
 
     def _recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
-        if not eqn.params["sync_mode"]:
-            for endpoint in [*self._outbox]:  # the last gradients of an asynchronous step are followed by no barrier
-                self._empty(endpoint)
-            for endpoint in self._sent_to:
-                self._connection(endpoint).step += 1
-            self._sent_to.clear()
         types, names = eqn.params["types"], eqn.params["names"]
+        if "sections" in eqn.params:
+            whole = self._pool.take(names[0], types[0].shape, types[0].dtype)
+            self._landings.append(_Landing(whole, leaf_of(eqn, types[0]).blocks(whole)))
+            return [whole]
         if len(types) == 1:
             whole = self._pool.take(names[0], types[0].shape, types[0].dtype)
             rows = [whole]
@@ -161,31 +176,31 @@ class EndpointFabric:
         landings, self._landings = self._landings, []
         # also of a server that has nothing for us: it answers when all trainers are there, and nobody runs ahead
         self._request(landings, eqn.params["endpoints"])
-        for endpoint in eqn.params["endpoints"]:
-            line = self._connection(endpoint)
-            line.tell("fetch_barrier", step=line.step)
         outs: list[Any] = []
         for landing in landings:
             arrived: list[Any] = [rows for _, _, rows in landing.blocks]
-            outs += [jax.device_put(landing.whole)] if len(arrived) == 1 else arrived
+            outs += [landing.whole] if len(arrived) == 1 else arrived
         return outs
 
     def _request(self, landings: Sequence[_Landing], endpoints: Sequence[str]) -> None:
-        """Ask servers for blocks, and receive them; `endpoints` are asked also for nothing."""
-        wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in endpoints}
+        """End the step, and receive blocks; `endpoints` are asked also for nothing. One message to each server."""
+        wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in (*endpoints, *self._sent_to)}
         for landing in landings:
             for endpoint, name, rows in landing.blocks:
                 wanted.setdefault(endpoint, {})[name] = rows
         for endpoint, blocks in wanted.items():
             line = self._connection(endpoint)
             table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
-            if self._asked.get(endpoint) == table:
-                line.tell("recv", step=line.step)
-            else:
-                line.tell("recv", step=line.step, blocks=table)
-                self._asked[endpoint] = table
+            news = {} if self._asked.get(endpoint) == table else {"blocks": table}
+            self._asked[endpoint] = table
+            left = self._outbox.pop(endpoint, [])
+            line.end_step(left, sent=endpoint in self._sent_to, barrier=endpoint in self._barriered, **news)
+            self._outbox_bytes.pop(endpoint, None)
+        self._barriered = ()
+        self._sent_to.clear()
         for endpoint, blocks in wanted.items():
             self._land(endpoint, blocks)
+        self._in_step = False
 
     def _land(self, endpoint: str, blocks: dict[str, np.ndarray]) -> None:
         """Receive blocks until all bytes of all of them are here."""
@@ -213,8 +228,8 @@ class EndpointFabric:
         if all(isinstance(v, np.ndarray) for v in values):
             whole = _side_by_side(values)
             if whole is not None:
-                return [jax.device_put(whole)]
-        return [jax.device_put(np.concatenate(values, eqn.params["axis"]))]
+                return [whole]
+        return [np.concatenate(values, eqn.params["axis"])]
 
     # -- connections -----------------------------------------------------------------------------
 
@@ -260,16 +275,25 @@ class EndpointFabric:
         return [final[n] for n in names]
 
     def close(self, error: BaseException | None) -> None:
-        """Leave every server, with the reason if there is one."""
+        """Leave every server, with the reason if there is one. In the middle of a synchronous step there is."""
         if self._closed:
             return
         self._closed = True
+        failed: BaseException | None = None
+        try:
+            self._beside.rest(discard=error is not None)
+        except DtransError as e:
+            error = failed = e
         reason = None if error is None else f"{type(error).__name__}: {error}"
+        if self._in_step and reason is None:
+            reason = "it closed in the middle of a step"  # which some servers may have heard of, and others not
         with contextlib.ExitStack() as stack:  # each is closed, whatever the others say
             if self._context is not None:
                 stack.callback(self._context.destroy, linger=int(LINGER * 1000))
             for line in self._connections.values():
                 stack.callback(line.close, reason)
+        if failed is not None:
+            raise failed
 
 
 def _side_by_side(blocks: Sequence[np.ndarray]) -> np.ndarray | None:

@@ -31,20 +31,18 @@ from dtrans.run.exchange import Exchange, vector_types
 class Line:
     """What one server says to another."""
 
-    def __init__(self, context: zmq.Context[Any], me: str, peer: str) -> None:
+    def __init__(self, context: zmq.Context[Any], me: str, peer: str, greeting: Mapping[str, Any]) -> None:
         self.me = me
         self.peer = peer
-        self.gone = False  # it was there, and is not any more
-        self._there = False
+        self.gone = False  # it had welcomed us, and is not there any more
+        self.welcomed = False
+        self._greeting = wire.header("peer", **greeting)
+        self._outbox: list[list[Any]] = []  # what was to be said before the welcome
         self.socket = new_socket(context, zmq.DEALER)
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         self.socket.connect(tcp_address(peer))
-
-    def tell(self, op: str, **fields: Any) -> None:
-        """A message without frames."""
-        self.socket.send(wire.header(op, **fields))
 
     def send(self, step: int, level: int, vectors: Sequence[Any]) -> None:
         """The vectors of one exchange; waits until they are computed."""
@@ -53,16 +51,20 @@ class Line:
         arrays = [np.asarray(v) for v in vectors]
         for pieces, frames in wire.messages((a.dtype.name, a) for a in arrays):
             head = wire.header("partials", step=step, level=level, pieces=pieces)
-            self.socket.send_multipart([head, *frames], copy=False)
+            self._outbox.append([head, *frames])
+        self._empty()
+
+    def _empty(self) -> None:
+        """Let go what is to be said, once there is who hears it: what another server took would be lost."""
+        while self.welcomed and self._outbox:
+            self.socket.send_multipart(self._outbox.pop(0), copy=False)
 
     def listen(self) -> None:
         """Take what is here. Raises PeerError for a refusal."""
+        events = []
         # the connection first: the last words of a peer come before its end
         while self.monitor.poll(0):
-            connected = recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            # a connection that breaks has lost what was on its way, also when ZeroMQ makes it anew
-            self.gone = self.gone or (self._there and not connected)
-            self._there = connected
+            events.append(recv_monitor_message(self.monitor)["event"])
         while self.socket.poll(0):
             try:
                 message = wire.parse(self.socket.recv_multipart(copy=False))
@@ -70,6 +72,13 @@ class Line:
                 raise PeerError(f"pserver {self.peer} answered pserver {self.me} with {e}") from e
             if message.op == "refuse":
                 raise PeerError(f"pserver {self.peer} refused pserver {self.me}: {message['reason']}")
+            self.welcomed = self.welcomed or message.op == "welcome"
+        if self.welcomed:
+            # a connection that breaks has lost what was on its way, also when ZeroMQ makes it anew
+            self.gone = self.gone or zmq.EVENT_DISCONNECTED in events
+        elif zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
+            self.socket.send(self._greeting)  # once more, where the server that was there has ended
+        self._empty()
 
     def close(self, linger: float) -> None:
         """End it; `linger` is how many seconds may go into handing over what was said."""
@@ -96,18 +105,19 @@ class Peers:
     Args:
       me: the server's endpoint.
       exchanges: that it takes part in, each step.
+      leaver: what becomes of updates when a trainer leaves; the same on all of them.
     """
 
-    def __init__(self, context: zmq.Context[Any], me: str, exchanges: Sequence[Exchange]) -> None:
+    def __init__(self, context: zmq.Context[Any], me: str, exchanges: Sequence[Exchange], *, leaver: str) -> None:
         self.me = me
         self._levels = {x.level: x for x in exchanges}
         self._layouts = _layouts(exchanges)
         self._by_address: dict[bytes, str] = {}
         self._arrivals: dict[tuple[int, int, str], _Arrival] = {}
         self._pool = BufferPool()
-        self._lines = {ep: Line(context, me, ep) for ep in self._layouts}
-        for ep, line in self._lines.items():
-            line.tell("peer", endpoint=me, order=sys.byteorder, layout=self._layouts[ep])
+        self._leaver = leaver
+        greeting = {"endpoint": me, "order": sys.byteorder, "leaver": leaver}
+        self._lines = {ep: Line(context, me, ep, greeting | {"layout": told}) for ep, told in self._layouts.items()}
 
     # -- lines -----------------------------------------------------------------------------------
 
@@ -115,6 +125,17 @@ class Peers:
     def sockets(self) -> list[zmq.Socket[Any]]:
         """What to poll before `listen`."""
         return [s for line in self._lines.values() for s in (line.socket, line.monitor)]
+
+    @property
+    def unsettled(self) -> list[str]:
+        """The servers that have not said who they are, or have not welcomed this one, and may yet."""
+        met = set(self._by_address.values())
+        return [ep for ep, line in self._lines.items() if not line.gone and not (line.welcomed and ep in met)]
+
+    @property
+    def settled(self) -> bool:
+        """Whether this server may end: nobody will greet it who should greet the next one on this endpoint."""
+        return not self.unsettled
 
     def listen(self) -> None:
         """Hear what peers answer. Raises PeerError where one refuses, or says that it has ended."""
@@ -148,8 +169,11 @@ class Peers:
         """Of all that have said who they are."""
         return list(self._by_address)
 
-    def meet(self, address: bytes, message: wire.Message) -> None:
-        """Who a server says it is. Raises WireError where it cannot be, or plans something else."""
+    def meet(self, address: bytes, message: wire.Message) -> bool:
+        """Who a server says it is, and whether it is new: it may be here already, and this be its next job.
+
+        Raises WireError where it cannot be, or plans something else.
+        """
         ep = message["endpoint"]
         if ep not in self._layouts:
             raise WireError(
@@ -163,11 +187,18 @@ class Peers:
                 f"pserver {ep} would exchange other reductions with pserver {self.me} than are planned here; every "
                 "role must plan the same step with the same options"
             )
-        if address in self._by_address:
+        if self._by_address.get(address, ep) != ep:
             raise WireError(f"pserver {ep} has already said that it is {self._by_address[address]}")
-        if ep in self._by_address.values():
-            raise WireError(f"pserver {ep} is here already; was it started twice?")
+        leaver = message.fields.get("leaver", self._leaver)
+        if leaver != self._leaver:
+            raise WireError(
+                f"pserver {ep} is planned with leaver={wire.brief(leaver)}, pserver {self.me} with {self._leaver!r}; "
+                "every role must plan the same step with the same options"
+            )
+        if address not in self._by_address and ep in self._by_address.values():
+            return False
         self._by_address[address] = ep
+        return True
 
     def take(self, address: bytes, message: wire.Message, step: int) -> None:
         """Partial results, to be kept. Raises WireError, and keeps nothing, where they are not due.

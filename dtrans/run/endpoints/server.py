@@ -1,13 +1,14 @@
 """A synchronous parameter server.
 
     every trainer:  hello                             once
-                    recv, fetch_barrier               the initial values
-                    send..., send_barrier, recv, fetch_barrier      every step
+                    recv                              the initial values
+                    send..., send_barrier, recv       every step
                     complete                          once
 
 Gradients are kept as they come, in memory that is kept too. When all trainers have said `send_barrier`, one
 compiled call makes the new state, and the blocks that trainers asked for go out. Serving ends when every trainer
-has said `complete`.
+has said `complete`. One that says so before the others has left: `leaver` of `dtrans.pserver` says what later updates
+are made of.
 
     every other server:  peer                         once
                          partials...                  every step and level
@@ -32,7 +33,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ class Trainer:
     at_barrier: bool = False
     wants: tuple[str, ...] = ()
     waits: bool = False
-    fetched: int = -1  # the last step it has all blocks of
     done: bool = False
+    failed: bool = False  # done, and not because it said so
 
 
 class PServer:
@@ -101,6 +102,7 @@ class PServer:
         self.endpoint: str = params["endpoint"]
         self.count: int = params["Fanin"]
         self.sync_mode: bool = params["sync_mode"]
+        self.leaver: str = params["leaver"]
         self.deadline = deadline
         self.step = 0
         self.state = own_buffers(state)
@@ -114,11 +116,12 @@ class PServer:
         self._exchange: Exchange | None = None  # the one that the update waits for
         self._silence = min(SILENCE, deadline)
         self._bind(allow_remote)
-        self._peers = Peers(context, self.endpoint, update.exchanges)
+        self._peers = Peers(context, self.endpoint, update.exchanges, leaver=self.leaver)
 
     def _prepare(self, update: ServerUpdate) -> None:
-        """Compile the update lazily, and make the memory that gradients come to."""
-        self._update = CompiledUpdate(update)
+        """Compile updates lazily, and make the memory that gradients come to."""
+        self._whole = update
+        self._updates = {frozenset(range(self.count)): CompiledUpdate(update)}  # by whose gradients they are made of
         pool = BufferPool()
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in update.grad_types.items()}
         self._bytes = {n: g.reshape(-1).view(np.uint8) for n, g in self._grads.items()}
@@ -126,6 +129,7 @@ class PServer:
         self._of = {
             k: {n for n in self._grads if self.count == 1 or n.endswith(f".trainer_{k}")} for k in range(self.count)
         }
+        self._spent: set[int] = set()  # of those who left, whose last gradients have counted
 
     # -- sockets ---------------------------------------------------------------------------------
 
@@ -138,11 +142,13 @@ class PServer:
                 "needs Executor(allow_remote=True)"
             )
         self._socket = new_socket(self._context, zmq.ROUTER)
-        self._monitor = self._socket.get_monitor_socket(_REFUSED_HANDSHAKES)
+        self._monitor = self._socket.get_monitor_socket(_REFUSED_HANDSHAKES | zmq.EVENT_CLOSED)
         self._folder = Path(tempfile.mkdtemp(prefix="dtrans-"))  # readable by this user only
         self._local = str(self._folder / "socket")
+        self._bound = ""
         try:
             self._socket.bind(tcp_address(self.endpoint))
+            self._bound = self._socket.get_string(zmq.LAST_ENDPOINT)  # as ZeroMQ names it
             if len(os.fsencode(self._local)) > zmq.IPC_PATH_MAX_LEN:
                 self._local = ""
             else:
@@ -152,10 +158,22 @@ class PServer:
             raise ConfigError(f"pserver {self.endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}") from e
 
     def _close(self) -> None:
+        self._let_go()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=int(LINGER * 1000))
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _let_go(self) -> None:
+        """Stop listening, and wait until the endpoint can be bound again: ZeroMQ closes sockets in its own time."""
+        if not self._bound:
+            return
+        self._socket.linger = int(LINGER * 1000)
+        limit = time.monotonic() + LINGER
+        self._socket.unbind(self._bound)
+        while self._monitor.poll(max(0, int((limit - time.monotonic()) * 1000))):
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_CLOSED:
+                return
 
     # -- serving ---------------------------------------------------------------------------------
 
@@ -179,12 +197,11 @@ class PServer:
         look = time.monotonic() + TICK
         try:
             ending = signal.signal(signal.SIGTERM, _end) if _decides_signals() else None
-            while not (len(self._trainers) == self.count and all(t.done for t in self._trainers.values())):
+            while not (self._served() and self._peers.settled):
                 ready = dict(poller.poll(max(0, int((look - time.monotonic()) * 1000))))
                 if self._socket in ready:
                     self._take(self._socket.recv_multipart(copy=False))
-                if self._monitor in ready:
-                    recv_monitor_message(self._monitor)
+                if self._monitor in ready and recv_monitor_message(self._monitor)["event"] & _REFUSED_HANDSHAKES:
                     log.warning("pserver %s refused a connection that does not speak the protocol", self.endpoint)
                 if not ready.keys().isdisjoint(lines):
                     self._peers.listen()
@@ -207,6 +224,10 @@ class PServer:
                 signal.signal(signal.SIGTERM, ending)
             self._peers.close(failed=failed)
             self._close()
+
+    def _served(self) -> bool:
+        """Whether every trainer has come, and closed."""
+        return len(self._trainers) == self.count and all(t.done for t in self._trainers.values())
 
     def _catch_up(self) -> None:
         """Take what came while an update was made: it may be the signs of life that are about to be missed."""
@@ -243,7 +264,8 @@ class PServer:
             self._trainers[k].heard = now
             if message.op not in RULES:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
-            getattr(self, RULES[message.op])(k, message)
+            for part in (message, *_following(message)):
+                getattr(self, RULES[part.op])(k, part)
         except WireError as e:
             log.warning("pserver %s refused a message of %s: %s", self.endpoint, self._who(address), e)
             self._say(address, "refuse", reason=str(e))
@@ -278,7 +300,13 @@ class PServer:
                 "every role must plan the same mode"
             )
         if known is not None and known.done:
-            raise WireError(f"trainer {k} has left, and cannot come back to this job")
+            if known.failed or known.session == message["session"]:
+                raise WireError(f"trainer {k} has left, and cannot come back to this job")
+            # it is of the next job on this endpoint: this server's end breaks its connection, and it says hello anew
+            self._say(
+                address, "waiting", reason=f"the end of a job of {self.count} trainers, which trainer {k} has left"
+            )
+            return
         if known is not None and known.session != message["session"]:
             raise WireError(
                 f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in two processes?"
@@ -311,6 +339,8 @@ class PServer:
     def _send_barrier(self, k: int, message: wire.Message) -> None:
         t = self._trainers[k]
         self._in_turn(k, message)
+        if t.at_barrier:
+            raise WireError(f"a second send_barrier of step {self.step}")
         short = sorted(n for n in self._of[k] if t.arrived.get(n, 0) != self._bytes[n].nbytes)
         if short:
             raise WireError(
@@ -319,18 +349,35 @@ class PServer:
             )
         t.at_barrier = True
         gone = sorted(i for i, other in self._trainers.items() if other.done)
-        if gone:
-            raise PeerError(
-                f"trainer {gone[0]} closed after step {self.step} while trainer {k} sends step {self.step + 1}: "
-                "in sync mode all trainers make the same number of steps"
-            )
-        if sum(t.at_barrier for t in self._trainers.values()) == self.count:
+        if gone and self.leaver == "error":
+            raise PeerError(self._unequal(gone[0], k))
+        self._step_if_all_sent()
+
+    def _step_if_all_sent(self) -> None:
+        """Make the step when all trainers have come, and those who have not left are at the barrier."""
+        present = [t for t in self._trainers.values() if not t.done]
+        if len(self._trainers) == self.count and present and all(t.at_barrier for t in present):
             self._make_step()
 
     def _make_step(self) -> None:
         """All gradients are here."""
-        self._run = self._update.run(self._grads, self.state)
+        update = self._update_of_those_present()
+        self._run = update.run({n: self._grads[n] for n in update.update.grad_types}, self.state)
         self._go_on({})
+
+    def _update_of_those_present(self) -> CompiledUpdate:
+        """What makes the new state; of every set of trainers one is compiled."""
+        present = frozenset(self._trainers) if self.leaver == "paddle" else self._present()
+        if present not in self._updates:
+            gone = _named(sorted(self._trainers.keys() - present))
+            told = "pserver %s goes on without %s, which left: step %d and later ones are of %s"
+            log.warning(told, self.endpoint, gone, self.step + 1, _named(sorted(present)))
+            self._updates[present] = CompiledUpdate(self._whole.merged_from(present))
+        return self._updates[present]
+
+    def _present(self) -> frozenset[int]:
+        """The trainers that have not left."""
+        return frozenset(k for k, t in self._trainers.items() if not t.done)
 
     def _go_on(self, arrived: Vectors | None) -> None:
         """Make the step as far as what came from other servers allows."""
@@ -354,7 +401,7 @@ class PServer:
     def _finish(self, state: dict[str, Any]) -> None:
         """A step is made."""
         # the memory of its gradients and of what other servers sent is written again, so nothing may still read it
-        self.state = jax.block_until_ready(state) if self._update.update.exchanges else state
+        self.state = jax.block_until_ready(state) if self._whole.exchanges else state
         self._peers.made(self.step)
         self.step += 1
         self._late_since = None
@@ -362,9 +409,17 @@ class PServer:
             t.at_barrier = False
             t.arrived.clear()
         self._publish()
+        self._forget(self._trainers.keys() - self._present())
         for t in self._trainers.values():
             if t.waits:
                 self._answer(t, self.step)
+
+    def _forget(self, trainers: Collection[int]) -> None:
+        """The gradients of those who left have counted once more (`leaver="paddle"`): from now on they are zero."""
+        for k in set(trainers) - self._spent if self.leaver == "paddle" else ():
+            for name in self._of[k]:
+                self._grads[name].fill(0)
+            self._spent.add(k)
 
     def _publish(self) -> None:
         """The parameters as memory to send from; waits until they are made."""
@@ -406,26 +461,29 @@ class PServer:
             head = wire.header("blocks", step=step, pieces=pieces)
             self._socket.send_multipart([t.address, head, *frames], copy=False)
 
-    def _fetch_barrier(self, k: int, message: wire.Message) -> None:
-        if message["step"] != self.step:
-            raise WireError(f"fetch_barrier of step {message['step']}, pserver {self.endpoint} is at {self.step}")
-        self._trainers[k].fetched = self.step
-
     def _complete(self, k: int, message: wire.Message) -> None:
         t = self._trainers[k]
         t.done = True
         self._say(t.address, "goodbye")
         waiting = sorted(i for i, other in self._trainers.items() if other.at_barrier and i != k)
-        if t.at_barrier:
-            raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}, after its send_barrier")
-        if waiting:
-            raise PeerError(
-                f"trainer {k} closed after step {self.step} while trainer {waiting[0]} sends step {self.step + 1}: "
-                "in sync mode all trainers make the same number of steps"
-            )
+        if t.at_barrier or t.arrived:
+            after = ", after its send_barrier" if t.at_barrier else ""
+            raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}{after}")
+        if waiting and self.leaver == "error":
+            raise PeerError(self._unequal(k, waiting[0]))
+        if not self.step:
+            self._forget([k])  # it never sent a gradient, and the memory for it holds anything
+        self._step_if_all_sent()
+
+    def _unequal(self, gone: int, sends: int) -> str:
+        """Why a job with leaver="error" ends."""
+        return (
+            f"trainer {gone} closed after step {self.step} while trainer {sends} sends step {self.step + 1}: "
+            "with leaver='error' all trainers make the same number of steps"
+        )
 
     def _abort(self, k: int, message: wire.Message) -> None:
-        self._trainers[k].done = True
+        self._trainers[k].done = self._trainers[k].failed = True
         raise PeerError(f"trainer {k} failed: {message['reason']}")
 
     def _in_turn(self, k: int, message: wire.Message) -> None:
@@ -437,8 +495,10 @@ class PServer:
     def _meet(self, address: bytes, message: wire.Message) -> None:
         if address in self._by_address:
             raise WireError(f"trainer {self._by_address[address]} cannot be a pserver too")
-        self._peers.meet(address, message)
-        self._say(address, "welcome", step=self.step, local="", silence=self._silence)
+        if self._peers.meet(address, message):
+            self._say(address, "welcome", step=self.step, local="", silence=self._silence)
+        else:
+            self._say(address, "waiting", reason=f"the end of a job that pserver {message['endpoint']} is in already")
 
     def _partials(self, address: bytes, message: wire.Message) -> None:
         if message.op != "partials":
@@ -467,10 +527,16 @@ class PServer:
                     "taken for dead"
                 )
         absent = self._absent(now)
-        late = absent + [k for k, t in self._trainers.items() if not t.at_barrier]
+        late = absent + [k for k, t in self._trainers.items() if not t.at_barrier and not t.done]
         waiting = [k for k, t in self._trainers.items() if t.at_barrier]
         if not waiting:
-            self._late_since = None
+            # at the end servers wait for each other only where one has not heard yet that the other is there
+            self._late_since = (self._late_since or now) if self._served() else None
+            if self._late_since is not None and now - self._late_since > self.deadline:
+                raise DeadlineError(
+                    f"pserver {self.endpoint}, whose trainers have closed, waited {now - self._late_since:.1f} s for "
+                    f"{self._peers.named(self._peers.unsettled)} to greet it"
+                )
             return
         if self._exchange is None:
             self._late_since = self._late_since or now
@@ -502,5 +568,17 @@ def _named(trainers: list[int]) -> str:
     return f"trainer {trainers[0]}" if len(trainers) == 1 else "trainers " + ", ".join(map(str, trainers))
 
 
+def _following(message: wire.Message) -> list[wire.Message]:
+    """What a trainer says in the same message, after it."""
+    then: Any = message.fields.get("then", [])
+    if then == []:
+        return []
+    if then not in (["recv"], ["send_barrier", "recv"]) or "step" not in message.fields:
+        raise WireError(f"a `{message.op}` message that {wire.brief(then)} cannot follow")
+    shared = {n: x for n, x in message.fields.items() if n == "blocks"}
+    step = message.fields.get("step", 0)
+    return [wire.Message(op, {"step": step + (op == "recv"), **shared}) for op in then]
+
+
 # what trainers may say, and the method that takes it
-RULES = {op: f"_{op}" for op in ("send", "send_barrier", "recv", "fetch_barrier", "complete", "abort")}
+RULES = {op: f"_{op}" for op in ("send", "send_barrier", "recv", "complete", "abort")}

@@ -5,22 +5,25 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local, silence
                    [, sync_mode]
-    send           step, pieces + frames               blocks    step, pieces + frames
+    send           step, pieces + frames[, steps]      blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
     recv           step[, blocks]                      refuse    reason[, last]
-    fetch_barrier  step                                goodbye
-    alive          trainer, session
+    alive          trainer, session                    goodbye
     complete
     abort          reason
 
     server to server                                   and back
-    peer           endpoint, order, layout             welcome, refuse
+    peer           endpoint, order, layout             welcome, waiting, refuse
+                   [, leaver]
     partials       step, level, pieces + frames        refuse
 
     trainer 0 to trainer (nccl2 mode)                  and back
     meet           trainer, endpoints                  here, refuse
     go
     abort          reason
+
+What a trainer says at the end of a step goes in one message: `then` names what follows, `send_barrier` and `recv`, with
+the fields that these have; the step of that `recv` is the next.
 
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
@@ -54,7 +57,6 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "send": {"step": int, "pieces": list},
     "send_barrier": {"step": int},
     "recv": {"step": int},
-    "fetch_barrier": {"step": int},
     "alive": {"trainer": int, "session": str},
     "complete": {},
     "abort": {"reason": str},

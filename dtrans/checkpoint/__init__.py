@@ -1,0 +1,61 @@
+"""Checkpoints of parameter-server jobs, under the names of the single-device step, with orbax.
+
+    ckpt/300/pserver-0     what the first server holds: an orbax checkpoint {"params/w.block0": ..., ...},
+                           and which rows of which array of the step each of them is (`plan.overview`)
+    ckpt/300/pserver-1     ...
+    ckpt/300/trainer-0     what no server holds (`plan.held`): frozen leaves, batch statistics; where there is any
+
+Each process writes its own *piece*, without a word to any other: all they share is the folder. A piece is there or is
+not, since orbax writes it beside its place and renames it. Each says which pieces there are to be, so that what was not
+written to its end is known for it, and nothing that was there is ever written over: save each step to a folder of its
+own, and take up the last that is whole (`latest`).
+
+What is read is put together by the names and rows of the step, not by those of blocks. So a checkpoint serves another
+number of servers, other blocks, another dispatcher, or one device (`load`). `gather` and `scatter` do the same
+without files.
+
+A server is saved when it has ended: `exe.run(pserver, state)` returns its state when every trainer has closed, and a
+second job may go on from it, or from what was restored. A running server is not saved yet.
+
+Source: `save_persistables` and `load_persistables` of python/paddle/fluid/io.py, `checkpoint_notify` and `recv_save` of
+paddle/fluid/operators/distributed_ops. There a parameter in blocks was joined by one trainer, state was joined where
+its name was guessed to be a slice's, and one server's rows could be loaded by that server only.
+
+Example:
+  >>> import tempfile, jax, jax.numpy as jnp, optax, dtrans
+  >>> tx = optax.adam(0.1)
+  >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+  >>> init = lambda key: (p := {"w": jax.random.normal(key, (5, 2))}, tx.init(p))
+  >>> key, x = jax.random.key(0), jnp.ones((4, 5))
+  >>> main, startup = dtrans.trace(step, *init(key), x), dtrans.trace(init, key)
+  >>> plan = dtrans.pserver(main, startup, pservers="127.0.0.1:6174,127.0.0.1:6175", min_block_size=1)
+  >>> job = plan.on_mesh()
+  >>> state, loss = job.step(job.init(key), x)
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...     for endpoint in plan.servers:  # each of them in its process, after exe.run(pserver, ...)
+  ...         dtrans.checkpoint.save(f"{folder}/1", plan, endpoint, state.servers[endpoint])
+  ...     params, opt_state = dtrans.checkpoint.load(dtrans.checkpoint.latest(folder), main)
+  ...     one = dtrans.pserver(main, startup, pservers="127.0.0.1:6180")
+  ...     held = dtrans.checkpoint.restore(f"{folder}/1", one, "127.0.0.1:6180")
+  >>> bool((params["w"] == job.params(state)["w"]).all()), int(opt_state[0].count)
+  (True, 1)
+  >>> {name: x.shape for name, x in held.items()}
+  {'opt_state/0/count': (), 'opt_state/0/mu/w': (5, 2), 'opt_state/0/nu/w': (5, 2), 'params/w': (5, 2)}
+
+Source files, from the top; none imports one below it:
+
+    slices   an array out of slices of it
+    values   what servers hold, and the pytrees of the step: without files
+    pieces   one piece, and what pieces make up: the only file that knows orbax
+    files    save, restore and load
+"""
+
+from dtrans.checkpoint.files import (
+    latest as latest,
+    load as load,
+    restore as restore,
+    restore_trainer as restore_trainer,
+    save as save,
+    save_trainer as save_trainer,
+)
+from dtrans.checkpoint.values import gather as gather, mesh_state as mesh_state, scatter as scatter

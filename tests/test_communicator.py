@@ -1,0 +1,400 @@
+"""Trainers whose gradients and parameters travel beside their steps. Where a step waits for that, it is sequential
+training; where it does not, the servers end with what their updates make of all gradients, each used once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from crew import HANG, Crew, Peer, check_state, free_endpoints, joined, serve, until
+from helpers import communication, init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_close
+
+import dtrans
+from dtrans.cut import cut
+from dtrans.errors import ConfigError, DeadlineError, PeerError
+from dtrans.plan import PServerPlan
+from dtrans.run.endpoints.async_server import AsyncPServer
+from dtrans.run.endpoints.communicator import Communicator, merged
+from dtrans.transforms.linear import is_linear
+
+
+@pytest.fixture(autouse=True)
+def x64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+def batches_of(count: int, seed: int = 0) -> list[Any]:
+    return [mlp_batch(6, dtype=jnp.float64, seed=100 * seed + s) for s in range(count)]
+
+
+def plan_for(servers: int, trainers: int, tx: Any, *, params: Any = None, loss: Any = mlp_loss, rows: int = 6,
+             **options: Any) -> PServerPlan:  # fmt: skip
+    params = mlp_params(dtype=jnp.float64) if params is None else params
+    batch = mlp_batch(rows, dtype=jnp.float64)
+    return dtrans.pserver(
+        dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch),
+        dtrans.trace(init_of(tx), params),
+        pservers=free_endpoints(servers),
+        trainers=trainers,
+        **{"sync_mode": False, "runtime_split_send_recv": True, "min_block_size": 1, **options},
+    )
+
+
+def train(plan: PServerPlan, k: int, batches: Sequence[Any], *args: Any, **options: Any) -> tuple[Any, list[Any]]:
+    """One trainer on its own batches; its last parameters, and those of each step."""
+    with dtrans.Executor(**{"deadline": HANG, **options}) as exe:
+        params = exe.run(plan.trainer_startup_program(k), *args)
+        went_in = []
+        for batch in batches:
+            went_in.append(params)
+            params, _ = exe.run(plan.trainer_program(k), params, *batch)
+        return params, went_in
+
+
+def run(crew: Crew, plan: PServerPlan, params: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+    """The states that servers end with, and what each trainer returned; trainer k has `batches[k]`."""
+    for ep in plan.servers:
+        crew.start(ep, serve, plan, ep, params)
+    for k in range(plan.trainers):
+        crew.start(f"trainer {k}", train, plan, k, batches[k], params)
+    ended = crew.all()
+    return [ended[ep] for ep in plan.servers], [ended[f"trainer {k}"] for k in range(plan.trainers)]
+
+
+def sequential(tx: Any, params: Any, batches: Sequence[Any], loss: Any = mlp_loss) -> tuple[Any, Any]:
+    step, state = jax.jit(plain_step(loss, tx)), tx.init(params)
+    for batch in batches:
+        params, state, _ = step(params, state, *batch)
+    return params, state
+
+
+ADAM = optax.adam(optax.cosine_decay_schedule(1e-2, 20))
+
+
+# -- steps that wait -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_dc_asgd": True}], ids=["plain", "compensated"])
+@pytest.mark.parametrize("servers", [1, 3])
+def test_one_trainer_that_waits_is_sequential_training(crew: Crew, servers: int, options: dict[str, Any]) -> None:
+    """Leaves that are cut, have one row, or none; nothing is older than it should be, so nothing is compensated."""
+    params = {**mlp_params(dtype=jnp.float64), "scale": jnp.ones(()), "row": jnp.ones((1, 3))}
+
+    def loss(p: Any, x: Any, y: Any) -> Any:
+        return mlp_loss({n: p[n] for n in ("b1", "b2", "w1", "w2")}, x, y) * p["scale"] + jnp.sum(p["row"] ** 2)
+
+    batches = batches_of(5)
+    plan = plan_for(servers, 1, ADAM, params=params, loss=loss, half_async=True, **options)
+    states, ((got, _),) = run(crew, plan, params, [batches])
+    want, state = sequential(ADAM, params, batches, loss)
+    tree_close(got, want, 1e-12)
+    check_state(plan, states, want, state)
+
+
+@pytest.mark.parametrize("half_async", [True, False])
+def test_completely_not_async_is_synchronous(crew: Crew, half_async: bool) -> None:
+    """Three trainers, on servers of which one has nothing; a clip by the norm of all gradients needs all servers."""
+    tx = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
+    params = {"w": jnp.ones((5, 3)) * 0.1}
+    loss = lambda p, x, y: jnp.mean((x @ p["w"] - y) ** 2)
+    whole = batches_of(4)
+    plan = plan_for(3, 3, tx, params=params, loss=loss, rows=2, completely_not_async=True, half_async=half_async,
+                    slice_var_up=False)  # fmt: skip
+    assert sum(not units for units in plan.placement.units.values()) == 2
+    parts = [[tuple(x[2 * k : 2 * k + 2] for x in batch) for batch in whole] for k in range(3)]
+    states, ended = run(crew, plan, params, parts)
+    want, state = sequential(tx, params, whole, loss)
+    for got, _ in ended:
+        tree_close(got, want, 1e-12)
+    check_state(plan, states, want, state)
+
+
+def test_completely_not_async_cuts_as_it_runs(crew: Crew) -> None:
+    params, whole = mlp_params(dtype=jnp.float64), batches_of(3)
+    tx = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
+    plan = plan_for(2, 2, tx, rows=3, completely_not_async=True, half_async=True)
+    parts = [[tuple(x[3 * k : 3 * k + 3] for x in batch) for batch in whole] for k in range(2)]
+    states, ended = run(crew, plan, params, parts)
+    want, state = sequential(tx, params, whole)
+    for got, _ in ended:
+        tree_close(got, want, 1e-12)
+    check_state(plan, states, want, state)
+
+
+# -- steps that do not wait ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainers", [1, 3])
+@pytest.mark.parametrize("independent", [True, False])
+def test_every_gradient_is_used_once(crew: Crew, trainers: int, independent: bool) -> None:
+    """However they were merged: plain SGD is a sum of gradients, each at the parameters that its step had."""
+    tx, params = optax.sgd(0.05), mlp_params(dtype=jnp.float64)
+    config = dtrans.CommunicatorConfig(max_merge_var_num=3, independent_recv_thread=independent)
+    plan = plan_for(2, trainers, tx, communicator=config)
+    batches = [batches_of(15, seed=k) for k in range(trainers)]
+    states, ended = run(crew, plan, params, batches)
+    grad, want = jax.jit(jax.grad(mlp_loss)), params
+    for (_, went_in), mine in zip(ended, batches, strict=True):
+        for p, batch in zip(went_in, mine, strict=True):
+            want = jax.tree.map(lambda w, g: w - 0.05 * g, want, grad(p, *batch))
+    tree_close({n: joined(plan, states, f"params/{n}") for n in params}, want, 1e-12)
+
+
+class Gate:
+    """Servers that do not answer a trainer that asks for parameters, but for the initial ones, until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.asked = threading.Event()
+        self.sent: list[int] = []  # of how many steps each message of gradients was
+        answer, take = AsyncPServer._recv, AsyncPServer._send
+
+        def recv(server: Any, k: int, message: Any) -> None:
+            if server._step_of(k).number:
+                self.asked.set()
+                assert self.opened.wait(HANG)
+            answer(server, k, message)
+
+        def send(server: Any, k: int, message: Any) -> None:
+            self.sent.append(message.fields.get("steps", 1))
+            take(server, k, message)
+
+        monkeypatch.setattr(AsyncPServer, "_recv", recv)
+        monkeypatch.setattr(AsyncPServer, "_send", send)
+
+
+@pytest.mark.parametrize("tx, merge", [
+    (optax.sgd(optax.piecewise_constant_schedule(0.1, {4: 0.1})), "sum"),
+    (optax.sgd(0.1, momentum=0.9), "mean"),
+], ids=["sgd", "momentum"])  # fmt: skip
+def test_what_waits_is_merged(crew: Crew, monkeypatch: pytest.MonkeyPatch, tx: Any, merge: str) -> None:
+    """While an answer is on its way one more group is sent; what is put meanwhile goes together, five steps at most.
+    Counts are of steps, so that the schedule is where it should be."""
+    gate = Gate(monkeypatch)
+    params, batches = mlp_params(dtype=jnp.float64), batches_of(10)
+    plan = plan_for(1, 1, tx, communicator=dtrans.CommunicatorConfig(max_merge_var_num=5))
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+
+    def trainer() -> None:
+        with dtrans.Executor(deadline=HANG) as exe:
+            p = exe.run(plan.trainer_startup, params)
+            exe.run(plan.trainer, p, *batches[0])
+            assert gate.asked.wait(HANG)
+            for batch in batches[1:]:  # all at the initial parameters, whatever comes back
+                exe.run(plan.trainer, p, *batch)
+            gate.opened.set()
+
+    crew.start("trainer", trainer)
+    ended = crew.all()
+    assert sum(gate.sent) == 10
+    groups = gate.sent
+    assert groups[0] == 1
+    assert max(groups) == 5
+    grad = jax.jit(jax.grad(mlp_loss))
+    grads = [grad(params, *batch) for batch in batches]
+    want, state = params, tx.init(params)
+    for count in groups:
+        parts, grads = grads[:count], grads[count:]
+        g = jax.tree.map(lambda *xs: sum(xs) / (len(xs) if merge == "mean" else 1), *parts)
+        if merge == "sum":  # the rate is that of the group's last step
+            for _ in range(count - 1):
+                _, state = tx.update(g, state, want)
+        updates, state = tx.update(g, state, want)
+        want = optax.apply_updates(want, updates)
+    check_state(plan, [ended[ep]], want, state)
+
+
+def test_a_full_queue_is_waited_for(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    params, batches = mlp_params(dtype=jnp.float64), batches_of(9)
+    plan = plan_for(1, 1, optax.sgd(0.1), communicator=dtrans.CommunicatorConfig(send_queue_size=2))
+    (ep,) = plan.servers
+    lengths = []
+    put = Communicator.put
+
+    def noted(self: Communicator, group: Any) -> None:
+        put(self, group)
+        lengths.append(len(self._queue))
+
+    monkeypatch.setattr(Communicator, "put", noted)
+    crew.start(ep, serve, plan, ep, params)
+    crew.start("trainer", train, plan, 0, batches, params)
+    until(lambda: gate.asked.is_set() and lengths and lengths[-1] == 2, "the queue to be full")
+    gate.opened.set()
+    crew.all()
+    assert len(lengths) == 9
+    assert max(lengths) == 2
+
+
+def test_a_communicator_rests_for_a_program_of_another_kind(crew: Crew) -> None:
+    """The startup program in the middle gives what all gradients until then have made."""
+    tx, params, batches = optax.sgd(0.05), mlp_params(dtype=jnp.float64), batches_of(6)
+    plan = plan_for(2, 1, tx)
+    for ep in plan.servers:
+        crew.start(ep, serve, plan, ep, params)
+    grad, want = jax.jit(jax.grad(mlp_loss)), params
+    with dtrans.Executor(deadline=HANG) as exe:
+        p = exe.run(plan.trainer_startup, params)
+        for i, batch in enumerate(batches):
+            want = jax.tree.map(lambda w, g: w - 0.05 * g, want, grad(p, *batch))
+            p, _ = exe.run(plan.trainer, p, *batch)
+            if i % 2:
+                p = exe.run(plan.trainer_startup, params)
+                tree_close(p, want, 1e-12)
+    crew.all()
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_server_that_ends_is_named_by_the_next_step(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = mlp_params(dtype=jnp.float64)
+    plan = plan_for(1, 1, ADAM)
+    (ep,) = plan.servers
+    take = AsyncPServer._send
+
+    def broken(self: Any, k: int, message: Any) -> None:
+        if self._step_of(k).number == 2:
+            raise RuntimeError("out of order")
+        take(self, k, message)
+
+    monkeypatch.setattr(AsyncPServer, "_send", broken)
+    crew.start(ep, serve, plan, ep, params)
+    crew.start("trainer", train, plan, 0, batches_of(400), params)
+    ended = crew.end("trainer")
+    assert isinstance(ended, PeerError)
+    assert str(ended) == f"pserver {ep} refused trainer 0: it ended: RuntimeError: out of order"
+    assert isinstance(crew.end(ep), RuntimeError)
+
+
+def test_a_server_that_does_not_answer_is_named(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    params = mlp_params(dtype=jnp.float64)
+    plan = plan_for(1, 1, ADAM, half_async=True)
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+    crew.start("trainer", train, plan, 0, batches_of(3), params, deadline=1.0)
+    ended = crew.end("trainer")
+    gate.opened.set()
+    assert isinstance(ended, DeadlineError)
+    assert str(ended).startswith("trainer 0 waited 1.")
+    assert str(ended).endswith(f" s for pserver {ep}: parameters")
+    assert isinstance(crew.end(ep), PeerError)
+
+
+def test_a_trainer_that_fails_ends_only_itself(crew: Crew) -> None:
+    params = mlp_params(dtype=jnp.float64)
+    plan = plan_for(1, 2, optax.sgd(0.1))
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+    with pytest.raises(ZeroDivisionError), dtrans.Executor(deadline=HANG) as exe:
+        p = exe.run(plan.trainer_startup_program(0), params)
+        exe.run(plan.trainer_program(0), p, *batches_of(1)[0])
+        raise ZeroDivisionError
+    train(plan, 1, batches_of(2, seed=1), params)
+    assert not isinstance(crew.end(ep), BaseException)
+
+
+@pytest.mark.parametrize("steps, told", [(0, "0"), (1001, "1001"), ("two", "'two'"), (True, "True")])
+def test_a_number_of_steps_that_cannot_be_is_refused(crew: Crew, steps: Any, told: str) -> None:
+    params = {"b": jnp.zeros(())}
+    plan = plan_for(1, 1, optax.sgd(0.1), params=params, loss=lambda p, x, y: p["b"] * jnp.mean(x))
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+    with Peer(ep) as peer:
+        peer.hello(sync_mode=False)
+        assert peer.hear().op == "welcome"
+        value = np.ones((), np.float64).tobytes()
+        peer.tell("send", value, step=0, pieces=[[["params/b@GRAD", 0, 8]]], steps=steps)
+        assert peer.refused() == f"gradients of {told} steps, which must be a number from 1 to 1000"
+        peer.tell("send", value, step=0, pieces=[[["params/b@GRAD", 0, 8]]], steps=2)
+        peer.tell("complete")
+        assert peer.hear().op == "goodbye"
+    np.testing.assert_allclose(crew.end(ep)["params/b"], -0.1, rtol=1e-15)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"max_merge_var_num": 0}, "max_merge_var_num must be a positive number, it is 0"),
+    ({"max_merge_var_num": 2000}, "max_merge_var_num must be 1000 or less, it is 2000"),
+    ({"send_queue_size": True}, "send_queue_size must be a positive number, it is True"),
+    ({"min_send_grad_num_before_recv": "1"}, "min_send_grad_num_before_recv must be a positive number, it is '1'"),
+    ({"independent_recv_thread": 1}, "independent_recv_thread must be True or False, it is 1"),
+    ({"merge": "max"}, "merge must be 'auto', 'sum' or 'mean', it is 'max'"),
+])  # fmt: skip
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dtrans.CommunicatorConfig(**options)
+    assert str(caught.value) == message
+
+
+def test_the_mesh_has_none() -> None:
+    with pytest.raises(ConfigError, match="^on_mesh has no communicator; leave out runtime_split_send_recv"):
+        plan_for(1, 1, ADAM, completely_not_async=True).on_mesh()
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options, barrier", [({}, False), ({"half_async": True}, True),
+                                              ({"half_async": True, "completely_not_async": True}, True)],
+                         ids=["async", "half", "not async"])  # fmt: skip
+def test_leaves_are_sent_and_received_whole(options: dict[str, Any], barrier: bool) -> None:
+    """As Paddle's: nothing is split or concatenated, and only the startup program has a `fetch_barrier`."""
+    plan = plan_for(2, 2, ADAM, **options)
+    assert communication(plan.trainer) == ["send"] * 4 + ["send_barrier"] * barrier + ["recv"] * 4
+    assert communication(plan.trainer_startup) == ["recv"] * 4 + ["fetch_barrier"] + ["concat"] * 4
+    named = ".trainer_0" if "completely_not_async" in options else ""
+    for op in plan.trainer.ops:
+        if op.type == "send":
+            (whole,) = op.inputs
+            blocks = plan.placement.blocks[whole.removesuffix("@GRAD")]
+            assert op.attrs["sections"] == tuple(b.rows for b in blocks)
+            assert op.attrs["epmap"] == tuple(b.endpoint for b in blocks)
+            assert op.attrs["names"] == tuple(f"{whole}.block{b.index}{named}" for b in blocks)
+            assert ("communicator" in op.attrs) == (not named)
+
+
+LINEAR = {
+    "sgd": (optax.sgd(0.1), True),
+    "scheduled": (optax.sgd(optax.cosine_decay_schedule(0.1, 10)), True),
+    "masked": (optax.masked(optax.sgd(0.1), {"b1": True, "b2": False, "w1": True, "w2": True}), True),
+    "momentum": (optax.sgd(0.1, momentum=0.9), False),
+    "adam": (optax.adam(0.1), False),
+    "decay": (optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), False),
+    "clip": (optax.chain(optax.clip(1.0), optax.sgd(0.1)), False),
+    "sign": (optax.sign_sgd(0.1), False),
+    "norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), False),
+    "accumulating": (optax.MultiSteps(optax.sgd(0.1), 2), False),
+    "noisy": (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), False),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_which_gradients_may_be_summed(name: str) -> None:
+    tx, linear = LINEAR[name]
+    params = mlp_params(dtype=jnp.float64)
+    batch = mlp_batch(6, dtype=jnp.float64)
+    step = dtrans.trace(dtrans.make_train_step(mlp_loss, tx), params, jax.eval_shape(tx.init, params), *batch)
+    assert is_linear(cut(step).optimize) == linear
+
+
+def test_gradients_are_merged_in_their_own_type() -> None:
+    import ml_dtypes
+
+    parts = [np.full((3,), x, ml_dtypes.bfloat16) for x in (1, 2, 6)]
+    before = [p.copy() for p in parts]
+    for how, want in (("sum", 9), ("mean", 3)):
+        got = merged(parts, how)
+        assert got.dtype == parts[0].dtype
+        np.testing.assert_array_equal(got.astype(np.float32), np.full((3,), want))
+    assert all((p == b).all() for p, b in zip(parts, before, strict=True)), "they are JAX's memory"
+    assert merged([np.float64(2.0).reshape(())] * 2, "mean").shape == ()
+    assert float(merged([np.float64(2.0).reshape(())] * 2, "mean")) == 2.0
