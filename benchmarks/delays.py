@@ -515,7 +515,7 @@ def plot(results: Results) -> str:
         figure = Figure(figsize=(10, 6), layout="constrained")
         axes = figure.subplots(2, 3, sharex=True).flat
         styles = {ONE_DEVICE.name: ("black", "--"), SYNC.name: ("tab:gray", "-")}
-        colours = ("tab:red", "tab:orange", "tab:blue", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:cyan")
+        colours = ("tab:red", "tab:orange", "tab:purple", "tab:brown", "tab:blue", "tab:green", "tab:pink", "tab:cyan")
         styles |= {m.name: (c, ":" if m.few else "-") for m, c in zip(MODES, colours, strict=False)}
         for panel, delay in zip(axes, DELAYS, strict=True):
             reference = alone(delay.rate).name
@@ -532,7 +532,7 @@ def plot(results: Results) -> str:
         figure.supxlabel("thousands of examples")
         figure.supylabel("training loss")
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels) // 2 + 1, frameon=False)
+        figure.legend(handles, labels, loc="outside upper center", ncols=(len(labels) + 1) // 2, frameon=False)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

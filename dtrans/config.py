@@ -42,8 +42,10 @@ BEYOND: dict[str, Any] = {"dc_asgd_lambda": 1.0, "dc_asgd_decay": None, "leaver"
                           "geo_sgd_wait": False, "merge": None}  # fmt: skip
 
 # What only makes sense where servers update parameters, and where they add up what trainers did.
-_OF_SERVERS = ("enable_dc_asgd", "half_async", "completely_not_async", "communicator", "leaver")
+_OF_SERVERS = ("enable_dc_asgd", "dc_asgd_lambda", "dc_asgd_decay", "half_async", "completely_not_async",
+               "communicator", "leaver")  # fmt: skip
 _OF_GEO = ("geo_sgd_mode", "geo_sgd_need_push_nums", "geo_sgd_wait")
+_OF_TRAINERS = ("nccl_comm_num", "hierarchical_allreduce_inter_nranks")
 
 # What `collective_mode` is, as options of `dtrans.nccl2`: Paddle's transpiler/collective.py reduces each gradient by
 # itself, and averages parameters after each local step.
@@ -176,10 +178,12 @@ class DistributeTranspilerConfig:
             raise ConfigError(f"collective_mode must be {known} with mode='collective', it is {kind!r}")
         if self.mode != "pserver":
             self._refuse((*_OF_SERVERS, "runtime_split_send_recv", *_OF_GEO), f"mode='pserver', it is {self.mode!r}")
-        elif not self.geo_sgd_mode:
-            self._refuse(_OF_GEO, "geo_sgd_mode=True, which is False")
-        else:
+            return
+        self._refuse(_OF_TRAINERS, "mode='nccl2', it is 'pserver'")
+        if self.geo_sgd_mode:
             self._refuse((*_OF_SERVERS, "merge"), "geo_sgd_mode=False: in GEO-SGD trainers update by themselves")
+        else:
+            self._refuse(_OF_GEO, "geo_sgd_mode=True, which is False")
 
     def _refuse(self, names: Sequence[str], where: str) -> None:
         """Raise for the first of these options that is not at its default."""

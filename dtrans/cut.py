@@ -23,6 +23,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
+
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxprs_in_params, origin_of, scope_of
 from dtrans.errors import GradientError, OptimizerError
 from dtrans.listing import short_type
@@ -288,7 +291,9 @@ class _Cutter:
         held: list[str] = []
         for name in self.params:
             out = self.outs[name]
-            (held if out is self.vars[name] or bits(out) == by_batch else optimized).append(name)
+            # what splits a random key is no update: each trainer has its own
+            is_key = jnp.issubdtype(self.vars[name].aval.dtype, jax.dtypes.extended) and not bits(out) & by_gradient
+            (held if out is self.vars[name] or bits(out) == by_batch or is_key else optimized).append(name)
         if not optimized or not boundary:
             raise GradientError(
                 f"no gradient was found in {self.source.name}: none of its parameters "

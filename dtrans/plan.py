@@ -81,7 +81,7 @@ class PServerPlan:
       trainers: how many trainers there are.
       sync_mode: whether updates wait for all of them.
       servers: endpoint to the programs of that server.
-      held: parameters that no server holds: they never change, or each trainer makes its own.
+      held: parameters that servers do not update: they never change, or each trainer makes its own.
       unsent: parameters on the servers whose update uses no gradient.
       dropped: effects of the step that no program carries out, such as printing the optimizer's state.
       shared_state: optimizer state that lives with no leaf, since no row enters it, or only through reductions; it
@@ -112,12 +112,12 @@ class PServerPlan:
 
     @property
     def trainer(self) -> Program:
-        """The program of trainer 0: (params, *batch) -> (params, loss[, aux])."""
+        """The program of trainer 0: (params, *batch) -> (params, loss[, aux]); with opt_state in GEO-SGD."""
         return self.trainer_program(0)
 
     @property
     def trainer_startup(self) -> Program:
-        """The startup program of trainer 0: the arguments of init -> params."""
+        """The startup program of trainer 0: the arguments of init -> params; and opt_state in GEO-SGD."""
         return self.trainer_startup_program(0)
 
     def trainer_program(self, trainer_id: int) -> Program:

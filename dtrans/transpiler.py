@@ -223,7 +223,9 @@ class DistributeTranspiler:
         return self._plan
 
     def get_trainer_program(self, wait_port: bool = True) -> Program:
-        """The program of this trainer: (params, *batch) -> (params, loss[, aux]); with opt_state in nccl2 mode.
+        """The program of this trainer: (params, *batch) -> (params, loss[, aux]); in some modes with opt_state.
+
+        In nccl2 mode and in GEO-SGD trainers have the optimizer's state, which goes in and out after params.
 
         Paddle waits here until the servers' ports are open. A plan can be made anywhere, so here it is the
         `Executor` that waits, when it first talks to them; `wait_port` is accepted and changes nothing.
@@ -232,7 +234,7 @@ class DistributeTranspiler:
         return plan.program if isinstance(plan, CollectivePlan) else plan.trainer_program(self._trainer_id)
 
     def get_trainer_startup_program(self) -> Program:
-        """The startup program of this trainer: the arguments of init -> params; and opt_state in nccl2 mode."""
+        """The startup program of this trainer: init's arguments -> params; and opt_state in nccl2 mode and GEO-SGD."""
         plan = self.plan
         if isinstance(plan, CollectivePlan):
             return joining_startup(plan, self._trainer_id, self._endpoints)
@@ -271,7 +273,8 @@ class DistributeTranspiler:
 class GeoSgdTranspiler(DistributeTranspiler):
     """Rewrites a traced step into the programs of GEO-SGD: see `dtrans.geo_sgd`.
 
-    A config without geo_sgd_mode is taken as if it had it; the one that is handed in is not changed.
+    A config is taken as if it had geo_sgd_mode=True and sync_mode=False; the one that is handed in is neither changed
+    nor looked at again.
 
     Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py.
 
@@ -289,7 +292,10 @@ class GeoSgdTranspiler(DistributeTranspiler):
     def __init__(self, config: DistributeTranspilerConfig | None = None) -> None:
         if isinstance(config, DistributeTranspilerConfig) or config is None:
             given = {} if config is None else vars(config)
-            config = DistributeTranspilerConfig(**{**given, "geo_sgd_mode": True, "sync_mode": False})
+            sync_mode = given.get("sync_mode", True)  # True is what it is where nothing was said
+            config = DistributeTranspilerConfig(
+                **{**given, "geo_sgd_mode": True, "sync_mode": False if sync_mode is True else sync_mode}
+            )
         super().__init__(config)
 
     def transpile(

@@ -206,6 +206,10 @@ class Stand:
         """Be gone."""
         self._context.destroy(linger=0)
 
+    def end(self) -> None:
+        """Be gone when all that was said has been sent."""
+        self._context.destroy(linger=int(HANG * 1000))
+
     def hear(self) -> wire.Message:
         """The next message."""
         assert self._socket.poll(HANG * 1000), "nobody spoke"

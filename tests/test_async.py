@@ -18,7 +18,7 @@ import dtrans
 from dtrans.errors import ConfigError, PeerError
 from dtrans.plan import PServerPlan
 from dtrans.run.block_update import BlockUpdates
-from dtrans.run.endpoints import server as server_module
+from dtrans.run.endpoints import serving
 from dtrans.run.update import ServerUpdate
 
 
@@ -373,7 +373,7 @@ def test_a_server_that_is_left_by_failures_only_ends_with_the_last(crew: Crew) -
 def test_a_silent_trainer_is_left_behind(
     crew: Crew, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server_module, "SILENCE", 1.0)
+    monkeypatch.setattr(serving, "SILENCE", 1.0)
     plan, params, batch = small(2)
     (endpoint,) = plan.servers
     crew.start("server", serve, plan, endpoint, params)

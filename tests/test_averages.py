@@ -179,3 +179,11 @@ def test_what_cannot_be_averaged_is_named(merge: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_for(2, 2, merge)
     assert str(caught.value) == message
+
+
+def test_a_leaver_that_counts_as_zero_is_refused() -> None:
+    """It does no harm among gradients; a mean of variances would go to zero."""
+    with pytest.raises(
+        ConfigError, match="^leaver='paddle' with merge: params/stats/mean of a trainer that left would"
+    ):
+        plan_for(2, 2, MEAN, leaver="paddle")

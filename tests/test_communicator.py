@@ -4,6 +4,7 @@ training; where it does not, the servers end with what their updates make of all
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from crew import HANG, Crew, Peer, check_state, free_endpoints, joined, serve, until
+from crew import HANG, Crew, Peer, Stand, check_state, free_endpoints, joined, serve, until
 from helpers import communication, init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_close
 
 import dtrans
 from dtrans.cut import cut
 from dtrans.errors import ConfigError, DeadlineError, PeerError
 from dtrans.plan import PServerPlan
+from dtrans.run.endpoints import wire
 from dtrans.run.endpoints.async_server import AsyncPServer
 from dtrans.run.endpoints.communicator import Communicator, merged
-from dtrans.transforms.linear import is_linear
+from dtrans.transforms.linear import merging
 
 
 @pytest.fixture(autouse=True)
@@ -362,28 +364,132 @@ def test_leaves_are_sent_and_received_whole(options: dict[str, Any], barrier: bo
             assert ("communicator" in op.attrs) == (not named)
 
 
-LINEAR = {
-    "sgd": (optax.sgd(0.1), True),
-    "scheduled": (optax.sgd(optax.cosine_decay_schedule(0.1, 10)), True),
-    "masked": (optax.masked(optax.sgd(0.1), {"b1": True, "b2": False, "w1": True, "w2": True}), True),
-    "momentum": (optax.sgd(0.1, momentum=0.9), False),
-    "adam": (optax.adam(0.1), False),
-    "decay": (optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), False),
-    "clip": (optax.chain(optax.clip(1.0), optax.sgd(0.1)), False),
-    "sign": (optax.sign_sgd(0.1), False),
-    "norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), False),
-    "accumulating": (optax.MultiSteps(optax.sgd(0.1), 2), False),
-    "noisy": (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), False),
+def as_written(change: Any) -> Any:
+    """A step that makes new parameters by a function of (old, gradient), and not by an update that is added."""
+
+    def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+        value, grads = dtrans.value_and_grad(mlp_loss)(params, x, y)
+        return jax.tree.map(change, params, grads), opt_state, value
+
+    return step
+
+
+MERGING = {
+    "sgd": (optax.sgd(0.1), "sum"),
+    "scheduled": (optax.sgd(optax.cosine_decay_schedule(0.1, 10)), "sum"),
+    "masked": (optax.masked(optax.sgd(0.1), {"b1": True, "b2": False, "w1": True, "w2": True}), "sum"),
+    "frozen": (
+        optax.multi_transform(
+            {"a": optax.sgd(0.1), "b": optax.set_to_zero()}, {"b1": "a", "b2": "b", "w1": "a", "w2": "a"}
+        ),
+        "sum",
+    ),
+    "injected": (optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), "sum"),
+    "centralized": (optax.chain(optax.centralize(), optax.sgd(0.1)), "sum"),
+    "momentum": (optax.sgd(0.1, momentum=0.9), "mean"),
+    "adam": (optax.adam(0.1), "mean"),
+    "decay": (optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), "mean"),
+    "clip": (optax.chain(optax.clip(1.0), optax.sgd(0.1)), "mean"),
+    "sign": (optax.sign_sgd(0.1), "mean"),
+    "norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "mean"),
+    "noisy": (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), "mean"),
+    "accumulating": (optax.MultiSteps(optax.sgd(0.1), 2), "none"),
+    "written: sgd": (lambda w, g: w - 0.1 * g, "sum"),
+    "written: decoupled decay": (lambda w, g: w * 0.9 - 0.1 * g, "mean"),
+    "written: the same otherwise": (lambda w, g: (w - 0.01 * w) - 0.1 * g, "mean"),
+    "written: by the parameter": (lambda w, g: w - 0.1 * g * w, "mean"),
+    "written: another order": (lambda w, g: w[::-1] - 0.1 * g, "mean"),
+    "written: no parameter": (lambda w, g: 0 - 0.1 * g, "mean"),
+    "written: rounded": (lambda w, g: w - 0.1 * g.astype(jnp.int32).astype(w.dtype), "mean"),
+    "written: the other way": (lambda w, g: 0.1 * g - w, "mean"),
 }
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_which_gradients_may_be_summed(name: str) -> None:
-    tx, linear = LINEAR[name]
+@pytest.mark.parametrize("name", MERGING)
+def test_what_may_be_made_of_several_gradients(name: str) -> None:
+    how, expected = MERGING[name]
     params = mlp_params(dtype=jnp.float64)
     batch = mlp_batch(6, dtype=jnp.float64)
-    step = dtrans.trace(dtrans.make_train_step(mlp_loss, tx), params, jax.eval_shape(tx.init, params), *batch)
-    assert is_linear(cut(step).optimize) == linear
+    if name.startswith("written"):
+        step, state = as_written(how), jnp.zeros(())
+    else:
+        step, state = dtrans.make_train_step(mlp_loss, how), how.init(params)
+    assert merging(cut(dtrans.trace(step, params, state, *batch))) == expected
+
+
+def test_a_parameter_that_changes_without_a_gradient_is_not_merged() -> None:
+    """It would change once for each group of steps."""
+    params = {**mlp_params(dtype=jnp.float64), "n": jnp.zeros(())}
+
+    def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+        net = {n: params[n] for n in ("b1", "b2", "w1", "w2")}
+        value, grads = dtrans.value_and_grad(mlp_loss)(net, x, y)
+        new = jax.tree.map(lambda w, g: w - 0.1 * g, net, grads)
+        return {**new, "n": params["n"] + 1}, opt_state, value
+
+    assert merging(cut(dtrans.trace(step, params, jnp.zeros(()), *mlp_batch(6, dtype=jnp.float64)))) == "none"
+
+
+def test_what_is_not_to_be_merged_goes_one_by_one(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accumulation over three steps: every third gradient makes an update, whatever waits."""
+    gate = Gate(monkeypatch)
+    tx = optax.MultiSteps(optax.sgd(0.1), 3)
+    params, batches = mlp_params(dtype=jnp.float64), batches_of(7)
+    plan = plan_for(1, 1, tx)
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+
+    def trainer() -> None:
+        with dtrans.Executor(deadline=HANG) as exe:
+            p = exe.run(plan.trainer_startup, params)
+            for batch in batches:
+                exe.run(plan.trainer, p, *batch)
+            gate.opened.set()
+
+    crew.start("trainer", trainer)
+    ended = crew.all()
+    assert gate.sent == [1] * 7
+    grad, want, state = jax.jit(jax.grad(mlp_loss)), params, tx.init(params)
+    for batch in batches:
+        updates, state = tx.update(grad(params, *batch), state, want)
+        want = optax.apply_updates(want, updates)
+    check_state(plan, [ended[ep]], want, state)
+
+
+def test_of_averaged_state_the_newest_is_sent(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of steps that wait are added up; running statistics are not, and change nothing of that."""
+    gate = Gate(monkeypatch)
+    params = {"w": jnp.ones((5, 3)), "seen": jnp.zeros(3)}
+    loss = lambda w, x, y: jnp.mean((x @ w - y) ** 2)
+
+    def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+        value, g = dtrans.value_and_grad(loss)(params["w"], x, y)
+        return {"w": params["w"] - 0.1 * g, "seen": 0.5 * params["seen"] + 0.5 * y.mean(0)}, opt_state, value
+
+    init = lambda p: (p, jnp.zeros(()))
+    batches = batches_of(6)
+    plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
+                          pservers=free_endpoints(1), sync_mode=False, runtime_split_send_recv=True,
+                          merge={"params/seen": "mean"})  # fmt: skip
+    sends = {op.inputs[0]: op.attrs["merge"] for op in plan.trainer.ops if op.type == "send"}
+    assert sends == {"params/w@GRAD": "sum", "params/seen@GRAD": "newest"}
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+
+    def trainer() -> None:
+        with dtrans.Executor(deadline=HANG) as exe:
+            p = exe.run(plan.trainer_startup, params)
+            for batch in batches:
+                exe.run(plan.trainer, p, *batch)
+            gate.opened.set()
+
+    crew.start("trainer", trainer)
+    ended = crew.all()
+    assert max(gate.sent) > 1
+    grad = jax.jit(jax.grad(loss))
+    want = params["w"] - 0.1 * sum(grad(params["w"], *batch) for batch in batches)
+    np.testing.assert_allclose(ended[ep]["params/w"], want, rtol=1e-12)
+    np.testing.assert_allclose(ended[ep]["params/seen"], 0.5 * batches[-1][1].mean(0), rtol=1e-12)
 
 
 def test_gradients_are_merged_in_their_own_type() -> None:
@@ -398,3 +504,216 @@ def test_gradients_are_merged_in_their_own_type() -> None:
     assert all((p == b).all() for p, b in zip(parts, before, strict=True)), "they are JAX's memory"
     assert merged([np.float64(2.0).reshape(())] * 2, "mean").shape == ()
     assert float(merged([np.float64(2.0).reshape(())] * 2, "mean")) == 2.0
+
+
+# -- what was found by reading it again ------------------------------------------------------------
+
+
+def test_gradients_without_dims_are_merged_in_any_number() -> None:
+    parts = [np.float64(x).reshape(()) for x in (1, 2, 3, 6)]
+    assert float(merged(parts, "sum")) == 12
+    assert float(merged(parts, "mean")) == 3
+    assert merged(parts, "sum").shape == ()
+    assert merged(parts, "newest") is parts[-1]
+
+
+def test_leaves_are_merged_with_themselves_whatever_their_order(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two shapes of a batch whose gradients are made in another order, in one executor."""
+    gate = Gate(monkeypatch)
+
+    def loss(p: Any, x: Any) -> Any:
+        a, b = (lambda: jnp.sum(x @ p["a"])), (lambda: 100 * jnp.sum(x @ p["b"]))
+        first, second = (a, b) if len(x) == 2 else (b, a)
+        return first() + second()
+
+    params, tx = {"a": jnp.zeros((3, 2)), "b": jnp.zeros((3, 2))}, optax.sgd(1.0)
+    batches = [jnp.ones((2, 3)), jnp.ones((4, 3))]
+    main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), batches[0])
+    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), sync_mode=False,
+                          runtime_split_send_recv=True)  # fmt: skip
+    order = lambda p: [op.inputs[0] for op in p.ops if op.type == "send"]
+    assert order(plan.trainer) == order(plan.trainer.at(params, batches[1]))[::-1], "else this shows nothing"
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+
+    def trainer() -> None:
+        with dtrans.Executor(deadline=HANG) as exe:
+            p = exe.run(plan.trainer_startup, params)
+            for i in range(6):
+                exe.run(plan.trainer, p, batches[i % 2])
+            gate.opened.set()
+
+    crew.start("trainer", trainer)
+    ended = crew.all()
+    assert max(gate.sent) > 1
+    np.testing.assert_allclose(ended[ep]["params/a"], -(3 * 2.0 + 3 * 4))
+    np.testing.assert_allclose(ended[ep]["params/b"], -100 * (3 * 2.0 + 3 * 4))
+
+
+def test_only_what_is_computed_is_put_into_the_queue(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX dispatches steps before they are computed: they would all be of the same parameters."""
+    ready: list[bool] = []
+    put = Communicator.put
+
+    def noted(self: Communicator, group: Any) -> None:
+        ready.extend(x.is_ready() for _, x in group)
+        put(self, group)
+
+    monkeypatch.setattr(Communicator, "put", noted)
+    sizes = (256, 512, 512, 8)
+    params = mlp_params(sizes, jnp.float64)
+    loss = lambda p, x, y: mlp_loss(p, x, y)
+    tx, batch = optax.sgd(0.01), mlp_batch(256, sizes, jnp.float64)
+    main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), *batch)
+    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), sync_mode=False,
+                          runtime_split_send_recv=True)  # fmt: skip
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+    train(plan, 0, [batch] * 3, params)
+    crew.all()
+    assert ready == [True] * 18
+
+
+def test_a_step_gives_arrays_of_its_own(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may donate what one step returned, though nothing new has come before the next."""
+    gate = Gate(monkeypatch)
+    params, batches = mlp_params(dtype=jnp.float64), batches_of(4)
+    plan = plan_for(1, 1, optax.sgd(0.1))
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+    eat = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p), donate_argnums=0)
+    with dtrans.Executor(deadline=HANG) as exe:
+        first = exe.run(plan.trainer_startup, params)
+        for batch in batches:
+            p, _ = exe.run(plan.trainer, first, *batch)
+            tree_close(eat(p), jax.tree.map(lambda x: 2 * x, params), 1e-15)
+        gate.opened.set()
+    crew.all()
+
+
+def test_the_leaves_of_a_step_are_of_one_answer(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However answers come between the `recv` of one leaf and that of another: each counts its own updates."""
+    params = {f"w{i}": jnp.zeros(()) for i in range(20)}
+    tx = optax.sgd(1.0)
+    loss = lambda p, x: -sum(p.values()) * jnp.mean(x)
+    main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones(3))
+    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), sync_mode=False,
+                          runtime_split_send_recv=True)  # fmt: skip
+    newest = Communicator.newest
+
+    def after_the_next(self: Communicator) -> Any:
+        """What is newest when everything put has come back: another version than a step's first leaf could have."""
+        found = newest(self)
+        self.barrier()
+        return found
+
+    monkeypatch.setattr(Communicator, "newest", after_the_next)
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+    got, went_in = train(plan, 0, [(jnp.ones(3),)] * 10, params)
+    crew.all()
+    for p in (*went_in, got):
+        assert len({float(x) for x in p.values()}) == 1
+
+
+def test_whatever_ends_a_communicator_ends_the_connections(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is no error of ours: the server must hear of it."""
+    params = mlp_params(dtype=jnp.float64)
+    plan = plan_for(1, 1, optax.sgd(0.1))
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+
+    def interrupted(self: Communicator, *, discard: bool = False) -> None:
+        stop(self, discard=True)
+        raise KeyboardInterrupt
+
+    stop = Communicator.stop
+    monkeypatch.setattr(Communicator, "stop", interrupted)
+    exe = dtrans.Executor(deadline=HANG)
+    p = exe.run(plan.trainer_startup, params)
+    exe.run(plan.trainer, p, *batches_of(1)[0])
+    with pytest.raises(KeyboardInterrupt):
+        exe.close()
+    ended = crew.end(ep)
+    assert isinstance(ended, PeerError)
+    assert str(ended) == "trainer 0 failed: KeyboardInterrupt: "
+
+
+def test_an_answer_that_is_here_is_not_late(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread was away, merging and sending, for longer than the deadline; meanwhile the answer came."""
+    from dtrans.run.endpoints import communicator as module
+
+    params, batches = mlp_params(dtype=jnp.float64), batches_of(4)
+    plan = plan_for(1, 1, optax.sgd(0.1))
+    (ep,) = plan.servers
+    ahead = [0.0]
+    clock = type("Clock", (), {"monotonic": staticmethod(lambda: time.monotonic() + ahead[0])})
+    monkeypatch.setattr(module, "time", clock)
+    send = Communicator._send
+
+    def slow(self: Communicator, groups: Any) -> None:
+        send(self, groups)
+        (line,) = self._lines.values()
+        if line.step > 1:  # what was asked for after the first is on its way
+            assert line.sockets[0].poll(HANG * 1000)
+            ahead[0] += 10 * HANG
+
+    monkeypatch.setattr(Communicator, "_send", slow)
+    crew.start(ep, serve, plan, ep, params)
+    train(plan, 0, batches, params)
+    assert not isinstance(crew.end(ep), BaseException)
+    assert ahead[0] > 0
+
+
+def test_a_server_that_ends_behind_its_answer_is_found(monkeypatch: pytest.MonkeyPatch, crew: Crew) -> None:
+    """Its end and its last answer are both there when the thread looks; the end is told of once only."""
+    params = {"w": jnp.ones((4, 2))}
+    plan = plan_for(1, 1, optax.sgd(0.1), params=params, loss=lambda p, x, y: jnp.mean((x[:, :4] @ p["w"]) ** 2))
+    (ep,) = plan.servers
+    away, dead = threading.Event(), threading.Event()
+    hear = Communicator._hear
+
+    def late(self: Communicator, line: Any, pull: Any) -> None:
+        if away.is_set():
+            assert dead.wait(HANG)
+            assert line.gone or line.sockets[1].poll(HANG * 1000)
+        hear(self, line, pull)
+
+    monkeypatch.setattr(Communicator, "_hear", late)
+    values = np.ones((4, 2)).tobytes()
+
+    def trainer() -> None:
+        with dtrans.Executor(deadline=HANG) as exe:
+            p = exe.run(plan.trainer_startup, params)
+            p, _ = exe.run(plan.trainer, p, *batches_of(1)[0])
+            away.set()
+            for batch in batches_of(1000, seed=1):
+                p, _ = exe.run(plan.trainer, p, *batch)
+                dead.wait(0.01)
+
+    stand = Stand(ep)
+    crew.start("trainer", trainer)
+    while True:
+        message = stand.hear()
+        if message.op == "hello":
+            stand.tell("welcome", step=0, local="", silence=30.0)
+        elif message.op == "recv":
+            head = wire.header("blocks", step=message["step"], pieces=[[["params/w", 0, 64]]])
+            stand.say(head, values)
+            if away.is_set():
+                break
+    stand.end()
+    dead.set()
+    ended = crew.end("trainer")
+    assert isinstance(ended, PeerError)
+    assert not isinstance(ended, DeadlineError)
+    assert "went away" in str(ended)
+
+
+def test_what_is_under_way_is_bounded_by_the_queue() -> None:
+    with pytest.raises(ConfigError) as caught:
+        dtrans.CommunicatorConfig(min_send_grad_num_before_recv=21)
+    assert str(caught.value) == (
+        "min_send_grad_num_before_recv=21 must not be more than send_queue_size=20: an answer is what tells that "
+        "gradients have arrived"
+    )

@@ -326,6 +326,20 @@ def test_a_trainer_that_has_donated_what_was_to_be_pushed_is_told(crew: Crew) ->
     assert "trainer 0 failed: StateError: the parameters of the last step" in str(ended)
 
 
+def test_what_was_pushed_may_be_donated(crew: Crew) -> None:
+    """Nothing is left to be pushed: closing has no use for the parameters."""
+    plan, params, batches = plan_for(1, 1, 2), params_of(), batches_of(2)
+    (ep,) = plan.servers
+    crew.start(ep, serve, plan, ep, params)
+    exe = dtrans.Executor(deadline=HANG)
+    p, s = exe.run(plan.trainer_startup, params)
+    for batch in batches:
+        p, s, _ = exe.run(plan.trainer, p, s, *batch)
+    jax.tree.map(lambda x: x.delete(), p)
+    exe.close()
+    assert not isinstance(crew.end(ep), BaseException)
+
+
 def test_a_trainer_that_fails_ends_only_itself(crew: Crew) -> None:
     plan, params = plan_for(2, 2, 1, wait=True), params_of()
     for ep in plan.servers:
@@ -390,3 +404,67 @@ def test_another_batch_shape_goes_on_with_the_same_parameters(crew: Crew) -> Non
         want, state, _ = step(want, state, *batch)
     tree_close(got, want, 1e-12)
     tree_close(on_servers, want, 1e-12)
+
+
+def test_only_what_gradients_enter_is_shared(crew: Crew) -> None:
+    """Counters, random keys of both kinds and what only decays are each trainer's own."""
+    params = {"w": jnp.ones((5, 3)), "count": jnp.zeros((), jnp.int32), "key": jax.random.key(7),
+              "raw": jax.random.PRNGKey(7), "decays": jnp.ones(3)}  # fmt: skip
+
+    def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+        key, noise = jax.random.split(params["key"])
+        loss = lambda w: jnp.mean((x @ w + 0.1 * jax.random.normal(noise, y.shape) - y) ** 2)
+        value, g = dtrans.value_and_grad(loss)(params["w"])
+        new = {"w": params["w"] - 0.1 * g, "count": params["count"] + 1, "key": key,
+               "raw": jax.random.split(params["raw"])[0], "decays": 0.5 * params["decays"]}  # fmt: skip
+        return new, opt_state, value
+
+    init = lambda p: (p, jnp.zeros(()))
+    batches = batches_of(4)
+    plan = dtrans.geo_sgd(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
+                          pservers=free_endpoints(2), geo_sgd_need_push_nums=2, min_block_size=1)  # fmt: skip
+    assert plan.held == ("params/count", "params/decays", "params/key", "params/raw")
+    for ep in plan.servers:
+        crew.start(ep, serve, plan, ep, params)
+    _, got, _ = train(plan, 0, batches, params)
+    crew.all()
+    want, state = params, jnp.zeros(())
+    for batch in batches:
+        want, state, _ = jax.jit(step)(want, state, *batch)
+    tree_close(got, want, 1e-14)
+
+
+def geo_of(params: Any) -> PServerPlan:
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        value, grads = dtrans.value_and_grad(lambda p: sum(jnp.sum(x * v) for v in jax.tree.leaves(p)))(params)
+        return jax.tree.map(lambda w, g: w - g, params, grads), opt_state, value
+
+    init = lambda: (params, jnp.zeros(()))
+    return dtrans.geo_sgd(dtrans.trace(step, *init(), jnp.ones(())), dtrans.trace(init))
+
+
+@pytest.mark.parametrize("params, message", [
+    ({"w@GRAD": jnp.ones(2)},
+     "params/w@GRAD: names of leaves must not contain '@GRAD', which is for gradients; rename it"),
+    ({"w": jnp.ones(2), "w.delta": jnp.ones(2)},
+     "params/w.delta is what servers call the change of params/w: rename that leaf"),
+])  # fmt: skip
+def test_leaves_that_are_called_as_messages_are_are_named(params: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        geo_of(params)
+    assert str(caught.value) == message
+
+
+def test_the_transpiler_takes_a_config_as_geo_sgds() -> None:
+    config = dtrans.DistributeTranspilerConfig(geo_sgd_need_push_nums=3)
+    params = params_of()
+    main = dtrans.trace(dtrans.make_train_step(mlp_loss, TX), params, TX.init(params), *batches_of(1)[0])
+    t = dtrans.GeoSgdTranspiler(config)
+    t.transpile(1, main, trainers=2, startup_program=dtrans.trace(init_of(TX), params))
+    assert t.plan.geo_sgd_need_push_nums == 3
+    assert t.get_trainer_program().name == "trainer 1"
+    assert (config.geo_sgd_mode, config.sync_mode) == (False, True)
+    with pytest.raises(ConfigError, match="^sync_mode=True: GEO-SGD has no synchronous mode; leave it out$"):
+        t.transpile(1, main, trainers=2, sync_mode=True, startup_program=dtrans.trace(init_of(TX), params))
+    with pytest.raises(ConfigError, match="^sync_mode must be True or False, it is None$"):
+        dtrans.GeoSgdTranspiler(dtrans.DistributeTranspilerConfig(sync_mode=None))

@@ -745,3 +745,36 @@ def test_what_a_step_prints_is_printed_by_trainers_and_what_they_cannot_see_is_n
     jax.effects_barrier()
     printed = capfd.readouterr().out
     assert printed.count("the loss is 16.0") == 2 and "momentum" not in printed
+
+
+# -- random keys -----------------------------------------------------------------------------------
+
+
+def test_a_random_key_in_the_parameters_is_each_trainers_own():
+    """Splitting it is no update: no gradient enters, and no server could send it."""
+
+    def step(params, opt_state, x):
+        key, noise = jax.random.split(params["key"])
+        loss = lambda w: jnp.mean((x @ w + jax.random.normal(noise, ())) ** 2)
+        value, g = dtrans.value_and_grad(loss)(params["w"])
+        return {"key": key, "w": params["w"] - 0.1 * g}, opt_state, value
+
+    init = lambda: ({"key": jax.random.key(3), "w": jnp.ones((4, 2))}, jnp.zeros(()))
+    x = jnp.ones((2, 4))
+    main, startup = dtrans.trace(step, *init(), x), dtrans.trace(init)
+    plan = dtrans.pserver(main, startup, min_block_size=1)
+    assert plan.held == ("params/key",)
+    assert "params/key" not in {row.origin_name for row in plan.overview}
+    job, (want, state) = plan.on_mesh(), init()
+    held = job.init()
+    collective = dtrans.nccl2(main, startup, trainers=1).on_mesh()
+    alike = collective.init()
+    for _ in range(3):
+        held, loss = job.step(held, x)
+        alike, other = collective.step(alike, x)
+        want, state, expected = step(want, state, x)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+        np.testing.assert_allclose(other, expected, rtol=1e-6)
+    for got in (job.params(held), collective.params(alike)):
+        np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6)
+        assert (jax.random.key_data(got["key"]) == jax.random.key_data(want["key"])).all()

@@ -1,6 +1,6 @@
 """The parameter-server wire, as a trainer sees it.
 
-    token  = send X...            [epmap, names, trainer_id, trainers, sync_mode, sections?, communicator?]
+    token  = send X...            [epmap, names, trainer_id, trainers, sync_mode, sections?, communicator?, merge?]
     token  = send_barrier token...  [endpoints, trainer_id, half_async?]
     X...   = recv token           [epmap, names, types, trainer_id, trainers, sync_mode, sections?, communicator?]
     X...   = fetch_barrier X...   [endpoints, trainer_id]
@@ -12,8 +12,8 @@ the gradients of all trainers. `fetch_barrier` says that they have arrived.
 
 With `sections`, the rows of its blocks, an operand is a whole leaf that is cut when the program runs, and so is what
 `recv` gives (Paddle's `runtime_split_send_recv`). With `communicator`, both are left to what runs beside the program:
-`send` puts into its queue, `recv` gives what it has received last, and `send_barrier` waits until it has sent all and
-received what was made of it.
+`send` puts into its queue (`merge` says what becomes of several), `recv` gives what it has received last, and
+`send_barrier` waits until it has sent all and received what was made of it.
 
 The last is that of GEO-SGD (`geo_send_p`): its operands are parameters that the program has changed itself. Every
 `geo_sgd_need_push_nums` times what has changed in them since is given to the servers, and what others have changed is
@@ -42,7 +42,8 @@ class CommunicatorConfig:
       min_send_grad_num_before_recv: how often is sent before parameters are received again.
       independent_recv_thread: go on sending, as often as that, while parameters are on their way.
       merge: gradients by their "sum" or their "mean". "auto" is the sum where the update is linear in the gradient, as
-        that of SGD is, so that one update by the sum is what all of them would have done; and else the mean.
+        that of SGD is, so that one update by the sum is what all of them would have done; and else the mean. Nothing is
+        merged where a count decides what becomes of a gradient, as in `optax.MultiSteps`.
 
     Raises:
       ConfigError: a value that is out of range.
@@ -71,6 +72,11 @@ class CommunicatorConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive number, it is {value!r}")
+        if self.min_send_grad_num_before_recv > self.send_queue_size:
+            raise ConfigError(
+                f"min_send_grad_num_before_recv={self.min_send_grad_num_before_recv} must not be more than "
+                f"send_queue_size={self.send_queue_size}: an answer is what tells that gradients have arrived"
+            )
         if self.max_merge_var_num > 1000:
             raise ConfigError(f"max_merge_var_num must be 1000 or less, it is {self.max_merge_var_num}")
         if not isinstance(self.independent_recv_thread, bool):

@@ -33,7 +33,7 @@ def averages_of(step: Cut, merge: Any) -> tuple[str, ...]:
     """
     if merge is None:
         return ()
-    if not isinstance(merge, Mapping):
+    if not isinstance(merge, Mapping) or not all(isinstance(root, str) for root in merge):
         raise ConfigError(f"merge must be a dict of leaves to 'mean' or 'own', it is {merge!r}")
     outs = dict(zip(step.program.out_names, step.program.jaxpr.jaxpr.outvars, strict=True))
     made_here = [n for n in step.held if outs[n] not in step.program.jaxpr.jaxpr.invars]

@@ -9,7 +9,7 @@
 So trainers wait for nothing: what is far away is only a little older. With one trainer, the server's parameters are its
 own. What a trainer has changed since it pushed last is pushed when it closes.
 
-The optimizer's state is each trainer's own, and so is what no gradient enters (batch statistics).
+The optimizer's state is each trainer's own, and so is what no gradient enters (batch statistics, counters).
 
 Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py, and `GeoSgdCommunicator` in
 paddle/fluid/operators/distributed/communicator.cc, which does the same beside the program, in its memory.
@@ -22,10 +22,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
+from dtrans._jax import Var
 from dtrans.addresses import parse_endpoints
 from dtrans.blocks import PSDispatcher, RoundRobin
-from dtrans.cut import GRAD, Cut, OptimizeHalf, cut
+from dtrans.cut import GRAD, Cut, OptimizeHalf, cut, spread
 from dtrans.errors import ConfigError
 from dtrans.ops import geo_send_p
 from dtrans.placement import Placement, Unit, place
@@ -34,7 +36,7 @@ from dtrans.program import FORWARD, RPC, Program
 from dtrans.rewrite import Builder, needed
 from dtrans.rows import analyse
 from dtrans.shards import Slicer, Work
-from dtrans.transforms.pserver import check_options
+from dtrans.transforms.pserver import check_names, check_options
 from dtrans.transforms.servers import Servers
 from dtrans.transforms.startup import match_startup
 from dtrans.transforms.trainers import TrainerWire, Wiring
@@ -99,7 +101,8 @@ def geo_sgd(
         raise ConfigError(f"geo_sgd_need_push_nums must be a positive number of steps, it is {nums!r}")
     if not isinstance(wait, bool):
         raise ConfigError(f"wait must be True or False, it is {wait!r}")
-    step = cut(main)
+    step = shared(cut(main))
+    check_names(step.params)
     adding = adds(step)
     analysis = analyse(adding.optimize, adding.optimized)
     placement = place(
@@ -131,6 +134,18 @@ def geo_sgd(
     )
 
 
+def shared(step: Cut) -> Cut:
+    """The step with only those parameters as `optimized` that gradients enter; the others are each trainer's own."""
+    inner = step.program.jaxpr.jaxpr
+    enters = spread(inner.eqns, {}, dict.fromkeys(step.border.values(), 1))
+    outs = dict(zip(step.program.out_names, inner.outvars, strict=True))
+    chosen = tuple(n for n in step.optimized if isinstance(a := outs[n], Var) and enters.get(a))
+    for n in chosen:
+        if not jnp.issubdtype(t := step.program.outputs[n].dtype, jnp.inexact):
+            raise ConfigError(f"{n} is of type {t}, of which servers cannot add up changes; GEO-SGD is for floats")
+    return dataclasses.replace(step, optimized=chosen, held=tuple(n for n in step.params if n not in chosen))
+
+
 def adds(step: Cut) -> Cut:
     """The step with another optimize half, which adds something to each parameter."""
     like = step.program.jaxpr
@@ -146,6 +161,9 @@ def adds(step: Cut) -> Cut:
 def with_deltas(work: Work, units: Sequence[Unit]) -> Work:
     """The work of a server under Paddle's names: `params/w.block0.delta` for what is added."""
     names = {x.gradient(0, 1): x.name + DELTA for unit in units for x in unit.blocks}
+    taken = next((n for n in names.values() if n in work.held), None)
+    if taken is not None:
+        raise ConfigError(f"{taken} is what servers call the change of {taken.removesuffix(DELTA)}: rename that leaf")
     blocks = tuple(
         dataclasses.replace(block, in_names=tuple(names.get(n, n) for n in block.in_names)) for block in work.blocks
     )
@@ -164,7 +182,7 @@ def _trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers:
     outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, nums, wait)
 
     def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        return _trainer_program(cut(source.at_flat(types)), placement, trainer_id, trainers, nums, wait)
+        return _trainer_program(shared(cut(source.at_flat(types))), placement, trainer_id, trainers, nums, wait)
 
     return Program(
         f"trainer {trainer_id}",

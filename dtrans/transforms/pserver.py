@@ -39,7 +39,7 @@ from dtrans.shards import Slicer
 from dtrans.transforms.averages import averaged, averages_of
 from dtrans.transforms.dc_asgd import Compensation, compensated
 from dtrans.transforms.halves import refuse_nested
-from dtrans.transforms.linear import is_linear
+from dtrans.transforms.linear import merging
 from dtrans.transforms.servers import Servers
 from dtrans.transforms.startup import check_programs, match_startup
 from dtrans.transforms.trainers import Wiring, trainer_program, trainer_startup_program
@@ -96,7 +96,8 @@ def pserver(
       completely_not_async: with both, an update is made of the gradients of all trainers, as with sync_mode=True.
       communicator: how long queues are, and more; see `dtrans.CommunicatorConfig`.
       merge: what becomes of leaves that trainers make themselves, as batch statistics, by their names or what they lie
-        under: "own" (each trainer has its own, which is so by default), or "mean": servers average them.
+        under: "own" (each trainer has its own, which is so by default), or "mean": servers average them. With
+        sync_mode=False the newest counts.
 
     Raises:
       ConfigError: an option that is out of range.
@@ -128,15 +129,24 @@ def pserver(
     how = compensation(sync_mode, enable_dc_asgd, dc_asgd_lambda, dc_asgd_decay)
     check_communicator(sync_mode, runtime_split_send_recv, half_async, completely_not_async, communicator)
     sync_mode = sync_mode or completely_not_async  # of the servers
+    if how is not None and runtime_split_send_recv and not half_async and not completely_not_async:
+        raise ConfigError(
+            "enable_dc_asgd=True with runtime_split_send_recv=True is for half_async=True, which is False: a server "
+            "knows what a trainer has received, not which of that a step has that does not wait"
+        )
     if sync_mode and how is not None:
         raise ConfigAssertionError(
             "enable_dc_asgd=True is for gradients with a delay, which completely_not_async=True has not"
         )
     step = cut(main)
-    for leaf in step.params:
-        if GRAD in leaf:
-            raise ConfigError(f"{leaf}: names of leaves must not contain {GRAD!r}, which is for gradients; rename it")
+    check_names(step.params)
     averages = averages_of(step, merge)
+    if averages and leaver == "paddle":
+        raise ConfigError(
+            f"leaver='paddle' with merge: {averages[0]} of a trainer that left would count as zero in the mean; "
+            "say leaver='drop'"
+        )
+    queue = queue_of(step, communicator) if runtime_split_send_recv and not sync_mode else None
     step = averaged(step, averages)
     merged = trainers if sync_mode else 1  # how many gradients an update is made of
     refuse_nested(step, merged)
@@ -150,7 +160,7 @@ def pserver(
         sync_mode,
         runtime_split_send_recv,
         half_async,
-        queue_of(step, communicator) if runtime_split_send_recv and not sync_mode else None,
+        queue,
         averages,
     )
     analysis = analyse(step.optimize, step.optimized)
@@ -239,13 +249,12 @@ def check_communicator(
 
 
 def queue_of(step: Cut, communicator: CommunicatorConfig | None) -> CommunicatorConfig:
-    """How gradients wait, with "auto" replaced by what it is for this optimizer."""
+    """How gradients wait, with what this optimizer allows to be merged."""
     found = communicator or CommunicatorConfig()
-    return (
-        dataclasses.replace(found, merge="sum" if is_linear(step.optimize) else "mean")
-        if found.merge == "auto"
-        else found
-    )
+    how = merging(step)
+    if how == "none":
+        return dataclasses.replace(found, max_merge_var_num=1, merge="mean")
+    return dataclasses.replace(found, merge=how) if found.merge == "auto" else found
 
 
 def check_async(plan: PServerPlan) -> None:
@@ -264,6 +273,13 @@ def check_async(plan: PServerPlan) -> None:
                 f"sync_mode=False: pserver {endpoint} updates {held} without a gradient, and would not know when; "
                 "leave sync_mode=True, or use fewer pservers"
             )
+
+
+def check_names(leaves: Sequence[str]) -> None:
+    """Refuse leaves with names of gradients."""
+    for leaf in leaves:
+        if GRAD in leaf:
+            raise ConfigError(f"{leaf}: names of leaves must not contain {GRAD!r}, which is for gradients; rename it")
 
 
 def check_options(

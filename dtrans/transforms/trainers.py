@@ -144,7 +144,9 @@ class TrainerWire:
             parts = self.b.bind(split_byref_p, grad, sections=tuple(x.rows for x in blocks))
             self.b.labels.update(zip(parts, names, strict=True))
         self.b.role = RPC
-        where = {"epmap": tuple(x.endpoint for x in blocks), "names": names}
+        where: dict[str, Any] = {"epmap": tuple(x.endpoint for x in blocks), "names": names}
+        if self.wiring.communicator:
+            where["merge"] = "newest" if leaf in self.wiring.averages else self.wiring.communicator.merge
         self.tokens += self.b.bind(send_p, *parts, **where, **self._at_run_time(blocks), **self.common)
 
     def update(self, leaves: Sequence[str]) -> dict[str, Var]:

@@ -34,7 +34,7 @@ from dtrans.ops import BACKUP, backup_of
 from dtrans.run.block_update import BlockUpdates
 from dtrans.run.endpoints import wire
 from dtrans.run.endpoints.buffers import BufferPool
-from dtrans.run.endpoints.server import PServer, log
+from dtrans.run.endpoints.serving import Serving, log
 from dtrans.run.update import ServerUpdate
 
 
@@ -52,8 +52,8 @@ class _Step:
     used: set[str] = dataclasses.field(default_factory=set)  # blocks that are updated
 
 
-class AsyncPServer(PServer):
-    """Serves one `listen_and_serv` whose trainers do not wait for each other; arguments are those of `PServer`."""
+class AsyncPServer(Serving):
+    """Serves one `listen_and_serv` whose trainers do not wait for each other; arguments are those of `Serving`."""
 
     def _prepare(self, update: ServerUpdate) -> None:
         self._blocks = BlockUpdates(update)
@@ -62,9 +62,6 @@ class AsyncPServer(PServer):
         self._failed: dict[int, str] = {}
         # the blocks of which it keeps what each trainer has
         self._backed = {n for n in update.params if backup_of(n, 0) in update.types}
-
-    def _publish(self) -> None:
-        """What is newest is looked up when it is asked for."""
 
     # -- what trainers say -----------------------------------------------------------------------
 

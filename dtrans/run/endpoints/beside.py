@@ -42,6 +42,7 @@ class Beside:
         self._deadline = deadline
         self._leaves: dict[str, Leaf] = {}  # what is received
         self._pending: list[tuple[Leaf, Any]] = []  # what a step has made so far
+        self._received: dict[str, jax.Array] | None = None  # what this step goes on with
         self._config: CommunicatorConfig = ONE_BY_ONE
         self._communicator: Communicator | None = None
         self._geo: GeoTrainer | None = None
@@ -73,19 +74,29 @@ class Beside:
         communicator = self._running(f"trainer {eqn.params['trainer_id']}")
         if self._pending:
             pending, self._pending = self._pending, []
+            self._received = None
+            # not before they are made: a queue of what is still being computed would have steps run ahead of themselves
+            jax.block_until_ready([x for _, x in pending])
             communicator.put(pending)
         if eqn.primitive is send_barrier_p:
             communicator.barrier()
             return [None]
-        return [communicator.newest()[eqn.params["names"][0]]]
+        if self._received is None:  # all leaves of a step are of one answer, and its own: the user may donate them
+            newest = communicator.newest()
+            self._received = dict(zip(newest, jax.device_put(list(newest.values())), strict=True))
+        return [self._received[eqn.params["names"][0]]]
 
     def rest(self, *, discard: bool = False) -> None:
         """Send what is left, unless it is to be discarded, and give the connections back."""
         communicator, self._communicator = self._communicator, None
         geo, self._geo = self._geo, None
+        self._received = None
         try:
             if geo is not None and not discard:
                 geo.finish()
+        except BaseException:
+            discard = True
+            raise
         finally:
             if communicator is not None:
                 communicator.stop(discard=discard)
@@ -121,4 +132,5 @@ class Beside:
 
 def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
     """The leaf that a `send` or a `recv` with `sections` is of."""
-    return Leaf(eqn.params["epmap"], eqn.params["names"], eqn.params["sections"], t.shape, t.dtype)
+    p = eqn.params
+    return Leaf(p["epmap"], p["names"], p["sections"], t.shape, t.dtype, p.get("merge", "sum"))

@@ -139,6 +139,11 @@ class Connection:
         """What to poll for `glance`."""
         return self._socket, self._monitor
 
+    @property
+    def gone(self) -> bool:
+        """Whether the server has ended, or the connection to it has."""
+        return self._gone
+
     def glance(self, waiting_for: str) -> wire.Message | None:
         """The answer that is here, if one is. Raises PeerError as `receive` does."""
         if self._monitor.poll(0):

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import zmq
 
@@ -45,6 +44,7 @@ class Leaf:
       endpoints, names: of each block.
       sections: the number of rows of each; of a 0-d leaf, 1.
       shape, dtype: of the whole.
+      merge: what becomes of several that are sent as one: their "sum", their "mean" or the "newest".
     """
 
     endpoints: tuple[str, ...]
@@ -52,6 +52,7 @@ class Leaf:
     sections: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: Any
+    merge: str = "sum"
 
     def blocks(self, whole: np.ndarray) -> list[tuple[str, str, np.ndarray]]:
         """The endpoint, name and rows of each block."""
@@ -83,11 +84,11 @@ class Communicator:
     Args:
       lines: gives the connection to an endpoint, which is the communicator's until `stop`.
       leaves: what is received, by a key of the caller's.
-      config: its `merge` says "sum" or "mean".
+      config: how long the queue is, and so on.
       deadline: seconds that parameters may be on their way.
       name: of the trainer.
 
-    Every method raises what has ended the thread: PeerError, DeadlineError or WireError.
+    Every method raises what has ended the thread: PeerError, DeadlineError, WireError, or what JAX raised.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Communicator:
         self._changed = threading.Condition()
         self._queue: collections.deque[Group] = collections.deque()
         self._put = 0  # steps put so far
-        self._newest: tuple[int, dict[str, Any]] | None = None  # how many steps are in it; and the leaves
+        self._newest: tuple[int, dict[str, np.ndarray]] | None = None  # how many steps are in it; and the leaves
         self._asked: set[str] = set()  # the endpoints that know what is wanted
         self._ended = False
         self._discarded = False
@@ -128,19 +129,16 @@ class Communicator:
             self._put += 1
         os.write(self._waker, b"+")
 
-    def newest(self) -> dict[str, jax.Array]:
-        """The parameters that were received last. Waits for the first."""
+    def newest(self) -> dict[str, np.ndarray]:
+        """The parameters that were received last, as memory that is not written again while anybody refers to it.
+
+        Waits for the first.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._newest is not None)
             self._check()
             assert self._newest is not None
-            leaves = self._newest[1]
-            for key, x in leaves.items():
-                if isinstance(
-                    x, np.ndarray
-                ):  # put here, since the thread may have other settings (of 64 bits, above all)
-                    leaves[key] = jax.device_put(x)
-            return dict(leaves)
+            return self._newest[1]
 
     def received(self) -> int:
         """How many of the steps that were put are in what was received last; -1 when nothing was."""
@@ -203,30 +201,28 @@ class Communicator:
             if groups:
                 self._send(groups)
                 sent, ahead = sent + len(groups), ahead + 1
-                continue
             with self._changed:
                 over = self._ended and not self._queue
                 behind = self._newest is None or self._newest[0] < self._put
-            if pull is None and sent and ahead and behind:  # nothing else is to be sent: what is newest is wanted
+            # nothing else is to be sent: what is newest is wanted
+            if pull is None and not groups and ahead and behind:
                 pull, ahead = self._ask(sent), 0
             if self._discarded or (over and pull is None):
                 return
-            ready = dict(poller.poll(None if pull is None else self._left(pull)))
+            gone = [line for line in self._lines.values() if line.gone]  # what they said last may be here
+            left = None if pull is None else max(0.0, pull.since + self.deadline - time.monotonic())
+            ready = dict(poller.poll(0 if groups or gone else None if left is None else int(left * 1000) + 1))
             if self._wake in ready:
                 os.read(self._wake, 4096)
-            for line in {of[s] for s in ready if s in of}:
+            for line in {of[s] for s in ready if s in of}.union(gone):
                 self._hear(line, pull)
             if pull is not None and not pull.missing:
                 self._publish(pull)
                 pull = None
-
-    def _left(self, pull: _Pull) -> int:
-        """Milliseconds until parameters have been on their way for too long."""
-        waited = time.monotonic() - pull.since
-        if waited > self.deadline:
-            late = " and ".join(f"pserver {ep}" for ep in pull.missing)
-            raise DeadlineError(f"{self.name} waited {waited:.1f} s for {late}: parameters")
-        return int((self.deadline - waited) * 1000) + 1
+            elif pull is not None and left == 0.0 and not ready:
+                waited = time.monotonic() - pull.since
+                late = " and ".join(f"pserver {ep}" for ep in pull.missing)
+                raise DeadlineError(f"{self.name} waited {waited:.1f} s for {late}: parameters")
 
     def _take(self) -> list[Group]:
         """What waits to be sent, as much as may be merged."""
@@ -238,10 +234,13 @@ class Communicator:
 
     def _send(self, groups: Sequence[Group]) -> None:
         """Send the gradients of several steps as those of one."""
+        parts: dict[Leaf, list[np.ndarray]] = {}
+        for group in groups:
+            for leaf, x in group:
+                parts.setdefault(leaf, []).append(np.asarray(x))
         outbox: dict[str, list[tuple[str, np.ndarray]]] = {}
-        for parts in zip(*groups, strict=True):
-            whole = merged([np.asarray(x) for _, x in parts], self.config.merge)
-            for endpoint, name, rows in parts[0][0].blocks(whole):
+        for leaf, values in parts.items():
+            for endpoint, name, rows in leaf.blocks(merged(values, leaf.merge)):
                 outbox.setdefault(endpoint, []).append((name, rows))
         for endpoint, blocks in outbox.items():
             line = self._lines[endpoint]
@@ -287,15 +286,18 @@ class Communicator:
     def _publish(self, pull: _Pull) -> None:
         """What has come is the newest."""
         with self._changed:
-            self._newest = (pull.steps, dict(pull.whole))
+            self._newest = (pull.steps, pull.whole)
             self._changed.notify_all()
 
 
 def merged(parts: Sequence[np.ndarray], how: str) -> np.ndarray:
-    """The sum or the mean of gradients of several steps; the gradient itself of one."""
+    """The sum, the mean or the newest of what several steps made; the thing itself of one."""
+    if how == "newest":
+        return parts[-1]
     whole = parts[0]
     for x in parts[1:]:
-        whole = whole + x if whole is parts[0] else np.add(whole, x, out=whole)
+        # of 0-d arrays the sum is a scalar, which nothing can be written into
+        whole = np.asarray(whole + x) if whole is parts[0] else np.add(whole, x, out=whole)
     if how == "mean" and len(parts) > 1:
-        whole = np.multiply(whole, np.asarray(1 / len(parts), whole.dtype), out=whole if whole.ndim else None)
-    return np.asarray(whole)
+        np.multiply(whole, np.asarray(1 / len(parts), whole.dtype), out=whole)
+    return whole

@@ -28,7 +28,7 @@ import numpy as np
 import zmq
 
 from dtrans._jax import JaxprEqn, Primitive
-from dtrans.errors import ConfigError, DtransError, PeerError, StateError, WireError
+from dtrans.errors import ConfigError, PeerError, StateError, WireError
 from dtrans.ops import (
     concat_p,
     fetch_barrier_p,
@@ -282,7 +282,7 @@ class EndpointFabric:
         failed: BaseException | None = None
         try:
             self._beside.rest(discard=error is not None)
-        except DtransError as e:
+        except BaseException as e:  # the servers are told of it first
             error = failed = e
         reason = None if error is None else f"{type(error).__name__}: {error}"
         if self._in_step and reason is None:

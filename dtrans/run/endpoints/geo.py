@@ -5,7 +5,8 @@
     pull     what the communicator has received since: local + (server - old), and the server's is the new old
 
 Of what a trainer changes, a push gives the servers 1/trainers, and what is left stays between local and old, to be
-divided again with the next one: so says Paddle's code, and the mean of all trainers is what they go to.
+divided again with the next one: so says Paddle's code. In the end the servers have all of it, of every trainer: their
+parameters move by the sum of what trainers do, not by the mean.
 One push is under way at a time. A step that is to push and finds one under way waits for it.
 
 Source: `GeoSgdCommunicator::SendUpdateDenseVars` and `RecvUpdateDenseVars` in
@@ -68,11 +69,12 @@ class GeoTrainer:
                 "the parameters of the last step were donated to another computation, and what has changed in them "
                 "since the last push is lost: close the executor before"
             )
+        if not self._steps:
+            return
         if self._taken < self._pushed:
             self._communicator.barrier()
             self._local = self._pull(self._local)
-        if self._steps:
-            self._push(self._local)
+        self._push(self._local)
 
     def _push(self, values: Sequence[Any]) -> None:
         deltas, self._old = _pushed(self._trainers)(list(values), self._old)
@@ -84,7 +86,7 @@ class GeoTrainer:
         if self._taken == self._pushed or self._communicator.received() < self._pushed:
             return values
         newest = self._communicator.newest()
-        server = [newest[str(i)] for i in range(len(self._leaves))]
+        server = jax.device_put([newest[str(i)] for i in range(len(self._leaves))])
         self._taken = self._pushed
         merged = _pulled(list(values), server, self._old)
         self._old = _copied(server)
