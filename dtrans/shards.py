@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +31,7 @@ from dtrans._jax import Atom, Literal, Var
 from dtrans.cut import GRAD, spread
 from dtrans.layouts import SHARED, Rows
 from dtrans.levels import Crossing, Levels
+from dtrans.means import mean_of
 from dtrans.ops import OptimizeBlock, all_reduce_p, combine
 from dtrans.placement import Placement, Unit
 from dtrans.program import DIST, LR_SCHED, OPTIMIZE
@@ -157,58 +157,6 @@ class Slicer:
         """What one server does."""
         server = self._servers.get(endpoint)
         return server.work() if server else Work((), {}, {})
-
-
-def _mean(*grads: jax.Array) -> jax.Array:
-    """The sum, scaled by 1/trainers: Paddle's `sum` and `scale`. `merged_from` finds it again."""
-    return functools.reduce(jax.lax.add, grads) * (1 / len(grads))
-
-
-_GRADIENT_OF = re.compile(rf"(.*{GRAD}.*)\.trainer_(\d+)")  # `Block.gradient`, with several trainers
-
-
-def merged_from(block: OptimizeBlock, present: Collection[int]) -> OptimizeBlock:
-    """A block on the gradients of some of the trainers: the `add` of the others' go, and 1/trainers follows.
-
-    Args:
-      block: as `Slicer.work` wrote it, for several trainers.
-      present: the trainers whose gradients there are, one at least.
-
-    Returns:
-      The same block, without the inputs that are the others'; one that merges nothing as it is.
-    """
-    inner = block.jaxpr.jaxpr
-    merges: dict[str, dict[int, Var]] = {}
-    gone: set[Var] = set()
-    for name, var in zip(block.in_names, inner.invars, strict=True):
-        if found := _GRADIENT_OF.fullmatch(name):
-            merges.setdefault(found[1], {})[int(found[2])] = var
-            if int(found[2]) not in present:
-                gone.add(var)
-    if not gone:
-        return block
-    b = Builder(block.jaxpr)
-    env: dict[Var, Atom] = {v: b.input(v.aval) for v in inner.invars if v not in gone}
-    starts = {operands[min(operands)]: operands for operands in merges.values()}
-    ahead = 0  # how many equations are still those of a merge that is written anew
-    for i, eqn in enumerate(inner.eqns):
-        operands = next((starts[a] for a in eqn.invars if isinstance(a, Var) and a in starts), None)
-        if operands is not None:
-            whole = Builder(block.jaxpr)
-            whole.call(_mean, *(whole.input(v.aval) for v in operands.values()))
-            ahead = len(whole.eqns)
-            written = inner.eqns[i : i + ahead]
-            assert [e.primitive for e in written] == [e.primitive for e in whole.eqns], f"{block}: not a merge"
-            left = [env[v] for k, v in sorted(operands.items()) if k in present]
-            env[written[-1].outvars[0]] = left[0] if len(left) == 1 else b.call(_mean, *left)[0]
-        if ahead:
-            ahead -= 1
-            continue
-        atoms = [a if isinstance(a, Literal) else env.get(a, a) for a in eqn.invars]
-        env.update(zip(eqn.outvars, b.copy(eqn, atoms, [v.aval for v in eqn.outvars]), strict=True))
-    outs = [a if isinstance(a, Literal) else env.get(a, a) for a in inner.outvars]
-    names = tuple(n for n, v in zip(block.in_names, inner.invars, strict=True) if v not in gone)
-    return dataclasses.replace(block, jaxpr=b.build(outs), in_names=names)
 
 
 class _Server:
@@ -476,7 +424,7 @@ class _UnitWriter:
         for var, leaf in self.means.items():
             phase = self.phase(self.made_at.setdefault(var, 0))
             parts = [phase.take(n, phase.cut(var.aval, Rows(leaf, 0))) for n in self.grad_names(leaf)]
-            phase.env[var] = parts[0] if len(parts) == 1 else phase.b.call(_mean, *parts)[0]
+            phase.env[var] = parts[0] if len(parts) == 1 else phase.b.call(mean_of, *parts)[0]
         for i in eqns:
             eqn, step = levels.eqns[i], s.analysis.flow.steps[i]
             level = levels.of_eqn(i)

@@ -42,14 +42,14 @@ class Executor:
             for x, y in batches:
                 params, loss = exe.run(trainer, params, x, y)
 
-    In a trainer process of nccl2 mode, after `dtrans.connect()`:
+    In a trainer process of GEO-SGD, and of nccl2 mode after `dtrans.connect()`:
 
         params, opt_state = exe.run(t.get_trainer_startup_program(), key)
         for x, y in batches:
             params, opt_state, loss = exe.run(trainer, params, opt_state, x, y)
 
-    Results are reduced as the program says; those that grow with the batch, or have a row for each trainer, are this
-    trainer's own part (`plan.on_cluster()` puts the parts together).
+    In nccl2 mode results are reduced as the program says; those that grow with the batch, or have a row for each
+    trainer, are this trainer's own part (`plan.on_cluster()` puts the parts together).
 
     Leaving the `with` block, or `close()`, tells the servers that this trainer is done; leaving it with an
     exception tells them why, so that nobody waits for a trainer that failed. (One that fails before it first

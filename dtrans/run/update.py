@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from dtrans._jax import JaxprEqn, evaluate
 from dtrans.errors import ConfigError
+from dtrans.means import merged_from
 from dtrans.ops import BACKUP, OptimizeBlock, listen_and_serv_p
 from dtrans.program import Program
 from dtrans.run.exchange import Exchange
-from dtrans.shards import merged_from
 
 
 Vectors = Mapping[str, Sequence[Any]]  # by endpoint: where they go, or where they came from
@@ -103,7 +103,7 @@ class ServerUpdate:
         raise ConfigError(f"program {program.name} is not a pserver program: it has no listen_and_serv")
 
     def merged_from(self, present: Collection[int]) -> ServerUpdate:
-        """The update by the gradients of some of the trainers, over their number; see `dtrans.shards.merged_from`."""
+        """The update by the gradients of some of the trainers, over their number; see `dtrans.means.merged_from`."""
         blocks = tuple(merged_from(block, present) for block in self.blocks)
         return ServerUpdate(self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks}))
 
