@@ -24,6 +24,8 @@ from dtrans.ops.reduce import (
     trainer_index_p as trainer_index_p,
 )
 from dtrans.ops.rpc import (
+    DELTA as DELTA,
+    MAX_MERGED as MAX_MERGED,
     CommunicatorConfig as CommunicatorConfig,
     fetch_barrier_p as fetch_barrier_p,
     geo_send_p as geo_send_p,

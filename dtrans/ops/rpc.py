@@ -32,6 +32,10 @@ from dtrans.errors import ConfigError
 from dtrans.ops.primitive import communication, token
 
 
+DELTA = ".delta"  # what has changed in a block, as GEO-SGD calls it
+MAX_MERGED = 1000  # the most steps whose gradients may be sent as one
+
+
 @dataclasses.dataclass(frozen=True)
 class CommunicatorConfig:
     """How gradients wait to be sent, and when parameters are received, where a step waits for neither.
@@ -77,8 +81,8 @@ class CommunicatorConfig:
                 f"min_send_grad_num_before_recv={self.min_send_grad_num_before_recv} must not be more than "
                 f"send_queue_size={self.send_queue_size}: an answer is what tells that gradients have arrived"
             )
-        if self.max_merge_var_num > 1000:
-            raise ConfigError(f"max_merge_var_num must be 1000 or less, it is {self.max_merge_var_num}")
+        if self.max_merge_var_num > MAX_MERGED:
+            raise ConfigError(f"max_merge_var_num must be {MAX_MERGED} or less, it is {self.max_merge_var_num}")
         if not isinstance(self.independent_recv_thread, bool):
             raise ConfigError(f"independent_recv_thread must be True or False, it is {self.independent_recv_thread!r}")
         if self.merge not in ("auto", "sum", "mean"):

@@ -29,20 +29,17 @@ from dtrans.addresses import parse_endpoints
 from dtrans.blocks import PSDispatcher, RoundRobin
 from dtrans.cut import GRAD, Cut, OptimizeHalf, cut, spread
 from dtrans.errors import ConfigError
-from dtrans.ops import geo_send_p
+from dtrans.ops import DELTA, geo_send_p
 from dtrans.placement import Placement, Unit, place
 from dtrans.plan import PServerPlan
-from dtrans.program import FORWARD, RPC, Program
-from dtrans.rewrite import Builder, needed
+from dtrans.program import RPC, Program
+from dtrans.rewrite import Builder
 from dtrans.rows import analyse
 from dtrans.shards import Slicer, Work
 from dtrans.transforms.pserver import check_names, check_options
 from dtrans.transforms.servers import Servers
 from dtrans.transforms.startup import match_startup
-from dtrans.transforms.trainers import TrainerWire, Wiring
-
-
-DELTA = ".delta"
+from dtrans.transforms.trainers import TrainerWire, Wiring, write_start
 
 
 def geo_sgd(
@@ -199,14 +196,7 @@ def _trainer_startup_program(
     step: Cut, placement: Placement, startup: Program, trainer_id: int, trainers: int, wait: bool
 ) -> Program:
     """What a trainer starts from: parameters from the servers, and the rest from the init."""
-    inner = startup.jaxpr.jaxpr
-    outs: dict[str, Any] = dict(zip(startup.out_names, inner.outvars, strict=True))
-    b = Builder(startup.jaxpr)
-    b.invars += inner.invars
-    b.role = FORWARD
-    kept, _ = needed(inner.eqns, [a for n, a in outs.items() if n not in step.optimized])
-    for i in kept:
-        b.keep(inner.eqns[i])
+    b, outs = write_start(startup, [n for n in startup.out_names if n not in step.optimized])
     outs |= TrainerWire(b, placement, trainer_id, Wiring(trainers, sync_mode=False)).start(step.optimized)
     outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, 0, wait)
     return Program(

@@ -125,10 +125,10 @@ def pserver(
     """
     endpoints = parse_endpoints(pservers)
     check_options(main, startup, trainers, sync_mode, slice_var_up, split_method, min_block_size)
-    check_leaver(leaver, sync_mode or completely_not_async is True)
     how = compensation(sync_mode, enable_dc_asgd, dc_asgd_lambda, dc_asgd_decay)
     check_communicator(sync_mode, runtime_split_send_recv, half_async, completely_not_async, communicator)
     sync_mode = sync_mode or completely_not_async  # of the servers
+    check_leaver(leaver, sync_mode)
     if how is not None and runtime_split_send_recv and not half_async and not completely_not_async:
         raise ConfigError(
             "enable_dc_asgd=True with runtime_split_send_recv=True is for half_async=True, which is False: a server "
@@ -155,14 +155,7 @@ def pserver(
             f"{step.from_gradients[0]} is computed from gradients; with {trainers} trainers each would compute it "
             "from its own, not from their mean, which only the servers have. Leave it out of the step's results"
         )
-    wiring = Wiring(
-        trainers,
-        sync_mode,
-        runtime_split_send_recv,
-        half_async,
-        queue,
-        averages,
-    )
+    wiring = Wiring(trainers, sync_mode, runtime_split_send_recv, half_async, queue, averages)
     analysis = analyse(step.optimize, step.optimized)
     types = {n: step.program.inputs[n] for n in step.optimized}
     placement = place(

@@ -93,14 +93,7 @@ def trainer_startup_program(
     step: Cut, placement: Placement, startup: Program, trainer_id: int, wiring: Wiring
 ) -> Program:
     """What a trainer starts from: parameters from the servers, and what only trainers hold from the init."""
-    inner = startup.jaxpr.jaxpr
-    outs: dict[str, Any] = dict(zip(startup.out_names, inner.outvars, strict=True))
-    b = Builder(startup.jaxpr)
-    b.invars += inner.invars
-    b.role = FORWARD
-    kept, _ = needed(inner.eqns, [outs[n] for n in step.held])
-    for i in kept:
-        b.keep(inner.eqns[i])
+    b, outs = write_start(startup, step.held)
     outs |= TrainerWire(b, placement, trainer_id, wiring).start(step.optimized)
     spec = step.program.args[0]
     return Program(
@@ -111,6 +104,19 @@ def trainer_startup_program(
         tuple(b.roles),
         b.labels,
     )
+
+
+def write_start(startup: Program, own: Sequence[str]) -> tuple[Builder, dict[str, Any]]:
+    """A startup program, begun: it makes what is a trainer's `own`. And what the init makes, by name."""
+    inner = startup.jaxpr.jaxpr
+    outs: dict[str, Any] = dict(zip(startup.out_names, inner.outvars, strict=True))
+    b = Builder(startup.jaxpr)
+    b.invars += inner.invars
+    b.role = FORWARD
+    kept, _ = needed(inner.eqns, [outs[n] for n in own])
+    for i in kept:
+        b.keep(inner.eqns[i])
+    return b, outs
 
 
 class TrainerWire:

@@ -30,15 +30,12 @@ import jax
 import numpy as np
 
 from dtrans.errors import PeerError, WireError
-from dtrans.ops import BACKUP, backup_of
+from dtrans.ops import BACKUP, MAX_MERGED, backup_of
 from dtrans.run.block_update import BlockUpdates
 from dtrans.run.endpoints import wire
 from dtrans.run.endpoints.buffers import BufferPool
 from dtrans.run.endpoints.serving import Serving, log
 from dtrans.run.update import ServerUpdate
-
-
-MERGED = 1000  # the most steps whose gradients may be sent as one
 
 
 @dataclasses.dataclass
@@ -75,8 +72,8 @@ class AsyncPServer(Serving):
         step = self._step_of(k)
         self._check_step(k, message)
         steps: Any = message.fields.get("steps", 1)
-        if type(steps) is not int or not 1 <= steps <= MERGED:
-            raise WireError(f"gradients of {wire.brief(steps)} steps, which must be a number from 1 to {MERGED}")
+        if type(steps) is not int or not 1 <= steps <= MAX_MERGED:
+            raise WireError(f"gradients of {wire.brief(steps)} steps, which must be a number from 1 to {MAX_MERGED}")
 
         def target(name: str) -> np.ndarray:
             if name not in step.grads:

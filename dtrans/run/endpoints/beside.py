@@ -18,14 +18,13 @@ import jax
 
 from dtrans._jax import JaxprEqn
 from dtrans.errors import StateError
-from dtrans.ops import CommunicatorConfig, geo_send_p, recv_p, send_barrier_p, send_p
+from dtrans.ops import DELTA, CommunicatorConfig, geo_send_p, recv_p, send_barrier_p, send_p
 from dtrans.program import Program
 from dtrans.run.endpoints.client import Connection
 from dtrans.run.endpoints.communicator import Communicator, Leaf
 from dtrans.run.endpoints.geo import GeoTrainer
 
 
-DELTA = ".delta"
 ONE_BY_ONE = CommunicatorConfig(max_merge_var_num=1, merge="sum")  # of the deltas of GEO-SGD
 
 

@@ -58,9 +58,12 @@ class Leaf:
         """The endpoint, name and rows of each block."""
         if len(self.names) == 1:
             return [(self.endpoints[0], self.names[0], whole)]
-        ends = np.cumsum(self.sections)
-        rows = [whole[end - n : end] for n, end in zip(self.sections, ends, strict=True)]
-        return list(zip(self.endpoints, self.names, rows, strict=True))
+        return list(zip(self.endpoints, self.names, rows_of(whole, self.sections), strict=True))
+
+
+def rows_of(whole: np.ndarray, sections: Sequence[int]) -> list[np.ndarray]:
+    """The blocks of an array, as views: so many rows of it each."""
+    return [whole[end - n : end] for n, end in zip(sections, np.cumsum(sections), strict=True)]
 
 
 @dataclasses.dataclass

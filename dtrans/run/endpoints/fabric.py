@@ -1,7 +1,7 @@
 """Carries out communication equations with the endpoints of other processes.
 
     split_byref    views of the gradient's memory
-    send           to the outbox of each server; it leaves when it is full, at the barrier, or before a `recv`
+    send           to the outbox of each server; it leaves when it is full, or with the message that ends the step
     send_barrier   is only noted
     recv           only notes what is wanted, and where in its parameter's memory it goes
     fetch_barrier  one message to each server: what is left in its outbox, that it was all, and what is wanted; the
@@ -44,6 +44,7 @@ from dtrans.run.endpoints.async_server import AsyncPServer
 from dtrans.run.endpoints.beside import Beside, leaf_of
 from dtrans.run.endpoints.buffers import BufferPool
 from dtrans.run.endpoints.client import LINGER, Connection
+from dtrans.run.endpoints.communicator import rows_of
 from dtrans.run.endpoints.server import PServer
 from dtrans.run.update import ServerUpdate
 
@@ -115,9 +116,7 @@ class EndpointFabric:
 
     def _split(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         (x,) = values
-        whole = np.asarray(x)
-        ends = np.cumsum(eqn.params["sections"])
-        return [whole[end - n : end] for n, end in zip(eqn.params["sections"], ends, strict=True)]
+        return rows_of(np.asarray(x), eqn.params["sections"])
 
     def settle(self) -> None:
         """Receive what programs without a `fetch_barrier` have asked for: all of it with one request to each server."""
@@ -166,9 +165,9 @@ class EndpointFabric:
             whole = self._pool.take(names[0], types[0].shape, types[0].dtype)
             rows = [whole]
         else:
-            ends = np.cumsum([t.shape[0] for t in types])
-            whole = self._pool.take(names[0], (int(ends[-1]), *types[0].shape[1:]), types[0].dtype)
-            rows = [whole[end - t.shape[0] : end] for t, end in zip(types, ends, strict=True)]
+            sections = [t.shape[0] for t in types]
+            whole = self._pool.take(names[0], (sum(sections), *types[0].shape[1:]), types[0].dtype)
+            rows = rows_of(whole, sections)
         self._landings.append(_Landing(whole, list(zip(eqn.params["epmap"], names, rows, strict=True))))
         return rows
 

@@ -7,6 +7,7 @@
 Of what a trainer changes, a push gives the servers 1/trainers, and what is left stays between local and old, to be
 divided again with the next one: so says Paddle's code. In the end the servers have all of it, of every trainer: their
 parameters move by the sum of what trainers do, not by the mean.
+
 One push is under way at a time. A step that is to push and finds one under way waits for it.
 
 Source: `GeoSgdCommunicator::SendUpdateDenseVars` and `RecvUpdateDenseVars` in
@@ -64,13 +65,13 @@ class GeoTrainer:
 
     def finish(self) -> None:
         """Push what was not. Raises StateError where that is not there any more."""
-        if self._steps and any(x.is_deleted() for x in self._local):
+        if not self._steps:
+            return
+        if any(x.is_deleted() for x in self._local):
             raise StateError(
                 "the parameters of the last step were donated to another computation, and what has changed in them "
                 "since the last push is lost: close the executor before"
             )
-        if not self._steps:
-            return
         if self._taken < self._pushed:
             self._communicator.barrier()
             self._local = self._pull(self._local)

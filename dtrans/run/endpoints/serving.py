@@ -9,6 +9,7 @@ namesake has closed is of the next job on this endpoint, and waits for it.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import logging
 import os
@@ -57,7 +58,7 @@ class Trainer:
     failed: bool = False  # done, and not because it said so
 
 
-class Serving:
+class Serving(abc.ABC):
     """Serves one `listen_and_serv`.
 
     Args:
@@ -94,49 +95,49 @@ class Serving:
         self._prepare(update)
         self._bind(allow_remote)
 
-    # -- what kinds of servers differ in ---------------------------------------------------------
+    # -- what kinds of servers differ in: those that are not abstract do nothing, where there are trainers only ---
 
+    @abc.abstractmethod
     def _prepare(self, update: ServerUpdate) -> None:
         """Make ready for `update`, before anything is bound."""
-        raise NotImplementedError
 
-    def _begin(self) -> None:
+    def _begin(self) -> None:  # noqa: B027
         """Serving begins."""
 
     def _step_at(self, k: int) -> int:
         """The step that trainer k is welcomed at."""
         return 0
 
+    @abc.abstractmethod
     def _send(self, k: int, message: wire.Message) -> None:
         """Gradients."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _send_barrier(self, k: int, message: wire.Message) -> None:
         """All gradients of a step were sent."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _recv(self, k: int, message: wire.Message) -> None:
         """A request for parameters."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _complete(self, k: int, message: wire.Message) -> None:
         """A trainer is done."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _abort(self, k: int, message: wire.Message) -> None:
         """A trainer has failed."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _look(self) -> None:
         """Called every `TICK`: see who is late."""
-        raise NotImplementedError
 
     @property
     def _lines(self) -> Sequence[zmq.Socket[Any]]:
         """Other sockets to listen to."""
         return ()
 
-    def _listen(self) -> None:
+    def _listen(self) -> None:  # noqa: B027
         """Something can be read from them."""
 
     @property
@@ -157,7 +158,7 @@ class Serving:
         """Who speaks from an address that is no trainer's."""
         return "a stranger"
 
-    def _end(self, *, failed: bool) -> None:
+    def _end(self, *, failed: bool) -> None:  # noqa: B027
         """Serving has ended."""
 
     # -- sockets ---------------------------------------------------------------------------------
@@ -397,6 +398,7 @@ def _ended(signum: int, frame: Any) -> None:
 
 
 def named(trainers: list[int]) -> str:
+    """Trainers, as messages call them."""
     return f"trainer {trainers[0]}" if len(trainers) == 1 else "trainers " + ", ".join(map(str, trainers))
 
 
