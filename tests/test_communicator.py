@@ -171,6 +171,23 @@ class Gate:
         monkeypatch.setattr(AsyncPServer, "_recv", recv)
         monkeypatch.setattr(AsyncPServer, "_send", send)
 
+    def stalled(self, crew: Crew, plan: PServerPlan, params: Any, batches: Sequence[Any]) -> Any:
+        """The state of the one server, after steps that were all made with the initial parameters while it did not
+        answer; the first by itself, since it was asked for an answer after that."""
+        (ep,) = plan.servers
+        crew.start(ep, serve, plan, ep, params)
+
+        def trainer() -> None:
+            with dtrans.Executor(deadline=HANG) as exe:
+                p = exe.run(plan.trainer_startup, params)
+                for i, batch in enumerate(batches):
+                    exe.run(plan.trainer, p, *batch)
+                    assert i or self.asked.wait(HANG)
+                self.opened.set()
+
+        crew.start("trainer", trainer)
+        return crew.all()[ep]
+
 
 @pytest.mark.parametrize("tx, merge", [
     (optax.sgd(optax.piecewise_constant_schedule(0.1, {4: 0.1})), "sum"),
@@ -182,20 +199,7 @@ def test_what_waits_is_merged(crew: Crew, monkeypatch: pytest.MonkeyPatch, tx: A
     gate = Gate(monkeypatch)
     params, batches = mlp_params(dtype=jnp.float64), batches_of(10)
     plan = plan_for(1, 1, tx, communicator=dtrans.CommunicatorConfig(max_merge_var_num=5))
-    (ep,) = plan.servers
-    crew.start(ep, serve, plan, ep, params)
-
-    def trainer() -> None:
-        with dtrans.Executor(deadline=HANG) as exe:
-            p = exe.run(plan.trainer_startup, params)
-            exe.run(plan.trainer, p, *batches[0])
-            assert gate.asked.wait(HANG)
-            for batch in batches[1:]:  # all at the initial parameters, whatever comes back
-                exe.run(plan.trainer, p, *batch)
-            gate.opened.set()
-
-    crew.start("trainer", trainer)
-    ended = crew.all()
+    ended = gate.stalled(crew, plan, params, batches)
     assert sum(gate.sent) == 10
     groups = gate.sent
     assert groups[0] == 1
@@ -211,7 +215,7 @@ def test_what_waits_is_merged(crew: Crew, monkeypatch: pytest.MonkeyPatch, tx: A
                 _, state = tx.update(g, state, want)
         updates, state = tx.update(g, state, want)
         want = optax.apply_updates(want, updates)
-    check_state(plan, [ended[ep]], want, state)
+    check_state(plan, [ended], want, state)
 
 
 def test_a_full_queue_is_waited_for(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,24 +440,13 @@ def test_what_is_not_to_be_merged_goes_one_by_one(crew: Crew, monkeypatch: pytes
     tx = optax.MultiSteps(optax.sgd(0.1), 3)
     params, batches = mlp_params(dtype=jnp.float64), batches_of(7)
     plan = plan_for(1, 1, tx)
-    (ep,) = plan.servers
-    crew.start(ep, serve, plan, ep, params)
-
-    def trainer() -> None:
-        with dtrans.Executor(deadline=HANG) as exe:
-            p = exe.run(plan.trainer_startup, params)
-            for batch in batches:
-                exe.run(plan.trainer, p, *batch)
-            gate.opened.set()
-
-    crew.start("trainer", trainer)
-    ended = crew.all()
+    ended = gate.stalled(crew, plan, params, batches)
     assert gate.sent == [1] * 7
     grad, want, state = jax.jit(jax.grad(mlp_loss)), params, tx.init(params)
     for batch in batches:
         updates, state = tx.update(grad(params, *batch), state, want)
         want = optax.apply_updates(want, updates)
-    check_state(plan, [ended[ep]], want, state)
+    check_state(plan, [ended], want, state)
 
 
 def test_of_averaged_state_the_newest_is_sent(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,23 +466,12 @@ def test_of_averaged_state_the_newest_is_sent(crew: Crew, monkeypatch: pytest.Mo
                           merge={"params/seen": "mean"})  # fmt: skip
     sends = {op.inputs[0]: op.attrs["merge"] for op in plan.trainer.ops if op.type == "send"}
     assert sends == {"params/w@GRAD": "sum", "params/seen@GRAD": "newest"}
-    (ep,) = plan.servers
-    crew.start(ep, serve, plan, ep, params)
-
-    def trainer() -> None:
-        with dtrans.Executor(deadline=HANG) as exe:
-            p = exe.run(plan.trainer_startup, params)
-            for batch in batches:
-                exe.run(plan.trainer, p, *batch)
-            gate.opened.set()
-
-    crew.start("trainer", trainer)
-    ended = crew.all()
+    ended = gate.stalled(crew, plan, params, batches)
     assert max(gate.sent) > 1
     grad = jax.jit(jax.grad(loss))
     want = params["w"] - 0.1 * sum(grad(params["w"], *batch) for batch in batches)
-    np.testing.assert_allclose(ended[ep]["params/w"], want, rtol=1e-12)
-    np.testing.assert_allclose(ended[ep]["params/seen"], 0.5 * batches[-1][1].mean(0), rtol=1e-12)
+    np.testing.assert_allclose(ended["params/w"], want, rtol=1e-12)
+    np.testing.assert_allclose(ended["params/seen"], 0.5 * batches[-1][1].mean(0), rtol=1e-12)
 
 
 def test_gradients_are_merged_in_their_own_type() -> None:
@@ -533,21 +515,10 @@ def test_leaves_are_merged_with_themselves_whatever_their_order(crew: Crew, monk
                           runtime_split_send_recv=True)  # fmt: skip
     order = lambda p: [op.inputs[0] for op in p.ops if op.type == "send"]
     assert order(plan.trainer) == order(plan.trainer.at(params, batches[1]))[::-1], "else this shows nothing"
-    (ep,) = plan.servers
-    crew.start(ep, serve, plan, ep, params)
-
-    def trainer() -> None:
-        with dtrans.Executor(deadline=HANG) as exe:
-            p = exe.run(plan.trainer_startup, params)
-            for i in range(6):
-                exe.run(plan.trainer, p, batches[i % 2])
-            gate.opened.set()
-
-    crew.start("trainer", trainer)
-    ended = crew.all()
+    ended = gate.stalled(crew, plan, params, [(batches[i % 2],) for i in range(6)])
     assert max(gate.sent) > 1
-    np.testing.assert_allclose(ended[ep]["params/a"], -(3 * 2.0 + 3 * 4))
-    np.testing.assert_allclose(ended[ep]["params/b"], -100 * (3 * 2.0 + 3 * 4))
+    np.testing.assert_allclose(ended["params/a"], -(3 * 2.0 + 3 * 4))
+    np.testing.assert_allclose(ended["params/b"], -100 * (3 * 2.0 + 3 * 4))
 
 
 def test_only_what_is_computed_is_put_into_the_queue(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:

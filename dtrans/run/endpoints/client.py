@@ -149,13 +149,10 @@ class Connection:
         if self._monitor.poll(0):
             self._gone = self._broken()
         if self._socket.poll(0):
-            message = wire.parse(self._socket.recv_multipart(copy=False))
-            if message.op == "refuse":
-                self._gone = bool(message.fields.get("last"))
-                raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
+            message = self._heard()
             return None if message.op in ("waiting", "welcome") else message
         if self._gone:
-            raise PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {waiting_for}")
+            raise self._went_away(waiting_for)
         return None
 
     def receive(self, waiting_for: str) -> wire.Message:
@@ -170,10 +167,7 @@ class Connection:
             wait = 0.0 if gone else max(0.0, min(left, LONG))
             ready = dict(self._poller.poll(int(wait * 1000)))
             if self._socket in ready:
-                message = wire.parse(self._socket.recv_multipart(copy=False))
-                if message.op == "refuse":
-                    self._gone = bool(message.fields.get("last"))
-                    raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
+                message = self._heard()
                 if message.op == "welcome" and self._welcomed:
                     continue  # `hello` was said twice
                 if message.op != "waiting":
@@ -181,13 +175,24 @@ class Connection:
                 patience = time.monotonic() + self.deadline
                 told = f", which waited for {message['reason']}"
             elif gone:
-                raise PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {waiting_for}")
+                raise self._went_away(waiting_for)
             elif self._monitor in ready:
                 self._gone = self._broken()
             elif left <= 0:
                 waited = time.monotonic() - since
                 who = f"pserver {self.endpoint}{told}"
                 raise DeadlineError(f"{self.me} waited {waited:.1f} s for {who}: {waiting_for}")
+
+    def _heard(self) -> wire.Message:
+        """The message that is here. Raises PeerError for a refusal."""
+        message = wire.parse(self._socket.recv_multipart(copy=False))
+        if message.op == "refuse":
+            self._gone = bool(message.fields.get("last"))
+            raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
+        return message
+
+    def _went_away(self, waiting_for: str) -> PeerError:
+        return PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {waiting_for}")
 
     def _broken(self) -> bool:
         """Whether the monitor reports the end of an established connection. To a new one it says hello."""
