@@ -54,7 +54,7 @@ class Crew:
 
     def end(self, name: str) -> Any:
         """What one returned, or the exception it raised."""
-        self._threads[name].join(HANG)
+        self._threads[name].join(2 * HANG)  # it may find only after HANG that another does not come, and has yet to end
         assert not self._threads[name].is_alive(), f"{name} hangs"
         return self._ended[name]
 
@@ -147,6 +147,7 @@ class Peer:
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
         self._socket.connect(f"tcp://{endpoint}")
 
     def __enter__(self) -> Peer:
@@ -154,6 +155,10 @@ class Peer:
 
     def __exit__(self, *_: Any) -> None:
         self._context.destroy(linger=0)
+
+    def end(self) -> None:
+        """Be gone when all that was said has been sent."""
+        self._context.destroy(linger=int(HANG * 1000))
 
     def say(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
@@ -193,6 +198,7 @@ class Stand:
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0  # when it is bound already: see new_socket
         self._socket.bind(f"tcp://{endpoint}")
         self._last = b""
 

@@ -17,11 +17,12 @@ import cluster_trainer as script
 import jax
 import numpy as np
 import pytest
-from crew import Crew, Peer, Stand, free_endpoints
+from crew import HANG, Crew, Peer, Stand, free_endpoints
 from helpers import distance
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LaunchError, PeerError
+from dtrans.run.endpoints.client import LINGER
 from dtrans.run.launch import launch
 from dtrans.run.meeting import meet
 from dtrans.run.roles import Role, trainer_roles
@@ -30,6 +31,8 @@ from dtrans.run.roles import Role, trainer_roles
 ROOT = Path(__file__).parents[1]
 PATIENCE = 120.0  # seconds for what takes ten on an idle machine
 COMMAND = [sys.executable, script.__file__]
+# the greeting of a ZeroMQ socket that wants a password
+OTHERWISE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(52, b"\0")
 
 
 def environment(role: Role) -> dict[str, str]:
@@ -276,6 +279,56 @@ def test_something_else_in_the_place_of_a_trainer(crew: Crew) -> None:
         error = crew.end("trainer 0")
     assert isinstance(error, PeerError)
     assert f"what answers in the place of trainer 1 ({endpoints[1]}) is not one of this job: " in str(error)
+
+
+def test_something_that_does_not_speak_as_trainers_do(crew: Crew) -> None:
+    endpoints = free_endpoints(3)
+    host, port = endpoints[1].split(":")
+    with socket.create_server((host, int(port))) as server:
+        for k in (0, 2):
+            crew.start(f"trainer {k}", meet, k, endpoints, deadline=3.0)
+        server.settimeout(HANG)
+        stranger, _ = server.accept()
+        with stranger:
+            stranger.sendall(OTHERWISE)
+            errors = [crew.end(f"trainer {k}") for k in (0, 2)]
+    message = f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) to come"
+    assert all(isinstance(e, DeadlineError) for e in errors)
+    assert [str(e) for e in errors] == [message, f"trainer 2 was told to give up: {message}"]
+
+
+def test_the_rest_is_told_where_one_refuses_and_one_speaks_otherwise(crew: Crew) -> None:
+    endpoints = free_endpoints(4)
+    host, port = endpoints[1].split(":")
+    with socket.create_server((host, int(port))) as server, Stand(endpoints[2]) as refuser:
+        for k in (0, 3):
+            crew.start(f"trainer {k}", meet, k, endpoints, deadline=20.0)
+        server.settimeout(HANG)
+        stranger, _ = server.accept()
+        with stranger:
+            stranger.settimeout(HANG)
+            stranger.sendall(OTHERWISE)
+            while stranger.recv(4096):
+                pass  # until ZeroMQ has given it up
+            assert refuser.hear().op == "meet"
+            refuser.tell("refuse", reason="this is something else")
+            errors = [crew.end(f"trainer {k}") for k in (0, 3)]
+    message = f"trainer 2 ({endpoints[2]}) refused trainer 0: this is something else"
+    assert [str(e) for e in errors] == [message, f"trainer 3 was told to give up: {message}"]
+
+
+def test_one_that_is_told_to_give_up_ends_at_once(crew: Crew) -> None:
+    """Also where trainer 0 has gone before it hears `here`: ZeroMQ may then keep that for as long as it is allowed."""
+    for i in range(100):
+        endpoints = free_endpoints(2)
+        crew.start(f"trainer {i}", meet, 1, endpoints, deadline=20.0)
+        first = Peer(endpoints[1])
+        first.tell("meet", trainer=1, endpoints=list(endpoints))
+        first.tell("abort", reason="no reason")
+        first.end()
+        since = time.monotonic()
+        assert str(crew.end(f"trainer {i}")) == "trainer 1 was told to give up: no reason"
+        assert time.monotonic() - since < LINGER
 
 
 def test_strangers_at_the_door_are_let_stand(crew: Crew) -> None:

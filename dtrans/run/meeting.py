@@ -49,7 +49,7 @@ def meet(trainer_id: int, endpoints: Sequence[str], *, deadline: float, allow_re
         if trainer_id == 0:
             _gather(context, endpoints, deadline)
         else:
-            with _socket(context, zmq.ROUTER) as door:
+            with contextlib.closing(new_socket(context, zmq.ROUTER)) as door:
                 _come(door, trainer_id, endpoints, deadline)
     finally:
         context.term()  # waits for last words, for as long as its sockets let them linger
@@ -60,14 +60,14 @@ def _gather(context: zmq.Context[Any], endpoints: Sequence[str], deadline: float
     limit = time.monotonic() + deadline
     with _held(endpoints[0]), contextlib.ExitStack() as stack:
         poller = zmq.Poller()
-        lines: list[zmq.Socket[Any]] = []
+        missing: dict[zmq.Socket[Any], int] = {}
+        there: list[zmq.Socket[Any]] = []
         for k, endpoint in enumerate(endpoints[1:], 1):
-            line = stack.enter_context(_socket(context, zmq.DEALER))
+            line = stack.enter_context(contextlib.closing(new_socket(context, zmq.DEALER)))
             line.connect(tcp_address(endpoint))  # ZeroMQ tries again until somebody is there
             line.send(wire.header("meet", trainer=k, endpoints=list(endpoints)))
             poller.register(line, zmq.POLLIN)
-            lines.append(line)
-        missing = {line: k for k, line in enumerate(lines, 1)}
+            missing[line] = k
         try:
             while missing:
                 ready = poller.poll(_milliseconds(limit))
@@ -75,32 +75,35 @@ def _gather(context: zmq.Context[Any], endpoints: Sequence[str], deadline: float
                     absent = " and ".join(f"trainer {k} ({endpoints[k]})" for k in missing.values())
                     raise DeadlineError(f"trainer 0 waited {deadline:g} s for {absent} to come")
                 for line, _ in ready:
-                    k = missing[line]
+                    k = missing.pop(line)
+                    poller.unregister(line)
                     message = _parsed(line.recv_multipart(), f"trainer {k} ({endpoints[k]})")
                     if message.op != "here":
                         raise PeerError(f"trainer {k} ({endpoints[k]}) refused trainer 0: {message['reason']}")
-                    poller.unregister(line)
-                    del missing[line]
+                    there.append(line)
         except BaseException as e:
             late = isinstance(e, DeadlineError)
             reason = str(e) if isinstance(e, PeerError) else f"trainer 0 failed: {type(e).__name__}: {e}"
-            for line in lines:
-                line.send(wire.header("abort", reason=reason, late=late))
-                if late and line in missing:
-                    line.close(linger=0)  # nobody is there to hear it
+            # not who refused, which has gone; who has yet to come is told if it comes while this lingers
+            for line in there if late else [*there, *missing]:
+                _let_linger(line)
+                _say(line, "abort", reason=reason, late=late)
             raise
-        for line in lines:
-            line.send(wire.header("go"))
+        for line in there:
+            _let_linger(line)
+            _say(line, "go")
 
 
-@contextlib.contextmanager
-def _socket(context: zmq.Context[Any], kind: int) -> Iterator[zmq.Socket[Any]]:
-    """A socket whose last words still go when it is closed."""
-    made = new_socket(context, kind)
-    try:
-        yield made
-    finally:
-        made.close(linger=int(LINGER * 1000))
+def _let_linger(made: zmq.Socket[Any]) -> None:
+    """Let what is said from now on still go when the socket is closed."""
+    made.linger = int(LINGER * 1000)
+
+
+def _say(line: zmq.Socket[Any], op: str, **fields: Any) -> None:
+    """The last words to another trainer, if it is there to hear them."""
+    # ZeroMQ gives up a connection to something that does not speak its protocol, and to send would wait for another
+    with contextlib.suppress(zmq.Again):
+        line.send(wire.header(op, **fields), zmq.NOBLOCK)
 
 
 def _milliseconds(limit: float) -> int:
@@ -156,6 +159,7 @@ def _come(door: zmq.Socket[Any], trainer_id: int, endpoints: Sequence[str], dead
             if told != [trainer_id, list(endpoints)]:
                 said = f"trainer {told[0]} of {wire.brief(','.join(map(str, told[1])))}"
                 reason = f"this is {me} of {','.join(endpoints)}, and trainer 0 takes it for {said}"
+                _let_linger(door)
                 door.send_multipart([sender, wire.header("refuse", reason=reason)])
                 raise PeerError(f"trainer 0 has other endpoints: {reason}")
             door.send_multipart([sender, wire.header("here")])

@@ -277,8 +277,11 @@ def tcp_address(endpoint: str) -> str:
 
 
 def new_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
-    """A socket with the limits that all of ours have."""
+    """A socket with the limits that all of ours have. Who wants last words of it to go says so when closing it."""
     made = context.socket(kind)
+    # ZeroMQ keeps a copy of this from when a socket is bound, and goes by that copy for peers that have gone: by its
+    # default, to end the context would wait for ever where one goes just before the socket is closed
+    made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
     made.setsockopt(zmq.SNDHWM, 0)  # a step's gradients are what bounds the queue
     made.setsockopt(zmq.RCVHWM, 0)
