@@ -27,7 +27,9 @@ from dtrans.program import Op as Op, Program as Program, trace as trace
 from dtrans.run.connection import connect as connect
 from dtrans.run.executor import Executor as Executor
 from dtrans.run.roles import Role as Role
-from dtrans.transforms import geo_sgd as geo_sgd, nccl2 as nccl2, pserver as pserver
+from dtrans.sharded import ShardingPlan as ShardingPlan
+from dtrans.transforms import geo_sgd as geo_sgd, nccl2 as nccl2, pserver as pserver, sharding as sharding
+from dtrans.transforms.sharding_options import LossScaling as LossScaling
 from dtrans.transpiler import (
     DistributeTranspiler as DistributeTranspiler,
     GeoSgdTranspiler as GeoSgdTranspiler,

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans import listing
-from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, lowered_jaxpr, scope_of
+from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxpr_as_fun, lowered_jaxpr, scope_of
 from dtrans.errors import NotRealisedError, TraceError
 from dtrans.trees import TreeSpec, as_array
 
@@ -182,7 +182,7 @@ class Program:
     @cached_property
     def communicates(self) -> bool:
         """Whether it holds equations that only a realiser can carry out."""
-        return any(is_communication(eqn) for eqn in self.jaxpr.jaxpr.eqns)
+        return any(is_communication(eqn) for eqn in equations(self.jaxpr))
 
     @cached_property
     def fingerprint(self) -> str:

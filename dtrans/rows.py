@@ -70,12 +70,14 @@ class RowAnalysis:
       flow: the layout of every value in it, and how equations are carried out on rows.
       groups: leaf to its group, for the leaves that cannot be sliced.
       params: the leaves, in leaf order.
+      axes: the dimension whose entries are the rows of a leaf, where that is not the first.
     """
 
     half: OptimizeHalf
     flow: Flow
     groups: Mapping[str, Group]
     params: tuple[str, ...]
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def layout(self, atom: Atom) -> Layout:
         """The layout of any value."""
@@ -104,7 +106,7 @@ class RowAnalysis:
         known = {*whole, *self.groups}
         half, roots = self.half, {leaf: g.leaves[0] for leaf, g in self.groups.items()}
         while True:
-            flow, bound = _settled(half, self.params, known)
+            flow, bound = _settled(half, self.params, known, self.axes)
             groups = _groups(bound, self.params)
             # fewer may be bound: what a leaf that is whole anyway is reduced to in a loop, say
             assert all(set(g.leaves) <= set(self.groups[n].leaves) for n, g in groups.items() if n in self.groups)
@@ -115,33 +117,41 @@ class RowAnalysis:
             half = dataclasses.replace(half, jaxpr=eliminate_dead(simpler))
 
 
-def analyse(half: OptimizeHalf, params: Sequence[str]) -> RowAnalysis:
-    """Find which of `params` the optimize half lets us slice. Time is linear in the number of equations."""
+def analyse(half: OptimizeHalf, params: Sequence[str], axes: Mapping[str, int] | None = None) -> RowAnalysis:
+    """Find which of `params` the optimize half lets us slice. Time is linear in the number of equations.
+
+    Args:
+      axes: the dimension whose entries are the rows of a leaf, where that is not the first.
+    """
+    axes = axes or {}
     half = dataclasses.replace(half, jaxpr=inline_bodies(half.jaxpr))
     whole: set[str] = set()
     bound: list[Whole] = []
     while True:
-        flow, found = _settled(half, params, whole)
+        flow, found = _settled(half, params, whole, axes)
         groups = _groups([*bound, *found], params)
         roots = {leaf: g.leaves[0] for leaf, g in groups.items()}
         simpler = normalise(half.jaxpr, flow, roots)
         if simpler is not None:
             half = dataclasses.replace(half, jaxpr=eliminate_dead(simpler))
         elif groups.keys() <= whole:
-            return RowAnalysis(half, flow, groups, tuple(params))
+            return RowAnalysis(half, flow, groups, tuple(params), axes)
         else:  # again: what these leaves are reduced to, even in a loop, is where they are
             bound += found
             whole |= groups.keys()
 
 
-def _settled(half: OptimizeHalf, params: Sequence[str], whole: Collection[str]) -> tuple[Flow, list[Whole]]:
+def _settled(
+    half: OptimizeHalf, params: Sequence[str], whole: Collection[str], axes: Mapping[str, int]
+) -> tuple[Flow, list[Whole]]:
     """The layouts once those of state inputs have settled, and everything that binds leaves."""
     inner = half.jaxpr.jaxpr
     inputs = dict(zip(half.in_names, inner.invars, strict=True))
     outputs = dict(zip(half.out_names, inner.outvars, strict=True))
     start: dict[Var, Layout] = {}
     for name in params:
-        own: Layout = Rows(name, 0) if name in inputs and inputs[name].aval.ndim else Whole(frozenset([name]))
+        rows = Rows(name, axes.get(name, 0))
+        own: Layout = rows if name in inputs and inputs[name].aval.ndim else Whole(frozenset([name]))
         if name in inputs and name in outputs:
             start[inputs[name]] = own
         if name + GRAD in inputs:
@@ -170,7 +180,7 @@ def _settled(half: OptimizeHalf, params: Sequence[str], whole: Collection[str]) 
         layout = flow.layout(outputs[name]) if name in outputs else SHARED
         if isinstance(layout, Whole) and name not in layout.leaves and not sendable(layout):
             bound.append(Whole(layout.leaves | {name}, layout.reason))
-        elif isinstance(layout, Rows) and layout != Rows(name, 0):
+        elif isinstance(layout, Rows) and layout != Rows(name, axes.get(name, 0)):
             bound.append(Whole(frozenset({name, layout.leaf}), f"new {name} is made of rows of {layout.leaf}"))
     bound += [x for x in start.values() if isinstance(x, Whole) and (x.reason or len(x.leaves) > 1)]
     return flow, bound

@@ -23,16 +23,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from dtrans._jax import Atom, Literal, Var
 from dtrans.cut import GRAD, spread
 from dtrans.layouts import SHARED, Rows
 from dtrans.levels import Crossing, Levels
 from dtrans.means import mean_of
-from dtrans.ops import OptimizeBlock, all_reduce_p, combine
+from dtrans.ops import OptimizeBlock, all_reduce_p, combine, identity_of
 from dtrans.placement import Placement, Unit
 from dtrans.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.rewrite import Builder
@@ -294,7 +290,7 @@ class _Server:
             in_names += names
             parts: list[Atom] = [b.input(c.var.aval) for _ in names]
             if not parts:
-                joined += b.call(_identity(c.op, c.var.aval.shape, c.var.aval.dtype))
+                joined += b.call(identity_of(c.op, c.var.aval.shape, c.var.aval.dtype))
             else:
                 joined += parts if len(parts) == 1 else b.call(_combined(c.op), *parts)
         outs: list[Atom] = []
@@ -312,28 +308,6 @@ class _Server:
 @functools.cache
 def _combined(op: str) -> Callable[..., Any]:
     return lambda *parts: combine(op, parts)
-
-
-@functools.cache
-def _identity(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Array]:
-    """What changes nothing when it takes part."""
-
-    kind = np.dtype(dtype)
-    if op in ("max", "min"):
-        if jnp.issubdtype(kind, np.inexact):
-            low, high = -np.inf, np.inf
-        else:
-            low, high = (False, True) if kind.kind == "b" else (jnp.iinfo(kind).min, jnp.iinfo(kind).max)
-        value: Any = low if op == "max" else high
-    elif op == "and":
-        value = np.invert(np.zeros((), kind))  # all bits
-    else:
-        value = 1 if op == "prod" else 0
-
-    def fn() -> jax.Array:
-        return jnp.full(shape, value, dtype)
-
-    return fn
 
 
 class _Phase(RowWriter):

@@ -131,10 +131,9 @@ class RowWriter:
     def _shared_rows(self, atom: Var, row: Rows) -> Atom:
         """This block's rows of a shared value, made with as little as possible of the rest."""
         assert self.span is not None
-        b, axis, (start, stop) = self.b, row.axis, self.span.of(row)
+        b, axis = self.b, row.axis
         if b.is_constant(atom):
-            index = (slice(None),) * axis + (slice(start, stop),)
-            return b.constant(np.asarray(b.constant_value(atom))[index])
+            return self.rows_of_constant(atom, row)
         eqn = self.made_by.get(atom)
         if eqn is not None and self.follows(atom):
             shape = atom.aval.shape
@@ -150,8 +149,32 @@ class RowWriter:
                 return b.copy(eqn, [self.read(operand, inner)], shape=self.span.cut(atom.aval, row).shape)[0]
             if eqn.primitive.name == "iota" and not eqn.invars:
                 along, shape = eqn.params["dimension"], self.span.cut(atom.aval, row).shape
-                return b.call(_iota(atom.aval.dtype, shape, along, start if along == axis else 0))[0]
-        return b.part(self.whole(atom), axis, start, stop)
+                if along == axis:
+                    return self.counted(atom.aval.dtype, shape, row)
+                return b.call(_iota(atom.aval.dtype, shape, along, 0))[0]
+        return self.rows_of_whole(self.whole(atom), row)
+
+    # -- where the block is: what a writer of blocks that know it only when they run does otherwise
+
+    def rows_of_constant(self, var: Var, row: Rows) -> Atom:
+        """This block's rows of a constant."""
+        assert self.span is not None
+        index = (slice(None),) * row.axis + (slice(*self.span.of(row)),)
+        return self.b.constant(np.asarray(self.b.constant_value(var))[index])
+
+    def counted(self, dtype: Any, shape: tuple[int, ...], row: Rows) -> Atom:
+        """An iota along the axis of the rows."""
+        assert self.span is not None
+        return self.b.call(_iota(dtype, shape, row.axis, self.span.of(row)[0]))[0]
+
+    def rows_of_whole(self, value: Atom, row: Rows) -> Atom:
+        """This block's rows of a value that is here."""
+        assert self.span is not None
+        return self.b.part(value, row.axis, *self.span.of(row))
+
+    def inside(self, jaxpr: ClosedJaxpr, flow: Flow) -> RowWriter:
+        """A writer of a body."""
+        return RowWriter(jaxpr, flow, self.span)
 
     def follows(self, var: Var) -> bool:
         """Whether the equation that makes a shared value may be carried out here."""
@@ -202,7 +225,7 @@ class RowWriter:
     def _body(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
         """A body on this block, its outputs with the given layouts."""
         inner = opened(jaxpr)
-        w = RowWriter(jaxpr, flow, self.span)
+        w = self.inside(jaxpr, flow)
         for v in inner.invars:
             layout = flow.layout(v)
             w.place(layout)[v] = w.b.input(self.cut(v.aval, layout))

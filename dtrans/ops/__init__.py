@@ -17,9 +17,11 @@ from dtrans.ops.blocks import concat_p as concat_p, split_byref_p as split_byref
 from dtrans.ops.cluster import broadcast_p as broadcast_p, gen_nccl_id_p as gen_nccl_id_p
 from dtrans.ops.primitive import communication as communication, token as token
 from dtrans.ops.reduce import (
+    after_p as after_p,
     all_gather_p as all_gather_p,
     all_reduce_p as all_reduce_p,
     combine as combine,
+    identity_of as identity_of,
     reduce_scatter_p as reduce_scatter_p,
     trainer_index_p as trainer_index_p,
 )

@@ -1,8 +1,9 @@
 """Reductions.
 
     x... = all_reduce x...       [op, name, owners, over]
-    x... = reduce_scatter x...   [name, over, size]
-    x... = all_gather x...       [name, over, size]
+    x... = reduce_scatter x...   [name, over, size, axis]
+    x... = all_gather x...       [name, over, size, axis]
+    x    = after x, y            []
     i    = trainer_index         [over]
 
 Among servers `over` is their endpoints: each of them has this equation, with one operand, under the same `name`, and
@@ -11,9 +12,12 @@ owner has no rows of what is reduced; its operand is the identity of `op` (or an
 owner makes it a broadcast.
 
 Among trainers `over` is the names of the axes that they are on, and there are no `owners`: all have parts. Several
-operands are reduced together, each by itself. `reduce_scatter` adds vectors, and leaves each of the `size` trainers of
-an axis its part of the sum; `all_gather` puts the parts of all together again. `trainer_index` is the number of a
-trainer on those axes.
+operands are reduced together, each by itself. `reduce_scatter` adds arrays, and leaves each of the `size` trainers of
+an axis its part of the sum along dimension `axis`; `all_gather` puts the parts of all together again.
+`trainer_index` is the number of a trainer on those axes.
+
+`after` is its first operand, once its second is there. What gathers the result can neither begin earlier, nor be made
+one with what gathers the same elsewhere: that is what lets a gathered array go, and be gathered again.
 
 Source: the all-reduce of MPI; in Paddle, `c_allreduce_{sum,prod,max,min}` (paddle/fluid/operators/collective).
 """
@@ -24,7 +28,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dtrans._jax import ShapedArray
 from dtrans.ops.primitive import communication
@@ -47,23 +53,49 @@ def combine(op: str, parts: Sequence[Any]) -> Any:
     return functools.reduce(COMBINE[op], parts)
 
 
+@functools.cache
+def identity_of(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Array]:
+    """What changes nothing when it takes part in a reduction."""
+
+    kind = np.dtype(dtype)
+    if op in ("max", "min"):
+        if jnp.issubdtype(kind, np.inexact):
+            low, high = -np.inf, np.inf
+        else:
+            low, high = (False, True) if kind.kind == "b" else (jnp.iinfo(kind).min, jnp.iinfo(kind).max)
+        value: Any = low if op == "max" else high
+    elif op == "and":
+        value = np.invert(np.zeros((), kind))  # all bits
+    else:
+        value = 1 if op == "prod" else 0
+
+    def fn() -> jax.Array:
+        return jnp.full(shape, value, dtype)
+
+    return fn
+
+
 def _all_reduce(*xs: Any, op: str, name: str, owners: Sequence[str], over: Sequence[str]) -> list[Any]:
     assert op in COMBINE, (op, name)
     assert not owners or (len(xs) == 1 and set(owners) <= set(over)), (name, owners, over)
     return list(xs)
 
 
-def _reduce_scatter(*xs: Any, name: str, over: Sequence[str], size: int) -> list[Any]:
-    assert all(x.ndim == 1 and x.shape[0] % size == 0 for x in xs), (name, xs)
-    return [x.update(shape=(x.shape[0] // size,)) for x in xs]
+def _resized(x: Any, axis: int, size: int) -> Any:
+    return x.update(shape=(*x.shape[:axis], size, *x.shape[axis + 1 :]))
 
 
-def _all_gather(*xs: Any, name: str, over: Sequence[str], size: int) -> list[Any]:
-    assert all(x.ndim == 1 for x in xs), (name, xs)
-    return [x.update(shape=(x.shape[0] * size,)) for x in xs]
+def _reduce_scatter(*xs: Any, name: str, over: Sequence[str], size: int, axis: int) -> list[Any]:
+    assert all(x.shape[axis] % size == 0 for x in xs), (name, xs)
+    return [_resized(x, axis, x.shape[axis] // size) for x in xs]
+
+
+def _all_gather(*xs: Any, name: str, over: Sequence[str], size: int, axis: int) -> list[Any]:
+    return [_resized(x, axis, x.shape[axis] * size) for x in xs]
 
 
 all_reduce_p = communication("all_reduce", _all_reduce)
 reduce_scatter_p = communication("reduce_scatter", _reduce_scatter)
 all_gather_p = communication("all_gather", _all_gather)
+after_p = communication("after", lambda x, y: [x])
 trainer_index_p = communication("trainer_index", lambda *, over: [ShapedArray((), jnp.int32)])

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from dtrans.collective import CollectivePlan
 from dtrans.errors import ConfigError, StateError
-from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
+from dtrans.ops import after_p, all_gather_p, all_reduce_p, combine, reduce_scatter_p, trainer_index_p
 from dtrans.program import Program
 from dtrans.run.batch import batch_arrays, part_types, share_of, shared_batch
 from dtrans.run.pieces import Rules, interpret
@@ -32,16 +32,35 @@ _REDUCE: dict[str, Callable[..., Any]] = {"sum": jax.lax.psum, "max": jax.lax.pm
 
 
 def _all_reduce(*xs: Any, op: str, over: tuple[str, ...], **_: Any) -> Sequence[Any]:
-    made: Sequence[Any] = _REDUCE[op](xs, over)
+    if op in _REDUCE:
+        made: Sequence[Any] = _REDUCE[op](xs, over)
+        return made
+    # products and bits: XLA has no collective for them that all backends carry out; what is so reduced is small
+    return [combine(op, list(jax.lax.all_gather(x, over))) for x in xs]
+
+
+def _reduce_scatter(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
+    return [jax.lax.psum_scatter(x, over, scatter_dimension=axis, tiled=True) for x in xs]
+
+
+def _all_gather(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
+    return [jax.lax.all_gather(x, over, axis=axis, tiled=True) for x in xs]
+
+
+def _after(x: jax.Array, y: jax.Array) -> Sequence[Any]:
+    """XLA keeps to `optimization_barrier`, except for CPUs: there it goes before equal equations are made one."""
+    return [jax.lax.platform_dependent(x, y, cpu=_after_on_cpu, default=_after_elsewhere)]
+
+
+def _after_on_cpu(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x`, by a choice that is always the same; XLA does not know that, for it looks at `y`."""
+    one = jax.lax.slice(y, (0,) * y.ndim, (1,) * y.ndim).reshape(()).astype(jnp.float32)
+    return jnp.where(jnp.logical_or(one == one, one != one), x, jnp.zeros_like(x))
+
+
+def _after_elsewhere(x: jax.Array, y: jax.Array) -> jax.Array:
+    made: jax.Array = jax.lax.optimization_barrier((x, y))[0]
     return made
-
-
-def _reduce_scatter(*xs: Any, over: tuple[str, ...], **_: Any) -> Sequence[Any]:
-    return [jax.lax.psum_scatter(x, over, tiled=True) for x in xs]
-
-
-def _all_gather(*xs: Any, over: tuple[str, ...], **_: Any) -> Sequence[Any]:
-    return [jax.lax.all_gather(x, over, tiled=True) for x in xs]
 
 
 # communication over a named axis, as what JAX has for it
@@ -49,6 +68,7 @@ OVER_AXIS: Rules = {
     all_reduce_p: _all_reduce,
     reduce_scatter_p: _reduce_scatter,
     all_gather_p: _all_gather,
+    after_p: _after,
     trainer_index_p: lambda over: [jax.lax.axis_index(over)],
 }
 
@@ -187,7 +207,7 @@ class CollectiveJob(abc.ABC):
 
     def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
         """The program for a trainer's part of a batch."""
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._held(state)]
+        types = [self._type_of(n, x) for n, x in zip(self._held_names, self._held(state), strict=True)]
         return self.plan.program.at_flat(types + part_types(self._shared(arrays), self.plan.trainers))
 
     def _shared(self, arrays: Sequence[Any]) -> list[tuple[Any, str]]:
@@ -202,9 +222,29 @@ class CollectiveJob(abc.ABC):
         except KeyError as e:
             raise StateError(f"this is not a state of this job: it has no {e.args[0]}") from e
 
+    def _type_of(self, name: str, x: Any) -> jax.ShapeDtypeStruct:
+        """The type of what a trainer has of an array of the state."""
+        axis = self.slice_axis(name)
+        shape = list(x.shape)
+        if axis is not None:
+            shape[axis] //= self.plan.axes[-1][1]
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    def slice_axis(self, name: str) -> int | None:
+        """The dimension along which trainers on the last axis have slices of an array of the state; None for no slices.
+
+        The array itself is of all slices, one behind the other.
+        """
+        return None
+
     def _here(self, state: CollectiveState) -> CollectiveState:
         """A state where steps want it."""
         return state
+
+    @cached_property
+    def _held_names(self) -> list[str]:
+        """The names of the arrays of the state, in the order of the program."""
+        return [n for names in self._state for n in names]
 
     @property
     def _state(self) -> tuple[Sequence[str], Sequence[str]]:
@@ -219,7 +259,9 @@ class CollectiveJob(abc.ABC):
         return without(without(main.out, main.args[0]), main.args[1])
 
     def _way(self, name: str) -> str:
-        """What becomes of an output: of state, all trainers have the same."""
+        """What becomes of an output: of state, all trainers have the same, or slices."""
+        if self.slice_axis(name) is not None:
+            return "slice"
         way = self.plan.merges.get(name, "same")
         return way if way in ("concat", "each") else "same"
 
@@ -272,7 +314,7 @@ class MeshTrainers(CollectiveJob):
         return jax.device_put([jnp.copy(x) for x in made], self._everywhere)
 
     def _mapped(self, program: Program) -> Callable[[list[Any], Sequence[Any]], Sequence[Any]]:
-        axes, count = self.plan.axis_names, len(program.in_names) - len(self._shares)
+        axes = self.plan.axis_names
         ways = [self._way(n) for n in program.out_names]
         one = per_trainer(program)
 
@@ -280,10 +322,21 @@ class MeshTrainers(CollectiveJob):
             outs = one(*held, *batch)
             return [self._told(x, way) for x, way in zip(outs, ways, strict=True)]
 
-        specs = ([P()] * count, [P(axes) if s == "split" else P() for s in self._shares])
-        outs = [self._spec(way) for way in ways]
+        specs = (
+            [self.placed(n) for n in self._held_names],
+            [P(axes) if s == "split" else P() for s in self._shares],
+        )
+        outs = [
+            self.placed(n) if way == "slice" else self._spec(way)
+            for n, way in zip(program.out_names, ways, strict=True)
+        ]
         # check_vma: the equations were traced without varying types, and replay only without the check
         return jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
+
+    def placed(self, name: str) -> P:
+        """Where an array of the state is on the mesh."""
+        axis = self.slice_axis(name)
+        return P() if axis is None else P(*[None] * axis, self.plan.axis_names[-1])
 
     def _told(self, x: Any, way: str) -> Any:
         """What a trainer gives of an output."""
@@ -314,14 +367,18 @@ class SimulatedTrainers(CollectiveJob):
         ways = ["first" if n in told else self._way(n) for n in program.out_names]
         one = per_trainer(program)
         split = [0 if s == "split" else None for s in self._shares]
+        sliced = [self.slice_axis(n) for n in self._held_names]
 
         def step(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
             parts = [x if s is None else x.reshape(*sizes, -1, *x.shape[1:]) for x, s in zip(batch, split, strict=True)]
             mapped: Callable[..., Any] = lambda held, batch: one(*held, *batch)
+            held = [x if a is None else slices(x, a) for x, a in zip(held, sliced, strict=True)]
             for name, size in reversed(axes):
                 # out_axes None: vmap refuses what is not the same on all trainers
-                kept = [None if way == "same" else 0 for way in ways]
-                mapped = jax.vmap(mapped, in_axes=(None, split), out_axes=kept, axis_name=name, axis_size=size)
+                own = name == axes[-1][0]
+                kept = [None if way == "same" or (way == "slice" and not own) else 0 for way in ways]
+                ins = ([0 if own and a is not None else None for a in sliced], split)
+                mapped = jax.vmap(mapped, in_axes=ins, out_axes=kept, axis_name=name, axis_size=size)
             count = len(axes)
             joined: dict[str, Callable[[Any], Any]] = {
                 "concat": lambda x: x.reshape(-1, *x.shape[count + 1 :]),
@@ -329,7 +386,20 @@ class SimulatedTrainers(CollectiveJob):
                 "first": lambda x: x[(0,) * count],
                 "same": lambda x: x,
             }
-            return [joined[way](x) for x, way in zip(mapped(held, parts), ways, strict=True)]
+            made = mapped(held, parts)
+            return [
+                whole(x, self.slice_axis(n)) if way == "slice" else joined[way](x)
+                for n, x, way in zip(program.out_names, made, ways, strict=True)
+            ]
+
+        def slices(x: jax.Array, axis: int) -> jax.Array:
+            cut = x.reshape(*x.shape[:axis], sizes[-1], x.shape[axis] // sizes[-1], *x.shape[axis + 1 :])
+            return jnp.moveaxis(cut, axis, 0)
+
+        def whole(x: jax.Array, axis: int | None) -> jax.Array:
+            assert axis is not None
+            back = jnp.moveaxis(x, 0, axis)
+            return back.reshape(*back.shape[:axis], -1, *back.shape[axis + 2 :])
 
         return step
 

@@ -12,14 +12,29 @@ A fabric that would rather have `split_byref` and `concat` computed than carried
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, scope_of
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    constants,
+    equations,
+    is_jaxpr,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+    opened,
+    scope_of,
+    small_jaxpr,
+)
 from dtrans.ops import concat_p, send_p, split_byref_p
 from dtrans.program import Program, is_communication
 from dtrans.rewrite import Builder
@@ -190,7 +205,37 @@ def interpret(eqns: Sequence[JaxprEqn], env: dict[Var, Any], outs: Sequence[Atom
         if e.primitive in rules:
             made = rules[e.primitive](*operands, **e.params)
         else:
+            params = _inside(e, rules) if any(x.primitive in rules for x in _below(e)) else e.params
             with jax.named_scope(scope_of(e)):
-                made = e.primitive.bind(*operands, **e.primitive.get_bind_params(e.params))
+                made = e.primitive.bind(*operands, **e.primitive.get_bind_params(params))
         env.update(zip(e.outvars, made if e.primitive.multiple_results else [made], strict=True))
     return [read(a) for a in outs]
+
+
+def _below(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The equations in the bodies of a loop or a branch."""
+    for body in jaxprs_in_params(eqn.params):
+        yield from equations(body)
+
+
+def _inside(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
+    """The parameters of an equation, with communication in its bodies as what the rules make of it."""
+
+    def traced(body: Any) -> Any:
+        inner = opened(body)
+        values = dict(zip(inner.constvars, constants(body), strict=True))
+
+        def run(*args: Any) -> list[Any]:
+            env = {**values, **dict(zip(inner.invars, args, strict=True))}
+            return interpret(inner.eqns, env, inner.outvars, rules)
+
+        made = small_jaxpr(run, [v.aval for v in inner.invars])
+        return made if isinstance(body, ClosedJaxpr) else opened(made)
+
+    params = dict(eqn.params)
+    for key, value in params.items():
+        if is_jaxpr(value):
+            params[key] = traced(value)
+        elif isinstance(value, tuple) and value and all(map(is_jaxpr, value)):
+            params[key] = tuple(map(traced, value))
+    return params

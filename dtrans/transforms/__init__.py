@@ -20,3 +20,4 @@ startup   shared by all: which of what init makes is which of what the step take
 from dtrans.transforms.geo_sgd import geo_sgd as geo_sgd
 from dtrans.transforms.nccl2 import nccl2 as nccl2
 from dtrans.transforms.pserver import pserver as pserver
+from dtrans.transforms.sharding import sharding as sharding

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from dtrans._jax import Atom, Var
+from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.cut import Cut
 from dtrans.errors import GradientError
 from dtrans.rewrite import Builder, needed
@@ -27,13 +28,43 @@ def ready_order(step: Cut) -> list[str]:
     return sorted(step.gradients, key=lambda n: at.get(g, last) if isinstance(g := step.gradients[n], Var) else last)
 
 
-def write_trainer_half(b: Builder, step: Cut, results: Sequence[str], made: Callable[[str, Atom], None]) -> None:
+class HalfWriter(Protocol):
+    """Who writes the equations of a trainer half, where they are not just copied."""
+
+    def emit(self, eqn: JaxprEqn) -> None:
+        """Write the next equation."""
+
+    def result(self, atom: Atom, maker: int) -> Atom:
+        """A value that is wanted, once the equation that makes it is written: the `maker`-th of those to write."""
+
+
+class _Copies:
+    """Equations as they are."""
+
+    def __init__(self, b: Builder) -> None:
+        self.emit = b.keep
+
+    def result(self, atom: Atom, maker: int) -> Atom:
+        return atom
+
+
+def write_trainer_half(
+    b: Builder,
+    step: Cut,
+    results: Sequence[str],
+    made: Callable[[str, Atom], None],
+    writer: Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter] | None = None,
+) -> dict[str, Atom]:
     """Write forward and backward.
 
     Args:
       b: that they are written with; it has their inputs.
       results: the outputs that are wanted, beside the parameters that trainers make.
       made: called with a leaf and its gradient, right after the equation that makes that.
+      writer: gives who writes them, from the equations, their roles, and what is wanted of them.
+
+    Returns:
+      The results, and the parameters that trainers make, by name.
     """
     source = step.program
     inner = source.jaxpr.jaxpr
@@ -46,11 +77,18 @@ def write_trainer_half(b: Builder, step: Cut, results: Sequence[str], made: Call
     here = {v for i in kept for v in inner.eqns[i].outvars}
     for leaf, atom in step.gradients.items():
         ready.setdefault(atom if isinstance(atom, Var) and atom in here else None, []).append(leaf)
-    for i in kept:
-        b.role = source.roles[i]
-        b.keep(inner.eqns[i])
-        for v in inner.eqns[i].outvars:
+    at = {v: k for k, i in enumerate(kept) for v in inner.eqns[i].outvars}
+    maker: Callable[[Atom], int] = lambda a: at.get(a, len(kept)) if isinstance(a, Var) else len(kept)
+    outs = {n: outs_of[n] for n in (*results, *step.held)}
+    ends = [(maker(a), a) for a in (*step.gradients.values(), *outs.values())]
+    eqns, roles = [inner.eqns[i] for i in kept], [source.roles[i] for i in kept]
+    w: HalfWriter = _Copies(b) if writer is None else writer(eqns, roles, ends)
+    for k, (eqn, role) in enumerate(zip(eqns, roles, strict=True)):
+        b.role = role
+        w.emit(eqn)
+        for v in eqn.outvars:
             for leaf in ready.get(v, ()):
-                made(leaf, v)
+                made(leaf, w.result(v, k))
     for leaf in ready.get(None, ()):  # gradients that no equation makes
-        made(leaf, step.gradients[leaf])
+        made(leaf, w.result(step.gradients[leaf], len(kept)))
+    return {n: w.result(a, maker(a)) for n, a in outs.items()}

@@ -28,17 +28,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, Var, equations
+from dtrans._jax import Atom, equations
 from dtrans.collective import CollectivePlan
 from dtrans.cut import GRAD, Cut, cut
 from dtrans.errors import ConfigError, GradientError
-from dtrans.ops import trainer_index_p
 from dtrans.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.rewrite import Builder, needed
 from dtrans.transforms.halves import ready_order, refuse_nested, write_trainer_half
 from dtrans.transforms.merges import check_merge, merges_of
 from dtrans.transforms.options import Options, check_options
 from dtrans.transforms.reducer import Reducer, buckets_of
+from dtrans.transforms.replica import fold_keys, take_inputs, write_from_gradients
 from dtrans.transforms.startup import check_programs, match_startup
 from dtrans.transforms.window import Window, write_accumulation, write_local_steps
 from dtrans.trees import is_under
@@ -245,8 +245,8 @@ def rewritten(step: Cut, o: Options, merges: Mapping[str, str]) -> Program:
     outs: dict[str, Atom] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
     b = Builder(source.jaxpr)
     b.role = FORWARD
-    keys = _inputs(b, step, o)
-    _fold_keys(b, keys, o)
+    keys = take_inputs(b, step, o)
+    fold_keys(b, keys, o)
     outs |= (_trained_together if o.local_sgd is None else _trained_apart)(b, step, o, merges, outs)
 
     def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
@@ -285,7 +285,7 @@ def _trained_together(
     half = step.optimize
     given = [reducer.means[n.removesuffix(GRAD)] if n.endswith(GRAD) else vars_of[n] for n in half.in_names]
     found |= zip(half.out_names, b.inline(half.jaxpr, *given), strict=True)
-    found |= _from_gradients(b, step, found, reducer.means)
+    found |= write_from_gradients(b, step, found, reducer.means)
     return found | reducer.merged(found, merges, vars_of)
 
 
@@ -307,45 +307,3 @@ def _trained_apart(
 def _window(step: Cut, o: Options, merges: Mapping[str, str]) -> Window:
     whole = [n for n in step.batch if is_under(n, o.replicated)]
     return Window(o.micro_steps, o.reduce, merges, o.weight, whole)
-
-
-def _inputs(b: Builder, step: Cut, o: Options) -> dict[Var, Var]:
-    """Take the step's inputs; those that are keys under another variable, from which the step's own is made."""
-    keys: dict[Var, Var] = {}
-    for n, v in zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True):
-        is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
-        if o.trainers > 1 and n in step.batch and is_key and not v.aval.ndim and not is_under(n, o.replicated):
-            keys[v] = b.input(v.aval)
-        else:
-            b.invars.append(v)
-    return keys
-
-
-def _fold_keys(b: Builder, keys: Mapping[Var, Var], o: Options) -> None:
-    """Give each trainer a key of its own."""
-    if not keys:
-        return
-    (index,) = b.bind(trainer_index_p, over=o.over)
-    for own, given in keys.items():
-        b.call(jax.random.fold_in, given, index)
-        b.eqns[-1] = b.eqns[-1].replace(outvars=[own])  # the step's equations read it under this name
-
-
-def _from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means: Mapping[str, Atom]) -> dict[str, Atom]:
-    """Results that are computed from gradients, from the reduced ones."""
-    if not step.from_gradients:
-        return {}
-    inner = step.program.jaxpr.jaxpr
-    border = {v: means[n] for n, v in step.border.items() if n in means}
-    env: dict[Var, Atom] = dict(border)
-    here = {v for e in b.eqns for v in e.outvars}
-    kept, _ = needed(inner.eqns, [outs[n] for n in step.from_gradients], border)
-    for i in kept:
-        eqn = inner.eqns[i]
-        if any(isinstance(a, Var) and a in env for a in eqn.invars):
-            atoms = [env.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
-            env.update(zip(eqn.outvars, b.copy(eqn, atoms, [v.aval for v in eqn.outvars]), strict=True))
-        elif not here.issuperset(eqn.outvars):
-            b.keep(eqn)
-    found = {n: outs[n] for n in step.from_gradients}
-    return {n: env.get(a, a) if isinstance(a, Var) else a for n, a in found.items()}

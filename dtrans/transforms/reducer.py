@@ -27,30 +27,34 @@ from dtrans.rewrite import Builder
 from dtrans.transforms.options import COMPRESSED, REDUCED, Options
 
 
-def buckets_of(values: Mapping[str, Atom], o: Options) -> tuple[Bucket, ...]:
+def buckets_of(
+    values: Mapping[str, Atom], o: Options, kind: Callable[[str], Any] = lambda leaf: None
+) -> tuple[Bucket, ...]:
     """Values that are reduced together, in the order in which their last one is made.
 
     Args:
       values: what is to be reduced, by the name of its leaf, in the order in which it is made. Leaves may share one.
+      kind: in what way that of a leaf is reduced; those of a bucket are reduced in the same.
     """
     values = {n: v for n, v in values.items() if v.aval.size}
     limits = split_sizes([v.aval for v in values.values()], o)
     open_: dict[Any, list[str]] = {}
     size: dict[Any, int] = {}
     done: list[list[str]] = []
-    home: dict[Atom, list[str]] = {}  # leaves that share a value share a bucket
+    home: dict[Any, list[str]] = {}  # leaves that share a value share a bucket
     for leaf, value in values.items():
         aval = value.aval
-        if isinstance(value, Var) and value in home:
-            home[value].append(leaf)
+        key = (aval.dtype, kind(leaf))
+        if isinstance(value, Var) and (value, key) in home:
+            home[value, key].append(leaf)
             continue
         nbytes = aval.size * aval.dtype.itemsize
-        if open_.get(aval.dtype) and size[aval.dtype] + nbytes > limits[aval.dtype]:
-            done.append(open_.pop(aval.dtype))
-        open_.setdefault(aval.dtype, []).append(leaf)
+        if open_.get(key) and size[key] + nbytes > limits[aval.dtype]:
+            done.append(open_.pop(key))
+        open_.setdefault(key, []).append(leaf)
         if isinstance(value, Var):
-            home[value] = open_[aval.dtype]
-        size[aval.dtype] = nbytes + (size[aval.dtype] if len(open_[aval.dtype]) > 1 else 0)
+            home[value, key] = open_[key]
+        size[key] = nbytes + (size[key] if len(open_[key]) > 1 else 0)
     done += open_.values()
     at = {leaf: i for i, leaf in enumerate(values)}
     done.sort(key=lambda leaves: at[leaves[-1]])
@@ -61,7 +65,7 @@ def buckets_of(values: Mapping[str, Atom], o: Options) -> tuple[Bucket, ...]:
             tuple(leaves),
             types[leaves[0]].dtype,
             sum({id(values[n]): types[n].size for n in leaves}.values())
-            * np.dtype(_sent(types[leaves[0]].dtype, o)).itemsize,
+            * np.dtype(sent_type(types[leaves[0]].dtype, kind(leaves[0]), o)).itemsize,
         )
         for i, leaves in enumerate(done)
     )
@@ -85,9 +89,10 @@ def split_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
     return {d: math.inf if splits[d] == 1 else total[d] / (splits[d] - 1) for d in dtypes}
 
 
-def _sent(dtype: Any, o: Options) -> Any:
+def sent_type(dtype: Any, kind: Any, o: Options) -> Any:
     """The type in which gradients of a type are reduced."""
-    return dtype if o.compress is None else COMPRESSED[o.compress]
+    to = getattr(kind, "compress", None) or o.compress
+    return dtype if to is None else COMPRESSED[to]
 
 
 class Reducer:
@@ -98,19 +103,27 @@ class Reducer:
       values: what the step calls the gradients, as in `buckets_of`.
       weight: the weight of this trainer, if means are weighted.
       suffix: what the names of reduced values say behind that of their leaf.
+      kind: as in `buckets_of`.
 
     Attributes:
       means: the reduced values, by leaf.
     """
 
     def __init__(
-        self, b: Builder, values: Mapping[str, Atom], o: Options, weight: Atom | None, suffix: str = ""
+        self,
+        b: Builder,
+        values: Mapping[str, Atom],
+        o: Options,
+        weight: Atom | None,
+        suffix: str = "",
+        kind: Callable[[str], Any] = lambda leaf: None,
     ) -> None:
         self.b = b
         self.o = o
         self.means: dict[str, Atom] = {}
         self.grads: dict[str, Atom] = {}
-        self.bucket_of = {leaf: bucket for bucket in buckets_of(values, o) for leaf in bucket.leaves}
+        self.kind = kind
+        self.bucket_of = {leaf: bucket for bucket in buckets_of(values, o, kind) for leaf in bucket.leaves}
         self.missing = {bucket.name: set(bucket.leaves) for bucket in self.bucket_of.values()}
         self.waiting: list[Bucket] = []
         self.weight = weight
@@ -173,11 +186,11 @@ class Reducer:
                 g = b.call(_divided(o.trainers), g)[0]
             elif o.reduce == "mean":
                 g = self._by_weight(g)
-            if o.compress is not None:
-                g = b.call(_compressed(o.compress, o.compress_scale), g)[0]
+            if (to := self._compress(bucket)) is not None:
+                g = b.call(_compressed(to, o.compress_scale), g)[0]
             sent.append(g)
         sent = self._chained(sent)
-        sums = self._hierarchical(bucket.name, sent) if o.inter else self._sum(bucket.name, sent, o.over)
+        sums = self.sums(bucket, sent)
         if o.nccl_comm_num is not None:
             self._chains[self._reduced % o.nccl_comm_num] = sums
         self._reduced += 1
@@ -185,10 +198,18 @@ class Reducer:
             if isinstance(total, Var):
                 b.labels[total] = f"{names[id(g)]}{self._suffix}.sum"
             back: Atom = total
-            if o.compress is not None:
+            if self._compress(bucket) is not None:
                 back = b.call(_restored(g.aval.dtype, o.compress_scale), back)[0]
             back = self._averaged(back) if o.reduce == "mean" and not self._divides_first(g) else back
             self.means |= {n: back for n in bucket.leaves if self.grads[n] is g}
+
+    def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
+        """The sums of what trainers have of a bucket."""
+        return self._hierarchical(bucket.name, sent) if self.o.inter else self._sum(bucket.name, sent, self.o.over)
+
+    def _compress(self, bucket: Bucket) -> str | None:
+        """The type that a bucket is reduced in, if not its own."""
+        return getattr(self.kind(bucket.leaves[0]), "compress", None) or self.o.compress
 
     def _chained(self, parts: list[Atom]) -> list[Atom]:
         """What is reduced next in a chain, after what was reduced last in it."""
@@ -228,9 +249,9 @@ class Reducer:
         """The sum over all trainers: inside nodes, across nodes, inside again. Vectors are padded to fit a node."""
         b, (exter, inter), size = self.b, self.o.over, self.o.inter
         flat = [b.call(_flattened(size), x)[0] for x in parts]
-        inside = b.bind(reduce_scatter_p, *flat, name=name, over=(inter,), size=size)
+        inside = b.bind(reduce_scatter_p, *flat, name=name, over=(inter,), size=size, axis=0)
         mine = self._sum(name, inside, (exter,))
-        whole = b.bind(all_gather_p, *mine, name=name, over=(inter,), size=size)
+        whole = b.bind(all_gather_p, *mine, name=name, over=(inter,), size=size, axis=0)
         return [b.call(_unflattened(tuple(x.aval.shape)), w)[0] for x, w in zip(parts, whole, strict=True)]
 
     def merged(

@@ -47,12 +47,22 @@ class Window:
     whole: Collection[str]
 
 
-def write_accumulation(b: Builder, step: Cut, window: Window, results: Sequence[str]) -> dict[str, Atom]:
+def write_accumulation(
+    b: Builder,
+    step: Cut,
+    window: Window,
+    results: Sequence[str],
+    given: Mapping[str, Atom] | None = None,
+    half: Callable[[Builder, Cut], dict[str, Atom]] | None = None,
+) -> dict[str, Atom]:
     """Write forward and backward of all micro-steps, on the same parameters.
 
     Args:
       b: that they are written with; it has the step's inputs.
       results: the outputs that are wanted, beside the parameters that trainers make.
+      given: inputs that are not the step's own variables, by name.
+      half: writes a micro-step where that is not just the trainer half: takes the inputs of `given`, each by a variable
+        of its own, behind all others, and returns gradients, results and parameters that trainers make, by name.
 
     Returns:
       Outputs by name; gradients as `params/w@GRAD`.
@@ -67,12 +77,17 @@ def write_accumulation(b: Builder, step: Cut, window: Window, results: Sequence[
     outs_of: dict[str, Atom] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
     outs_of |= {n + GRAD: g for n, g in micro.gradients.items()}
     inner = Builder(source.jaxpr)
-    names = [*micro.params, *micro.batch]
-    inner.invars += [vars_of[n] for n in names]
-    write_trainer_half(inner, micro, results, lambda leaf, grad: None)
+    given = given or {}
+    names = [n for n in (*micro.params, *micro.batch) if n not in given] + list(given)
+    inner.invars += [vars_of[n] for n in names if n not in given]
+    if half is None:
+        write_trainer_half(inner, micro, results, lambda leaf, grad: None)
+    else:
+        outs_of |= half(inner, micro)
     ways = dict.fromkeys((n + GRAD for n in step.gradients), window.reduce) | {n: window.ways[n] for n in results}
     outs = [*ways, *held]
-    return _scanned(b, step, names, _Body(inner.build([outs_of[n] for n in outs]), names, outs), ways, held, window)
+    body = _Body(inner.build([outs_of[n] for n in outs]), names, outs)
+    return _scanned(b, step, names, body, ways, held, window, given)
 
 
 def write_local_steps(b: Builder, step: Cut, window: Window) -> dict[str, Atom]:
@@ -133,6 +148,7 @@ def _scanned(
     ways: Mapping[str, str],
     carried: Sequence[str],
     window: Window,
+    given: Mapping[str, Atom] | None = None,
 ) -> dict[str, Atom]:
     """Write the scan.
 
@@ -140,6 +156,7 @@ def _scanned(
       names: of the inputs of a micro-step.
       ways: what becomes of outputs; by name.
       carried: the outputs that are inputs of the next micro-step.
+      given: inputs that are not the step's own variables, by name.
     """
     types, count, weight = step.program.inputs, window.count, window.weight
     split = [n for n in names if _is_split(n, types[n], step.batch, window)]
@@ -153,14 +170,14 @@ def _scanned(
     others = [n for n in ways if n not in added and n not in largest]
 
     def scan(*arrays: Any) -> list[Any]:
-        given = dict(zip(names, arrays, strict=True))
-        rows = {n: given[n].reshape(count, -1, *given[n].shape[1:]) for n in split}
+        values = dict(zip(names, arrays, strict=True))
+        rows = {n: values[n].reshape(count, -1, *values[n].shape[1:]) for n in split}
 
         def one(carry: Any, x: tuple[Any, dict[str, Any]]) -> Any:
             so_far, state = carry
             index, parts = x
-            folded = {n: jax.random.fold_in(given[n], index) for n in keys}
-            made = body({**given, **state, **folded, **parts})
+            folded = {n: jax.random.fold_in(values[n], index) for n in keys}
+            made = body({**values, **state, **folded, **parts})
             by = None if weight is None else jnp.asarray(made[weight])
             new = {}
             for n in added:
@@ -176,7 +193,7 @@ def _scanned(
         wide = {n: jnp.float32 if _is_small(t.dtype) else t.dtype for n, t in body.types.items()}
         start = {n: jnp.zeros(body.types[n].shape, wide[n]) for n in added}
         start |= {n: _lowest(body.types[n]) for n in largest}
-        (found, state), rest = jax.lax.scan(one, (start, {n: given[n] for n in carried}), (jnp.arange(count), rows))
+        (found, state), rest = jax.lax.scan(one, (start, {n: values[n] for n in carried}), (jnp.arange(count), rows))
         total = count if weight is None else jnp.where(found[weight] == 0, jnp.ones_like(found[weight]), found[weight])
         found |= {n: found[n] / jnp.asarray(total, wide[n]) for n in added if ways[n] == "mean"}
         found |= {n: found[n].astype(body.types[n].dtype) for n in added}
@@ -185,7 +202,7 @@ def _scanned(
         return [found[n] for n in ways] + [state[n] for n in carried]
 
     vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
-    atoms = [vars_of[n] for n in names]
+    atoms = [(given or {}).get(n, vars_of[n]) for n in names]
     made = b.inline(inline_calls(small_jaxpr(scan, [a.aval for a in atoms])), *atoms)
     return dict(zip((*ways, *carried), made, strict=True))
 

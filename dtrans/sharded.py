@@ -1,0 +1,123 @@
+"""Plans of sharding: one program for all ranks, what each of them holds, and what it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from dtrans._jax import jaxprs_in_params, opened
+from dtrans.collective import CollectivePlan
+from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
+
+
+if TYPE_CHECKING:
+    import jax
+
+    from dtrans.run.collective import CollectiveJob
+    from dtrans.transforms.sharding_options import ShardingOptions
+    from dtrans.transforms.slices import Sliced, Slices
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardingPlan(CollectivePlan):
+    """Sharded data-parallel training of one step; made by `dtrans.sharding`.
+
+    Attributes beside those of `CollectivePlan`:
+      slices: which leaves are cut, along which dimension, and why others are not.
+    """
+
+    options: ShardingOptions
+    slices: Slices
+
+    @cached_property
+    def cuts(self) -> dict[str, Sliced]:
+        """The parameters and arrays of the optimizer's state of which ranks hold slices between steps, by name."""
+        params = self.slices.leaves if self.options.slices_params else {}
+        return {**params, **self.slices.state}
+
+    # -- cost ------------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that a rank holds between steps, by kind: `params`, `opt_state`, and what of these is `padding`."""
+        params, opt_state = (spec.names for spec in self.main.args[:2])
+        held = {n: _nbytes(t) for n, t in self.program.inputs.items()}
+        padding = sum(
+            s.padding(self.main.inputs[n]) * self.main.inputs[n].dtype.itemsize // s.degree
+            for n, s in self.cuts.items()
+        )
+        return {
+            "params": sum(held[n] for n in params),
+            "opt_state": sum(held[n] for n in opt_state),
+            "padding": padding,
+        }
+
+    def traffic(self) -> dict[tuple[str, str], int]:
+        """Bytes of collectives in a step, by what it is and the axis that it is over.
+
+        Of a gather it is what a rank has after it, of a reduction what it has before: Psi for a model of Psi bytes.
+        What then crosses a link is up to the algorithm: (N - 1)/N of it in a ring, twice that for an all-reduce.
+        """
+        return collective_bytes(self.program.jaxpr)
+
+    # -- showing ---------------------------------------------------------------------------------
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What else there is to know."""
+        memory = self.memory()
+        of = ", ".join(f"{n:,} bytes of {kind}" for kind, n in memory.items())
+        notes = [f"each rank holds {of}"]
+        notes += [f"{kind} over {axis}: {n:,} bytes per step" for (kind, axis), n in self.traffic().items()]
+        notes += [f"{leaf} is whole on every rank: {why}" for leaf, why in self.slices.wholes.items()]
+        notes += [f"{name}: {way}" for name, way in self.merges.items()]
+        if self.dropped:
+            notes.append(f"not carried out, since it looks at what the optimizer makes: {', '.join(self.dropped)}")
+        return notes
+
+    @property
+    def _title(self) -> str:
+        o = self.options
+        groups = f", {o.dp_degree} groups of {o.degree} ranks" if o.dp_degree > 1 else f", {o.degree} ranks"
+        return f"sharding plan of {self.main.name}: stage {o.stage}{groups}"
+
+    def __repr__(self) -> str:
+        return f"<ShardingPlan of {self.main.name}: stage {self.options.stage}, {self.trainers} ranks>"
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def on_mesh(self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> CollectiveJob:
+        from dtrans.run.sharded import MeshRanks
+
+        return MeshRanks(self, devices, donate=donate)
+
+    def on_cluster(self, *, donate: bool = True) -> CollectiveJob:
+        from dtrans.run.sharded import ClusterRanks
+
+        return ClusterRanks(self, donate=donate)
+
+    def simulate(self) -> CollectiveJob:
+        from dtrans.run.sharded import SimulatedRanks
+
+        return SimulatedRanks(self)
+
+
+def _nbytes(t: Any) -> int:
+    return math.prod(t.shape) * int(t.dtype.itemsize)
+
+
+def collective_bytes(jaxpr: Any, times: int = 1) -> dict[tuple[str, str], int]:
+    """What `ShardingPlan.traffic` tells, of any jaxpr; loops as often as they turn."""
+    found: dict[tuple[str, str], int] = {}
+    for eqn in opened(jaxpr).eqns:
+        if eqn.primitive in (all_reduce_p, reduce_scatter_p, all_gather_p):
+            key = (eqn.primitive.name, " and ".join(eqn.params["over"]))
+            moved = eqn.outvars if eqn.primitive is all_gather_p else eqn.invars
+            found[key] = found.get(key, 0) + times * sum(_nbytes(a.aval) for a in moved)
+        turns = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        for body in jaxprs_in_params(eqn.params):
+            for key, n in collective_bytes(body, turns).items():
+                found[key] = found.get(key, 0) + n
+    return found

@@ -1,0 +1,436 @@
+"""Stage 3: parameters are slices, gathered where they are read.
+
+    x = after w.slice, h        once what is computed before is there
+    w = all_gather x
+    y = dot_general h w         the first use of a window (`dtrans.transforms.uses`)
+
+The gathered leaf is read in its window and nowhere else; the backward pass gathers again. Gradients were taken before
+this rewrite, so nothing keeps a gathered leaf as a residual but the equations themselves; `after` keeps XLA from
+making two gathers of one slice one, and from beginning all of them at once. With a prefetch of k, a leaf is gathered
+while what is k windows before it is computed.
+
+A loop over layers (`scan`) takes a stack of slices apart, gathers a layer in its body, and scatters the gradient of
+that layer there too: neither the stack of gathered layers, nor that of whole gradients, is ever made. What the forward
+loop would hand to the backward loop of the layers themselves (a weight in another type) is made anew from the slice.
+
+Source: stage 3 of ZeRO (arXiv 1910.02054); in Paddle, `_shard_parameter` of auto_parallel_sharding.py, which broadcasts
+whole variables for each operator that reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
+from dtrans.ops import after_p, all_gather_p, reduce_scatter_p
+from dtrans.program import DIST
+from dtrans.rewrite import Builder
+from dtrans.transforms.slice_writer import padded_to
+from dtrans.transforms.slices import Sliced, stacks_of
+from dtrans.transforms.uses import Uses, Window, chain_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A slice that is there.
+
+    Attributes:
+      leaf: the name of the leaf, or of the stack that it is a layer of.
+      sliced: how it is cut.
+      atom: the slice.
+      stacked: whether loops take it apart, layer by layer.
+    """
+
+    leaf: str
+    sliced: Sliced
+    atom: Atom
+    stacked: bool = False
+
+    @property
+    def layer(self) -> Sliced:
+        """How one layer of a stack is cut."""
+        return dataclasses.replace(self.sliced, axis=self.sliced.axis - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """How leaves are gathered.
+
+    Attributes:
+      axis_name: the axis that the ranks are on.
+      degree: how many there are.
+      prefetch: how many windows ahead.
+      segment: bytes up to which leaves of neighbouring windows are gathered together.
+    """
+
+    axis_name: str
+    degree: int
+    prefetch: int
+    segment: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Residual:
+    """What a forward loop would hand on of its layers: made of `leaf`, layer by layer, by `chain` from `start`."""
+
+    leaf: Var
+    start: Var
+    chain: tuple[JaxprEqn, ...]
+    out: Var
+
+
+class Gatherer:
+    """Writes equations that read leaves, where there are slices of them.
+
+    Args:
+      b: that they are written with.
+      eqns: in order.
+      roles: of each.
+      given: by the variable of the leaf.
+      scattered: gradients that loops make layer by layer, and that are to be slices: how they are cut.
+      ends: values that are wanted beside those that equations read, with the position of what makes each.
+    """
+
+    def __init__(
+        self,
+        b: Builder,
+        eqns: Sequence[JaxprEqn],
+        roles: Sequence[str],
+        given: Mapping[Var, Given],
+        how: Gathering,
+        scattered: Mapping[Var, Sliced],
+        ends: Sequence[tuple[int, Atom]] = (),
+    ) -> None:
+        self.b = b
+        self.eqns = eqns
+        self.roles = roles
+        self.given = given
+        self.how = how
+        self.scattered = scattered
+        self.env: dict[Var, Atom] = {}  # what stands for values of the step that are made otherwise
+        self._residuals = self._find_residuals()
+        self.uses = Uses(eqns, roles, list(given), b.is_constant, ends, self._taken_apart)
+        self._position = {id(e): i for i, e in enumerate(eqns)}
+        self._gathered: dict[int, Atom] = {}  # by the identity of windows
+        self._made: dict[tuple[Any, ...], Atom] = {}
+        self._next = 0  # the window that is gathered next
+        self._begun = 0  # how many windows have begun
+        self._anchors: list[Var | None] = []
+        self._last: Var | None = None  # what was made last that may be waited for
+        self._late: Var | None = None  # a scattered gradient, if one was made since
+
+    # -- what the writer of a half calls -----------------------------------------------------------
+
+    def emit(self, eqn: JaxprEqn) -> None:
+        """Write one equation; one that makes derived values is written where these are read."""
+        i = self._position[id(eqn)]
+        if eqn.outvars and eqn.outvars[0] in self.uses.derived:
+            return
+        self._gather_for(i, eqn)
+        if self._stacks(eqn) or any(v in self.scattered for v in eqn.outvars):
+            self._emit_loop(eqn, i)
+        else:
+            self.b.keep(eqn, [self.read(a, i) for a in eqn.invars])
+        for v in eqn.outvars:
+            if v.aval.size and jnp.issubdtype(v.aval.dtype, jnp.floating) and v not in self.env:
+                self._last = v
+
+    def read(self, atom: Atom, at: int) -> Atom:
+        """A value, for the equation at a position; what is made of leaves is made of the gathered ones."""
+        if isinstance(atom, Literal) or atom not in self.uses.roots:
+            return self.env.get(atom, atom) if isinstance(atom, Var) else atom
+        windows = tuple(id(self.uses.window(leaf, at)) for leaf in sorted(self.uses.roots[atom], key=id))
+        key = (atom, *windows)
+        if key not in self._made:
+            self._made[key] = self._read(atom, at)
+        return self._made[key]
+
+    def result(self, atom: Atom, maker: int) -> Atom:
+        """A value that is wanted, once the equation at `maker` is written."""
+        if isinstance(atom, Var) and atom in self.uses.roots:
+            self._gather_for(maker, None)
+        return self.read(atom, maker)
+
+    # -- gathers -----------------------------------------------------------------------------------
+
+    def _read(self, atom: Var, at: int) -> Atom:
+        if atom in self.given:
+            return self._gathered[id(self.uses.window(atom, at))]
+        eqn = self.uses.derived[atom]
+        operand = eqn.invars[0]
+        if eqn.primitive.name == "convert_element_type" and operand in self.given:
+            window = self.uses.window(operand, at)  # type: ignore[arg-type]
+            if window.dtype == atom.aval.dtype:
+                return self._gathered[id(window)]
+        atoms = [self.read(a, at) if isinstance(a, Var) and a in self.uses.roots else a for a in eqn.invars]
+        return self.b.copy(eqn, atoms, [atom.aval])[0]
+
+    def _gather_for(self, i: int, eqn: JaxprEqn | None) -> None:
+        """Gather the leaves whose windows begin at a position, and those that are to be there ahead of time."""
+        windows = self.uses.windows
+        while self._begun < len(windows) and windows[self._begun].first <= i:
+            self._anchors.append(self._anchor(eqn))
+            self._begun += 1
+        while self._next < min(len(windows), self._begun + (self.how.prefetch if self._begun else 0)):
+            together = self._segment(self._next)
+            before = self._next - self.how.prefetch
+            anchor = self._anchors[max(0, before)] if self._anchors else self._last
+            if self.how.prefetch == 0 and self._late is not None:
+                anchor, self._late = self._late, None
+            self._gather(together, anchor)
+            self._next += len(together)
+
+    def _anchor(self, eqn: JaxprEqn | None) -> Var | None:
+        """What an equation reads beside leaves, and is there just before it."""
+        for a in reversed(eqn.invars if eqn else ()):
+            ok = isinstance(a, Var) and a not in self.uses.roots and not self.b.is_constant(a) and a not in self.env
+            if ok and a.aval.size and jnp.issubdtype(a.aval.dtype, jnp.floating):
+                return a  # type: ignore[return-value]
+        return self._last
+
+    def _segment(self, start: int) -> list[Window]:
+        """A window, and those behind it that are gathered with it."""
+        windows, total = self.uses.windows, 0
+        found: list[Window] = []
+        for w in windows[start:]:
+            total += w.leaf.aval.size * jnp.dtype(w.dtype).itemsize
+            if found and (total > self.how.segment or w.role != found[0].role):
+                break
+            found.append(w)
+        return found
+
+    def _gather(self, windows: Sequence[Window], anchor: Var | None) -> None:
+        b, role = self.b, self.b.role
+        b.role = DIST
+        kinds: dict[tuple[Any, int], list[Window]] = {}
+        for w in windows:
+            kinds.setdefault((w.dtype, self.given[w.leaf].sliced.axis), []).append(w)
+        for (dtype, axis), group in kinds.items():
+            sent: list[Atom] = []
+            for w in group:
+                x = self.given[w.leaf].atom
+                if dtype != w.leaf.aval.dtype:
+                    x = self._cast(x, dtype)
+                if anchor is not None:
+                    (x,) = b.bind(after_p, x, anchor)
+                sent.append(x)
+            names = [self.given[w.leaf].leaf for w in group]
+            made = b.bind(
+                all_gather_p, *sent, name=names[0], over=(self.how.axis_name,), size=self.how.degree, axis=axis
+            )
+            for w, name, x in zip(group, names, made, strict=True):
+                s = self.given[w.leaf].sliced
+                b.labels[x] = f"{name}.gathered"
+                self._gathered[id(w)] = x if s.padded == s.size else b.part(x, s.axis, 0, s.size)
+        b.role = role
+
+    def _cast(self, x: Atom, dtype: Any) -> Atom:
+        """A slice in another type, made once."""
+        key = (x, jnp.dtype(dtype))
+        if key not in self._made:
+            self._made[key] = self.b.call(_to(jnp.dtype(dtype)), x)[0]
+        return self._made[key]
+
+    # -- loops over layers -------------------------------------------------------------------------
+
+    def _stack_of(self, atom: Atom) -> tuple[Var, Any] | None:
+        """The stack that an operand is, or is in another type, and that type."""
+        if isinstance(atom, Literal):
+            return None
+        if atom in self.given:
+            return (atom, atom.aval.dtype) if self.given[atom].stacked else None
+        for v, g in self.given.items():
+            if g.stacked and self._casts.get(atom) is v:
+                return v, atom.aval.dtype
+        return None
+
+    @functools.cached_property
+    def _casts(self) -> dict[Var, Var]:
+        """Leaves in another type, to the leaf."""
+        found = {}
+        for e in self.eqns:
+            if e.primitive.name == "convert_element_type" and e.invars[0] in self.given:
+                found[e.outvars[0]] = e.invars[0]
+        return found  # type: ignore[return-value]
+
+    def _stacks(self, eqn: JaxprEqn) -> dict[int, tuple[Var, Any]]:
+        """The operands of a loop that are stacks of slices, by position."""
+        found = {}
+        for k in stacks_of(eqn):
+            stack = self._stack_of(eqn.invars[k])
+            if stack is not None:
+                found[k] = stack
+        return found
+
+    def _taken_apart(self, eqn: JaxprEqn) -> Sequence[int]:
+        return [*self._stacks(eqn)]
+
+    def _find_residuals(self) -> dict[Var, _Residual]:
+        """What loops make of their layers alone, and only other loops read, layer by layer."""
+        found: dict[Var, _Residual] = {}
+        for eqn in self.eqns:
+            stacks = self._stacks(eqn)
+            if not stacks:
+                continue
+            body = opened(eqn.params["jaxpr"])
+            own = {body.invars[k]: stack for k, (stack, _) in stacks.items()}
+            uses = Uses(body.eqns, [""] * len(body.eqns), list(own), set(body.constvars).__contains__)
+            for out, inner in list(zip(eqn.outvars, body.outvars, strict=True))[eqn.params["num_carry"] :]:
+                roots = uses.roots.get(inner) if isinstance(inner, Var) else None
+                if roots is None or len(roots) != 1:
+                    continue
+                (start,) = roots
+                chain = chain_of(inner, uses.derived)  # type: ignore[arg-type]
+                if chain and not any(a in body.constvars for e in chain for a in e.invars):
+                    found[out] = _Residual(own[start], start, tuple(chain), inner)  # type: ignore[arg-type]
+        for eqn in self.eqns:
+            for k, a in enumerate(eqn.invars):
+                if isinstance(a, Var) and a in found and k not in stacks_of(eqn):
+                    del found[a]
+        return found
+
+    def _emit_loop(self, eqn: JaxprEqn, i: int) -> None:
+        """Write a loop over slices of layers."""
+        loop = _Loop(self, eqn)
+        atoms = [a if isinstance(a, _Slice) else self.read(a, i) for a in loop.operands]
+        atoms = [self._slice(a) if isinstance(a, _Slice) else a for a in atoms]
+        new = eqn.replace(outvars=loop.outvars, params={**eqn.params, "jaxpr": loop.body})
+        self.b.keep(new, atoms)  # type: ignore[arg-type]
+        self.env.update(loop.changed)
+        if loop.changed:
+            self._late = next(iter(loop.changed.values()))
+
+    def _slice(self, s: _Slice) -> Atom:
+        atom = self.given[s.leaf].atom
+        return atom if s.dtype == s.leaf.aval.dtype else self._cast(atom, s.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """An operand of a loop: the stack of slices of a leaf."""
+
+    leaf: Var
+    dtype: Any
+
+
+class _Loop:
+    """A loop over layers, rewritten for stacks of slices.
+
+    Attributes:
+      operands: of the new loop, which are operands of the old one or stacks of slices.
+      body: of the new loop.
+      outvars: what it makes: the variables of the old one, but for what is made otherwise.
+      changed: gradients by the variable of the old loop, where what it makes now is slices.
+    """
+
+    def __init__(self, g: Gatherer, eqn: JaxprEqn) -> None:
+        old: ClosedJaxpr = eqn.params["jaxpr"]
+        inner, b = opened(old), Builder(eqn.params["jaxpr"])
+        b.role = g.b.role
+        carried = eqn.params["num_carry"]
+        stacks = g._stacks(eqn)
+        given: dict[Var, Given] = {}
+        prefix: list[JaxprEqn] = []
+        slices: dict[tuple[Var, Any], Var] = {}  # stacks that are operands already, to the layer in the body
+        self.operands: list[Atom | _Slice] = []
+
+        def layer(stack: Var, dtype: Any, whole: Var) -> Var:
+            """The variable of a whole layer, of which the body is given a slice."""
+            if (stack, dtype) not in slices:
+                of = g.given[stack]
+                self.operands.append(_Slice(stack, dtype))
+                given[whole] = Given(of.leaf, of.layer, b.input(of.layer.of_rank(whole.aval)))
+                slices[stack, dtype] = whole
+            return slices[stack, dtype]
+
+        later: list[tuple[Var, _Residual]] = []
+        alias: list[tuple[Var, Var]] = []
+        for k, (a, v) in enumerate(zip(eqn.invars, inner.invars, strict=True)):
+            if k in stacks:
+                known = layer(*stacks[k], v)
+                if known is not v:
+                    alias.append((v, known))
+            elif isinstance(a, Var) and a in g._residuals and k in stacks_of(eqn):
+                later.append((v, g._residuals[a]))
+            else:
+                self.operands.append(a)
+                b.invars.append(v)
+        for v, residual in later:
+            start = layer(residual.leaf, residual.start.aval.dtype, Var(residual.start.aval))
+            prefix += _renamed(residual, start, v)
+        eqns = [*prefix, *(e.replace(invars=[_aliased(a, alias) for a in e.invars]) for e in inner.eqns)]
+        at = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+        cut: dict[int, Sliced] = {}  # outputs that are gradients of layers
+        self.outvars: list[Var] = []
+        self.changed: dict[Var, Var] = {}
+        kept: list[int] = []
+        for k, v in enumerate(eqn.outvars):
+            if v in g._residuals:
+                continue
+            kept.append(k)
+            if k >= carried and v in g.scattered:
+                cut[k] = g.scattered[v]
+                self.changed[v] = Var(cut[k].of_rank(v.aval))
+                self.outvars.append(self.changed[v])
+            else:
+                self.outvars.append(v)
+        roles = [b.role] * len(eqns)
+        outs = [_aliased(inner.outvars[k], alias) for k in kept]
+        places = [at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns) for a in outs]
+        body = Gatherer(b, eqns, roles, given, g.how, {}, list(zip(places, outs, strict=True)))
+        made: dict[int, Atom] = {}
+        waiting = [(place, k, a) for place, k, a in zip(places, kept, outs, strict=True) if k in cut]
+        for i, e in enumerate(eqns):
+            body.emit(e)
+            for place, k, a in waiting:
+                if place == i:
+                    made[k] = self._scattered(body, body.result(a, place), cut[k], g)
+        for place, k, a in zip(places, kept, outs, strict=True):
+            if k not in made:
+                found = body.result(a, place)
+                made[k] = self._scattered(body, found, cut[k], g) if k in cut else found
+        self.body = b.build([made[k] for k in kept])
+
+    def _scattered(self, body: Gatherer, grad: Atom, sliced: Sliced, g: Gatherer) -> Atom:
+        """A rank's slice of the sum of a layer's gradients."""
+        b, axis = body.b, sliced.axis - 1
+        role, b.role = b.role, DIST
+        (whole,) = b.call(_padded(axis, sliced.padded), grad)
+        (made,) = b.bind(reduce_scatter_p, whole, name="layers", over=(g.how.axis_name,), size=sliced.degree, axis=axis)
+        b.role = role
+        body._late = made
+        return made
+
+
+def _aliased(atom: Atom, alias: Sequence[tuple[Var, Var]]) -> Atom:
+    return next((new for old, new in alias if old is atom), atom)
+
+
+def _renamed(residual: _Residual, start: Var, out: Var) -> list[JaxprEqn]:
+    """The chain of a residual in another body, from `start` to `out`."""
+    names: dict[Var, Var] = {residual.start: start, residual.out: out}
+    made = []
+    for e in residual.chain:
+        ins = [names.get(a, a) if isinstance(a, Var) else a for a in e.invars]
+        outs = [names.setdefault(v, Var(v.aval)) for v in e.outvars]
+        made.append(e.replace(invars=ins, outvars=outs))
+    return made
+
+
+# small functions, each traced once for a type
+
+
+@functools.cache
+def _to(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x.astype(dtype)
+
+
+@functools.cache
+def _padded(axis: int, size: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: padded_to(x, axis, size)

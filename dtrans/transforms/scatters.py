@@ -1,0 +1,94 @@
+"""How ranks reduce gradients of which each keeps a slice: reduce-scatter over the sharding axis, then all-reduce of the
+slice over the outer one.
+
+    sliced       padded, reduce_scatter over the sharding axis; all_reduce of the slice over groups
+    layers       a loop has scattered them already, layer by layer; all_reduce of the slice over groups
+    whole        all_reduce over both
+
+All else (buckets, weights, compression, chains) is as in nccl2 mode: see `dtrans.transforms.reducer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import jax
+
+from dtrans._jax import Atom
+from dtrans.collective import Bucket
+from dtrans.ops import reduce_scatter_p
+from dtrans.rewrite import Builder
+from dtrans.transforms.reducer import Reducer
+from dtrans.transforms.sharding_options import ShardingOptions
+from dtrans.transforms.slice_writer import padded_to
+from dtrans.transforms.slices import Sliced
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """In what way a gradient is reduced.
+
+    Attributes:
+      axis: the dimension that it is scattered along; None for one that stays whole.
+      layers: whether it has been scattered already.
+      compress: the type that it is reduced in, if not its own.
+    """
+
+    axis: int | None
+    layers: bool = False
+    compress: str | None = None
+
+
+def kinds_of(
+    slices: Mapping[str, Sliced], layers: Collection[str], compress: Mapping[str, str]
+) -> Callable[[str], Kind]:
+    """The kind of each leaf's gradient.
+
+    Args:
+      slices: of the leaves that are cut.
+      layers: those whose gradients loops scatter.
+      compress: the types that gradients are reduced in, where these are not their own.
+    """
+
+    def kind(leaf: str) -> Kind:
+        return Kind(slices[leaf].axis if leaf in slices else None, leaf in layers, compress.get(leaf))
+
+    return kind
+
+
+class Scatterer(Reducer):
+    """Writes the reductions; `means` of leaves that are cut are slices."""
+
+    def __init__(
+        self,
+        b: Builder,
+        values: Mapping[str, Atom],
+        o: ShardingOptions,
+        weight: Atom | None,
+        suffix: str,
+        slices: Mapping[str, Sliced],
+        kind: Callable[[str], Kind],
+    ) -> None:
+        super().__init__(b, values, o, weight, suffix, kind)
+        self.slices = slices
+        self.options = o
+
+    def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
+        """The sums over all ranks; of a bucket of sliced leaves the rank's slice."""
+        kind, o = self.kind(bucket.leaves[0]), self.options
+        if kind.axis is None:
+            return super().sums(bucket, sent)
+        mine: Sequence[Atom] = sent
+        if not kind.layers:
+            sizes = {self.slices[n].size: self.slices[n].padded for n in bucket.leaves}
+            padded = [self.b.call(_padded(kind.axis, sizes[x.aval.shape[kind.axis]]), x)[0] for x in sent]
+            over = (o.axis_name,)
+            mine = self.b.bind(reduce_scatter_p, *padded, name=bucket.name, over=over, size=o.degree, axis=kind.axis)
+        return self._sum(bucket.name, mine, (o.dp_axis_name,)) if o.dp_degree > 1 else mine
+
+
+@functools.cache
+def _padded(axis: int, size: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: padded_to(x, axis, size)

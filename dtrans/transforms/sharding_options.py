@@ -1,0 +1,112 @@
+"""The options of sharding, beside those that it shares with nccl2 mode, and which of them can be."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dtrans.errors import ConfigError
+from dtrans.transforms.options import COMPRESSED, Options, check_options
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaling:
+    """How a loss is scaled so that gradients do not vanish in 16 bits.
+
+    Attributes:
+      initial: the first scale.
+      dynamic: whether the scale follows the gradients: divided by `factor` when one is not finite (and that step
+        changes nothing), multiplied by it after `interval` steps in which all were. A fixed scale stays, and skips
+        nothing.
+      factor, interval: see there.
+
+    Source: `update_loss_scaling` of Paddle (operators/amp/update_loss_scaling_op.h).
+    """
+
+    initial: float = 2.0**15
+    dynamic: bool = True
+    factor: float = 2.0
+    interval: int = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingOptions(Options):
+    """The options of `dtrans.sharding`, which says what they are."""
+
+    stage: int
+    degree: int
+    dp_degree: int
+    dp_axis_name: str
+    amp: str | None
+    loss_scaling: LossScaling | None
+    overlap: bool
+    prefetch: int
+    segment_broadcast_MB: float
+    min_slice_size: int
+    partition: str
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes that ranks are on, with their sizes: groups, and the ranks of a group."""
+        outer = ((self.dp_axis_name, self.dp_degree),) if self.dp_degree > 1 else ()
+        return (*outer, (self.axis_name, self.degree)) if self.degree > 1 or not outer else outer
+
+    @property
+    def slices_params(self) -> bool:
+        """Whether parameters are slices between steps: in stage 3, and where ranks work with copies in 16 bits."""
+        return self.stage == 3 or self.amp is not None
+
+
+def check_sharding(o: Any) -> None:  # any: an option may be of any type before it is checked
+    """Refuse what cannot be planned, by the option's name."""
+    if isinstance(o.stage, bool) or o.stage not in (1, 2, 3):
+        raise ConfigError(f"stage must be 1, 2 or 3, it is {o.stage!r}")
+    for name in ("degree", "dp_degree"):
+        count = getattr(o, name)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{name} must be a positive number of ranks, it is {count!r}")
+    check_options(o)
+    if not isinstance(o.dp_axis_name, str) or not o.dp_axis_name or o.dp_axis_name == o.axis_name:
+        raise ConfigError(f"dp_axis_name must be the name of another axis, it is {o.dp_axis_name!r}")
+    if o.amp is not None and o.amp not in COMPRESSED:
+        raise ConfigError(f"amp must be 'fp16', 'bf16' or None, it is {o.amp!r}")
+    if o.amp is not None and o.compress is not None:
+        raise ConfigError(
+            f"amp={o.amp!r} and compress={o.compress!r}: with amp, gradients are reduced in its type already"
+        )
+    _check_scaling(o)
+    if not isinstance(o.overlap, bool):
+        raise ConfigError(f"overlap must be True or False, it is {o.overlap!r}")
+    if isinstance(o.prefetch, bool) or not isinstance(o.prefetch, int) or o.prefetch < 0:
+        raise ConfigError(f"prefetch must be a number of gathers, 0 or more; it is {o.prefetch!r}")
+    if not o.overlap and o.prefetch:
+        raise ConfigError(f"overlap=False and prefetch={o.prefetch}: what is gathered ahead of time overlaps")
+    if not o.overlap and o.nccl_comm_num is not None and o.nccl_comm_num > 1:
+        raise ConfigError(
+            f"overlap=False and nccl_comm_num={o.nccl_comm_num}: several chains of reductions are there to overlap"
+        )
+    size = o.segment_broadcast_MB
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size >= 0:
+        raise ConfigError(f"segment_broadcast_MB must be a size in megabytes, 0 or more; it is {size!r}")
+    least = o.min_slice_size
+    if isinstance(least, bool) or not isinstance(least, int) or least < 0:
+        raise ConfigError(f"min_slice_size must be a number of elements, 0 or more; it is {least!r}")
+    if o.partition not in PARTITIONS:
+        raise ConfigError(f"partition must be one of {', '.join(PARTITIONS)}; it is {o.partition!r}")
+
+
+PARTITIONS = ("rows",)
+
+
+def _check_scaling(o: Any) -> None:
+    s = o.loss_scaling
+    if s is None:
+        return
+    if o.amp is None:
+        raise ConfigError(f"loss_scaling={s!r} is for amp='fp16' or 'bf16', which is None")
+    numbers = {"initial": s.initial, "factor": s.factor, "interval": s.interval}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"loss_scaling: {name} must be a positive number, it is {value!r}")
+    if s.dynamic and not s.factor > 1:
+        raise ConfigError(f"loss_scaling: factor must be more than 1, it is {s.factor!r}")
