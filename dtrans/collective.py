@@ -78,6 +78,11 @@ class CollectivePlan:
         """Names of batch arrays that every trainer gets whole."""
         return self.options.replicated
 
+    @property
+    def extra_state(self) -> Mapping[str, Any]:
+        """What is kept between steps beside parameters and optimizer state, at its start, by name."""
+        return {}
+
     # -- running ---------------------------------------------------------------------------------
 
     @property

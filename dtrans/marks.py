@@ -45,6 +45,39 @@ batching.primitive_batchers[mark_p] = _mark_batch
 mlir.register_lowering(mark_p, lambda ctx, g, p, *, leaf: [g])
 
 
+# Where the derivative of a loss begins: an identity on the cotangent that the backward pass starts from. Of a loss that
+# is scaled, that is what is multiplied. Everything but mixed precision reads through it (`dtrans.rewrite`).
+SEED = "loss_seed"
+_seed_p = Primitive(SEED)
+_seed_p.def_impl(lambda ct: ct)
+_seed_p.def_abstract_eval(lambda ct: ct)
+ad.primitive_jvps[_seed_p] = lambda primals, tangents: (_seed_p.bind(*primals), tangents[0])
+batching.primitive_batchers[_seed_p] = lambda args, dims: (_seed_p.bind(*args), dims[0])
+mlir.register_lowering(_seed_p, lambda ctx, ct: [ct])
+
+# an identity on the tangent of a loss, whose transpose is the seed; there is nothing of it where nothing is derived
+_loss_p = Primitive("loss")
+_loss_p.def_impl(lambda x: x)
+_loss_p.def_abstract_eval(lambda x: x)
+batching.primitive_batchers[_loss_p] = lambda args, dims: (_loss_p.bind(*args), dims[0])
+mlir.register_lowering(_loss_p, lambda ctx, x: [x])
+ad.primitive_transposes[_loss_p] = lambda ct, x: [ct if type(ct) is ad.Zero else _seed_p.bind(ct)]
+
+
+def _loss_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    return x, t if type(t) is ad.Zero else _loss_p.bind(t)
+
+
+ad.primitive_jvps[_loss_p] = _loss_jvp
+
+
+def _as_loss(value: Any) -> Any:
+    """A loss whose derivative begins with a seed; anything that `jax.value_and_grad` will refuse, as it is."""
+    is_loss = isinstance(value, jax.Array) and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating)
+    return _loss_p.bind(value) if is_loss else value
+
+
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
@@ -78,7 +111,10 @@ def value_and_grad(
             full = list(args)
             for i, diff, (_, rest) in zip(places, diffs, halves, strict=True):
                 full[i] = combine(diff, rest)
-            return fun(*full, **kwargs)
+            made = fun(*full, **kwargs)
+            if has_aux and isinstance(made, tuple) and len(made) == 2:
+                return _as_loss(made[0]), made[1]
+            return made if has_aux else _as_loss(made)
 
         diffs = [diff for diff, _ in halves]
         value, grads = jax.value_and_grad(of_differentiable, has_aux=has_aux)(diffs)

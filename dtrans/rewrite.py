@@ -10,7 +10,7 @@ information; no shape is ever written by hand.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,11 +53,15 @@ def _called(eqn: JaxprEqn) -> Any | None:
     return None if key is None else eqn.params[key]
 
 
-def inline_calls(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+# identities that say where a derivative begins (`dtrans.marks`)
+_PASSED = ("loss", "loss_seed")
+
+
+def inline_calls(jaxpr: ClosedJaxpr, keep: Collection[str] = ()) -> ClosedJaxpr:
     """Replace every call by its body, at the top level and below.
 
-    Loops and branches stay. Inlined equations keep the name stack they had inside the call, under that
-    of the call; constants of bodies become constants of the whole.
+    Loops and branches stay, and so do identities of this package that are named in `keep`. Inlined equations keep the
+    name stack they had inside the call, under that of the call; constants of bodies become constants of the whole.
     """
     outer = opened(jaxpr)
     constvars, consts = list(outer.constvars), constants(jaxpr)
@@ -68,6 +72,9 @@ def inline_calls(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
         read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
         for eqn in inner.eqns:
             body = _called(eqn)
+            if eqn.primitive.name in _PASSED and eqn.primitive.name not in keep:
+                env[eqn.outvars[0]] = read(eqn.invars[0])
+                continue
             if body is None:
                 # a body can be shared by several calls, so its variables are made anew for each
                 outs = list(eqn.outvars) if top else [Var(v.aval) for v in eqn.outvars]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,12 @@ class ShardingPlan(CollectivePlan):
         """The parameters and arrays of the optimizer's state of which ranks hold slices between steps, by name."""
         params = self.slices.leaves if self.options.slices_params else {}
         return {**params, **self.slices.state}
+
+    @property
+    def extra_state(self) -> Mapping[str, Any]:
+        from dtrans.transforms.amp import scale_types
+
+        return scale_types(self.options.loss_scaling)
 
     # -- cost ------------------------------------------------------------------------------------
 

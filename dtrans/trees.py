@@ -115,6 +115,12 @@ def combine(first: Any, second: Any) -> Any:
     return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None)
 
 
+def both(first: TreeSpec, second: TreeSpec) -> TreeSpec:
+    """A pair."""
+    treedef = jax.tree_util.treedef_tuple([first.treedef, second.treedef])
+    return TreeSpec(treedef, (*first.leaves, *second.leaves))
+
+
 def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
     """A tuple, list, dict or NamedTuple without the first of its parts that is `part` (None in a NamedTuple)."""
     whole = jax.tree.unflatten(spec.treedef, spec.leaves)

@@ -81,6 +81,9 @@ class ClusterTrainers(MeshTrainers):
     def _start(self, startup: Program, args: list[Any]) -> list[Any]:
         return [together(x, self._everywhere) for x in shared(startup.compiled(*args))]
 
+    def _start_extra(self, extra: dict[str, Any]) -> dict[str, Any]:
+        return {n: together(x, self._everywhere) for n, x in extra.items()}
+
     def _here(self, state: CollectiveState) -> CollectiveState:
         return jax.tree.map(lambda x: together(own(x) if isinstance(x, jax.Array) else x, self._everywhere), state)
 

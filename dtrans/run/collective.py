@@ -86,13 +86,14 @@ def per_trainer(program: Program) -> Callable[..., list[Any]]:
     return run
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "extra"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class CollectiveState:
     """Where a job is: a pytree of arrays, by name. Every trainer has the same."""
 
     params: dict[str, jax.Array]
     opt_state: dict[str, jax.Array]
+    extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)  # what a plan keeps beside: a loss scale
 
 
 class CollectiveJob(abc.ABC):
@@ -125,7 +126,8 @@ class CollectiveJob(abc.ABC):
         startup = self.plan.startup
         made = dict(zip(startup.out_names, self._start(startup, startup.flatten(*args)), strict=True))
         params, opt_state = (spec.names for spec in self.plan.main.args[:2])
-        return CollectiveState({n: made[n] for n in params}, {n: made[n] for n in opt_state})
+        extra = self._start_extra({n: jnp.asarray(x) for n, x in self.plan.extra_state.items()})
+        return CollectiveState({n: made[n] for n in params}, {n: made[n] for n in opt_state}, extra)
 
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
@@ -174,7 +176,11 @@ class CollectiveJob(abc.ABC):
         if not isinstance(state, CollectiveState):
             raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
         seen: dict[int, str] = {}
-        held: Sequence[dict[str, Any]] = (state.params, state.opt_state)  # NumPy's arrays if it comes from a checkpoint
+        held: Sequence[dict[str, Any]] = (
+            state.params,
+            state.opt_state,
+            state.extra,
+        )  # NumPy's arrays if it comes from a checkpoint
         for n, x in (item for of in held for item in of.items()):
             if not isinstance(x, jax.Array):
                 continue
@@ -216,9 +222,9 @@ class CollectiveJob(abc.ABC):
 
     def _held(self, state: CollectiveState) -> list[Any]:
         """The arrays of a state, in the order of the program. Raises StateError for that of another job."""
-        params, opt_state = self._state
+        held = (state.params, state.opt_state, state.extra)
         try:
-            return [state.params[n] for n in params] + [state.opt_state[n] for n in opt_state]
+            return [of[n] for of, names in zip(held, self._state, strict=True) for n in names]
         except KeyError as e:
             raise StateError(f"this is not a state of this job: it has no {e.args[0]}") from e
 
@@ -247,10 +253,10 @@ class CollectiveJob(abc.ABC):
         return [n for names in self._state for n in names]
 
     @property
-    def _state(self) -> tuple[Sequence[str], Sequence[str]]:
-        """The names of parameters and of the optimizer's state."""
+    def _state(self) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+        """The names of parameters, of the optimizer's state, and of what the plan keeps beside."""
         params, opt_state = self.plan.main.args[:2]
-        return params.names, opt_state.names
+        return params.names, opt_state.names, tuple(self.plan.extra_state)
 
     @cached_property
     def _rest(self) -> TreeSpec:
@@ -264,6 +270,10 @@ class CollectiveJob(abc.ABC):
             return "slice"
         way = self.plan.merges.get(name, "same")
         return way if way in ("concat", "each") else "same"
+
+    def _start_extra(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """What the plan keeps beside, where steps want it."""
+        return extra
 
     @abc.abstractmethod
     def _start(self, startup: Program, args: list[Any]) -> list[Any]:
@@ -312,6 +322,10 @@ class MeshTrainers(CollectiveJob):
         made = startup.compiled(*jax.device_put(args, self.mesh.devices.flat[0]))
         # copies: a state may be donated, and init may return one array twice
         return jax.device_put([jnp.copy(x) for x in made], self._everywhere)
+
+    def _start_extra(self, extra: dict[str, Any]) -> dict[str, Any]:
+        placed: dict[str, Any] = jax.device_put(extra, self._everywhere)
+        return placed
 
     def _mapped(self, program: Program) -> Callable[[list[Any], Sequence[Any]], Sequence[Any]]:
         axes = self.plan.axis_names

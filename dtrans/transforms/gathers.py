@@ -59,6 +59,19 @@ class Given:
 
 
 @dataclasses.dataclass(frozen=True)
+class Scattered:
+    """How the gradient of a stack of layers is made slices, layer by layer.
+
+    Attributes:
+      sliced: how the stack is cut.
+      dtype: the type in which it is reduced.
+    """
+
+    sliced: Sliced
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Gathering:
     """How leaves are gathered.
 
@@ -67,12 +80,14 @@ class Gathering:
       degree: how many there are.
       prefetch: how many windows ahead.
       segment: bytes up to which leaves of neighbouring windows are gathered together.
+      once: whether what is gathered is kept to its last use, in either direction.
     """
 
     axis_name: str
     degree: int
     prefetch: int
     segment: float
+    once: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +108,7 @@ class Gatherer:
       eqns: in order.
       roles: of each.
       given: by the variable of the leaf.
-      scattered: gradients that loops make layer by layer, and that are to be slices: how they are cut.
+      scattered: gradients that loops make layer by layer, and that are to be slices.
       ends: values that are wanted beside those that equations read, with the position of what makes each.
     """
 
@@ -104,7 +119,7 @@ class Gatherer:
         roles: Sequence[str],
         given: Mapping[Var, Given],
         how: Gathering,
-        scattered: Mapping[Var, Sliced],
+        scattered: Mapping[Var, Scattered],
         ends: Sequence[tuple[int, Atom]] = (),
     ) -> None:
         self.b = b
@@ -115,7 +130,7 @@ class Gatherer:
         self.scattered = scattered
         self.env: dict[Var, Atom] = {}  # what stands for values of the step that are made otherwise
         self._residuals = self._find_residuals()
-        self.uses = Uses(eqns, roles, list(given), b.is_constant, ends, self._taken_apart)
+        self.uses = Uses(eqns, roles, list(given), b.is_constant, ends, self._taken_apart, once=how.once)
         self._position = {id(e): i for i, e in enumerate(eqns)}
         self._gathered: dict[int, Atom] = {}  # by the identity of windows
         self._made: dict[tuple[Any, ...], Atom] = {}
@@ -366,7 +381,7 @@ class _Loop:
             prefix += _renamed(residual, start, v)
         eqns = [*prefix, *(e.replace(invars=[_aliased(a, alias) for a in e.invars]) for e in inner.eqns)]
         at = {v: i for i, e in enumerate(eqns) for v in e.outvars}
-        cut: dict[int, Sliced] = {}  # outputs that are gradients of layers
+        cut: dict[int, Scattered] = {}  # outputs that are gradients of layers
         self.outvars: list[Var] = []
         self.changed: dict[Var, Var] = {}
         kept: list[int] = []
@@ -376,7 +391,7 @@ class _Loop:
             kept.append(k)
             if k >= carried and v in g.scattered:
                 cut[k] = g.scattered[v]
-                self.changed[v] = Var(cut[k].of_rank(v.aval))
+                self.changed[v] = Var(cut[k].sliced.of_rank(v.aval))
                 self.outvars.append(self.changed[v])
             else:
                 self.outvars.append(v)
@@ -397,15 +412,18 @@ class _Loop:
                 made[k] = self._scattered(body, found, cut[k], g) if k in cut else found
         self.body = b.build([made[k] for k in kept])
 
-    def _scattered(self, body: Gatherer, grad: Atom, sliced: Sliced, g: Gatherer) -> Atom:
+    def _scattered(self, body: Gatherer, grad: Atom, how: Scattered, g: Gatherer) -> Atom:
         """A rank's slice of the sum of a layer's gradients."""
-        b, axis = body.b, sliced.axis - 1
+        b, sliced, own = body.b, how.sliced, grad.aval.dtype
+        axis = sliced.axis - 1
         role, b.role = b.role, DIST
+        if own != how.dtype:
+            (grad,) = b.call(_to(jnp.dtype(how.dtype)), grad)
         (whole,) = b.call(_padded(axis, sliced.padded), grad)
         (made,) = b.bind(reduce_scatter_p, whole, name="layers", over=(g.how.axis_name,), size=sliced.degree, axis=axis)
         b.role = role
         body._late = made
-        return made
+        return made if own == how.dtype else b.call(_to(jnp.dtype(own)), made)[0]
 
 
 def _aliased(atom: Atom, alias: Sequence[tuple[Var, Var]]) -> Atom:

@@ -28,19 +28,32 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.cut import GRAD, Cut, OptimizeHalf, cut
 from dtrans.errors import ConfigError
-from dtrans.ops import all_gather_p, trainer_index_p
+from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.program import DIST, FORWARD, OPTIMIZE, Program, is_communication
 from dtrans.rewrite import Builder, needed
 from dtrans.rows import analyse
 from dtrans.sharded import ShardingPlan
-from dtrans.transforms.gathers import Gatherer, Gathering, Given
+from dtrans.transforms.amp import (
+    GOOD,
+    SCALE,
+    SKIPPED,
+    all_finite,
+    low_gradients,
+    low_precision,
+    next_scale,
+    scale_spec,
+    unscaled,
+)
+from dtrans.transforms.gathers import Gatherer, Gathering, Given, Scattered
 from dtrans.transforms.halves import HalfWriter, ready_order, refuse_nested, write_trainer_half
 from dtrans.transforms.merges import merges_of
 from dtrans.transforms.nccl2 import check_names, refuse_collectives
+from dtrans.transforms.options import COMPRESSED
 from dtrans.transforms.reducer import buckets_of
 from dtrans.transforms.replica import fold_keys, take_inputs, write_from_gradients
 from dtrans.transforms.scatters import Scatterer, kinds_of
@@ -49,7 +62,7 @@ from dtrans.transforms.slice_writer import rows_from, sliced_half
 from dtrans.transforms.slices import Sliced, Slices, slices_of, stacked_leaves
 from dtrans.transforms.startup import check_programs, match_startup
 from dtrans.transforms.window import Window, write_accumulation
-from dtrans.trees import is_under
+from dtrans.trees import both, is_under
 
 
 def sharding(
@@ -89,6 +102,12 @@ def sharding(
       stage: 1, 2 or 3; see above.
       degree: how many ranks share a copy of the state.
       dp_degree: how many such groups there are. The batch is shared by degree * dp_degree ranks.
+      amp: "bf16" or "fp16": products of matrices in that type (`dtrans.transforms.amp`), parameters gathered, and
+        gradients reduced, in it where products alone read them. Parameters that are updated stay as they are; each rank
+        has slices of them, in every stage. In stages 1 and 2 they are gathered once in a step.
+      loss_scaling: how the loss is scaled (`dtrans.LossScaling`), or a fixed scale. For "fp16" it is dynamic by
+        default: from 2^15, halved by a step in which a gradient of any rank is not finite, which changes nothing else,
+        and doubled after 2,000 others. "bf16" needs none.
       fuse_grad_size_in_MB: gradients, and parameters behind an update, are moved together up to this size.
       overlap: let collectives run beside computation. Without, each begins when the one before has ended.
       prefetch: in stage 3, how many parameters are gathered ahead of time; 1 by default, 0 without `overlap`.
@@ -181,20 +200,24 @@ def planned(main: Program, startup: Program, options: ShardingOptions) -> Shardi
     """What `sharding` plans with these options."""
     check_sharding(options)
     refuse_collectives(main)
-    step = cut(main).with_observed()
-    refuse_nested(step, options.trainers)
-    check_names(step, options)
+    plain = cut(main).with_observed()
+    refuse_nested(plain, options.trainers)
+    check_names(plain, options)
+    if options.amp is None:
+        step = plain
+    else:
+        step = cut(low_precision(main, options.amp, options.loss_scaling)).with_observed()
     if options.weight is not None and options.accumulate_steps > 1 and options.stage > 1:
         raise ConfigError(
             f"weight={options.weight!r} and accumulate_steps={options.accumulate_steps} in stage {options.stage}: "
             "gradients are scattered in each micro-step, before the weights of all are known; use stage 1"
         )
-    startup = match_startup(step, startup)
+    startup = match_startup(plain, startup)
     merges = merges_of(step, options)
     layout = _Layout.of(step, options, merges)
     values = {n: step.gradients[n] for n in ready_order(step)}
     return ShardingPlan(
-        main=step.program,
+        main=plain.program,
         startup=startup,
         program=rewritten(step, layout),
         options=options,
@@ -263,7 +286,9 @@ class _Layout:
 
     def kind(self, step: Cut) -> Any:
         """In what way each gradient is reduced."""
-        return kinds_of(self.slices.leaves, set(self.layers(step).values()), {})
+        layers = set(self.layers(step).values())
+        low = {} if self.o.amp is None else dict.fromkeys(low_gradients(step, COMPRESSED[self.o.amp]), self.o.amp)
+        return kinds_of(self.slices.leaves, layers, {n: to for n, to in low.items() if n not in layers})
 
 
 def rewritten(step: Cut, layout: _Layout) -> Program:
@@ -311,8 +336,9 @@ class _Writer:
             for leaf in values:
                 reducer.made(leaf, made[leaf + GRAD])
         reducer.finish()
-        found |= self._updated(reducer.means)
-        found |= self._from_gradients(found, reducer.means)
+        means, finite = self._unscaled(reducer.means)
+        found |= self._updated(means, finite)
+        found |= self._from_gradients(found, means)
         found |= reducer.merged(found, self.layout.merges, self.vars_of)
         n_state = len([n for spec in self.source.args[:2] for n in spec.names])
 
@@ -321,11 +347,14 @@ class _Writer:
             other = cut(self.source.at_flat([*held, *types[n_state:]])).with_observed()
             return rewritten(other, self.layout)
 
+        out = self.source.out
+        if finite is not None:
+            out = both(out, scale_spec())
         return Program(
             f"rank of {self.source.name}",
-            b.build([found[n] for n in self.source.out_names]),
+            b.build([found[n] for n in out.names]),
             self.source.args,
-            self.source.out,
+            out,
             tuple(DIST if is_communication(e) else role for e, role in zip(b.eqns, b.roles, strict=True)),
             b.labels,
             respecialise,
@@ -358,8 +387,14 @@ class _Writer:
             vars_of[n]: Given(n, s, local[n], stacked=n in stacked and s.axis > 0 and self.o.stage == 3)
             for n, s in self.leaves.items()
         }
-        layers = {g: self.leaves[n] for g, n in self.layout.layers(step).items()}
-        how = Gathering(self.o.axis_name, self.o.degree, self.o.prefetch, self.o.segment_broadcast_MB * 2**20)
+        o = self.o
+        low = set() if o.amp is None else low_gradients(step, COMPRESSED[o.amp])
+        layers = {
+            g: Scattered(self.leaves[n], COMPRESSED[o.amp] if o.amp and n in low else g.aval.dtype)
+            for g, n in self.layout.layers(step).items()
+        }
+        segment = (o.segment_broadcast_MB if o.stage == 3 else o.fuse_grad_size_in_MB) * 2**20
+        how = Gathering(o.axis_name, o.degree, o.prefetch, segment, once=o.stage < 3)
 
         def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Sequence[tuple[int, Atom]]) -> HalfWriter:
             return Gatherer(b, eqns, roles, given, how, layers, ends)
@@ -390,8 +425,24 @@ class _Writer:
 
     # -- the update ------------------------------------------------------------------------------
 
-    def _updated(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write the update; new parameters and state, by name."""
+    def _unscaled(self, means: Mapping[str, Atom]) -> tuple[dict[str, Atom], Atom | None]:
+        """Write the gradients of a loss that is not scaled, and whether all of them are finite, on every rank."""
+        b, s = self.b, self.o.loss_scaling
+        if s is None:
+            return dict(means), None
+        b.role = OPTIMIZE
+        if not s.dynamic:
+            return {n: b.call(unscaled(s.initial), g)[0] for n, g in means.items()}, None
+        plain = {n: b.call(unscaled(None), g, self.vars_of[SCALE])[0] for n, g in means.items()}
+        (finite,) = b.call(all_finite, *means.values())
+        if self.leaves:
+            over = (self.o.axis_name,)
+            (finite,) = b.bind(all_reduce_p, finite, op="and", name="finite", owners=(), over=over)
+            b.labels[finite] = "finite"
+        return plain, finite
+
+    def _updated(self, means: Mapping[str, Atom], finite: Atom | None) -> dict[str, Atom]:
+        """Write the update; new parameters and state, by name. What is not finite updates nothing."""
         b, o, half = self.b, self.o, self.layout.half
         b.role = OPTIMIZE
         index: Atom | None = None
@@ -408,6 +459,12 @@ class _Writer:
             else:
                 given.append(self.local[n])
         found = dict(zip(half.out_names, b.inline(half.jaxpr, *given), strict=True))
+        if finite is not None:
+            found = {n: b.call(_picked, finite, x, self.local[n])[0] for n, x in found.items()}
+            kept = (GOOD, SCALE, SKIPPED)
+            assert o.loss_scaling is not None
+            made = b.call(next_scale(o.loss_scaling), finite, *(self.vars_of[n] for n in kept))
+            found |= zip(kept, made, strict=True)
         if not o.slices_params:
             found |= self._gathered({n: found[n] for n in self.leaves if n in found})
         return found
@@ -479,6 +536,10 @@ def _buckets(slices: Mapping[str, Atom], leaves: Mapping[str, Sliced], limit: fl
         found[-1].append(n)
         size += nbytes
     return found
+
+
+def _picked(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(finite, new, old)
 
 
 @functools.cache

@@ -66,6 +66,7 @@ class Uses:
       is_constant: whether a variable is a constant of the program.
       ends: values that are wanted beside those that equations read: position of what makes it, and the value.
       taken_apart: for an equation, the operands that it takes apart by itself, turn by turn.
+      once: whether a leaf has one window, from its first use to its last.
 
     Attributes:
       derived: the equations that make values of leaves alone, by what they make.
@@ -80,7 +81,10 @@ class Uses:
         is_constant: Callable[[Var], bool],
         ends: Sequence[tuple[int, Atom]] = (),
         taken_apart: Callable[[JaxprEqn], Sequence[int]] = lambda eqn: (),
+        *,
+        once: bool = False,
     ) -> None:
+        self._once = once
         self.roots: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v in leaves}
         self.derived: dict[Var, JaxprEqn] = {}
         self.windows: list[Window] = []
@@ -128,7 +132,8 @@ class Uses:
             return
         for leaf, dtype in self._types[atom]:
             known = self._open.get(leaf)
-            if known and known[0].role == role and len(self.windows) - known[1] <= KEPT_WINDOWS:
+            near = known and known[0].role == role and len(self.windows) - known[1] <= KEPT_WINDOWS
+            if known and (near or self._once):
                 window = known[0]
                 window.last = i
                 window.dtypes.add(dtype)

@@ -1,0 +1,354 @@
+"""Mixed precision: products of matrices in 16 bits, everything else in the types it has.
+
+    dot_general f32 x f32      becomes    convert, dot_general in 16 bits, convert back
+
+Weights that are read by products alone are then read in 16 bits alone: sharding converts slices before it gathers them,
+and half the bytes are moved. A change of type is written as near to where a value begins as it goes: before a
+transpose, before a loop over layers. Sums, norms, softmax and the loss stay in 32 bits, the parameters that are updated
+too. bfloat16 has the range of float32. In float16 gradients would vanish: the loss is scaled, which is one
+multiplication of the cotangent that the backward pass begins with (`dtrans.marks`).
+
+Source: the white list of Paddle's AMP pass (auto_parallel_fp16.py, amp_lists.py); Micikevicius et al., Mixed Precision
+Training (arXiv 1710.03740).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, constants, is_jaxpr, opened
+from dtrans.cut import Cut, cut, spread
+from dtrans.errors import GradientError
+from dtrans.marks import SEED
+from dtrans.program import BACKWARD, FORWARD, Program
+from dtrans.rewrite import Builder, eliminate_dead, inline_calls
+from dtrans.transforms.options import COMPRESSED
+from dtrans.transforms.sharding_options import LossScaling
+from dtrans.trees import TreeSpec
+
+
+PRODUCTS = ("dot_general", "conv_general_dilated")
+REMAT = ("remat2", "checkpoint")  # as JAX calls, or has called, `jax.checkpoint`
+# what moves elements and changes none: a change of type may as well come before
+LAYOUT = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "rev", "expand_dims", "copy")
+
+SCALE = "loss_scale/scale"
+GOOD = "loss_scale/good_steps"
+SKIPPED = "loss_scale/skipped_steps"
+
+
+def scale_types(scaling: LossScaling | None) -> dict[str, Any]:
+    """What is kept of a scale between steps, by name, at its start; nothing for a fixed one."""
+    if scaling is None or not scaling.dynamic:
+        return {}
+    return {
+        GOOD: jnp.zeros((), jnp.int32),
+        SCALE: jnp.asarray(scaling.initial, jnp.float32),
+        SKIPPED: jnp.zeros((), jnp.int32),
+    }
+
+
+def scale_spec() -> TreeSpec:
+    """The names of what is kept of a scale."""
+    fields = {n.split("/")[1]: jnp.zeros(()) for n in (GOOD, SCALE, SKIPPED)}
+    return TreeSpec.of(fields, "loss_scale")
+
+
+def low_precision(main: Program, amp: str, scaling: LossScaling | None) -> Program:
+    """The step with its products in 16 bits, and its loss scaled.
+
+    Args:
+      main: the step.
+      amp: "bf16" or "fp16".
+      scaling: how the loss is scaled. A dynamic scale becomes the third argument: see `scale_spec`.
+
+    Raises:
+      GradientError: the gradients that are to be scaled cannot be told: the step does not use `dtrans.value_and_grad`.
+    """
+    dtype = COMPRESSED[amp]
+    step = cut(main)
+    roles = iter(step.program.roles)
+    jaxpr = inline_calls(main.jaxpr, keep=(SEED,))
+    inner = opened(jaxpr)
+    seeds = [e for e in inner.eqns if e.primitive.name == SEED]
+    b = Builder(jaxpr)
+    b.invars += inner.invars
+    scale: Atom | None = None
+    if scaling is not None:
+        _check_seeds(main, inner.eqns, seeds)
+        if scaling.dynamic:
+            held = sum(len(spec.names) for spec in main.args[:2])
+            kept = {n: Var(jax.typeof(x)) for n, x in scale_types(scaling).items()}
+            b.invars[held:held] = [kept[n] for n in scale_spec().names]
+            scale = kept[SCALE]
+    params = dict(zip(main.in_names, inner.invars, strict=True))
+    w = _Lower(b, dtype, [params[n] for n in main.args[0].names])
+    found: list[str] = []
+    for eqn in inner.eqns:
+        if eqn.primitive.name == SEED:
+            if scaling is None:
+                w.env[eqn.outvars[0]] = w.read(eqn.invars[0])
+            elif scale is None:
+                (w.env[eqn.outvars[0]],) = b.call(_times(scaling.initial), w.read(eqn.invars[0]))
+            else:
+                (w.env[eqn.outvars[0]],) = b.call(_scaled, w.read(eqn.invars[0]), scale)
+            role = BACKWARD
+        else:
+            role = next(roles)
+            w.emit(eqn, rewrite=role in (FORWARD, BACKWARD))
+        found += [role] * (len(b.eqns) - len(found))
+    outs = [w.read(a) for a in inner.outvars]
+    dynamic = scaling is not None and scaling.dynamic
+    args = (*main.args[:2], *([scale_spec()] if dynamic else []), *main.args[2:])
+
+    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        held = sum(len(spec.names) for spec in main.args[:2])
+        extra = len(scale_spec().names) if dynamic else 0
+        return low_precision(main.at_flat([*types[:held], *types[held + extra :]]), amp, scaling)
+
+    return Program(main.name, b.build(outs), args, main.out, tuple(found), {}, respecialise, main.doubt)
+
+
+def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprEqn]) -> None:
+    """Refuse losses that cannot be scaled."""
+    if not seeds:
+        raise GradientError(
+            f"the loss of {main.name} cannot be scaled, since it is not known where its derivative begins: take "
+            "gradients with dtrans.value_and_grad (or dtrans.make_train_step), outside of loops; or use amp='bf16', "
+            "which needs no scale"
+        )
+    reached = spread(eqns, {e.outvars[0]: 1 for e in seeds}, {})
+    if any(isinstance(a, Var) and reached.get(a) for e in seeds for a in e.invars):
+        raise GradientError(
+            f"{main.name} takes a derivative of a derivative, and the scale of the one would enter the other: use "
+            "amp='bf16', which needs no scale"
+        )
+
+
+class _Lower:
+    """Writes equations, with their products in 16 bits.
+
+    Args:
+      b: that they are written with.
+      dtype: of products.
+      params: variables that are parameters, or made of nothing else.
+    """
+
+    def __init__(self, b: Builder, dtype: Any, params: Sequence[Var]) -> None:
+        self.b = b
+        self.dtype = dtype
+        self.params = set(params)
+        self.env: dict[Var, Atom] = {}
+        self._made_by: dict[Var, JaxprEqn] = {}
+        self._low: dict[Var, Atom] = {}
+
+    def read(self, atom: Atom) -> Atom:
+        """A value."""
+        return atom if isinstance(atom, Literal) else self.env.get(atom, atom)
+
+    def emit(self, eqn: JaxprEqn, *, rewrite: bool) -> None:
+        """Write an equation."""
+        atoms = [self.read(a) for a in eqn.invars]
+        if rewrite and eqn.primitive.name in PRODUCTS and self._is_wide(eqn.outvars[0]):
+            self._product(eqn, atoms)
+        elif rewrite and any(map(is_jaxpr, _flat(eqn.params))):
+            self._body(eqn, atoms)
+        else:
+            self.b.keep(eqn, atoms)
+        for v in eqn.outvars:
+            self._made_by[v] = eqn
+        known = [a for a in eqn.invars if isinstance(a, Var)]
+        if len(eqn.outvars) == 1 and eqn.primitive.name in LAYOUT and all(a in self.params for a in known):
+            self.params.update(eqn.outvars)
+
+    def _is_wide(self, atom: Atom) -> bool:
+        t = atom.aval.dtype
+        return bool(jnp.issubdtype(t, jnp.floating)) and jnp.finfo(t).bits > 16
+
+    def _product(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
+        if not all(jnp.issubdtype(a.aval.dtype, jnp.floating) for a in atoms):
+            self.b.keep(eqn, atoms)
+            return
+        (out,) = eqn.outvars
+        low = [self.low(a) for a in atoms]
+        params = {"preferred_element_type": jnp.dtype(self.dtype)}
+        (made,) = self.b.copy(eqn, low, [out.aval.update(dtype=jnp.dtype(self.dtype))], **params)
+        self._low[out] = made
+        self.b.call(_to(out.aval.dtype), made)
+        # under the old name, for those who read it, and where it was, for who asks what made it
+        self.b.eqns[-1] = self.b.eqns[-1].replace(outvars=[out], source_info=eqn.source_info)
+
+    def low(self, atom: Atom) -> Atom:
+        """A value in 16 bits, converted as near to where it begins as it goes."""
+        if atom.aval.dtype == self.dtype:
+            return atom
+        if isinstance(atom, Literal):
+            return self.b.call(_to(self.dtype), atom)[0]
+        if atom not in self._low:
+            eqn = self._made_by.get(atom)
+            if eqn is not None and eqn.primitive.name in LAYOUT and len(eqn.invars) == 1:
+                (self._low[atom],) = self.b.copy(
+                    eqn, [self.low(self.read(eqn.invars[0]))], [atom.aval.update(dtype=jnp.dtype(self.dtype))]
+                )
+            elif eqn is not None and _narrows(eqn, self.dtype):
+                self._low[atom] = self.read(eqn.invars[0])
+            else:
+                (self._low[atom],) = self.b.call(_to(self.dtype), atom)
+        return self._low[atom]
+
+    # -- loops and branches ----------------------------------------------------------------------
+
+    def _body(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
+        """An equation with bodies: their products in 16 bits; parameters go in so too, if that is enough."""
+        name = eqn.primitive.name
+        changed: dict[str, Any] = {}
+        operands = list(atoms)
+        for key, value in eqn.params.items():
+            if is_jaxpr(value):
+                hoist = [
+                    (name == "scan" and key == "jaxpr" and not _is_carried(eqn, k)) or name in REMAT
+                    for k in range(len(eqn.invars))
+                ]
+                known = [isinstance(a, Var) and a in self.params for a in eqn.invars]
+                if len(opened(value).invars) != len(eqn.invars):
+                    known = hoist = [False] * len(opened(value).invars)
+                changed[key], narrow = _lowered(value, self.dtype, known, hoist)
+                operands = (
+                    [self.low(a) if n else a for a, n in zip(operands, narrow, strict=True)]
+                    if any(narrow)
+                    else operands
+                )
+            elif isinstance(value, tuple) and value and all(map(is_jaxpr, value)):
+                changed[key] = tuple(
+                    _lowered(v, self.dtype, [False] * len(opened(v).invars), [False] * len(opened(v).invars))[0]
+                    for v in value
+                )
+        self.b.keep(eqn.replace(params={**eqn.params, **changed}), operands)
+
+
+def _is_carried(eqn: JaxprEqn, k: int) -> bool:
+    return 0 <= k - eqn.params["num_consts"] < eqn.params["num_carry"]
+
+
+def _lowered(body: Any, dtype: Any, params: Sequence[bool], hoist: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """A body with its products in 16 bits, and which of its inputs it now takes in 16 bits."""
+    inner = opened(body)
+    b = Builder(body)
+    b.invars += inner.invars
+    w = _Lower(b, dtype, [v for v, is_param in zip(inner.invars, params, strict=True) if is_param])
+    for eqn in inner.eqns:
+        w.emit(eqn, rewrite=True)
+    made: ClosedJaxpr = eliminate_dead(b.build([w.read(a) for a in inner.outvars]))
+    new = opened(made)
+    narrow = [False] * len(new.invars)
+    for k, (v, is_param, may) in enumerate(zip(new.invars, params, hoist, strict=True)):
+        read = [e for e in new.eqns if any(a is v for a in e.invars)]
+        only = read and all(e.primitive.name == "convert_element_type" for e in read)
+        if is_param and may and only and not any(a is v for a in new.outvars):
+            narrow[k] = all(e.outvars[0].aval.dtype == dtype for e in read)
+    if any(narrow):
+        made = _narrowed(made, narrow, dtype)
+    if isinstance(body, ClosedJaxpr):
+        return made, narrow
+    assert not constants(made)
+    return opened(made), narrow
+
+
+def _narrowed(body: ClosedJaxpr, narrow: Sequence[bool], dtype: Any) -> ClosedJaxpr:
+    """A body that takes some of its inputs in the type that it converts them to."""
+    inner = opened(body)
+    b = Builder(body)
+    env: dict[Var, Atom] = {}
+    for v, is_narrow in zip(inner.invars, narrow, strict=True):
+        if is_narrow:
+            env[v] = b.input(v.aval.update(dtype=jnp.dtype(dtype)))
+        else:
+            b.invars.append(v)
+    for e in inner.eqns:
+        if e.primitive.name == "convert_element_type" and isinstance(e.invars[0], Var) and e.invars[0] in env:
+            env[e.outvars[0]] = env[e.invars[0]]
+        else:
+            b.keep(e, [env.get(a, a) if isinstance(a, Var) else a for a in e.invars])
+    return b.build([env.get(a, a) if isinstance(a, Var) else a for a in inner.outvars])
+
+
+def low_gradients(step: Cut, dtype: Any) -> set[str]:
+    """The leaves whose gradient is a product in 16 bits, whatever type it has been given since."""
+    eqns = step.program.jaxpr.jaxpr.eqns
+    made_by = {v: e for e in eqns for v in e.outvars}
+    return {n for n, g in step.gradients.items() if isinstance(g, Var) and _is_low(g, made_by, dtype)}
+
+
+def _is_low(atom: Atom, made_by: dict[Var, JaxprEqn], dtype: Any) -> bool:
+    eqn = made_by.get(atom) if isinstance(atom, Var) else None
+    if eqn is None:
+        return False
+    if _narrows(eqn, dtype):
+        return True
+    if eqn.primitive.name in LAYOUT or eqn.primitive.name == "add_any":
+        return all(_is_low(a, made_by, dtype) for a in eqn.invars)
+    if eqn.primitive.name in ("scan", *REMAT):
+        body = opened(eqn.params["jaxpr"])
+        k = next(i for i, v in enumerate(eqn.outvars) if v is atom)
+        inside = {v: e for e in body.eqns for v in e.outvars}
+        return k >= eqn.params.get("num_carry", 0) and _is_low(body.outvars[k], inside, dtype)
+    return False
+
+
+def _narrows(eqn: JaxprEqn, dtype: Any) -> bool:
+    """Whether an equation makes a wider value of one in 16 bits, so that to convert it back loses nothing."""
+    return eqn.primitive.name == "convert_element_type" and bool(eqn.invars[0].aval.dtype == dtype)
+
+
+def _flat(params: dict[str, Any]) -> list[Any]:
+    return [x for v in params.values() for x in (v if isinstance(v, tuple) else (v,))]
+
+
+# small functions, each traced once for a type
+
+
+@functools.cache
+def _to(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x.astype(dtype)
+
+
+@functools.cache
+def _times(scale: float) -> Callable[[jax.Array], jax.Array]:
+    return lambda seed: seed * scale
+
+
+def _scaled(seed: jax.Array, scale: jax.Array) -> jax.Array:
+    return seed * scale.astype(seed.dtype)
+
+
+@functools.cache
+def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
+    """(is every gradient finite, good steps, scale, skipped steps) -> the last three after the step."""
+
+    def fn(finite: jax.Array, good: jax.Array, scale: jax.Array, skipped: jax.Array) -> tuple[jax.Array, ...]:
+        good = jnp.where(finite, good + 1, 0)
+        grown = scale * s.factor
+        grows = (good >= s.interval) & jnp.isfinite(grown)
+        smaller = jnp.maximum(scale / s.factor, 1.0)
+        scale = jnp.where(finite, jnp.where(grows, grown, scale), smaller)
+        return jnp.where(good >= s.interval, 0, good), scale, skipped + jnp.where(finite, 0, 1)
+
+    return fn
+
+
+@functools.cache
+def unscaled(scale: float | None) -> Callable[..., jax.Array]:
+    """A gradient without its scale."""
+    if scale is None:
+        return lambda g, scale: g / scale.astype(g.dtype)
+    return lambda g: g / scale
+
+
+def all_finite(*xs: jax.Array) -> jax.Array:
+    """Whether everything is."""
+    return functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in xs], jnp.bool_(True))
