@@ -198,6 +198,7 @@ class Builder:
     def inline(self, jaxpr: ClosedJaxpr, *atoms: Atom) -> list[Atom]:
         """The equations of another closed jaxpr, on operands of the types of its inputs; its outputs."""
         body = opened(jaxpr)
+        assert all(a.aval.shape == v.aval.shape for a, v in zip(atoms, body.invars, strict=True)), (atoms, body.invars)
         env: dict[Var, Atom] = dict(zip(body.invars, atoms, strict=True))
         env.update((v, self.constant(c)) for v, c in zip(body.constvars, constants(jaxpr), strict=True))
         read = lambda a: a if isinstance(a, Literal) else env[a]

@@ -151,7 +151,8 @@ def _settled(
     start: dict[Var, Layout] = {}
     for name in params:
         rows = Rows(name, axes.get(name, 0))
-        own: Layout = rows if name in inputs and inputs[name].aval.ndim else Whole(frozenset([name]))
+        var = inputs.get(name, inputs.get(name + GRAD))
+        own: Layout = rows if var is not None and var.aval.ndim else Whole(frozenset([name]))
         if name in inputs and name in outputs:
             start[inputs[name]] = own
         if name + GRAD in inputs:

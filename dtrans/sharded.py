@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from dtrans._jax import jaxprs_in_params, opened
 from dtrans.collective import CollectivePlan
+from dtrans.errors import ConfigError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 
 
 if TYPE_CHECKING:
     import jax
 
+    from dtrans.program import Program
     from dtrans.run.collective import CollectiveJob
+    from dtrans.transforms.owned import Owned
     from dtrans.transforms.sharding_options import ShardingOptions
     from dtrans.transforms.slices import Sliced, Slices
 
@@ -27,16 +30,20 @@ class ShardingPlan(CollectivePlan):
 
     Attributes beside those of `CollectivePlan`:
       slices: which leaves are cut, along which dimension, and why others are not.
+      traced: the step as it was traced.
+      owned: who owns which leaf, where leaves are not cut but given to ranks.
     """
 
     options: ShardingOptions
     slices: Slices
+    traced: Program
+    owned: Owned | None = None
 
     @cached_property
     def cuts(self) -> dict[str, Sliced]:
         """The parameters and arrays of the optimizer's state of which ranks hold slices between steps, by name."""
         params = self.slices.leaves if self.options.slices_params else {}
-        return {**params, **self.slices.state}
+        return {**params, **self.slices.state, **(self.owned.cuts if self.owned else {})}
 
     @property
     def extra_state(self) -> Mapping[str, Any]:
@@ -44,16 +51,35 @@ class ShardingPlan(CollectivePlan):
 
         return scale_types(self.options.loss_scaling)
 
+    def for_trainers(self, trainers: int) -> ShardingPlan:
+        """The same plan for another number of ranks: more or fewer groups of the same degree.
+
+        Raises:
+          ConfigError: they cannot be shared out into groups.
+        """
+        if trainers == self.trainers:
+            return self
+        from dtrans.transforms.sharding import planned
+
+        o = self.options
+        if trainers % o.degree:
+            raise ConfigError(f"{trainers} ranks cannot be shared out into groups of degree={o.degree}")
+        groups = trainers // o.degree
+        return planned(self.traced, self.startup, dataclasses.replace(o, trainers=trainers, dp_degree=groups))
+
     # -- cost ------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
         """Bytes that a rank holds between steps, by kind: `params`, `opt_state`, and what of these is `padding`."""
-        params, opt_state = (spec.names for spec in self.main.args[:2])
+        params, opt_state = (spec.names for spec in self.program.args[:2])
         held = {n: _nbytes(t) for n, t in self.program.inputs.items()}
         padding = sum(
             s.padding(self.main.inputs[n]) * self.main.inputs[n].dtype.itemsize // s.degree
             for n, s in self.cuts.items()
+            if n in self.main.inputs
         )
+        if self.owned is not None:
+            padding += self.owned.state.padding // self.options.degree
         return {
             "params": sum(held[n] for n in params),
             "opt_state": sum(held[n] for n in opt_state),
@@ -77,6 +103,7 @@ class ShardingPlan(CollectivePlan):
         of = ", ".join(f"{n:,} bytes of {kind}" for kind, n in memory.items())
         notes = [f"each rank holds {of}"]
         notes += [f"{kind} over {axis}: {n:,} bytes per step" for (kind, axis), n in self.traffic().items()]
+        notes += self.owned.notes if self.owned else []
         notes += [f"{leaf} is whole on every rank: {why}" for leaf, why in self.slices.wholes.items()]
         notes += [f"{name}: {way}" for name, way in self.merges.items()]
         if self.dropped:

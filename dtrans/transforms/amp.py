@@ -175,7 +175,10 @@ class _Lower:
             self.b.keep(eqn, atoms)
             return
         (out,) = eqn.outvars
+        start = len(self.b.eqns)
         low = [self.low(a) for a in atoms]
+        for k in range(start, len(self.b.eqns)):  # in the forward or the backward pass, as what they are for
+            self.b.eqns[k] = self.b.eqns[k].replace(source_info=eqn.source_info)
         params = {"preferred_element_type": jnp.dtype(self.dtype)}
         (made,) = self.b.copy(eqn, low, [out.aval.update(dtype=jnp.dtype(self.dtype))], **params)
         self._low[out] = made

@@ -12,6 +12,7 @@ while what is k windows before it is computed.
 A loop over layers (`scan`) takes a stack of slices apart, gathers a layer in its body, and scatters the gradient of
 that layer there too: neither the stack of gathered layers, nor that of whole gradients, is ever made. What the forward
 loop would hand to the backward loop of the layers themselves (a weight in another type) is made anew from the slice.
+With a prefetch, the first leaf of the next layer is gathered while one is computed (`dtrans.transforms.prefetch`).
 
 Source: stage 3 of ZeRO (arXiv 1910.02054); in Paddle, `_shard_parameter` of auto_parallel_sharding.py, which broadcasts
 whole variables for each operator that reads them.
@@ -31,6 +32,7 @@ from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
 from dtrans.ops import after_p, all_gather_p, reduce_scatter_p
 from dtrans.program import DIST
 from dtrans.rewrite import Builder
+from dtrans.transforms.prefetch import prefetched
 from dtrans.transforms.slice_writer import padded_to
 from dtrans.transforms.slices import Sliced, stacks_of
 from dtrans.transforms.uses import Uses, Window, chain_of
@@ -165,6 +167,11 @@ class Gatherer:
         if key not in self._made:
             self._made[key] = self._read(atom, at)
         return self._made[key]
+
+    def given_already(self, whole: Atom) -> None:
+        """Take what the first window needs as gathered."""
+        self._gathered[id(self.uses.windows[0])] = whole
+        self._next = 1
 
     def result(self, atom: Atom, maker: int) -> Atom:
         """A value that is wanted, once the equation at `maker` is written."""
@@ -316,6 +323,9 @@ class Gatherer:
         atoms = [a if isinstance(a, _Slice) else self.read(a, i) for a in loop.operands]
         atoms = [self._slice(a) if isinstance(a, _Slice) else a for a in atoms]
         new = eqn.replace(outvars=loop.outvars, params={**eqn.params, "jaxpr": loop.body})
+        if loop.ahead is not None:
+            types = [a.aval for a in atoms]  # type: ignore[union-attr]
+            new = prefetched(eqn, loop.body, *loop.ahead, types, loop.outvars)
         self.b.keep(new, atoms)  # type: ignore[arg-type]
         self.env.update(loop.changed)
         if loop.changed:
@@ -342,6 +352,8 @@ class _Loop:
       body: of the new loop.
       outvars: what it makes: the variables of the old one, but for what is made otherwise.
       changed: gradients by the variable of the old loop, where what it makes now is slices.
+      ahead: where the first layer that a turn reads is gathered in the turn before: how it is gathered, and which of
+        the operands that are taken apart it is a slice of. The body is then given it, behind everything else.
     """
 
     def __init__(self, g: Gatherer, eqn: JaxprEqn) -> None:
@@ -399,6 +411,7 @@ class _Loop:
         outs = [_aliased(inner.outvars[k], alias) for k in kept]
         places = [at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns) for a in outs]
         body = Gatherer(b, eqns, roles, given, g.how, {}, list(zip(places, outs, strict=True)))
+        self.ahead = self._first_ahead(body, slices, eqn) if g.how.prefetch and not g.how.once else None
         made: dict[int, Atom] = {}
         waiting = [(place, k, a) for place, k, a in zip(places, kept, outs, strict=True) if k in cut]
         for i, e in enumerate(eqns):
@@ -411,6 +424,30 @@ class _Loop:
                 found = body.result(a, place)
                 made[k] = self._scattered(body, found, cut[k], g) if k in cut else found
         self.body = b.build([made[k] for k in kept])
+
+    def _first_ahead(
+        self, body: Gatherer, slices: Mapping[tuple[Var, Any], Var], eqn: JaxprEqn
+    ) -> tuple[Callable[[Any], Any], int] | None:
+        """Let the body be given what its first window gathers."""
+        if not body.uses.windows:
+            return None
+        window = body.uses.windows[0]
+        of = body.given[window.leaf]
+        parts = self.operands[eqn.params["num_consts"] + eqn.params["num_carry"] :]
+        stack = next(
+            k for k, a in enumerate(parts) if isinstance(a, _Slice) and slices.get((a.leaf, a.dtype)) is window.leaf
+        )
+        whole = body.b.input(window.leaf.aval.update(dtype=jnp.dtype(window.dtype)))
+        body.given_already(whole)
+        how, s = body.how, of.sliced
+
+        def gather(x: Any) -> Any:
+            (made,) = all_gather_p.bind(
+                x.astype(window.dtype), name=of.leaf, over=(how.axis_name,), size=how.degree, axis=s.axis
+            )
+            return jax.lax.slice_in_dim(made, 0, s.size, axis=s.axis)
+
+        return gather, stack
 
     def _scattered(self, body: Gatherer, grad: Atom, how: Scattered, g: Gatherer) -> Atom:
         """A rank's slice of the sum of a layer's gradients."""

@@ -36,7 +36,7 @@ def buckets_of(
       values: what is to be reduced, by the name of its leaf, in the order in which it is made. Leaves may share one.
       kind: in what way that of a leaf is reduced; those of a bucket are reduced in the same.
     """
-    values = {n: v for n, v in values.items() if v.aval.size}
+    values = {n: v for n, v in values.items() if v.aval.size and not getattr(kind(n), "own", False)}
     limits = split_sizes([v.aval for v in values.values()], o)
     open_: dict[Any, list[str]] = {}
     size: dict[Any, int] = {}

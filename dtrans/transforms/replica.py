@@ -52,25 +52,13 @@ def fold_keys(b: Builder, keys: Mapping[Var, Var], o: Options) -> None:
         b.eqns[-1] = b.eqns[-1].replace(outvars=[own])  # the step's equations read it under this name
 
 
-def write_from_gradients(
-    b: Builder,
-    step: Cut,
-    outs: Mapping[str, Atom],
-    means: Mapping[str, Atom],
-    given: Mapping[Var, Atom] | None = None,
-) -> dict[str, Atom]:
-    """Results that are computed from gradients, from the reduced ones.
-
-    Args:
-      outs: the step's outputs by name.
-      means: the reduced gradients, by leaf.
-      given: what else stands for values of the step.
-    """
+def write_from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means: Mapping[str, Atom]) -> dict[str, Atom]:
+    """Results that are computed from gradients, from the reduced ones."""
     if not step.from_gradients:
         return {}
     inner = step.program.jaxpr.jaxpr
     border = {v: means[n] for n, v in step.border.items() if n in means}
-    env: dict[Var, Atom] = {**(given or {}), **border}
+    env: dict[Var, Atom] = dict(border)
     here = {v for e in b.eqns for v in e.outvars}
     kept, _ = needed(inner.eqns, [outs[n] for n in step.from_gradients], border)
     for i in kept:

@@ -4,6 +4,7 @@ slice over the outer one.
     sliced       padded, reduce_scatter over the sharding axis; all_reduce of the slice over groups
     layers       a loop has scattered them already, layer by layer; all_reduce of the slice over groups
     whole        all_reduce over both
+    unreduced    nothing: all ranks make the same, and each takes its slice of it
 
 All else (buckets, weights, compression, chains) is as in nccl2 mode: see `dtrans.transforms.reducer`.
 """
@@ -18,11 +19,12 @@ import jax
 
 from dtrans._jax import Atom
 from dtrans.collective import Bucket
-from dtrans.ops import reduce_scatter_p
+from dtrans.ops import reduce_scatter_p, trainer_index_p
+from dtrans.program import DIST
 from dtrans.rewrite import Builder
 from dtrans.transforms.reducer import Reducer
 from dtrans.transforms.sharding_options import ShardingOptions
-from dtrans.transforms.slice_writer import padded_to
+from dtrans.transforms.slice_writer import padded_to, rows_from
 from dtrans.transforms.slices import Sliced
 
 
@@ -34,15 +36,20 @@ class Kind:
       axis: the dimension that it is scattered along; None for one that stays whole.
       layers: whether it has been scattered already.
       compress: the type that it is reduced in, if not its own.
+      own: whether it is not reduced at all: every rank makes the same.
     """
 
     axis: int | None
     layers: bool = False
     compress: str | None = None
+    own: bool = False
 
 
 def kinds_of(
-    slices: Mapping[str, Sliced], layers: Collection[str], compress: Mapping[str, str]
+    slices: Mapping[str, Sliced],
+    layers: Collection[str],
+    compress: Mapping[str, str],
+    unreduced: Collection[str] = (),
 ) -> Callable[[str], Kind]:
     """The kind of each leaf's gradient.
 
@@ -50,16 +57,20 @@ def kinds_of(
       slices: of the leaves that are cut.
       layers: those whose gradients loops scatter.
       compress: the types that gradients are reduced in, where these are not their own.
+      unreduced: those that are the same on all ranks.
     """
 
     def kind(leaf: str) -> Kind:
-        return Kind(slices[leaf].axis if leaf in slices else None, leaf in layers, compress.get(leaf))
+        axis = slices[leaf].axis if leaf in slices else None
+        return Kind(axis, leaf in layers, compress.get(leaf), leaf in unreduced)
 
     return kind
 
 
 class Scatterer(Reducer):
     """Writes the reductions; `means` of leaves that are cut are slices."""
+
+    adds_up = True  # whether `means` are what is made of all ranks, once and for all
 
     def __init__(
         self,
@@ -75,6 +86,21 @@ class Scatterer(Reducer):
         self.slices = slices
         self.options = o
 
+    def made(self, leaf: str, grad: Atom) -> None:
+        """A gradient is there; one that all ranks make is what it would be reduced to."""
+        if not self.kind(leaf).own:
+            super().made(leaf, grad)
+            return
+        b, o, s = self.b, self.options, self.slices.get(leaf)
+        role, b.role = b.role, DIST
+        if s is not None and grad.aval.shape[s.axis] == s.size != s.part:
+            (index,) = b.bind(trainer_index_p, over=(o.axis_name,))
+            grad = b.call(_part(s.axis, s.part, s.padded), grad, index)[0]
+        if self.adds_up and o.reduce == "sum" and o.trainers > 1:
+            grad = b.call(_times(o.trainers), grad)[0]
+        b.role = role
+        self.means[leaf] = grad
+
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
         """The sums over all ranks; of a bucket of sliced leaves the rank's slice."""
         kind, o = self.kind(bucket.leaves[0]), self.options
@@ -88,7 +114,23 @@ class Scatterer(Reducer):
             mine = self.b.bind(reduce_scatter_p, *padded, name=bucket.name, over=over, size=o.degree, axis=kind.axis)
         return self._sum(bucket.name, mine, (o.dp_axis_name,)) if o.dp_degree > 1 else mine
 
+    def _compress(self, bucket: Bucket) -> str | None:
+        """As ever; what has been scattered already, and is of one group, is not sent again."""
+        if self.kind(bucket.leaves[0]).layers and self.options.dp_degree == 1:
+            return None
+        return super()._compress(bucket)
+
 
 @functools.cache
 def _padded(axis: int, size: int) -> Callable[[jax.Array], jax.Array]:
     return lambda x: padded_to(x, axis, size)
+
+
+@functools.cache
+def _part(axis: int, count: int, padded: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda x, index: rows_from(axis, count, padded)(x, index * count)
+
+
+@functools.cache
+def _times(by: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x * by

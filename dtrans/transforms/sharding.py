@@ -35,7 +35,7 @@ from dtrans.cut import GRAD, Cut, OptimizeHalf, cut
 from dtrans.errors import ConfigError
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.program import DIST, FORWARD, OPTIMIZE, Program, is_communication
-from dtrans.rewrite import Builder, needed
+from dtrans.rewrite import Builder
 from dtrans.rows import analyse
 from dtrans.sharded import ShardingPlan
 from dtrans.transforms.amp import (
@@ -49,13 +49,15 @@ from dtrans.transforms.amp import (
     scale_spec,
     unscaled,
 )
+from dtrans.transforms.from_gradients import GradientResults
 from dtrans.transforms.gathers import Gatherer, Gathering, Given, Scattered
 from dtrans.transforms.halves import HalfWriter, ready_order, refuse_nested, write_trainer_half
 from dtrans.transforms.merges import merges_of
 from dtrans.transforms.nccl2 import check_names, refuse_collectives
 from dtrans.transforms.options import COMPRESSED
+from dtrans.transforms.owned import Owned
 from dtrans.transforms.reducer import buckets_of
-from dtrans.transforms.replica import fold_keys, take_inputs, write_from_gradients
+from dtrans.transforms.replica import fold_keys, take_inputs
 from dtrans.transforms.scatters import Scatterer, kinds_of
 from dtrans.transforms.sharding_options import LossScaling, ShardingOptions, check_sharding
 from dtrans.transforms.slice_writer import rows_from, sliced_half
@@ -150,10 +152,6 @@ def sharding(
         raise ConfigError(f"replicated={replicated!r} must be a collection of names of batch arrays")
     if merge is not None and not isinstance(merge, Mapping):
         raise ConfigError(f"merge={merge!r} must say for each name what becomes of it, such as {{'aux': 'sum'}}")
-    if loss_scaling is None and amp == "fp16":
-        loss_scaling = LossScaling()
-    elif isinstance(loss_scaling, (int, float)):
-        loss_scaling = LossScaling(float(loss_scaling), dynamic=False)
     options = ShardingOptions(
         trainers=_ranks(degree, dp_degree),
         axis_name=axis_name,
@@ -175,7 +173,7 @@ def sharding(
         dp_degree=dp_degree,
         dp_axis_name=dp_axis_name,
         amp=amp,
-        loss_scaling=loss_scaling,
+        loss_scaling=_scaling(loss_scaling, amp),
         overlap=overlap,
         prefetch=int(bool(overlap)) if prefetch is None else prefetch,
         segment_broadcast_MB=segment_broadcast_MB,
@@ -183,6 +181,15 @@ def sharding(
         partition=partition,
     )
     return planned(main, startup, options)
+
+
+def _scaling(given: Any, amp: Any) -> Any:
+    """How the loss is scaled; what says nothing of it is refused later, by its name."""
+    if given is None:
+        return LossScaling() if amp == "fp16" else None
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        return LossScaling(float(given), dynamic=False)
+    return given
 
 
 def _ranks(degree: Any, dp_degree: Any) -> int:
@@ -216,15 +223,18 @@ def planned(main: Program, startup: Program, options: ShardingOptions) -> Shardi
     merges = merges_of(step, options)
     layout = _Layout.of(step, options, merges)
     values = {n: step.gradients[n] for n in ready_order(step)}
+    owned = layout.owned
     return ShardingPlan(
         main=plain.program,
         startup=startup,
         program=rewritten(step, layout),
         options=options,
-        buckets=buckets_of(values, options, layout.kind(step)),
+        buckets=owned.buckets(step, options) if owned else buckets_of(values, options, layout.kind(step)),
         merges=merges,
         dropped=step.dropped,
         slices=layout.slices,
+        traced=main,
+        owned=owned,
     )
 
 
@@ -237,12 +247,14 @@ class _Layout:
       merges: what becomes of results.
       slices: what is cut.
       half: the optimize half of a rank.
+      owned: who owns which leaf, where leaves are not cut but given to ranks.
     """
 
     o: ShardingOptions
     merges: Mapping[str, str]
     slices: Slices
     half: OptimizeHalf
+    owned: Owned | None = None
 
     @classmethod
     def of(cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str]) -> _Layout:
@@ -250,6 +262,9 @@ class _Layout:
         if o.degree == 1:
             wholes = dict.fromkeys(step.params, "degree is 1")
             return cls(o, merges, Slices(analyse(step.optimize, step.params), {}, {}, wholes), step.optimize)
+        if o.partition != "rows":
+            owned = Owned.of(step, o)
+            return cls(o, merges, owned.slices, owned.half, owned)
         stacked = stacked_leaves(step) if o.stage == 3 else set()
         slices = slices_of(step, o.degree, least=o.min_slice_size, stacked=stacked, sliced_in_use=o.stage == 3)
         return cls(o, merges, slices, sliced_half(slices, o.axis_name))
@@ -288,7 +303,13 @@ class _Layout:
         """In what way each gradient is reduced."""
         layers = set(self.layers(step).values())
         low = {} if self.o.amp is None else dict.fromkeys(low_gradients(step, COMPRESSED[self.o.amp]), self.o.amp)
-        return kinds_of(self.slices.leaves, layers, {n: to for n, to in low.items() if n not in layers})
+        compress = {n: to for n, to in low.items() if n not in layers}
+        return kinds_of(self.slices.leaves, layers, compress, self.unreduced)
+
+    @property
+    def unreduced(self) -> Collection[str]:
+        """Leaves whose gradients are the same on all ranks, and stay it: not where each weights or clips its own."""
+        return self.slices.unreduced if self.o.weight is None and self.o.clip_local_norm is None else ()
 
 
 def rewritten(step: Cut, layout: _Layout) -> Program:
@@ -312,12 +333,15 @@ class _Writer:
         self.kind = layout.kind(step)
         # reductions one after the other are one chain
         self.reducing = o if o.overlap or o.nccl_comm_num else dataclasses.replace(o, nccl_comm_num=1)
+        self._index: Atom | None = None  # of the rank, in a group
         self.b = b = Builder(self.source.jaxpr)
         b.role = FORWARD
         cuts = layout.cuts
         taken = take_inputs(b, step, o, {n: s.of_rank(self.source.inputs[n]) for n, s in cuts.items()})
         self.local: dict[str, Atom] = {n: taken.get(v, v) for n, v in self.vars_of.items()}
         batch = {self.vars_of[n] for n in step.batch}
+        if layout.owned is not None:
+            self.local |= layout.owned.take(b, self.source.in_names)
         fold_keys(b, {v: k for v, k in taken.items() if v in batch}, o)
 
     def program(self) -> Program:
@@ -338,22 +362,23 @@ class _Writer:
         reducer.finish()
         means, finite = self._unscaled(reducer.means)
         found |= self._updated(means, finite)
-        found |= self._from_gradients(found, means)
+        found |= self._from_gradients(means)
         found |= reducer.merged(found, self.layout.merges, self.vars_of)
-        n_state = len([n for spec in self.source.args[:2] for n in spec.names])
+        owned = self.layout.owned
+        args, out = (owned.args, owned.out) if owned else (self.source.args, self.source.out)
+        n_state, n_given = (sum(len(spec.names) for spec in of[:2]) for of in (self.source.args, args))
 
         def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
             held = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.source.jaxpr.jaxpr.invars[:n_state]]
-            other = cut(self.source.at_flat([*held, *types[n_state:]])).with_observed()
+            other = cut(self.source.at_flat([*held, *types[n_given:]])).with_observed()
             return rewritten(other, self.layout)
 
-        out = self.source.out
         if finite is not None:
             out = both(out, scale_spec())
         return Program(
             f"rank of {self.source.name}",
             b.build([found[n] for n in out.names]),
-            self.source.args,
+            args,
             out,
             tuple(DIST if is_communication(e) else role for e, role in zip(b.eqns, b.roles, strict=True)),
             b.labels,
@@ -365,7 +390,9 @@ class _Writer:
     def _reducer(
         self, b: Builder, step: Cut, values: Mapping[str, Atom], weight: Atom | None, scattered: bool = False
     ) -> Scatterer:
-        kind = self.kind if not scattered else kinds_of(self.leaves, self.leaves, {})
+        if self.layout.owned is not None:
+            return self.layout.owned.reducer(b, values, self.reducing, weight)
+        kind = self.kind if not scattered else kinds_of(self.leaves, self.leaves, {}, self.layout.unreduced)
         return Scatterer(b, values, self.reducing, weight, GRAD, self.leaves, kind)
 
     def _half(
@@ -375,7 +402,7 @@ class _Writer:
         late: list[tuple[str, Atom]] = []
         tell = made if self.o.stage > 1 else lambda leaf, grad: late.append((leaf, grad))
         writer = self._gatherer(b, step, local) if self.o.slices_params and self.leaves else None
-        found = write_trainer_half(b, step, results, tell, writer)
+        found = write_trainer_half(b, step, results, tell, writer, straight=True)
         for leaf, grad in late:
             made(leaf, grad)
         return found
@@ -445,17 +472,12 @@ class _Writer:
         """Write the update; new parameters and state, by name. What is not finite updates nothing."""
         b, o, half = self.b, self.o, self.layout.half
         b.role = OPTIMIZE
-        index: Atom | None = None
         given: list[Atom] = []
         for n in half.in_names:
             if n.endswith(GRAD):
                 given.append(means[n.removesuffix(GRAD)])
-            elif n in self.leaves and not o.slices_params:
-                s = self.leaves[n]
-                if index is None:
-                    (index,) = b.bind(trainer_index_p, over=(o.axis_name,))
-                (start,) = b.call(_times(s.part), index)
-                given += b.call(rows_from(s.axis, s.part, s.padded), self.local[n], start)
+            elif n in self.leaves:
+                given.append(self._slice_of(n))
             else:
                 given.append(self.local[n])
         found = dict(zip(half.out_names, b.inline(half.jaxpr, *given), strict=True))
@@ -468,6 +490,16 @@ class _Writer:
         if not o.slices_params:
             found |= self._gathered({n: found[n] for n in self.leaves if n in found})
         return found
+
+    def _slice_of(self, leaf: str) -> Atom:
+        """The rank's slice of a parameter."""
+        s, o, b = self.leaves[leaf], self.o, self.b
+        if o.slices_params:
+            return self.local[leaf]
+        if self._index is None:
+            (self._index,) = b.bind(trainer_index_p, over=(o.axis_name,))
+        (start,) = b.call(_times(s.part), self._index)
+        return b.call(rows_from(s.axis, s.part, s.padded), self.local[leaf], start)[0]
 
     def _gathered(self, slices: Mapping[str, Atom]) -> dict[str, Atom]:
         """Write gathers of slices of leaves, in buckets; the leaves."""
@@ -489,25 +521,39 @@ class _Writer:
                 found[n] = x if s.padded == s.size else b.part(x, s.axis, 0, s.size)
         return found
 
-    def _from_gradients(self, found: Mapping[str, Atom], means: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write results that are computed from gradients: those that are slices are gathered for it."""
+    def _from_gradients(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
+        """Write results that are computed from gradients, of slices where that can be."""
         step, b = self.step, self.b
         if not step.from_gradients:
             return {}
-        inner = step.program.jaxpr.jaxpr
-        outs = [self.outs[n] for n in step.from_gradients]
-        _, read = needed(inner.eqns, outs, step.border.values())
-        of_grads = [n for n in self.leaves if step.border.get(n) in read]
-        whole = self._gathered({n: means[n] for n in of_grads})
-        own = [n for n in self.leaves if self.o.slices_params and self.vars_of[n] in read]
-        params = self._gathered({n: self.local[n] for n in own})
-        return write_from_gradients(
-            b, step, self.outs, {**means, **whole}, {self.vars_of[n]: x for n, x in params.items()}
-        )
+        if self.layout.owned is not None:
+            means = self.layout.owned.whole_gradients(b, means, self.o)
+        here = {*b.invars, *(v for e in b.eqns for v in e.outvars)}
+        results = GradientResults(step, self.layout.slices, here)
+        half = sliced_half(results.slices, self.o.axis_name)
+        whole = self._gathered({n: means[n] for n in results.gathered if n + GRAD in half.in_names})
+        own = {n: self.local[n] for n in results.gathered if n in half.in_names}
+        params = self._gathered(own) if self.o.slices_params else own
+        b.role = OPTIMIZE
+        given: list[Atom] = []
+        for n in half.in_names:
+            if n.endswith(GRAD):
+                leaf = n.removesuffix(GRAD)
+                given.append(whole.get(leaf, means[leaf]))
+            elif n in results.others:
+                given.append(results.others[n])
+            elif n in results.slices.leaves:
+                given.append(self._slice_of(n))
+            else:
+                given.append(params.get(n, self.local[n]))
+        made = dict(zip(half.out_names, b.inline(half.jaxpr, *given), strict=True))
+        return {n: made[n] for n in step.from_gradients}
 
 
 class _MicroScatterer(Scatterer):
     """Gradients of one micro-step: scattered in a group, and nothing else, until all have been added up."""
+
+    adds_up = False
 
     def sums(self, bucket: Any, sent: Sequence[Atom]) -> Sequence[Atom]:
         kind, o = self.kind(bucket.leaves[0]), self.options

@@ -7,6 +7,7 @@ from typing import Any
 
 from dtrans.errors import ConfigError
 from dtrans.transforms.options import COMPRESSED, Options, check_options
+from dtrans.transforms.owners import RULES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,11 @@ def check_sharding(o: Any) -> None:  # any: an option may be of any type before 
             f"amp={o.amp!r} and compress={o.compress!r}: with amp, gradients are reduced in its type already"
         )
     _check_scaling(o)
+    if o.clip_local_norm is not None and o.accumulate_steps > 1 and o.stage > 1:
+        raise ConfigError(
+            f"clip_local_norm={o.clip_local_norm!r} and accumulate_steps={o.accumulate_steps} in stage {o.stage}: "
+            "gradients are scattered in each micro-step, and no rank has the whole of its own; use stage 1"
+        )
     if not isinstance(o.overlap, bool):
         raise ConfigError(f"overlap must be True or False, it is {o.overlap!r}")
     if isinstance(o.prefetch, bool) or not isinstance(o.prefetch, int) or o.prefetch < 0:
@@ -93,18 +99,28 @@ def check_sharding(o: Any) -> None:  # any: an option may be of any type before 
         raise ConfigError(f"min_slice_size must be a number of elements, 0 or more; it is {least!r}")
     if o.partition not in PARTITIONS:
         raise ConfigError(f"partition must be one of {', '.join(PARTITIONS)}; it is {o.partition!r}")
+    if o.partition != "rows":
+        others = {f"stage={o.stage}": o.stage > 1, f"amp={o.amp!r}": o.amp is not None}
+        for other, given in others.items():
+            if given:
+                raise ConfigError(
+                    f"partition={o.partition!r} and {other}: ranks own whole leaves and their state, while gradients "
+                    "and parameters are whole on every rank; use stage=1 without amp, or partition='rows'"
+                )
 
 
-PARTITIONS = ("rows",)
+PARTITIONS = ("rows", *RULES)
 
 
 def _check_scaling(o: Any) -> None:
     s = o.loss_scaling
     if s is None:
         return
+    if not isinstance(s, LossScaling):
+        raise ConfigError(f"loss_scaling must be a number, a LossScaling or None; it is {s!r}")
     if o.amp is None:
         raise ConfigError(f"loss_scaling={s!r} is for amp='fp16' or 'bf16', which is None")
-    numbers = {"initial": s.initial, "factor": s.factor, "interval": s.interval}
+    numbers: dict[str, Any] = {"initial": s.initial, "factor": s.factor, "interval": s.interval}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigError(f"loss_scaling: {name} must be a positive number, it is {value!r}")

@@ -77,12 +77,14 @@ class Slices:
       leaves: the leaves that are cut.
       state: the arrays of the optimizer's state that are cut with them, by name.
       wholes: why each other leaf is whole.
+      unreduced: leaves whose gradient is the same on all ranks, which need not hear of each other for it.
     """
 
     analysis: RowAnalysis
     leaves: Mapping[str, Sliced]
     state: Mapping[str, Sliced]
     wholes: Mapping[str, str]
+    unreduced: Collection[str] = ()
 
 
 def slices_of(step: Cut, degree: int, *, least: int, stacked: Collection[str], sliced_in_use: bool) -> Slices:
@@ -115,6 +117,8 @@ def slices_of(step: Cut, degree: int, *, least: int, stacked: Collection[str], s
             wholes[n] = f"no dimension of {t.str_short()} has rows for {degree} ranks"
         elif n in shared and not sliced_in_use:
             wholes[n] = "its gradient is no sum over ranks"
+        elif n + GRAD not in step.optimize.in_names and not sliced_in_use:
+            wholes[n] = "no gradient enters its update"
         else:
             size = t.shape[axes[n]]
             leaves[n] = Sliced(axes[n], size, -(-size // degree), degree)
@@ -124,7 +128,7 @@ def slices_of(step: Cut, degree: int, *, least: int, stacked: Collection[str], s
         if isinstance(row, Rows) and row.leaf in leaves and not n.endswith(GRAD) and n not in step.params:
             own = leaves[row.leaf]
             state[n] = Sliced(row.axis, own.size * row.width, own.part * row.width, degree)
-    return Slices(analysis, leaves, state, wholes)
+    return Slices(analysis, leaves, state, wholes, frozenset(shared))
 
 
 def _axis(shape: tuple[int, ...], degree: int, stacked: bool) -> int | None:

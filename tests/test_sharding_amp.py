@@ -1,0 +1,333 @@
+"""Mixed precision of sharding: what is in 16 bits, what the loss is scaled by, and that all ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dtrans
+from dtrans.errors import ConfigError, GradientError
+from dtrans.sharded import ShardingPlan
+from dtrans.transforms.amp import GOOD, SCALE, SKIPPED
+
+
+D, LAYERS, BATCH = 12, 3, 16
+KEY = jax.random.key(0)
+X, Y = jax.random.normal(KEY, (BATCH, D)), jnp.linspace(-1, 1, BATCH * D).reshape(BATCH, D)
+Model = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def mlp(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    h = x
+    for k in range(LAYERS):
+        h = jnp.tanh(h @ params["w"][str(k)] + params["b"][str(k)])
+    return jnp.mean((h @ params["w"]["0"].T - y) ** 2)  # tied, and transposed
+
+
+def mlp_params(key: jax.Array) -> Any:
+    keys = jax.random.split(key, LAYERS)
+    return {
+        "w": {str(k): jax.random.normal(keys[k], (D, D)) / D**0.5 for k in range(LAYERS)},
+        "b": {str(k): jnp.zeros(D) for k in range(LAYERS)},
+    }
+
+
+def scanned(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        h, _ = jax.lax.scan(wrap(lambda h, w: (jnp.tanh(h @ w), None)), x, params["w"])
+        return jnp.mean((h - y) ** 2)
+
+    return loss
+
+
+def stack(key: jax.Array) -> Any:
+    return {"w": jax.random.normal(key, (LAYERS, D, D)) / D**0.5}
+
+
+def embedded(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
+    """An embedding that is looked up as it is, and multiplied in 16 bits."""
+    h = jnp.tanh(params["table"][ids])
+    return jnp.mean((h @ params["table"].T - y) ** 2)
+
+
+MODELS: dict[str, Model] = {
+    "mlp": (mlp, mlp_params),
+    "scan": (scanned(lambda f: f), stack),
+    "remat": (scanned(jax.checkpoint), stack),
+}
+
+
+def programs(loss: Any, params: Any, tx: Any, *batch: Any) -> tuple[Any, Any, Any, Any]:
+    def init(key: jax.Array) -> Any:
+        made = params(key)
+        return made, tx.init(made)
+
+    step = dtrans.make_train_step(loss, tx)
+    return dtrans.trace(step, *init(KEY), *batch), dtrans.trace(init, KEY), step, init
+
+
+def plan_of(name: str, tx: Any = None, **options: Any) -> ShardingPlan:
+    loss, params = MODELS[name]
+    main, startup, *_ = programs(loss, params, tx or optax.adam(1e-2), X, Y)
+    return dtrans.sharding(main, startup, **{"degree": 4, "min_slice_size": 0, **options})
+
+
+def flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_follows_one_device(name: str, amp: str, stage: int) -> None:
+    """The update of the first step points where that of one device does, and the loss goes as its does."""
+    loss, params = MODELS[name]
+    tx = optax.sgd(0.5)
+    main, startup, step, init = programs(loss, params, tx, X, Y)
+    job = dtrans.sharding(main, startup, stage=stage, degree=4, dp_degree=2, amp=amp, min_slice_size=0).simulate()
+    state, want = job.init(KEY), init(KEY)
+    start = flat(want[0])
+    one = jax.jit(step)
+    for k in range(3):
+        x = X * (1 + k)
+        state, l = job.step(state, x, Y)
+        *want, expected = one(*want, x, Y)
+        assert abs(float(l - expected)) < (2e-3 if amp == "bf16" else 2e-4) * max(1.0, float(expected))
+        if not k:
+            ours, theirs = flat(job.params(state)) - start, flat(want[0]) - start
+            cosine = ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs)
+            assert cosine > (0.9995 if amp == "bf16" else 0.99999)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(job.params(state)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_mesh_gives_the_numbers_of_one_device_in_float16(stage: int) -> None:
+    plan = plan_of("mlp", stage=stage, amp="fp16", degree=4, dp_degree=2)
+    states = []
+    for job in (plan.simulate(), plan.on_mesh()):
+        state = job.init(KEY)
+        for k in range(2):
+            state, _ = job.step(state, X * (1 + k), Y)
+        states.append((job.params(state), job.opt_state(state), state.extra))
+    np.testing.assert_allclose(flat(states[0]), flat(states[1]), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("scaling", [1.0, 1024.0, dtrans.LossScaling(initial=4096.0)])
+def test_a_scale_changes_nothing_that_fits(scaling: Any) -> None:
+    """Powers of two: float16 gradients are the same bits further up, where none is too small or too large."""
+    tx = optax.sgd(0.5)
+    states = []
+    for s in (scaling, 256.0):
+        job = plan_of("mlp", tx, stage=2, amp="fp16", loss_scaling=s).simulate()
+        state, _ = job.step(job.init(KEY), 8 * X, 8 * Y)
+        states.append(job.params(state))
+    np.testing.assert_allclose(flat(states[0]), flat(states[1]), rtol=0, atol=2e-5)
+
+
+# -- structure -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["scan", "remat"])
+def test_half_the_bytes_are_moved(name: str, amp: str) -> None:
+    psi = 4 * LAYERS * D * D
+    for stage, gathers in ((1, 1), (2, 1), (3, 2)):
+        traffic = plan_of(name, stage=stage, amp=amp).traffic()
+        assert traffic["all_gather", "shard"] == gathers * psi / 2
+        assert traffic["reduce_scatter", "shard"] == psi / 2
+        assert plan_of(name, stage=3).traffic()["all_gather", "shard"] == 2 * psi
+
+
+def test_what_is_read_both_ways_is_gathered_once_as_it_is() -> None:
+    ids = jnp.arange(BATCH) % 8
+    main, startup, *_ = programs(
+        embedded, lambda key: {"table": jax.random.normal(key, (8, D))}, optax.sgd(0.1), ids, jnp.ones((BATCH, 8))
+    )
+    plan = dtrans.sharding(main, startup, stage=1, degree=4, amp="bf16", min_slice_size=0)
+    (gather,) = [op for op in plan.program.ops if op.type == "all_gather"]
+    assert plan.traffic()["all_gather", "shard"] == 4 * 8 * D
+    assert gather.outputs == ("params/table.gathered",)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_hold_slices_in_32_bits_alone(stage: int) -> None:
+    plan = plan_of("scan", stage=stage, amp="bf16")
+    psi = 4 * LAYERS * D * D
+    assert plan.memory() == {"params": psi // 4, "opt_state": 2 * psi // 4 + 4, "padding": 0}
+
+
+def test_products_are_in_16_bits_and_nothing_else() -> None:
+    ops = [op for op in plan_of("mlp", stage=1, amp="bf16").program.ops if op.role in ("forward", "backward")]
+    assert {str(op.attrs["preferred_element_type"]) for op in ops if op.type == "dot_general"} == {"bfloat16"}
+    plan = plan_of("mlp", stage=1, amp="bf16")
+    others = [
+        v.aval.dtype
+        for e in plan.program.jaxpr.jaxpr.eqns
+        if e.primitive.name in ("tanh", "reduce_sum", "integer_pow", "div")
+        for v in e.outvars
+    ]
+    assert set(others) == {jnp.dtype(jnp.float32)}
+
+
+def test_nothing_is_cast_in_vain() -> None:
+    """No change of type whose result nobody reads, and none of a value that was wider a moment ago."""
+    plan = plan_of("mlp", stage=2, amp="bf16")
+    eqns = plan.program.jaxpr.jaxpr.eqns
+    read = {id(a) for e in eqns for a in e.invars} | {id(a) for a in plan.program.jaxpr.jaxpr.outvars}
+    casts = [e for e in eqns if e.primitive.name == "convert_element_type"]
+    assert casts and all(id(e.outvars[0]) in read for e in casts)
+
+
+def test_gradients_are_reduced_in_16_bits_and_others_are_not() -> None:
+    plan = plan_of("mlp", stage=2, amp="bf16")
+    scatters = [e for e in plan.program.jaxpr.jaxpr.eqns if e.primitive.name == "reduce_scatter"]
+    kinds = {str(a.aval.dtype) for e in scatters for a in e.invars}
+    assert kinds == {"bfloat16", "float32"}  # weights, biases
+    moved = {kind: sum(a.aval.size for e in scatters for a in e.invars if str(a.aval.dtype) == kind) for kind in kinds}
+    assert moved == {"bfloat16": LAYERS * D * D, "float32": LAYERS * D}
+
+
+# -- the scale -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["simulate", "on_mesh"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("rank", [0, 5])
+def test_one_gradient_that_is_not_finite_changes_nothing_anywhere(stage: int, rank: int, how: str) -> None:
+    plan = plan_of("mlp", stage=stage, amp="fp16", degree=4, dp_degree=2)
+    job = getattr(plan, how)(donate=False) if how == "on_mesh" else plan.simulate()
+    before, _ = job.step(job.init(KEY), X, Y)
+    rows = BATCH // 8
+    bad = X.at[rank * rows, 3].set(jnp.inf)
+    after, _ = job.step(before, bad, Y)
+    for held in ("params", "opt_state"):
+        for n, x in getattr(before, held).items():
+            np.testing.assert_array_equal(x, getattr(after, held)[n], err_msg=n)
+    assert {n: float(x) for n, x in after.extra.items()} == {GOOD: 0, SCALE: 2.0**14, SKIPPED: 1}
+    state, _ = job.step(after, X, Y)
+    assert int(state.opt_state["opt_state/0/count"]) == 2
+
+
+def test_an_overflow_alone_is_found() -> None:
+    """A gradient that is finite, but not when it is scaled."""
+    job = plan_of("mlp", stage=2, amp="fp16", loss_scaling=dtrans.LossScaling(initial=2.0**40)).simulate()
+    state = job.init(KEY)
+    start = flat(job.params(state))
+    for k in range(1, 4):
+        state, _ = job.step(state, X, Y)
+        assert float(state.extra[SCALE]) == 2.0 ** (40 - k)
+    np.testing.assert_array_equal(flat(job.params(state)), start)
+
+
+def test_the_scale_grows_after_an_interval_and_is_never_less_than_one() -> None:
+    scaling = dtrans.LossScaling(initial=4.0, interval=2)
+    job = plan_of("mlp", stage=1, amp="fp16", loss_scaling=scaling).simulate()
+    state, seen = job.init(KEY), []
+    for _ in range(5):
+        state, _ = job.step(state, X, Y)
+        seen.append((float(state.extra[SCALE]), int(state.extra[GOOD])))
+    assert seen == [(4, 1), (8, 0), (8, 1), (16, 0), (16, 1)]
+    for _ in range(6):
+        state, _ = job.step(state, X * jnp.inf, Y)
+    assert float(state.extra[SCALE]) == 1.0
+    assert int(state.extra[SKIPPED]) == 6
+
+
+def test_a_fixed_scale_never_skips() -> None:
+    job = plan_of("mlp", stage=1, amp="fp16", loss_scaling=128.0).simulate()
+    state = job.init(KEY)
+    assert state.extra == {}
+    state, _ = job.step(state, X * jnp.inf, Y)
+    assert not np.isfinite(flat(job.params(state))).all()
+
+
+def test_the_scale_saves_gradients_that_float16_would_lose() -> None:
+    """Gradients of 1e-8 and less are nothing in float16; with their scale they train."""
+    tiny = lambda params, x: jnp.mean(x @ params["w"]) * 1e-6
+    main, startup, *_ = programs(tiny, lambda key: {"w": jnp.ones((8, 4))}, optax.sgd(1e6), jnp.ones((8, 8)))
+    moved = {}
+    for scale in (1.0, 2.0**15):
+        job = dtrans.sharding(
+            main, startup, stage=2, degree=4, amp="fp16", loss_scaling=scale, min_slice_size=0
+        ).simulate()
+        state, _ = job.step(job.init(KEY), jnp.ones((8, 8)))
+        moved[scale] = float(jnp.abs(job.params(state)["w"] - 1).max())
+    assert moved[2.0**15] == pytest.approx(0.25, rel=1e-2)
+    assert abs(moved[1.0] - 0.25) > 0.01
+
+
+def test_results_are_those_of_the_loss_that_is_not_scaled() -> None:
+    def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
+        loss, grads = dtrans.value_and_grad(mlp)(params, x, y)
+        return params, opt_state, loss, optax.tree.norm(grads)
+
+    params = mlp_params(KEY)
+    tx = optax.sgd(0.1)
+
+    def with_update(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
+        loss, grads = dtrans.value_and_grad(mlp)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(grads)
+
+    init = lambda key: (mlp_params(key), tx.init(mlp_params(key)))
+    main, startup = dtrans.trace(with_update, *init(KEY), X, Y), dtrans.trace(init, KEY)
+    job = dtrans.sharding(main, startup, stage=3, degree=4, amp="fp16", min_slice_size=0).simulate()
+    _, loss, norm = job.step(job.init(KEY), X, Y)
+    *_, want, want_norm = step(params, (), X, Y)
+    assert float(loss) == pytest.approx(float(want), rel=1e-3)
+    assert float(norm) == pytest.approx(float(want_norm), rel=1e-2)
+
+
+def test_micro_steps_are_scaled_too() -> None:
+    tx = optax.sgd(0.5)
+    states = []
+    for steps in (1, 2):
+        for stage in (1, 2, 3):
+            job = plan_of("mlp", tx, stage=stage, amp="fp16", accumulate_steps=steps).simulate()
+            state, _ = job.step(job.init(KEY), X, Y)
+            states.append(flat(job.params(state)))
+    for state in states[1:]:
+        np.testing.assert_allclose(state, states[0], atol=2e-4)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_a_loss_whose_derivative_is_not_marked_cannot_be_scaled() -> None:
+    tx = optax.sgd(0.1)
+
+    def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(mlp)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    init = lambda key: (mlp_params(key), tx.init(mlp_params(key)))
+    main, startup = dtrans.trace(step, *init(KEY), X, Y), dtrans.trace(init, KEY)
+    with pytest.raises(GradientError, match=r"the loss of step cannot be scaled, .* dtrans.value_and_grad"):
+        dtrans.sharding(main, startup, stage=1, degree=2, amp="fp16")
+    dtrans.sharding(main, startup, stage=1, degree=2, amp="bf16")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"amp": "fp8"}, r"amp must be 'fp16', 'bf16' or None, it is 'fp8'"),
+        ({"amp": "bf16", "compress": "bf16"}, r"amp='bf16' and compress='bf16'"),
+        ({"loss_scaling": 8.0}, r"loss_scaling=.* is for amp='fp16' or 'bf16', which is None"),
+        ({"amp": "fp16", "loss_scaling": 0.0}, r"loss_scaling: initial must be a positive number, it is 0.0"),
+        ({"amp": "fp16", "loss_scaling": True}, r"loss_scaling must be a number, a LossScaling or None; it is True"),
+        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(factor=1.0)}, r"factor must be more than 1, it is 1.0"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of("mlp", **options)
