@@ -2,8 +2,8 @@
 
     step (one jaxpr)  --transform-->  a plan: one jaxpr per role  --realise-->  a running job
 
-Trace a step (`trace`), plan it (`pserver`, `nccl2`, or `DistributeTranspiler` as Paddle wrote it), run it in this
-process (`plan.on_mesh()`) or as processes (`Executor`, `plan.on_cluster()`, `dtrans launch`).
+Trace a step (`trace`), plan it (`pserver`, `nccl2`, `sharding`, or `DistributeTranspiler` as Paddle wrote it), run it
+in this process (`plan.on_mesh()`) or as processes (`Executor`, `plan.on_cluster()`, `dtrans launch`).
 """
 
 from typing import TYPE_CHECKING, Any

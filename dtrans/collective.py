@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dtrans import listing
-from dtrans._jax import is_varying
+from dtrans._jax import JaxprEqn, is_varying, jaxprs_in_params, opened
 from dtrans.errors import ConfigError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.program import Program
@@ -38,6 +38,16 @@ class Bucket:
     leaves: tuple[str, ...]
     dtype: Any
     nbytes: int
+
+
+def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    """The reductions and gathers of a jaxpr, and how often each is carried out: in loops as often as they turn."""
+    for eqn in opened(jaxpr).eqns:
+        if eqn.primitive in (all_reduce_p, reduce_scatter_p, all_gather_p):
+            yield eqn, times
+        turns = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        for body in jaxprs_in_params(eqn.params):
+            yield from collectives(body, turns)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,11 +193,11 @@ class CollectivePlan:
     def bytes_over(self, *axes: str) -> dict[str, int]:
         """The same, of collectives over any of these axes."""
         found: dict[str, int] = {}
-        for eqn in self.program.jaxpr.jaxpr.eqns:
-            if eqn.primitive in (all_reduce_p, reduce_scatter_p, all_gather_p) and set(axes) & set(eqn.params["over"]):
+        for eqn, times in collectives(self.program.jaxpr):
+            if set(axes) & set(eqn.params["over"]):
                 for a in eqn.invars:
                     name = np.dtype(a.aval.dtype).name
-                    found[name] = found.get(name, 0) + a.aval.size * a.aval.dtype.itemsize
+                    found[name] = found.get(name, 0) + times * a.aval.size * a.aval.dtype.itemsize
         return found
 
     # -- showing ---------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dtrans._jax import jaxprs_in_params, opened
-from dtrans.collective import CollectivePlan
+from dtrans.collective import CollectivePlan, collectives
 from dtrans.errors import ConfigError
-from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
+from dtrans.ops import all_gather_p
 
 
 if TYPE_CHECKING:
@@ -92,7 +91,12 @@ class ShardingPlan(CollectivePlan):
         Of a gather it is what a rank has after it, of a reduction what it has before: Psi for a model of Psi bytes.
         What then crosses a link is up to the algorithm: (N - 1)/N of it in a ring, twice that for an all-reduce.
         """
-        return collective_bytes(self.program.jaxpr)
+        found: dict[tuple[str, str], int] = {}
+        for eqn, times in collectives(self.program.jaxpr):
+            key = (eqn.primitive.name, " and ".join(eqn.params["over"]))
+            moved = eqn.outvars if eqn.primitive is all_gather_p else eqn.invars
+            found[key] = found.get(key, 0) + times * sum(_nbytes(a.aval) for a in moved)
+        return found
 
     # -- showing ---------------------------------------------------------------------------------
 
@@ -139,18 +143,3 @@ class ShardingPlan(CollectivePlan):
 
 def _nbytes(t: Any) -> int:
     return math.prod(t.shape) * int(t.dtype.itemsize)
-
-
-def collective_bytes(jaxpr: Any, times: int = 1) -> dict[tuple[str, str], int]:
-    """What `ShardingPlan.traffic` tells, of any jaxpr; loops as often as they turn."""
-    found: dict[tuple[str, str], int] = {}
-    for eqn in opened(jaxpr).eqns:
-        if eqn.primitive in (all_reduce_p, reduce_scatter_p, all_gather_p):
-            key = (eqn.primitive.name, " and ".join(eqn.params["over"]))
-            moved = eqn.outvars if eqn.primitive is all_gather_p else eqn.invars
-            found[key] = found.get(key, 0) + times * sum(_nbytes(a.aval) for a in moved)
-        turns = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        for body in jaxprs_in_params(eqn.params):
-            for key, n in collective_bytes(body, turns).items():
-                found[key] = found.get(key, 0) + n
-    return found

@@ -15,6 +15,17 @@ window    several micro-steps with one gradient at their end (nccl2)
 joining   how the trainers of a job of processes start (nccl2)
 halves    shared by all: the trainer half of a step, with something to do at each gradient
 startup   shared by all: which of what init makes is which of what the step takes
+replica   what each of several trainers begins with (nccl2, sharding)
+
+sharding          ranks that keep slices of state, gradients, parameters: ZeRO 1, 2 and 3
+sharding_options  what may be asked of it, and its checks
+slices            what is cut, along which dimension, and what stays whole
+slice_writer      the update, on slices
+scatters          how ranks reduce gradients of which each keeps a slice
+uses, gathers     where parameters are read, and how they are gathered there (stage 3)
+prefetch          loops over layers that gather the next one ahead of time
+from_gradients    results that are computed from gradients in slices
+amp               mixed precision and loss scaling
 """
 
 from dtrans.transforms.geo_sgd import geo_sgd as geo_sgd
