@@ -1,4 +1,7 @@
-"""The models that benchmarks train: MLPs of a given shape, and of a given number of leaves, and a transformer."""
+"""The models that benchmarks train: MLPs of a given shape, and of a given number of leaves, and a transformer.
+
+`pin` is put around activations: a step with annotations says there how they are sharded.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import dtrans
 
 
 tx = optax.adam(1e-3)
+Pin = Callable[[jax.Array], jax.Array]
 
 
 class Model(NamedTuple):
@@ -23,12 +27,17 @@ class Model(NamedTuple):
     batch: tuple[jax.Array, ...]
 
 
-def mlp_model(sizes: Sequence[int], rows: int) -> Model:
+def as_is(x: jax.Array) -> jax.Array:
+    """No pin."""
+    return x
+
+
+def mlp_model(sizes: Sequence[int], rows: int, pin: Pin = as_is) -> Model:
     """An MLP with squared error."""
 
     def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         for layer in params[:-1]:
-            x = jax.nn.relu(x @ layer["w"] + layer["b"])
+            x = pin(jax.nn.relu(x @ layer["w"] + layer["b"]))
         return jnp.mean((x @ params[-1]["w"] + params[-1]["b"] - y) ** 2)
 
     def params(key: jax.Array) -> Any:
@@ -42,8 +51,29 @@ def mlp_model(sizes: Sequence[int], rows: int) -> Model:
     return Model(loss_fn, params, (x, y))
 
 
+def scanned_model(layers: int, width: int, rows: int, pin: Pin = as_is) -> Model:
+    """An MLP of equal layers, which are one stack that a loop goes through."""
+
+    def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(lambda h, w: (pin(jnp.tanh(h @ w)), None), x, params["w"])
+        return jnp.mean((x - y) ** 2)
+
+    def params(key: jax.Array) -> Any:
+        return {"w": jax.random.normal(key, (layers, width, width)) / width**0.5}
+
+    x, y = jax.random.normal(jax.random.key(1), (rows, width)), jnp.ones((rows, width))
+    return Model(loss_fn, params, (x, y))
+
+
 def transformer_model(
-    vocabulary: int, width: int, blocks: int, heads: int, length: int, rows: int, dtype: Any = jnp.float32
+    vocabulary: int,
+    width: int,
+    blocks: int,
+    heads: int,
+    length: int,
+    rows: int,
+    dtype: Any = jnp.float32,
+    pin: Pin = as_is,
 ) -> Model:
     """A decoder-only language model: pre-norm blocks, learned positions, one embedding for tokens in and out.
 
@@ -56,14 +86,14 @@ def transformer_model(
 
     def block(p: Any, x: jax.Array) -> jax.Array:
         q, k, v = jnp.moveaxis((norm(x, p["norm1"]) @ p["qkv"]).reshape(*x.shape[:2], 3, heads, -1), 2, 0)
-        x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
-        return x + jax.nn.gelu(norm(x, p["norm2"]) @ p["up"]) @ p["down"]
+        x = pin(x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"])
+        return pin(x + jax.nn.gelu(norm(x, p["norm2"]) @ p["up"]) @ p["down"])
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        x = params["embedding"][tokens[:, :-1]] + params["positions"]
+        x = pin(params["embedding"][tokens[:, :-1]] + params["positions"])
         for p in params["blocks"]:
             x = block(p, x)
-        logits = norm(x, params["norm"]) @ params["embedding"].T
+        logits = pin(norm(x, params["norm"]) @ params["embedding"].T)
         return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
 
     def matrices(key: jax.Array, **shapes: tuple[int, int]) -> dict[str, jax.Array]:

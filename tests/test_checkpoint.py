@@ -715,7 +715,7 @@ def test_a_crash_while_saving_leaves_what_was_there(
         def crash(*_: Any, **__: Any) -> None:
             raise RuntimeError("crash")
 
-        m.setattr(ocp.CompositeCheckpointHandler, "finalize", crash)
+        m.setattr(ocp.PyTreeCheckpointHandler, "finalize", crash)
         with pytest.raises(RuntimeError, match="crash"):
             checkpoint.save(tmp_path / "2", plan, second, held[second])
     assert any("tmp" in name for name in os.listdir(tmp_path / "2"))

@@ -38,7 +38,7 @@ def test_main_entry_points_have_an_example(name):
 
 def test_readme_code_runs_and_prints_what_it_says():
     text = README.read_text()
-    planning, running, *_ = re.findall(r"```python\n(.*?)```", text, re.S)
+    planning, running, *others = re.findall(r"```python\n(.*?)```", text, re.S)
     names: dict = {}
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -49,6 +49,9 @@ def test_readme_code_runs_and_prints_what_it_says():
         assert line.split() in printed
     exec(compile(running, "README.md", "exec"), names)
     assert names["loss"].shape == () and set(names["params"]) == {"w1", "b1", "w2", "b2"}
+    (sharded,) = (code for code in others if "dtrans.sharding(" in code)
+    exec(compile(sharded, "README.md", "exec"), names)
+    assert names["params"]["w1"].shape == (784, 256) and names["plan"].memory()["params"] < 4 * 784 * 256
 
 
 def test_readme_opens_with_the_two_commands():

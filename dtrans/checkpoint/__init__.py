@@ -1,18 +1,27 @@
-"""Checkpoints of parameter-server jobs, under the names of the single-device step, with orbax.
+"""Checkpoints of jobs, under the names of the single-device step, with orbax.
 
     ckpt/300/pserver-0     what the first server holds: an orbax checkpoint {"params/w.block0": ..., ...},
                            and which rows of which array of the step each of them is (`plan.overview`)
     ckpt/300/pserver-1     ...
     ckpt/300/trainer-0     what no server holds (`plan.held`): frozen leaves, batch statistics; where there is any
 
-Each process writes its own *piece*, without a word to any other: all they share is the folder. A piece is there or is
+    ckpt/300/rank-0        of a job of `dtrans.sharding`: rows of each array, {"params/w": ...}, and what is not cut
+    ckpt/300/rank-1        ...
+
+    ckpt/300/trainer-0     of a job of `dtrans.nccl2`: everything
+
+Each process writes its own *pieces*, without a word to any other: all they share is the folder. A piece is there or is
 not, since orbax writes it beside its place and renames it. Each says which pieces there are to be, so that what was not
 written to its end is known for it, and nothing that was there is ever written over: save each step to a folder of its
 own, and take up the last that is whole (`latest`).
 
-What is read is put together by the names and rows of the step, not by those of blocks. So a checkpoint serves another
-number of servers, other blocks, another dispatcher, or one device (`load`). `gather` and `scatter` do the same
-without files.
+What is read is put together by the names and rows of the step, not by those of blocks or slices. So a checkpoint serves
+another number of servers, other blocks, another dispatcher; another degree, stage, number of groups, or type to compute
+in; a job of another kind; or one device (`load`). `gather` and `scatter` do the same without files, for servers.
+
+A rank saves its rows without padding, from its device, and reads what it is to hold: no leaf is ever put together on a
+device. Of several groups of ranks the first one saves. Pieces are written before `save` returns, each by itself: the
+checkpoint is whole when every process has come so far, which `latest` finds out.
 
 A server is saved when it has ended: `exe.run(pserver, state)` returns its state when every trainer has closed, and a
 second job may go on from it, or from what was restored. A running server is not saved yet.
@@ -46,6 +55,7 @@ Source files, from the top; none imports one below it:
 
     slices   an array out of slices of it
     values   what servers hold, and the pytrees of the step: without files
+    ranks    what trainers and ranks hold: without files
     pieces   one piece, and what pieces make up: the only file that knows orbax
     files    save, restore and load
 """

@@ -1,16 +1,17 @@
-"""Checkpoints in files: each process saves its own piece, and takes up what it needs of those of all."""
+"""Checkpoints in files: each process saves its own pieces, and takes up what it needs of those of all."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import jax.numpy as jnp
 
-from dtrans.checkpoint.pieces import Checkpoint, Folder, write
+from dtrans.checkpoint import ranks
+from dtrans.checkpoint.pieces import Checkpoint, Folder, Layout, write
 from dtrans.checkpoint.values import (
     TRAINER,
     as_trees,
@@ -28,24 +29,42 @@ from dtrans.plan import PServerPlan
 from dtrans.program import Program
 
 
-def save(path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], *, tag: str = "") -> None:
-    """Save what one server holds, in that server's process; the others save theirs to the same path.
+if TYPE_CHECKING:
+    from dtrans.run.collective import CollectiveJob, CollectiveState
+
+
+@overload
+def save(path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], *, tag: str = "") -> None: ...
+
+
+@overload
+def save(path: Folder, job: CollectiveJob, state: CollectiveState, /, *, tag: str = "") -> None: ...
+
+
+def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str = "") -> None:
+    """Save what this process holds: one server, or the trainers or ranks here; others save theirs to the same path.
+
+        save(path, plan, endpoint, state)     a server, in its process
+        save(path, job, state)                a job of `dtrans.nccl2` or `dtrans.sharding`; in each of its processes
 
     Args:
       path: a folder that all processes see, one for each checkpoint: `ckpt/300`.
-      plan: of the job; the same in all processes.
+      plan: of the servers; the same in all processes.
       endpoint: the server.
-      state: what it holds, by name: what `exe.run(pserver, ...)` returned.
+      job: what `plan.on_mesh()`, `plan.on_cluster()` or `plan.simulate()` made.
+      state: what `exe.run(pserver, ...)` of the server, or `step` of the job returned. Each rank's rows are taken from
+        its device, and nothing is gathered.
       tag: what all processes of this job call this checkpoint alike, such as a job's number and the step. Pieces of
         several tags are not put together. A checkpoint to which a crash left one piece, and a second run with the same
         plan adds the others, is told from a whole one by nothing else.
 
     Raises:
-      ConfigError: the path has a piece of this server, or pieces of another job; or orbax is not installed.
+      ConfigError: the path has such a piece, or pieces of another job; or orbax is not installed.
       StateError: an array is not there, has another shape or dtype, or was donated.
       UnknownEndpointError: the plan has no such server.
 
-    Source: `checkpoint_notify` of Paddle, at which each server saves its own.
+    Source: `checkpoint_notify` of Paddle, at which each server saves its own; `save_persistables` of its
+    meta_optimizers/sharding/utils.py, by which each rank saves what it owns.
 
     Example:
       >>> import os, tempfile, jax.numpy as jnp, optax, dtrans
@@ -57,9 +76,30 @@ def save(path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any
       ...     dtrans.checkpoint.save(f"{folder}/300", plan, "127.0.0.1:6174", {"params/w": jnp.ones(3)})
       ...     os.listdir(f"{folder}/300")
       ['pserver-0']
+      >>> job = dtrans.sharding(plan.main, plan.startup, degree=2, min_slice_size=0).simulate()
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     dtrans.checkpoint.save(f"{folder}/300", job, job.init())
+      ...     sorted(os.listdir(f"{folder}/300"))
+      ['rank-0', 'rank-1']
     """
+    if ranks.is_job(plan):
+        _save_job(path, plan, endpoint if state is None else state, tag)
+        return
     check_plan(plan)
-    write(path, plan, endpoint, plan.overview.by_endpoint(endpoint), checked(plan, endpoint, state), tag)
+    values = checked(plan, endpoint, state)
+    write(path, _layout(plan), endpoint, values, tag)
+
+
+def _layout(plan: PServerPlan) -> Layout:
+    who = {ep: f"pserver-{i}" for i, ep in enumerate(plan.servers)}
+    return Layout(plan.main, (*plan.overview, *held_rows(plan)), who | ({TRAINER: "trainer-0"} if plan.held else {}))
+
+
+def _save_job(path: Folder, job: CollectiveJob, state: Any, tag: str) -> None:
+    held = ranks.checked_state(job, state)
+    layout = Layout(job.plan.main, ranks.rows_of(job.plan), ranks.pieces_of(job.plan))
+    for who in ranks.savers(job):
+        write(path, layout, who, ranks.values_of(job.plan, who, held), tag)
 
 
 def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str = "") -> None:
@@ -97,20 +137,35 @@ def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str = "")
     """
     check_plan(plan)
     if plan.held:
-        write(path, plan, TRAINER, held_rows(plan), checked_trainer(plan, params), tag)
+        write(path, _layout(plan), TRAINER, checked_trainer(plan, params), tag)
 
 
-def restore(path: Folder, plan: PServerPlan, endpoint: str) -> dict[str, jax.Array]:
-    """What one server holds, from a checkpoint of a job of the same step with any servers; in that server's process.
+@overload
+def restore(path: Folder, plan: PServerPlan, endpoint: str) -> dict[str, jax.Array]: ...
 
-    `exe.run(pserver, restore(path, plan, endpoint))` goes on where the saved job ended. Of the saved arrays those are
-    read that have rows of this server, each of them whole: a server reads about what it holds, or the saved block where
-    it was larger. Backups of DC-ASGD that were not saved are copies of the parameters, as in `scatter`.
+
+@overload
+def restore(path: Folder, job: CollectiveJob, /) -> CollectiveState: ...
+
+
+def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
+    """What this process is to hold, from a checkpoint of any job of the same step: a server, or trainers or ranks.
+
+        restore(path, plan, endpoint)     what a server holds, in its process
+        restore(path, job)                the state of a job of `dtrans.nccl2` or `dtrans.sharding`; in each process
+
+    `exe.run(pserver, restore(path, plan, endpoint))`, or `job.step(restore(path, job), *batch)`, goes on where the
+    saved job ended; it may have been one of servers, trainers or ranks, whichever this is. Of the saved arrays those
+    are read that have rows of this process, each of them whole: about what it holds, or the saved rows where they were
+    more. Each device is given its own, and has no more at any time.
+
+    What was not saved, since it is no part of the step, begins anew: backups of DC-ASGD are copies of the parameters,
+    as in `scatter`, and a loss scale has its first value.
 
     Args:
       path: that of `save`.
-      plan: of the job that is to go on.
-      endpoint: the server.
+      plan, endpoint: of the job that is to go on, and the server.
+      job: that is to go on: what `plan.on_mesh()`, `plan.on_cluster()` or `plan.simulate()` made.
 
     Raises:
       StateError: there is no checkpoint, or pieces of it are missing, unreadable or of several jobs; it is one of
@@ -131,8 +186,14 @@ def restore(path: Folder, plan: PServerPlan, endpoint: str) -> dict[str, jax.Arr
       >>> with tempfile.TemporaryDirectory() as path:
       ...     dtrans.checkpoint.save(path, saved, one, {"params/w": jnp.array([7.0, 8.0, 9.0])})
       ...     dtrans.checkpoint.restore(path, plan, "127.0.0.1:6175")
+      ...     job = dtrans.sharding(main, startup, degree=2, stage=3, min_slice_size=0).simulate()
+      ...     job.params(dtrans.checkpoint.restore(path, job))
       {'params/w.block1': Array([9.], dtype=float32)}
+      {'w': Array([7., 8., 9.], dtype=float32)}
     """
+    if ranks.is_job(plan):
+        saved = Checkpoint.at(path).of(plan.plan.main)
+        return ranks.state_of(plan, saved.rows, saved.on_host)
     check_plan(plan)
     plan.servers[endpoint]  # raises UnknownEndpointError
     saved = Checkpoint.at(path).of(plan.main)

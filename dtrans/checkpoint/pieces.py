@@ -5,12 +5,18 @@
                                   pieces there are to be, a hash of the plan, and the user's tag
 
 A whole checkpoint is a folder with all pieces that each of them names, of one plan and tag.
+
+Orbax takes the processes of a `jax.distributed` job for writers of one checkpoint. They would wait for each other,
+NumPy's arrays would be written by the first of them, and an array that one process has alone by nobody. A piece is one
+process's own: so each tells orbax that it is alone, and gives it arrays that it seems to share. And orbax's own handler
+of several items tells all processes that a folder is there when one has made its own: pieces have another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -23,12 +29,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtrans.checkpoint.slices import as_numpy, by_origin, joined, overlap, type_of
-from dtrans.checkpoint.values import TRAINER, held_rows
+from dtrans.checkpoint.slices import as_jax, as_numpy, by_origin, joined, overlap, type_of, words
 from dtrans.errors import ConfigError, StateError
 from dtrans.overview import VarDistributed
-from dtrans.plan import PServerPlan
 from dtrans.program import Program
 
 
@@ -85,6 +90,10 @@ class Checkpoint:
         return self
 
     def arrays(self, targets: Sequence[VarDistributed]) -> list[jax.Array]:
+        """Slices of what was saved, on the default device."""
+        return [as_jax(x, target.dtype) for x, target in zip(self.on_host(targets), targets, strict=True)]
+
+    def on_host(self, targets: Sequence[VarDistributed]) -> list[np.ndarray]:
         """Slices of what was saved. Each piece is read once, and of it only the arrays that share rows with these."""
         needed: dict[str, dict[str, None]] = {}
         for target in targets:
@@ -96,28 +105,34 @@ class Checkpoint:
         return [joined(target, self.rows.get(target.origin_name, ()), read) for target in targets]
 
 
-def write(
-    path: Folder,
-    plan: PServerPlan,
-    who: str,
-    rows: Sequence[VarDistributed],
-    values: Mapping[str, Any],
-    tag: str,
-) -> None:
-    """Write one piece."""
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Who holds what of a step, of those who save.
+
+    Attributes:
+      main: the step.
+      rows: what each of them holds.
+      pieces: their names, and the folder of each.
+    """
+
+    main: Program
+    rows: Sequence[VarDistributed]
+    pieces: Mapping[str, str]
+
+
+def write(path: Folder, layout: Layout, who: str, values: Mapping[str, Any], tag: str) -> None:
+    """Write one piece: what one of those who save holds, by the names of its rows."""
     ocp = _orbax()
     path = Path(path).absolute()
-    pieces = _pieces(plan)
-    every = [_as_json(row) for row in (*plan.overview, *held_rows(plan))]
     about = {
         "format": FORMAT,
         "tag": tag,
-        "plan": hashlib.sha256(json.dumps(every).encode()).hexdigest(),
-        "pieces": pieces,
-        "types": _types_of(plan.main),
-        "rows": [_as_json(row) for row in rows],
+        "plan": hashlib.sha256(json.dumps([_as_json(row) for row in layout.rows]).encode()).hexdigest(),
+        "pieces": dict(layout.pieces),
+        "types": _types_of(layout.main),
+        "rows": [_as_json(row) for row in layout.rows if row.endpoint == who],
     }
-    place = path / pieces[who]
+    place = path / layout.pieces[who]
     if place.exists():
         raise ConfigError(f"{place} is there already: save each checkpoint of {who} to a path of its own")
     for other in _finished(path):
@@ -130,18 +145,11 @@ def write(
             )
     path.mkdir(parents=True, exist_ok=True)
     # orbax refuses arrays without elements: their type says all of them
-    arrays = {n: as_numpy(x) for n, x in values.items() if math.prod(x.shape)}
-    items = {"overview": ocp.args.JsonSave(about)}
-    if arrays:
-        items["arrays"] = ocp.args.PyTreeSave(arrays)
-    with _checkpointer() as checkpointer:
-        checkpointer.save(place, args=ocp.args.Composite(**items))
-
-
-def _pieces(plan: PServerPlan) -> dict[str, str]:
-    """Who saves, and the name of its folder."""
-    who = {ep: f"pserver-{i}" for i, ep in enumerate(plan.servers)}
-    return who | ({TRAINER: "trainer-0"} if plan.held else {})
+    alone = jax.process_count() == 1
+    arrays = {n: as_numpy(x) if alone else _as_shared(x) for n, x in values.items() if math.prod(x.shape)}
+    handler, args = _piece_types()
+    with _one_at_a_time, ocp.Checkpointer(handler(*_handlers()), multiprocessing_options=_alone()) as checkpointer:
+        checkpointer.save(place, args=args(arrays, about))
 
 
 def _types_of(main: Program) -> dict[str, str]:
@@ -160,15 +168,14 @@ def _from_json(fields: Mapping[str, Any]) -> VarDistributed:
 
 def _finished(path: Path) -> list[Path]:
     """The pieces that were written to their end."""
-    numbered = [p for p in path.glob("*-*") if re.fullmatch(r"(pserver|trainer)-\d+", p.name)]
+    numbered = [p for p in path.glob("*-*") if re.fullmatch(r"(pserver|trainer|rank)-\d+", p.name)]
     return sorted(p for p in numbered if _orbax().utils.is_checkpoint_finalized(p))
 
 
 def _read_about(piece: Path) -> dict[str, Any]:
     """What a piece says of itself."""
-    ocp = _orbax()
-    with _reading(piece), _checkpointer() as checkpointer:
-        about = checkpointer.restore(piece, args=ocp.args.Composite(overview=ocp.args.JsonRestore())).overview
+    with _reading(piece), _one_at_a_time:
+        about = _handlers()[1].restore(piece / "overview")
         if about["format"] != FORMAT:
             raise ValueError(f"its format is {about['format']}, and this dtrans reads {FORMAT}")
         return dict(about)
@@ -182,8 +189,8 @@ def _read_arrays(piece: Path, names: Mapping[str, None]) -> dict[str, np.ndarray
         restore_args=dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray)),
         partial_restore=True,
     )
-    with _reading(piece), _checkpointer() as checkpointer:
-        return dict(checkpointer.restore(piece, args=ocp.args.Composite(arrays=wanted)).arrays)
+    with _reading(piece), _one_at_a_time:
+        return dict(_handlers()[0].restore(piece / "arrays", args=wanted))
 
 
 @contextlib.contextmanager
@@ -203,13 +210,74 @@ def _orbax() -> Any:
     return orbax.checkpoint
 
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.Lock()  # orbax numbers its operations for the whole process
 
 
-@contextlib.contextmanager
-def _checkpointer() -> Iterator[Any]:
-    """What saves and restores pieces; one at a time, since orbax numbers its operations for the whole process."""
+def _alone() -> Any:
+    """Options that say that no other process takes part."""
+    me = jax.process_index()
+    prefix = f"dtrans-{me}"
+    return _orbax().options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=prefix
+    )
+
+
+def _handlers() -> tuple[Any, Any]:
+    """What saves and restores arrays, and JSON."""
+    ocp, alone = _orbax(), _alone()
+    kinds = ocp.type_handlers
+    arrays = kinds.ArrayHandler(
+        primary_host=alone.primary_host, use_replica_parallel=False, enable_write_sharding_file=False
+    )
+    registry = kinds.create_type_handler_registry(
+        (int, kinds.ScalarHandler()),  # in what says which arrays to read
+        (np.ndarray, kinds.NumpyHandler()),
+        (jax.Array, arrays),
+    )
+    return (
+        ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=alone),
+        ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+    )
+
+
+@functools.cache
+def _piece_types() -> tuple[Any, Any]:
+    """What saves a piece, and its arguments: classes, which orbax wants to know of."""
     ocp = _orbax()
-    handlers = {"arrays": ocp.PyTreeCheckpointHandler(), "overview": ocp.JsonCheckpointHandler()}
-    with _one_at_a_time, ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
-        yield checkpointer
+
+    class Handler(ocp.CheckpointHandler):  # type: ignore[name-defined]
+        """An overview, and arrays if there are any, in folders of their own."""
+
+        def __init__(self, arrays: Any, overview: Any) -> None:
+            self.arrays, self.overview = arrays, overview
+
+        def save(self, directory: Any, args: Args) -> None:
+            (directory / "overview").mkdir()
+            self.overview.save(directory / "overview", args=ocp.args.JsonSave(args.overview))
+            if args.arrays:
+                (directory / "arrays").mkdir()
+                self.arrays.save(directory / "arrays", args=ocp.args.PyTreeSave(args.arrays))
+
+        def finalize(self, directory: Any) -> None:
+            if (directory / "arrays").exists():
+                self.arrays.finalize(directory / "arrays")
+
+        def restore(self, directory: Any, args: Any = None) -> Any:
+            raise NotImplementedError("what is in a piece is read by itself")
+
+    @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
+    @dataclasses.dataclass
+    class Args(ocp.args.CheckpointArgs):  # type: ignore[name-defined]
+        arrays: Mapping[str, Any]
+        overview: Mapping[str, Any]
+
+    return Handler, Args
+
+
+def _as_shared(x: Any) -> jax.Array:
+    """An array of this process, as one that a second process has too, of which this one has the first copy."""
+    x = words(x)
+    mine = next(iter(x.devices())) if isinstance(x, jax.Array) else jax.local_devices()[0]
+    other = next(d for d in jax.devices() if d.process_index != mine.process_index)
+    where = NamedSharding(Mesh(np.array([mine, other]), ("copies",)), PartitionSpec())
+    return jax.make_array_from_single_device_arrays(x.shape, where, [jax.device_put(x, mine)])

@@ -45,8 +45,8 @@ def overlap(a: VarDistributed, b: VarDistributed) -> bool:
 
 def joined(
     target: VarDistributed, rows: Sequence[VarDistributed], read: Callable[[VarDistributed], np.ndarray]
-) -> jax.Array:
-    """A slice of an array, out of those of it that there are.
+) -> np.ndarray:
+    """A slice of an array, out of those of it that there are; as `as_numpy` has it.
 
     Args:
       target: what is wanted.
@@ -63,7 +63,7 @@ def joined(
       >>> joined(cut(2, 5), [cut(0, 3), cut(3, 5)], lambda row: np.arange(5.0)[row.index]).tolist()
       [2.0, 3.0, 4.0]
     """
-    shape, dtype = _stored(target.slice_shape, target.dtype)
+    shape, dtype = stored(target.slice_shape, target.dtype)
     made, wanted, found = np.empty(shape, dtype), _box(target), 0
     copies: dict[Box, list[VarDistributed]] = {}
     for row in rows:
@@ -78,7 +78,7 @@ def joined(
             f"{target.origin_name}: {found} of {_size(wanted)} elements are there, on "
             + (", ".join(dict.fromkeys(row.endpoint for row in rows)) or "no server")
         )
-    return as_jax(made, target.dtype)
+    return made
 
 
 def _agreed(rows: Sequence[VarDistributed], values: Sequence[np.ndarray]) -> np.ndarray:
@@ -147,12 +147,17 @@ def type_of(x: Any) -> str:
 
 def as_numpy(x: Any) -> np.ndarray:
     """A value as NumPy has it."""
-    return np.asarray(jax.random.key_data(x) if _is_key(x.dtype) else x)
+    return np.asarray(words(x))
 
 
-def as_jax(data: np.ndarray, dtype: Any) -> jax.Array:
-    """The inverse of `as_numpy`, in memory of its own."""
-    array = jnp.array(data)
+def words(x: Any) -> Any:
+    """A value; of random keys, the words that they are made of."""
+    return jax.random.key_data(x) if _is_key(x.dtype) else x
+
+
+def as_jax(data: np.ndarray, dtype: Any, device: jax.Device | None = None) -> jax.Array:
+    """The inverse of `as_numpy`, in memory of its own; on the default device, unless another is given."""
+    array = jnp.array(data, device=device)
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros((), dtype))) if _is_key(dtype) else array
 
 
@@ -165,7 +170,7 @@ def _is_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _stored(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
+def stored(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of `as_numpy`."""
     if _is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))

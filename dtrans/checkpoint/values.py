@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from dtrans.checkpoint.slices import as_numpy, by_origin, copied, joined, type_of, whole
+from dtrans.checkpoint.slices import as_jax, as_numpy, by_origin, copied, joined, type_of, whole
 from dtrans.errors import ConfigError, StateError
 from dtrans.ops import backup_of
 from dtrans.overview import VarDistributed
@@ -79,7 +79,8 @@ def gather(plan: PServerPlan, servers: Mapping[str, Mapping[str, Any]], trainer:
         states[TRAINER] = checked_trainer(plan, trainer)
     rows = by_origin([*plan.overview, *held_rows(plan)])
     read = lambda row: as_numpy(states[row.endpoint][row.slice_name])
-    return as_trees(plan.main, [joined(x, rows.get(x.origin_name, ()), read) for x in step_rows(plan.main)])
+    found = [(joined(x, rows.get(x.origin_name, ()), read), x.dtype) for x in step_rows(plan.main)]
+    return as_trees(plan.main, [as_jax(x, dtype) for x, dtype in found])
 
 
 def scatter(plan: PServerPlan, endpoint: str, params: Any, opt_state: Any) -> dict[str, jax.Array]:
@@ -114,7 +115,7 @@ def scatter(plan: PServerPlan, endpoint: str, params: Any, opt_state: Any) -> di
     for spec, tree, what in zip(plan.main.args[:2], (params, opt_state), ("params", "opt_state"), strict=True):
         given |= named(spec, tree, what)
     for name, x in given.items():
-        _check_type(x, plan.main.inputs[name], name, f"the step of this plan, {plan.main.name}, takes")
+        check_type(x, plan.main.inputs[name], name, f"the step of this plan, {plan.main.name}, takes")
     return {
         row.slice_name: jnp.zeros(row.slice_shape, row.dtype) if origin is None else copied(given[origin][row.index])
         for row, origin in starts(plan, endpoint)
@@ -207,7 +208,8 @@ def check_plan(plan: Any) -> None:
     do not."""
     if not isinstance(plan, PServerPlan):
         raise ConfigError(
-            f"checkpoints are of the plan that dtrans.pserver made (t.plan of a transpiler), not {type(plan).__name__}"
+            "checkpoints are of the plan that dtrans.pserver made (t.plan of a transpiler), or of a job that runs what "
+            f"dtrans.nccl2 or dtrans.sharding planned (plan.on_mesh()), not {type(plan).__name__}"
         )
     there = {row.origin_name for row in plan.overview}
     gone = next((n for n in plan.main.args[1].names if n not in there), None)
@@ -231,7 +233,7 @@ def checked(plan: PServerPlan, endpoint: str, state: Mapping[str, Any]) -> dict[
             there = "is not in the state" if name in wanted else "is nothing that this plan puts"
             raise StateError(f"{name} {there} of pserver {endpoint}; is it one of another plan?")
     for name, x in state.items():
-        _check_type(x, wanted[name], name, f"pserver {endpoint} holds")
+        check_type(x, wanted[name], name, f"pserver {endpoint} holds")
         if isinstance(x, jax.Array) and x.is_deleted():
             raise StateError(f"{name} of pserver {endpoint} was donated to a step; save the state that step returned")
     return dict(state)
@@ -241,10 +243,10 @@ def checked_trainer(plan: PServerPlan, params: Any) -> dict[str, Any]:
     """Of the parameters of trainer 0, those that no server holds. Raises StateError for another type than it takes."""
     values = named(plan.main.args[0], params, "params")
     for name in plan.held:
-        _check_type(values[name], plan.main.inputs[name], name, "a trainer holds")
+        check_type(values[name], plan.main.inputs[name], name, "a trainer holds")
     return {name: values[name] for name in plan.held}
 
 
-def _check_type(x: Any, wanted: Any, name: str, who: str) -> None:
+def check_type(x: Any, wanted: Any, name: str, who: str) -> None:
     if not hasattr(x, "dtype") or type_of(x) != type_of(wanted):
         raise StateError(f"{name} is {type_of(x) if hasattr(x, 'dtype') else repr(x)}; {who} {type_of(wanted)}")

@@ -123,9 +123,9 @@ class CollectiveJob(abc.ABC):
 
     def init(self, *args: Any) -> CollectiveState:
         """The first state, from the arguments of `init`."""
-        startup = self.plan.startup
+        startup = self.startup
         made = dict(zip(startup.out_names, self._start(startup, startup.flatten(*args)), strict=True))
-        params, opt_state = (spec.names for spec in self.plan.main.args[:2])
+        params, opt_state, _ = self._state
         extra = self._start_extra({n: jnp.asarray(x) for n, x in self.plan.extra_state.items()})
         return CollectiveState({n: made[n] for n in params}, {n: made[n] for n in opt_state}, extra)
 
@@ -170,6 +170,11 @@ class CollectiveJob(abc.ABC):
         return spec.unflatten([state.opt_state[n] for n in spec.names])
 
     # -- how it runs -----------------------------------------------------------------------------
+
+    @property
+    def startup(self) -> Program:
+        """What makes the first state."""
+        return self.plan.startup
 
     def _refuse(self, state: Any) -> None:
         """Refuse what is no state, or none any more."""
@@ -255,7 +260,7 @@ class CollectiveJob(abc.ABC):
     @property
     def _state(self) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
         """The names of parameters, of the optimizer's state, and of what the plan keeps beside."""
-        params, opt_state = self.plan.main.args[:2]
+        params, opt_state = self.plan.program.args[:2]
         return params.names, opt_state.names, tuple(self.plan.extra_state)
 
     @cached_property

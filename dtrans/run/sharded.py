@@ -9,6 +9,8 @@ that none ever holds a whole leaf (but for what an initialiser needs whole: an o
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -18,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dtrans._jax import Literal, jaxpr_as_fun
-from dtrans.errors import ConfigError
-from dtrans.program import Program
+from dtrans._jax import ClosedJaxpr, Literal, closed, jaxpr_as_fun
+from dtrans.errors import ConfigError, PeerError, StateError
+from dtrans.program import Program, without_addresses
+from dtrans.run.batch import shared_batch
 from dtrans.run.cluster import ClusterTrainers, own_of
 from dtrans.run.collective import CollectiveJob, CollectiveState, MeshTrainers, SimulatedTrainers
 from dtrans.run.connection import connected
-from dtrans.run.together import shared, together
+from dtrans.run.together import shared, sums, together
 from dtrans.sharded import ShardingPlan
 from dtrans.transforms.slice_writer import padded_to
 
@@ -38,6 +41,21 @@ class ShardedJob(CollectiveJob):
         s = self.plan.cuts.get(name)
         return None if s is None else s.axis
 
+    def _shared(self, arrays: Sequence[Any]) -> list[tuple[Any, str]]:
+        hint = "dtrans.sharding(replicated=(...))"
+        return shared_batch(self._names, arrays, self.plan.trainers, self._whole, hint)
+
+    def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
+        for n, x in zip(self._held_names, self._held(state), strict=True):
+            wanted, s = self.plan.main.inputs.get(n), self.plan.cuts.get(n)
+            wanted = wanted if wanted is None or s is None else s.of_all(wanted)
+            if wanted is not None and (x.shape, x.dtype) != (wanted.shape, wanted.dtype):
+                raise StateError(
+                    f"{n} is {x.dtype}{list(x.shape)}, and {wanted.dtype}{list(wanted.shape)} in this job: it is the "
+                    "state of another plan, which dtrans.checkpoint.save and restore take from one job to another"
+                )
+        return super()._program(state, arrays)
+
     def params(self, state: CollectiveState) -> Any:
         """The parameters, whole, as the pytree that they were given in."""
         return self._whole_tree(self.plan.main.args[0], state.params)
@@ -47,7 +65,18 @@ class ShardedJob(CollectiveJob):
         return self._whole_tree(self.plan.main.args[1], state.opt_state)
 
     def _whole_tree(self, spec: Any, held: Mapping[str, Any]) -> Any:
-        return spec.unflatten([self.unpadded(n, held[n]) for n in spec.names])
+        whole = {n: self.unpadded(n, x) for n, x in held.items()}
+        if self.plan.owned is not None and held.keys() >= self.plan.owned.cuts.keys():
+            whole = self.plan.owned.opened(whole)
+        return spec.unflatten([whole[n] for n in spec.names])
+
+    def _here(self, state: CollectiveState) -> CollectiveState:
+        of = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+        return dataclasses.replace(state, **{k: {n: self._put(n, x) for n, x in v.items()} for k, v in of.items()})
+
+    def _put(self, name: str, x: Any) -> Any:
+        """An array of the state where steps want it."""
+        return jax.device_put(x, jax.local_devices()[0])
 
     def unpadded(self, name: str, x: Any) -> Any:
         """An array without its padding."""
@@ -60,11 +89,21 @@ class ShardedJob(CollectiveJob):
         return x if s is None else padded_to(x, s.axis, s.padded)
 
     @cached_property
+    def startup(self) -> Program:
+        owned = self.plan.owned
+        return self.plan.startup if owned is None else owned.startup(self.plan.startup)
+
+    @cached_property
+    def _startup(self) -> ClosedJaxpr:
+        """The startup program, whose first inputs are its constants: of processes, those of rank 0 are everybody's."""
+        inner = self.startup.jaxpr.jaxpr
+        return closed([], [], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner)
+
+    @cached_property
     def _starting(self) -> Callable[..., list[Any]]:
-        """The startup program as a function of flat arrays, its outputs padded."""
-        startup = self.plan.startup
-        run = jaxpr_as_fun(startup.jaxpr)
-        return lambda *args: [self._padded(n, x) for n, x in zip(startup.out_names, run(*args), strict=True)]
+        """The same as a function of flat arrays, its outputs padded."""
+        names, run = self.startup.out_names, jaxpr_as_fun(self._startup)
+        return lambda *args: [self._padded(n, x) for n, x in zip(names, run(*args), strict=True)]
 
 
 class MeshRanks(ShardedJob, MeshTrainers):
@@ -86,32 +125,39 @@ class MeshRanks(ShardedJob, MeshTrainers):
     @cached_property
     def starting(self) -> Any:
         """The startup program of all ranks, jitted: from flat arrays to what it makes, where ranks have it."""
-        return jax.jit(self._starting, out_shardings=[self.sharding_of(n) for n in self.plan.startup.out_names])
+        return jax.jit(self._starting, out_shardings=[self.sharding_of(n) for n in self.startup.out_names])
 
     def _start(self, startup: Program, args: list[Any]) -> list[Any]:
-        made = self.starting(*jax.device_put(args, self._everywhere))
+        made = self.starting(*self._everywhere_of([*self.startup.jaxpr.consts, *args]))
         # what init returns twice, or was given, is one array: a copy of it may be donated
-        seen = {id(v) for v in startup.jaxpr.jaxpr.invars}
+        inner = self._startup.jaxpr
+        seen = {id(v) for v in inner.invars}
         found = []
-        for v, x in zip(startup.jaxpr.jaxpr.outvars, made, strict=True):
+        for v, x in zip(inner.outvars, made, strict=True):
             found.append(jnp.copy(x) if isinstance(v, Literal) or id(v) in seen else x)
             seen.add(id(v))
         return found
 
-    def _here(self, state: CollectiveState) -> CollectiveState:
-        put = lambda held: {n: jax.device_put(x, self.sharding_of(n)) for n, x in held.items()}
-        return CollectiveState(put(state.params), put(state.opt_state))
+    def _everywhere_of(self, xs: list[Any]) -> list[Any]:
+        """Arrays whole on every device."""
+        return jax.device_put(xs, self._everywhere)
+
+    def _put(self, name: str, x: Any) -> Any:
+        return jax.device_put(x, self.sharding_of(name))
 
 
 class SimulatedRanks(ShardedJob, SimulatedTrainers):
     """Ranks on one device; made by `plan.simulate()`."""
 
     def _start(self, startup: Program, args: list[Any]) -> list[Any]:
-        return jax.jit(self._starting)(*args)
+        return jax.jit(self._starting)(*self.startup.jaxpr.consts, *args)
 
 
 class ClusterRanks(MeshRanks, ClusterTrainers):
     """Ranks that are processes; made by `plan.on_cluster()`.
+
+    As `plan.on_mesh()`, but for the batch: each process gives its own part, as in `ClusterTrainers`. `params` and
+    `opt_state` gather what is asked for, so that all processes call them; each gets the whole.
 
     Raises:
       ConfigError: the job is to go on when trainers are lost, which it cannot: their slices are lost with them.
@@ -126,25 +172,43 @@ class ClusterRanks(MeshRanks, ClusterTrainers):
         ClusterTrainers.__init__(self, plan, donate=donate)
 
     def unpadded(self, name: str, x: Any) -> Any:
-        return own_of(self._gathering(super().unpadded(name, x)) if self.slice_axis(name) is not None else x)
+        s = self.plan.cuts.get(name)
+        return own_of(x if s is None else self._gathering(x, s.axis, s.size))
 
     @cached_property
-    def _gathering(self) -> Any:
-        return jax.jit(lambda x: x, out_shardings=self._everywhere)
+    def _gathering(self) -> Callable[[jax.Array, int, int], jax.Array]:
+        """An array of slices as a whole one, without padding, in every process; all of them call it."""
+        gather = lambda x, axis, size: jax.lax.slice_in_dim(x, 0, size, axis=axis)
+        return jax.jit(gather, static_argnums=(1, 2), out_shardings=self._everywhere)
 
     def _start(self, startup: Program, args: list[Any]) -> list[Any]:
-        return super()._start(startup, [together(x, self._everywhere) for x in shared(args)])
+        self._agree()
+        return super()._start(startup, args)
 
-    def _here(self, state: CollectiveState) -> CollectiveState:
-        def put(held: Mapping[str, Any]) -> dict[str, Any]:
-            return {n: self._together(n, x) for n, x in held.items()}
+    def _agree(self) -> None:
+        """Raise PeerError unless all ranks start with the same program: each makes its own slices with it."""
+        text = without_addresses(str(self._startup.jaxpr)).encode()
+        mine = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+        (first,) = shared([mine])
+        told = np.zeros(jax.process_count(), np.int32)
+        told[jax.process_index()] = not np.array_equal(np.asarray(first), mine)
+        (told,) = sums(told)
+        if told.any():
+            who = " and ".join(f"trainer {k}" for k in np.flatnonzero(told))
+            raise PeerError(f"{who} disagrees with trainer 0 about how training starts: it has another init")
 
-        return CollectiveState(put(state.params), put(state.opt_state))
+    def _everywhere_of(self, xs: list[Any]) -> list[Any]:
+        return [together(x, self._everywhere) for x in shared(xs)]
 
-    def _together(self, name: str, x: Any) -> Any:
+    def _told(self, x: Any, way: str) -> Any:
+        return x if way == "slice" else super()._told(x, way)
+
+    def _put(self, name: str, x: Any) -> Any:
         """An array of the state that this process has whole, as one of all ranks."""
         where = self.sharding_of(name)
         if isinstance(x, jax.Array) and x.sharding == where:
             return x
+        if not where.spec:
+            return together(own_of(x), where)
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, where, lambda index: host[index])

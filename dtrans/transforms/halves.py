@@ -9,6 +9,7 @@ from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.cut import Cut
 from dtrans.errors import GradientError
 from dtrans.rewrite import Builder, needed
+from dtrans.transforms.products import straightened
 
 
 def refuse_nested(step: Cut, trainers: int) -> None:
@@ -54,6 +55,7 @@ def write_trainer_half(
     results: Sequence[str],
     made: Callable[[str, Atom], None],
     writer: Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter] | None = None,
+    straight: bool = False,
 ) -> dict[str, Atom]:
     """Write forward and backward.
 
@@ -62,6 +64,7 @@ def write_trainer_half(
       results: the outputs that are wanted, beside the parameters that trainers make.
       made: called with a leaf and its gradient, right after the equation that makes that.
       writer: gives who writes them, from the equations, their roles, and what is wanted of them.
+      straight: make products that are transposed next the other way round (`dtrans.transforms.products`).
 
     Returns:
       The results, and the parameters that trainers make, by name.
@@ -77,11 +80,13 @@ def write_trainer_half(
     here = {v for i in kept for v in inner.eqns[i].outvars}
     for leaf, atom in step.gradients.items():
         ready.setdefault(atom if isinstance(atom, Var) and atom in here else None, []).append(leaf)
-    at = {v: k for k, i in enumerate(kept) for v in inner.eqns[i].outvars}
-    maker: Callable[[Atom], int] = lambda a: at.get(a, len(kept)) if isinstance(a, Var) else len(kept)
+    eqns, roles = [inner.eqns[i] for i in kept], [source.roles[i] for i in kept]
+    if straight:
+        eqns, roles = straightened(eqns, roles, wanted)
+    at = {v: k for k, e in enumerate(eqns) for v in e.outvars}
+    maker: Callable[[Atom], int] = lambda a: at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns)
     outs = {n: outs_of[n] for n in (*results, *step.held)}
     ends = [(maker(a), a) for a in (*step.gradients.values(), *outs.values())]
-    eqns, roles = [inner.eqns[i] for i in kept], [source.roles[i] for i in kept]
     w: HalfWriter = _Copies(b) if writer is None else writer(eqns, roles, ends)
     for k, (eqn, role) in enumerate(zip(eqns, roles, strict=True)):
         b.role = role
@@ -90,5 +95,5 @@ def write_trainer_half(
             for leaf in ready.get(v, ()):
                 made(leaf, w.result(v, k))
     for leaf in ready.get(None, ()):  # gradients that no equation makes
-        made(leaf, w.result(step.gradients[leaf], len(kept)))
+        made(leaf, w.result(step.gradients[leaf], len(eqns)))
     return {n: w.result(a, maker(a)) for n, a in outs.items()}

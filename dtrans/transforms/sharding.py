@@ -34,7 +34,7 @@ from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.cut import GRAD, Cut, OptimizeHalf, cut
 from dtrans.errors import ConfigError
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
-from dtrans.program import DIST, FORWARD, OPTIMIZE, Program, is_communication
+from dtrans.program import BACKWARD, DIST, FORWARD, OPTIMIZE, Program, is_communication
 from dtrans.rewrite import Builder
 from dtrans.rows import analyse
 from dtrans.sharded import ShardingPlan
@@ -116,6 +116,9 @@ def sharding(
       segment_broadcast_MB: in stage 3, parameters that are read one after the other are gathered together up to this
         size. 0 gathers each by itself.
       min_slice_size: a parameter of fewer elements stays whole on every rank.
+      partition: "rows" cuts each parameter. "greedy_even" and "use_order" give whole ones to ranks, each of which alone
+        updates what it owns and holds its state, for optimizers that cannot slice; see `dtrans.transforms.owned`. That
+        is for stages 1 and 2, and without `amp`; `min_slice_size` is not looked at.
       axis_name, dp_axis_name: of the axes that ranks of a group, and groups, are on.
       reduce, merge, weight, replicated, compress, compress_scale, accumulate_steps, max_splits, nccl_comm_num,
         clip_local_norm: as for `dtrans.nccl2`. In stages 2 and 3 each of `accumulate_steps` scatters its gradients,
@@ -279,23 +282,17 @@ class _Layout:
         o = self.o
         if o.stage < 3 or o.weight is not None or o.clip_local_norm is not None or o.compress is not None:
             return {}
-        inner = step.program.jaxpr.jaxpr
-        made = {v: (e, k) for e in inner.eqns for k, v in enumerate(e.outvars)}
-        border = {id(v) for v in step.border.values()}
-        read: dict[Var, int] = {}
-        for e in inner.eqns:
-            if not any(id(v) in border for v in e.outvars):
-                for a in e.invars:
-                    if isinstance(a, Var):
-                        read[a] = read.get(a, 0) + 1
+        program, border = step.program, set(step.border.values())
+        eqns = program.jaxpr.jaxpr.eqns
+        trained = [e for e, role in zip(eqns, program.roles, strict=True) if role in (FORWARD, BACKWARD)]
+        # what reads a gradient beside its mark needs all of it
+        read = {a for e in trained if not border.intersection(e.outvars) for a in e.invars if isinstance(a, Var)}
+        read |= {a for a in program.jaxpr.jaxpr.outvars if isinstance(a, Var)}
+        made = {v for e in eqns if e.primitive.name == "scan" for v in e.outvars[e.params["num_carry"] :]}
         found: dict[Var, str] = {}
         for leaf, g in step.gradients.items():
             s = self.slices.leaves.get(leaf)
-            if s is None or s.axis == 0 or not isinstance(g, Var) or g not in made or g in found:
-                continue
-            eqn, k = made[g]
-            marked = any(g is a for e in inner.eqns if any(id(v) in border for v in e.outvars) for a in e.invars)
-            if eqn.primitive.name == "scan" and k >= eqn.params["num_carry"] and not (read.get(g) and marked):
+            if s is not None and s.axis and isinstance(g, Var) and g in made and g not in read and g not in found:
                 found[g] = leaf
         return found
 

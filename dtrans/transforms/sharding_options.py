@@ -100,12 +100,16 @@ def check_sharding(o: Any) -> None:  # any: an option may be of any type before 
     if o.partition not in PARTITIONS:
         raise ConfigError(f"partition must be one of {', '.join(PARTITIONS)}; it is {o.partition!r}")
     if o.partition != "rows":
-        others = {f"stage={o.stage}": o.stage > 1, f"amp={o.amp!r}": o.amp is not None}
+        others = {
+            f"stage={o.stage}": o.stage == 3,
+            f"amp={o.amp!r}": o.amp is not None,
+            f"accumulate_steps={o.accumulate_steps} in stage {o.stage}": o.stage > 1 and o.accumulate_steps > 1,
+        }
         for other, given in others.items():
             if given:
                 raise ConfigError(
-                    f"partition={o.partition!r} and {other}: ranks own whole leaves and their state, while gradients "
-                    "and parameters are whole on every rank; use stage=1 without amp, or partition='rows'"
+                    f"partition={o.partition!r} and {other}: ranks own whole leaves and their state, while each has "
+                    "all parameters, and all gradients of a micro-step; use partition='rows'"
                 )
 
 

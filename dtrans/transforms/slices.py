@@ -9,7 +9,7 @@ rank that had whole layers would have nothing to give to the gather of a layer).
 
   - where its update cannot be sliced (a matrix under Muon, a 0-d leaf): `dtrans.rows` says why;
   - where it is small: a slice saves bytes, and costs every rank one more part of a collective;
-  - where it is not updated, or all ranks make its gradient without hearing of each other.
+  - where no gradient updates it, or all ranks make its gradient without hearing of each other.
 
 The optimizer's state is cut as the rows of its leaf are.
 
@@ -111,6 +111,8 @@ def slices_of(step: Cut, degree: int, *, least: int, stacked: Collection[str], s
             wholes[n] = "it has no dimensions"
         elif group is not None:
             wholes[n] = group.reason or "it is updated together with one that is whole"
+        elif not t.size:
+            wholes[n] = "it has no elements"
         elif t.size < least:
             wholes[n] = f"it has {t.size} elements, fewer than {least}"
         elif n not in axes:

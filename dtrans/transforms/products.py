@@ -1,0 +1,57 @@
+"""Gradients of weights, made the way round in which they are kept.
+
+JAX makes the gradient of `x @ w` as `transpose (dot_general dy x)`. Where that is reduced next, XLA folds the transpose
+into the product, and on CPUs has no fast form for what comes out: a step of a transformer on two devices took 17 %
+longer than with `dot_general x dy`, which is the same sums of the same products.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from dtrans._jax import Atom, JaxprEqn, Literal, Var
+
+
+def straightened(
+    eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
+) -> tuple[list[JaxprEqn], list[str]]:
+    """The same equations, but for products that only a transpose reads: what it makes is made at once.
+
+    Args:
+      eqns: in order.
+      roles: of each.
+      wanted: what is read beside what these equations read.
+    """
+    read = Counter(a for e in eqns for a in e.invars if isinstance(a, Var))
+    read.update(a for a in wanted if isinstance(a, Var))
+    products = {e.outvars[0]: k for k, e in enumerate(eqns) if e.primitive.name == "dot_general"}
+    found: list[JaxprEqn | None] = list(eqns)
+    for k, eqn in enumerate(eqns):
+        if eqn.primitive.name != "transpose" or isinstance(a := eqn.invars[0], Literal):
+            continue
+        i = products.get(a)
+        if i is not None and read[a] == 1 and _swaps(eqns[i], eqn.params["permutation"]):
+            found[i], found[k] = None, _other_way_round(eqns[i], eqn)
+    kept = [(e, role) for e, role in zip(found, roles, strict=True) if e is not None]
+    return [e for e, _ in kept], [role for _, role in kept]
+
+
+def _swaps(product: JaxprEqn, permutation: Sequence[int]) -> bool:
+    """Whether a transpose of a product puts the dimensions of its second operand first, and does nothing else."""
+    p = product.params
+    contracting, batch = p["dimension_numbers"]
+    plain = p["precision"] is None or isinstance(p["precision"], tuple)  # an algorithm names its operands
+    if batch[0] or not plain or p["out_sharding"] is not None:
+        return False
+    first, second = (a.aval.ndim - len(c) for a, c in zip(product.invars, contracting, strict=True))
+    return tuple(permutation) == (*range(first, first + second), *range(first))
+
+
+def _other_way_round(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn:
+    p = product.params
+    (first, second), batch = p["dimension_numbers"]
+    params = {**p, "dimension_numbers": ((second, first), batch)}
+    if p["precision"] is not None:
+        params["precision"] = tuple(reversed(p["precision"]))
+    return product.replace(invars=product.invars[::-1], outvars=transpose.outvars, params=params)
