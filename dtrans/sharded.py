@@ -66,6 +66,19 @@ class ShardingPlan(CollectivePlan):
         groups = trainers // o.degree
         return planned(self.traced, self.startup, dataclasses.replace(o, trainers=trainers, dp_degree=groups))
 
+    def on(self, platform: str = "") -> ShardingPlan:
+        """The same plan as a job on a platform runs it: what was left open is chosen.
+
+        Args:
+          platform: "cpu", "gpu", "tpu", ..., as JAX calls it.
+        """
+        o = self.options
+        if platform != "cpu" or not o.automatic or not o.prefetch_in_loops or o.stage < 3:
+            return self
+        from dtrans.transforms.sharding import planned
+
+        return planned(self.traced, self.startup, dataclasses.replace(o, prefetch_in_loops=0))
+
     # -- cost ------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
@@ -126,14 +139,19 @@ class ShardingPlan(CollectivePlan):
     # -- running ---------------------------------------------------------------------------------
 
     def on_mesh(self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> CollectiveJob:
+        import jax
+
         from dtrans.run.sharded import MeshRanks
 
-        return MeshRanks(self, devices, donate=donate)
+        first = (jax.devices() if devices is None else devices)[:1]
+        return MeshRanks(self.on(*(d.platform for d in first)), devices, donate=donate)
 
     def on_cluster(self, *, donate: bool = True) -> CollectiveJob:
+        import jax
+
         from dtrans.run.sharded import ClusterRanks
 
-        return ClusterRanks(self, donate=donate)
+        return ClusterRanks(self.on(jax.default_backend()), donate=donate)
 
     def simulate(self) -> CollectiveJob:
         from dtrans.run.sharded import SimulatedRanks

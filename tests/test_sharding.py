@@ -168,8 +168,8 @@ def test_float32_is_that_of_one_device_to_its_precision(stage: int, way: str) ->
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("prefetch, segment", [(0, 0), (1, 0), (3, 0), (0, 1e-3), (2, 1e-3), (1, 32)])
-@pytest.mark.parametrize("model", ["uneven", "transformer", "scan"])
+@pytest.mark.parametrize("prefetch, segment", [(0, 0), (3, 0), (2, 1e-3), (1, 32)])
+@pytest.mark.parametrize("model", ["uneven", pytest.param("transformer", marks=pytest.mark.slow), "scan"])
 def test_what_is_gathered_ahead_of_time_or_together_is_the_same(model: str, prefetch: int, segment: float) -> None:
     check(model, "adamw", 4, 3, 32, True, 1, prefetch=prefetch, segment_broadcast_MB=segment)
 
@@ -223,7 +223,7 @@ def test_models_that_are_hard_to_gather(name: str, options: Any, marked: bool) -
     tree_close(trained(plan, "simulate", params, batches), alone(step, init_of(tx), params, batches), 1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("stage, degree, prefetch", [(1, 2, 1), (2, 3, 1), (3, 2, 0), (3, 6, 2)])
@@ -252,7 +252,7 @@ def test_models_that_are_hard_to_gather_elsewhere(name: str, stage: int, degree:
     ("clip, adam", "simulate"), ("lamb", "simulate"), ("lamb", "mesh"), ("adafactor", "simulate"),
     ("apply_if_finite", "simulate"),
 ])  # fmt: skip
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_what_padding_holds_changes_nothing(stage: int, optimizer: str, way: str) -> None:
     finite = lambda: optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)), 3)
     tx = (finite if optimizer == "apply_if_finite" else OPTIMIZERS[optimizer])()
@@ -430,7 +430,7 @@ def test_micro_steps_are_compressed_each(stage: int, dp_degree: int) -> None:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options", [{}, {"dp_degree": 2}, {"accumulate_steps": 2}, {"weight": "aux/count"}], ids=str)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_results_that_are_computed_from_updates_and_new_parameters(stage: int, options: Any) -> None:
     tx = MODELS["uneven"].around(optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1)))  # without a state
 
@@ -469,6 +469,7 @@ def test_parts_of_unequal_weight_and_micro_steps_are_one_batch(name: str, stage:
     got = trained(plan, "mesh", full_start(), batches)
     want = alone(full_step(), full_init, full_start(), batches)
     for made in (got, want):
+        del made[0]["seen"]  # a mean of means: of unequal parts, or one after the other
         for _, aux in made[2]:
             del aux["first"], aux["rows"]
     tree_close(got, want, 1e-12)
@@ -557,7 +558,7 @@ def test_any_optimizer(name: str) -> None:
     zoo_case(name, 3, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", [n for n in optimizer_zoo.CASES if n not in FEW])
 def test_every_optimizer(name: str) -> None:

@@ -31,7 +31,7 @@ from test_sharding import given_gradients, zoo_step
 
 import dtrans
 from dtrans._jax import equations, jaxprs_in_params
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigError, StateError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.program import is_communication
 from dtrans.transforms.bins import Bins
@@ -322,6 +322,26 @@ def test_options_do_what_they_do_to_rows(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("x64")
+def test_a_gradient_that_only_results_use() -> None:
+    """It has no owner, and is reduced as it is."""
+    params, batches = mlp_params(dtype=jnp.float64), [mlp_batch(8, dtype=jnp.float64, seed=s) for s in range(2)]
+    tx = optax.adam(0.1)
+
+    def step(p: Any, s: Any, *batch: Any) -> Any:
+        value, grads = dtrans.value_and_grad(mlp_loss)(p, *batch)
+        updates, s = tx.update({"w2": grads["w2"], "b2": grads["b2"]}, s)
+        new = optax.apply_updates({"w2": p["w2"], "b2": p["b2"]}, updates)
+        return {**p, **new}, s, value, {"norm": optax.tree.norm(grads)}
+
+    init = lambda p: (p, tx.init({"w2": p["w2"], "b2": p["b2"]}))
+    plan = plan_of_step(step, init, params, *batches[0], degree=2, partition="greedy_even", stage=2)
+    assert plan.owned is not None
+    assert set(plan.owned.owner) == {"p/w2", "p/b2"}
+    assert "p/w1 is whole on every rank: it is not updated" in plan.notes
+    tree_close(trained(plan, "simulate", params, batches), alone(step, init, params, batches), 1e-12)
+
+
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("way", ["simulate", "mesh"])
 def test_weights_and_results_that_are_made_of_gradients(way: str) -> None:
     def loss(p: Any, x: Any, y: Any, mask: Any) -> Any:
@@ -557,6 +577,18 @@ def test_what_owners_cannot(options: dict[str, Any], told: str) -> None:
 def test_a_rule_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match="partition must be one of rows, greedy_even, use_order; it is 'even'"):
         plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch(), degree=2, partition="even")
+
+
+def test_the_state_of_another_plan() -> None:
+    params, batch = mlp_params(), mlp_batch(8)
+    of = lambda degree, **options: plan_of(mlp_loss, optax.adam(0.1), params, *batch, degree=degree, **options)
+    job = job_of(of(2, partition="greedy_even"), fast=False)
+    for other, told in (
+        (of(4, partition="greedy_even"), "opt_state/bins/float32 is float32.*it is the state of another plan"),
+        (of(2), "this is not a state of this job: it has no opt_state/bins/float32"),
+    ):
+        with pytest.raises(StateError, match=told):
+            job.step(job_of(other, fast=False).init(params), *batch)
 
 
 def test_state_that_cannot_lie_beside_other_state() -> None:

@@ -47,7 +47,7 @@ class ShardedJob(CollectiveJob):
 
     def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
         for n, x in zip(self._held_names, self._held(state), strict=True):
-            wanted, s = self.plan.main.inputs.get(n), self.plan.cuts.get(n)
+            wanted, s = self.plan.main.inputs.get(n, self.plan.program.inputs.get(n)), self.plan.cuts.get(n)
             wanted = wanted if wanted is None or s is None else s.of_all(wanted)
             if wanted is not None and (x.shape, x.dtype) != (wanted.shape, wanted.dtype):
                 raise StateError(
@@ -66,7 +66,7 @@ class ShardedJob(CollectiveJob):
 
     def _whole_tree(self, spec: Any, held: Mapping[str, Any]) -> Any:
         whole = {n: self.unpadded(n, x) for n, x in held.items()}
-        if self.plan.owned is not None and held.keys() >= self.plan.owned.cuts.keys():
+        if self.plan.owned is not None:
             whole = self.plan.owned.opened(whole)
         return spec.unflatten([whole[n] for n in spec.names])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from dtrans._jax import ShapedArray
 from dtrans.errors import ConfigError
 from dtrans.transforms.slices import Sliced
+from dtrans.trees import is_under
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +196,13 @@ class Bins:
     def unpacked(self, bins: Mapping[str, Any]) -> dict[str, Any]:
         """All arrays, given the bins of all ranks."""
         return self.from_parts({Part(n, 0, t.size): bins[n] for n, t in self.types.items()})
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """A name that bins may begin with: the given one, or with underscores behind it."""
+    while any(is_under(n, [name]) for n in taken):
+        name += "_"
+    return name
 
 
 def _joined(rows: list[Any], dtype: Any) -> Any:

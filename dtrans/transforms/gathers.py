@@ -81,6 +81,7 @@ class Gathering:
       axis_name: the axis that the ranks are on.
       degree: how many there are.
       prefetch: how many windows ahead.
+      prefetch_in_loops: the same, in loops over layers.
       segment: bytes up to which leaves of neighbouring windows are gathered together.
       once: whether what is gathered is kept to its last use, in either direction.
     """
@@ -88,6 +89,7 @@ class Gathering:
     axis_name: str
     degree: int
     prefetch: int
+    prefetch_in_loops: int
     segment: float
     once: bool = False
 
@@ -410,8 +412,9 @@ class _Loop:
         roles = [b.role] * len(eqns)
         outs = [_aliased(inner.outvars[k], alias) for k in kept]
         places = [at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns) for a in outs]
-        body = Gatherer(b, eqns, roles, given, g.how, {}, list(zip(places, outs, strict=True)))
-        self.ahead = self._first_ahead(body, slices, eqn) if g.how.prefetch and not g.how.once else None
+        how = dataclasses.replace(g.how, prefetch=g.how.prefetch_in_loops)
+        body = Gatherer(b, eqns, roles, given, how, {}, list(zip(places, outs, strict=True)))
+        self.ahead = self._first_ahead(body, slices, eqn) if how.prefetch and not how.once else None
         made: dict[int, Atom] = {}
         waiting = [(place, k, a) for place, k, a in zip(places, kept, outs, strict=True) if k in cut]
         for i, e in enumerate(eqns):

@@ -29,7 +29,7 @@ from dtrans.cut import GRAD, Cut, OptimizeHalf
 from dtrans.program import DIST, FORWARD, Program
 from dtrans.rewrite import Builder
 from dtrans.rows import analyse
-from dtrans.transforms.bins import Bins, Part
+from dtrans.transforms.bins import Bins, Part, free_name
 from dtrans.transforms.halves import ready_order
 from dtrans.transforms.owner_writer import OwnerWriter, gathered, packed, written
 from dtrans.transforms.owners import loads_of, owned_leaves
@@ -37,7 +37,7 @@ from dtrans.transforms.reducer import buckets_of
 from dtrans.transforms.scatters import Kind, Scatterer
 from dtrans.transforms.sharding_options import ShardingOptions
 from dtrans.transforms.slices import Sliced, Slices
-from dtrans.trees import TreeSpec, is_under, without
+from dtrans.trees import TreeSpec, without
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +70,8 @@ class Owned:
         analysis = analyse(half, leaves)
         owner = owned_leaves(step, analysis, o.degree, o.partition)
         params, opt_state = step.program.args[:2]
-        writer = OwnerWriter(analysis, owner, o, _free(opt_state), ready_order(step))
+        root = free_name(f"{opt_state.root or 'opt_state'}/bins", opt_state.names)
+        writer = OwnerWriter(analysis, owner, o, root, ready_order(step))
         types = {n: step.program.inputs[n] for n in opt_state.names if n not in writer.state.places}
         held = TreeSpec.of({**types, **writer.state.types})
         rest = without(without(step.program.out, params), opt_state)
@@ -154,9 +155,14 @@ class Owned:
 
     @cached_property
     def opened(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """From the bins of all ranks to the arrays of state that lie in them."""
+        """From arrays, those of bins among them, to the same with what lies in the bins; without bins as they are."""
         run: Any = jax.jit(self.state.unpacked)
-        return lambda held: {**held, **run({n: held[n] for n in self.state.types})}
+
+        def opened(held: Mapping[str, Any]) -> dict[str, Any]:
+            bins = {n: x for n, x in held.items() if n in self.state.types}
+            return {**held, **(run(bins) if bins else {})}
+
+        return opened
 
 
 class _BinScatterer(Scatterer):
@@ -255,14 +261,6 @@ def _updating_what_is_read(step: Cut) -> tuple[list[str], OptimizeHalf]:
     jaxpr = b.build([*inner.outvars, *((inputs | new)[n] for n in more)])
     leaves = [n for n in step.params if n in more or n in step.optimized]
     return leaves, OptimizeHalf(jaxpr, (*half.in_names, *new), (*half.out_names, *more))
-
-
-def _free(spec: TreeSpec) -> str:
-    """What the names of bins begin with: nothing that the state has."""
-    name = f"{spec.root or 'opt_state'}/bins"
-    while any(is_under(n, [name]) for n in spec.names):
-        name += "_"
-    return name
 
 
 def _together(*specs: TreeSpec) -> TreeSpec:

@@ -34,7 +34,7 @@ from dtrans.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.rewrite import Builder, eliminate_dead, inline_calls, needed
 from dtrans.rows import RowAnalysis
 from dtrans.shards import Slicer
-from dtrans.transforms.bins import Bins
+from dtrans.transforms.bins import Bins, free_name
 from dtrans.transforms.sharding_options import ShardingOptions
 from dtrans.writer import Span
 
@@ -71,7 +71,7 @@ class OwnerWriter:
         types: dict[str, Any] = {n: v.aval for n, v in a.inputs.items()}
         # a gradient may be of another type than its leaf
         graded = {n: types[n + GRAD] for n in ready if n in owner and n + GRAD in types}
-        self.grads = Bins.of(graded, owner, ranks, "grads")
+        self.grads = Bins.of(graded, owner, ranks, free_name("grads", types))
         changed = {n: types[n] for n in owner if a.outputs[n] is not a.inputs[n]}
         self.params = Bins.of(changed, owner, ranks, "params")
         self.rank_of = {n: owner[home] for home, names in self.slicer.state_of.items() for n in names}

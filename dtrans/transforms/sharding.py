@@ -106,13 +106,15 @@ def sharding(
       dp_degree: how many such groups there are. The batch is shared by degree * dp_degree ranks.
       amp: "bf16" or "fp16": products of matrices in that type (`dtrans.transforms.amp`), parameters gathered, and
         gradients reduced, in it where products alone read them. Parameters that are updated stay as they are; each rank
-        has slices of them, in every stage. In stages 1 and 2 they are gathered once in a step.
+        has slices of them, in every stage. In stages 1 and 2 they are gathered once in a step (or micro-step).
       loss_scaling: how the loss is scaled (`dtrans.LossScaling`), or a fixed scale. For "fp16" it is dynamic by
         default: from 2^15, halved by a step in which a gradient of any rank is not finite, which changes nothing else,
         and doubled after 2,000 others. "bf16" needs none.
       fuse_grad_size_in_MB: gradients, and parameters behind an update, are moved together up to this size.
       overlap: let collectives run beside computation. Without, each begins when the one before has ended.
-      prefetch: in stage 3, how many parameters are gathered ahead of time; 1 by default, 0 without `overlap`.
+      prefetch: in stage 3, how many parameters are gathered ahead of time, the first one of the next layer in a loop;
+        1 by default, 0 without `overlap`. On CPUs, where nothing is gathered beside computation, jobs do not gather
+        ahead in loops by default: it costs the memory of a layer, and gains nothing.
       segment_broadcast_MB: in stage 3, parameters that are read one after the other are gathered together up to this
         size. 0 gathers each by itself.
       min_slice_size: a parameter of fewer elements stays whole on every rank.
@@ -178,7 +180,9 @@ def sharding(
         amp=amp,
         loss_scaling=_scaling(loss_scaling, amp),
         overlap=overlap,
-        prefetch=int(bool(overlap)) if prefetch is None else prefetch,
+        prefetch=(depth := int(bool(overlap)) if prefetch is None else prefetch),
+        prefetch_in_loops=depth,
+        automatic=prefetch is None,
         segment_broadcast_MB=segment_broadcast_MB,
         min_slice_size=min_slice_size,
         partition=partition,
@@ -268,7 +272,7 @@ class _Layout:
         if o.partition != "rows":
             owned = Owned.of(step, o)
             return cls(o, merges, owned.slices, owned.half, owned)
-        stacked = stacked_leaves(step) if o.stage == 3 else set()
+        stacked = stacked_leaves(step) if o.stage > 1 else set()
         slices = slices_of(step, o.degree, least=o.min_slice_size, stacked=stacked, sliced_in_use=o.stage == 3)
         return cls(o, merges, slices, sliced_half(slices, o.axis_name))
 
@@ -280,7 +284,7 @@ class _Layout:
     def layers(self, step: Cut) -> dict[Var, str]:
         """The gradients that loops make layer by layer, and scatter there: stacks of what is cut in each layer."""
         o = self.o
-        if o.stage < 3 or o.weight is not None or o.clip_local_norm is not None or o.compress is not None:
+        if o.stage == 1 or o.weight is not None or o.clip_local_norm is not None or o.compress is not None:
             return {}
         program, border = step.program, set(step.border.values())
         eqns = program.jaxpr.jaxpr.eqns
@@ -326,7 +330,6 @@ class _Writer:
         inner = self.source.jaxpr.jaxpr
         self.outs: dict[str, Atom] = dict(zip(self.source.out_names, inner.outvars, strict=True))
         self.vars_of = dict(zip(self.source.in_names, inner.invars, strict=True))
-        self.layers = layout.layers(step)
         self.kind = layout.kind(step)
         # reductions one after the other are one chain
         self.reducing = o if o.overlap or o.nccl_comm_num else dataclasses.replace(o, nccl_comm_num=1)
@@ -398,7 +401,7 @@ class _Writer:
         """Write forward and backward; gradients go to `made`, in stage 1 when all are there."""
         late: list[tuple[str, Atom]] = []
         tell = made if self.o.stage > 1 else lambda leaf, grad: late.append((leaf, grad))
-        writer = self._gatherer(b, step, local) if self.o.slices_params and self.leaves else None
+        writer = self._gatherer(b, step, local) if self.o.slices_params or self.layout.layers(step) else None
         found = write_trainer_half(b, step, results, tell, writer, straight=True)
         for leaf, grad in late:
             made(leaf, grad)
@@ -410,6 +413,7 @@ class _Writer:
         given = {
             vars_of[n]: Given(n, s, local[n], stacked=n in stacked and s.axis > 0 and self.o.stage == 3)
             for n, s in self.leaves.items()
+            if self.o.slices_params
         }
         o = self.o
         low = set() if o.amp is None else low_gradients(step, COMPRESSED[o.amp])
@@ -418,7 +422,7 @@ class _Writer:
             for g, n in self.layout.layers(step).items()
         }
         segment = (o.segment_broadcast_MB if o.stage == 3 else o.fuse_grad_size_in_MB) * 2**20
-        how = Gathering(o.axis_name, o.degree, o.prefetch, segment, once=o.stage < 3)
+        how = Gathering(o.axis_name, o.degree, o.prefetch, o.prefetch_in_loops, segment, once=o.stage < 3)
 
         def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Sequence[tuple[int, Atom]]) -> HalfWriter:
             return Gatherer(b, eqns, roles, given, how, layers, ends)

@@ -42,6 +42,8 @@ class ShardingOptions(Options):
     loss_scaling: LossScaling | None
     overlap: bool
     prefetch: int
+    prefetch_in_loops: int
+    automatic: bool  # whether both are as nobody said: `ShardingPlan.on` then sees where the plan is to run
     segment_broadcast_MB: float
     min_slice_size: int
     partition: str
