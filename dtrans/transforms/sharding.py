@@ -142,7 +142,7 @@ def sharding(
       >>> main, startup = dtrans.trace(step, *init(key), x), dtrans.trace(init, key)
       >>> plan = dtrans.sharding(main, startup, stage=3, degree=4, min_slice_size=0)
       >>> [op.type for op in plan.program.ops if op.role == "dist"]
-      ['all_gather', 'slice', 'reduce_scatter', 'all_reduce']
+      ['after', 'all_gather', 'slice', 'pad', 'reduce_scatter', 'div', 'all_reduce', 'div']
       >>> plan.memory()["params"], plan.program.inputs["params/w"].str_short()
       (16, 'float32[2,2]')
       >>> job = plan.simulate()
