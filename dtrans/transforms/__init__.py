@@ -19,13 +19,17 @@ replica   what each of several trainers begins with (nccl2, sharding)
 
 sharding          ranks that keep slices of state, gradients, parameters: ZeRO 1, 2 and 3
 sharding_options  what may be asked of it, and its checks
+rank              the program of a rank
 slices            what is cut, along which dimension, and what stays whole
 slice_writer      the update, on slices
 scatters          how ranks reduce gradients of which each keeps a slice
 uses, gathers     where parameters are read, and how they are gathered there (stage 3)
-prefetch          loops over layers that gather the next one ahead of time
+layers, prefetch  loops over layers: gathers in their bodies, and those of the next one ahead of time
 from_gradients    results that are computed from gradients in slices
 amp               mixed precision and loss scaling
+products          gradients of weights, made the way round in which they are kept
+owners, owned     whole leaves given to ranks, in the place of slices
+bins, owner_writer  where what a rank owns lies, and its update
 """
 
 from dtrans.transforms.geo_sgd import geo_sgd as geo_sgd

@@ -22,18 +22,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
-from dtrans.ops import after_p, all_gather_p, reduce_scatter_p
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, opened
+from dtrans.ops import after_p, all_gather_p
 from dtrans.program import DIST
 from dtrans.rewrite import Builder
+from dtrans.transforms.layers import Loop, Residual, StackOfSlices, converted
 from dtrans.transforms.prefetch import prefetched
-from dtrans.transforms.slice_writer import padded_to
 from dtrans.transforms.slices import Sliced, stacks_of
 from dtrans.transforms.uses import Uses, Window, chain_of
 
@@ -53,6 +52,10 @@ class Given:
     sliced: Sliced
     atom: Atom
     stacked: bool = False
+
+    def for_layer(self, atom: Atom) -> Given:
+        """A layer's slice."""
+        return Given(self.leaf, self.layer, atom)
 
     @property
     def layer(self) -> Sliced:
@@ -94,16 +97,6 @@ class Gathering:
     once: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class _Residual:
-    """What a forward loop would hand on of its layers: made of `leaf`, layer by layer, by `chain` from `start`."""
-
-    leaf: Var
-    start: Var
-    chain: tuple[JaxprEqn, ...]
-    out: Var
-
-
 class Gatherer:
     """Writes equations that read leaves, where there are slices of them.
 
@@ -133,7 +126,7 @@ class Gatherer:
         self.how = how
         self.scattered = scattered
         self.env: dict[Var, Atom] = {}  # what stands for values of the step that are made otherwise
-        self._residuals = self._find_residuals()
+        self.residuals = self._find_residuals()
         self.uses = Uses(eqns, roles, list(given), b.is_constant, ends, self._taken_apart, once=how.once)
         self._position = {id(e): i for i, e in enumerate(eqns)}
         self._gathered: dict[int, Atom] = {}  # by the identity of windows
@@ -142,7 +135,7 @@ class Gatherer:
         self._begun = 0  # how many windows have begun
         self._anchors: list[Var | None] = []
         self._last: Var | None = None  # what was made last that may be waited for
-        self._late: Var | None = None  # a scattered gradient, if one was made since
+        self.late: Var | None = None  # a scattered gradient, if one was made since
 
     # -- what the writer of a half calls -----------------------------------------------------------
 
@@ -152,7 +145,7 @@ class Gatherer:
         if eqn.outvars and eqn.outvars[0] in self.uses.derived:
             return
         self._gather_for(i, eqn)
-        if self._stacks(eqn) or any(v in self.scattered for v in eqn.outvars):
+        if self.stacks(eqn) or any(v in self.scattered for v in eqn.outvars):
             self._emit_loop(eqn, i)
         else:
             self.b.keep(eqn, [self.read(a, i) for a in eqn.invars])
@@ -169,6 +162,18 @@ class Gatherer:
         if key not in self._made:
             self._made[key] = self._read(atom, at)
         return self._made[key]
+
+    def inside(
+        self,
+        b: Builder,
+        eqns: Sequence[JaxprEqn],
+        roles: Sequence[str],
+        given: Mapping[Var, Given],
+        how: Gathering,
+        ends: Sequence[tuple[int, Atom]],
+    ) -> Gatherer:
+        """A writer of a body."""
+        return Gatherer(b, eqns, roles, given, how, {}, ends)
 
     def given_already(self, whole: Atom) -> None:
         """Take what the first window needs as gathered."""
@@ -205,8 +210,8 @@ class Gatherer:
             together = self._segment(self._next)
             before = self._next - self.how.prefetch
             anchor = self._anchors[max(0, before)] if self._anchors else self._last
-            if self.how.prefetch == 0 and self._late is not None:
-                anchor, self._late = self._late, None
+            if self.how.prefetch == 0 and self.late is not None:
+                anchor, self.late = self.late, None
             self._gather(together, anchor)
             self._next += len(together)
 
@@ -258,7 +263,7 @@ class Gatherer:
         """A slice in another type, made once."""
         key = (x, jnp.dtype(dtype))
         if key not in self._made:
-            self._made[key] = self.b.call(_to(jnp.dtype(dtype)), x)[0]
+            self._made[key] = self.b.call(converted(jnp.dtype(dtype)), x)[0]
         return self._made[key]
 
     # -- loops over layers -------------------------------------------------------------------------
@@ -283,7 +288,7 @@ class Gatherer:
                 found[e.outvars[0]] = e.invars[0]
         return found  # type: ignore[return-value]
 
-    def _stacks(self, eqn: JaxprEqn) -> dict[int, tuple[Var, Any]]:
+    def stacks(self, eqn: JaxprEqn) -> dict[int, tuple[Var, Any]]:
         """The operands of a loop that are stacks of slices, by position."""
         found = {}
         for k in stacks_of(eqn):
@@ -293,13 +298,13 @@ class Gatherer:
         return found
 
     def _taken_apart(self, eqn: JaxprEqn) -> Sequence[int]:
-        return [*self._stacks(eqn)]
+        return [*self.stacks(eqn)]
 
-    def _find_residuals(self) -> dict[Var, _Residual]:
+    def _find_residuals(self) -> dict[Var, Residual]:
         """What loops make of their layers alone, and only other loops read, layer by layer."""
-        found: dict[Var, _Residual] = {}
+        found: dict[Var, Residual] = {}
         for eqn in self.eqns:
-            stacks = self._stacks(eqn)
+            stacks = self.stacks(eqn)
             if not stacks:
                 continue
             body = opened(eqn.params["jaxpr"])
@@ -312,7 +317,7 @@ class Gatherer:
                 (start,) = roots
                 chain = chain_of(inner, uses.derived)  # type: ignore[arg-type]
                 if chain and not any(a in body.constvars for e in chain for a in e.invars):
-                    found[out] = _Residual(own[start], start, tuple(chain), inner)  # type: ignore[arg-type]
+                    found[out] = Residual(own[start], start, tuple(chain), inner)  # type: ignore[arg-type]
         for eqn in self.eqns:
             for k, a in enumerate(eqn.invars):
                 if isinstance(a, Var) and a in found and k not in stacks_of(eqn):
@@ -321,9 +326,9 @@ class Gatherer:
 
     def _emit_loop(self, eqn: JaxprEqn, i: int) -> None:
         """Write a loop over slices of layers."""
-        loop = _Loop(self, eqn)
-        atoms = [a if isinstance(a, _Slice) else self.read(a, i) for a in loop.operands]
-        atoms = [self._slice(a) if isinstance(a, _Slice) else a for a in atoms]
+        loop = Loop(self, eqn)
+        atoms = [a if isinstance(a, StackOfSlices) else self.read(a, i) for a in loop.operands]
+        atoms = [self._slice(a) if isinstance(a, StackOfSlices) else a for a in atoms]
         new = eqn.replace(outvars=loop.outvars, params={**eqn.params, "jaxpr": loop.body})
         if loop.ahead is not None:
             types = [a.aval for a in atoms]  # type: ignore[union-attr]
@@ -331,164 +336,8 @@ class Gatherer:
         self.b.keep(new, atoms)  # type: ignore[arg-type]
         self.env.update(loop.changed)
         if loop.changed:
-            self._late = next(iter(loop.changed.values()))
+            self.late = next(iter(loop.changed.values()))
 
-    def _slice(self, s: _Slice) -> Atom:
+    def _slice(self, s: StackOfSlices) -> Atom:
         atom = self.given[s.leaf].atom
         return atom if s.dtype == s.leaf.aval.dtype else self._cast(atom, s.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Slice:
-    """An operand of a loop: the stack of slices of a leaf."""
-
-    leaf: Var
-    dtype: Any
-
-
-class _Loop:
-    """A loop over layers, rewritten for stacks of slices.
-
-    Attributes:
-      operands: of the new loop, which are operands of the old one or stacks of slices.
-      body: of the new loop.
-      outvars: what it makes: the variables of the old one, but for what is made otherwise.
-      changed: gradients by the variable of the old loop, where what it makes now is slices.
-      ahead: where the first layer that a turn reads is gathered in the turn before: how it is gathered, and which of
-        the operands that are taken apart it is a slice of. The body is then given it, behind everything else.
-    """
-
-    def __init__(self, g: Gatherer, eqn: JaxprEqn) -> None:
-        old: ClosedJaxpr = eqn.params["jaxpr"]
-        inner, b = opened(old), Builder(eqn.params["jaxpr"])
-        b.role = g.b.role
-        carried = eqn.params["num_carry"]
-        stacks = g._stacks(eqn)
-        given: dict[Var, Given] = {}
-        prefix: list[JaxprEqn] = []
-        slices: dict[tuple[Var, Any], Var] = {}  # stacks that are operands already, to the layer in the body
-        self.operands: list[Atom | _Slice] = []
-
-        def layer(stack: Var, dtype: Any, whole: Var) -> Var:
-            """The variable of a whole layer, of which the body is given a slice."""
-            if (stack, dtype) not in slices:
-                of = g.given[stack]
-                self.operands.append(_Slice(stack, dtype))
-                given[whole] = Given(of.leaf, of.layer, b.input(of.layer.of_rank(whole.aval)))
-                slices[stack, dtype] = whole
-            return slices[stack, dtype]
-
-        later: list[tuple[Var, _Residual]] = []
-        alias: list[tuple[Var, Var]] = []
-        for k, (a, v) in enumerate(zip(eqn.invars, inner.invars, strict=True)):
-            if k in stacks:
-                known = layer(*stacks[k], v)
-                if known is not v:
-                    alias.append((v, known))
-            elif isinstance(a, Var) and a in g._residuals and k in stacks_of(eqn):
-                later.append((v, g._residuals[a]))
-            else:
-                self.operands.append(a)
-                b.invars.append(v)
-        for v, residual in later:
-            start = layer(residual.leaf, residual.start.aval.dtype, Var(residual.start.aval))
-            prefix += _renamed(residual, start, v)
-        eqns = [*prefix, *(e.replace(invars=[_aliased(a, alias) for a in e.invars]) for e in inner.eqns)]
-        at = {v: i for i, e in enumerate(eqns) for v in e.outvars}
-        cut: dict[int, Scattered] = {}  # outputs that are gradients of layers
-        self.outvars: list[Var] = []
-        self.changed: dict[Var, Var] = {}
-        kept: list[int] = []
-        for k, v in enumerate(eqn.outvars):
-            if v in g._residuals:
-                continue
-            kept.append(k)
-            if k >= carried and v in g.scattered:
-                cut[k] = g.scattered[v]
-                self.changed[v] = Var(cut[k].sliced.of_rank(v.aval))
-                self.outvars.append(self.changed[v])
-            else:
-                self.outvars.append(v)
-        roles = [b.role] * len(eqns)
-        outs = [_aliased(inner.outvars[k], alias) for k in kept]
-        places = [at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns) for a in outs]
-        how = dataclasses.replace(g.how, prefetch=g.how.prefetch_in_loops)
-        body = Gatherer(b, eqns, roles, given, how, {}, list(zip(places, outs, strict=True)))
-        self.ahead = self._first_ahead(body, slices, eqn) if how.prefetch and not how.once else None
-        made: dict[int, Atom] = {}
-        waiting = [(place, k, a) for place, k, a in zip(places, kept, outs, strict=True) if k in cut]
-        for i, e in enumerate(eqns):
-            body.emit(e)
-            for place, k, a in waiting:
-                if place == i:
-                    made[k] = self._scattered(body, body.result(a, place), cut[k], g)
-        for place, k, a in zip(places, kept, outs, strict=True):
-            if k not in made:
-                found = body.result(a, place)
-                made[k] = self._scattered(body, found, cut[k], g) if k in cut else found
-        self.body = b.build([made[k] for k in kept])
-
-    def _first_ahead(
-        self, body: Gatherer, slices: Mapping[tuple[Var, Any], Var], eqn: JaxprEqn
-    ) -> tuple[Callable[[Any], Any], int] | None:
-        """Let the body be given what its first window gathers."""
-        if not body.uses.windows:
-            return None
-        window = body.uses.windows[0]
-        of = body.given[window.leaf]
-        parts = self.operands[eqn.params["num_consts"] + eqn.params["num_carry"] :]
-        stack = next(
-            k for k, a in enumerate(parts) if isinstance(a, _Slice) and slices.get((a.leaf, a.dtype)) is window.leaf
-        )
-        whole = body.b.input(window.leaf.aval.update(dtype=jnp.dtype(window.dtype)))
-        body.given_already(whole)
-        how, s = body.how, of.sliced
-
-        def gather(x: Any) -> Any:
-            (made,) = all_gather_p.bind(
-                x.astype(window.dtype), name=of.leaf, over=(how.axis_name,), size=how.degree, axis=s.axis
-            )
-            return jax.lax.slice_in_dim(made, 0, s.size, axis=s.axis)
-
-        return gather, stack
-
-    def _scattered(self, body: Gatherer, grad: Atom, how: Scattered, g: Gatherer) -> Atom:
-        """A rank's slice of the sum of a layer's gradients."""
-        b, sliced, own = body.b, how.sliced, grad.aval.dtype
-        axis = sliced.axis - 1
-        role, b.role = b.role, DIST
-        if own != how.dtype:
-            (grad,) = b.call(_to(jnp.dtype(how.dtype)), grad)
-        (whole,) = b.call(_padded(axis, sliced.padded), grad)
-        (made,) = b.bind(reduce_scatter_p, whole, name="layers", over=(g.how.axis_name,), size=sliced.degree, axis=axis)
-        b.role = role
-        body._late = made
-        return made if own == how.dtype else b.call(_to(jnp.dtype(own)), made)[0]
-
-
-def _aliased(atom: Atom, alias: Sequence[tuple[Var, Var]]) -> Atom:
-    return next((new for old, new in alias if old is atom), atom)
-
-
-def _renamed(residual: _Residual, start: Var, out: Var) -> list[JaxprEqn]:
-    """The chain of a residual in another body, from `start` to `out`."""
-    names: dict[Var, Var] = {residual.start: start, residual.out: out}
-    made = []
-    for e in residual.chain:
-        ins = [names.get(a, a) if isinstance(a, Var) else a for a in e.invars]
-        outs = [names.setdefault(v, Var(v.aval)) for v in e.outvars]
-        made.append(e.replace(invars=ins, outvars=outs))
-    return made
-
-
-# small functions, each traced once for a type
-
-
-@functools.cache
-def _to(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: x.astype(dtype)
-
-
-@functools.cache
-def _padded(axis: int, size: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: padded_to(x, axis, size)
