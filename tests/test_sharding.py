@@ -169,7 +169,7 @@ def test_float32_is_that_of_one_device_to_its_precision(stage: int, way: str) ->
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("prefetch, segment", [(0, 0), (3, 0), (2, 1e-3), (1, 32)])
-@pytest.mark.parametrize("model", ["uneven", pytest.param("transformer", marks=pytest.mark.slow), "scan"])
+@pytest.mark.parametrize("model", ["uneven", pytest.param("transformer", marks=pytest.mark.soak), "scan"])
 def test_what_is_gathered_ahead_of_time_or_together_is_the_same(model: str, prefetch: int, segment: float) -> None:
     check(model, "adamw", 4, 3, 32, True, 1, prefetch=prefetch, segment_broadcast_MB=segment)
 
@@ -252,7 +252,7 @@ def test_models_that_are_hard_to_gather_elsewhere(name: str, stage: int, degree:
     ("clip, adam", "simulate"), ("lamb", "simulate"), ("lamb", "mesh"), ("adafactor", "simulate"),
     ("apply_if_finite", "simulate"),
 ])  # fmt: skip
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_what_padding_holds_changes_nothing(stage: int, optimizer: str, way: str) -> None:
     finite = lambda: optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)), 3)
     tx = (finite if optimizer == "apply_if_finite" else OPTIMIZERS[optimizer])()
@@ -382,7 +382,7 @@ def merge_of(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 CASES = [
-    pytest.param(name, stage, degree, dp_degree, marks=[] if stage == 3 - k % 3 else pytest.mark.slow)
+    pytest.param(name, stage, degree, dp_degree, marks=[] if stage == 3 - k % 3 else pytest.mark.soak)
     for k, name in enumerate(OPTIONS)
     for stage in (1, 2, 3)
     # sums of two numbers are rounded alike, whatever their order
@@ -430,7 +430,7 @@ def test_micro_steps_are_compressed_each(stage: int, dp_degree: int) -> None:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options", [{}, {"dp_degree": 2}, {"accumulate_steps": 2}, {"weight": "aux/count"}], ids=str)
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3])
 def test_results_that_are_computed_from_updates_and_new_parameters(stage: int, options: Any) -> None:
     tx = MODELS["uneven"].around(optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1)))  # without a state
 

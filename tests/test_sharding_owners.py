@@ -207,7 +207,7 @@ def test_gradients_in_parts_behind_each_other(name: str, degree: int, rule: str,
 @pytest.mark.parametrize(
     "model, name, degree, rule, dp_degree",
     [
-        pytest.param("transformer", "clip, muon", 2, "greedy_even", 2, marks=pytest.mark.slow),
+        pytest.param("transformer", "clip, muon", 2, "greedy_even", 2, marks=pytest.mark.soak),
         ("scan", "muon, clip", 4, "use_order", 1),
         ("uneven", "clip, lamb", 3, "greedy_even", 1),
     ],
