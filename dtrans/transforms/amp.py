@@ -171,7 +171,9 @@ class _Lower:
         return bool(jnp.issubdtype(t, jnp.floating)) and jnp.finfo(t).bits > 16
 
     def _product(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
-        if not all(jnp.issubdtype(a.aval.dtype, jnp.floating) for a in atoms):
+        numbers = all(jnp.issubdtype(a.aval.dtype, jnp.floating) for a in atoms)
+        # what adds up products of 16 bits in 32 was meant to, and so was an algorithm that somebody named
+        if not numbers or not any(map(self._is_wide, atoms)) or _names_algorithm(eqn):
             self.b.keep(eqn, atoms)
             return
         (out,) = eqn.outvars
@@ -232,6 +234,13 @@ class _Lower:
                     for v in value
                 )
         self.b.keep(eqn.replace(params={**eqn.params, **changed}), operands)
+
+
+def _names_algorithm(eqn: JaxprEqn) -> bool:
+    """Whether a product is to be carried out in a way that says what types it has."""
+    asked = eqn.params.get("precision")
+    each = asked if isinstance(asked, tuple) else (asked,)
+    return any(p is not None and not isinstance(p, jax.lax.Precision) for p in each)
 
 
 def _is_carried(eqn: JaxprEqn, k: int) -> bool:

@@ -34,7 +34,7 @@ from dtrans.rewrite import Builder
 from dtrans.transforms.layers import Loop, Residual, StackOfSlices, converted
 from dtrans.transforms.prefetch import prefetched
 from dtrans.transforms.slices import Sliced, stacks_of
-from dtrans.transforms.uses import Uses, Window, chain_of
+from dtrans.transforms.uses import Uses, Window, chain_of, is_cast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,9 @@ class Gatherer:
         self.how = how
         self.scattered = scattered
         self.env: dict[Var, Atom] = {}  # what stands for values of the step that are made otherwise
-        self.residuals = self._find_residuals()
+        # what is wanted itself is made after all
+        wanted = {a for _, a in ends if isinstance(a, Var)}
+        self.residuals = {v: r for v, r in self._find_residuals().items() if v not in wanted}
         self.uses = Uses(eqns, roles, list(given), b.is_constant, ends, self._taken_apart, once=how.once)
         self._position = {id(e): i for i, e in enumerate(eqns)}
         self._gathered: dict[int, Atom] = {}  # by the identity of windows
@@ -145,12 +147,13 @@ class Gatherer:
         if eqn.outvars and eqn.outvars[0] in self.uses.derived:
             return
         self._gather_for(i, eqn)
-        if self.stacks(eqn) or any(v in self.scattered for v in eqn.outvars):
+        of_layers = self.stacks(eqn) or any(isinstance(a, Var) and a in self.residuals for a in eqn.invars)
+        if of_layers or any(v in self.scattered for v in eqn.outvars):
             self._emit_loop(eqn, i)
         else:
             self.b.keep(eqn, [self.read(a, i) for a in eqn.invars])
         for v in eqn.outvars:
-            if v.aval.size and jnp.issubdtype(v.aval.dtype, jnp.floating) and v not in self.env:
+            if self._can_be_waited_for(v):
                 self._last = v
 
     def read(self, atom: Atom, at: int) -> Atom:
@@ -218,10 +221,14 @@ class Gatherer:
     def _anchor(self, eqn: JaxprEqn | None) -> Var | None:
         """What an equation reads beside leaves, and is there just before it."""
         for a in reversed(eqn.invars if eqn else ()):
-            ok = isinstance(a, Var) and a not in self.uses.roots and not self.b.is_constant(a) and a not in self.env
-            if ok and a.aval.size and jnp.issubdtype(a.aval.dtype, jnp.floating):
-                return a  # type: ignore[return-value]
+            if isinstance(a, Var) and a not in self.uses.roots and self._can_be_waited_for(a):
+                return a
         return self._last
+
+    def _can_be_waited_for(self, v: Var) -> bool:
+        """Whether a value of the step is there under its name, and is a number."""
+        is_made = v not in self.env and v not in self.residuals and not self.b.is_constant(v)
+        return is_made and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
     def _segment(self, start: int) -> list[Window]:
         """A window, and those behind it that are gathered with it."""
@@ -282,11 +289,12 @@ class Gatherer:
     @functools.cached_property
     def _casts(self) -> dict[Var, Var]:
         """Leaves in another type, to the leaf."""
-        found = {}
+        found: dict[Var, Var] = {}
         for e in self.eqns:
-            if e.primitive.name == "convert_element_type" and e.invars[0] in self.given:
-                found[e.outvars[0]] = e.invars[0]
-        return found  # type: ignore[return-value]
+            a = e.invars[0] if is_cast(e) else None
+            if isinstance(a, Var) and a in self.given:
+                found[e.outvars[0]] = a
+        return found
 
     def stacks(self, eqn: JaxprEqn) -> dict[int, tuple[Var, Any]]:
         """The operands of a loop that are stacks of slices, by position."""
@@ -316,7 +324,7 @@ class Gatherer:
                     continue
                 (start,) = roots
                 chain = chain_of(inner, uses.derived)  # type: ignore[arg-type]
-                if chain and not any(a in body.constvars for e in chain for a in e.invars):
+                if not any(a in body.constvars for e in chain for a in e.invars):
                     found[out] = Residual(own[start], start, tuple(chain), inner)  # type: ignore[arg-type]
         for eqn in self.eqns:
             for k, a in enumerate(eqn.invars):

@@ -91,7 +91,10 @@ class Loop:
                 b.invars.append(v)
         for v, residual in later:
             start = layer(residual.leaf, residual.start.aval.dtype, Var(residual.start.aval))
-            prefix += _renamed(residual, start, v)
+            if residual.chain:
+                prefix += _renamed(residual, start, v)
+            else:
+                alias.append((v, start))
         eqns = [*prefix, *(e.replace(invars=[_aliased(a, alias) for a in e.invars]) for e in inner.eqns)]
         at = {v: i for i, e in enumerate(eqns) for v in e.outvars}
         cut: dict[int, Scattered] = {}  # outputs that are gradients of layers

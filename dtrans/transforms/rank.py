@@ -99,6 +99,8 @@ class Layout:
         found: dict[Var, str] = {}
         for leaf, g in step.gradients.items():
             s = self.slices.leaves.get(leaf)
+            if leaf in self.unreduced:  # no sum over ranks
+                continue
             if s is not None and s.axis and isinstance(g, Var) and g in made and g not in read and g not in found:
                 found[g] = leaf
         return found
