@@ -405,7 +405,7 @@ def test_every_option_does_what_it_does_in_nccl2_mode(name: str, stage: int, deg
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("stage, dp_degree", [(2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize("stage, dp_degree", [pytest.param(2, 1, marks=pytest.mark.soak), (3, 2)])
 def test_micro_steps_are_compressed_each(stage: int, dp_degree: int) -> None:
     """What is sent is rounded once, and each sum, by at most the unit roundoff of what is added up; between groups the
     sum of all micro-steps is sent once more."""

@@ -177,7 +177,7 @@ def test_orbax_reads_the_pieces_of_processes(two: Any, two_at: Path) -> None:
             assert np.array_equal(found["params/w1"], two[k]["3 held params/w1"][: 3 - k])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_four_ranks_in_two_groups_are_one_device_and_go_on_where_two_ended(
     two: Any, two_at: Path, tmp_path: Path, alone: Any
 ) -> None:
