@@ -103,6 +103,8 @@ class CollectiveJob(abc.ABC):
       plan: what to run.
     """
 
+    whole_option = "dtrans.nccl2(replicated=(...))"  # how a user says that every trainer gets an array whole
+
     def __init__(self, plan: CollectivePlan, *, donate: bool = False) -> None:
         self._plan_for(plan, donate=donate)
 
@@ -223,7 +225,7 @@ class CollectiveJob(abc.ABC):
 
     def _shared(self, arrays: Sequence[Any]) -> list[tuple[Any, str]]:
         """How trainers share a batch. Raises BatchError where they cannot."""
-        return shared_batch(self._names, arrays, self.plan.trainers, self._whole, "dtrans.nccl2(replicated=(...))")
+        return shared_batch(self._names, arrays, self.plan.trainers, self._whole, self.whole_option)
 
     def _held(self, state: CollectiveState) -> list[Any]:
         """The arrays of a state, in the order of the program. Raises StateError for that of another job."""

@@ -23,27 +23,23 @@ from jax.sharding import NamedSharding
 from dtrans._jax import ClosedJaxpr, Literal, closed, jaxpr_as_fun
 from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.program import Program, without_addresses
-from dtrans.run.batch import shared_batch
 from dtrans.run.cluster import ClusterTrainers, own_of
 from dtrans.run.collective import CollectiveJob, CollectiveState, MeshTrainers, SimulatedTrainers
 from dtrans.run.connection import connected
 from dtrans.run.together import shared, sums, together
 from dtrans.sharded import ShardingPlan
-from dtrans.transforms.slice_writer import padded_to
+from dtrans.transforms.arrays import padded_to
 
 
 class ShardedJob(CollectiveJob):
     """What all realisers of sharding have in common."""
 
     plan: ShardingPlan
+    whole_option = "dtrans.sharding(replicated=(...))"
 
     def slice_axis(self, name: str) -> int | None:
         s = self.plan.cuts.get(name)
         return None if s is None else s.axis
-
-    def _shared(self, arrays: Sequence[Any]) -> list[tuple[Any, str]]:
-        hint = "dtrans.sharding(replicated=(...))"
-        return shared_batch(self._names, arrays, self.plan.trainers, self._whole, hint)
 
     def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
         for n, x in zip(self._held_names, self._held(state), strict=True):

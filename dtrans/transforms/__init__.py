@@ -16,6 +16,7 @@ joining   how the trainers of a job of processes start (nccl2)
 halves    shared by all: the trainer half of a step, with something to do at each gradient
 startup   shared by all: which of what init makes is which of what the step takes
 replica   what each of several trainers begins with (nccl2, sharding)
+arrays    small functions of arrays that equations are written with (nccl2, sharding)
 
 sharding          ranks that keep slices of state, gradients, parameters: ZeRO 1, 2 and 3
 sharding_options  what may be asked of it, and its checks

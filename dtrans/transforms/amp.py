@@ -27,6 +27,7 @@ from dtrans.errors import GradientError
 from dtrans.marks import SEED
 from dtrans.program import BACKWARD, FORWARD, Program
 from dtrans.rewrite import Builder, eliminate_dead, inline_calls
+from dtrans.transforms.arrays import converted, times
 from dtrans.transforms.options import COMPRESSED
 from dtrans.transforms.sharding_options import LossScaling
 from dtrans.trees import TreeSpec
@@ -94,7 +95,7 @@ def low_precision(main: Program, amp: str, scaling: LossScaling | None) -> Progr
             if scaling is None:
                 w.env[eqn.outvars[0]] = w.read(eqn.invars[0])
             elif scale is None:
-                (w.env[eqn.outvars[0]],) = b.call(_times(scaling.initial), w.read(eqn.invars[0]))
+                (w.env[eqn.outvars[0]],) = b.call(times(scaling.initial), w.read(eqn.invars[0]))
             else:
                 (w.env[eqn.outvars[0]],) = b.call(_scaled, w.read(eqn.invars[0]), scale)
             role = BACKWARD
@@ -184,7 +185,7 @@ class _Lower:
         params = {"preferred_element_type": jnp.dtype(self.dtype)}
         (made,) = self.b.copy(eqn, low, [out.aval.update(dtype=jnp.dtype(self.dtype))], **params)
         self._low[out] = made
-        self.b.call(_to(out.aval.dtype), made)
+        self.b.call(converted(out.aval.dtype), made)
         # under the old name, for those who read it, and where it was, for who asks what made it
         self.b.eqns[-1] = self.b.eqns[-1].replace(outvars=[out], source_info=eqn.source_info)
 
@@ -193,7 +194,7 @@ class _Lower:
         if atom.aval.dtype == self.dtype:
             return atom
         if isinstance(atom, Literal):
-            return self.b.call(_to(self.dtype), atom)[0]
+            return self.b.call(converted(self.dtype), atom)[0]
         if atom not in self._low:
             eqn = self._made_by.get(atom)
             if eqn is not None and eqn.primitive.name in LAYOUT and len(eqn.invars) == 1:
@@ -203,7 +204,7 @@ class _Lower:
             elif eqn is not None and _narrows(eqn, self.dtype):
                 self._low[atom] = self.read(eqn.invars[0])
             else:
-                (self._low[atom],) = self.b.call(_to(self.dtype), atom)
+                (self._low[atom],) = self.b.call(converted(self.dtype), atom)
         return self._low[atom]
 
     # -- loops and branches ----------------------------------------------------------------------
@@ -322,16 +323,6 @@ def _flat(params: dict[str, Any]) -> list[Any]:
 
 
 # small functions, each traced once for a type
-
-
-@functools.cache
-def _to(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: x.astype(dtype)
-
-
-@functools.cache
-def _times(scale: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda seed: seed * scale
 
 
 def _scaled(seed: jax.Array, scale: jax.Array) -> jax.Array:

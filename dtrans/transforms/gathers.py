@@ -31,7 +31,8 @@ from dtrans._jax import Atom, JaxprEqn, Literal, Var, opened
 from dtrans.ops import after_p, all_gather_p
 from dtrans.program import DIST
 from dtrans.rewrite import Builder
-from dtrans.transforms.layers import Loop, Residual, StackOfSlices, converted
+from dtrans.transforms.arrays import converted
+from dtrans.transforms.layers import Loop, Residual, StackOfSlices
 from dtrans.transforms.prefetch import prefetched
 from dtrans.transforms.slices import Sliced, stacks_of
 from dtrans.transforms.uses import Uses, Window, chain_of, is_cast
@@ -166,18 +167,6 @@ class Gatherer:
             self._made[key] = self._read(atom, at)
         return self._made[key]
 
-    def inside(
-        self,
-        b: Builder,
-        eqns: Sequence[JaxprEqn],
-        roles: Sequence[str],
-        given: Mapping[Var, Given],
-        how: Gathering,
-        ends: Sequence[tuple[int, Atom]],
-    ) -> Gatherer:
-        """A writer of a body."""
-        return Gatherer(b, eqns, roles, given, how, {}, ends)
-
     def given_already(self, whole: Atom) -> None:
         """Take what the first window needs as gathered."""
         self._gathered[id(self.uses.windows[0])] = whole
@@ -196,7 +185,7 @@ class Gatherer:
             return self._gathered[id(self.uses.window(atom, at))]
         eqn = self.uses.derived[atom]
         operand = eqn.invars[0]
-        if eqn.primitive.name == "convert_element_type" and operand in self.given:
+        if is_cast(eqn) and operand in self.given:
             window = self.uses.window(operand, at)  # type: ignore[arg-type]
             if window.dtype == atom.aval.dtype:
                 return self._gathered[id(window)]

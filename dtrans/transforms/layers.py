@@ -8,7 +8,6 @@ layer alone (a weight in another type): that is left out of the one, and made an
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, opened
 from dtrans.ops import all_gather_p, reduce_scatter_p
 from dtrans.program import DIST
 from dtrans.rewrite import Builder
-from dtrans.transforms.slice_writer import padded_to
+from dtrans.transforms.arrays import converted, padded
 from dtrans.transforms.slices import stacks_of
 
 
@@ -115,7 +114,7 @@ class Loop:
         outs = [_aliased(inner.outvars[k], alias) for k in kept]
         places = [at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns) for a in outs]
         how = dataclasses.replace(g.how, prefetch=g.how.prefetch_in_loops)
-        body = g.inside(b, eqns, roles, given, how, list(zip(places, outs, strict=True)))
+        body = type(g)(b, eqns, roles, given, how, {}, list(zip(places, outs, strict=True)))
         self.ahead = self._first_ahead(body, slices, eqn) if how.prefetch and not how.once else None
         made: dict[int, Atom] = {}
         waiting = [(place, k, a) for place, k, a in zip(places, kept, outs, strict=True) if k in cut]
@@ -160,7 +159,7 @@ class Loop:
         role, b.role = b.role, DIST
         if own != how.dtype:
             (grad,) = b.call(converted(jnp.dtype(how.dtype)), grad)
-        (whole,) = b.call(_padded(axis, sliced.padded), grad)
+        (whole,) = b.call(padded(axis, sliced.padded), grad)
         (made,) = b.bind(reduce_scatter_p, whole, name="layers", over=(g.how.axis_name,), size=sliced.degree, axis=axis)
         b.role = role
         body.late = made
@@ -180,17 +179,3 @@ def _renamed(residual: Residual, start: Var, out: Var) -> list[JaxprEqn]:
         outs = [names.setdefault(v, Var(v.aval)) for v in e.outvars]
         made.append(e.replace(invars=ins, outvars=outs))
     return made
-
-
-# small functions, each traced once for a type
-
-
-@functools.cache
-def converted(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """To another type."""
-    return lambda x: x.astype(dtype)
-
-
-@functools.cache
-def _padded(axis: int, size: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: padded_to(x, axis, size)

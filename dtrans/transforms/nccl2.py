@@ -36,7 +36,7 @@ from dtrans.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.rewrite import Builder, needed
 from dtrans.transforms.halves import ready_order, refuse_nested, write_trainer_half
 from dtrans.transforms.merges import check_merge, merges_of
-from dtrans.transforms.options import Options, check_options
+from dtrans.transforms.options import Options, check_names_given, check_options
 from dtrans.transforms.reducer import Reducer, buckets_of
 from dtrans.transforms.replica import fold_keys, take_inputs, write_from_gradients
 from dtrans.transforms.startup import check_programs, match_startup
@@ -123,10 +123,7 @@ def nccl2(
       ([1.0, 2.0], 11.0)
     """
     check_programs(main, startup)
-    if isinstance(replicated, str) or not isinstance(replicated, Collection):
-        raise ConfigError(f"replicated={replicated!r} must be a collection of names of batch arrays")
-    if merge is not None and not isinstance(merge, Mapping):
-        raise ConfigError(f"merge={merge!r} must say for each name what becomes of it, such as {{'aux': 'sum'}}")
+    check_names_given(replicated, merge)
     options = Options(
         trainers=trainers,
         axis_name=axis_name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -52,6 +52,14 @@ class Options:
     def over(self) -> tuple[str, ...]:
         """The names of the axes."""
         return tuple(name for name, _ in self.axes)
+
+
+def check_names_given(replicated: Any, merge: Any) -> None:
+    """Refuse what are no names, before they are taken apart."""
+    if isinstance(replicated, str) or not isinstance(replicated, Collection):
+        raise ConfigError(f"replicated={replicated!r} must be a collection of names of batch arrays")
+    if merge is not None and not isinstance(merge, Mapping):
+        raise ConfigError(f"merge={merge!r} must say for each name what becomes of it, such as {{'aux': 'sum'}}")
 
 
 def check_options(o: Any) -> None:  # any: an option may be of any type before it is checked

@@ -34,7 +34,7 @@ from dtrans.transforms.halves import ready_order
 from dtrans.transforms.owner_writer import OwnerWriter, gathered, packed, written
 from dtrans.transforms.owners import loads_of, owned_leaves
 from dtrans.transforms.reducer import buckets_of
-from dtrans.transforms.scatters import Kind, Scatterer
+from dtrans.transforms.scatters import Scatter, Scatterer
 from dtrans.transforms.sharding_options import ShardingOptions
 from dtrans.transforms.slices import Sliced, Slices
 from dtrans.trees import TreeSpec, without
@@ -239,8 +239,8 @@ def _packed_values(values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, P
     return found
 
 
-def _kind(parts: Mapping[str, Part]) -> Callable[[str], Kind]:
-    return lambda name: Kind(0 if name in parts else None)
+def _kind(parts: Mapping[str, Part]) -> Callable[[str], Scatter]:
+    return lambda name: Scatter(axis=0 if name in parts else None)
 
 
 def _updating_what_is_read(step: Cut) -> tuple[list[str], OptimizeHalf]:

@@ -1,18 +1,19 @@
-"""The step of a rank: a `Layout`, decided once, and the writer of the program.
+"""The program of a rank: what is decided once (`Layout`), and who writes the step (`RankWriter`).
 
-inputs                slices where ranks hold slices, the step's own variables elsewhere
-forward, backward     `Gatherer` where parameters are slices, or loops scatter; copies elsewhere
-gradients             `Scatterer`: in stage 1 when all are there, later as they are made
-update                the optimize half on slices, chosen or not where a loss is scaled
-parameters            gathered, in stages 1 and 2 without mixed precision
-results               merged as in nccl2 mode; those of gradients from slices
+    inputs                slices where ranks hold slices, the step's own variables elsewhere
+    forward, backward     `Gatherer` where parameters are slices, or loops scatter; copies elsewhere
+    gradients             `Scatterer`: in stage 1 when all are there, later as they are made
+    update                the optimize half on slices; taken or not, where a loss is scaled
+    parameters            gathered, in stages 1 and 2 without mixed precision
+    results               merged as in nccl2 mode; those of gradients are made of slices
+
+What each part does is in the file of its name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,15 +35,16 @@ from dtrans.transforms.amp import (
     scale_spec,
     unscaled,
 )
+from dtrans.transforms.arrays import rows_from, times, together
 from dtrans.transforms.from_gradients import GradientResults
 from dtrans.transforms.gathers import Gatherer, Gathering, Given, Scattered
 from dtrans.transforms.halves import HalfWriter, ready_order, write_trainer_half
 from dtrans.transforms.options import COMPRESSED
 from dtrans.transforms.owned import Owned
 from dtrans.transforms.replica import fold_keys, take_inputs
-from dtrans.transforms.scatters import Scatterer, kinds_of
+from dtrans.transforms.scatters import Scatter, Scatterer, kinds_of
 from dtrans.transforms.sharding_options import ShardingOptions
-from dtrans.transforms.slice_writer import rows_from, sliced_half
+from dtrans.transforms.slice_writer import sliced_half
 from dtrans.transforms.slices import Sliced, Slices, slices_of, stacked_leaves
 from dtrans.transforms.window import Window, write_accumulation
 from dtrans.trees import both, is_under
@@ -105,7 +107,7 @@ class Layout:
                 found[g] = leaf
         return found
 
-    def kind(self, step: Cut) -> Any:
+    def kind(self, step: Cut) -> Callable[[str], Scatter]:
         """In what way each gradient is reduced."""
         layers = set(self.layers(step).values())
         low = {} if self.o.amp is None else dict.fromkeys(low_gradients(step, COMPRESSED[self.o.amp]), self.o.amp)
@@ -249,7 +251,8 @@ class RankWriter:
                 found = self._half(inner, micro, results, grads.__setitem__, local)
                 return found | {n + GRAD: g for n, g in grads.items()}
             values: dict[str, Atom] = {n: micro.gradients[n] for n in ready_order(micro)}
-            scatterer = _MicroScatterer(inner, values, self.reducing, None, GRAD, self.leaves, self.layout.kind(micro))
+            one_group = dataclasses.replace(self.reducing, dp_degree=1)
+            scatterer = _MicroScatterer(inner, values, one_group, None, GRAD, self.leaves, self.layout.kind(micro))
             found = self._half(inner, micro, results, scatterer.made, local)
             scatterer.finish()
             return found | {n + GRAD: g for n, g in scatterer.means.items()}
@@ -304,7 +307,7 @@ class RankWriter:
             return self.local[leaf]
         if self._index is None:
             (self._index,) = b.bind(trainer_index_p, over=(o.axis_name,))
-        (start,) = b.call(_times(s.part), self._index)
+        (start,) = b.call(times(s.part), self._index)
         return b.call(rows_from(s.axis, s.part, s.padded), self.local[leaf], start)[0]
 
     def _gathered(self, slices: Mapping[str, Atom]) -> dict[str, Atom]:
@@ -317,7 +320,7 @@ class RankWriter:
             sent: Sequence[Atom] = [slices[n] for n in bucket]
             axis = self.leaves[bucket[0]].axis
             if before and not o.overlap:
-                sent = b.call(_after, *sent, *before)[: len(sent)]
+                sent = b.call(together, *sent, *before)[: len(sent)]
             made = before = b.bind(
                 all_gather_p, *sent, name=f"params/{i}", over=(o.axis_name,), size=o.degree, axis=axis
             )
@@ -362,14 +365,7 @@ class _MicroScatterer(Scatterer):
     adds_up = False
 
     def sums(self, bucket: Any, sent: Sequence[Atom]) -> Sequence[Atom]:
-        kind, o = self.kind(bucket.leaves[0]), self.options
-        if kind.axis is None:
-            return sent
-        inside = dataclasses.replace(o, dp_degree=1)
-        self.options, kept = inside, o
-        made = super().sums(bucket, sent)
-        self.options = kept
-        return made
+        return sent if self.scatter(bucket.leaves[0]).axis is None else super().sums(bucket, sent)
 
     def _averaged(self, total: Atom) -> Atom:
         return total
@@ -392,13 +388,3 @@ def _buckets(slices: Mapping[str, Atom], leaves: Mapping[str, Sliced], limit: fl
 
 def _picked(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(finite, new, old)
-
-
-@functools.cache
-def _times(by: int) -> Any:
-    return lambda index: index * by
-
-
-def _after(*xs: jax.Array) -> Sequence[jax.Array]:
-    made: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
-    return made

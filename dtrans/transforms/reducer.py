@@ -10,6 +10,7 @@ local steps, parameters and optimizer state are what it reduces.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +25,26 @@ from dtrans.collective import Bucket
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.program import DIST
 from dtrans.rewrite import Builder
+from dtrans.transforms.arrays import together
 from dtrans.transforms.options import COMPRESSED, REDUCED, Options
 
 
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """In what way a gradient is reduced; those of a bucket are reduced in the same.
+
+    Attributes:
+      compress: the type that it is reduced in, if that is neither its own nor that of all.
+    """
+
+    compress: str | None = None
+
+
+ALIKE = Kind()
+
+
 def buckets_of(
-    values: Mapping[str, Atom], o: Options, kind: Callable[[str], Any] = lambda leaf: None
+    values: Mapping[str, Atom], o: Options, kind: Callable[[str], Kind] = lambda leaf: ALIKE
 ) -> tuple[Bucket, ...]:
     """Values that are reduced together, in the order in which their last one is made.
 
@@ -89,9 +105,9 @@ def split_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
     return {d: math.inf if splits[d] == 1 else total[d] / (splits[d] - 1) for d in dtypes}
 
 
-def sent_type(dtype: Any, kind: Any, o: Options) -> Any:
+def sent_type(dtype: Any, kind: Kind, o: Options) -> Any:
     """The type in which gradients of a type are reduced."""
-    to = getattr(kind, "compress", None) or o.compress
+    to = kind.compress or o.compress
     return dtype if to is None else COMPRESSED[to]
 
 
@@ -116,7 +132,7 @@ class Reducer:
         o: Options,
         weight: Atom | None,
         suffix: str = "",
-        kind: Callable[[str], Any] = lambda leaf: None,
+        kind: Callable[[str], Kind] = lambda leaf: ALIKE,
     ) -> None:
         self.b = b
         self.o = o
@@ -209,14 +225,14 @@ class Reducer:
 
     def _compress(self, bucket: Bucket) -> str | None:
         """The type that a bucket is reduced in, if not its own."""
-        return getattr(self.kind(bucket.leaves[0]), "compress", None) or self.o.compress
+        return self.kind(bucket.leaves[0]).compress or self.o.compress
 
     def _chained(self, parts: list[Atom]) -> list[Atom]:
         """What is reduced next in a chain, after what was reduced last in it."""
         if self.o.nccl_comm_num is None:
             return parts
         before = self._chains.get(self._reduced % self.o.nccl_comm_num, ())
-        return self.b.call(_after, *parts, *before)[: len(parts)] if before else parts
+        return self.b.call(together, *parts, *before)[: len(parts)] if before else parts
 
     def _divides_first(self, x: Atom) -> bool:
         """Whether a sum may be too large for its type: parameters are, where gradients are not."""
@@ -298,11 +314,6 @@ def _share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
     wide = jnp.promote_types(jnp.promote_types(x.dtype, weight.dtype), jnp.float32)
     part = x * (weight.astype(wide) / total.astype(wide)).astype(x.dtype)
     return jnp.where(weight == 0, jnp.zeros_like(x), part)  # what counts for nothing may be nothing over nothing
-
-
-def _after(*xs: jax.Array) -> Sequence[jax.Array]:
-    made: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
-    return made
 
 
 @functools.cache

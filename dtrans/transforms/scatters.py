@@ -22,26 +22,24 @@ from dtrans.collective import Bucket
 from dtrans.ops import reduce_scatter_p, trainer_index_p
 from dtrans.program import DIST
 from dtrans.rewrite import Builder
-from dtrans.transforms.reducer import Reducer
+from dtrans.transforms.arrays import padded, rows_from, times
+from dtrans.transforms.reducer import Kind, Reducer
 from dtrans.transforms.sharding_options import ShardingOptions
-from dtrans.transforms.slice_writer import padded_to, rows_from
 from dtrans.transforms.slices import Sliced
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """In what way a gradient is reduced.
+class Scatter(Kind):
+    """In what way a gradient is reduced where ranks keep slices.
 
     Attributes:
       axis: the dimension that it is scattered along; None for one that stays whole.
       layers: whether it has been scattered already.
-      compress: the type that it is reduced in, if not its own.
       own: whether it is not reduced at all: every rank makes the same.
     """
 
-    axis: int | None
+    axis: int | None = None
     layers: bool = False
-    compress: str | None = None
     own: bool = False
 
 
@@ -50,7 +48,7 @@ def kinds_of(
     layers: Collection[str],
     compress: Mapping[str, str],
     unreduced: Collection[str] = (),
-) -> Callable[[str], Kind]:
+) -> Callable[[str], Scatter]:
     """The kind of each leaf's gradient.
 
     Args:
@@ -60,9 +58,9 @@ def kinds_of(
       unreduced: those that are the same on all ranks.
     """
 
-    def kind(leaf: str) -> Kind:
+    def kind(leaf: str) -> Scatter:
         axis = slices[leaf].axis if leaf in slices else None
-        return Kind(axis, leaf in layers, compress.get(leaf), leaf in unreduced)
+        return Scatter(compress.get(leaf), axis, leaf in layers, leaf in unreduced)
 
     return kind
 
@@ -80,15 +78,16 @@ class Scatterer(Reducer):
         weight: Atom | None,
         suffix: str,
         slices: Mapping[str, Sliced],
-        kind: Callable[[str], Kind],
+        kind: Callable[[str], Scatter],
     ) -> None:
         super().__init__(b, values, o, weight, suffix, kind)
+        self.scatter = kind
         self.slices = slices
         self.options = o
 
     def made(self, leaf: str, grad: Atom) -> None:
         """A gradient is there; one that all ranks make is what it would be reduced to."""
-        if not self.kind(leaf).own:
+        if not self.scatter(leaf).own:
             super().made(leaf, grad)
             return
         b, o, s = self.b, self.options, self.slices.get(leaf)
@@ -97,40 +96,30 @@ class Scatterer(Reducer):
             (index,) = b.bind(trainer_index_p, over=(o.axis_name,))
             grad = b.call(_part(s.axis, s.part, s.padded), grad, index)[0]
         if self.adds_up and o.reduce == "sum" and o.trainers > 1:
-            grad = b.call(_times(o.trainers), grad)[0]
+            grad = b.call(times(o.trainers), grad)[0]
         b.role = role
         self.means[leaf] = grad
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
         """The sums over all ranks; of a bucket of sliced leaves the rank's slice."""
-        kind, o = self.kind(bucket.leaves[0]), self.options
+        kind, o = self.scatter(bucket.leaves[0]), self.options
         if kind.axis is None:
             return super().sums(bucket, sent)
         mine: Sequence[Atom] = sent
         if not kind.layers:
             sizes = {self.slices[n].size: self.slices[n].padded for n in bucket.leaves}
-            padded = [self.b.call(_padded(kind.axis, sizes[x.aval.shape[kind.axis]]), x)[0] for x in sent]
+            parts = [self.b.call(padded(kind.axis, sizes[x.aval.shape[kind.axis]]), x)[0] for x in sent]
             over = (o.axis_name,)
-            mine = self.b.bind(reduce_scatter_p, *padded, name=bucket.name, over=over, size=o.degree, axis=kind.axis)
+            mine = self.b.bind(reduce_scatter_p, *parts, name=bucket.name, over=over, size=o.degree, axis=kind.axis)
         return self._sum(bucket.name, mine, (o.dp_axis_name,)) if o.dp_degree > 1 else mine
 
     def _compress(self, bucket: Bucket) -> str | None:
         """As ever; what has been scattered already, and is of one group, is not sent again."""
-        if self.kind(bucket.leaves[0]).layers and self.options.dp_degree == 1:
+        if self.scatter(bucket.leaves[0]).layers and self.options.dp_degree == 1:
             return None
         return super()._compress(bucket)
 
 
 @functools.cache
-def _padded(axis: int, size: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: padded_to(x, axis, size)
-
-
-@functools.cache
 def _part(axis: int, count: int, padded: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return lambda x, index: rows_from(axis, count, padded)(x, index * count)
-
-
-@functools.cache
-def _times(by: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: x * by

@@ -33,6 +33,7 @@ from dtrans.transforms.amp import low_precision
 from dtrans.transforms.halves import ready_order, refuse_nested
 from dtrans.transforms.merges import merges_of
 from dtrans.transforms.nccl2 import check_names, refuse_collectives
+from dtrans.transforms.options import check_names_given
 from dtrans.transforms.rank import Layout, rewritten
 from dtrans.transforms.reducer import buckets_of
 from dtrans.transforms.sharding_options import LossScaling, ShardingOptions, check_sharding
@@ -125,10 +126,7 @@ def sharding(
     check_programs(main, startup)
     if unknown:
         raise ConfigError(_unknown(next(iter(unknown))))
-    if isinstance(replicated, str) or not isinstance(replicated, Collection):
-        raise ConfigError(f"replicated={replicated!r} must be a collection of names of batch arrays")
-    if merge is not None and not isinstance(merge, Mapping):
-        raise ConfigError(f"merge={merge!r} must say for each name what becomes of it, such as {{'aux': 'sum'}}")
+    check_names_given(replicated, merge)
     options = ShardingOptions(
         trainers=_ranks(degree, dp_degree),
         axis_name=axis_name,
@@ -193,11 +191,6 @@ def planned(main: Program, startup: Program, options: ShardingOptions) -> Shardi
         step = plain
     else:
         step = cut(low_precision(main, options.amp, options.loss_scaling)).with_observed()
-    if options.weight is not None and options.accumulate_steps > 1 and options.stage > 1:
-        raise ConfigError(
-            f"weight={options.weight!r} and accumulate_steps={options.accumulate_steps} in stage {options.stage}: "
-            "gradients are scattered in each micro-step, before the weights of all are known; use stage 1"
-        )
     startup = match_startup(plain, startup)
     merges = merges_of(step, options)
     layout = Layout.of(step, options, merges)

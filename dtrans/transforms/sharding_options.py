@@ -78,6 +78,11 @@ def check_sharding(o: Any) -> None:  # any: an option may be of any type before 
             f"amp={o.amp!r} and compress={o.compress!r}: with amp, gradients are reduced in its type already"
         )
     _check_scaling(o)
+    if o.weight is not None and o.accumulate_steps > 1 and o.stage > 1:
+        raise ConfigError(
+            f"weight={o.weight!r} and accumulate_steps={o.accumulate_steps} in stage {o.stage}: "
+            "gradients are scattered in each micro-step, before the weights of all are known; use stage 1"
+        )
     if o.clip_local_norm is not None and o.accumulate_steps > 1 and o.stage > 1:
         raise ConfigError(
             f"clip_local_norm={o.clip_local_norm!r} and accumulate_steps={o.accumulate_steps} in stage {o.stage}: "

@@ -30,6 +30,7 @@ from dtrans.program import DIST, OPTIMIZE
 from dtrans.rewrite import Builder, eliminate_dead
 from dtrans.rows import Flow
 from dtrans.rules import Step
+from dtrans.transforms.arrays import rows_from, times
 from dtrans.transforms.slices import Sliced, Slices
 from dtrans.writer import RowWriter, Span
 
@@ -61,7 +62,7 @@ class SliceWriter(RowWriter):
         """Where the rank's rows begin, in a value that has them."""
         if row.width not in self._start:
             (index,) = self.b.bind(trainer_index_p, over=(self.axis_name,))
-            self._start[row.width] = self.b.call(_times(self.sliced.part * row.width), index)[0]
+            self._start[row.width] = self.b.call(times(self.sliced.part * row.width), index)[0]
         return self._start[row.width]
 
     def rows_of_constant(self, var: Var, row: Rows) -> Atom:
@@ -77,11 +78,7 @@ class SliceWriter(RowWriter):
     def inside(self, jaxpr: ClosedJaxpr, flow: Flow) -> RowWriter:
         return SliceWriter(jaxpr, flow, self.sliced, self.axis_name)
 
-    def without_padding(
-        self,
-        atoms: list[Atom],
-        step: Step,
-    ) -> list[Atom]:
+    def without_padding(self, atoms: list[Atom], step: Step) -> list[Atom]:
         """The operands of a reduction, with what changes nothing in the place of padding."""
         if self.sliced.padded == self.sliced.size:
             return atoms
@@ -183,31 +180,8 @@ def _levels(eqns: list[JaxprEqn], flow: Flow, leaves: Mapping[str, Sliced]) -> l
 
 
 @functools.cache
-def _times(by: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda index: index * by
-
-
-@functools.cache
 def _counted(dtype: Any, shape: tuple[int, ...], axis: int) -> Callable[[jax.Array], jax.Array]:
     return lambda start: (jax.lax.broadcasted_iota(jnp.int32, shape, axis) + start).astype(dtype)
-
-
-@functools.cache
-def rows_from(axis: int, count: int, padded: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`count` entries from a start on, of a value that is padded with zeros to `padded` entries."""
-
-    def fn(x: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(padded_to(x, axis, padded), start, count, axis)
-
-    return fn
-
-
-def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """With zeros behind, along one axis."""
-    if x.shape[axis] == size:
-        return x
-    behind = [(0, size - n if d == axis else 0, 0) for d, n in enumerate(x.shape)]
-    return jax.lax.pad(x, np.zeros((), x.dtype), behind)
 
 
 @functools.cache

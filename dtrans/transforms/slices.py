@@ -27,7 +27,10 @@ from typing import Any
 from dtrans._jax import JaxprEqn, Literal, Var
 from dtrans.cut import GRAD, Cut, spread
 from dtrans.layouts import Rows
+from dtrans.marks import mark_p
+from dtrans.program import BACKWARD, FORWARD
 from dtrans.rows import RowAnalysis, analyse
+from dtrans.transforms.uses import is_cast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,14 +160,13 @@ def _made_by_all(step: Cut) -> set[str]:
 def stacked_leaves(step: Cut) -> set[str]:
     """Leaves that only loops read, each turn one entry along the first dimension; seen through changes of type."""
     inner = step.program.jaxpr.jaxpr
-    roles = dict(zip(map(id, inner.eqns), step.program.roles, strict=True))
     leaf_of: dict[Var, str] = {
         v: n for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in step.params
     }
     scanned: set[str] = set()
     others: set[str] = set()
-    for eqn in inner.eqns:
-        if roles[id(eqn)] not in ("forward", "backward"):
+    for eqn, role in zip(inner.eqns, step.program.roles, strict=True):
+        if role not in (FORWARD, BACKWARD):
             continue
         stacks = stacks_of(eqn)
         for i, a in enumerate(eqn.invars):
@@ -173,9 +175,9 @@ def stacked_leaves(step: Cut) -> set[str]:
                 continue
             if i in stacks:
                 scanned.add(leaf)
-            elif eqn.primitive.name == "convert_element_type":
+            elif is_cast(eqn):
                 leaf_of[eqn.outvars[0]] = leaf
-            elif eqn.primitive.name != "gradient":  # a mark says whose it is, and reads nothing
+            elif eqn.primitive is not mark_p:  # a mark says whose it is, and reads nothing
                 others.add(leaf)
     return scanned - others
 

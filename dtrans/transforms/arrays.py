@@ -1,0 +1,55 @@
+"""Small functions of arrays that transforms write equations with.
+
+`Builder.call` traces each once for a type: they are cached by their arguments, so that equal ones are one function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@functools.cache
+def converted(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """To another type."""
+    return lambda x: x.astype(dtype)
+
+
+@functools.cache
+def times(by: float) -> Callable[[jax.Array], jax.Array]:
+    """Multiplied by a number."""
+    return lambda x: x * by
+
+
+def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """With zeros behind, along one axis."""
+    if x.shape[axis] == size:
+        return x
+    behind = [(0, size - n if d == axis else 0, 0) for d, n in enumerate(x.shape)]
+    return jax.lax.pad(x, np.zeros((), x.dtype), behind)
+
+
+@functools.cache
+def padded(axis: int, size: int) -> Callable[[jax.Array], jax.Array]:
+    """The same, of one operand."""
+    return lambda x: padded_to(x, axis, size)
+
+
+@functools.cache
+def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """`count` entries from a start on, of a value that is padded with zeros to `size` entries."""
+
+    def fn(x: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(padded_to(x, axis, size), start, count, axis)
+
+    return fn
+
+
+def together(*xs: jax.Array) -> Sequence[jax.Array]:
+    """All of them, once all are there."""
+    made: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
+    return made
