@@ -65,6 +65,13 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
+def x64() -> Iterator[None]:
+    """64 bits."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
 def crew(folder: Path) -> Iterator[Crew]:
     """Whose threads have ended when the test has."""
     from crew import Crew

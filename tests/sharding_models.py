@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optimizer_zoo
 from helpers import as_numpy, init_of, quick
 
 import dtrans
@@ -412,6 +413,41 @@ def mean_of_parts(loss: Any, tx: Any, ranks: int) -> Any:
         mean = lambda *xs: sum(xs[1:], start=xs[0]) / ranks
         value, grads = jax.tree.map(mean, *of)
         updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step
+
+
+# -- optimizers on gradients that are given ---------------------------------------------------------
+
+
+def given_gradients(case: Any, params: Any, degree: int, steps: int = 3) -> list[Any]:
+    """Batches of a row for each rank, which is its gradient; those of 16 bits add up exactly."""
+    exact = lambda x: jnp.round(x * 16) / 16 if x.dtype == jnp.bfloat16 else x
+    rows = lambda *xs: jnp.stack([exact(x) for x in xs])
+    of = lambda step, k: optimizer_zoo.gradients(case.trained(params), step, k)
+    return [(jax.tree.map(rows, *(of(step, k) for k in range(degree))),) for step in range(steps)]
+
+
+def inner_product(params: Any, grads: Any) -> jax.Array:
+    """A loss whose gradient by the parameters is the mean of the rows of a batch."""
+    of = lambda p, g: jnp.mean(jnp.sum((p * g).real.reshape(g.shape[0], -1), 1))
+    products = [of(p, g) for p, g in zip(*map(jax.tree.leaves, (params, grads)), strict=True)]
+    return sum(x.astype(jnp.float32) for x in products)  # type: ignore[return-value]
+
+
+def zoo_step(case: Any, ranks: int | None) -> Any:
+    """The step of a case, on gradients that are given; on one device, of the mean of those of all ranks."""
+    tx = case.make()
+
+    def step(params: Any, opt_state: Any, grads: Any) -> Any:
+        if ranks is None:
+            value, made = dtrans.value_and_grad(inner_product)(case.trained(params), grads)
+        else:
+            rows = [jax.tree.map(lambda x, k=k: x[k : k + 1], grads) for k in range(ranks)]
+            of = [jax.value_and_grad(inner_product)(case.trained(params), row) for row in rows]
+            value, made = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]) / ranks, *of)
+        updates, opt_state = tx.update(made, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
     return step

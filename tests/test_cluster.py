@@ -2,60 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import cluster_trainer as script
 import jax
 import numpy as np
+import processes
 import pytest
 from crew import HANG, Crew, Peer, Stand, free_endpoints
 from helpers import distance
+from processes import ROOT, started
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LaunchError, PeerError
 from dtrans.run.endpoints.client import LINGER
 from dtrans.run.launch import launch
 from dtrans.run.meeting import meet
-from dtrans.run.roles import Role, trainer_roles
+from dtrans.run.roles import trainer_roles
 
 
-ROOT = Path(__file__).parents[1]
 PATIENCE = 120.0  # seconds for what takes ten on an idle machine
 COMMAND = [sys.executable, script.__file__]
 # the greeting of a ZeroMQ socket that wants a password
 OTHERWISE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(52, b"\0")
-
-
-def environment(role: Role) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_"))}
-    return env | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | role.environment()
-
-
-@contextlib.contextmanager
-def started(trainers: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of a job. None outlives the block."""
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for role in trainer_roles(free_endpoints(trainers)):
-            process = subprocess.Popen(
-                [*COMMAND, *arguments],
-                env=environment(role),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            processes.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        yield processes
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -63,14 +38,7 @@ def started(trainers: int, *arguments: str) -> Iterator[list[subprocess.Popen[st
 
 def outcome(trainers: int, folder: Path, what: str = "numbers") -> list[dict[str, Any]]:
     """What each trainer of a job found."""
-    with started(trainers, what, str(folder)) as processes:
-        said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
-    assert [p.returncode for p in processes] == [0] * trainers, "\n".join(said)
-    found = []
-    for k in range(trainers):
-        with np.load(folder / f"trainer-{k}.npz") as file:
-            found.append({n: file[n] for n in file.files})
-    return found
+    return processes.outcome(trainers, folder, PATIENCE, [*COMMAND, what, str(folder)])
 
 
 @pytest.fixture(scope="module")
@@ -390,7 +358,7 @@ def test_a_trainer_that_raises_is_named_with_its_words(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("fate", ["kill", "idle"])
 def test_survivors_end_without_a_launcher(fate: str) -> None:
     """One that reduces gets an error, or is ended by JAX as one that does something else is, within the heartbeat."""
-    with started(2, "endless", fate) as (first, second):
+    with started(2, *COMMAND, "endless", fate) as (first, second):
         assert second.wait(timeout=PATIENCE) == -signal.SIGKILL
         killed = time.monotonic()
         said, _ = first.communicate(timeout=PATIENCE)
@@ -403,7 +371,7 @@ def test_survivors_end_without_a_launcher(fate: str) -> None:
 
 
 def test_a_trainer_that_changes_its_part_alone_is_told_so() -> None:
-    with started(2, "alone") as (first, second):
+    with started(2, *COMMAND, "alone") as (first, second):
         said, _ = first.communicate(timeout=PATIENCE)
         second.wait(timeout=PATIENCE)
     assert first.returncode == 1 and second.returncode != 0
@@ -444,7 +412,7 @@ def with_those_left(trainers: int, fates: dict[tuple[int, int], str]) -> tuple[A
 )
 def test_those_left_go_on_with_the_mean_of_their_own(trainers: int, fates: Any, tmp_path: Path) -> None:
     told = ",".join(f"{k}@{i}:{fate}" for (k, i), fate in fates.items())
-    with started(trainers, "survive", str(tmp_path), told) as processes:
+    with started(trainers, *COMMAND, "survive", str(tmp_path), told) as processes:
         said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
     ends = {k: {"raise": 1, "kill": -signal.SIGKILL}[fate] for (k, _), fate in fates.items()}
     assert [p.returncode for p in processes] == [ends.get(k, 0) for k in range(trainers)], "\n".join(said)

@@ -192,12 +192,6 @@ def cases(of):
     return made
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 # -- numbers ---------------------------------------------------------------------------------------
 
 

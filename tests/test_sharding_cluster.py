@@ -2,61 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import processes
 import pytest
 import sharding_trainer as script
 from cluster_trainer import flat
-from crew import free_endpoints
 from helpers import distance
 
 from dtrans import checkpoint
-from dtrans.run.roles import trainer_roles
 
 
-ROOT = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds for what takes thirty on an idle machine
-
-
-@contextlib.contextmanager
-def started(ranks: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of a job. None outlives the block."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_"))}
-    clean |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for role in trainer_roles(free_endpoints(ranks)):
-            process = subprocess.Popen(
-                [sys.executable, "-W", "error", script.__file__, *arguments],
-                env=clean | role.environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            processes.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        yield processes
 
 
 def outcome(ranks: int, folder: Path, what: str, **options: Any) -> list[dict[str, Any]]:
     """What each rank of a job found."""
-    with started(ranks, what, str(folder), *([json.dumps(options)] if options else [])) as processes:
-        said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
-    assert [p.returncode for p in processes] == [0] * ranks, "\n".join(said)
-    found = []
-    for k in range(ranks):
-        with np.load(folder / f"trainer-{k}.npz") as file:
-            found.append({n: file[n] for n in file.files})
-    return found
+    command = [sys.executable, "-W", "error", script.__file__, what, str(folder)]
+    return processes.outcome(ranks, folder, PATIENCE, [*command, *([json.dumps(options)] if options else [])])
 
 
 @pytest.fixture(scope="module")

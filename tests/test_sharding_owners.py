@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from helpers import init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_c
 from sharding_models import (
     MODELS,
     alone,
+    given_gradients,
     half_loss,
     half_params,
     job_of,
@@ -26,8 +26,8 @@ from sharding_models import (
     plan_of,
     plan_of_step,
     trained,
+    zoo_step,
 )
-from test_sharding import given_gradients, zoo_step
 
 import dtrans
 from dtrans._jax import equations, jaxprs_in_params
@@ -36,12 +36,6 @@ from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.program import is_communication
 from dtrans.transforms.bins import Bins
 from dtrans.transforms.owners import RULES, loads_of, owners_of
-
-
-@pytest.fixture
-def x64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
 
 
 # -- who owns what ---------------------------------------------------------------------------------
