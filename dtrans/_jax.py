@@ -253,3 +253,27 @@ def bulletin_board() -> Any:
     client = utils.distributed.global_state.client
     assert client is not None, "jax.distributed is not initialized"
     return client
+
+
+# -- for dtrans.summary ------------------------------------------------------------------------------
+
+
+class _KeptEffect(jax.debug.DebugEffect):
+    """The effect of an equation that does nothing, and is kept nevertheless.
+
+    `jax.debug.DebugEffect` is what `jax.debug.print` has: loops, branches, rematerialised functions and custom
+    derivatives allow it, and what `jax.checkpoint` computes once more does not have it again. JAX exports it and says
+    nothing about it (0.10.2, 0.11.0). The effect of `def_effectful_abstract_eval2` is refused under `jax.checkpoint`.
+    """
+
+    __str__ = lambda self: "Kept"
+
+
+_KEPT = frozenset({_KeptEffect()})
+
+
+def def_kept(primitive: Primitive) -> None:
+    """Make `primitive` one without results, whose equations are not removed as dead."""
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *args, **params: [])
+    primitive.def_effectful_abstract_eval(lambda *avals, **params: ([], _KEPT))

@@ -23,6 +23,7 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from dtrans._jax import Primitive, ad, batching, mlir
 from dtrans.errors import GradientError, OptimizerError
+from dtrans.forward import captures, left_as_it_is
 from dtrans.trees import combine, is_differentiable, join_path, partition
 
 
@@ -117,7 +118,10 @@ def value_and_grad(
             return made if has_aux else _as_loss(made)
 
         diffs = [diff for diff, _ in halves]
-        value, grads = jax.value_and_grad(of_differentiable, has_aux=has_aux)(diffs)
+        if captures():
+            value, grads = left_as_it_is(of_differentiable, diffs, has_aux)
+        else:
+            value, grads = jax.value_and_grad(of_differentiable, has_aux=has_aux)(diffs)
         marked = [
             tree_map_with_path(
                 lambda path, p, g: mark_p.bind(g, p, leaf=keystr(path, simple=True, separator="/")),

@@ -32,6 +32,7 @@ import numpy as np
 from dtrans import listing
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxpr_as_fun, lowered_jaxpr, scope_of
 from dtrans.errors import NotRealisedError, TraceError
+from dtrans.scopes import numbered
 from dtrans.trees import TreeSpec, as_array
 
 
@@ -345,7 +346,8 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
         return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
 
     flat = [x for spec, arg in zip(specs, args, strict=True) for x in spec.flatten(arg)]
-    jaxpr = lowered_jaxpr(on_arrays, *flat)
+    with numbered():
+        jaxpr = lowered_jaxpr(on_arrays, *flat)
     out, doubt = _result_spec(result[-1], args, roots)
 
     def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:

@@ -45,23 +45,30 @@ _INLINED = {
 }
 
 
-def _called(eqn: JaxprEqn) -> Any | None:
-    """The body of a call that may be inlined."""
+# those of them that say how they are differentiated
+_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
+
+
+def _called(eqn: JaxprEqn, rules: bool) -> Any | None:
+    """The body of a call that may be inlined; with `rules`, derivative rules are still wanted."""
     if is_plain_jit(eqn):
         return eqn.params["jaxpr"]
     key = _INLINED.get(eqn.primitive.name)
-    return None if key is None else eqn.params[key]
+    return None if key is None or (rules and eqn.primitive.name in _WITH_RULES) else eqn.params[key]
 
 
-# identities that say where a derivative begins (`dtrans.marks`)
-_PASSED = ("loss", "loss_seed")
+# identities that say where a derivative begins (`dtrans.marks`), or how a value is merged (`dtrans.collect`)
+_PASSED = ("loss", "loss_seed", "collect")
 
 
-def inline_calls(jaxpr: ClosedJaxpr, keep: Collection[str] = ()) -> ClosedJaxpr:
+def inline_calls(jaxpr: ClosedJaxpr, keep: Collection[str] = (), *, rules: bool = False) -> ClosedJaxpr:
     """Replace every call by its body, at the top level and below.
 
     Loops and branches stay, and so do identities of this package that are named in `keep`. Inlined equations keep the
     name stack they had inside the call, under that of the call; constants of bodies become constants of the whole.
+
+    Args:
+      rules: leave calls that have a derivative of their own, since this is still to be differentiated.
     """
     outer = opened(jaxpr)
     constvars, consts = list(outer.constvars), constants(jaxpr)
@@ -71,7 +78,7 @@ def inline_calls(jaxpr: ClosedJaxpr, keep: Collection[str] = ()) -> ClosedJaxpr:
     def walk(inner: Jaxpr, env: dict[Var, Atom], wrap: Callable[[JaxprEqn], JaxprEqn], top: bool) -> None:
         read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
         for eqn in inner.eqns:
-            body = _called(eqn)
+            body = _called(eqn, rules)
             if eqn.primitive.name in _PASSED and eqn.primitive.name not in keep:
                 env[eqn.outvars[0]] = read(eqn.invars[0])
                 continue

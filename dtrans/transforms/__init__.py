@@ -31,9 +31,20 @@ amp               mixed precision and loss scaling
 products          gradients of weights, made the way round in which they are kept
 owners, owned     whole leaves given to ranks, in the place of slices
 bins, owner_writer  where what a rank owns lies, and its update
+
+pipeline          stages of the loss function, and a schedule of micro-batches: EPL's Parallel
+pipeline_options  what may be asked of it, and its checks
+forward_pass      what every micro-batch goes through, before it is differentiated
+stages            which equation is of which stage
+partition, repeated  exact cuts of a row of costs; layers that repeat
+stage_programs    forward, backward and weights of a stage
+pipeline_results  what becomes of what micro-batches make
+pipeline_update   sums of gradients to new parameters, by the means of nccl2 mode and sharding
+placed            a program cut by where its inputs live (the update)
 """
 
 from dtrans.transforms.geo_sgd import geo_sgd as geo_sgd
 from dtrans.transforms.nccl2 import nccl2 as nccl2
+from dtrans.transforms.pipeline import pipeline as pipeline
 from dtrans.transforms.pserver import pserver as pserver
 from dtrans.transforms.sharding import sharding as sharding

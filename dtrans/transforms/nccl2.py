@@ -22,7 +22,7 @@ Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of Para
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from dtrans.rewrite import Builder, needed
 from dtrans.transforms.halves import ready_order, refuse_nested, write_trainer_half
 from dtrans.transforms.merges import check_merge, merges_of
 from dtrans.transforms.options import Options, check_names_given, check_options
-from dtrans.transforms.reducer import Reducer, buckets_of
+from dtrans.transforms.reducer import ALIKE, Kind, Reducer, buckets_of
 from dtrans.transforms.replica import fold_keys, take_inputs, write_from_gradients
 from dtrans.transforms.startup import check_programs, match_startup
 from dtrans.transforms.window import Window, write_accumulation, write_local_steps
@@ -236,18 +236,27 @@ def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str
     return {n: outs[n] for n in (*step.params, *step.opt_state) if merges.get(n) == "mean"}
 
 
-def rewritten(step: Cut, o: Options, merges: Mapping[str, str]) -> Program:
-    """The step with its gradients, or its state after local steps, and its results reduced over the axis."""
+def rewritten(
+    step: Cut, o: Options, merges: Mapping[str, str], kind: Callable[[str], Kind] = lambda leaf: ALIKE
+) -> Program:
+    """The step with its gradients, or its state after local steps, and its results reduced over the axis.
+
+    Args:
+      kind: in what way the gradient of a leaf is reduced, where not all are in the same.
+    """
     source = step.program
     outs: dict[str, Atom] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
     b = Builder(source.jaxpr)
     b.role = FORWARD
     keys = take_inputs(b, step, o)
     fold_keys(b, keys, o)
-    outs |= (_trained_together if o.local_sgd is None else _trained_apart)(b, step, o, merges, outs)
+    if o.local_sgd is None:
+        outs |= _trained_together(b, step, o, merges, outs, kind)
+    else:
+        outs |= _trained_apart(b, step, o, merges, outs)
 
     def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        return rewritten(cut(source.at_flat(types)).with_observed(), o, merges)
+        return rewritten(cut(source.at_flat(types)).with_observed(), o, merges, kind)
 
     return Program(
         f"trainer of {source.name}",
@@ -261,7 +270,12 @@ def rewritten(step: Cut, o: Options, merges: Mapping[str, str]) -> Program:
 
 
 def _trained_together(
-    b: Builder, step: Cut, o: Options, merges: Mapping[str, str], outs: Mapping[str, Atom]
+    b: Builder,
+    step: Cut,
+    o: Options,
+    merges: Mapping[str, str],
+    outs: Mapping[str, Atom],
+    kind: Callable[[str], Kind],
 ) -> dict[str, Atom]:
     """Write a step on reduced gradients; its outputs by name."""
     vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
@@ -269,11 +283,11 @@ def _trained_together(
     found = dict(outs)
     values = reduced_values(step, o, merges)
     if o.accumulate_steps == 1:
-        reducer = Reducer(b, values, o, outs.get(o.weight or ""), GRAD)
+        reducer = Reducer(b, values, o, outs.get(o.weight or ""), GRAD, kind)
         write_trainer_half(b, step, results, reducer.made)
     else:
         found |= write_accumulation(b, step, _window(step, o, merges), results)
-        reducer = Reducer(b, values, o, found.get(o.weight or ""), GRAD)
+        reducer = Reducer(b, values, o, found.get(o.weight or ""), GRAD, kind)
         for leaf in values:
             reducer.made(leaf, found[leaf + GRAD])
     reducer.finish()

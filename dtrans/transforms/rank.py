@@ -60,6 +60,7 @@ class Layout:
       slices: what is cut.
       half: the optimize half of a rank.
       owned: who owns which leaf, where leaves are not cut but given to ranks.
+      groups: where each leaf is, where not all are in one place (stages of a pipeline); collectives are of one group.
     """
 
     o: ShardingOptions
@@ -67,6 +68,7 @@ class Layout:
     slices: Slices
     half: OptimizeHalf
     owned: Owned | None = None
+    groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str]) -> Layout:
@@ -112,7 +114,7 @@ class Layout:
         layers = set(self.layers(step).values())
         low = {} if self.o.amp is None else dict.fromkeys(low_gradients(step, COMPRESSED[self.o.amp]), self.o.amp)
         compress = {n: to for n, to in low.items() if n not in layers}
-        return kinds_of(self.slices.leaves, layers, compress, self.unreduced)
+        return kinds_of(self.slices.leaves, layers, compress, self.unreduced, self.groups)
 
     @property
     def unreduced(self) -> Collection[str]:
@@ -199,7 +201,8 @@ class RankWriter:
     ) -> Scatterer:
         if self.layout.owned is not None:
             return self.layout.owned.reducer(b, values, self.reducing, weight)
-        kind = self.kind if not scattered else kinds_of(self.leaves, self.leaves, {}, self.layout.unreduced)
+        unreduced, groups = self.layout.unreduced, self.layout.groups
+        kind = self.kind if not scattered else kinds_of(self.leaves, self.leaves, {}, unreduced, groups)
         return Scatterer(b, values, self.reducing, weight, GRAD, self.leaves, kind)
 
     def _half(
@@ -316,7 +319,8 @@ class RankWriter:
         b.role = DIST
         found: dict[str, Atom] = {}
         before: Sequence[Atom] = ()
-        for i, bucket in enumerate(_buckets(slices, self.leaves, o.fuse_grad_size_in_MB * 2**20)):
+        limit = o.fuse_grad_size_in_MB * 2**20
+        for i, bucket in enumerate(_buckets(slices, self.leaves, limit, self.layout.groups)):
             sent: Sequence[Atom] = [slices[n] for n in bucket]
             axis = self.leaves[bucket[0]].axis
             if before and not o.overlap:
@@ -371,9 +375,11 @@ class _MicroScatterer(Scatterer):
         return total
 
 
-def _buckets(slices: Mapping[str, Atom], leaves: Mapping[str, Sliced], limit: float) -> list[list[str]]:
-    """Leaves that are gathered together, by type and dimension, up to a size."""
-    kind = lambda n: (str(slices[n].aval.dtype), leaves[n].axis)
+def _buckets(
+    slices: Mapping[str, Atom], leaves: Mapping[str, Sliced], limit: float, groups: Mapping[str, int]
+) -> list[list[str]]:
+    """Leaves that are gathered together, by place, type and dimension, up to a size."""
+    kind = lambda n: (groups.get(n, 0), str(slices[n].aval.dtype), leaves[n].axis)
     found: list[list[str]] = []
     size = 0.0
     for n in sorted(slices, key=kind):

@@ -35,9 +35,11 @@ class Kind:
 
     Attributes:
       compress: the type that it is reduced in, if that is neither its own nor that of all.
+      group: where it is made, where not all are made in one place.
     """
 
     compress: str | None = None
+    group: int = dataclasses.field(default=0, kw_only=True)
 
 
 ALIKE = Kind()

@@ -48,6 +48,7 @@ def kinds_of(
     layers: Collection[str],
     compress: Mapping[str, str],
     unreduced: Collection[str] = (),
+    groups: Mapping[str, int] | None = None,
 ) -> Callable[[str], Scatter]:
     """The kind of each leaf's gradient.
 
@@ -56,11 +57,13 @@ def kinds_of(
       layers: those whose gradients loops scatter.
       compress: the types that gradients are reduced in, where these are not their own.
       unreduced: those that are the same on all ranks.
+      groups: where each is made, where not all are made in one place.
     """
+    places = groups or {}
 
     def kind(leaf: str) -> Scatter:
         axis = slices[leaf].axis if leaf in slices else None
-        return Scatter(compress.get(leaf), axis, leaf in layers, leaf in unreduced)
+        return Scatter(compress.get(leaf), axis, leaf in layers, leaf in unreduced, group=places.get(leaf, 0))
 
     return kind
 

@@ -1,0 +1,250 @@
+"""A pipeline, running: `init` makes the first state, `step` goes from one to the next."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import closed, constants
+from dtrans.errors import StateError
+from dtrans.pipelined import PipelinePlan
+from dtrans.rewrite import eliminate_dead
+from dtrans.run.batch import batch_arrays
+from dtrans.run.pipeline.places import EACH, ROWS, SAME, Kind, OnDevices, OneDevice, Places, cut_along
+from dtrans.run.pipeline.tape import Move, Run, Tape, TapeWriter
+from dtrans.transforms.arrays import padded_to
+from dtrans.trees import TreeSpec, is_under, without
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "extra"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class PipelineState:
+    """Where a job is: a pytree of arrays by name, each on the devices of the stage that holds it.
+
+    Attributes:
+      params, opt_state: by name. What every stage has (a count of steps) is stage 0's here.
+      extra: that of the other stages, by `name@stage`.
+    """
+
+    params: dict[str, jax.Array]
+    opt_state: dict[str, jax.Array]
+    extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+class PipelineJob:
+    """A plan, running. `init` and `step` are functions of a state; the job holds what it compiled.
+
+    Args:
+      plan: what to run.
+      places: where stages are.
+      donate: whether a step may reuse the memory of the state it is given.
+    """
+
+    def __init__(self, plan: PipelinePlan, places: Places, *, donate: bool) -> None:
+        self.plan = plan
+        self.places = places
+        self.donate = donate
+        self._specs = plan.main.args[2:]
+        self._tapes: dict[Any, Tape] = {}
+
+    # -- what a user calls -----------------------------------------------------------------------
+
+    def init(self, *args: Any) -> PipelineState:
+        """The first state, from the arguments of `init`: each stage makes its own part."""
+        startup = self.plan.startup
+        flat = startup.flatten(*args)
+        found: dict[tuple[int, str], Any] = {}
+        for stage in range(self.plan.options.model_stages):
+            names = [n for n in self._names if self.plan.home(n) in (stage, None)]
+            if not names:
+                continue
+            made = self._startup(stage, names)(*(self.places.put(x, stage, SAME) for x in flat))
+            for n, x in zip(names, made, strict=True):
+                # copies: a state may be donated, and init may return one array twice
+                found[self._place(stage, n), n] = self.places.put(self._padded(n, x), stage, self._kind(n))
+        return self._state(found)
+
+    def step(self, state: PipelineState, *batch: Any) -> tuple[Any, ...]:
+        """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
+
+        Arrays of the batch are cut on dim 0, first for replicas and then for micro-batches; 0-d arrays, and those that
+        the plan has as replicated, go to every micro-batch whole. A PRNG key is folded with the numbers of both.
+
+        Raises:
+          BatchError: arrays that micro-batches and replicas do not divide.
+          StateError: not a state of this job, or one that was already stepped from, and was donated.
+        """
+        tape, env = self.ready(state, *batch)
+        self.play(tape, env)
+        return self.answer(tape, env)
+
+    def params(self, state: PipelineState) -> Any:
+        """The parameters, as the pytree that they were given in."""
+        spec = self.plan.main.args[0]
+        return spec.unflatten([self._whole(n, state.params[n]) for n in spec.names])
+
+    def opt_state(self, state: PipelineState) -> Any:
+        """The optimizer's state, as the pytree that it was given in."""
+        spec = self.plan.main.args[1]
+        return spec.unflatten([self._whole(n, state.opt_state[n]) for n in spec.names])
+
+    def scheduled(self, name: str) -> PipelineJob:
+        """A job that does the same in another order, with what this one has compiled.
+
+        Raises:
+          ConfigError: the schedule is unknown, or needs other programs: interleaved stages, a backward in two parts.
+        """
+        return PipelineJob(self.plan.scheduled(name), self.places, donate=self.donate)
+
+    # -- a step, in parts ------------------------------------------------------------------------
+
+    def ready(self, state: PipelineState, *batch: Any) -> tuple[Tape, list[Any]]:
+        """The instructions of a step, and the slots that they work on."""
+        arrays = dict(zip(self.plan.batch, batch_arrays(self._specs, batch, self.plan.main.inputs), strict=True))
+        tape = self._tape(arrays)
+        return tape, self._filled(tape, state, arrays)
+
+    def _tape(self, arrays: dict[str, Any]) -> Tape:
+        """The instructions of a step, for a batch of these arrays."""
+        key = tuple((x.shape, x.dtype) for x in arrays.values())
+        known = self._tapes.get(key)
+        if known is None:
+            types = {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in self.plan.main.inputs.items()}
+            given = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
+            programs = self.plan.at([*{**types, **given}.values()])
+            known = self._tapes[key] = TapeWriter(self.plan, programs, self.places, given, donate=self.donate).tape()
+        return known
+
+    def _filled(self, tape: Tape, state: PipelineState, arrays: dict[str, Any]) -> list[Any]:
+        """The slots of a step, with what it begins with."""
+        env: list[Any] = [None] * tape.size
+        for slot, x in tape.fixed.items():
+            env[slot] = x
+        held = self._held(state)
+        for (place, n), slot in tape.given.items():
+            if n in arrays:
+                env[slot] = self.places.put(arrays[n], place, self._batch_kind(n, arrays[n]))
+            else:
+                env[slot] = held[place, n]
+        return env
+
+    def play(self, tape: Tape, env: list[Any], look: Callable[[Run | Move], None] | None = None) -> None:
+        """Carry out all instructions; `look` is called after each."""
+        put = self.places.put
+        for ins, empty in tape.instructions:
+            if isinstance(ins, Move):
+                env[ins.target] = put(env[ins.source], ins.stage, ins.kind)
+            else:
+                for slot, x in zip(ins.makes, ins.fn(*[env[i] for i in ins.reads]), strict=True):
+                    env[slot] = x
+            if look is not None:
+                look(ins)
+            for slot in empty:
+                env[slot] = None
+
+    def answer(self, tape: Tape, env: list[Any]) -> tuple[Any, ...]:
+        """The new state, and what the step returns beside it."""
+        new = self._state({key: env[slot] for key, slot in tape.state.items()})
+        values = {n: self._result(n, env[slot], kind) for n, (slot, kind) in tape.results.items()}
+        tree = self._rest.unflatten([values[n] for n in self._rest.names])
+        return (new, *(tree if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)))
+
+    def _result(self, name: str, x: Any, kind: Kind) -> Any:
+        """A result as the user gets it: of what replicas have for themselves, all rows, all values, or the first."""
+        if kind != EACH:
+            return x
+        way = self.plan.merges[name]
+        if way == "concat":
+            return x.reshape(-1, *x.shape[2:])
+        return x.reshape(-1, *x.shape[1:]) if way == "each" else x[0]
+
+    # -- state -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return (*self.plan.main.args[0].names, *self.plan.main.args[1].names)
+
+    @cached_property
+    def _rest(self) -> TreeSpec:
+        """What the step returns beside its state."""
+        main = self.plan.main
+        return without(without(main.out, main.args[0]), main.args[1])
+
+    def _place(self, stage: int, name: str) -> int:
+        return self.plan.device_of(stage) if name in self.plan.homes else stage
+
+    def _kind(self, name: str) -> Kind:
+        axis = self.plan.update.slice_axis(name) if self.places.replicas > 1 else None
+        return SAME if axis is None else cut_along(axis)
+
+    def _batch_kind(self, name: str, x: Any) -> Kind:
+        split = bool(x.shape) and not is_under(name, self.plan.options.replicated)
+        return ROWS if split and self.places.replicas > 1 else SAME
+
+    def _startup(self, stage: int, names: Sequence[str]) -> Callable[..., Any]:
+        """What makes a stage's part of the first state."""
+        startup = self.plan.startup
+        outs = dict(zip(startup.out_names, startup.jaxpr.jaxpr.outvars, strict=True))
+        inner = startup.jaxpr.jaxpr
+        wanted = [outs[n] for n in names]
+        part = closed(inner.constvars, constants(startup.jaxpr), inner.invars, wanted, inner.eqns, startup.jaxpr)
+        return self.places.startup(eliminate_dead(part), stage)
+
+    def _state(self, found: dict[tuple[int, str], Any]) -> PipelineState:
+        params = {n: found[self._first(n), n] for n in self.plan.main.args[0].names}
+        opt_state = {n: found[self._first(n), n] for n in self.plan.main.args[1].names}
+        extra = {f"{n}@{place}": x for (place, n), x in found.items() if place != self._first(n)}
+        return PipelineState(params, opt_state, extra)
+
+    def _held(self, state: PipelineState) -> dict[tuple[int, str], Any]:
+        """The arrays of a state by place. Raises StateError for that of another job."""
+        if not isinstance(state, PipelineState):
+            raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
+        held: dict[tuple[int, str], Any] = {}
+        try:
+            for n in self._names:
+                of = state.params if n in self.plan.homes else state.opt_state
+                held[self._first(n), n] = of[n]
+                if self.plan.home(n) is None:
+                    held |= {(k, n): state.extra[f"{n}@{k}"] for k in range(1, self.plan.options.model_stages)}
+        except KeyError as e:
+            raise StateError(f"this is not a state of this job: it has no {e.args[0]}") from e
+        for (_, n), x in held.items():
+            if isinstance(x, jax.Array) and x.is_deleted():
+                raise StateError(
+                    f"this state was already stepped from, and {n} in it was donated to that step; "
+                    "use the state that step returned, or a job with donate=False"
+                )
+        return held
+
+    def _first(self, name: str) -> int:
+        home = self.plan.home(name)
+        return 0 if home is None else self._place(home, name)
+
+    def _padded(self, name: str, x: jax.Array) -> jax.Array:
+        """A copy of an array of the state, padded where replicas have slices of one size."""
+        s = None if self.plan.update.layout is None else self.plan.update.layout.cuts.get(name)
+        return jnp.copy(x) if s is None else padded_to(jnp.copy(x), s.axis, s.padded)
+
+    def _whole(self, name: str, x: Any) -> Any:
+        """An array of the state without what it was padded with."""
+        shape = self.plan.main.inputs[name].shape
+        return x if x.shape == shape else x[tuple(slice(0, n) for n in shape)]
+
+
+def on_mesh(plan: PipelinePlan, devices: Sequence[jax.Device] | None, *, donate: bool) -> PipelineJob:
+    """A job on devices of this process."""
+    o = plan.options
+    cluster = plan.cluster if devices is None else dataclasses.replace(plan.cluster, devices=tuple(devices))
+    grids = cluster.virtual_devices([1] * o.num_stages, o.replicas)
+    return PipelineJob(plan, OnDevices([[row[0] for row in grid] for grid in grids]), donate=donate)
+
+
+def simulated(plan: PipelinePlan) -> PipelineJob:
+    """A job on one device."""
+    return PipelineJob(plan, OneDevice(plan.options.replicas), donate=False)

@@ -1,0 +1,250 @@
+"""pipeline: one training step becomes the programs of stages, and a schedule for them.
+
+capture    the loss function, before it is differentiated               dtrans.forward
+lay out    what every micro-batch goes through, as one list              forward_pass
+plan       which equation is of which stage                              stages
+cut        forward, backward (and weights) of each stage                 stage_programs
+schedule   what each stage does when                                     dtrans.schedules
+results    merged over micro-batches and replicas                        pipeline_results
+update     gradients to new parameters, each where it lives              pipeline_update, placed
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dtrans.cut import Cut, cut
+from dtrans.errors import BatchError, ConfigError
+from dtrans.forward import captured
+from dtrans.pipelined import PipelinePlan, StepPrograms
+from dtrans.program import Program
+from dtrans.schedules import schedule as schedule_of
+from dtrans.transforms.forward_pass import forward_pass
+from dtrans.transforms.merges import merges_of
+from dtrans.transforms.nccl2 import check_names, refuse_collectives
+from dtrans.transforms.options import check_names_given
+from dtrans.transforms.pipeline_options import PipelineOptions, check_pipeline
+from dtrans.transforms.pipeline_results import check_state, results_program
+from dtrans.transforms.pipeline_update import update_of
+from dtrans.transforms.stage_programs import StageCutter, sums_of
+from dtrans.transforms.stages import BYTES_COST, stages_of
+from dtrans.transforms.startup import check_programs, match_startup
+from dtrans.trees import is_under
+from dtrans.virtual import Cluster
+
+
+def pipeline(
+    main: Program,
+    startup: Program,
+    *,
+    num_stages: int,
+    num_micro_batch: int = 1,
+    schedule: str = "PreferBackward",
+    chunks: int = 1,
+    replicas: int = 1,
+    policy: str | None = None,
+    bytes_cost: float = BYTES_COST,
+    cluster: Cluster | None = None,
+    reduce: str = "mean",
+    merge: Mapping[str, str] | None = None,
+    replicated: Collection[str] = (),
+    fuse_grad_size_in_MB: float = 32.0,
+    max_splits: int | None = None,
+    compress: str | None = None,
+    compress_scale: float = 1.0,
+    clip_local_norm: float | None = None,
+    nccl_comm_num: int | None = None,
+    sharding_stage: int = 0,
+    min_slice_size: int = 1024,
+    **unknown: Any,
+) -> PipelinePlan:
+    """Plan a pipeline: stages of the loss function on devices of their own, micro-batches that go through them.
+
+    The step must take its gradients with `dtrans.value_and_grad` (or be made by `dtrans.make_train_step`): the loss is
+    cut before it is differentiated. Numbers are those of the step on the whole batch, whose loss is a mean over rows.
+
+    Args:
+      main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
+      startup: the traced init, -> (params, opt_state).
+      num_stages: how many devices a replica has, each with a stage (or `chunks` of them).
+      num_micro_batch: how many parts a replica cuts its part of the batch into. Parameters are updated once, after all.
+      schedule: what each device does when: "PreferForward" (all forwards, then all backwards), "PreferBackward" (1F1B),
+        "PreferBackwardOptimizer" (one micro-batch more under way, which hides transfers), "Interleaved" (several stages
+        on each device), "ZeroBubble" (gradients of weights fill the gaps). See `dtrans.schedules`.
+      chunks: stages on each device, for "Interleaved".
+      replicas: how many copies of the pipeline share the batch. Those of a stage reduce their gradients.
+      policy: how stages are found: "BALANCE_FLOPS" (the slowest is as fast as can be), "REPEATED_LAYERS" (whole
+        layers), "BALANCE_OP_NUM", or "HEURISTIC" (whole layers where that is nearly as fast). Scopes in the model
+        (`dtrans.replicate`) say it by themselves.
+      bytes_cost: operations that a device does in the time in which a byte goes to the next: see `BYTES_COST`.
+      cluster: how stages and replicas are laid out over devices.
+      reduce: what becomes of gradients and losses of micro-batches and replicas: "mean" or "sum".
+      merge, replicated: as in `dtrans.nccl2`. Batch statistics are made by each micro-batch of those before the step.
+      fuse_grad_size_in_MB, max_splits, compress, compress_scale, clip_local_norm, nccl_comm_num: as in `dtrans.nccl2`,
+        for the replicas of a stage. A clip in the optimizer is of the reduced gradients (EPL's `clip_after_allreduce`).
+      sharding_stage: 1 or 2: replicas of a stage keep slices of its optimizer state; 2: of its gradients too, which are
+        then reduced for each micro-batch.
+      min_slice_size: leaves of fewer elements are not sliced.
+
+    Raises:
+      ConfigError: an option that is out of range or unknown, more stages than equations, scopes that contradict.
+      BatchError: a batch that micro-batches and replicas do not divide.
+      GradientError: gradients that were not taken with `dtrans.value_and_grad`, or in a loop.
+      TraceError: `startup` does not make what `main` takes.
+
+    Source: `Parallel` of EPL (epl/parallel/parallel.py), its schedulers (epl/strategies/scheduler.py) and its planner
+      (epl/parallel/planner.py). GPipe (arXiv 1811.06965), PipeDream's 1F1B (arXiv 1806.03377).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> def loss(params, x):
+      ...     for w in params["layers"]:
+      ...         x = jnp.tanh(x @ w)
+      ...     return jnp.mean(x**2)
+      >>> init = lambda key: (p := {"layers": [jnp.eye(64)] * 4}, tx.init(p))
+      >>> key, x = jax.random.key(0), jnp.ones((8, 64))
+      >>> main = dtrans.trace(dtrans.make_train_step(loss, tx), *init(key), x)
+      >>> plan = dtrans.pipeline(main, dtrans.trace(init, key), num_stages=2, num_micro_batch=4)
+      >>> [s.params for s in plan.stages], plan.schedule.bubble
+      ([('params/layers/0', 'params/layers/1'), ('params/layers/2', 'params/layers/3')], Fraction(1, 5))
+      >>> job = plan.simulate()
+      >>> state, loss = job.step(job.init(key), x)
+      >>> bool(jnp.allclose(loss, jnp.tanh(jnp.tanh(jnp.tanh(jnp.tanh(1.0)))) ** 2))
+      True
+    """
+    check_programs(main, startup)
+    if unknown:
+        raise ConfigError(_unknown(next(iter(unknown))))
+    check_names_given(replicated, merge)
+    options = PipelineOptions(
+        num_stages=num_stages,
+        num_micro_batch=num_micro_batch,
+        schedule=schedule,
+        chunks=chunks,
+        replicas=replicas,
+        policy=policy,
+        bytes_cost=bytes_cost,
+        reduce=reduce,
+        merge=dict(merge or {}),
+        replicated=tuple(replicated),
+        fuse_grad_size_in_MB=fuse_grad_size_in_MB,
+        max_splits=max_splits,
+        compress=compress,
+        compress_scale=compress_scale,
+        clip_local_norm=clip_local_norm,
+        nccl_comm_num=nccl_comm_num,
+        sharding_stage=sharding_stage,
+        min_slice_size=min_slice_size,
+    )
+    return planned(main, startup, options, cluster)
+
+
+def _unknown(name: str) -> str:
+    known = [p.name for p in inspect.signature(pipeline).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    close = difflib.get_close_matches(name, known, 1)
+    return f"{name} is no option of pipeline" + (f"; did you mean {close[0]}?" if close else f": {', '.join(known)}")
+
+
+def planned(main: Program, startup: Program, o: PipelineOptions, cluster: Cluster | None = None) -> PipelinePlan:
+    """What `pipeline` plans with these options."""
+    check_pipeline(o)
+    timetable = schedule_of(
+        o.schedule, o.num_stages, o.num_micro_batch, **({"chunks": o.chunks} if o.chunks > 1 else {})
+    )
+    refuse_collectives(main)
+    plain = cut(main)
+    whole = captured(main)
+    step = of_micro_batch(whole, plain.batch, o, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()])
+    check_names(step, o.of_parts)
+    startup = match_startup(plain, startup)
+    merges = merges_of(step, o.of_parts)
+    check_state(merges, step.params, o)
+    forward = forward_pass(step)
+    found = stages_of(
+        forward.jaxpr, o.model_stages, policy=o.policy, bytes_cost=o.bytes_cost, batch=forward.of_micro_batches
+    )
+    programs = _programs(step, found, merges, o)
+    homes, users = _homes(programs, step)
+    types = step.program.inputs
+    return PipelinePlan(
+        main=plain.program,
+        startup=startup,
+        captured=whole,
+        options=o,
+        schedule=timetable,
+        stage_of=tuple(found),
+        programs=programs,
+        update=update_of(step, sums_of(programs.stages, types), homes, users, o),
+        merges=merges,
+        homes=homes,
+        users=users,
+        dropped=step.dropped,
+        cluster=cluster or Cluster(),
+    )
+
+
+def of_micro_batch(
+    whole: Program, batch: Sequence[str], o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
+) -> Cut:
+    """The captured step for a micro-batch of a replica, cut.
+
+    Args:
+      types: of the inputs, with the whole batch.
+
+    Raises:
+      BatchError: rows that micro-batches and replicas do not divide.
+    """
+    given = []
+    for n, t in zip(whole.in_names, types, strict=True):
+        shape = t.shape
+        if n in batch and shape and not is_under(n, o.replicated):
+            if shape[0] % o.parts:
+                raise BatchError(
+                    f"{n} has {shape[0]} rows, which {o.num_micro_batch} micro-batches of {o.replicas} replicas do not "
+                    f"divide: give batches of a multiple of {o.parts}"
+                )
+            shape = (shape[0] // o.parts, *shape[1:])
+        given.append(jax.ShapeDtypeStruct(shape, t.dtype))
+    return cut(whole.at_flat(given)).with_observed()
+
+
+def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
+    """The programs of a plan for a batch of other types: the same stages.
+
+    Raises:
+      BatchError: rows that cannot be shared, or a loss function that has other equations for such a batch.
+    """
+    step = of_micro_batch(plan.captured, plan.batch, plan.options, types)
+    forward = forward_pass(step)
+    if len(forward.eqns) != len(plan.stage_of):
+        raise BatchError(
+            f"{plan.main.name} has {len(forward.eqns)} equations for a batch of these shapes, and "
+            f"{len(plan.stage_of)} for the one that it was planned for: plan it for this batch"
+        )
+    return _programs(step, plan.stage_of, plan.merges, plan.options)
+
+
+def _programs(step: Cut, stage_of: Sequence[int], merges: Mapping[str, str], o: PipelineOptions) -> StepPrograms:
+    forward = forward_pass(step)
+    stages = StageCutter(forward, stage_of, split_backward=o.splits_backward).stages()
+    results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
+    return StepPrograms(stages, results)
+
+
+def _homes(programs: StepPrograms, step: Cut) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """The stage that holds each parameter, and the stages that make gradients of each.
+
+    It is the first stage that makes its gradient, or reads it; what none reads is in the first.
+    """
+    homes: dict[str, int] = {}
+    users = {n: tuple(s.index for s in programs.stages if n in s.leaves) for n in step.params}
+    for n in step.params:
+        readers = [s.index for s in programs.stages if n in s.params or n in s.results]
+        homes[n] = (*users[n], *readers, 0)[0]
+    return homes, {n: s for n, s in users.items() if s}
