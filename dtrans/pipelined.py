@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from dtrans.program import Program
     from dtrans.run.pipeline import PipelineJob
+    from dtrans.summary import Summary
     from dtrans.transforms.pipeline_options import PipelineOptions
     from dtrans.transforms.pipeline_update import Update
     from dtrans.transforms.stage_programs import StagePrograms
@@ -76,6 +77,8 @@ class PipelinePlan:
       users: the stages that make gradients of a parameter.
       dropped: effects of the step that are not carried out, such as printing the optimizer's state.
       cluster: how stages and replicas are laid out over devices.
+      summaries: what the step shows: see `dtrans.summary`.
+      collected: result, or summary, to the collection that it is in: see `dtrans.collect`.
       known: programs for other batches, once they were asked for.
     """
 
@@ -92,6 +95,8 @@ class PipelinePlan:
     users: Mapping[str, tuple[int, ...]]
     dropped: tuple[str, ...]
     cluster: Cluster
+    summaries: tuple[Summary, ...] = ()
+    collected: Mapping[str, str] = dataclasses.field(default_factory=dict)
     known: dict[Any, StepPrograms] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -225,6 +230,19 @@ class PipelinePlan:
         from dtrans.run.pipeline import on_mesh
 
         return on_mesh(self, devices, donate=donate)
+
+    def on_cluster(self, *, donate: bool = True) -> PipelineJob:
+        """Run this process's stages, in a job of processes; see `dtrans.run.pipeline.cluster`.
+
+        `dtrans.connect()` comes first. All processes call this, then `init` with the same arguments, and `step` with
+        the same, whole batches.
+
+        Raises:
+          ConfigError: not connected, or to a number of processes that does not divide the stages.
+        """
+        from dtrans.run.pipeline.cluster import ProcessJob
+
+        return ProcessJob(self, donate=donate)
 
     def simulate(self) -> PipelineJob:
         """Run all stages and replicas on one device, with `jax.vmap` in the place of replicas."""

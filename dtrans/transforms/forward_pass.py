@@ -14,12 +14,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
-from dtrans.collect import COLLECT
+from dtrans.collect import COLLECT, collected
 from dtrans.cut import Cut, spread
 from dtrans.errors import GradientError
 from dtrans.forward import loss_of, operands_of, value_and_grad_p
 from dtrans.marks import mark_p
 from dtrans.rewrite import Builder, inline_calls, needed
+from dtrans.summary import Summary, summaries, summary_p
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,7 +34,10 @@ class ForwardPass:
       given: each input of `jaxpr`, to the value of the step that it is: an input, or made by the prelude.
       prelude: equations of the step that make what inputs are given.
       loss: the value whose derivative is taken.
-      results: the results of the step that are made here, and state that is (batch statistics), by name.
+      results: the results of the step that are made here, state that is (batch statistics), and summaries, by name.
+      summaries: what the step shows (`dtrans.summary`); the values are results, by `summary_name`.
+      collected: result, or summary, to the collection that it is in (`dtrans.collect`).
+      dropped: effects that no stage can carry out, since they look at gradients.
     """
 
     step: Cut
@@ -43,6 +47,9 @@ class ForwardPass:
     prelude: ClosedJaxpr
     loss: Atom
     results: Mapping[str, Atom]
+    summaries: Sequence[Summary]
+    collected: Mapping[str, str]
+    dropped: tuple[str, ...]
 
     @property
     def eqns(self) -> Sequence[JaxprEqn]:
@@ -95,11 +102,15 @@ def forward_pass(step: Cut) -> ForwardPass:
     outs = dict(zip(source.out_names, inner.outvars, strict=True))
     made_here = [n for n in step.held if outs[n] is not dict(zip(source.in_names, inner.invars, strict=True))[n]]
     names = [n for n in (*step.results, *made_here) if n not in step.from_gradients]
+    count = len(opened(eqn.params["jaxpr"]).outvars)
+    of_gradients = spread(inner.eqns, dict.fromkeys(eqn.outvars[count:], 1), {})
+    blind = [i for i in step.observers if any(isinstance(a, Var) and of_gradients.get(a) for a in inner.eqns[i].invars)]
+    observers = [i for i in step.observers if i not in blind]
     wanted: list[Atom] = [outs[n] for n in names]
-    wanted += [a for i in step.observers for a in inner.eqns[i].invars]
-    kept = sorted({*needed(inner.eqns, wanted)[0], *step.observers, at})
-    body = inline_calls(eqn.params["jaxpr"], keep=(COLLECT,), rules=True)
-    count = len(opened(body).outvars)
+    wanted += [a for i in observers for a in inner.eqns[i].invars]
+    kept = sorted({*needed(inner.eqns, wanted)[0], *observers, at})
+    marked = inline_calls(eqn.params["jaxpr"], keep=(COLLECT,), rules=True)
+    body = inline_calls(eqn.params["jaxpr"], rules=True)
     differentiated, others = operands_of(eqn.replace(params={**eqn.params, "jaxpr": body}))
     _check(step, eqn, count, kept, at)
 
@@ -107,11 +118,15 @@ def forward_pass(step: Cut) -> ForwardPass:
     env: dict[Var, Atom] = dict(zip(eqn.outvars[:count], opened(body).outvars, strict=True))
     read = lambda a: env.get(a, a) if isinstance(a, Var) else a
     after = spread(inner.eqns, dict.fromkeys(eqn.outvars, 1), {})
-    late = [i for i in kept if i != at and (any(after.get(v) for v in inner.eqns[i].outvars) or i in step.observers)]
+    late = [i for i in kept if i != at and (any(after.get(v) for v in inner.eqns[i].outvars) or i in observers)]
     eqns = [*opened(body).eqns, *(inner.eqns[i].replace(invars=[*map(read, inner.eqns[i].invars)]) for i in late)]
+    shown = summaries(closed([], [], [], [], eqns, body))
+    eqns = [e for e in eqns if e.primitive is not summary_p]
     made = {v for e in eqns for v in e.outvars}
     own = {*differentiated, *others, *opened(body).constvars}
     results = {n: read(outs[n]) for n in names}
+    results |= {summary_name(s.tag): s.atom for s in shown if s.atom is not None}
+    keys = _collected(marked, body, eqn, {n: outs[n] for n in names}, shown)
     reads = [a for e in eqns for a in e.invars] + list(results.values())
     outer = dict.fromkeys(a for a in reads if isinstance(a, Var) and a not in made and a not in own)
     steps_constants = dict(zip(inner.constvars, constants(source.jaxpr), strict=True))
@@ -132,7 +147,37 @@ def forward_pass(step: Cut) -> ForwardPass:
         [inner.eqns[i] for i in early],
         source.jaxpr,
     )
-    return ForwardPass(step, jaxpr, diff, given, prelude, loss, results)
+    dropped = tuple(inner.eqns[i].primitive.name for i in blind)
+    return ForwardPass(step, jaxpr, diff, given, prelude, loss, results, shown, keys, dropped)
+
+
+def summary_name(tag: str) -> str:
+    """The name of the result that a summary shows."""
+    return f"summary/{tag}"
+
+
+def _collected(
+    marked: ClosedJaxpr, body: ClosedJaxpr, eqn: JaxprEqn, outs: Mapping[str, Atom], shown: Sequence[Summary]
+) -> dict[str, str]:
+    """The collection of each result and summary that is in one.
+
+    Args:
+      marked: the loss function with the marks of collections; `body` is the same without them.
+      eqn: the equation of the step that holds it.
+      outs: the results of the step.
+    """
+    keys = collected(marked)
+    of_output: dict[Atom, str] = {}
+    for v, a in zip(eqn.outvars, opened(marked).outvars, strict=False):
+        if isinstance(a, Var) and a in keys:
+            of_output[v] = keys[a]
+    found = {n: of_output[a] for n, a in outs.items() if a in of_output}
+    seen = {s.tag: s.atom for s in summaries(marked)}
+    for s in shown:
+        atom = seen.get(s.tag)
+        if isinstance(atom, Var) and atom in keys:
+            found[summary_name(s.tag)] = keys[atom]
+    return found
 
 
 def _check(step: Cut, eqn: JaxprEqn, count: int, kept: Sequence[int], at: int) -> None:

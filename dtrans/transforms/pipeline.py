@@ -11,6 +11,7 @@ update     gradients to new parameters, each where it lives              pipelin
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
@@ -24,13 +25,13 @@ from dtrans.forward import captured
 from dtrans.pipelined import PipelinePlan, StepPrograms
 from dtrans.program import Program
 from dtrans.schedules import schedule as schedule_of
-from dtrans.transforms.forward_pass import forward_pass
+from dtrans.transforms.forward_pass import ForwardPass, forward_pass
 from dtrans.transforms.merges import merges_of
 from dtrans.transforms.nccl2 import check_names, refuse_collectives
 from dtrans.transforms.options import check_names_given
 from dtrans.transforms.pipeline_options import PipelineOptions, check_pipeline
-from dtrans.transforms.pipeline_results import check_state, results_program
-from dtrans.transforms.pipeline_update import update_of
+from dtrans.transforms.pipeline_results import STACK, check_state, results_program
+from dtrans.transforms.pipeline_update import slices_of_sums, update_of
 from dtrans.transforms.stage_programs import StageCutter, sums_of
 from dtrans.transforms.stages import BYTES_COST, stages_of
 from dtrans.transforms.startup import check_programs, match_startup
@@ -61,6 +62,10 @@ def pipeline(
     nccl_comm_num: int | None = None,
     sharding_stage: int = 0,
     min_slice_size: int = 1024,
+    gradient_checkpoint: str | Collection[str] = "",
+    end_taskgraph: int = -1,
+    num_apply_group: int = 1,
+    offload: str = "",
     **unknown: Any,
 ) -> PipelinePlan:
     """Plan a pipeline: stages of the loss function on devices of their own, micro-batches that go through them.
@@ -90,6 +95,14 @@ def pipeline(
       sharding_stage: 1 or 2: replicas of a stage keep slices of its optimizer state; 2: of its gradients too, which are
         then reduced for each micro-batch.
       min_slice_size: leaves of fewer elements are not sliced.
+      gradient_checkpoint: what stages keep of a micro-batch until its backward: "auto" what they were sent, or values
+        by the names that `jax.ad_checkpoint.checkpoint_name` gave them, and what they were sent. All else is computed
+        once more then, but for random numbers, which are kept as what was made of them (a dropout mask).
+      end_taskgraph: the last stage for which that holds; -1 for all.
+      num_apply_group: into how many parts of even size each stage takes its update apart, one after the other, so that
+        less is under way at a time.
+      offload: "v0": parameters, optimizer state and the update are on the host. Stages fetch a parameter for each task
+        that reads it.
 
     Raises:
       ConfigError: an option that is out of range or unknown, more stages than equations, scopes that contradict.
@@ -141,6 +154,10 @@ def pipeline(
         nccl_comm_num=nccl_comm_num,
         sharding_stage=sharding_stage,
         min_slice_size=min_slice_size,
+        gradient_checkpoint=gradient_checkpoint if isinstance(gradient_checkpoint, str) else tuple(gradient_checkpoint),
+        end_taskgraph=end_taskgraph,
+        num_apply_group=num_apply_group,
+        offload=offload,
     )
     return planned(main, startup, options, cluster)
 
@@ -163,15 +180,14 @@ def planned(main: Program, startup: Program, o: PipelineOptions, cluster: Cluste
     step = of_micro_batch(whole, plain.batch, o, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()])
     check_names(step, o.of_parts)
     startup = match_startup(plain, startup)
-    merges = merges_of(step, o.of_parts)
-    check_state(merges, step.params, o)
     forward = forward_pass(step)
+    merges = _merges(step, forward, o)
+    check_state(merges, step.params, o)
     found = stages_of(
         forward.jaxpr, o.model_stages, policy=o.policy, bytes_cost=o.bytes_cost, batch=forward.of_micro_batches
     )
-    programs = _programs(step, found, merges, o)
+    programs = _programs(step, forward, found, merges, o)
     homes, users = _homes(programs, step)
-    types = step.program.inputs
     return PipelinePlan(
         main=plain.program,
         startup=startup,
@@ -180,13 +196,26 @@ def planned(main: Program, startup: Program, o: PipelineOptions, cluster: Cluste
         schedule=timetable,
         stage_of=tuple(found),
         programs=programs,
-        update=update_of(step, sums_of(programs.stages, types), homes, users, o),
+        update=update_of(step, sums_of(programs.stages), homes, users, o),
         merges=merges,
         homes=homes,
         users=users,
-        dropped=step.dropped,
+        dropped=(*step.dropped, *forward.dropped),
+        summaries=tuple(forward.summaries),
+        collected=forward.collected,
         cluster=cluster or Cluster(),
     )
+
+
+def _merges(step: Cut, forward: ForwardPass, o: PipelineOptions) -> dict[str, str]:
+    """What becomes of each result: as it was asked for, as the model collects it, or as it must be."""
+    for n, key in forward.collected.items():
+        if n in o.merge:
+            raise ConfigError(f"{n} is collected under {key}, and merge[{n!r}]={o.merge[n]!r}: say one of them")
+    inside = {n: "same" for n in forward.collected if n in step.results}
+    merges = merges_of(step, dataclasses.replace(o.of_parts, merge={**o.merge, **inside}))
+    shown = [n for n in forward.results if n not in merges]
+    return {**merges, **dict.fromkeys(shown, STACK), **{n: k for n, k in forward.collected.items() if n not in shown}}
 
 
 def of_micro_batch(
@@ -227,12 +256,14 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
             f"{plan.main.name} has {len(forward.eqns)} equations for a batch of these shapes, and "
             f"{len(plan.stage_of)} for the one that it was planned for: plan it for this batch"
         )
-    return _programs(step, plan.stage_of, plan.merges, plan.options)
+    return _programs(step, forward, plan.stage_of, plan.merges, plan.options)
 
 
-def _programs(step: Cut, stage_of: Sequence[int], merges: Mapping[str, str], o: PipelineOptions) -> StepPrograms:
-    forward = forward_pass(step)
-    stages = StageCutter(forward, stage_of, split_backward=o.splits_backward).stages()
+def _programs(
+    step: Cut, forward: ForwardPass, stage_of: Sequence[int], merges: Mapping[str, str], o: PipelineOptions
+) -> StepPrograms:
+    scatter = slices_of_sums(step, o) if o.sharding_stage == 2 else {}
+    stages = StageCutter(forward, stage_of, o, scatter).stages()
     results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
     return StepPrograms(stages, results)
 

@@ -37,6 +37,10 @@ class PipelineOptions:
     nccl_comm_num: int | None
     sharding_stage: int
     min_slice_size: int
+    gradient_checkpoint: str | tuple[str, ...]
+    end_taskgraph: int
+    num_apply_group: int
+    offload: str
 
     @property
     def model_stages(self) -> int:
@@ -85,7 +89,7 @@ class PipelineOptions:
 
 def check_pipeline(o: PipelineOptions) -> None:
     """Refuse what cannot be planned, by the option's name."""
-    for name in ("num_stages", "num_micro_batch", "replicas", "chunks"):
+    for name in ("num_stages", "num_micro_batch", "replicas", "chunks", "num_apply_group"):
         count: Any = getattr(o, name)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"{name} must be a positive number, it is {count!r}")
@@ -103,5 +107,21 @@ def check_pipeline(o: PipelineOptions) -> None:
         raise ConfigError(
             f"clip_local_norm={o.clip_local_norm!r} and sharding_stage={o.sharding_stage}: a replica's own gradients "
             "are clipped whole; leave one of them out"
+        )
+    names = o.gradient_checkpoint
+    if isinstance(names, str) and names not in ("", "auto"):
+        raise ConfigError(
+            "gradient_checkpoint must be 'auto', or a collection of names that jax.ad_checkpoint.checkpoint_name gave; it "
+            f"is {names!r}"
+        )
+    end: Any = o.end_taskgraph
+    if isinstance(end, bool) or not isinstance(end, int) or end < -1:
+        raise ConfigError(f"end_taskgraph must be the number of a stage, or -1 for all; it is {end!r}")
+    if o.offload not in ("", "v0"):
+        raise ConfigError(f"offload must be 'v0' or '', it is {o.offload!r}")
+    if o.offload and o.sharding_stage:
+        raise ConfigError(
+            f"offload={o.offload!r} and sharding_stage={o.sharding_stage}: what is on the host is there once, and "
+            "cannot be shared out among replicas"
         )
     check_options(o.of_parts)

@@ -4,7 +4,8 @@
     concat            rows of micro-batch 0, 1, ..., then those of the next replica: as the batch has them
     same              the last micro-batch's
     each              each replica's own
-    local             as `dtrans.collect` asked for: over micro-batches alone; it is replica 0's that is given
+    GLOBAL_MEAN, ...  as `dtrans.collect` asked for; of LOCAL_* ones replica 0's is given
+    stack             of what is shown (`dtrans.summary`): all, as [replica, micro-batch, ...]
 
 Source: `merge_outputs` of EPL (epl/parallel/parallel.py), which puts the first micro-batch last in a concatenation, and
 reduces means and sums to scalars whatever their shape; neither is done here.
@@ -20,15 +21,17 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr
+from dtrans.collect import KEYS, merged
 from dtrans.errors import ConfigError
 from dtrans.program import FORWARD, Program
 from dtrans.rewrite import Builder
+from dtrans.transforms.options import REDUCED
 from dtrans.transforms.pipeline_options import PipelineOptions
 from dtrans.transforms.reducer import Reducer
 from dtrans.transforms.stage_programs import StagePrograms, program_of
 
 
-LOCAL = "local_"  # what ways begin with that end at a replica
+STACK = "stack"
 
 
 def micro_name(name: str, micro: int) -> str:
@@ -52,12 +55,33 @@ def results_program(
         parts: list[Atom] = [b.input(types[n]) for _ in range(o.num_micro_batch)]
         ins += [micro_name(n, m) for m in range(o.num_micro_batch)]
         way = merges[n]
-        ways[n] = way.removeprefix(LOCAL)
-        (local[n],) = b.call(_merged(ways[n], n), *parts) if len(parts) > 1 else parts
-    over = {n: way for n, way in ways.items() if not merges[n].startswith(LOCAL)}
+        if way in KEYS:
+            place, _, how = way.partition("_")
+            (local[n],) = b.call(_collected(f"LOCAL_{how}"), *parts)
+            ways |= {n: how.lower()} if place == "GLOBAL" else {}
+        elif way == STACK:
+            (local[n],) = b.call(_stacked, *parts)
+        else:
+            ways[n] = way
+            (local[n],) = b.call(_merged(way, n), *parts) if len(parts) > 1 else parts
+    over = {n: way for n, way in ways.items() if way in REDUCED}
     found = local | Reducer(b, {}, o.over_replicas, None).merged(local, over, {})
     made = b.build([found[n] for n in stage.results])
     return program_of(f"results of stage {stage.index}", made, ins, stage.results, FORWARD)
+
+
+def is_whole(way: str) -> bool:
+    """Whether all replicas have the same of what is merged in a way."""
+    return way in REDUCED or way in ("GLOBAL_MEAN", "GLOBAL_SUM")
+
+
+def _stacked(*parts: jax.Array) -> jax.Array:
+    return jnp.stack(parts)
+
+
+@functools.cache
+def _collected(key: str) -> Callable[..., Any]:
+    return lambda *parts: merged(key, [parts])
 
 
 @functools.cache

@@ -22,11 +22,14 @@ from dtrans.program import FORWARD, OPTIMIZE, Program
 from dtrans.rewrite import Builder, needed
 from dtrans.rows import analyse
 from dtrans.transforms.nccl2 import rewritten as over_replicas
+from dtrans.transforms.partition import part_of_each, partition_stages
 from dtrans.transforms.pipeline_options import PipelineOptions
-from dtrans.transforms.placed import Placed, place
-from dtrans.transforms.rank import Layout, rewritten as rank_of
+from dtrans.transforms.placed import Placed, grouped, place
+from dtrans.transforms.rank import Layout, RankWriter
 from dtrans.transforms.reducer import Kind
+from dtrans.transforms.scatters import Scatterer
 from dtrans.transforms.sharding_options import ShardingOptions
+from dtrans.transforms.slices import Sliced, slices_of
 from dtrans.trees import TreeSpec
 
 
@@ -69,11 +72,16 @@ def update_of(
       homes: the stage that holds each parameter.
       users: the stages that make gradients of a leaf.
     """
-    whole = cut(_step(step, sums, homes, users, o)).with_observed()
+    types = step.program.inputs
+    whole_sums = {n: t.update(shape=types[n].shape) for n, t in sums.items()}
+    whole = cut(_step(step, whole_sums, homes, users, o)).with_observed()
     layout = None
     if o.replicas > 1 and o.sharding_stage:
         layout = dataclasses.replace(Layout.of(whole, _sharding(o), {}), groups=homes)
-        program = rank_of(whole, layout)
+        if o.sharding_stage == 2:
+            program = _SlicedSums(whole, _with_sums(layout, whole), homes, users, o).program()
+        else:
+            program = RankWriter(whole, layout).program()
     else:
         program = over_replicas(whole, o.over_replicas, {}, lambda leaf: Kind(group=homes[leaf]))
     analysis = analyse(step.optimize, step.params)
@@ -88,7 +96,84 @@ def update_of(
             leaf, _, rest = n.partition(GRAD)
             home[n] = int(rest.removeprefix(".stage")) if rest else homes[leaf]
     out_at |= {n: o.model_stages - 1 for n in program.out_names if n not in out_at}
-    return Update(place(program, home, out_at, o.model_stages), layout)
+    placed = place(program, home, out_at, o.model_stages)
+    if o.num_apply_group > 1:
+        leaf_of = {n: n for n in step.params} | {
+            n: leaf
+            for n in step.opt_state
+            if n in analysis.inputs and (leaf := analysis.home(analysis.layout(analysis.inputs[n]))) is not None
+        }
+        placed = grouped(placed, _apply_groups(step, homes, leaf_of, o))
+    return Update(placed, layout)
+
+
+def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
+    """The leaves of whose gradients each replica adds up a slice, in stage 2 of sharding."""
+    if o.replicas == 1:
+        return {}
+    return dict(slices_of(step, o.replicas, least=o.min_slice_size, stacked=(), sliced_in_use=False).leaves)
+
+
+def _apply_groups(
+    step: Cut, homes: Mapping[str, int], leaf_of: Mapping[str, str], o: PipelineOptions
+) -> dict[str, int]:
+    """The group of each array of the state: leaves of a stage in order, shared out evenly by their elements.
+
+    Source: epl/runtime/optimizer_helper.py, which shares out all variables; stages do it each for itself.
+    """
+    group: dict[str, int] = {}
+    for s in range(o.model_stages):
+        mine = [n for n in step.optimized if homes[n] == s]
+        parts = min(o.num_apply_group, len(mine))
+        if parts > 1:
+            starts = partition_stages([step.program.inputs[n].size for n in mine], parts)
+            group |= zip(mine, part_of_each(starts, len(mine)), strict=True)
+    return {n: group.get(leaf, 0) for n, leaf in leaf_of.items()}
+
+
+def _with_sums(layout: Layout, whole: Cut) -> Layout:
+    """A layout in which the sums of gradients are slices too."""
+    held = {n: s for n in whole.batch if (s := layout.slices.leaves.get(n.partition(GRAD)[0])) is not None}
+    return _SumsLayout(**{f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}, sums=held)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SumsLayout(Layout):
+    """A layout with slices of sums of gradients."""
+
+    sums: Mapping[str, Sliced] = dataclasses.field(default_factory=dict)
+
+    @property
+    def cuts(self) -> dict[str, Sliced]:
+        return {**super().cuts, **self.sums}
+
+
+class _SlicedSums(RankWriter):
+    """Writes the update of a replica that has its slices of the sums of gradients: they are not reduced again."""
+
+    def __init__(
+        self,
+        step: Cut,
+        layout: Layout,
+        homes: Mapping[str, int],
+        users: Mapping[str, Sequence[int]],
+        o: PipelineOptions,
+    ) -> None:
+        super().__init__(step, layout)
+        self.homes, self.users, self.options = homes, users, o
+
+    def _reducer(
+        self, b: Builder, step: Cut, values: Mapping[str, Atom], weight: Atom | None, scattered: bool = False
+    ) -> Scatterer:
+        return super()._reducer(b, step, values, weight, scattered=True)
+
+    def _half(
+        self, b: Builder, step: Cut, results: Sequence[str], made: Any, local: Mapping[str, Atom]
+    ) -> dict[str, Atom]:
+        for n in self.users:
+            given = [local[n + GRAD if s == self.homes[n] else shared_sum(n, s)] for s in self.users[n]]
+            made(n, mean_of(b, given, self.vars_of[n].aval.dtype, self.options))
+        return {}
 
 
 def _sharding(o: PipelineOptions) -> ShardingOptions:
@@ -127,13 +212,8 @@ def _step(
     given = {n: b.input(names[n]) for n in spec.names}
     grads: dict[str, Atom] = {}
     for n in sums:
-        total: Atom = given[n + GRAD] if n + GRAD in given else given[shared_sum(n, users[n][0])]
-        for s in users[n]:
-            other = given.get(shared_sum(n, s))
-            if other is not None and other is not total:
-                (total,) = b.call(jax.lax.add, total, other)
-        divide = o.num_micro_batch if o.reduce == "mean" else 1
-        (mean,) = b.call(_mean(divide, vars_of[n].aval.dtype), total)
+        parts = [given[n + GRAD if s == homes[n] else shared_sum(n, s)] for s in users[n]]
+        mean = mean_of(b, parts, vars_of[n].aval.dtype, o)
         (grads[n],) = b.bind(mark_p, mean, vars_of[n], leaf=n)
     b.role = OPTIMIZE
     half = step.optimize
@@ -154,6 +234,12 @@ def _step(
         out,
         tuple(b.roles),
     )
+
+
+def mean_of(b: Builder, sums: Sequence[Atom], dtype: Any, o: PipelineOptions) -> Atom:
+    """Write the gradient of a leaf, of the sums that stages made over micro-batches."""
+    total = functools.reduce(lambda x, y: b.call(jax.lax.add, x, y)[0], sums)
+    return b.call(_mean(o.num_micro_batch if o.reduce == "mean" else 1, dtype), total)[0]
 
 
 def _of_gradients(b: Builder, step: Cut, grads: Mapping[str, Atom]) -> dict[str, Atom]:

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, closed, constants
 from dtrans.program import Program
+from dtrans.rewrite import needed
 
 
 HUB = -1  # made at the hub, of what several places have
@@ -71,6 +72,50 @@ def place(program: Program, home: Mapping[str, int | None], out_at: Mapping[str,
       places: how many there are; the last is the hub.
     """
     return _Placer(program, home, out_at, places).placed()
+
+
+def grouped(placed: Placed, group: Mapping[str, int]) -> Placed:
+    """The same, with pieces that make several groups of outputs taken apart, the last group first.
+
+    Args:
+      group: the group of each output by name; what is not an output, and what several groups need, is made before all.
+    """
+    inner = placed.program.jaxpr.jaxpr
+    of = {a: group[n] for n, a in zip(placed.program.out_names, inner.outvars, strict=True)
+          if n in group and isinstance(a, Var)}  # fmt: skip
+    pieces: list[Piece] = []
+    for piece in placed.pieces:
+        groups = sorted({of[v] for v in piece.makes if v in of}, reverse=True)
+        pieces += [piece] if len(groups) < 2 else _apart(piece, of, groups)
+    return dataclasses.replace(placed, pieces=tuple(pieces))
+
+
+def _apart(piece: Piece, of: Mapping[Var, int], groups: Sequence[int]) -> list[Piece]:
+    """A piece as several: what groups have in common, and then each group."""
+    inner = piece.jaxpr.jaxpr
+    wanted = {g: [v for v in piece.makes if of.get(v) == g] for g in groups}
+    need = {g: set(needed(inner.eqns, wanted[g])[0]) for g in groups}
+    others = [v for v in piece.makes if v not in of]
+    common = set(needed(inner.eqns, others)[0])
+    common |= {i for i in range(len(inner.eqns)) if sum(i in n for n in need.values()) > 1}
+    common = set(needed(inner.eqns, [v for i in common for v in inner.eqns[i].outvars])[0])
+    made = {v for i in common for v in inner.eqns[i].outvars}
+    read_later = {a for n in need.values() for i in n - common for a in inner.eqns[i].invars if isinstance(a, Var)}
+    first = [v for i in sorted(common) for v in inner.eqns[i].outvars if v in read_later or v in piece.makes]
+    parts = [(sorted(common), first)]
+    parts += [(sorted(need[g] - common), [v for v in wanted[g] if v not in made]) for g in groups]
+    return [_part(piece, which, makes) for which, makes in parts if makes]
+
+
+def _part(piece: Piece, which: Sequence[int], makes: Sequence[Var]) -> Piece:
+    inner = piece.jaxpr.jaxpr
+    eqns = [inner.eqns[i] for i in which]
+    made = {v for e in eqns for v in e.outvars}
+    read = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
+    consts = dict(zip(inner.constvars, constants(piece.jaxpr), strict=True))
+    held, reads = [v for v in read if v in consts], [v for v in read if v not in consts]
+    jaxpr = closed(held, [consts[v] for v in held], reads, makes, eqns, piece.jaxpr)
+    return Piece(piece.place, jaxpr, tuple(reads), tuple(makes))
 
 
 class _Placer:

@@ -148,7 +148,7 @@ class RankWriter:
         cuts = layout.cuts
         taken = take_inputs(b, step, o, {n: s.of_rank(self.source.inputs[n]) for n, s in cuts.items()})
         self.local: dict[str, Atom] = {n: taken.get(v, v) for n, v in self.vars_of.items()}
-        batch = {self.vars_of[n] for n in step.batch}
+        batch = {self.vars_of[n] for n in step.batch if n not in cuts}
         if layout.owned is not None:
             self.local |= layout.owned.take(b, self.source.in_names)
         fold_keys(b, {v: k for v, k in taken.items() if v in batch}, o)

@@ -6,7 +6,8 @@
 
 A stage is differentiated by itself (`jax.vjp`). What its derivative reads of the forward pass are the *residuals*. Of
 these, three kinds are not kept for each micro-batch: inputs of the stage are read again, numbers stand in the program,
-and what is made of parameters alone (a weight in another type) is made again.
+and what is made of parameters alone (a weight in another type) is made again. With `gradient_checkpoint` more is made
+again: all but what has a name that was asked for, and what was made of random numbers alone.
 
 Values go from a stage to the next one only. What a later stage reads (a skip connection) is carried through those in
 between, and its cotangent comes back the same way; each adds its own.
@@ -16,17 +17,33 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, evaluate, opened, small_jaxpr
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    closed,
+    constants,
+    evaluate,
+    opened,
+    small_jaxpr,
+)
 from dtrans.cut import GRAD, spread
-from dtrans.program import BACKWARD, FORWARD, Program
+from dtrans.ops import reduce_scatter_p
+from dtrans.program import BACKWARD, FORWARD, Program, is_communication
 from dtrans.rewrite import Builder, inline_calls, needed
+from dtrans.transforms.arrays import padded
 from dtrans.transforms.forward_pass import ForwardPass
+from dtrans.transforms.pipeline_options import AXIS, PipelineOptions
+from dtrans.transforms.slices import Sliced
 from dtrans.trees import TreeSpec
 
 
@@ -92,13 +109,17 @@ class StageCutter:
     Args:
       forward: what is cut.
       stage_of: the stage of each of its equations; never before that of what it reads.
-      split_backward: whether gradients of weights are made apart from cotangents.
+      o: the options.
+      scatter: leaves of whose gradients each replica adds up a slice.
     """
 
-    def __init__(self, forward: ForwardPass, stage_of: Sequence[int], *, split_backward: bool = False) -> None:
+    def __init__(
+        self, forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions, scatter: Mapping[str, Sliced]
+    ) -> None:
         self.forward = forward
         self.stage_of = stage_of
-        self.split_backward = split_backward
+        self.o = o
+        self.scatter = scatter
         self.count = max(stage_of) + 1
         eqns = forward.eqns
         inner = forward.jaxpr.jaxpr
@@ -167,6 +188,7 @@ class StageCutter:
             [*outs, *result_atoms],
             [*(types[n] for n in (*params, *batch)), *(v.aval for v in received)],
             len(params),
+            self._checkpoints(s),
         )
         leaves = tuple(f.diff[v] for v in diff)
         out_names = [*(self.names[v] for v in outs), *results]
@@ -238,7 +260,7 @@ class StageCutter:
         saved = [b.input(a.aval) for a in vjp.kept]
         cts: list[Atom] = [b.input(v.aval) for v in ahead]
         passing = {v: b.input(v.aval) for v in through}
-        sums = [b.input(_wide(self.forward.step.program.inputs[n])) for n in leaves]
+        sums = [b.input(self._sum_type(n)) for n in leaves]
         if has_loss:
             loss = self.forward.loss
             cts += [Literal(loss.aval.dtype.type(1), loss.aval.update(weak_type=False))]
@@ -251,15 +273,41 @@ class StageCutter:
                 outs += b.call(_added, passing[v], back[v])
             else:
                 outs.append(back[v] if v in back else passing[v])
+        grads = self._scattered(b, dict(zip(leaves, grads, strict=True)))
         outs += [b.call(_added, acc, g)[0] for acc, g in zip(sums, grads, strict=True)]
         return b.build(outs)
+
+    def _sum_type(self, leaf: str) -> Any:
+        """The type of the sum of a leaf's gradients."""
+        wide = _wide(self.forward.step.program.inputs[leaf])
+        return self.scatter[leaf].of_rank(wide) if leaf in self.scatter else wide
+
+    def _scattered(self, b: Builder, grads: Mapping[str, Atom]) -> list[Atom]:
+        """Write gradients of which each replica adds up a slice, as those slices; by type and dimension."""
+        found = dict(grads)
+        kinds: dict[Any, list[str]] = {}
+        for n in grads:
+            if n in self.scatter:
+                kinds.setdefault((grads[n].aval.dtype, self.scatter[n].axis), []).append(n)
+        for i, ((_, axis), names) in enumerate(kinds.items()):
+            parts = [b.call(padded(axis, self.scatter[n].padded), grads[n])[0] for n in names]
+            made = b.bind(reduce_scatter_p, *parts, name=f"bucket/{i}", over=(AXIS,), size=self.o.replicas, axis=axis)
+            found |= zip(names, made, strict=True)
+        return list(found.values())
+
+    def _checkpoints(self, s: int) -> Collection[str] | None:
+        """The names of what a stage keeps beside what it was sent; None where it keeps all that its backward reads."""
+        names, end = self.o.gradient_checkpoint, self.o.end_taskgraph
+        if not names or (end >= 0 and s > end):
+            return None
+        return () if isinstance(names, str) else names
 
     def _programs(
         self, s: int, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], cotangents: int
     ) -> tuple[Program, Program | None]:
         """Backward in one program; or in two, of which the first makes cotangents and the second gradients."""
         inner = opened(jaxpr)
-        if not self.split_backward:
+        if not self.o.splits_backward:
             return _live(f"backward of stage {s}", jaxpr, ins, outs), None
         first, _ = needed(inner.eqns, inner.outvars[:cotangents])
         second, _ = needed(inner.eqns, inner.outvars[cotangents:], {v for i in first for v in inner.eqns[i].outvars})
@@ -323,6 +371,7 @@ class _Differentiated:
         outs: Sequence[Atom],
         in_types: Sequence[Any],
         n_params: int,
+        checkpoints: Collection[str] | None,
     ) -> None:
         self.in_types = in_types
         names = [*reads, *heard]
@@ -353,6 +402,9 @@ class _Differentiated:
         made = [a for a in leaves if isinstance(a, Var) and a not in at]
         self._again = {a for a in made if not cheap.get(a)}
         self.kept: list[Var] = list(dict.fromkeys(a for a in made if a not in self._again))
+        if checkpoints is not None:
+            self.kept = _barriers(inner, self.kept, at, checkpoints)
+            self._again = {a for a in made if a not in self.kept}
         outvars = [*inner.outvars[:count], *self.kept]
         live, _ = needed(inner.eqns, outvars)
         live = sorted({*live, *(i for i, e in enumerate(inner.eqns) if e.effects)})
@@ -389,10 +441,43 @@ class _Differentiated:
         env |= {v: b.constant(c) for v, c in zip(inner.constvars, constants(self._source), strict=True)}
         env |= dict(zip(self.kept, saved, strict=True))
         read = lambda a: a if isinstance(a, Literal) else env[a]
-        for i in needed(inner.eqns, self._again)[0]:
+        for i in needed(inner.eqns, self._again, self.kept)[0]:
             eqn = inner.eqns[i]
             env.update(zip(eqn.outvars, b.copy(eqn, [read(a) for a in eqn.invars]), strict=True))
         return b.inline(self.backward, *(read(a) for a in self._residuals), *cotangents)
+
+
+def _barriers(inner: Jaxpr, wanted: Sequence[Var], given: Collection[Atom], names: Collection[str]) -> list[Var]:
+    """What must be kept so that `wanted` can be made again from what is given, and what has one of these names.
+
+    It is what was made of random numbers alone, and what comes from other replicas.
+    """
+    made_by = {v: e for e in inner.eqns for v in e.outvars}
+    drawn, other = 1, 2
+    keys = [v for v in inner.invars if not jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
+    seeds = {v: drawn for e in inner.eqns if _draws(e) for v in e.outvars}
+    of = spread(inner.eqns, dict.fromkeys(keys, other), seeds)
+    found: dict[Var, None] = {}
+    seen: set[Atom] = set()
+    stack: list[Atom] = list(wanted)
+    while stack:
+        v = stack.pop()
+        if not isinstance(v, Var) or v in seen or v in given or v not in made_by:
+            continue
+        seen.add(v)
+        eqn = made_by[v]
+        named = eqn.primitive.name == "name" and eqn.params["name"] in names
+        if named or of.get(v) == drawn or is_communication(eqn):
+            found[v] = None
+        else:
+            stack += eqn.invars
+    return list(found)
+
+
+def _draws(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes random numbers of a key."""
+    name = eqn.primitive.name
+    return name.startswith(("random_bits", "threefry2x32", "rng_"))
 
 
 def _wide(t: Any) -> Any:
@@ -405,6 +490,7 @@ def _added(x: jax.Array, y: jax.Array) -> jax.Array:
     return x + y.astype(x.dtype)
 
 
-def sums_of(programs: Sequence[StagePrograms], types: Mapping[str, Any]) -> dict[str, Any]:
+def sums_of(programs: Sequence[StagePrograms]) -> dict[str, Any]:
     """The types of the sums of gradients, by leaf."""
-    return {n: _wide(types[n]) for p in programs for n in p.leaves}
+    made = [(p.weights or p.backward) for p in programs]
+    return {n: made[p.index].outputs[n + GRAD] for p in programs for n in p.leaves}

@@ -17,7 +17,10 @@ from dtrans.rewrite import eliminate_dead
 from dtrans.run.batch import batch_arrays
 from dtrans.run.pipeline.places import EACH, ROWS, SAME, Kind, OnDevices, OneDevice, Places, cut_along
 from dtrans.run.pipeline.tape import Move, Run, Tape, TapeWriter
+from dtrans.summary import merge
 from dtrans.transforms.arrays import padded_to
+from dtrans.transforms.forward_pass import summary_name
+from dtrans.transforms.pipeline_results import STACK
 from dtrans.trees import TreeSpec, is_under, without
 
 
@@ -51,6 +54,7 @@ class PipelineJob:
         self.donate = donate
         self._specs = plan.main.args[2:]
         self._tapes: dict[Any, Tape] = {}
+        self._shown: dict[str, Any] = {}
 
     # -- what a user calls -----------------------------------------------------------------------
 
@@ -60,6 +64,8 @@ class PipelineJob:
         flat = startup.flatten(*args)
         found: dict[tuple[int, str], Any] = {}
         for stage in range(self.plan.options.model_stages):
+            if not self.is_mine(stage):
+                continue
             names = [n for n in self._names if self.plan.home(n) in (stage, None)]
             if not names:
                 continue
@@ -92,6 +98,24 @@ class PipelineJob:
         """The optimizer's state, as the pytree that it was given in."""
         spec = self.plan.main.args[1]
         return spec.unflatten([self._whole(n, state.opt_state[n]) for n in spec.names])
+
+    def is_mine(self, stage: int) -> bool:
+        """Whether a stage is run by this process."""
+        return True
+
+    @property
+    def summaries(self) -> dict[str, Any]:
+        """What the model showed in the last step (`dtrans.summary`), merged, by tag; of texts nothing.
+
+        Example of writing it: `writer.write(i, job.summaries, job.plan.summaries)`.
+        """
+        found = {}
+        for s in self.plan.summaries:
+            x = self._shown.get(summary_name(s.tag))
+            if x is not None:
+                rows = x if self.places.replicas > 1 else x[None]
+                found[s.tag] = merge(s, [list(of) for of in rows], self.plan.collected.get(summary_name(s.tag)))
+        return found
 
     def scheduled(self, name: str) -> PipelineJob:
         """A job that does the same in another order, with what this one has compiled.
@@ -127,6 +151,8 @@ class PipelineJob:
             env[slot] = x
         held = self._held(state)
         for (place, n), slot in tape.given.items():
+            if not self.is_mine(place):
+                continue
             if n in arrays:
                 env[slot] = self.places.put(arrays[n], place, self._batch_kind(n, arrays[n]))
             else:
@@ -149,8 +175,9 @@ class PipelineJob:
 
     def answer(self, tape: Tape, env: list[Any]) -> tuple[Any, ...]:
         """The new state, and what the step returns beside it."""
-        new = self._state({key: env[slot] for key, slot in tape.state.items()})
-        values = {n: self._result(n, env[slot], kind) for n, (slot, kind) in tape.results.items()}
+        new = self._state({key: env[slot] for key, slot in tape.state.items() if self.is_mine(key[0])})
+        values = {n: self._result(n, env[slot], kind) for n, (slot, kind, _) in tape.results.items()}
+        self._shown = {n: env[slot] for n, (slot, _, _) in tape.results.items() if self.plan.merges.get(n) == STACK}
         tree = self._rest.unflatten([values[n] for n in self._rest.names])
         return (new, *(tree if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)))
 
@@ -159,7 +186,7 @@ class PipelineJob:
         if kind != EACH:
             return x
         way = self.plan.merges[name]
-        if way == "concat":
+        if way in ("concat", "GLOBAL_CONCAT"):
             return x.reshape(-1, *x.shape[2:])
         return x.reshape(-1, *x.shape[1:]) if way == "each" else x[0]
 
@@ -196,10 +223,9 @@ class PipelineJob:
         return self.places.startup(eliminate_dead(part), stage)
 
     def _state(self, found: dict[tuple[int, str], Any]) -> PipelineState:
-        params = {n: found[self._first(n), n] for n in self.plan.main.args[0].names}
-        opt_state = {n: found[self._first(n), n] for n in self.plan.main.args[1].names}
+        here = lambda spec: {n: found[self._first(n), n] for n in spec.names if (self._first(n), n) in found}
         extra = {f"{n}@{place}": x for (place, n), x in found.items() if place != self._first(n)}
-        return PipelineState(params, opt_state, extra)
+        return PipelineState(here(self.plan.main.args[0]), here(self.plan.main.args[1]), extra)
 
     def _held(self, state: PipelineState) -> dict[tuple[int, str], Any]:
         """The arrays of a state by place. Raises StateError for that of another job."""
@@ -209,9 +235,11 @@ class PipelineJob:
         try:
             for n in self._names:
                 of = state.params if n in self.plan.homes else state.opt_state
-                held[self._first(n), n] = of[n]
+                if self.is_mine(self._first(n)):
+                    held[self._first(n), n] = of[n]
                 if self.plan.home(n) is None:
-                    held |= {(k, n): state.extra[f"{n}@{k}"] for k in range(1, self.plan.options.model_stages)}
+                    others = [k for k in range(1, self.plan.options.model_stages) if self.is_mine(k)]
+                    held |= {(k, n): state.extra[f"{n}@{k}"] for k in others}
         except KeyError as e:
             raise StateError(f"this is not a state of this job: it has no {e.args[0]}") from e
         for (_, n), x in held.items():

@@ -11,7 +11,7 @@ there: so what is alive at any time is what the schedule says.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from dtrans.run.collective import OVER_AXIS, per_trainer
 from dtrans.run.pieces import interpret
 from dtrans.run.pipeline.places import EACH, ROWS, SAME, Kind, Places, cut_along
 from dtrans.schedules import Task
-from dtrans.transforms.pipeline_results import micro_name
+from dtrans.transforms.pipeline_results import is_whole, micro_name
 from dtrans.transforms.pipeline_update import shared_sum
 from dtrans.transforms.placed import Piece
 from dtrans.transforms.stage_programs import StagePrograms
@@ -83,7 +83,7 @@ class Tape:
       given: slot of each array of the state and of the batch, by (place, name).
       fixed: slots whose values are always the same: numbers of micro-batches, constants.
       state: slot of each array of the new state, by (place, name).
-      results: slot of each result, and the kind that it is of.
+      results: slot of each result, the kind that it is of, and the stage that makes it.
       kept: by (stage, micro-batch), slots of what is kept from forward to backward.
       passing: the stage of each slot that is of one micro-batch.
     """
@@ -93,7 +93,7 @@ class Tape:
     given: dict[tuple[int, str], int]
     fixed: dict[int, Any]
     state: dict[tuple[int, str], int]
-    results: dict[str, tuple[int, Kind]]
+    results: dict[str, tuple[int, Kind, int]]
     kept: dict[tuple[int, int], tuple[int, ...]]
     passing: dict[int, int]
 
@@ -371,10 +371,11 @@ class TapeWriter:
                 send(v, origin)
         outs = dict(zip(program.out_names, inner.outvars, strict=True))
         new_of = {a: n for n, a in outs.items() if n in state and isinstance(a, Var)}
-        for piece in placed.pieces:
+        for i, piece in enumerate(placed.pieces):
             reads = [at(v, piece.place) for v in piece.reads]
             makes = [at(v, piece.place) for v in piece.makes]
-            donated = self._donated(piece, name_of, new_of) if self.donate else []
+            later = {(v, p.place) for p in placed.pieces[i + 1 :] for v in p.reads}
+            donated = self._donated(piece, name_of, new_of, later) if self.donate else []
             fn = self._compiled(piece, lambda p=piece: _of_piece(p), piece.place, reads, makes, donated)  # type: ignore[misc]
             self.list.append(Run(piece.place, fn, tuple(reads), tuple(makes), f"update of stage {piece.place}"))
             for v in piece.makes:
@@ -410,14 +411,16 @@ class TapeWriter:
         return self.own if GRAD in name else self.state_kind(name)
 
     @staticmethod
-    def _donated(piece: Piece, name_of: dict[Var, str], new_of: dict[Any, str]) -> list[int]:
-        """The positions of old state whose new value is made in the same piece."""
+    def _donated(
+        piece: Piece, name_of: dict[Var, str], new_of: dict[Any, str], later: Collection[tuple[Var, int]]
+    ) -> list[int]:
+        """The positions of old state whose new value is made in the same piece, and that nothing reads later."""
         made = {new_of[v] for v in piece.makes if v in new_of}
-        return [i for i, v in enumerate(piece.reads) if name_of.get(v) in made]
+        return [i for i, v in enumerate(piece.reads) if name_of.get(v) in made and (v, piece.place) not in later]
 
-    def _results(self, state: dict[tuple[int, str], int]) -> dict[str, tuple[int, Kind]]:
+    def _results(self, state: dict[tuple[int, str], int]) -> dict[str, tuple[int, Kind, int]]:
         """Write what merges results."""
-        found: dict[str, tuple[int, Kind]] = {}
+        found: dict[str, tuple[int, Kind, int]] = {}
         for s, p in zip(self.programs.stages, self.programs.results, strict=True):
             if p is None:
                 continue
@@ -429,7 +432,7 @@ class TapeWriter:
             self.list.append(Run(s.index, fn, tuple(reads), tuple(makes), p.name))
             for n, slot, kind in zip(p.out_names, makes, kinds, strict=True):
                 if n not in self.plan.homes:
-                    found[n] = (slot, kind)
+                    found[n] = (slot, kind, s.index)
                     continue
                 home = self.plan.homes[n]
                 place = self.plan.device_of(home)
@@ -438,24 +441,23 @@ class TapeWriter:
                     self.list.append(Move(slot, target, s.index, home, kind, n))
                     slot = target
                 state[place, n] = slot
-        return found | {n: (slot, SAME) for n, slot in self._from_update.items()}
+        out_at = self.plan.update.placed.out_at
+        return found | {n: (slot, SAME, out_at[n] or 0) for n, slot in self._from_update.items()}
 
     def _result_kind(self, name: str) -> Kind:
-        way = self.plan.merges[name]
-        whole = way in ("mean", "sum", "max") or self.o.replicas == 1
-        return SAME if whole else EACH
+        return SAME if is_whole(self.plan.merges[name]) or self.o.replicas == 1 else EACH
 
-    def _finished(self, state: dict[tuple[int, str], int], results: dict[str, tuple[int, Kind]]) -> Tape:
-        stay = {*self.fixed, *state.values(), *(slot for slot, _ in results.values())}
+    def _finished(self, state: dict[tuple[int, str], int], results: dict[str, tuple[int, Kind, int]]) -> Tape:
+        stay = {*self.fixed, *state.values(), *(slot for slot, _, _ in results.values())}
         if not self.donate:
             stay |= set(self.given.values())
-        last: dict[int, int] = {}
-        for i, ins in enumerate(self.list):
-            last |= dict.fromkeys((*ins.makes, *ins.reads), i)
         empty: list[list[int]] = [[] for _ in self.list]
-        for slot, i in last.items():
-            if slot not in stay:
-                empty[i].append(slot)
+        wanted = set(stay)
+        for i in range(len(self.list) - 1, -1, -1):
+            ins = self.list[i]
+            empty[i] = [slot for slot in dict.fromkeys((*ins.reads, *ins.makes)) if slot not in wanted]
+            wanted.difference_update(ins.makes)  # what is there before is another value
+            wanted.update(ins.reads)
         instructions = tuple((ins, tuple(gone)) for ins, gone in zip(self.list, empty, strict=True))
         passing = {slot: key[1] for key, slot in self.slots.items() if key[0] in ("value", "cotangent", "back")}
         return Tape(instructions, len(self.slots), self.given, self.fixed, state, results, self.kept, passing)

@@ -1,0 +1,717 @@
+"""Tensor parallelism: programs of shards give the numbers of one device, move what they should, and gather little.
+
+Numbers are compared in 64 bits, under `jax.vmap` with a named axis; some also on the virtual devices of this process.
+A result that is whole comes out of `vmap` with `out_axes=None`, which refuses what is not the same on all shards."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+from dtrans._jax import equations, lowered_jaxpr
+from dtrans.collective import collectives
+from dtrans.errors import ConfigError
+from dtrans.ops.exchange_rows import all_to_all_p
+from dtrans.program import is_communication
+from dtrans.run.collective import OVER_AXIS
+from dtrans.run.pieces import interpret
+from dtrans.transforms.split import pieces_of, split, whole_of
+from dtrans.transforms.split_defaults import default_cuts
+
+
+AXIS = "shard"
+
+
+def soak(*values):
+    """A case that is left out unless asked for."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+def quick(fn):
+    """Compiled in less time than usual."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def _exchanged(*xs, over, cut, joined, **_):
+    return [lax.all_to_all(x, over, cut, joined, tiled=True) for x in xs]
+
+
+RULES = {**OVER_AXIS, all_to_all_p: _exchanged}
+
+
+def one_shard(program):
+    """The program of a shard as a function of flat arrays."""
+    inner, consts = program.jaxpr.jaxpr, program.jaxpr.consts
+
+    def run(*args):
+        env = {**dict(zip(inner.constvars, consts, strict=True)), **dict(zip(inner.invars, args, strict=True))}
+        return interpret(inner.eqns, env, inner.outvars, RULES)
+
+    return run
+
+
+def on_shards(program, types, args, noise=False):
+    """Run all shards on one device; the whole outputs."""
+    if program.shards == 1:
+        return one_shard(program)(*args)
+    parts = [x if d is None else pieces_of(x, d, program.shards) for x, d in zip(args, program.in_cuts, strict=True)]
+    if noise:  # padding may hold anything
+        parts = [
+            p if d is None else _with_noise(p, d, x.shape[d])
+            for p, d, x in zip(parts, program.in_cuts, args, strict=True)
+        ]
+    ways = [tuple(None if d is None else 0 for d in cuts) for cuts in (program.in_cuts, program.out_cuts)]
+    made = quick(
+        jax.vmap(one_shard(program), in_axes=ways[0], out_axes=list(ways[1]), axis_name=AXIS, axis_size=program.shards)
+    )(*parts)
+    return [
+        x if d is None else whole_of(np.asarray(x), d, t.shape[d])
+        for x, d, t in zip(made, program.out_cuts, types, strict=True)
+    ]
+
+
+def _with_noise(pieces, axis, size):
+    """Pieces with NaN, or the largest integers, in the place of padding."""
+    local = pieces.shape[axis + 1]
+    rows = np.arange(pieces.shape[0])[:, None] * local + np.arange(local)
+    where = np.expand_dims(rows >= size, tuple(d for d in range(1, pieces.ndim) if d != axis + 1))
+    value = np.nan if pieces.dtype.kind == "f" else np.iinfo(pieces.dtype).max
+    return np.where(where, value, pieces).astype(pieces.dtype)
+
+
+def on_mesh(program, types, args):
+    """The same on devices of this process."""
+    spec = lambda cuts: tuple(P() if d is None else P(*(None,) * d, AXIS) for d in cuts)
+    wide = [
+        x if d is None else np.pad(x, [(0, -x.shape[d] % program.shards if k == d else 0) for k in range(x.ndim)])
+        for x, d in zip(args, program.in_cuts, strict=True)
+    ]
+    mesh = Mesh(np.array(jax.devices()[: program.shards]), (AXIS,))
+    made = jax.jit(
+        jax.shard_map(
+            lambda *a: tuple(one_shard(program)(*a)),
+            mesh=mesh,
+            in_specs=spec(program.in_cuts),
+            out_specs=spec(program.out_cuts),
+            check_vma=False,
+        )
+    )(*wide)
+    return [
+        x if d is None else np.asarray(x)[(slice(None),) * d + (slice(t.shape[d]),)]
+        for x, d, t in zip(made, program.out_cuts, types, strict=True)
+    ]
+
+
+def checked(fn, args, cuts, shards, *, outs=None, mesh=False, noise=True, lowered=False):
+    """Split a function of flat arrays; its results are those of one device."""
+    jaxpr = lowered_jaxpr(fn, *args) if lowered else jax.make_jaxpr(fn)(*args)
+    program = split(jaxpr, cuts, shards, AXIS, outs=outs)
+    types = [v.aval for v in jaxpr.jaxpr.outvars]
+    expected = jax.tree.leaves(quick(fn)(*args))
+    found = on_mesh(program, types, args) if mesh else on_shards(program, types, args, noise)
+    for a, b in zip(expected, found, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        if jnp.issubdtype(a.dtype, jnp.inexact):
+            wide = a.dtype == np.float64
+            np.testing.assert_allclose(b, a, rtol=1e-12 if wide else 1e-5, atol=1e-12 if wide else 1e-5)
+        else:
+            np.testing.assert_array_equal(b, a)
+    return program
+
+
+def kinds(program):
+    return [e.primitive.name for e in equations(program.jaxpr) if is_communication(e) and e.outvars[0].aval.ndim]
+
+
+def floats(*shape, seed=0):
+    made = np.random.default_rng(seed).normal(size=shape)
+    return made if jax.config.jax_enable_x64 else made.astype("float32")
+
+
+def labels(n, classes, seed=0):
+    return np.random.default_rng(seed).integers(0, classes, size=n).astype("int32")
+
+
+# -- cross entropy over classes that are cut -------------------------------------------------------
+
+
+def ce_logsumexp(w, b, x, y):
+    logits = x @ w + b
+    return (jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, y[:, None], -1)[:, 0]).mean()
+
+
+def ce_optax(w, b, x, y):
+    return optax.softmax_cross_entropy_with_integer_labels(x @ w + b, y).mean()
+
+
+def ce_indexed(w, b, x, y):
+    return -jax.nn.log_softmax(x @ w + b)[jnp.arange(len(y)), y].mean()
+
+
+def ce_one_hot(w, b, x, y):
+    return -(jax.nn.one_hot(y, w.shape[1]) * jax.nn.log_softmax(x @ w + b)).sum(-1).mean()
+
+
+LOSSES = [ce_logsumexp, ce_optax, ce_indexed, ce_one_hot]
+
+
+def head(classes, batch=6, features=5):
+    return floats(features, classes), floats(classes, seed=1), floats(batch, features, seed=2), labels(batch, classes)
+
+
+SOME = [(ce_logsumexp, 4, 10), (ce_optax, 8, 7), (ce_indexed, 2, 10), (ce_one_hot, 3, 7), (ce_optax, 3, 1000)]
+ALL = [case for case in itertools.product(LOSSES, [1, 2, 3, 4, 8], [10, 7, 1000]) if case not in SOME]
+
+
+@pytest.mark.parametrize(("loss", "shards", "classes"), [*SOME, *(soak(*case) for case in ALL)])
+def test_cross_entropy_and_its_gradients_are_those_of_one_device(x64, loss, shards, classes):
+    args = head(classes)
+    both = lambda *a: jax.value_and_grad(loss, (0, 1, 2))(*a)
+    program = checked(both, args, {0: 1, 1: 0}, shards, outs={1: 1, 2: 0})
+    assert program.out_cuts == (None, 1, 0, None)
+    assert not program.gathers and program.jaxpr.in_avals[0].shape == (5, -(-classes // shards))
+
+
+@pytest.mark.parametrize("shards", [soak(2), soak(3), 8])
+def test_cross_entropy_on_devices(x64, shards):
+    program = checked(jax.value_and_grad(ce_optax, (0, 1, 2)), head(7), {0: 1, 1: 0}, shards, mesh=True)
+    assert not program.gathers
+
+
+def test_no_array_of_all_logits_is_made():
+    args = head(1000)
+    for loss in LOSSES:
+        program = split(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1, 2)))(*args), {0: 1, 1: 0}, 4, AXIS)
+        largest = max(v.aval.size for e in equations(program.jaxpr) for v in e.outvars)
+        assert largest <= 6 * 250, loss
+
+
+def test_what_cross_entropy_moves():
+    """D=64, C=1000, b=8 on 4 shards: O(b) forward; with the gradient of the features far less than data parallelism."""
+    d, c, b, n = 64, 1000, 8, 4
+    args = [jnp.zeros(s, "float32") for s in ((d, c), (c,), (b, d))] + [jnp.zeros(b, "int32")]
+    for loss in LOSSES:
+        forward = split(jax.make_jaxpr(loss)(*args), {0: 1, 1: 0}, n, AXIS)
+        assert forward.moved.keys() == {"all_reduce"} and forward.moved["all_reduce"] <= 4 * 3 * b
+        both = split(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1, 2)))(*args), {0: 1, 1: 0}, n, AXIS)
+        moved = sum(t * sum(a.aval.size * 4 for a in e.invars) for e, t in collectives(both.jaxpr))
+        assert moved == sum(both.moved.values()) <= 4 * (b * d + 4 * b)
+        data_parallel = 4 * (d * c + c)  # the gradients of the head
+        assert data_parallel / moved > 100
+
+
+@pytest.mark.parametrize(("shards", "classes"), [(4, 10), (8, 7), soak(2, 1000)])
+def test_three_steps_of_sgd(x64, shards, classes):
+    w, b, x, y = head(classes)
+
+    def step(w, b, x, y):
+        loss, (dw, db) = jax.value_and_grad(ce_optax, (0, 1))(w, b, x, y)
+        return w - 0.3 * dw, b - 0.3 * db, loss
+
+    program = split(jax.make_jaxpr(step)(w, b, x, y), {0: 1, 1: 0}, shards, AXIS)
+    assert program.out_cuts == (1, 0, None) and not program.gathers
+    run = quick(jax.vmap(one_shard(program), (0, 0, None, None), [0, 0, None], axis_name=AXIS))
+    held = pieces_of(w, 1, shards), pieces_of(b, 0, shards)
+    whole = quick(step)
+    for _ in range(3):
+        w, b, loss = whole(w, b, x, y)
+        *held, found = run(*held, x, y)  # padding is what the last step left there
+        np.testing.assert_allclose(found, loss, rtol=1e-12)
+    np.testing.assert_allclose(whole_of(held[0], 1, classes), w, rtol=1e-12)
+    np.testing.assert_allclose(whole_of(held[1], 0, classes), b, rtol=1e-12)
+
+
+# -- positions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shards", "dtype"), [(3, "float64"), (8, "uint8"), (2, "int8"), soak(8, "float64"), soak(3, "int64")]
+)
+def test_the_position_of_the_largest_is_the_lowest_of_equals(x64, shards, dtype):
+    x = np.random.default_rng(0).integers(0, 3, size=(40, 7)).astype(dtype)
+    fn = lambda x, y: (jnp.argmin(x, -1), jnp.argmax(x, -1), (jnp.argmax(x, -1) == y).mean())
+    assert not checked(fn, (x, labels(40, 7)), {0: 1}, shards).gathers
+
+
+def test_the_position_of_what_is_not_a_number_or_infinite(x64):
+    rows = [[1, np.nan, 3, np.nan, 9], [-np.inf] * 5, [np.inf, 1, np.inf, 0, 0], [np.nan] * 5, [0, 0, 0, 0, np.nan]]
+    fn = lambda x: (jnp.argmax(x, 1), jnp.argmin(x, 1))
+    for shards in (2, 8):
+        checked(fn, (np.asarray(rows),), {0: 1}, shards)
+    checked(fn, (np.asarray(rows),), {0: 1}, 4, mesh=True)
+
+
+def test_positions_never_are_floats():
+    """2^24 + 1 is no float32."""
+    jaxpr = jax.make_jaxpr(lambda x: jnp.argmax(x, -1))(jax.ShapeDtypeStruct((2**25,), "float32"))
+    program = split(jaxpr, {0: 0}, 4, AXIS)
+    for e in equations(program.jaxpr):
+        if e.primitive.name == "convert_element_type":
+            assert not (e.invars[0].aval.dtype.kind == "i" and e.outvars[0].aval.dtype.kind == "f")
+    assert [e.invars[0].aval.dtype.kind for e in equations(program.jaxpr) if e.primitive.name == "all_reduce"] == [
+        "f",
+        "i",
+    ]
+
+
+def test_the_position_is_of_the_index_type_asked_for():
+    x = np.arange(250, dtype="float32")
+    checked(lambda x: lax.argmax(x, 0, jnp.uint8), (x,), {0: 0}, 8)
+    checked(lambda x: lax.argmin(x, 0, jnp.uint8), (-x,), {0: 0}, 8)
+
+
+def test_ids_that_are_cut_are_compared(x64):
+    ids = labels(11, 4)
+    program = checked(lambda i, y: ((i == y).sum(), jnp.where(i == 2, y, -i)), (ids, labels(11, 4, 1)), {0: 0}, 4)
+    assert not program.gathers and program.out_cuts == (None, 0)
+
+
+# -- embeddings and gathers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cuts", "mode"),
+    [
+        ({0: 0}, "fill"),
+        ({0: 0}, "clip"),
+        ({0: 1}, "fill"),
+        ({1: 0}, "promise_in_bounds"),
+        ({0: 0, 1: 0}, "clip"),
+        ({0: 1, 1: 1}, None),
+        *(soak(*c) for c in itertools.product([{0: 0}, {0: 1}, {1: 1}, {0: 0, 1: 1}], [None, "clip", "fill"])),
+    ],
+)
+def test_embeddings_and_their_gradients(x64, cuts, mode):
+    table, ids = floats(10, 6), labels(15, 10).reshape(5, 3)
+    if mode in ("clip", "fill"):
+        ids[0] = -1, 11, 200
+    look_up = lambda e, i: jnp.asarray(e).at[i].get(mode=mode) if mode else e[i]
+    fn = lambda e, i: (look_up(e, i), jax.grad(lambda e: (look_up(e, i) ** 2).sum())(e))
+    if mode == "fill":  # NaN where there is no row
+        fn = lambda e, i: (look_up(e, i), jax.grad(lambda e: jnp.nan_to_num(look_up(e, i)).sum())(e))
+    for shards in (3, 8) if cuts == {0: 0} else (4,):
+        program = checked(fn, (table, ids), cuts, shards, noise=1 not in cuts)
+        assert cuts == {0: 1, 1: 1} or not [g for g in program.gathers if g.shape == (10, 6)]
+
+
+def test_embeddings_of_words_that_are_cut_over_the_vocabulary_move_no_table(x64):
+    program = checked(
+        lambda e, i: jax.grad(lambda e: jnp.sin(e[i]).sum())(e), (floats(10, 6), labels(9, 10)), {0: 0}, 4, outs={0: 0}
+    )
+    assert kinds(program) == ["all_reduce"] and program.out_cuts == (0,)
+
+
+def test_integers_and_booleans_are_picked(x64):
+    table = np.arange(-3, 7)
+    fn = lambda t, i: (t[i], (t > 0)[i], t.astype("uint8").at[i].get(mode="fill"), t.at[i].get(mode="fill"))
+    checked(fn, (table, np.array([0, 9, 3, -1, 10, 77])), {0: 0}, 4)
+
+
+def test_entries_of_two_dimensions_are_picked_and_written(x64):
+    x, rows, at = floats(6, 10), labels(8, 6, 1), labels(8, 10)
+    fn = lambda x, r, c: (x[r, c], x.at[r, c].add(2.0), x.at[r, c].mul(3.0), x.at[r, c].max(0.5))
+    for cuts, shards in (({0: 0}, 4), ({0: 1}, 8)):
+        assert not checked(fn, (x, rows, at), cuts, shards).gathers
+    checked(lambda x, r, c: x.at[r, c].add(2.0, mode="clip"), (x, rows + 3, at), {0: 1}, 4)
+    checked(lambda x, c: x.at[:, c].set(0.0, mode="clip"), (x, at + 4), {0: 1}, 4)
+
+
+def test_slices_are_written_where_the_cut_is_not(x64):
+    x, u = floats(6, 10), floats(3, 10, seed=1)
+    fn = lambda x, u, r: x.at[r].add(u)
+    for cuts in ({0: 1}, {1: 1}, {0: 1, 1: 1}, {1: 0}, {1: 0, 2: 0}):
+        program = checked(fn, (x, u, np.array([1, 4, 1])), cuts, 4, noise=2 not in cuts)
+        assert not program.gathers
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def mlp(w1, b1, w2, b2, x):
+    return jnp.tanh(x @ w1 + b1) @ w2 + b2
+
+
+MLP = [(5, 10), (10,), (10, 3), (3,), (4, 5)]
+
+
+def arrays(shapes):
+    return [floats(*s, seed=i) for i, s in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("shards", [soak(2), soak(3), 4, soak(8)])
+def test_columns_then_rows(x64, shards):
+    args = arrays(MLP)
+    jaxpr = jax.make_jaxpr(mlp)(*args)
+    cuts = default_cuts(jaxpr, range(4), shards)
+    assert cuts == {0: 1, 1: 0, 2: 0}
+    assert kinds(checked(mlp, args, cuts, shards)) == ["all_reduce"]
+    grads = jax.grad(lambda *a: (mlp(*a) ** 2).sum(), range(5))
+    assert kinds(checked(grads, args, cuts, shards, outs=cuts)) == ["all_reduce"] * 2  # the output, and dx
+
+
+def test_columns_then_columns_gathers_what_is_smallest(x64):
+    program = checked(mlp, arrays(MLP), {0: 1, 1: 0, 2: 1, 3: 0}, 2)
+    assert program.out_cuts == (1,)
+    assert all(g.shape not in ((5, 10), (10, 3)) for g in program.gathers)
+    wide = checked(lambda h, w: h @ w, (floats(64, 12), floats(12, 3)), {0: 1, 1: 1}, 2)
+    assert kinds(wide) == ["all_to_all", "all_reduce"]  # the kernel, not the input, which is large
+
+
+def attention(wq, wk, wv, wo, x):
+    b, s, _ = x.shape
+    q, k, v = ((x @ w).reshape(b, s, 4, -1) for w in (wq, wk, wv))
+    a = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1]))
+    return jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(b, s, -1) @ wo
+
+
+ATTENTION = [(6, 8), (6, 8), (6, 8), (8, 6), (2, 5, 6)]
+
+
+@pytest.mark.parametrize("shards", [2, soak(4)])
+def test_heads_of_attention(x64, shards):
+    args = arrays(ATTENTION)
+    grads = jax.value_and_grad(lambda *a: jnp.sin(attention(*a)).sum(), range(5))
+    cuts = default_cuts(jax.make_jaxpr(attention)(*args), range(4), shards)
+    assert cuts == {0: 1, 1: 1, 2: 1, 3: 0}
+    assert kinds(checked(attention, args, cuts, shards)) == ["all_reduce"]
+    # gradients of x through queries, keys and values are one sum
+    program = checked(grads, args, cuts, shards, outs={i + 1: d for i, d in cuts.items()})
+    assert kinds(program) == ["all_reduce"] * 2 and not program.gathers
+
+
+def test_a_layer_of_a_transformer_takes_four_sums():
+    """Two forward, two backward, each of the size of its input: as in Megatron, with cuts that nobody gave."""
+
+    def loss(params, x, y):
+        for wq, wk, wv, wo, w1, b1, w2, b2 in params[:-1]:
+            x = x + attention(wq, wk, wv, wo, x - x.mean(-1, keepdims=True))
+            x = x + jax.nn.gelu(x @ w1 + b1) @ w2 + b2
+        return optax.softmax_cross_entropy_with_integer_labels(x @ params[-1], y).mean()
+
+    m, layers = 8, 3
+    layer = arrays([(m, m)] * 4 + [(m, 32), (32,), (32, m), (m,)])
+    params = [layer] * layers + [floats(m, 100)]
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(params, floats(2, 5, m), labels((2, 5), 100))
+    count = 8 * layers + 1
+    cuts = default_cuts(jaxpr, range(count), 4)
+    assert [cuts.get(i) for i in range(8)] == [1, 1, 1, 0, 1, 0, 0, None] and cuts[count - 1] == 1
+    program = split(jaxpr, cuts, 4, AXIS, outs={i + 1: d for i, d in cuts.items()})
+    assert program.moved.keys() == {"all_reduce"} and not program.gathers
+    large = [e for e in equations(program.jaxpr) if is_communication(e) and e.outvars[0].aval.shape == (2, 5, m)]
+    assert len(large) == 4 * layers
+
+
+def test_heads_that_do_not_fit_are_gathered(x64):
+    program = checked(attention, arrays(ATTENTION), {0: 1, 1: 1, 2: 1, 3: 0}, 3)
+    assert program.gathers and "reshape" in program.gathers[0].reason
+
+
+@pytest.mark.parametrize("shards", [soak(2), 3])
+def test_convolutions(x64, shards):
+    def net(k1, b1, k2, x):
+        h = lax.conv_general_dilated(x, k1, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return lax.conv_general_dilated(
+            jax.nn.relu(h + b1), k2, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    args = arrays([(3, 3, 2, 4), (4,), (2, 2, 4, 3), (2, 5, 5, 2)])
+    grads = jax.grad(lambda *a: jnp.sin(net(*a)).sum(), (0, 1, 2))
+    cuts = default_cuts(jax.make_jaxpr(net)(*args), [0, 1], shards)
+    assert cuts == {0: 3, 1: 0}
+    program = checked(grads, args, {**cuts, 2: 2}, shards)
+    assert program.out_cuts == (3, 0, 2) and not program.gathers
+
+
+@pytest.mark.parametrize("shards", [soak(2), 3])
+def test_recomputed_layers_stay_cut(x64, shards):
+    args = arrays(MLP)
+    layer = jax.checkpoint(mlp)
+    grads = jax.grad(lambda *a: (layer(*a) ** 2).sum(), range(5))
+    cuts = {0: 1, 1: 0, 2: 0}
+    for lowered in (False, True):
+        program = checked(grads, args, cuts, shards, lowered=lowered)
+        assert not program.gathers and program.out_cuts == (1, 0, 0, None, None)
+    assert default_cuts(jax.make_jaxpr(layer)(*args), range(4), shards) == cuts
+    constant = np.arange(5.0)
+    with_constant = jax.checkpoint(lambda w, x: jnp.sin((x + constant) @ w).sum())
+    checked(jax.grad(with_constant), (args[0], args[4]), {0: 1}, shards)
+
+
+def test_loops_and_branches_are_given_whole_values(x64):
+    def fn(w, x):
+        turned, _ = lax.scan(lambda c, r: (c + r @ w, None), x[0] @ w, x)
+        until = lax.while_loop(lambda c: c.sum() < 50, lambda c: c + jnp.abs(w[0]) + 1, turned)
+        return lax.cond(x[0, 0] > 0, lambda: w * 2, lambda: w), until
+
+    program = checked(fn, (floats(5, 7), floats(4, 5)), {0: 1}, 3)
+    assert {g.reason.split()[0] for g in program.gathers} == {"scan"}  # once: others read what is whole by then
+    assert {(g.shape, g.nbytes) for g in program.gathers} == {((7,), 56), ((5, 7), 280)}
+
+
+def test_calls_and_derivative_rules_of_users_are_looked_into(x64):
+    @jax.custom_vjp
+    def scaled(x):
+        return x * 2.0
+
+    scaled.defvjp(lambda x: (scaled(x), x), lambda x, g: (g * jnp.sign(x),))
+    layer = jax.jit(lambda w, x: jax.nn.gelu(scaled(x @ w)))
+    grads = jax.grad(lambda w, x: layer(w, x).sum(), (0, 1))
+    assert not checked(grads, (floats(5, 10), floats(4, 5)), {0: 1}, 4).gathers
+
+
+def test_dropout_masks_are_those_of_one_device(x64):
+    def fn(w, x, key):
+        h = x @ w
+        return jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0.0).sum(0)
+
+    key = np.asarray(jax.random.PRNGKey(3))
+    assert not checked(fn, (floats(5, 10), floats(4, 5), key), {0: 1}, 4).gathers
+
+
+def test_sums_that_are_wanted_cut_are_scattered(x64):
+    program = checked(
+        lambda x, w, r: r + x @ w, (floats(4, 10), floats(10, 6), floats(4, 6, seed=3)), {0: 1, 1: 0, 2: 1}, 4
+    )
+    assert kinds(program) == ["reduce_scatter"] and program.out_cuts == (1,)
+
+
+def test_sums_of_several_products_are_made_once(x64):
+    fn = lambda a, b, w, v: -(a @ w - b @ v) * 0.5
+    program = checked(fn, (*arrays([(4, 10), (4, 10)]), floats(10, 3), floats(10, 3)), {0: 1, 1: 1}, 4)
+    assert kinds(program) == ["all_reduce"]
+    twice = checked(lambda a, w: ((a @ w) * 2.0, jnp.exp(a @ w)), (floats(4, 10), floats(10, 3)), {0: 1}, 4)
+    assert len(kinds(twice)) == 2  # two products, one sum each
+
+
+def test_sums_that_meet_what_is_infinite_are_made_before(x64):
+    x, w = floats(2, 10), floats(10, 3)
+    x[:, 5:] = 0.0  # terms of some shards are 0
+    fn = lambda x, w, f, d: ((x @ w) * f, (x @ w) / d)
+    checked(fn, (x, w, np.array([np.inf, 1.0, -np.inf]), np.zeros(3)), {0: 1}, 4)
+
+
+def test_effects_are_given_whole_values(x64):
+    seen = []
+    fn = lambda x: (jax.debug.callback(lambda a: seen.append(a.shape), x * 2), x + 1)[1]
+    program = checked(fn, (floats(3, 10),), {0: 1}, 4)
+    assert len(program.gathers) == 1 and program.gathers[0].reason.startswith("debug_callback")
+    jax.effects_barrier()
+    assert set(seen) == {(3, 10)}
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
+def experts(gate, w1, w2, x):
+    """Top-1 gating with a capacity (GShard): tokens [g, s, m], experts [e, m, h] and [e, h, m]."""
+    e, capacity = gate.shape[1], 3
+    probs = jax.nn.softmax(x @ gate)
+    to = jax.nn.one_hot(jnp.argmax(probs, -1), e, dtype=x.dtype)
+    place = jnp.cumsum(to, 1) * to - 1
+    dispatch = jax.nn.one_hot(place.astype(int), capacity, dtype=x.dtype) * to[..., None]
+    combine = dispatch * probs.max(-1)[..., None, None]
+    sent = jnp.einsum("gsec,gsm->egcm", dispatch, x)
+    hidden = jax.nn.relu(jnp.einsum("egcm,emh->egch", sent, w1))
+    back = jnp.einsum("egch,ehm->egcm", hidden, w2)
+    return jnp.einsum("gsec,egcm->gsm", combine, back)
+
+
+@pytest.mark.parametrize(("groups", "count", "shards"), [(4, 8, 4), soak(3, 5, 2), soak(5, 3, 4)])
+def test_experts_take_two_exchanges(x64, groups, count, shards):
+    args = arrays([(6, count), (count, 6, 16), (count, 16, 6), (groups, 5, 6)])
+    jaxpr = jax.make_jaxpr(experts)(*args)
+    cuts = default_cuts(jaxpr, [1, 2], shards, cuts={3: 0})
+    assert cuts == {1: 0, 2: 0, 3: 0}
+    forward = checked(experts, args, cuts, shards)
+    assert kinds(forward) == ["all_to_all"] * 2 and not forward.gathers and forward.out_cuts == (0,)
+    grads = jax.grad(lambda *a: jnp.sin(experts(*a)).sum(), range(4))
+    backward = checked(grads, args, cuts, shards, outs={1: 0, 2: 0, 3: 0})
+    assert kinds(backward).count("all_to_all") == 4 and not backward.gathers  # none is made twice
+    assert kinds(backward).count("all_reduce") == 1  # the gate's gradient
+
+
+def test_experts_on_devices(x64):
+    args = arrays([(6, 4), (4, 6, 16), (4, 16, 6), (4, 5, 6)])
+    assert kinds(checked(experts, args, {1: 0, 2: 0, 3: 0}, 4, mesh=True)) == ["all_to_all"] * 2
+
+
+def test_what_experts_move():
+    """An exchange is of the tokens that one shard has."""
+    args = arrays([(6, 8), (8, 6, 16), (8, 16, 6), (4, 5, 6)])
+    program = split(jax.make_jaxpr(experts)(*args), {1: 0, 2: 0, 3: 0}, 4, AXIS)
+    assert program.moved == {"all_to_all": 2 * 4 * (8 * 4 * 3 * 6) // 4}
+
+
+# -- which parameters are cut ----------------------------------------------------------------------
+
+
+def test_default_cuts_of_a_model():
+    def model(table, w, b, head, ids):
+        h = jax.nn.relu(table[ids] @ w.astype("float32") + b)
+        return h @ head.T + (h @ w.T[:, :8].T).sum()
+
+    args = [jnp.ones(s) for s in ((20, 8), (8, 8), (8,), (30, 8))] + [jnp.zeros(4, int)]
+    jaxpr = jax.make_jaxpr(model)(*args)
+    assert default_cuts(jaxpr, range(4), 2) == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert default_cuts(jaxpr, [1, 2], 2) == {1: 1, 2: 0}
+    assert default_cuts(jaxpr, range(4), 2, cuts={1: 0}) == {0: 0, 1: 0, 3: 0}
+
+
+def test_default_cuts_are_of_the_scope():
+    def model(w1, w2, x):
+        h = x @ w1
+        with jax.named_scope("head"):
+            return h @ w2
+
+    jaxpr = jax.make_jaxpr(model)(jnp.ones((4, 5)), jnp.ones((5, 6)), jnp.ones((2, 4)))
+    within = lambda eqn: "head" in str(eqn.source_info.name_stack)
+    assert default_cuts(jaxpr, [0, 1], 2, within) == {1: 1}
+    assert default_cuts(jaxpr, [0, 1], 2) == {0: 1, 1: 0}
+
+
+def test_default_cuts_of_gradients_are_those_of_the_forward_pass():
+    args = [jnp.ones(s) for s in MLP]
+    grads = jax.make_jaxpr(jax.grad(lambda *a: mlp(*a).sum(), range(4)))(*args)
+    assert default_cuts(grads, range(4), 2) == {0: 1, 1: 0, 2: 0}
+
+
+def test_tied_embeddings_are_cut_over_the_vocabulary(x64):
+    def loss(table, w, ids, y):
+        logits = jnp.tanh(table[ids] @ w) @ table.T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    args = floats(11, 6), floats(6, 6), labels(7, 11), labels(7, 11, 1)
+    cuts = default_cuts(jax.make_jaxpr(loss)(*args), [0], 4)
+    assert cuts == {0: 0}
+    program = checked(jax.value_and_grad(loss, (0, 1)), args, cuts, 4, outs={1: 0})
+    assert not program.gathers and program.out_cuts == (None, 0, None)
+
+
+# -- errors, and what cannot be cut ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cuts", "outs", "shards", "says"),
+    [
+        ({3: 0}, {}, 2, "cuts names input 3, and there are 3 inputs"),
+        ({0: 2}, {}, 2, r"cuts has input 0 along dimension 2: f32\[5,4\] has no such dimension"),
+        ({2: 0}, {}, 2, r"cuts has input 2 along dimension 0: f32\[0\] has no entries there"),
+        ({}, {1: 0}, 2, "outs names output 1"),
+        ({}, {0: 5}, 2, "outs has output 0 along dimension 5"),
+        ({}, {}, 0, "at least one shard"),
+    ],
+)
+def test_refusals(cuts, outs, shards, says):
+    jaxpr = jax.make_jaxpr(lambda w, x, e: x @ w)(jnp.ones((5, 4)), jnp.ones((3, 5)), jnp.ones(0))
+    with pytest.raises(ConfigError, match=says):
+        split(jaxpr, cuts, shards, AXIS, outs=outs)
+
+
+def test_gathers_say_why(x64):
+    fn = lambda x: (jnp.sort(x, -1), x[:, 2:5], jnp.cumsum(x, 1))
+    program = checked(fn, (floats(3, 10),), {0: 1}, 4)
+    (gathered,) = program.gathers  # once
+    assert gathered.shape == (3, 10) and gathered.dtype == np.float64 and gathered.nbytes == 240
+    assert gathered.reason.startswith("sort of f64[3,10]")
+    whole = split(jax.make_jaxpr(lambda x: x * 2)(floats(3, 10)), {0: 1}, 4, AXIS, outs={0: None})
+    assert [g.reason for g in whole.gathers] == ["output 0"] and whole.out_cuts == (None,)
+
+
+def test_outputs_are_cut_as_is_wanted(x64):
+    x = floats(7, 10)
+    for had in ({}, {0: 0}, {0: 1}):
+        fn = lambda x: (x + 1, x * 2, -x)
+        assert checked(fn, (x,), had, 4, outs={0: 0, 1: 1, 2: None}).out_cuts == (0, 1, None)
+
+
+def test_one_shard_has_all():
+    program = checked(mlp, arrays(MLP), {0: 1}, 1)
+    assert not any(is_communication(e) for e in equations(program.jaxpr)) and program.in_cuts[0] == 1
+
+
+# -- any program -----------------------------------------------------------------------------------
+
+
+STEPS = {
+    "sin": lambda x, y: jnp.sin(x),
+    "add": lambda x, y: x + y,
+    "mul": lambda x, y: x * y,
+    "over": lambda x, y: x / (1.5 + jnp.abs(y)),
+    "bad": lambda x, y: jnp.where(jnp.isfinite(jnp.log(x)), x, y),  # padding becomes NaN
+    "less": lambda x, y: jnp.where(x < y, x, 0.5),
+    "softmax": lambda x, y: jax.nn.softmax(x, 1) + y,
+    "softmax0": lambda x, y: jax.nn.log_softmax(x, 0) + y,
+    "product": lambda x, y: (x @ y.T) @ y / 8.0,
+    "gram": lambda x, y: x @ (x.T @ y) / 8.0,
+    "reversed": lambda x, y: x[::-1] + y,
+    "mean": lambda x, y: x - y.mean(0),
+    "rows": lambda x, y: x * y.sum(1, keepdims=True),
+    "extremes": lambda x, y: x + y.max(0) - y.min(1)[:, None],
+    "prod": lambda x, y: x + jnp.prod(y, 1)[:, None] + jnp.any(x > y, 0),
+    "iota": lambda x, y: x + jnp.arange(x.shape[0])[:, None] * 0.1 + jnp.arange(x.shape[1]),
+    "flat": lambda x, y: (x.reshape(-1) * jnp.arange(x.size) / 50.0).reshape(x.shape) + y,
+    "split": lambda x, y: (
+        (x.reshape(x.shape[0] // 2, 2, -1).sum(1, keepdims=True) + jnp.zeros((1, 2, 1))).reshape(x.shape)
+        if x.shape[0] % 2 == 0
+        else x
+    ),
+    "sorted": lambda x, y: jnp.sort(x, 1) + y,
+    "cumsum": lambda x, y: jnp.cumsum(x, 0) / 4.0,
+    "concat": lambda x, y: jnp.concatenate([x[:1], y[1:]], 0),
+    "padded": lambda x, y: jnp.pad(x, ((1, 1), (0, 0)))[1:-1] + y,
+    "picked": lambda x, y: x + jnp.take_along_axis(y, jnp.argmax(x, 1)[:, None], 1),
+    "permuted": lambda x, y: x[jnp.argsort(y[:, 0])],
+    "put": lambda x, y: x.at[jnp.arange(x.shape[0]), jnp.argmin(y, 1)].add(1.0),
+    "transposed": lambda x, y: jnp.transpose(jnp.sin(x.T) + y.T),
+    "stop": lambda x, y: x + lax.optimization_barrier((y, x))[0],
+}
+
+
+PROGRAMS = dict(
+    names=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.booleans()), min_size=1, max_size=5),
+    shape=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    axes=st.tuples(*(st.sampled_from([None, 0, 1]),) * 2),
+    shards=st.sampled_from([2, 3, 4]),
+    gradient=st.booleans(),
+    seed=st.integers(0, 9),
+)
+
+
+@settings(max_examples=10)
+@given(**PROGRAMS)
+def test_any_program(names, shape, axes, shards, gradient, seed):
+    agrees(names, shape, axes, shards, gradient, seed)
+
+
+@pytest.mark.soak
+@settings(max_examples=150)
+@given(**PROGRAMS)
+def test_many_programs(names, shape, axes, shards, gradient, seed):
+    agrees(names, shape, axes, shards, gradient, seed)
+
+
+def agrees(names, shape, axes, shards, gradient, seed):
+    assume(axes != (None, None))
+
+    def fn(x, y):
+        for name, swapped in names:
+            x, y = STEPS[name](x, y), (x if swapped else y)
+        return x, y.sum()
+
+    def grads(x, y):
+        return jax.grad(lambda x, y: jnp.tanh(fn(x, y)[0]).sum(), (0, 1))(x, y)
+
+    with jax.enable_x64(True):
+        args = floats(*shape, seed=seed), floats(*shape, seed=seed + 1)
+        expected = quick(grads if gradient else fn)(*args)
+        assume(all(float(np.abs(a).max()) < 1e6 for a in expected))  # nor NaN
+        cuts = {i: d for i, d in enumerate(axes) if d is not None}
+        checked(grads if gradient else fn, args, cuts, shards)
