@@ -12,7 +12,7 @@ import numpy as np
 from dtrans import listing
 from dtrans._jax import JaxprEqn, is_varying, jaxprs_in_params, opened
 from dtrans.errors import ConfigError
-from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
+from dtrans.ops import all_gather_p, all_reduce_p, all_to_all_p, reduce_scatter_p
 from dtrans.program import Program
 
 
@@ -43,7 +43,7 @@ class Bucket:
 def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
     """The reductions and gathers of a jaxpr, and how often each is carried out: in loops as often as they turn."""
     for eqn in opened(jaxpr).eqns:
-        if eqn.primitive in (all_reduce_p, reduce_scatter_p, all_gather_p):
+        if eqn.primitive in (all_reduce_p, reduce_scatter_p, all_gather_p, all_to_all_p):
             yield eqn, times
         turns = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         for body in jaxprs_in_params(eqn.params):

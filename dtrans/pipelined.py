@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dtrans.summary import Summary
     from dtrans.transforms.pipeline_options import PipelineOptions
     from dtrans.transforms.pipeline_update import Update
+    from dtrans.transforms.split_stage import Cuts
     from dtrans.transforms.stage_programs import StagePrograms
     from dtrans.virtual import Cluster
 
@@ -37,7 +38,7 @@ class Stage:
       flops: of its forward pass, for a micro-batch.
       sends: bytes that it sends on for a micro-batch.
       kept: bytes that it keeps of a micro-batch from forward to backward.
-      peak: the most micro-batches that it keeps at a time.
+      peak: the most micro-batches that its device keeps at a time, counted once for each stage that the device has.
       held: bytes of parameters and optimizer state that each of its devices holds.
     """
 
@@ -53,9 +54,16 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPrograms:
-    """The programs of a micro-batch, and what merges the results of all."""
+    """The programs of a micro-batch, and what merges the results of all.
+
+    Attributes:
+      stages: forward and backward of each.
+      cuts: what is kept of a micro-batch in pieces, in stages that are split: (stage, name) to the dimension.
+      results: what merges the results of a stage, if it has any.
+    """
 
     stages: tuple[StagePrograms, ...]
+    cuts: Mapping[tuple[int, str], int]
     results: tuple[Program | None, ...]
 
 
@@ -77,6 +85,7 @@ class PipelinePlan:
       users: the stages that make gradients of a parameter.
       dropped: effects of the step that are not carried out, such as printing the optimizer's state.
       cluster: how stages and replicas are laid out over devices.
+      cuts: over how many shards stages are split, and what of the state is cut.
       summaries: what the step shows: see `dtrans.summary`.
       collected: result, or summary, to the collection that it is in: see `dtrans.collect`.
       known: programs for other batches, once they were asked for.
@@ -95,6 +104,7 @@ class PipelinePlan:
     users: Mapping[str, tuple[int, ...]]
     dropped: tuple[str, ...]
     cluster: Cluster
+    cuts: Cuts
     summaries: tuple[Summary, ...] = ()
     collected: Mapping[str, str] = dataclasses.field(default_factory=dict)
     known: dict[Any, StepPrograms] = dataclasses.field(default_factory=dict, repr=False)
@@ -131,7 +141,7 @@ class PipelinePlan:
         other = schedule(name, o.num_stages, o.num_micro_batch, o.chunks if o.chunks > 1 else None)
         if (other.chunks, other.splits_backward) != (self.schedule.chunks, self.schedule.splits_backward):
             raise ConfigError(f"{name} needs other programs than {self.schedule.name}: plan it with schedule={name!r}")
-        options = dataclasses.replace(o, schedule=name)
+        options = dataclasses.replace(o, schedule=other.name)
         return dataclasses.replace(self, options=options, schedule=other)
 
     # -- what it is ------------------------------------------------------------------------------
@@ -161,7 +171,25 @@ class PipelinePlan:
     def held_bytes(self, name: str) -> int:
         """Bytes that a device of an array's stage holds of it."""
         t = self.update.program.inputs[name]
-        return _nbytes(t)
+        if name not in self.cuts.state:
+            return _nbytes(t)
+        home, d = self.home(name), self.cuts.state[name]
+        assert home is not None
+        return _nbytes(t) // t.shape[d] * -(-t.shape[d] // self.cuts.shards[home])
+
+    def padded(self, name: str) -> tuple[int, int] | None:
+        """The dimension of an array of the state that is padded, and its size with padding; None for one that is whole.
+
+        It is cut over the replicas of its stage, or over their shards.
+        """
+        d = self.cuts.state.get(name)
+        if d is not None:
+            home, size = self.home(name), self.main.inputs[name].shape[d]
+            assert home is not None
+            shards = self.cuts.shards[home]
+            return d, shards * -(-size // shards)
+        s = None if self.update.layout is None else self.update.layout.cuts.get(name)
+        return None if s is None else (s.axis, s.padded)
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
@@ -181,7 +209,14 @@ class PipelinePlan:
         """What else there is to know."""
         o = self.options
         notes = [
-            f"schedule {self.schedule.name}: {o.num_micro_batch} micro-batches, bubble {self.schedule.bubble}",
+            f"schedule {self.schedule.name}: {o.num_micro_batch} micro-batch{'es' * (o.num_micro_batch > 1)}, bubble "
+            f"{self.schedule.bubble}",
+        ]
+        notes += [
+            f"stage {s} is split over {n} devices: "
+            + (", ".join(x for x in self.cuts.state if self.homes.get(x) == s) or "nothing of it is cut")
+            for s, n in enumerate(self.cuts.shards)
+            if n > 1
         ]
         notes += [
             f"{n} is held by stage {self.homes[n]} and used by stages {', '.join(map(str, s))}: its value is sent, and "

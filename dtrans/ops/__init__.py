@@ -8,6 +8,7 @@ program that holds one cannot run until a realiser (`dtrans.run`) carries it out
     serve    listen_and_serv: a whole parameter server as one equation
     cluster  gen_nccl_id, broadcast: how trainers become a group, and start equal
     reduce   all_reduce, reduce_scatter, all_gather: what servers, or trainers on an axis, make together
+    exchange_rows  all_to_all: rows exchanged among shards
 
 A new family is a new file, built with `communication`; a realiser that does not know one of its
 primitives refuses by name.
@@ -15,6 +16,7 @@ primitives refuses by name.
 
 from dtrans.ops.blocks import concat_p as concat_p, split_byref_p as split_byref_p
 from dtrans.ops.cluster import broadcast_p as broadcast_p, gen_nccl_id_p as gen_nccl_id_p
+from dtrans.ops.exchange_rows import all_to_all_p as all_to_all_p
 from dtrans.ops.primitive import communication as communication, token as token
 from dtrans.ops.reduce import (
     after_p as after_p,

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from dtrans.collective import CollectivePlan
 from dtrans.errors import ConfigError, StateError
-from dtrans.ops import after_p, all_gather_p, all_reduce_p, combine, reduce_scatter_p, trainer_index_p
+from dtrans.ops import after_p, all_gather_p, all_reduce_p, all_to_all_p, combine, reduce_scatter_p, trainer_index_p
 from dtrans.program import Program
 from dtrans.run.batch import batch_arrays, part_types, share_of, shared_batch
 from dtrans.run.pieces import Rules, interpret
@@ -47,6 +47,10 @@ def _all_gather(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequenc
     return [jax.lax.all_gather(x, over, axis=axis, tiled=True) for x in xs]
 
 
+def _all_to_all(*xs: Any, over: tuple[str, ...], cut: int, joined: int, **_: Any) -> Sequence[Any]:
+    return [jax.lax.all_to_all(x, over, cut, joined, tiled=True) for x in xs]
+
+
 def _after(x: jax.Array, y: jax.Array) -> Sequence[Any]:
     """XLA keeps to `optimization_barrier`, except for CPUs: there it goes before equal equations are made one."""
     return [jax.lax.platform_dependent(x, y, cpu=_after_on_cpu, default=_after_elsewhere)]
@@ -68,6 +72,7 @@ OVER_AXIS: Rules = {
     all_reduce_p: _all_reduce,
     reduce_scatter_p: _reduce_scatter,
     all_gather_p: _all_gather,
+    all_to_all_p: _all_to_all,
     after_p: _after,
     trainer_index_p: lambda over: [jax.lax.axis_index(over)],
 }

@@ -19,12 +19,13 @@ from typing import Any
 
 import jax
 
+from dtrans._jax import equations
 from dtrans.cut import Cut, cut
 from dtrans.errors import BatchError, ConfigError
 from dtrans.forward import captured
 from dtrans.pipelined import PipelinePlan, StepPrograms
 from dtrans.program import Program
-from dtrans.schedules import schedule as schedule_of
+from dtrans.schedules import Schedule, schedule as schedule_of
 from dtrans.transforms.forward_pass import ForwardPass, forward_pass
 from dtrans.transforms.merges import merges_of
 from dtrans.transforms.nccl2 import check_names, refuse_collectives
@@ -32,7 +33,8 @@ from dtrans.transforms.options import check_names_given
 from dtrans.transforms.pipeline_options import PipelineOptions, check_pipeline
 from dtrans.transforms.pipeline_results import STACK, check_state, results_program
 from dtrans.transforms.pipeline_update import slices_of_sums, update_of
-from dtrans.transforms.stage_programs import StageCutter, sums_of
+from dtrans.transforms.split_stage import Cuts, cuts_of, shards_of, split_stages
+from dtrans.transforms.stage_programs import StageCutter, StagePrograms, sums_of
 from dtrans.transforms.stages import BYTES_COST, stages_of
 from dtrans.transforms.startup import check_programs, match_startup
 from dtrans.trees import is_under
@@ -45,8 +47,8 @@ def pipeline(
     *,
     num_stages: int,
     num_micro_batch: int = 1,
-    schedule: str = "PreferBackward",
-    chunks: int = 1,
+    schedule: str | Schedule = "PreferBackward",
+    chunks: int | None = None,
     replicas: int = 1,
     policy: str | None = None,
     bytes_cost: float = BYTES_COST,
@@ -80,8 +82,8 @@ def pipeline(
       num_micro_batch: how many parts a replica cuts its part of the batch into. Parameters are updated once, after all.
       schedule: what each device does when: "PreferForward" (all forwards, then all backwards), "PreferBackward" (1F1B),
         "PreferBackwardOptimizer" (one micro-batch more under way, which hides transfers), "Interleaved" (several stages
-        on each device), "ZeroBubble" (gradients of weights fill the gaps). See `dtrans.schedules`.
-      chunks: stages on each device, for "Interleaved".
+        on each device), "ZeroBubble" (gradients of weights fill the gaps), or a `dtrans.schedules.Schedule`.
+      chunks: stages on each device, for "Interleaved": 2 if nothing is said.
       replicas: how many copies of the pipeline share the batch. Those of a stage reduce their gradients.
       policy: how stages are found: "BALANCE_FLOPS" (the slowest is as fast as can be), "REPEATED_LAYERS" (whole
         layers), "BALANCE_OP_NUM", or "HEURISTIC" (whole layers where that is nearly as fast). Scopes in the model
@@ -135,11 +137,13 @@ def pipeline(
     if unknown:
         raise ConfigError(_unknown(next(iter(unknown))))
     check_names_given(replicated, merge)
+    timetable = _timetable(schedule, num_stages, num_micro_batch, chunks)
     options = PipelineOptions(
         num_stages=num_stages,
         num_micro_batch=num_micro_batch,
-        schedule=schedule,
-        chunks=chunks,
+        schedule=timetable.name,
+        splits_backward=timetable.splits_backward,
+        chunks=timetable.chunks,
         replicas=replicas,
         policy=policy,
         bytes_cost=bytes_cost,
@@ -159,7 +163,20 @@ def pipeline(
         num_apply_group=num_apply_group,
         offload=offload,
     )
-    return planned(main, startup, options, cluster)
+    return planned(main, startup, options, timetable, cluster)
+
+
+def _timetable(given: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None) -> Schedule:
+    """The schedule of a name, or one that the user has made."""
+    if not isinstance(given, Schedule):
+        return schedule_of(given, num_stages, num_micro_batch, chunks)
+    found = (given.num_stages, given.num_micro_batch, given.chunks)
+    if found != (num_stages, num_micro_batch, chunks or given.chunks):
+        raise ConfigError(
+            f"the schedule {given.name} is for num_stages={found[0]}, num_micro_batch={found[1]}, chunks={found[2]}; "
+            f"the plan for {num_stages}, {num_micro_batch}, {chunks or given.chunks}"
+        )
+    return given
 
 
 def _unknown(name: str) -> str:
@@ -168,12 +185,11 @@ def _unknown(name: str) -> str:
     return f"{name} is no option of pipeline" + (f"; did you mean {close[0]}?" if close else f": {', '.join(known)}")
 
 
-def planned(main: Program, startup: Program, o: PipelineOptions, cluster: Cluster | None = None) -> PipelinePlan:
+def planned(
+    main: Program, startup: Program, o: PipelineOptions, timetable: Schedule, cluster: Cluster | None = None
+) -> PipelinePlan:
     """What `pipeline` plans with these options."""
     check_pipeline(o)
-    timetable = schedule_of(
-        o.schedule, o.num_stages, o.num_micro_batch, **({"chunks": o.chunks} if o.chunks > 1 else {})
-    )
     refuse_collectives(main)
     plain = cut(main)
     whole = captured(main)
@@ -181,13 +197,16 @@ def planned(main: Program, startup: Program, o: PipelineOptions, cluster: Cluste
     check_names(step, o.of_parts)
     startup = match_startup(plain, startup)
     forward = forward_pass(step)
+    _check_names(forward, o)
     merges = _merges(step, forward, o)
     check_state(merges, step.params, o)
     found = stages_of(
         forward.jaxpr, o.model_stages, policy=o.policy, bytes_cost=o.bytes_cost, batch=forward.of_micro_batches
     )
-    programs = _programs(step, forward, found, merges, o)
-    homes, users = _homes(programs, step)
+    stages = _stages(step, forward, found, o)
+    homes, users = _homes(stages, step)
+    cuts = cuts_of(step, stages, shards_of(forward, found, o), users)
+    programs = _programs(forward, stages, merges, cuts, o)
     return PipelinePlan(
         main=plain.program,
         startup=startup,
@@ -196,7 +215,8 @@ def planned(main: Program, startup: Program, o: PipelineOptions, cluster: Cluste
         schedule=timetable,
         stage_of=tuple(found),
         programs=programs,
-        update=update_of(step, sums_of(programs.stages), homes, users, o),
+        update=update_of(step, sums_of(stages), homes, users, cuts, o),
+        cuts=cuts,
         merges=merges,
         homes=homes,
         users=users,
@@ -205,6 +225,17 @@ def planned(main: Program, startup: Program, o: PipelineOptions, cluster: Cluste
         collected=forward.collected,
         cluster=cluster or Cluster(),
     )
+
+
+def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
+    """Refuse names of values to keep that no value has."""
+    there = {e.params["name"] for e in equations(forward.jaxpr) if e.primitive.name == "name"}
+    for n in () if isinstance(o.gradient_checkpoint, str) else o.gradient_checkpoint:
+        if n not in there:
+            raise ConfigError(
+                f"gradient_checkpoint names {n!r}; what checkpoint_name names in the loss is "
+                f"{', '.join(sorted(there)) or 'nothing'}"
+            )
 
 
 def _merges(step: Cut, forward: ForwardPass, o: PipelineOptions) -> dict[str, str]:
@@ -256,26 +287,34 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
             f"{plan.main.name} has {len(forward.eqns)} equations for a batch of these shapes, and "
             f"{len(plan.stage_of)} for the one that it was planned for: plan it for this batch"
         )
-    return _programs(step, forward, plan.stage_of, plan.merges, plan.options)
+    stages = _stages(step, forward, plan.stage_of, plan.options)
+    return _programs(forward, stages, plan.merges, plan.cuts, plan.options)
+
+
+def _stages(step: Cut, forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions) -> tuple[StagePrograms, ...]:
+    scatter = slices_of_sums(step, o) if o.sharding_stage == 2 else {}
+    return StageCutter(forward, stage_of, o, scatter).stages()
 
 
 def _programs(
-    step: Cut, forward: ForwardPass, stage_of: Sequence[int], merges: Mapping[str, str], o: PipelineOptions
+    forward: ForwardPass,
+    stages: Sequence[StagePrograms],
+    merges: Mapping[str, str],
+    cuts: Cuts,
+    o: PipelineOptions,
 ) -> StepPrograms:
-    scatter = slices_of_sums(step, o) if o.sharding_stage == 2 else {}
-    stages = StageCutter(forward, stage_of, o, scatter).stages()
     results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
-    return StepPrograms(stages, results)
+    return StepPrograms(*split_stages(stages, cuts), results)
 
 
-def _homes(programs: StepPrograms, step: Cut) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+def _homes(stages: Sequence[StagePrograms], step: Cut) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """The stage that holds each parameter, and the stages that make gradients of each.
 
     It is the first stage that makes its gradient, or reads it; what none reads is in the first.
     """
     homes: dict[str, int] = {}
-    users = {n: tuple(s.index for s in programs.stages if n in s.leaves) for n in step.params}
+    users = {n: tuple(s.index for s in stages if n in s.leaves) for n in step.params}
     for n in step.params:
-        readers = [s.index for s in programs.stages if n in s.params or n in s.results]
+        readers = [s.index for s in stages if n in s.params or n in s.results]
         homes[n] = (*users[n], *readers, 0)[0]
     return homes, {n: s for n, s in users.items() if s}

@@ -12,6 +12,7 @@ from dtrans.transforms.options import Options, check_options
 
 
 AXIS = "replica"
+SPLIT = "split"  # the axis of the shards of a stage that is split
 POLICIES = ("HEURISTIC", "REPEATED_LAYERS", "BALANCE_OP_NUM", "BALANCE_FLOPS")
 
 
@@ -22,6 +23,7 @@ class PipelineOptions:
     num_stages: int
     num_micro_batch: int
     schedule: str
+    splits_backward: bool  # whether gradients of weights are made apart from cotangents
     chunks: int
     replicas: int
     policy: str | None
@@ -46,11 +48,6 @@ class PipelineOptions:
     def model_stages(self) -> int:
         """Into how many stages the model is cut: several for each device, where these are interleaved."""
         return self.num_stages * self.chunks
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether gradients of weights are made apart from cotangents."""
-        return self.schedule.lower() == "zerobubble"
 
     @property
     def parts(self) -> int:
@@ -111,8 +108,8 @@ def check_pipeline(o: PipelineOptions) -> None:
     names = o.gradient_checkpoint
     if isinstance(names, str) and names not in ("", "auto"):
         raise ConfigError(
-            "gradient_checkpoint must be 'auto', or a collection of names that jax.ad_checkpoint.checkpoint_name gave; it "
-            f"is {names!r}"
+            "gradient_checkpoint must be 'auto', or a collection of names that jax.ad_checkpoint.checkpoint_name gave; "
+            f"it is {names!r}"
         )
     end: Any = o.end_taskgraph
     if isinstance(end, bool) or not isinstance(end, int) or end < -1:

@@ -30,6 +30,7 @@ from dtrans.transforms.reducer import Kind
 from dtrans.transforms.scatters import Scatterer
 from dtrans.transforms.sharding_options import ShardingOptions
 from dtrans.transforms.slices import Sliced, slices_of
+from dtrans.transforms.split_stage import Cuts, split_update
 from dtrans.trees import TreeSpec
 
 
@@ -62,7 +63,12 @@ class Update:
 
 
 def update_of(
-    step: Cut, sums: Mapping[str, Any], homes: Mapping[str, int], users: Mapping[str, Sequence[int]], o: PipelineOptions
+    step: Cut,
+    sums: Mapping[str, Any],
+    homes: Mapping[str, int],
+    users: Mapping[str, Sequence[int]],
+    cuts: Cuts,
+    o: PipelineOptions,
 ) -> Update:
     """Plan the update.
 
@@ -71,6 +77,7 @@ def update_of(
       sums: the types of the sums of gradients, by leaf.
       homes: the stage that holds each parameter.
       users: the stages that make gradients of a leaf.
+      cuts: over how many shards stages are split.
     """
     types = step.program.inputs
     whole_sums = {n: t.update(shape=types[n].shape) for n, t in sums.items()}
@@ -104,7 +111,7 @@ def update_of(
             if n in analysis.inputs and (leaf := analysis.home(analysis.layout(analysis.inputs[n]))) is not None
         }
         placed = grouped(placed, _apply_groups(step, homes, leaf_of, o))
-    return Update(placed, layout)
+    return Update(split_update(placed, cuts), layout)
 
 
 def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:

@@ -251,6 +251,7 @@ def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
 RULES: Mapping[str, Callable[[JaxprEqn, Ins, Shards], Way | None]] = {
     "reshape": _reshape,
     "optimization_barrier": _each_its_own,
+    "all_reduce": _each_its_own,  # over another axis
     "argmax": _arg_reduce,
     "argmin": _arg_reduce,
     "gather": _gather,

@@ -7,6 +7,7 @@ that `dtrans.connect()` connected; process k of N has the stages k*S/N to (k+1)*
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,15 +46,14 @@ class ProcessJob(PipelineJob):
                 f"the plan has {stages} stages, which {count} processes do not divide: plan a multiple of {count}"
             )
         self.each, self.me = stages // count, cluster.trainer_id
-        local = jax.local_devices()
-        need = self.each * plan.options.replicas
-        if len(local) < need:
+        local, replicas = jax.local_devices(), plan.options.replicas
+        shards = plan.cuts.shards[self.me * self.each :][: self.each]
+        if len(local) < sum(shards) * replicas:
             raise ConfigError(
-                f"{self.each} stages of {plan.options.replicas} replicas need {need} devices in each process, trainer "
-                f"{self.me} has {len(local)}"
+                f"the {self.each} stages of trainer {self.me} need {sum(shards) * replicas} devices for {replicas} "
+                f"replicas, it has {len(local)}"
             )
-        replicas = plan.options.replicas
-        grids = [[local[r * self.each + s] for r in range(replicas)] for s in range(self.each)]
+        grids = dataclasses.replace(plan.cluster, devices=local).virtual_devices(shards, replicas)
         super().__init__(plan, _Local(grids, self.me * self.each, stages), donate=donate)
         split = [n for n in plan.batch if plan.main.inputs[n].shape][:1]
         how = {"schedule": plan.schedule.name, "stages": str(plan.stage_of), **plan.merges}
@@ -85,12 +85,12 @@ class ProcessJob(PipelineJob):
     def _move(self, number: int, ins: Move, env: list[Any]) -> None:
         origin, target = self.process_of(ins.origin), self.process_of(ins.stage)
         if origin == target == self.me:
-            env[ins.target] = self.places.put(env[ins.source], ins.stage, ins.kind)
+            env[ins.target] = self.put(ins, env[ins.source])
         elif origin == self.me:
             self.links.send(target, self._step, number, env[ins.source])
         elif target == self.me:
             x = self.links.receive(origin, self._step, number, f"{ins.what} for stage {ins.stage}")
-            env[ins.target] = self.places.put(x, ins.stage, ins.kind)
+            env[ins.target] = self.put(ins, x)
 
     def _share(self, tape: Tape, env: list[Any], first: int) -> None:
         """Let every process have all results."""
@@ -141,7 +141,7 @@ class _Local(Places):
       stages: how many there are.
     """
 
-    def __init__(self, grids: Sequence[Sequence[jax.Device]], first: int, stages: int) -> None:
+    def __init__(self, grids: Sequence[Any], first: int, stages: int) -> None:
         super().__init__(len(grids[0]))
         self._on, self._first, self._stages, self._each = OnDevices(grids), first, stages, len(grids)
 
@@ -152,10 +152,6 @@ class _Local(Places):
     def put(self, x: Any, stage: int, kind: Kind) -> Any:
         at = self._local(stage)
         return x if at is None else self._on.put(x, at, kind)
-
-    def where(self, stage: int, kind: Kind) -> Any:
-        at = self._local(stage)
-        return None if at is None else self._on.where(at, kind)
 
     def startup(self, jaxpr: Any, stage: int) -> Function:
         at = self._local(stage)

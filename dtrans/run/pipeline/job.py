@@ -15,8 +15,8 @@ from dtrans.errors import StateError
 from dtrans.pipelined import PipelinePlan
 from dtrans.rewrite import eliminate_dead
 from dtrans.run.batch import batch_arrays
-from dtrans.run.pipeline.places import EACH, ROWS, SAME, Kind, OnDevices, OneDevice, Places, cut_along
-from dtrans.run.pipeline.tape import Move, Run, Tape, TapeWriter
+from dtrans.run.pipeline.places import ROWS, SAME, Host, Kind, OnDevices, OneDevice, Places
+from dtrans.run.pipeline.tape import Move, Run, Tape, TapeWriter, state_kind
 from dtrans.summary import merge
 from dtrans.transforms.arrays import padded_to
 from dtrans.transforms.forward_pass import summary_name
@@ -52,6 +52,7 @@ class PipelineJob:
         self.plan = plan
         self.places = places
         self.donate = donate
+        self.host = Host(places.replicas) if plan.options.offload else None
         self._specs = plan.main.args[2:]
         self._tapes: dict[Any, Tape] = {}
         self._shown: dict[str, Any] = {}
@@ -60,7 +61,7 @@ class PipelineJob:
 
     def init(self, *args: Any) -> PipelineState:
         """The first state, from the arguments of `init`: each stage makes its own part."""
-        startup = self.plan.startup
+        startup, places = self.plan.startup, self.host or self.places
         flat = startup.flatten(*args)
         found: dict[tuple[int, str], Any] = {}
         for stage in range(self.plan.options.model_stages):
@@ -69,10 +70,10 @@ class PipelineJob:
             names = [n for n in self._names if self.plan.home(n) in (stage, None)]
             if not names:
                 continue
-            made = self._startup(stage, names)(*(self.places.put(x, stage, SAME) for x in flat))
+            made = self._startup(stage, names)(*(places.put(x, stage, SAME) for x in flat))
             for n, x in zip(names, made, strict=True):
                 # copies: a state may be donated, and init may return one array twice
-                found[self._place(stage, n), n] = self.places.put(self._padded(n, x), stage, self._kind(n))
+                found[self._place(stage, n), n] = places.put(self._padded(n, x), stage, self._kind(n))
         return self._state(found)
 
     def step(self, state: PipelineState, *batch: Any) -> tuple[Any, ...]:
@@ -141,7 +142,9 @@ class PipelineJob:
             types = {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in self.plan.main.inputs.items()}
             given = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
             programs = self.plan.at([*{**types, **given}.values()])
-            known = self._tapes[key] = TapeWriter(self.plan, programs, self.places, given, donate=self.donate).tape()
+            known = self._tapes[key] = TapeWriter(
+                self.plan, programs, self.places, self.host, given, donate=self.donate
+            ).tape()
         return known
 
     def _filled(self, tape: Tape, state: PipelineState, arrays: dict[str, Any]) -> list[Any]:
@@ -161,10 +164,9 @@ class PipelineJob:
 
     def play(self, tape: Tape, env: list[Any], look: Callable[[Run | Move], None] | None = None) -> None:
         """Carry out all instructions; `look` is called after each."""
-        put = self.places.put
         for ins, empty in tape.instructions:
             if isinstance(ins, Move):
-                env[ins.target] = put(env[ins.source], ins.stage, ins.kind)
+                env[ins.target] = self.put(ins, env[ins.source])
             else:
                 for slot, x in zip(ins.makes, ins.fn(*[env[i] for i in ins.reads]), strict=True):
                     env[slot] = x
@@ -172,6 +174,12 @@ class PipelineJob:
                 look(ins)
             for slot in empty:
                 env[slot] = None
+
+    def put(self, move: Move, x: Any) -> Any:
+        """A value where it is moved to."""
+        to = self.host if move.to_host else self.places
+        assert to is not None, move
+        return to.put(x, move.stage, move.kind)
 
     def answer(self, tape: Tape, env: list[Any]) -> tuple[Any, ...]:
         """The new state, and what the step returns beside it."""
@@ -183,7 +191,7 @@ class PipelineJob:
 
     def _result(self, name: str, x: Any, kind: Kind) -> Any:
         """A result as the user gets it: of what replicas have for themselves, all rows, all values, or the first."""
-        if kind != EACH:
+        if not kind.own:
             return x
         way = self.plan.merges[name]
         if way in ("concat", "GLOBAL_CONCAT"):
@@ -206,8 +214,7 @@ class PipelineJob:
         return self.plan.device_of(stage) if name in self.plan.homes else stage
 
     def _kind(self, name: str) -> Kind:
-        axis = self.plan.update.slice_axis(name) if self.places.replicas > 1 else None
-        return SAME if axis is None else cut_along(axis)
+        return state_kind(self.plan, name)
 
     def _batch_kind(self, name: str, x: Any) -> Kind:
         split = bool(x.shape) and not is_under(name, self.plan.options.replicated)
@@ -220,7 +227,7 @@ class PipelineJob:
         inner = startup.jaxpr.jaxpr
         wanted = [outs[n] for n in names]
         part = closed(inner.constvars, constants(startup.jaxpr), inner.invars, wanted, inner.eqns, startup.jaxpr)
-        return self.places.startup(eliminate_dead(part), stage)
+        return (self.host or self.places).startup(eliminate_dead(part), stage)
 
     def _state(self, found: dict[tuple[int, str], Any]) -> PipelineState:
         here = lambda spec: {n: found[self._first(n), n] for n in spec.names if (self._first(n), n) in found}
@@ -256,8 +263,8 @@ class PipelineJob:
 
     def _padded(self, name: str, x: jax.Array) -> jax.Array:
         """A copy of an array of the state, padded where replicas have slices of one size."""
-        s = None if self.plan.update.layout is None else self.plan.update.layout.cuts.get(name)
-        return jnp.copy(x) if s is None else padded_to(jnp.copy(x), s.axis, s.padded)
+        padding = self.plan.padded(name)
+        return jnp.copy(x) if padding is None else padded_to(jnp.copy(x), *padding)
 
     def _whole(self, name: str, x: Any) -> Any:
         """An array of the state without what it was padded with."""
@@ -269,10 +276,10 @@ def on_mesh(plan: PipelinePlan, devices: Sequence[jax.Device] | None, *, donate:
     """A job on devices of this process."""
     o = plan.options
     cluster = plan.cluster if devices is None else dataclasses.replace(plan.cluster, devices=tuple(devices))
-    grids = cluster.virtual_devices([1] * o.num_stages, o.replicas)
-    return PipelineJob(plan, OnDevices([[row[0] for row in grid] for grid in grids]), donate=donate)
+    grids = cluster.virtual_devices(plan.cuts.shards[: o.num_stages], o.replicas)
+    return PipelineJob(plan, OnDevices(grids), donate=donate)
 
 
 def simulated(plan: PipelinePlan) -> PipelineJob:
     """A job on one device."""
-    return PipelineJob(plan, OneDevice(plan.options.replicas), donate=False)
+    return PipelineJob(plan, OneDevice(plan.options.replicas, plan.cuts.shards), donate=False)

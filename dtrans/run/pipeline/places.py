@@ -1,13 +1,14 @@
-"""Where a stage is: the devices of its replicas, or one device on which replicas are simulated.
+"""Where a stage is: the devices of its replicas and their shards, or one device on which these are simulated.
 
 A value of a stage is of one of these kinds:
 
-    SAME        every replica has the same
-    EACH        every replica has its own: behind a leading axis of the size of the replicas
-    ROWS        of the batch: rows 0 to B/R are replica 0's, and so on
-    Cut(axis)   slices of one array along a dimension, replica by replica
+    SAME             every replica has the same
+    EACH             every replica has its own: behind a leading axis of the size of the replicas
+    ROWS             of the batch: rows 0 to B/R are replica 0's, and so on
+    cut_along(axis)  slices of one array along a dimension, replica by replica
+    kind.cut(dim)    the same in pieces, where a stage is split
 
-With one replica there is no axis, and programs are compiled as they are.
+With one replica and one shard there are no axes, and programs are compiled as they are.
 """
 
 from __future__ import annotations
@@ -23,23 +24,36 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from dtrans._jax import ClosedJaxpr, jaxpr_as_fun
-from dtrans.transforms.pipeline_options import AXIS
+from dtrans.transforms.pipeline_options import AXIS, SPLIT
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How replicas have a value; see the module."""
+    """How the replicas of a stage, and their shards, have a value; see the module.
 
-    name: str
+    Attributes:
+      own: each replica has its own.
+      rows: each replica has its rows.
+      axis: the dimension along which replicas have slices.
+      split: the dimension along which shards have pieces, not counting the axis of replicas.
+    """
+
+    own: bool = False
+    rows: bool = False
     axis: int | None = None
+    split: int | None = None
+
+    def cut(self, split: int | None) -> Kind:
+        """The same, in pieces of shards."""
+        return self if split is None else dataclasses.replace(self, split=split)
 
 
-SAME, EACH, ROWS = Kind("same"), Kind("each"), Kind("rows")
+SAME, EACH, ROWS = Kind(), Kind(own=True), Kind(rows=True)
 
 
 def cut_along(axis: int) -> Kind:
     """Slices along a dimension."""
-    return Kind("cut", axis)
+    return Kind(axis=axis)
 
 
 Function = Callable[..., Sequence[Any]]
@@ -62,10 +76,6 @@ class Places(abc.ABC):
         """A value where a stage has it."""
 
     @abc.abstractmethod
-    def where(self, stage: int, kind: Kind) -> Any:
-        """The sharding of such a value."""
-
-    @abc.abstractmethod
     def startup(self, jaxpr: ClosedJaxpr, stage: int) -> Function:
         """What makes a stage's part of the first state, compiled; every replica makes the same."""
 
@@ -82,29 +92,28 @@ class Places(abc.ABC):
 
 
 class OnDevices(Places):
-    """Each stage on devices of its own, one for each replica.
+    """Each stage on devices of its own, one for each replica, or for each shard of it.
 
     Args:
-      grids: by stage, its devices.
+      grids: by stage, its devices, as [replica, shard].
     """
 
-    def __init__(self, grids: Sequence[Sequence[jax.Device]]) -> None:
+    def __init__(self, grids: Sequence[Any]) -> None:
         super().__init__(len(grids[0]))
-        self.grids = [list(grid) for grid in grids]
-        self._meshes = [Mesh(np.array(grid), (AXIS,)) for grid in self.grids]
+        self._meshes = [Mesh(np.array(grid), (AXIS, SPLIT)) for grid in grids]
         self._where: dict[tuple[int, Kind], Any] = {}
 
     def put(self, x: Any, stage: int, kind: Kind) -> Any:
         return jax.device_put(x, self.where(stage, kind))
 
     def where(self, stage: int, kind: Kind) -> Any:
-        place = stage % len(self.grids)
+        """The sharding of a value of a stage."""
+        place = stage % len(self._meshes)
         known = self._where.get((place, kind))
         if known is None:
-            one = self.replicas == 1
-            known = (
-                SingleDeviceSharding(self.grids[place][0]) if one else NamedSharding(self._meshes[place], _spec(kind))
-            )
+            mesh = self._meshes[place]
+            alone = mesh.size == 1
+            known = SingleDeviceSharding(mesh.devices.item()) if alone else NamedSharding(mesh, _spec(kind))
             self._where[place, kind] = known
         return known
 
@@ -114,39 +123,47 @@ class OnDevices(Places):
     def compiled(
         self, fn: Function, stage: int, ins: Sequence[Kind], outs: Sequence[Kind], donated: Sequence[int] = ()
     ) -> Function:
-        if self.replicas == 1:
-            where = SingleDeviceSharding(self.grids[stage % len(self.grids)][0])
-            return jax.jit(fn, donate_argnums=tuple(donated), out_shardings=where)
+        mesh = self._meshes[stage % len(self._meshes)]
+        if mesh.size == 1:
+            return jax.jit(fn, donate_argnums=tuple(donated), out_shardings=self.where(stage, SAME))
 
         def one(*args: Any) -> list[Any]:
-            made = fn(*(x[0] if k == EACH else x for x, k in zip(args, ins, strict=True)))
-            return [x[None] if k == EACH else x for x, k in zip(made, outs, strict=True)]
+            made = fn(*(x[0] if k.own else x for x, k in zip(args, ins, strict=True)))
+            return [x[None] if k.own else x for x, k in zip(made, outs, strict=True)]
 
         # check_vma: the equations were traced without varying types, and replay only without the check
         mapped = jax.shard_map(
-            one,
-            mesh=self._meshes[stage % len(self.grids)],
-            in_specs=tuple(map(_spec, ins)),
-            out_specs=list(map(_spec, outs)),
-            check_vma=False,
+            one, mesh=mesh, in_specs=tuple(map(_spec, ins)), out_specs=list(map(_spec, outs)), check_vma=False
         )
         return jax.jit(mapped, donate_argnums=tuple(donated))
 
 
 def _spec(kind: Kind) -> P:
+    """Which axis is along which dimension."""
+    along: dict[int, str] = {}
+    if kind.own or kind.rows:
+        along[0] = AXIS
     if kind.axis is not None:
-        return P(*[None] * kind.axis, AXIS)
-    return P() if kind == SAME else P(AXIS)
+        along[kind.axis] = AXIS
+    if kind.split is not None:
+        along[kind.split + kind.own] = SPLIT
+    return P(*(along.get(d) for d in range(max(along, default=-1) + 1)))
 
 
 class OneDevice(Places):
-    """All stages on one device, replicas by `jax.vmap`."""
+    """All stages on one device, replicas and shards by `jax.vmap`.
+
+    Args:
+      replicas: how many each stage has.
+      shards: by stage, how many.
+    """
+
+    def __init__(self, replicas: int, shards: Sequence[int] = (1,)) -> None:
+        super().__init__(replicas)
+        self._shards = tuple(shards)
 
     def put(self, x: Any, stage: int, kind: Kind) -> Any:
         return jnp.asarray(x) if not isinstance(x, jax.Array) else x
-
-    def where(self, stage: int, kind: Kind) -> Any:
-        return None
 
     def startup(self, jaxpr: ClosedJaxpr, stage: int) -> Function:
         return jax.jit(jaxpr_as_fun(jaxpr))
@@ -154,32 +171,63 @@ class OneDevice(Places):
     def compiled(
         self, fn: Function, stage: int, ins: Sequence[Kind], outs: Sequence[Kind], donated: Sequence[int] = ()
     ) -> Function:
-        if self.replicas == 1:
-            return jax.jit(fn)
-        count = self.replicas
+        shards = self._shards[stage % len(self._shards)]
+        mapped: Function = lambda *args: list(fn(*args))
+        if self.replicas > 1:
+            of: Callable[[Kind], int | None] = lambda k: 0 if k.own or k.rows or k.axis is not None else None
+            outs_of = [of(k) for k in outs]  # None refuses what is not the same in all replicas
+            mapped = jax.vmap(
+                mapped, in_axes=tuple(map(of, ins)), out_axes=outs_of, axis_name=AXIS, axis_size=self.replicas
+            )
+            mapped = _around(mapped, ins, outs, self._of_replicas)
+        if shards > 1:
+            parts = tuple(None if k.split is None else 0 for k in ins)
+            mapped = jax.vmap(mapped, in_axes=parts, out_axes=0, axis_name=SPLIT, axis_size=shards)
+            mapped = _around(mapped, ins, outs, lambda x, k, back: _of_shards(x, k, back, shards))
+        return jax.jit(mapped)
 
-        def split(x: jax.Array, kind: Kind) -> jax.Array:
-            if kind.axis is None:
-                return x.reshape(count, -1, *x.shape[1:]) if kind == ROWS else x
-            a = kind.axis
-            return jnp.moveaxis(x.reshape(*x.shape[:a], count, x.shape[a] // count, *x.shape[a + 1 :]), a, 0)
+    def _of_replicas(self, x: jax.Array, kind: Kind, back: bool) -> jax.Array:
+        """What replicas have of a value along a leading axis, or back."""
+        if kind.axis is not None:
+            return _joined(x, kind.axis) if back else _apart(x, kind.axis, self.replicas)
+        return x.reshape(self.replicas, -1, *x.shape[1:]) if kind.rows and not back else x
 
-        def joined(x: jax.Array, kind: Kind) -> jax.Array:
-            if kind.axis is None:
-                return x
-            back = jnp.moveaxis(x, 0, kind.axis)
-            return back.reshape(*back.shape[: kind.axis], -1, *back.shape[kind.axis + 2 :])
 
-        mapped = jax.vmap(
-            lambda *args: list(fn(*args)),
-            in_axes=tuple(None if k == SAME else 0 for k in ins),
-            out_axes=[None if k == SAME else 0 for k in outs],  # refuses what is not the same in all replicas
-            axis_name=AXIS,
-            axis_size=count,
-        )
+def _around(fn: Function, ins: Sequence[Kind], outs: Sequence[Kind], change: Callable[..., Any]) -> Function:
+    """A function of values as they are kept, by one of values as they are mapped over."""
 
-        def all_of(*args: Any) -> list[Any]:
-            made = mapped(*(split(x, k) for x, k in zip(args, ins, strict=True)))
-            return [joined(x, k) for x, k in zip(made, outs, strict=True)]
+    def around(*args: Any) -> list[Any]:
+        made = fn(*(change(x, k, False) for x, k in zip(args, ins, strict=True)))
+        return [change(x, k, True) for x, k in zip(made, outs, strict=True)]
 
-        return jax.jit(all_of)
+    return around
+
+
+def _of_shards(x: jax.Array, kind: Kind, back: bool, shards: int) -> jax.Array:
+    """What shards have of a value along a leading axis, or back; of what is whole, the first one's."""
+    if kind.split is None:
+        return x[0] if back else x
+    at = kind.split + kind.own
+    return _joined(x, at) if back else _apart(x, at, shards)
+
+
+def _apart(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Equal parts along a dimension, one behind the other along a leading axis."""
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _joined(x: jax.Array, axis: int) -> jax.Array:
+    """The inverse of `_apart`."""
+    back = jnp.moveaxis(x, 0, axis)
+    return back.reshape(*back.shape[:axis], -1, *back.shape[axis + 2 :])
+
+
+class Host(OneDevice):
+    """The memory of this process's host, where parameters are between uses, and where they are updated."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(replicas)
+        self._device = jax.local_devices(backend="cpu")[0]
+
+    def put(self, x: Any, stage: int, kind: Kind) -> Any:
+        return jax.device_put(x, self._device)

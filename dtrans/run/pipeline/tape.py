@@ -28,7 +28,6 @@ from dtrans.run.pieces import interpret
 from dtrans.run.pipeline.places import EACH, ROWS, SAME, Kind, Places, cut_along
 from dtrans.schedules import Task
 from dtrans.transforms.pipeline_results import is_whole, micro_name
-from dtrans.transforms.pipeline_update import shared_sum
 from dtrans.transforms.placed import Piece
 from dtrans.transforms.stage_programs import StagePrograms
 from dtrans.trees import is_under
@@ -55,7 +54,15 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """Move a value from a slot to another, and from a stage to another."""
+    """Move a value from a slot to another, and from a stage to another.
+
+    Attributes:
+      source, target: the slots.
+      origin, stage: from whose to whose.
+      kind: how replicas have it.
+      what: for showing.
+      to_host: whether it goes to the host of the stage, not to its devices.
+    """
 
     source: int
     target: int
@@ -63,6 +70,7 @@ class Move:
     stage: int
     kind: Kind
     what: str
+    to_host: bool = False
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -105,16 +113,25 @@ class TapeWriter:
       plan: what to run.
       programs: those for this batch.
       places: where stages are.
-      mine: the stages of this process.
+      host: where parameters are between uses, if not there.
+      batch: name to type of the arrays of the whole batch.
       donate: whether the state may be reused.
     """
 
     def __init__(
-        self, plan: PipelinePlan, programs: StepPrograms, places: Places, batch: dict[str, Any], *, donate: bool
+        self,
+        plan: PipelinePlan,
+        programs: StepPrograms,
+        places: Places,
+        host: Places | None,
+        batch: dict[str, Any],
+        *,
+        donate: bool,
     ) -> None:
         self.plan, self.programs, self.places, self.donate = plan, programs, places, donate
+        self.host = host
         self.o = plan.options
-        self.batch = batch  # name to type of the whole batch
+        self.batch = batch
         self.slots: dict[tuple[Any, ...], int] = {}
         self.list: list[Run | Move] = []
         self.fixed: dict[int, Any] = {}
@@ -137,8 +154,7 @@ class TapeWriter:
         return found
 
     def state_kind(self, name: str) -> Kind:
-        axis = self.plan.update.slice_axis(name) if self.o.replicas > 1 else None
-        return SAME if axis is None else cut_along(axis)
+        return state_kind(self.plan, name)
 
     def place_of(self, name: str) -> int | None:
         """The place that holds an array of the state; None where each stage has its own."""
@@ -149,7 +165,7 @@ class TapeWriter:
         """The slot of a parameter where a stage reads it."""
         device = self.plan.device_of(stage)
         home = self.plan.homes[name]
-        if self.plan.device_of(home) == device:
+        if self.host is None and self.plan.device_of(home) == device:
             return self.held(device, name)
         return self.slot(("copy", device, name), SAME)
 
@@ -194,6 +210,8 @@ class TapeWriter:
 
     def _copies(self) -> None:
         """Send parameters that several stages read to those that do not hold them."""
+        if self.host is not None:
+            return
         for s in self.programs.stages:
             for n in s.params:
                 target, home = self.param(s.index, n), self.plan.homes[n]
@@ -202,7 +220,11 @@ class TapeWriter:
                     self.list.append(Move(self.held(device, n), target, home, s.index, SAME, n))
 
     def _sums(self, s: StagePrograms) -> list[int]:
-        return [self.slot(("sum", s.index, n), EACH if self.o.replicas > 1 else SAME) for n in s.leaves]
+        return [self._sum(s, n) for n in s.leaves]
+
+    def _sum(self, s: StagePrograms, leaf: str) -> int:
+        """The slot of the sum of a leaf's gradients that a stage makes."""
+        return self.slot(("sum", s.index, leaf), self.own.cut(self.plan.cuts.state.get(leaf)))
 
     @property
     def own(self) -> Kind:
@@ -212,8 +234,8 @@ class TapeWriter:
     def _zeros(self, s: StagePrograms) -> None:
         if not s.leaves:
             return
-        grads = self.plan.update.program.inputs
-        types = [grads[_sum_name(self.plan, s.index, n)] for n in s.leaves]
+        given = (s.weights or s.backward).inputs
+        types = [given[n + GRAD] for n in s.leaves]
 
         def zeros() -> list[Any]:
             return [jnp.zeros(t.shape, t.dtype) for t in types]
@@ -223,7 +245,7 @@ class TapeWriter:
         self.list.append(Run(s.index, fn, (), tuple(makes), f"zeros of stage {s.index}"))
 
     def _value(self, stage: int, name: str, m: int) -> int:
-        return self.slot(("value", stage, name, m), self.own)
+        return self.slot(("value", stage, name, m), self.own.cut(self.programs.cuts.get((stage, name))))
 
     def _forward(self, s: StagePrograms, task: Task) -> None:
         p, m = s.forward, task.micro
@@ -247,7 +269,7 @@ class TapeWriter:
         """The slot of an output of a backward program."""
         leaf = name.removesuffix(GRAD)
         if name.endswith(GRAD) and leaf in s.leaves:
-            return self.slot(("sum", s.index, leaf), self.own)
+            return self._sum(s, leaf)
         if name.endswith(GRAD):
             return self.slot(("back", s.index, name, m), self.own)
         return self._value(s.index, name, m)
@@ -257,7 +279,7 @@ class TapeWriter:
         leaf = name.removesuffix(GRAD)
         if name.endswith(GRAD):
             if leaf in s.leaves:
-                return self.slot(("sum", s.index, leaf), self.own)
+                return self._sum(s, leaf)
             return self.slot(("cotangent", s.index, name, m), self.own)
         if name in s.params:
             return self.param(s.index, name)
@@ -274,6 +296,12 @@ class TapeWriter:
         if not p.out_names:
             return
         m = task.micro
+        if self.host is not None:  # fetched for this task alone
+            for n in p.in_names:
+                if n in s.params:
+                    home = self.plan.homes[n]
+                    held = self.held(self.plan.device_of(home), n)
+                    self.list.append(Move(held, self.param(s.index, n), home, s.index, SAME, n))
         reads = [self._read(s, n, m) for n in p.in_names]
         makes = [made(n) for n in p.out_names]
         numbered = self._is_numbered(p)
@@ -291,12 +319,13 @@ class TapeWriter:
         reads: Sequence[int],
         makes: Sequence[int],
         donated: Sequence[int] = (),
+        on: Places | None = None,
     ) -> Callable[..., Sequence[Any]]:
         """What `fn` gives, compiled; once for each program, however many schedules it is in."""
         ins, outs = tuple(self.kinds[i] for i in reads), tuple(self.kinds[i] for i in makes)
         key = (of, ins, outs, tuple(donated))
         if key not in self.places.known:
-            self.places.known[key] = self.places.compiled(fn(), stage, ins, outs, donated)
+            self.places.known[key] = (on or self.places).compiled(fn(), stage, ins, outs, donated)
         return self.places.known[key]
 
     def _is_numbered(self, p: Program) -> bool:
@@ -354,8 +383,13 @@ class TapeWriter:
             if n in state:
                 return self.held(plan.device_of(stage) if n in plan.homes else stage, n)
             leaf = n.partition(GRAD)[0]
-            return self.slot(("sum", stage, leaf), self.own)
+            return self.slot(("sum" if self.host is None else "sum on the host", stage, leaf), self._update_kind(n))
 
+        if self.host is not None:
+            for s in self.programs.stages:
+                for n in s.leaves:
+                    here, there = (self.slot((which, s.index, n), self.own) for which in ("sum", "sum on the host"))
+                    self.list.append(Move(here, there, s.index, s.index, self.own, n + GRAD, to_host=True))
         sends: dict[tuple[Var, int], list[int]] = {}
         for v, origin, target in placed.sends:
             sends.setdefault((v, origin), []).append(target)
@@ -364,19 +398,21 @@ class TapeWriter:
             for target in sends.pop((v, stage), ()):
                 a, b = at(v, stage), at(v, target)
                 if a != b:
-                    self.list.append(Move(a, b, stage, target, kinds[v], name_of.get(v, "update")))
+                    what, to_host = name_of.get(v, "update"), self.host is not None
+                    self.list.append(Move(a, b, stage, target, kinds[v], what, to_host))
 
         for v, origin in list(sends):
             if v in name_of or v in consts:
                 send(v, origin)
         outs = dict(zip(program.out_names, inner.outvars, strict=True))
         new_of = {a: n for n, a in outs.items() if n in state and isinstance(a, Var)}
-        for i, piece in enumerate(placed.pieces):
+        for number, piece in enumerate(placed.pieces):
             reads = [at(v, piece.place) for v in piece.reads]
             makes = [at(v, piece.place) for v in piece.makes]
-            later = {(v, p.place) for p in placed.pieces[i + 1 :] for v in p.reads}
+            later = {(v, p.place) for p in placed.pieces[number + 1 :] for v in p.reads}
             donated = self._donated(piece, name_of, new_of, later) if self.donate else []
-            fn = self._compiled(piece, lambda p=piece: _of_piece(p), piece.place, reads, makes, donated)  # type: ignore[misc]
+            made = lambda p=piece: _of_piece(p)
+            fn = self._compiled(piece, made, piece.place, reads, makes, donated, on=self.host)
             self.list.append(Run(piece.place, fn, tuple(reads), tuple(makes), f"update of stage {piece.place}"))
             for v in piece.makes:
                 send(v, piece.place)
@@ -403,12 +439,13 @@ class TapeWriter:
 
     def _literal(self, a: Any, stage: int, name: str) -> int:
         found = self.slot(("literal", stage, name), SAME)
-        self.fixed[found] = self.places.put(np.asarray(a.val, a.aval.dtype), stage, SAME)
+        self.fixed[found] = (self.host or self.places).put(np.asarray(a.val, a.aval.dtype), stage, SAME)
         return found
 
     def _update_kind(self, name: str) -> Kind:
         """The kind of an input of the update."""
-        return self.own if GRAD in name else self.state_kind(name)
+        leaf, is_sum, _ = name.partition(GRAD)
+        return self.own.cut(self.plan.cuts.state.get(leaf)) if is_sum else self.state_kind(name)
 
     @staticmethod
     def _donated(
@@ -436,9 +473,9 @@ class TapeWriter:
                     continue
                 home = self.plan.homes[n]
                 place = self.plan.device_of(home)
-                if place != self.plan.device_of(s.index):
+                if place != self.plan.device_of(s.index) or self.host is not None:
                     target = self.slot(("moved", n), kind)
-                    self.list.append(Move(slot, target, s.index, home, kind, n))
+                    self.list.append(Move(slot, target, s.index, home, kind, n, self.host is not None))
                     slot = target
                 state[place, n] = slot
         out_at = self.plan.update.placed.out_at
@@ -463,10 +500,6 @@ class TapeWriter:
         return Tape(instructions, len(self.slots), self.given, self.fixed, state, results, self.kept, passing)
 
 
-def _sum_name(plan: PipelinePlan, stage: int, leaf: str) -> str:
-    return leaf + GRAD if plan.homes[leaf] == stage else shared_sum(leaf, stage)
-
-
 def _of_piece(piece: Piece) -> Callable[..., Sequence[Any]]:
     """A piece as a function of one replica."""
     inner = piece.jaxpr.jaxpr
@@ -484,11 +517,21 @@ def _kinds(program: Program, given: dict[Var, Kind], plan: PipelinePlan) -> dict
     kinds: dict[Any, Kind] = dict(given)
     for eqn in inner.eqns:
         whole = eqn.primitive in (all_gather_p, all_reduce_p)
-        own = any(isinstance(a, Var) and kinds.get(a, SAME) != SAME for a in eqn.invars)
+        own = any(isinstance(a, Var) and _varies(kinds.get(a, SAME)) for a in eqn.invars)
         own = own or eqn.primitive is trainer_index_p
         kinds |= dict.fromkeys(eqn.outvars, EACH if own and not whole else SAME)
     for n, a in zip(program.out_names, inner.outvars, strict=True):
-        axis = plan.update.slice_axis(n) if plan.options.replicas > 1 else None
         if isinstance(a, Var):  # state that is not cut is the same in all replicas, and so are results
-            kinds[a] = SAME if axis is None else cut_along(axis)
+            kinds[a] = state_kind(plan, n)
     return kinds
+
+
+def _varies(kind: Kind) -> bool:
+    """Whether replicas have something else each."""
+    return kind.own or kind.rows or kind.axis is not None
+
+
+def state_kind(plan: PipelinePlan, name: str) -> Kind:
+    """How the replicas and shards of a stage have an array of its state."""
+    axis = plan.update.slice_axis(name) if plan.options.replicas > 1 else None
+    return (SAME if axis is None else cut_along(axis)).cut(plan.cuts.state.get(name))

@@ -124,7 +124,7 @@ class _Threads:
         env = self.env
         start = time.perf_counter()
         if isinstance(ins, Move):
-            env[ins.target] = jax.block_until_ready(self.job.places.put(env[ins.source], ins.stage, ins.kind))
+            env[ins.target] = jax.block_until_ready(self.job.put(ins, env[ins.source]))
             return
         made = jax.block_until_ready(ins.fn(*[env[i] for i in ins.reads]))
         end = time.perf_counter()
