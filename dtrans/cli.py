@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 import dtrans
-from dtrans.errors import DtransError, LaunchError
+from dtrans.errors import ConfigError, DtransError, LaunchError
 
 
 # a bug should look like one: plain tracebacks, not boxes with local variables
@@ -95,31 +95,89 @@ def launch_command(
     )
 
 
+# which mode an option of `train` is for is checked: one that is ignored would mislead
+DIGITS, PIPELINE = "Of pserver and nccl2 mode (digits)", "Of pipeline mode (characters)"
+
+
+def _of(panel: str, help: str, min: float | None = None) -> Any:
+    return typer.Option(min=min, help=help, rich_help_panel=panel)
+
+
 @app.command()
 def train(
-    engine: Annotated[str, typer.Option(help="`processes`: one per role. `mesh`: all in this one.")] = "processes",
-    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam, adamw, lion, rmsprop, ...")] = "momentum",
-    trainers: Trainers = 2,
-    pservers: PServers = None,
-    mode: Mode = "pserver",
-    epochs: Annotated[int, typer.Option(min=1)] = 20,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images in a global batch; trainers share it.")] = 64,
+    context: typer.Context,
+    mode: Annotated[str, typer.Option(help="`pserver`, `nccl2` (trainers only), or `pipeline` (stages).")] = "pserver",
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="`processes`: one per role. `mesh`: all in this one. In pipeline mode `mesh`, or `simulate`: all "
+            "stages on one device.",
+            show_default="processes; mesh in pipeline mode",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Images in a global batch, or rows of characters; trainers or micro-batches share it.",
+            show_default="64 images, 32 rows",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the split, the first parameters and the batches.")] = 0,
-    min_block_size: Annotated[int, typer.Option(help="The fewest elements worth a block; 8192 or more.")] = 8192,
-    plot: Annotated[Path | None, typer.Option(help="Draw the loss into this file.")] = None,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that any role may wait for another.")] = 60.0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the loss into this file; in pipeline mode what was planned and what ran.")
+    ] = None,
     check: Annotated[
-        bool, typer.Option(help="End with exit code 1 when accuracy or difference are out of bounds.")
+        bool, typer.Option(help="End with exit code 1 when what was learnt, or the difference, is out of bounds.")
     ] = True,
+    optimizer: Annotated[str, _of(DIGITS, "sgd, momentum, adam, adamw, lion, rmsprop, ...")] = "momentum",
+    trainers: Annotated[int, _of(DIGITS, "How many trainers.", 1)] = 2,
+    pservers: Annotated[int | None, _of(DIGITS, "How many parameter servers; none in nccl2 mode.", 1)] = None,
+    epochs: Annotated[int, _of(DIGITS, "How often each image is seen.", 1)] = 20,
+    min_block_size: Annotated[int, _of(DIGITS, "The fewest elements worth a block; 8192 or more.")] = 8192,
+    deadline: Annotated[float, _of(DIGITS, "Seconds that any role may wait for another.", 0.1)] = 60.0,
+    stages: Annotated[int, _of(PIPELINE, "How many devices a replica has, each with a stage of the model.", 1)] = 2,
+    micro_batches: Annotated[int, _of(PIPELINE, "Into how many parts a replica cuts its rows.", 1)] = 8,
+    schedule: Annotated[
+        str,
+        _of(PIPELINE, "`PreferForward`, `PreferBackward`, `PreferBackwardOptimizer`, `Interleaved` or `ZeroBubble`."),
+    ] = "PreferBackward",
+    replicas: Annotated[int, _of(PIPELINE, "How many copies of the pipeline share a batch.", 1)] = 1,
+    chunks: Annotated[int | None, _of(PIPELINE, "Stages on each device, for `Interleaved`; 2 by default.", 1)] = None,
+    steps: Annotated[int, _of(PIPELINE, "How many batches are trained on.", 2)] = 100,
 ) -> None:
-    """Train on handwritten digits, distributed, and compare with one device on the same batches."""
-    from dtrans.examples.job import Settings
-    from dtrans.examples.train import train as run
+    """Train distributed, and compare with one device on the same batches.
 
-    settings = Settings(optimizer, epochs, batch_size, seed, min_block_size, deadline)
-    within = run(settings, engine=engine, mode=mode, trainers=trainers, pservers=pservers, plot=plot)
+    With trainers (`--mode pserver`, `--mode nccl2`) a perceptron learns handwritten digits. In stages (`--mode
+    pipeline`) a transformer learns the source of Python's standard library, character by character.
+    """
+    _refuse(context, mode)
+    if mode == "pipeline":
+        from dtrans.examples import pipelined
+
+        per_device = chunks or (2 if schedule.lower() == "interleaved" else 1)
+        shape = (stages, micro_batches, schedule, replicas, per_device)
+        wanted = pipelined.Settings(*shape, steps, batch_size or 32, seed, engine or "mesh")
+        within = pipelined.train(wanted, plot=plot)
+    else:
+        from dtrans.examples import job, train as digits
+
+        settings = job.Settings(optimizer, epochs, batch_size or 64, seed, min_block_size, deadline)
+        engine = engine or "processes"
+        within = digits.train(settings, engine=engine, mode=mode, trainers=trainers, pservers=pservers, plot=plot)
     if check and not within:
         raise typer.Exit(1)
+
+
+def _refuse(context: typer.Context, mode: str) -> None:
+    """Refuse options that are given, and are for another mode."""
+    other = {"pipeline": DIGITS, "pserver": PIPELINE, "nccl2": PIPELINE}.get(mode)
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and other is not None and getattr(parameter, "rich_help_panel", None) == other:
+            modes = "pserver and nccl2 mode" if other == DIGITS else "pipeline mode"
+            raise ConfigError(f"{parameter.opts[0]} is an option of {modes}; with --mode {mode} leave it out")
 
 
 if __name__ == "__main__":

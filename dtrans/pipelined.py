@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dtrans.transforms.pipeline_options import PipelineOptions
     from dtrans.transforms.pipeline_update import Update
     from dtrans.transforms.split_stage import Cuts
+    from dtrans.transforms.stacks import Rows, Turns
     from dtrans.transforms.stage_programs import StagePrograms
     from dtrans.virtual import Cluster
 
@@ -86,6 +87,8 @@ class PipelinePlan:
       dropped: effects of the step that are not carried out, such as printing the optimizer's state.
       cluster: how stages and replicas are laid out over devices.
       cuts: over how many shards stages are split, and what of the state is cut.
+      turns: where loops over layers are cut.
+      stacks: arrays of the state of which stages hold rows, each run of rows under a name of its own.
       summaries: what the step shows: see `dtrans.summary`.
       collected: result, or summary, to the collection that it is in: see `dtrans.collect`.
       known: programs for other batches, once they were asked for.
@@ -105,6 +108,8 @@ class PipelinePlan:
     dropped: tuple[str, ...]
     cluster: Cluster
     cuts: Cuts
+    turns: Turns = ()
+    stacks: Mapping[str, tuple[Rows, ...]] = dataclasses.field(default_factory=dict)
     summaries: tuple[Summary, ...] = ()
     collected: Mapping[str, str] = dataclasses.field(default_factory=dict)
     known: dict[Any, StepPrograms] = dataclasses.field(default_factory=dict, repr=False)
@@ -113,6 +118,21 @@ class PipelinePlan:
     def batch(self) -> tuple[str, ...]:
         """The names of the arrays of a batch."""
         return tuple(n for spec in self.main.args[2:] for n in spec.names)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The names of the arrays of the state, as stages hold them."""
+        return tuple(n for spec in self.update.program.args[:2] for n in spec.names)
+
+    @cached_property
+    def types(self) -> dict[str, Any]:
+        """Name to type of each of them, without padding."""
+        found = {n: t for n, t in self.main.inputs.items() if n not in self.stacks}
+        for n, runs in self.stacks.items():
+            t = self.main.inputs[n]
+            for r in runs:
+                found[r.name] = t.update(shape=(*t.shape[: r.axis], r.stop - r.start, *t.shape[r.axis + 1 :]))
+        return found
 
     def home(self, name: str) -> int | None:
         """The stage that holds an array of the state; None for what each has (a count of steps)."""
@@ -153,7 +173,7 @@ class PipelinePlan:
         found = []
         for s in self.programs.stages:
             types = {**s.forward.inputs, **s.forward.outputs}
-            held = [n for n in self.main.state if self.home(n) in (s.index, None)]
+            held = [n for n in self.state if self.home(n) in (s.index, None)]
             found.append(
                 Stage(
                     s.index,
@@ -184,7 +204,7 @@ class PipelinePlan:
         """
         d = self.cuts.state.get(name)
         if d is not None:
-            home, size = self.home(name), self.main.inputs[name].shape[d]
+            home, size = self.home(name), self.types[name].shape[d]
             assert home is not None
             shards = self.cuts.shards[home]
             return d, shards * -(-size // shards)
@@ -226,7 +246,8 @@ class PipelinePlan:
         ]
         notes += [f"{name}: {way}" for name, way in self.merges.items()]
         if self.dropped:
-            notes.append(f"not carried out, since it looks at what the optimizer makes: {', '.join(self.dropped)}")
+            what = "gradients, or at what the optimizer makes"
+            notes.append(f"not carried out, since it looks at {what}: {', '.join(self.dropped)}")
         return notes
 
     @property

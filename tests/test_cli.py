@@ -246,3 +246,162 @@ def test_train_as_processes_in_double_precision() -> None:
     assert found.returncode == 0, found.stderr
     assert "(float64, bound 1e-10)" in found.stdout
     assert difference_in(found.stdout) < 1e-10
+
+
+# -- train --mode pipeline -------------------------------------------------------------------------
+
+TINY = ("--mode", "pipeline", "--steps", "3", "--batch-size", "8", "--micro-batches", "4")
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of two small layers, and little to validate it on."""
+    from dtrans.examples import characters
+
+    for name, value in {"LAYERS": 2, "WIDTH": 16, "HEADS": 2, "LENGTH": 16, "HELD_OUT": 2000}.items():
+        monkeypatch.setattr(characters, name, value)
+
+
+def cells(out: str, row: str) -> list[str]:
+    """What a row of a table has, after its first column."""
+    lines = ([cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines())
+    (found,) = (rest for first, *rest in lines if first == row)
+    return found
+
+
+def test_train_in_stages(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: None) -> None:
+    plot = tmp_path / "gantt.png"
+    assert command("train", *TINY, "--plot", str(plot), "--no-check") == 0
+    out = capsys.readouterr().out
+    assert "2 stages on 2 devices;" in out and "schedule PreferBackward: 4 micro-batches, bubble 1/5" in out
+    # at the width of a test's terminal the first is in two lines
+    assert [cells(out, str(k))[0] for k in range(2)] == ["10: blocks/0, embedding,", "10: blocks/1, norm"]
+    pipeline, alone = cells(out, "loss of the first step")
+    assert pipeline == alone and 4 < float(alone) < 5
+    assert float(cells(out, "loss of the last 1, mean")[0]) < float(alone)
+    assert len({*cells(out, "validation loss")}) == 1
+    assert all(int(x.replace(",", "")) > 0 for x in cells(out, "characters per second"))
+    assert cells(out, "peak micro-batches by device") == ["2 1", "2 1"]
+    assert cells(out, "bubble of equal stages") == ["20.0%", ""]
+    planned, measured = (float(x.rstrip("%")) for x in cells(out, "bubble"))
+    assert 10 < planned < 50 and 0 < measured < 100
+    # the same work, of which each device does a part
+    assert all(98 <= sum(map(int, x.split())) <= 102 for x in cells(out, "work by device, %"))
+    assert "on the same 3 global batches" in out and difference_in(out) < 1e-5
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_plot_of_what_was_planned_and_what_ran(
+    command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: None
+) -> None:
+    """Both panels have every task, with the name of the schedule, replicas and chunks."""
+    plot = tmp_path / "gantt.svg"
+    arguments = ("--schedule", "interleaved", "--replicas", "2", "--micro-batches", "2", "--plot", str(plot))
+    assert command("train", *TINY, *arguments, "--no-check") == 0
+    out = capsys.readouterr().out
+    assert "4 stages on 4 devices, 2 replicas;" in out and difference_in(out) < 1e-5
+    drawn = plot.read_text()
+    tasks = [f"play{p}-{kind}{m}-stage{k}" for p in range(2) for kind in "FB" for m in range(2) for k in range(4)]
+    assert sorted(re.findall(r'id="(play\d-\w+-stage\d)"', drawn)) == sorted(tasks)
+    assert "planned: Interleaved" in drawn and "ran: the median of 7 steps" in drawn
+
+
+@pytest.mark.slow
+def test_train_simulated_and_out_of_bounds(
+    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: None
+) -> None:
+    """Three steps are not enough, and numbers that are not those of one device are an error: it says so."""
+    from dtrans.examples import pipelined
+
+    monkeypatch.setattr(pipelined, "bound", lambda: 0.0)
+    assert command("train", *TINY, "--engine", "simulate", "--schedule", "PreferForward") == 1
+    out = capsys.readouterr().out
+    assert "2 stages on 1 device;" in out and difference_in(out) < 1e-5
+    assert cells(out, "bubble")[1] == "one device"
+    assert cells(out, "peak micro-batches by device") == ["4 4", "4 4"]
+    assert "nothing was learnt from context yet" in out and "the difference is above the bound" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--engine", "processes"], "in pipeline mode the engine is mesh or simulate, not 'processes': one process"),
+        (["--engine", "cloud"], "in pipeline mode the engine is mesh or simulate, not 'cloud'"),
+        (["--batch-size", "20"], "cannot be divided among 8 micro-batches of 1 replicas: give --batch-size a multiple"),
+        (["--replicas", "3"], "of 3 replicas: give --batch-size a multiple of 24"),
+        (["--engine", "simulate", "--plot", "x.png"], "--engine simulate has one device: use --engine mesh"),
+        (["--plot", "/nowhere/at-all.png"], "there is no directory /nowhere"),
+        (["--schedule", "PreferNothing"], "there is no schedule 'PreferNothing': it is one of PreferForward"),
+        (["--chunks", "2"], "PreferBackward has one model stage on each device, not chunks=2: use Interleaved"),
+        (["--schedule", "Interleaved", "--chunks", "1"], "chunks=1"),
+    ],
+)
+def test_train_in_stages_errors(
+    command: Any, capsys: pytest.CaptureFixture[str], tiny: None, arguments: list[str], message: str
+) -> None:
+    assert command("train", "--mode", "pipeline", *arguments) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("dtrans: ") and message in err and "Traceback" not in err
+    assert out == ""
+
+
+OF_DIGITS = {"--trainers": 2, "--pservers": 1, "--epochs": 20, "--optimizer": "adam", "--min-block-size": 8192}
+OF_PIPELINE = {"--stages": 2, "--micro-batches": 8, "--schedule": "ZeroBubble", "--replicas": 1, "--chunks": 2}
+
+
+@pytest.mark.parametrize("option, value", {**OF_DIGITS, "--deadline": 60}.items())
+def test_options_of_digits_are_refused_in_pipeline_mode(
+    command: Any, capsys: pytest.CaptureFixture[str], option: str, value: object
+) -> None:
+    """Also with the value that is the default."""
+    assert command("train", "--mode", "pipeline", f"{option}={value}") == 1
+    message = f"dtrans: {option} is an option of pserver and nccl2 mode; with --mode pipeline leave it out\n"
+    assert capsys.readouterr() == ("", message)
+
+
+@pytest.mark.parametrize("mode", ["pserver", "nccl2"])
+@pytest.mark.parametrize("option, value", {**OF_PIPELINE, "--steps": 100}.items())
+def test_options_of_pipelines_are_refused_in_other_modes(
+    command: Any, capsys: pytest.CaptureFixture[str], mode: str, option: str, value: object
+) -> None:
+    assert command("train", "--mode", mode, f"{option}={value}") == 1
+    message = f"dtrans: {option} is an option of pipeline mode; with --mode {mode} leave it out\n"
+    assert capsys.readouterr() == ("", message)
+
+
+def test_an_unknown_mode_is_named_before_its_options(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("train", "--mode", "pipelines", "--stages", "2") == 1
+    assert capsys.readouterr().err == ("dtrans: there is no mode 'pipelines'; it is one of pserver, nccl2, pipeline\n")
+
+
+def test_help_of_train(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each option is with the mode that it is for."""
+    assert command("train", "--help") == 0
+    out = plain(capsys.readouterr().out)
+    common, of_digits, of_pipeline = re.split("Of pserver and nccl2 mode|Of pipeline mode", out)
+    listed = lambda part: set(re.findall(r"(?<!\S)--[a-z-]+(?= +(?:--no-check )?<)", part))
+    assert listed(common) >= {"--mode", "--engine", "--batch-size", "--seed", "--plot", "--check"}
+    assert listed(of_digits) == {*OF_DIGITS, "--deadline"}
+    assert listed(of_pipeline) == {*OF_PIPELINE, "--steps"}
+
+
+@pytest.mark.slow
+def test_train_defaults_in_stages(tmp_path: Path) -> None:
+    """In a process of its own, which has no devices but those that the command asks for."""
+    plot = tmp_path / "gantt.png"
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    found = subprocess.run(
+        [sys.executable, "-m", "dtrans.cli", "train", "--mode", "pipeline", "--plot", str(plot)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert found.returncode == 0, found.stderr
+    out = found.stdout
+    assert "2 stages on 2 devices;" in out and difference_in(out) < 1e-5
+    assert float(cells(out, "loss of the first step")[0]) > 4.5
+    assert float(cells(out, "loss of the last 10, mean")[0]) < 2.6 and float(cells(out, "validation loss")[0]) < 2.6
+    assert plot.read_bytes().startswith(b"\x89PNG")

@@ -1,10 +1,10 @@
-"""What the digits job shows: the placement table, a progress bar, and the plot of the loss."""
+"""What jobs show: tables of plans and of results, progress bars, and the plot of the loss."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from rich.table import Table
 from dtrans.collective import CollectivePlan
 from dtrans.errors import ConfigError
 from dtrans.examples.job import Settings
+from dtrans.pipelined import PipelinePlan
 from dtrans.plan import PServerPlan
 
 
@@ -36,6 +37,63 @@ def show_plan(plan: PServerPlan | CollectivePlan) -> None:
     console.print(table)
     for note in plan.notes:
         console.print(note, highlight=False, markup=False)
+
+
+def show_stages(plan: PipelinePlan, where: str) -> None:
+    """Print what each stage has, does, sends and keeps; narrower than the plan's own table."""
+    o = plan.options
+    also = f", {o.replicas} replicas" if o.replicas > 1 else ""
+    show_table(
+        f"{o.model_stages} stages on {where}{also}; Mflop, sent and kept are of a micro-batch",
+        ("stage", "parameters", "Mflop", "sent", "kept", "held"),
+        [
+            (
+                str(s.index),
+                f"{len(s.params)}: {', '.join(_layers(s.params))}",
+                f"{s.flops / 1e6:,.1f}",
+                *map(_kib, (s.sends, s.kept, s.held)),
+            )
+            for s in plan.stages
+        ],
+        left=2,
+    )
+    for note in plan.notes:
+        Console(soft_wrap=True).print(note, highlight=False, markup=False)
+
+
+def _layers(names: Iterable[str]) -> list[str]:
+    """The layers that have these parameters: `params/blocks/0/up` is in blocks/0."""
+    parts = [name.split("/")[1:] for name in names]
+    return list(dict.fromkeys("/".join(p[: 1 + (len(p) > 1 and p[1].isdigit())]) for p in parts))
+
+
+def _kib(count: int) -> str:
+    return f"{count / 1024:,.0f} KiB"
+
+
+def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
+    """Print rows, the first columns to the left and the others to the right."""
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i < left else "right")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console(soft_wrap=True).print(table)
+
+
+@contextlib.contextmanager
+def progress_of_steps(steps: int, what: str) -> Iterator[Callable[[float], None]]:
+    """A progress bar over steps. Yields what is to be called after each, with the loss."""
+    bar = Progress(
+        TextColumn(f"{what:10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    task = bar.add_task("train", total=steps, loss="-")
+    with bar:
+        yield lambda loss: bar.update(task, advance=1, loss=f"{loss:.4f}")
 
 
 @contextlib.contextmanager

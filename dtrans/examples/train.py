@@ -1,4 +1,4 @@
-"""The main job: train on the digits, distributed, and compare with one device on the same global batches.
+"""The main job: train on the digits with trainers, distributed, and compare with one device on the same global batches.
 
 Two engines: `processes` starts trainers and pservers with `dtrans.run.launch`, each running
 `dtrans.examples.role`; `mesh` runs the whole plan in this process. In nccl2 mode there are no pservers.
@@ -108,7 +108,7 @@ def _check(settings: Settings, engine: str, mode: str, trainers: int, pservers: 
     if engine not in ENGINES:
         raise ConfigError(f"there is no engine {engine!r}; it is one of {', '.join(ENGINES)}")
     if mode not in MODES:
-        raise ConfigError(f"there is no mode {mode!r}; it is one of {', '.join(MODES)}")
+        raise ConfigError(f"there is no mode {mode!r}; it is one of {', '.join(MODES)}, pipeline")
     if mode == "nccl2" and pservers is not None:
         raise ConfigError(f"there are no pservers in nccl2 mode; leave out --pservers {pservers}")
     if trainers < 1 or settings.batch_size % trainers:
@@ -152,11 +152,11 @@ def _on_mesh(t: dtrans.DistributeTranspiler, settings: Settings, trainers: int, 
 
 
 def virtual_devices(count: int) -> None:
-    """Ask for that many CPU devices, if JAX has not started yet; it concerns no other platform."""
+    """Ask for that many CPU devices at least, if JAX has not started yet; it concerns no other platform."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return  # the user has said how many
     try:
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", max(count, jax.config.values["jax_num_cpu_devices"]))
     except RuntimeError:
         # JAX has started, with the devices it has; roles share them, which changes no number
         return

@@ -147,8 +147,13 @@ def forward_pass(step: Cut) -> ForwardPass:
         [inner.eqns[i] for i in early],
         source.jaxpr,
     )
-    dropped = tuple(inner.eqns[i].primitive.name for i in blind)
+    dropped = tuple(_effect(inner.eqns[i]) for i in blind)
     return ForwardPass(step, jaxpr, diff, given, prelude, loss, results, shown, keys, dropped)
+
+
+def _effect(eqn: JaxprEqn) -> str:
+    """What an effect is called."""
+    return f"the summary {eqn.params['tag']}" if eqn.primitive is summary_p else eqn.primitive.name
 
 
 def summary_name(tag: str) -> str:

@@ -19,12 +19,14 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import equations
+from dtrans._jax import Var, closed, equations
+from dtrans.collect import COLLECT, collected
 from dtrans.cut import Cut, cut
 from dtrans.errors import BatchError, ConfigError
-from dtrans.forward import captured
+from dtrans.forward import captured, value_and_grad_p
 from dtrans.pipelined import PipelinePlan, StepPrograms
 from dtrans.program import Program
+from dtrans.rewrite import inline_calls
 from dtrans.schedules import Schedule, schedule as schedule_of
 from dtrans.transforms.forward_pass import ForwardPass, forward_pass
 from dtrans.transforms.merges import merges_of
@@ -34,6 +36,18 @@ from dtrans.transforms.pipeline_options import PipelineOptions, check_pipeline
 from dtrans.transforms.pipeline_results import STACK, check_state, results_program
 from dtrans.transforms.pipeline_update import slices_of_sums, update_of
 from dtrans.transforms.split_stage import Cuts, cuts_of, shards_of, split_stages
+from dtrans.transforms.stacks import (
+    Rows,
+    Turns,
+    loops_of,
+    merged_turns,
+    rows_of,
+    single_turns,
+    stages_of_parts,
+    stages_without,
+    taken_apart,
+    turned,
+)
 from dtrans.transforms.stage_programs import StageCutter, StagePrograms, sums_of
 from dtrans.transforms.stages import BYTES_COST, stages_of
 from dtrans.transforms.startup import check_programs, match_startup
@@ -198,12 +212,11 @@ def planned(
     startup = match_startup(plain, startup)
     forward = forward_pass(step)
     _check_names(forward, o)
-    merges = _merges(step, forward, o)
+    merges = _merges(main, whole, step, forward, o)
     check_state(merges, step.params, o)
-    found = stages_of(
-        forward.jaxpr, o.model_stages, policy=o.policy, bytes_cost=o.bytes_cost, batch=forward.of_micro_batches
-    )
-    stages = _stages(step, forward, found, o)
+    forward, found, turns, rows = _planned_stages(forward, o)
+    step = forward.step
+    stages = _stages(forward, found, o)
     homes, users = _homes(stages, step)
     cuts = cuts_of(step, stages, shards_of(forward, found, o), users)
     programs = _programs(forward, stages, merges, cuts, o)
@@ -215,8 +228,10 @@ def planned(
         schedule=timetable,
         stage_of=tuple(found),
         programs=programs,
-        update=update_of(step, sums_of(stages), homes, users, cuts, o),
+        update=update_of(step, sums_of(stages), homes, users, cuts, rows, o),
         cuts=cuts,
+        turns=turns,
+        stacks=rows,
         merges=merges,
         homes=homes,
         users=users,
@@ -227,10 +242,36 @@ def planned(
     )
 
 
+def _planned_stages(
+    forward: ForwardPass, o: PipelineOptions
+) -> tuple[ForwardPass, tuple[int, ...], Turns, Mapping[str, tuple[Rows, ...]]]:
+    """The forward pass with its loops over layers in a part for each stage, and the stage of each of its equations."""
+
+    def planned(f: ForwardPass) -> tuple[int, ...]:
+        return stages_of(f.jaxpr, o.model_stages, policy=o.policy, bytes_cost=o.bytes_cost, batch=f.of_micro_batches)
+
+    if o.model_stages == 1 or not loops_of(forward):
+        return forward, planned(forward), (), {}
+    single, origin = turned(forward, single_turns(forward))
+    by_turn = planned(single)
+    turns = merged_turns(forward, origin, by_turn)
+    parts, parts_origin = turned(forward, turns)
+    found = stages_of_parts(turns, forward, parts_origin, origin, by_turn)
+    rows = rows_of(parts, found)
+    taken = taken_apart(parts, rows)
+    return taken.forward, stages_without(parts, rows, found), turns, taken.rows
+
+
 def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
     """Refuse names of values to keep that no value has."""
-    there = {e.params["name"] for e in equations(forward.jaxpr) if e.primitive.name == "name"}
+    there = {e.params["name"] for e in forward.eqns if e.primitive.name == "name"}
+    inside = {e.params["name"] for e in equations(forward.jaxpr) if e.primitive.name == "name"} - there
     for n in () if isinstance(o.gradient_checkpoint, str) else o.gradient_checkpoint:
+        if n in inside:
+            raise ConfigError(
+                f"gradient_checkpoint names {n!r}, which is inside a loop, a branch or jax.checkpoint, where nothing "
+                "else can see it: give the name to what comes out"
+            )
         if n not in there:
             raise ConfigError(
                 f"gradient_checkpoint names {n!r}; what checkpoint_name names in the loss is "
@@ -238,15 +279,44 @@ def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
             )
 
 
-def _merges(step: Cut, forward: ForwardPass, o: PipelineOptions) -> dict[str, str]:
-    """What becomes of each result: as it was asked for, as the model collects it, or as it must be."""
-    for n, key in forward.collected.items():
+def _merges(main: Program, whole: Program, step: Cut, forward: ForwardPass, o: PipelineOptions) -> dict[str, str]:
+    """What becomes of each result: as it was asked for, as the model collects it, or as it must be.
+
+    Args:
+      main: the step as it was traced: its loss shows what results are made of.
+      whole: the captured step; `step` is that for a micro-batch, cut.
+    """
+    keys = {n: key for n, key in forward.collected.items() if n in step.results or n in step.params}
+    for n, key in _collected_outside(whole, step).items():
+        if keys.setdefault(n, key) != key:
+            raise ConfigError(f"{n} is collected under {keys[n]} in the loss, and under {key} outside of it")
+    for n, key in keys.items():
         if n in o.merge:
             raise ConfigError(f"{n} is collected under {key}, and merge[{n!r}]={o.merge[n]!r}: say one of them")
-    inside = {n: "same" for n in forward.collected if n in step.results}
-    merges = merges_of(step, dataclasses.replace(o.of_parts, merge={**o.merge, **inside}))
+        if n in step.params and key != "GLOBAL_MEAN":
+            raise ConfigError(
+                f"{n} is collected under {key}; it is state, the same in all replicas, and GLOBAL_MEAN alone keeps it so"
+            )
+    given = {n: "mean" if n in step.params else "same" for n in keys}
+    plain = of_micro_batch(main, step.batch, o, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()])
+    merges = merges_of(plain, dataclasses.replace(o.of_parts, merge={**o.merge, **given}))
     shown = [n for n in forward.results if n not in merges]
-    return {**merges, **dict.fromkeys(shown, STACK), **{n: k for n, k in forward.collected.items() if n not in shown}}
+    return {**merges, **dict.fromkeys(shown, STACK), **{n: key for n, key in keys.items() if n in step.results}}
+
+
+def _collected_outside(whole: Program, step: Cut) -> dict[str, str]:
+    """The collections of results that the step collects outside of its loss."""
+    flat = inline_calls(whole.jaxpr, keep=(COLLECT,))
+    inner = flat.jaxpr
+    around = [e for e in inner.eqns if e.primitive is not value_and_grad_p]
+    keys = collected(closed([], [], [], [], around, flat))
+    found = {
+        n: keys[a] for n, a in zip(whole.out_names, inner.outvars, strict=True) if isinstance(a, Var) and a in keys
+    }
+    for n, key in found.items():
+        if n in step.from_gradients or n in step.opt_state or n in step.optimized:
+            raise ConfigError(f"{n} is collected under {key}; there is one of it, made of the gradients of all")
+    return found
 
 
 def of_micro_batch(
@@ -281,18 +351,19 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
       BatchError: rows that cannot be shared, or a loss function that has other equations for such a batch.
     """
     step = of_micro_batch(plan.captured, plan.batch, plan.options, types)
-    forward = forward_pass(step)
+    forward, _ = turned(forward_pass(step), plan.turns)
+    forward = taken_apart(forward, {n: rows for n, rows in plan.stacks.items() if n in step.params}).forward
     if len(forward.eqns) != len(plan.stage_of):
         raise BatchError(
             f"{plan.main.name} has {len(forward.eqns)} equations for a batch of these shapes, and "
             f"{len(plan.stage_of)} for the one that it was planned for: plan it for this batch"
         )
-    stages = _stages(step, forward, plan.stage_of, plan.options)
+    stages = _stages(forward, plan.stage_of, plan.options)
     return _programs(forward, stages, plan.merges, plan.cuts, plan.options)
 
 
-def _stages(step: Cut, forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions) -> tuple[StagePrograms, ...]:
-    scatter = slices_of_sums(step, o) if o.sharding_stage == 2 else {}
+def _stages(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions) -> tuple[StagePrograms, ...]:
+    scatter = slices_of_sums(forward.step, o) if o.sharding_stage == 2 else {}
     return StageCutter(forward, stage_of, o, scatter).stages()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dtrans._jax import Atom, Literal, Var
 from dtrans.cut import GRAD, Cut, cut
@@ -22,7 +23,7 @@ from dtrans.program import FORWARD, OPTIMIZE, Program
 from dtrans.rewrite import Builder, needed
 from dtrans.rows import analyse
 from dtrans.transforms.nccl2 import rewritten as over_replicas
-from dtrans.transforms.partition import part_of_each, partition_stages
+from dtrans.transforms.partition import contiguous, part_of_each
 from dtrans.transforms.pipeline_options import PipelineOptions
 from dtrans.transforms.placed import Placed, grouped, place
 from dtrans.transforms.rank import Layout, RankWriter
@@ -31,6 +32,7 @@ from dtrans.transforms.scatters import Scatterer
 from dtrans.transforms.sharding_options import ShardingOptions
 from dtrans.transforms.slices import Sliced, slices_of
 from dtrans.transforms.split_stage import Cuts, split_update
+from dtrans.transforms.stacks import Rows, joined
 from dtrans.trees import TreeSpec
 
 
@@ -68,6 +70,7 @@ def update_of(
     homes: Mapping[str, int],
     users: Mapping[str, Sequence[int]],
     cuts: Cuts,
+    rows: Mapping[str, Sequence[Rows]],
     o: PipelineOptions,
 ) -> Update:
     """Plan the update.
@@ -78,10 +81,11 @@ def update_of(
       homes: the stage that holds each parameter.
       users: the stages that make gradients of a leaf.
       cuts: over how many shards stages are split.
+      rows: leaves of which stages hold rows, as leaves of their own.
     """
     types = step.program.inputs
     whole_sums = {n: t.update(shape=types[n].shape) for n, t in sums.items()}
-    whole = cut(_step(step, whole_sums, homes, users, o)).with_observed()
+    whole = cut(_step(step, whole_sums, homes, users, rows, o)).with_observed()
     layout = None
     if o.replicas > 1 and o.sharding_stage:
         layout = dataclasses.replace(Layout.of(whole, _sharding(o), {}), groups=homes)
@@ -126,14 +130,14 @@ def _apply_groups(
 ) -> dict[str, int]:
     """The group of each array of the state: leaves of a stage in order, shared out evenly by their elements.
 
-    Source: epl/runtime/optimizer_helper.py, which shares out all variables; stages do it each for itself.
+    Source: epl/runtime/optimizer_helper.py, which shares out all variables, and leaves most to the last group.
     """
     group: dict[str, int] = {}
     for s in range(o.model_stages):
         mine = [n for n in step.optimized if homes[n] == s]
         parts = min(o.num_apply_group, len(mine))
         if parts > 1:
-            starts = partition_stages([step.program.inputs[n].size for n in mine], parts)
+            starts = contiguous([step.program.inputs[n].size for n in mine], [0.0] * len(mine), parts)
             group |= zip(mine, part_of_each(starts, len(mine)), strict=True)
     return {n: group.get(leaf, 0) for n, leaf in leaf_of.items()}
 
@@ -177,7 +181,10 @@ class _SlicedSums(RankWriter):
     def _half(
         self, b: Builder, step: Cut, results: Sequence[str], made: Any, local: Mapping[str, Atom]
     ) -> dict[str, Atom]:
-        for n in self.users:
+        for n in step.gradients:
+            if n not in self.users:  # the loss does not read it
+                made(n, b.call(jnp.zeros_like, self.vars_of[n])[0])
+                continue
             given = [local[n + GRAD if s == self.homes[n] else shared_sum(n, s)] for s in self.users[n]]
             made(n, mean_of(b, given, self.vars_of[n].aval.dtype, self.options))
         return {}
@@ -205,7 +212,12 @@ def _sharding(o: PipelineOptions) -> ShardingOptions:
 
 
 def _step(
-    step: Cut, sums: Mapping[str, Any], homes: Mapping[str, int], users: Mapping[str, Sequence[int]], o: PipelineOptions
+    step: Cut,
+    sums: Mapping[str, Any],
+    homes: Mapping[str, int],
+    users: Mapping[str, Sequence[int]],
+    rows: Mapping[str, Sequence[Rows]],
+    o: PipelineOptions,
 ) -> Program:
     """The update as a step: (params, opt_state, sums) -> (params, opt_state, results of gradients)."""
     source = step.program
@@ -218,7 +230,11 @@ def _step(
     spec = TreeSpec.of(names)
     given = {n: b.input(names[n]) for n in spec.names}
     grads: dict[str, Atom] = {}
-    for n in sums:
+    for n in step.gradients:
+        if n not in sums:  # the loss does not read it
+            (zero,) = b.call(jnp.zeros_like, vars_of[n])
+            (grads[n],) = b.bind(mark_p, zero, vars_of[n], leaf=n)
+            continue
         parts = [given[n + GRAD if s == homes[n] else shared_sum(n, s)] for s in users[n]]
         mean = mean_of(b, parts, vars_of[n].aval.dtype, o)
         (grads[n],) = b.bind(mark_p, mean, vars_of[n], leaf=n)
@@ -229,7 +245,7 @@ def _step(
         atoms.append(grads[n.removesuffix(GRAD)] if n.endswith(GRAD) else vars_of[n])
     found: dict[str, Atom] = {n: vars_of[n] for n in (*step.params, *step.opt_state)}
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
-    found |= _of_gradients(b, step, grads)
+    found |= _of_gradients(b, step, grads, rows)
     state = (*source.args[:2], TreeSpec.of({n: source.outputs[n] for n in step.from_gradients}))
     out = TreeSpec(
         jax.tree_util.treedef_tuple([s.treedef for s in state]), tuple(leaf for s in state for leaf in s.leaves)
@@ -249,12 +265,19 @@ def mean_of(b: Builder, sums: Sequence[Atom], dtype: Any, o: PipelineOptions) ->
     return b.call(_mean(o.num_micro_batch if o.reduce == "mean" else 1, dtype), total)[0]
 
 
-def _of_gradients(b: Builder, step: Cut, grads: Mapping[str, Atom]) -> dict[str, Atom]:
+def _of_gradients(
+    b: Builder, step: Cut, grads: Mapping[str, Atom], rows: Mapping[str, Sequence[Rows]]
+) -> dict[str, Atom]:
     """Write the results that are computed from gradients."""
     source = step.program
     inner = source.jaxpr.jaxpr
     outs = dict(zip(source.out_names, inner.outvars, strict=True))
+    if not step.from_gradients:
+        return {}
     env: dict[Var, Atom] = {v: grads[n] for n, v in step.border.items() if n in grads}
+    for n, v in step.border.items():
+        if n in rows:
+            (env[v],) = b.call(joined(0), *(grads[r.name] for r in rows[n]))
     read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
     for i in needed(inner.eqns, [outs[n] for n in step.from_gradients], list(env))[0]:
         eqn = inner.eqns[i]

@@ -54,6 +54,7 @@ class Placed:
       sends: what is made in one place and read in another: variable, from, to. Inputs too.
       home: the place of each input; None for those that every place has.
       out_at: the place of each output; None for those that every place makes.
+      cuts: of values that are in pieces in a place that is split, the dimension.
     """
 
     program: Program
@@ -61,6 +62,7 @@ class Placed:
     sends: tuple[tuple[Var, int, int], ...]
     home: Mapping[str, int | None]
     out_at: Mapping[str, int | None]
+    cuts: Mapping[Var, int] = dataclasses.field(default_factory=dict)
 
 
 def place(program: Program, home: Mapping[str, int | None], out_at: Mapping[str, int | None], places: int) -> Placed:

@@ -48,6 +48,11 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
     count = [1] * o.model_stages
     said: dict[int, str] = {}
     for scope, s in zip(scopes_of(list(forward.eqns)), stage_of, strict=True):
+        if scope is not None and scope.kind == "replicate" and (scope.device_count or 1) > 1:
+            raise ConfigError(
+                f"{scope} asks for {scope.device_count} devices: a replica of a stage has one. Say replicas="
+                f"{scope.device_count} for more replicas, or dtrans.split(device_count={scope.device_count})"
+            )
         if scope is None or scope.kind != "split":
             continue
         if scope.device_count is None:
@@ -81,10 +86,12 @@ def cuts_of(
         cuts = default_cuts(p.jaxpr, places, count, _is_split)
         found |= {p.in_names[i]: d for i, d in cuts.items()}
     analysis = analyse(step.optimize, step.params, {n: d for n, d in found.items() if d})
+    plain = analyse(step.optimize, step.params)
     state = dict(found)
     for n, v in analysis.inputs.items():
         row = analysis.layout(v)
-        if n in step.opt_state and isinstance(row, Rows) and row.leaf in found and row.width == 1:
+        lives = n in plain.inputs and plain.home(plain.layout(plain.inputs[n])) is not None
+        if n in step.opt_state and lives and isinstance(row, Rows) and row.leaf in found and row.width == 1:
             state[n] = row.axis
     return Cuts(tuple(shards), state)
 
@@ -133,14 +140,18 @@ def split_update(placed: Placed, cuts: Cuts) -> Placed:
     inner = placed.program.jaxpr.jaxpr
     named: dict[Var, str] = dict(zip(inner.invars, placed.program.in_names, strict=True))
     outs = {a: n for n, a in zip(placed.program.out_names, inner.outvars, strict=True) if isinstance(a, Var)}
-    dims = {v: cuts.state.get(n.partition(GRAD)[0]) for v, n in named.items()}
+    given = {v: cuts.state.get(n.partition(GRAD)[0]) for v, n in named.items()}
+    dims: dict[Var, int] = {v: d for v, d in given.items() if d is not None}
     new = {v: cuts.state.get(n) for v, n in outs.items()}
-
-    def piece(p: Piece) -> Piece:
+    sent = {(v, origin) for v, origin, _ in placed.sends}  # whole
+    pieces: list[Piece] = []
+    for p in placed.pieces:
         if cuts.shards[p.place] == 1:
-            return p
-        ins = {i: d for i, v in enumerate(p.reads) if (d := dims.get(v)) is not None}
-        wanted = {i: new.get(v) for i, v in enumerate(p.makes)}
-        return dataclasses.replace(p, jaxpr=split(p.jaxpr, ins, cuts.shards[p.place], SPLIT, outs=wanted).jaxpr)
-
-    return dataclasses.replace(placed, pieces=tuple(map(piece, placed.pieces)))
+            pieces.append(p)
+            continue
+        ins = {i: dims[v] for i, v in enumerate(p.reads) if v in dims}
+        wanted = {i: new.get(v) for i, v in enumerate(p.makes) if v in new or (v, p.place) in sent}
+        made = split(p.jaxpr, ins, cuts.shards[p.place], SPLIT, outs=wanted)
+        dims |= {v: d for v, d in zip(p.makes, made.out_cuts, strict=True) if d is not None}
+        pieces.append(dataclasses.replace(p, jaxpr=made.jaxpr))
+    return dataclasses.replace(placed, pieces=tuple(pieces), cuts=dims)

@@ -406,7 +406,7 @@ class _Differentiated:
             self.kept = _barriers(inner, self.kept, at, checkpoints)
             self._again = {a for a in made if a not in self.kept}
         outvars = [*inner.outvars[:count], *self.kept]
-        live, _ = needed(inner.eqns, outvars)
+        live, _ = needed(inner.eqns, [*outvars, *(a for e in inner.eqns if e.effects for a in e.invars)])
         live = sorted({*live, *(i for i, e in enumerate(inner.eqns) if e.effects)})
         self.forward = closed(
             inner.constvars, constants(traced), inner.invars, outvars, [inner.eqns[i] for i in live], traced
@@ -423,7 +423,8 @@ class _Differentiated:
         """The names of what is kept: those of outputs that are the same, others are numbered."""
         of: dict[Atom, str] = {}
         for n, a in zip(outs, opened(self.forward).outvars, strict=False):
-            of.setdefault(a, n)
+            if isinstance(a, Var):
+                of.setdefault(a, n)
         numbers = itertools.count()
         return [of[v] if v in of else f"residual/{next(numbers)}" for v in self.kept]
 

@@ -109,22 +109,25 @@ class ProcessJob(PipelineJob):
 
     def params(self, state: PipelineState) -> Any:
         """The parameters, as the pytree that they were given in. All processes must ask for them together."""
-        return self.plan.main.args[0].unflatten(self._collected(self.plan.main.args[0].names, state.params))
+        everything = self._collected(self.plan.update.program.args[0].names, state.params)
+        return self._tree(self.plan.main.args[0], everything.__getitem__)
 
     def opt_state(self, state: PipelineState) -> Any:
         """The optimizer's state, likewise."""
-        return self.plan.main.args[1].unflatten(self._collected(self.plan.main.args[1].names, state.opt_state))
+        everything = self._collected(self.plan.update.program.args[1].names, state.opt_state)
+        return self._tree(self.plan.main.args[1], everything.__getitem__)
 
-    def _collected(self, names: Sequence[str], held: dict[str, Any]) -> list[Any]:
+    def _collected(self, names: Sequence[str], held: dict[str, Any]) -> dict[str, Any]:
+        """Arrays of the state, of all processes."""
         self._step += 1
-        found = []
+        found = {}
         for key, n in enumerate(names):
             origin = self.process_of(self._first(n))
             if origin == self.me:
                 self._tell(key, held[n])
-                found.append(self._whole(n, jnp.asarray(np.asarray(held[n]))))
+                found[n] = jnp.asarray(np.asarray(held[n]))
             else:
-                found.append(self._whole(n, jnp.asarray(self.links.receive(origin, self._step, key, n))))
+                found[n] = jnp.asarray(self.links.receive(origin, self._step, key, n))
         return found
 
     def close(self) -> None:

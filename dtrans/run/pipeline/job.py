@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import closed, constants
 from dtrans.errors import StateError
 from dtrans.pipelined import PipelinePlan
-from dtrans.rewrite import eliminate_dead
+from dtrans.rewrite import Builder, eliminate_dead
 from dtrans.run.batch import batch_arrays
 from dtrans.run.pipeline.places import ROWS, SAME, Host, Kind, OnDevices, OneDevice, Places
 from dtrans.run.pipeline.tape import Move, Run, Tape, TapeWriter, state_kind
@@ -92,13 +91,23 @@ class PipelineJob:
 
     def params(self, state: PipelineState) -> Any:
         """The parameters, as the pytree that they were given in."""
-        spec = self.plan.main.args[0]
-        return spec.unflatten([self._whole(n, state.params[n]) for n in spec.names])
+        return self._tree(self.plan.main.args[0], lambda n: state.params[n])
 
     def opt_state(self, state: PipelineState) -> Any:
         """The optimizer's state, as the pytree that it was given in."""
-        spec = self.plan.main.args[1]
-        return spec.unflatten([self._whole(n, state.opt_state[n]) for n in spec.names])
+        return self._tree(self.plan.main.args[1], lambda n: state.opt_state[n])
+
+    def _tree(self, spec: TreeSpec, held: Callable[[str], Any]) -> Any:
+        """Arrays of the state as the pytree that they were given in: no padding, rows of one array together."""
+        leaves = []
+        for n in spec.names:
+            rows = self.plan.stacks.get(n)
+            if rows is None:
+                leaves.append(self._whole(n, held(n)))
+            else:
+                parts = [self._whole(r.name, held(r.name)) for r in rows]
+                leaves.append(jnp.concatenate([jax.device_put(p, parts[0].sharding) for p in parts], rows[0].axis))
+        return spec.unflatten(leaves)
 
     def is_mine(self, stage: int) -> bool:
         """Whether a stage is run by this process."""
@@ -202,7 +211,7 @@ class PipelineJob:
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
-        return (*self.plan.main.args[0].names, *self.plan.main.args[1].names)
+        return self.plan.state
 
     @cached_property
     def _rest(self) -> TreeSpec:
@@ -224,15 +233,23 @@ class PipelineJob:
         """What makes a stage's part of the first state."""
         startup = self.plan.startup
         outs = dict(zip(startup.out_names, startup.jaxpr.jaxpr.outvars, strict=True))
-        inner = startup.jaxpr.jaxpr
-        wanted = [outs[n] for n in names]
-        part = closed(inner.constvars, constants(startup.jaxpr), inner.invars, wanted, inner.eqns, startup.jaxpr)
+        rows = {r.name: (n, r) for n, runs in self.plan.stacks.items() for r in runs}
+        b = Builder(startup.jaxpr)
+        b.invars += startup.jaxpr.jaxpr.invars
+        for eqn in startup.jaxpr.jaxpr.eqns:
+            b.keep(eqn)
+        wanted = []
+        for n in names:
+            whole, run = rows.get(n, (n, None))
+            wanted.append(outs[whole] if run is None else b.part(outs[whole], run.axis, run.start, run.stop))
+        part = b.build(wanted)
         return (self.host or self.places).startup(eliminate_dead(part), stage)
 
     def _state(self, found: dict[tuple[int, str], Any]) -> PipelineState:
         here = lambda spec: {n: found[self._first(n), n] for n in spec.names if (self._first(n), n) in found}
         extra = {f"{n}@{place}": x for (place, n), x in found.items() if place != self._first(n)}
-        return PipelineState(here(self.plan.main.args[0]), here(self.plan.main.args[1]), extra)
+        params, opt_state = self.plan.update.program.args[:2]
+        return PipelineState(here(params), here(opt_state), extra)
 
     def _held(self, state: PipelineState) -> dict[tuple[int, str], Any]:
         """The arrays of a state by place. Raises StateError for that of another job."""
@@ -268,7 +285,7 @@ class PipelineJob:
 
     def _whole(self, name: str, x: Any) -> Any:
         """An array of the state without what it was padded with."""
-        shape = self.plan.main.inputs[name].shape
+        shape = self.plan.types[name].shape
         return x if x.shape == shape else x[tuple(slice(0, n) for n in shape)]
 
 

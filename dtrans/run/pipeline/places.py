@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from dtrans._jax import ClosedJaxpr, jaxpr_as_fun
+from dtrans._jax import ClosedJaxpr, copied_to, jaxpr_as_fun
 from dtrans.transforms.pipeline_options import AXIS, SPLIT
 
 
@@ -104,7 +104,15 @@ class OnDevices(Places):
         self._where: dict[tuple[int, Kind], Any] = {}
 
     def put(self, x: Any, stage: int, kind: Kind) -> Any:
-        return jax.device_put(x, self.where(stage, kind))
+        where = self.where(stage, kind)
+        if not isinstance(x, jax.Array):
+            return jax.device_put(x, where)
+        if x.sharding == where:
+            return x
+        alone = isinstance(where, SingleDeviceSharding) and isinstance(x.sharding, SingleDeviceSharding)
+        if alone and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return copied_to(x, where)
+        return jax.device_put(x, where)
 
     def where(self, stage: int, kind: Kind) -> Any:
         """The sharding of a value of a stage."""

@@ -366,7 +366,7 @@ class TapeWriter:
         program = placed.program
         inner = program.jaxpr.jaxpr
         name_of = dict(zip(inner.invars, program.in_names, strict=True))
-        state = {*plan.main.args[0].names, *plan.main.args[1].names}
+        state = set(plan.state)
         consts = dict(zip(inner.constvars, constants(program.jaxpr), strict=True))
         axes = {v: self._update_kind(n) for v, n in name_of.items()}
         kinds = _kinds(program, axes, plan)
@@ -374,7 +374,7 @@ class TapeWriter:
         def at(v: Var, stage: int) -> int:
             n = name_of.get(v)
             if n is None:
-                return self.slot(("update", stage, v), kinds[v])
+                return self.slot(("update", stage, v), kinds[v].cut(placed.cuts.get(v)))
             home = placed.home[n]
             if n in state and home is None:
                 return self.held(stage, n)

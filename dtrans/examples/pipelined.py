@@ -1,0 +1,345 @@
+"""The job of pipeline mode: train on characters in stages, and compare with one device on the same batches.
+
+Two engines: `mesh` has every stage of every replica on a device of its own; `simulate` has all of them on one.
+
+After training, on the mesh, a few more steps are run for their times alone. The plan is drawn beside them with as much
+work in all as they had: a forward costs the floating-point operations that the planner counted, a backward twice as
+many, and nothing is ever under way. So what differs is what a plan does not know: stages that take longer than their
+operations say, transfers, and devices that share the cores of this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import dtrans
+from dtrans.errors import BatchError, ConfigError
+from dtrans.examples import characters, report
+from dtrans.examples.train import bound, difference, virtual_devices
+from dtrans.gantt import Play, TimedTask
+from dtrans.run.pipeline import PipelineJob, PipelineState
+from dtrans.run.pipeline.watch import Measured, measured, timed
+
+
+ENGINES = ("mesh", "simulate")
+TIMED_STEPS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of a job.
+
+    Attributes:
+      stages, micro_batches, schedule, replicas, chunks: as in `dtrans.pipeline`.
+      steps: of training. The first compiles, and speeds are of the others.
+      batch_size: rows of a global batch, which replicas and micro-batches share.
+      seed: of the first parameters and the batches.
+      engine: one of `ENGINES`.
+    """
+
+    stages: int = 2
+    micro_batches: int = 8
+    schedule: str = "PreferBackward"
+    replicas: int = 1
+    chunks: int = 1
+    steps: int = 100
+    batch_size: int = 32
+    seed: int = 0
+    engine: str = "mesh"
+
+    @property
+    def key(self) -> jax.Array:
+        """The key of the first parameters."""
+        return jax.random.key(self.seed)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trained:
+    """What training came to.
+
+    Attributes:
+      losses: one per step.
+      params: the parameters after the last step, on the host.
+      seconds: what the steps after the first took.
+    """
+
+    losses: np.ndarray
+    params: characters.Params
+    seconds: float
+
+    def speed(self, batch_size: int) -> float:
+        """Characters per second, of the steps after the first."""
+        return (len(self.losses) - 1) * batch_size * characters.LENGTH / self.seconds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Watched:
+    """What a pipeline did, beside what was planned.
+
+    Attributes:
+      planned: the schedule with the planner's costs; seconds, where it also `ran`.
+      ran: the step of median length; None where all stages are on one device.
+      kept: what a step kept.
+    """
+
+    planned: Play
+    ran: Play | None
+    kept: Measured
+
+
+def train(settings: Settings, *, plot: Path | None = None) -> bool:
+    """Train, print what came of it, and compare with one device.
+
+    Args:
+      plot: draw what was planned and what ran into this file.
+
+    Returns:
+      Whether the model has learnt from context, and the difference is within bounds.
+
+    Raises:
+      ConfigError, BatchError: settings that cannot be.
+    """
+    _check(settings, plot)
+    devices = settings.stages * settings.replicas if settings.engine == "mesh" else 1
+    virtual_devices(devices)
+    text = characters.load()
+    plan = planned(settings, text)
+    report.show_stages(plan, f"{devices} device{'s' if devices > 1 else ''}")
+    job = plan.on_mesh() if settings.engine == "mesh" else plan.simulate()
+    state, pipelined = _pipelined(job, settings, text)
+    watched = watch(settings, job, state, batch(settings, text, settings.steps))
+    single = single_device(settings, text)
+    if plot is not None and watched.ran is not None:
+        plan.schedule.gantt(plot, _panels(plan, watched), unit="ms")
+        Console(soft_wrap=True).print(f"what was planned, and what ran: {plot}", highlight=False)
+    return _compare(settings, text, plan, pipelined, single, watched)
+
+
+def planned(settings: Settings, text: characters.Text) -> dtrans.PipelinePlan:
+    """The plan."""
+    step, init = training()
+    program = dtrans.trace(step, *jax.eval_shape(init, settings.key), batch(settings, text, 0))
+    return dtrans.pipeline(
+        program,
+        dtrans.trace(init, settings.key),
+        num_stages=settings.stages,
+        num_micro_batch=settings.micro_batches,
+        schedule=settings.schedule,
+        replicas=settings.replicas,
+        chunks=settings.chunks,
+    )
+
+
+def training() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The user's side of the job: one training step for one device, and init."""
+    tx = characters.optimizer()
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        params = characters.init(key)
+        return params, tx.init(params)
+
+    return dtrans.make_train_step(characters.loss_fn, tx), init
+
+
+def batch(settings: Settings, text: characters.Text, step: int) -> np.ndarray:
+    """The global batch of a step."""
+    return characters.batch(text, settings.seed, step, settings.batch_size)
+
+
+def single_device(settings: Settings, text: characters.Text) -> Trained:
+    """The same training on one device: the plain step, jitted, on whole batches."""
+    step, init = training()
+    jitted = jax.jit(step)
+
+    def one(state: Any, tokens: np.ndarray) -> tuple[Any, jax.Array]:
+        *state, loss = jitted(*state, tokens)
+        return state, loss
+
+    (params, _), losses, seconds = _trained(one, jax.jit(init)(settings.key), settings, text, "one device")
+    return Trained(losses, jax.device_get(params), seconds)
+
+
+def watch(settings: Settings, job: PipelineJob, state: PipelineState, tokens: np.ndarray) -> Watched:
+    """Run some more steps, whose results nobody needs, and look at what they keep and when each task runs."""
+    (state, _), kept = measured(job, state, tokens)
+    if settings.engine == "simulate":
+        return Watched(planned_play(job.plan), None, kept)
+    plays = []
+    for _ in range(TIMED_STEPS):
+        (state, _), play = timed(job, state, tokens)
+        plays.append(play)
+    ran = sorted(plays, key=lambda play: play.makespan)[TIMED_STEPS // 2]
+    return Watched(planned_play(job.plan, work=sum(t.end - t.start for t in ran)), ran, kept)
+
+
+def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Play:
+    """The plan's schedule, at what its stages cost by their operations.
+
+    Args:
+      work: how long all tasks take together.
+    """
+    forward = [stage.flops for stage in plan.stages]
+    backward = [2 * cost for cost in forward]
+    # where backward is split: the first stage has no cotangents to send back, and all that it does is for its weights
+    weight = [
+        half if s.backward.out_names else whole
+        for s, half, whole in zip(plan.programs.stages, forward, backward, strict=True)
+    ]
+    play = plan.schedule.play(forward, backward, weight)
+    return _scaled(play, work / sum(t.end - t.start for t in play))
+
+
+def _scaled(play: Play, factor: float) -> Play:
+    return Play(TimedTask(t.task, t.device, factor * t.start, factor * t.end) for t in play)
+
+
+def _check(settings: Settings, plot: Path | None) -> None:
+    """Say what cannot be before anything is compiled."""
+    if settings.engine not in ENGINES:
+        raise ConfigError(
+            f"in pipeline mode the engine is {' or '.join(ENGINES)}, not {settings.engine!r}: one process drives all "
+            "stages"
+        )
+    parts = settings.micro_batches * settings.replicas
+    if settings.batch_size % parts:
+        raise BatchError(
+            f"a batch of {settings.batch_size} rows cannot be divided among {settings.micro_batches} micro-batches of "
+            f"{settings.replicas} replicas: give --batch-size a multiple of {parts}"
+        )
+    if settings.steps < 2:
+        raise ConfigError(f"--steps must be 2 or more, it is {settings.steps}: the first compiles, and is not timed")
+    if plot is not None:
+        if settings.engine == "simulate":
+            raise ConfigError(
+                "--plot draws when each device did what, and --engine simulate has one device: use --engine mesh"
+            )
+        report.check_plot(plot)
+
+
+def _trained(
+    one: Callable[[Any, np.ndarray], tuple[Any, Any]], state: Any, settings: Settings, text: characters.Text, where: str
+) -> tuple[Any, np.ndarray, float]:
+    """All steps: the last state, the losses, and the seconds that steps after the first took."""
+    losses: list[float] = []
+    start = 0.0
+    with report.progress_of_steps(settings.steps, where) as advance:
+        for i in range(settings.steps):
+            state, loss = one(state, batch(settings, text, i))
+            losses.append(float(loss))
+            advance(losses[-1])
+            if i == 0:
+                start = time.perf_counter()
+    return state, np.array(losses), time.perf_counter() - start
+
+
+def _pipelined(job: PipelineJob, settings: Settings, text: characters.Text) -> tuple[PipelineState, Trained]:
+    """Train in stages."""
+
+    def one(state: PipelineState, tokens: np.ndarray) -> tuple[PipelineState, jax.Array]:
+        state, loss = job.step(state, tokens)
+        return state, loss
+
+    state, losses, seconds = _trained(one, job.init(settings.key), settings, text, "pipeline")
+    return state, Trained(losses, jax.device_get(job.params(state)), seconds)
+
+
+def _panels(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str, Play]]:
+    """What is drawn, in milliseconds."""
+    assert watched.ran is not None
+    return [
+        (
+            f"planned: {plan.schedule.name}, tasks as long as their operations say, in all as long as those that ran",
+            _scaled(watched.planned, 1e3),
+        ),
+        (f"ran: the median of {TIMED_STEPS} steps", _scaled(watched.ran, 1e3)),
+    ]
+
+
+def _compare(
+    settings: Settings,
+    text: characters.Text,
+    plan: dtrans.PipelinePlan,
+    pipelined: Trained,
+    single: Trained,
+    watched: Watched,
+) -> bool:
+    """Print what came of it, and the verdict."""
+    both = (pipelined, single)
+    last = min(10, settings.steps // 2)
+    held_out = [characters.validation_loss(t.params, text) for t in both]
+    report.show_table(
+        "training",
+        ("", "pipeline", "one device"),
+        [
+            ("loss of the first step", *(f"{t.losses[0]:.4f}" for t in both)),
+            (f"loss of the last {last}, mean", *(f"{t.losses[-last:].mean():.4f}" for t in both)),
+            ("validation loss", *(f"{x:.4f}" for x in held_out)),
+            ("characters per second", *(f"{t.speed(settings.batch_size):,.0f}" for t in both)),
+        ],
+    )
+    report.show_table("schedule", ("", "planned", "measured"), _of_schedule(plan, watched))
+    devices, cores = settings.stages * settings.replicas, os.cpu_count() or 1
+    if watched.ran is not None and jax.default_backend() == "cpu" and devices > cores:
+        note = f"{devices} devices share {cores} cores of this machine: tasks take longer than they would alone"
+        Console(soft_wrap=True).print(note, highlight=False)
+    return _verdict(settings, text, pipelined, single, held_out[0])
+
+
+def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str, ...]]:
+    """What was planned, and what was measured."""
+    by_device = lambda numbers: " ".join(map(str, numbers))
+    ran = watched.ran
+    rows: list[tuple[str, ...]] = [
+        ("peak micro-batches by device", by_device(plan.schedule.peak), by_device(watched.kept.peak))
+    ]
+    bubbles = [
+        ("bubble of equal stages", f"{float(plan.schedule.bubble):.1%}", ""),
+        ("bubble", f"{float(watched.planned.bubble):.1%}", "one device" if ran is None else f"{float(ran.bubble):.1%}"),
+    ]
+    if ran is None:
+        return [*bubbles, *rows]
+    return [
+        *bubbles,
+        ("work by device, %", by_device(_shares(watched.planned)), by_device(_shares(ran))),
+        ("time for this work", *(f"{1e3 * p.makespan:.0f} ms" for p in (watched.planned, ran))),
+        *rows,
+    ]
+
+
+def _shares(play: Play) -> list[int]:
+    """How much of all work each device does, in percent."""
+    work = [sum(t.end - t.start for t in play if t.device == d) for d in range(play.num_devices)]
+    return [round(100 * w / sum(work)) for w in work]
+
+
+def _verdict(settings: Settings, text: characters.Text, pipelined: Trained, single: Trained, held_out: float) -> bool:
+    apart = difference(pipelined.params, single.params)
+    kind = jax.tree.leaves(single.params)[0].dtype.name
+    alone = characters.entropy(text.held_out)
+    good, near = held_out < alone, apart < bound()
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(
+        f"validation is on {len(text.held_out):,} characters, in nats for each; how often each comes, without those "
+        f"before it, gives {alone:.4f}"
+    )
+    console.print(
+        f"final parameters against single-device training on the same {settings.steps} global batches: "
+        f"max relative difference {apart:.2e} ({kind}, bound {bound():.0e})"
+    )
+    if not good:
+        console.print(f"[red]the validation loss is not below {alone:.4f}: nothing was learnt from context yet[/]")
+    if not near:
+        console.print(
+            f"[red]the difference is above the bound of {bound():.0e}: training amplified rounding, or something is "
+            "wrong; JAX_ENABLE_X64=1 tells which[/]"
+        )
+    return good and near
