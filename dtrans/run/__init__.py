@@ -12,6 +12,7 @@
     connection  they become one job of `jax.distributed`; survivors: those left of it go on
     together    what they hold together and agree on
     cluster     nccl2 mode as processes, on top of these
+    pipeline    stages of a pipeline, in this process or as processes
     executor    `Executor.run`: any one program of a job
     roles       what a launched process knows of itself
     launch      start the processes of a job on this host

@@ -41,6 +41,9 @@ stage_programs    forward, backward and weights of a stage
 pipeline_results  what becomes of what micro-batches make
 pipeline_update   sums of gradients to new parameters, by the means of nccl2 mode and sharding
 placed            a program cut by where its inputs live (the update)
+stacks            loops over layers, cut into one for each stage, and rows of their stacks
+split, split_*    tensor parallelism: a program whose inputs are cut over shards, as that of one shard
+split_stage       stages that are split
 """
 
 from dtrans.transforms.geo_sgd import geo_sgd as geo_sgd

@@ -122,10 +122,11 @@ def forward_pass(step: Cut) -> ForwardPass:
     eqns = [*opened(body).eqns, *(inner.eqns[i].replace(invars=[*map(read, inner.eqns[i].invars)]) for i in late)]
     shown = summaries(closed([], [], [], [], eqns, body))
     eqns = [e for e in eqns if e.primitive is not summary_p]
-    made = {v for e in eqns for v in e.outvars}
-    own = {*differentiated, *others, *opened(body).constvars}
     results = {n: read(outs[n]) for n in names}
     results |= {summary_name(s.tag): s.atom for s in shown if s.atom is not None}
+    eqns = _live(eqns, [opened(body).outvars[0], *results.values()])
+    made = {v for e in eqns for v in e.outvars}
+    own = {*differentiated, *others, *opened(body).constvars}
     keys = _collected(marked, body, eqn, {n: outs[n] for n in names}, shown)
     reads = [a for e in eqns for a in e.invars] + list(results.values())
     outer = dict.fromkeys(a for a in reads if isinstance(a, Var) and a not in made and a not in own)
@@ -151,6 +152,13 @@ def forward_pass(step: Cut) -> ForwardPass:
     return ForwardPass(step, jaxpr, diff, given, prelude, loss, results, shown, keys, dropped)
 
 
+def _live(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[JaxprEqn]:
+    """The equations that outputs need, and those with effects and what they need."""
+    seen = [i for i, e in enumerate(eqns) if e.effects]
+    kept, _ = needed(eqns, [*outputs, *(a for i in seen for a in eqns[i].invars)])
+    return [eqns[i] for i in sorted({*kept, *seen})]
+
+
 def _effect(eqn: JaxprEqn) -> str:
     """What an effect is called."""
     return f"the summary {eqn.params['tag']}" if eqn.primitive is summary_p else eqn.primitive.name
@@ -158,7 +166,7 @@ def _effect(eqn: JaxprEqn) -> str:
 
 def summary_name(tag: str) -> str:
     """The name of the result that a summary shows."""
-    return f"summary/{tag}"
+    return f"@summary/{tag}"
 
 
 def _collected(

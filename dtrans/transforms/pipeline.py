@@ -293,13 +293,17 @@ def _merges(main: Program, whole: Program, step: Cut, forward: ForwardPass, o: P
     for n, key in keys.items():
         if n in o.merge:
             raise ConfigError(f"{n} is collected under {key}, and merge[{n!r}]={o.merge[n]!r}: say one of them")
+        if key.endswith("CONCAT") and not step.program.outputs[n].ndim:
+            raise ConfigError(f"{n} is collected under {key}; it is 0-d, and has no dim 0 to be concatenated along")
         if n in step.params and key != "GLOBAL_MEAN":
             raise ConfigError(
-                f"{n} is collected under {key}; it is state, the same in all replicas, and GLOBAL_MEAN alone keeps it so"
+                f"{n} is collected under {key}; it is state, the same in all replicas, which GLOBAL_MEAN alone keeps"
             )
     given = {n: "mean" if n in step.params else "same" for n in keys}
     plain = of_micro_batch(main, step.batch, o, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()])
     merges = merges_of(plain, dataclasses.replace(o.of_parts, merge={**o.merge, **given}))
+    # state that no micro-batch enters: the loss makes it, and all make the same
+    merges |= {n: "same" for n in forward.results if n in step.params and n not in merges}
     shown = [n for n in forward.results if n not in merges]
     return {**merges, **dict.fromkeys(shown, STACK), **{n: key for n, key in keys.items() if n in step.results}}
 
@@ -331,9 +335,18 @@ def of_micro_batch(
       BatchError: rows that micro-batches and replicas do not divide.
     """
     given = []
+    split = {n: t for n, t in zip(whole.in_names, types, strict=True)
+             if n in batch and t.shape and not is_under(n, o.replicated)}  # fmt: skip
+    rows = {t.shape[0]: n for n, t in split.items()}
+    if len(rows) > 1 and o.parts > 1:
+        listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
+        raise BatchError(
+            f"the arrays of a batch are cut into micro-batches on dim 0, but {listed} rows; name what every "
+            "micro-batch needs whole in replicated=(...)"
+        )
     for n, t in zip(whole.in_names, types, strict=True):
         shape = t.shape
-        if n in batch and shape and not is_under(n, o.replicated):
+        if n in split:
             if shape[0] % o.parts:
                 raise BatchError(
                     f"{n} has {shape[0]} rows, which {o.num_micro_batch} micro-batches of {o.replicas} replicas do not "

@@ -4,7 +4,8 @@ The places are the stages of a pipeline, the program its update. An equation bel
 
     all in one place, beside what is shared     there
     in several places                           at the hub, the last place; what it makes can be sent to any
-    only what the hub made                      at the hub
+    what the hub made, and things of one place  in that place, if they are larger than what the hub made, or nobody else
+                                                wants what comes of it; else at the hub
     only what is shared                         wherever it is read: each place makes its own
 
 What is shared is made of inputs that every place has (a count of steps). So Adam is one piece for each place, and a
@@ -20,6 +21,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, closed, constants
+from dtrans.flops import nbytes
 from dtrans.program import Program
 from dtrans.rewrite import needed
 
@@ -133,16 +135,42 @@ class _Placer:
         self.made_by = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.at: dict[Var, int | None] = {v: home[n] for n, v in zip(program.in_names, inner.invars, strict=True)}
         self.where: list[int | None] = []  # of each equation
-        for eqn in self.eqns:
+        users = self._users()
+        for eqn, wanted in zip(self.eqns, users, strict=True):
             found = {self.at.get(a) for a in eqn.invars if isinstance(a, Var)} - {None}
             real = found - {HUB}
-            at = None if not found else next(iter(real)) if len(real) == 1 else HUB
+            alone = len(real) == 1 and (HUB not in found or wanted <= real or self._larger(eqn))
+            at = None if not found else next(iter(real)) if alone else HUB
             self.where.append(at)
             self.at |= dict.fromkeys(eqn.outvars, at)
         self.sends: dict[tuple[Var, int, int], None] = {}
         self.level: dict[tuple[Var, int], int] = {}  # of a value, in a place
         self.done: dict[tuple[int, int], int] = {}  # (equation, place) to level
         self.wanted: dict[int, dict[int, list[int]]] = {}  # level to place to equations
+
+    def _larger(self, eqn: JaxprEqn) -> bool:
+        """Whether what an equation reads of a place is larger than what it reads of the hub."""
+        size = {True: 0, False: 0}
+        for a in eqn.invars:
+            if isinstance(a, Var) and self.at.get(a) is not None:
+                size[self.at[a] == HUB] += nbytes(a.aval)
+        return size[False] > size[True]
+
+    def _users(self) -> list[set[int | None]]:
+        """The places of the outputs that are made of what each equation makes."""
+        wanted: dict[Var, set[int | None]] = {}
+        for n, a in zip(self.program.out_names, self.program.jaxpr.jaxpr.outvars, strict=True):
+            if isinstance(a, Var):
+                at = self.out_at[n]
+                wanted.setdefault(a, set()).update(range(self.places) if at is None else [at])
+        users: list[set[int | None]] = []
+        for eqn in reversed(self.eqns):
+            mine: set[int | None] = set().union(*(wanted.get(v, set()) for v in eqn.outvars))
+            users.append(mine)
+            for a in eqn.invars:
+                if isinstance(a, Var):
+                    wanted.setdefault(a, set()).update(mine)
+        return users[::-1]
 
     def physical(self, at: int) -> int:
         """The place that something is made at."""

@@ -82,7 +82,7 @@ def turned(forward: ForwardPass, turns: Turns) -> tuple[ForwardPass, list[tuple[
     b.invars += forward.jaxpr.jaxpr.invars
     origin: list[tuple[int, int]] = []
     for i, eqn in enumerate(forward.eqns):
-        if i not in parts:
+        if i not in parts or len(parts[i]) == 2:  # all of it in one
             b.keep(eqn)
             origin.append((i, 0))
             continue

@@ -80,7 +80,8 @@ class StagePrograms:
         """What is kept of each micro-batch from its forward to its backward: residuals, and what it received."""
         here = {*self.forward.out_names, *self.receives}
         read = [*self.backward.in_names, *(self.weights.in_names if self.weights else ())]
-        return tuple(n for n in dict.fromkeys(read) if n in here)
+        given = {*self.params, *self.batch}
+        return tuple(n for n in dict.fromkeys(read) if n in here and n not in given)
 
 
 def program_of(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], role: str) -> Program:
@@ -136,7 +137,8 @@ class StageCutter:
         self.last = last
         self.crossing = [[v for v, s in self.made_at.items() if s <= k < last.get(v, -1)] for k in range(self.count)]
         order = dict.fromkeys(v for vs in self.crossing for v in vs)
-        self.names = {v: f"value/{i}" for i, v in enumerate(order)}
+        # names that no argument of the user's can have
+        self.names = {v: f"@value/{i}" for i, v in enumerate(order)}
         self.active = spread(eqns, dict.fromkeys(forward.diff, 1), {})
         self.loss_at = self.made_at.get(forward.loss, 0) if isinstance(forward.loss, Var) else 0
         # which stage gives a result: the one that makes it, or the last for what no stage makes
@@ -192,7 +194,7 @@ class StageCutter:
         )
         leaves = tuple(f.diff[v] for v in diff)
         out_names = [*(self.names[v] for v in outs), *results]
-        residuals = vjp.named(out_names)
+        residuals = vjp.named(out_names, ins)
         named = dict(zip([*out_names, *residuals], opened(vjp.forward).outvars, strict=True))
         forward = program_of(f"forward of stage {s}", vjp.gives(list(named.values())), ins, list(named), FORWARD)
         cts = [self.names[v] + GRAD for v in ahead]
@@ -315,7 +317,7 @@ class StageCutter:
         read = dict.fromkeys(a for i in second for a in inner.eqns[i].invars if isinstance(a, Var) and a in made)
         read |= dict.fromkeys(a for a in inner.outvars[cotangents:] if isinstance(a, Var) and a in made)
         between = [v for v in read if not _is_made_of_nothing(v, inner.eqns)]
-        names = [f"between/{i}" for i in range(len(between))]
+        names = [f"@between/{i}" for i in range(len(between))]
         take: Callable[[Sequence[int]], list[JaxprEqn]] = lambda which: [inner.eqns[i] for i in which]
         values = constants(jaxpr)
         one = closed(inner.constvars, values, inner.invars, [*inner.outvars[:cotangents], *between], take(first), jaxpr)
@@ -400,7 +402,9 @@ class _Differentiated:
         self._source = traced
         self._residuals: list[Atom] = list(leaves)
         made = [a for a in leaves if isinstance(a, Var) and a not in at]
-        self._again = {a for a in made if not cheap.get(a)}
+        # what has an effect is not carried out again
+        seen = spread(inner.eqns, {v: 1 for e in inner.eqns if e.effects for v in e.outvars}, {})
+        self._again = {a for a in made if not cheap.get(a) and not seen.get(a)}
         self.kept: list[Var] = list(dict.fromkeys(a for a in made if a not in self._again))
         if checkpoints is not None:
             self.kept = _barriers(inner, self.kept, at, checkpoints)
@@ -419,14 +423,17 @@ class _Differentiated:
         types = [a.aval for a in leaves] + [a.aval.update(weak_type=False) for a in ahead]
         self.backward = inline_calls(small_jaxpr(backward, types))
 
-    def named(self, outs: Sequence[str]) -> list[str]:
-        """The names of what is kept: those of outputs that are the same, others are numbered."""
+    def named(self, outs: Sequence[str], ins: Collection[str]) -> list[str]:
+        """The names of what is kept: those of outputs that are the same, others are numbered.
+
+        A parameter that is made anew has the name of what it was before, which an input has already.
+        """
         of: dict[Atom, str] = {}
         for n, a in zip(outs, opened(self.forward).outvars, strict=False):
-            if isinstance(a, Var):
+            if isinstance(a, Var) and n not in ins:
                 of.setdefault(a, n)
         numbers = itertools.count()
-        return [of[v] if v in of else f"residual/{next(numbers)}" for v in self.kept]
+        return [of[v] if v in of else f"@residual/{next(numbers)}" for v in self.kept]
 
     def gives(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
         """The forward pass with these outputs."""
@@ -451,7 +458,7 @@ class _Differentiated:
 def _barriers(inner: Jaxpr, wanted: Sequence[Var], given: Collection[Atom], names: Collection[str]) -> list[Var]:
     """What must be kept so that `wanted` can be made again from what is given, and what has one of these names.
 
-    It is what was made of random numbers alone, and what comes from other replicas.
+    It is what was made of random numbers alone, what has an effect, and what comes from other replicas.
     """
     made_by = {v: e for e in inner.eqns for v in e.outvars}
     drawn, other = 1, 2
@@ -468,7 +475,7 @@ def _barriers(inner: Jaxpr, wanted: Sequence[Var], given: Collection[Atom], name
         seen.add(v)
         eqn = made_by[v]
         named = eqn.primitive.name == "name" and eqn.params["name"] in names
-        if named or of.get(v) == drawn or is_communication(eqn):
+        if named or of.get(v) == drawn or is_communication(eqn) or eqn.effects:
             found[v] = None
         else:
             stack += eqn.invars

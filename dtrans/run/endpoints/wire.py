@@ -23,7 +23,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     abort          reason
 
     process to process (pipelines)
-    value          process, step, key, dtype, shape, pieces + frames
+    value          process, step, key, dtype, shape, impl, pieces + frames
 
 What a trainer says at the end of a step goes in one message: `then` names what follows, `send_barrier` and `recv`, with
 the fields that these have; the step of that `recv` is the next.
@@ -73,7 +73,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "meet": {"trainer": int, "endpoints": list},
     "here": {},
     "go": {},
-    "value": {"process": int, "step": int, "key": int, "dtype": str, "shape": list, "pieces": list},
+    "value": {"process": int, "step": int, "key": int, "dtype": str, "shape": list, "impl": str, "pieces": list},
 }
 
 

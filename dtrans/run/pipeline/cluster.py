@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from dtrans.errors import ConfigError
 from dtrans.pipelined import PipelinePlan
@@ -100,7 +98,7 @@ class ProcessJob(PipelineJob):
                 self._tell(first + number, env[slot])
             else:
                 x = self.links.receive(origin, self._step, first + number, n)
-                env[slot] = jnp.asarray(x)
+                env[slot] = jax.device_put(x)
 
     def _tell(self, key: int, x: Any) -> None:
         for k in range(self.links.count):
@@ -125,9 +123,9 @@ class ProcessJob(PipelineJob):
             origin = self.process_of(self._first(n))
             if origin == self.me:
                 self._tell(key, held[n])
-                found[n] = jnp.asarray(np.asarray(held[n]))
+                found[n] = jax.device_put(held[n], jax.local_devices()[0])
             else:
-                found[n] = jnp.asarray(self.links.receive(origin, self._step, key, n))
+                found[n] = jax.device_put(self.links.receive(origin, self._step, key, n), jax.local_devices()[0])
         return found
 
     def close(self) -> None:

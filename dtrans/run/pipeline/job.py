@@ -66,7 +66,7 @@ class PipelineJob:
         for stage in range(self.plan.options.model_stages):
             if not self.is_mine(stage):
                 continue
-            names = [n for n in self._names if self.plan.home(n) in (stage, None)]
+            names = [n for n in self.plan.state if self.plan.home(n) in (stage, None)]
             if not names:
                 continue
             made = self._startup(stage, names)(*(places.put(x, stage, SAME) for x in flat))
@@ -210,10 +210,6 @@ class PipelineJob:
     # -- state -----------------------------------------------------------------------------------
 
     @cached_property
-    def _names(self) -> tuple[str, ...]:
-        return self.plan.state
-
-    @cached_property
     def _rest(self) -> TreeSpec:
         """What the step returns beside its state."""
         main = self.plan.main
@@ -246,24 +242,33 @@ class PipelineJob:
         return (self.host or self.places).startup(eliminate_dead(part), stage)
 
     def _state(self, found: dict[tuple[int, str], Any]) -> PipelineState:
-        here = lambda spec: {n: found[self._first(n), n] for n in spec.names if (self._first(n), n) in found}
-        extra = {f"{n}@{place}": x for (place, n), x in found.items() if place != self._first(n)}
-        params, opt_state = self.plan.update.program.args[:2]
-        return PipelineState(here(params), here(opt_state), extra)
+        parts: dict[str, dict[str, Any]] = {"params": {}, "opt_state": {}, "extra": {}}
+        for part, key, at in self._layout:
+            parts[part][key] = found[at]
+        return PipelineState(**parts)
+
+    @cached_property
+    def _layout(self) -> list[tuple[str, str, tuple[int, str]]]:
+        """Where a state has the arrays of this process's stages: the part of it, the key there, (place, name)."""
+        found = []
+        for part, spec in zip(("params", "opt_state"), self.plan.update.program.args[:2], strict=True):
+            for n in spec.names:
+                everywhere = self.plan.home(n) is None
+                first = self._first(n)
+                places = range(self.plan.options.model_stages) if everywhere else [first]
+                found += [
+                    (part, n, (k, n)) if k == first else ("extra", f"{n}@{k}", (k, n))
+                    for k in places
+                    if self.is_mine(k)
+                ]
+        return found
 
     def _held(self, state: PipelineState) -> dict[tuple[int, str], Any]:
         """The arrays of a state by place. Raises StateError for that of another job."""
         if not isinstance(state, PipelineState):
             raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
-        held: dict[tuple[int, str], Any] = {}
         try:
-            for n in self._names:
-                of = state.params if n in self.plan.homes else state.opt_state
-                if self.is_mine(self._first(n)):
-                    held[self._first(n), n] = of[n]
-                if self.plan.home(n) is None:
-                    others = [k for k in range(1, self.plan.options.model_stages) if self.is_mine(k)]
-                    held |= {(k, n): state.extra[f"{n}@{k}"] for k in others}
+            held = {at: getattr(state, part)[key] for part, key, at in self._layout}
         except KeyError as e:
             raise StateError(f"this is not a state of this job: it has no {e.args[0]}") from e
         for (_, n), x in held.items():

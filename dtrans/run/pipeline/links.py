@@ -28,6 +28,7 @@ from dtrans.run.endpoints import wire
 
 
 LINGER = 10.0  # seconds that may go into handing over what was sent, at the end
+LOOK = 200  # milliseconds after which a receiver looks whether its own sender has failed
 MAX_BYTES = 1 << 40  # a value that claims to be larger is not one
 
 
@@ -74,8 +75,7 @@ class Links:
 
     def send(self, to: int, step: int, key: int, value: Any) -> None:
         """Send a value, once it is computed. Raises what failed in sending an earlier one."""
-        if self._failed:
-            raise PeerError(f"trainer {self.me} could not send to another: {self._failed[0]}") from self._failed[0]
+        self._check_sender()
         self._outbox.put((to, step, key, value))
 
     def _send_all(self) -> None:
@@ -89,7 +89,7 @@ class Links:
                 sockets[k].connect(address)
             while (item := self._outbox.get()) is not None:
                 to, step, key, value = item
-                array = _on_host(value)
+                array, impl = _on_host(value)
                 for pieces, frames in wire.messages([("value", array)]):
                     head = wire.header(
                         "value",
@@ -98,6 +98,7 @@ class Links:
                         key=key,
                         dtype=array.dtype.name,
                         shape=list(array.shape),
+                        impl=impl,
                         pieces=pieces,
                     )
                     sockets[to].send_multipart([head, *frames], copy=False)
@@ -110,31 +111,38 @@ class Links:
 
     # -- receiving -------------------------------------------------------------------------------
 
-    def receive(self, origin: int, step: int, key: int, what: str) -> np.ndarray:
+    def receive(self, origin: int, step: int, key: int, what: str) -> Any:
         """A value that another process sends.
 
         Raises:
           DeadlineError: it did not come.
+          PeerError: sending something to another process has failed, which may be why nothing comes.
           WireError: something came that is no value.
         """
         limit = time.monotonic() + self.deadline
         wanted = (origin, step, key)
         while wanted not in self._here or not self._here[wanted].complete:
+            self._check_sender()
             left = limit - time.monotonic()
-            if left <= 0 or not self._in.poll(int(left * 1000) + 1):
+            if left <= 0:
                 raise DeadlineError(
                     f"trainer {self.me} waited {self.deadline:g} s for {what} of step {step}, which trainer {origin} "
                     "sends"
                 )
-            self._take(wire.parse(self._in.recv_multipart(copy=False)))
-        return self._here.pop(wanted).array
+            if self._in.poll(min(int(left * 1000) + 1, LOOK)):
+                self._take(wire.parse(self._in.recv_multipart(copy=False)))
+        return self._here.pop(wanted).value
+
+    def _check_sender(self) -> None:
+        if self._failed:
+            raise PeerError(f"trainer {self.me} could not send to another: {self._failed[0]}") from self._failed[0]
 
     def _take(self, message: wire.Message) -> None:
         if message.op != "value" or not 0 <= message["process"] < self.count or message["process"] == self.me:
             raise WireError(f"trainer {self.me} was sent a `{message.op}` message where values of its pipeline come")
         key = (message["process"], message["step"], message["key"])
         if key not in self._here:
-            self._here[key] = _Arrival(message["dtype"], message["shape"])
+            self._here[key] = _Arrival(message["dtype"], message["shape"], message["impl"])
         self._here[key].take(message)
 
     def close(self) -> None:
@@ -151,7 +159,7 @@ class Links:
 class _Arrival:
     """A value, as far as it has come."""
 
-    def __init__(self, dtype: str, shape: Sequence[Any]) -> None:
+    def __init__(self, dtype: str, shape: Sequence[Any], impl: str) -> None:
         if not all(type(n) is int and n >= 0 for n in shape):
             raise WireError(f"a value of shape {wire.brief(shape)}")
         try:
@@ -160,6 +168,7 @@ class _Arrival:
             raise WireError(f"a value of type {wire.brief(dtype)}") from e
         if np.prod(shape, dtype=object) * kind.itemsize > MAX_BYTES:
             raise WireError(f"a value of {wire.brief(shape)} {dtype}, which is too large to be one")
+        self._impl = impl
         self.array = np.empty(shape, kind)
         self._bytes = wire.as_bytes(self.array) if self.array.size else np.empty(0, np.uint8)
         self._arrived: dict[str, int] = {"value": 0}
@@ -167,6 +176,11 @@ class _Arrival:
     @property
     def complete(self) -> bool:
         return self._arrived["value"] == self.array.nbytes
+
+    @property
+    def value(self) -> Any:
+        """What was sent: an array, or keys of this kind."""
+        return jax.random.wrap_key_data(jnp.asarray(self.array), impl=self._impl) if self._impl else self.array
 
     def take(self, message: wire.Message) -> None:
         def target(name: str) -> np.ndarray:
@@ -177,6 +191,9 @@ class _Arrival:
         wire.unpack(message, target, self._arrived)
 
 
-def _on_host(value: Any) -> np.ndarray:
-    """A value as its sender has it, computed."""
-    return np.ascontiguousarray(np.asarray(value)).reshape(value.shape)
+def _on_host(value: Any) -> tuple[np.ndarray, str]:
+    """A value as its sender has it, computed; keys as their data, and the kind of keys that they are."""
+    impl = ""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
+    return np.ascontiguousarray(np.asarray(value)).reshape(value.shape), impl

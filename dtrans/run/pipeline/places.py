@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from dtrans._jax import ClosedJaxpr, copied_to, jaxpr_as_fun
+from dtrans._jax import ClosedJaxpr, jaxpr_as_fun
 from dtrans.transforms.pipeline_options import AXIS, SPLIT
 
 
@@ -105,14 +105,8 @@ class OnDevices(Places):
 
     def put(self, x: Any, stage: int, kind: Kind) -> Any:
         where = self.where(stage, kind)
-        if not isinstance(x, jax.Array):
-            return jax.device_put(x, where)
-        if x.sharding == where:
-            return x
-        alone = isinstance(where, SingleDeviceSharding) and isinstance(x.sharding, SingleDeviceSharding)
-        if alone and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            return copied_to(x, where)
-        return jax.device_put(x, where)
+        # device_put takes 65 microseconds to find out that there is nothing to do
+        return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
 
     def where(self, stage: int, kind: Kind) -> Any:
         """The sharding of a value of a stage."""
@@ -137,7 +131,7 @@ class OnDevices(Places):
 
         def one(*args: Any) -> list[Any]:
             made = fn(*(x[0] if k.own else x for x, k in zip(args, ins, strict=True)))
-            return [x[None] if k.own else x for x, k in zip(made, outs, strict=True)]
+            return [jnp.asarray(x)[None] if k.own else x for x, k in zip(made, outs, strict=True)]
 
         # check_vma: the equations were traced without varying types, and replay only without the check
         mapped = jax.shard_map(

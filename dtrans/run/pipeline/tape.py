@@ -307,7 +307,8 @@ class TapeWriter:
         numbered = self._is_numbered(p)
         if numbered:
             reads.append(self.number(s.index, m))
-        donated = [i for i, n in enumerate(p.in_names) if n in p.outputs and n.removesuffix(GRAD) in s.leaves]
+        sums = {n + GRAD for n in s.leaves}
+        donated = [i for i, n in enumerate(p.in_names) if n in sums and n in p.outputs]
         fn = self._compiled(p, lambda: self._of_micro(p), s.index, reads, makes, donated)
         self.list.append(Run(s.index, fn, tuple(reads), tuple(makes), str(task), task))
 
@@ -451,9 +452,10 @@ class TapeWriter:
     def _donated(
         piece: Piece, name_of: dict[Var, str], new_of: dict[Any, str], later: Collection[tuple[Var, int]]
     ) -> list[int]:
-        """The positions of old state whose new value is made in the same piece, and that nothing reads later."""
+        """The positions of old state whose new value is made in the same piece, and that is not wanted any more."""
         made = {new_of[v] for v in piece.makes if v in new_of}
-        return [i for i, v in enumerate(piece.reads) if name_of.get(v) in made and (v, piece.place) not in later]
+        spent = lambda v: name_of.get(v) in made and (v, piece.place) not in later and v not in new_of
+        return [i for i, v in enumerate(piece.reads) if spent(v)]
 
     def _results(self, state: dict[tuple[int, str], int]) -> dict[str, tuple[int, Kind, int]]:
         """Write what merges results."""
@@ -482,7 +484,8 @@ class TapeWriter:
         return found | {n: (slot, SAME, out_at[n] or 0) for n, slot in self._from_update.items()}
 
     def _result_kind(self, name: str) -> Kind:
-        return SAME if is_whole(self.plan.merges[name]) or self.o.replicas == 1 else EACH
+        alike = is_whole(self.plan.merges[name]) or name in self.plan.homes
+        return SAME if alike or self.o.replicas == 1 else EACH
 
     def _finished(self, state: dict[tuple[int, str], int], results: dict[str, tuple[int, Kind, int]]) -> Tape:
         stay = {*self.fixed, *state.values(), *(slot for slot, _, _ in results.values())}
