@@ -179,7 +179,10 @@ def with_each(made, plan, part):
 
 
 def cases(of):
-    """Each option with every number of trainers, and with four in every way if it is no combination of options."""
+    """Each option with every number of trainers, and with four in every way if it is no combination of options.
+
+    Of those ways every other one is for `make soak`; with the next option it is the others.
+    """
     made = []
     for name, options in of.items():
         inter = options.get("hierarchical_allreduce_inter_nranks", 0)
@@ -188,7 +191,11 @@ def cases(of):
         for i, n in enumerate(counts):
             one = (WAYS[(turn + i) % len(WAYS)],)
             ways = WAYS if n == 4 and "," not in name else one
-            made += [pytest.param(options, n, way, id=f"{name}-{n}-{way}") for way in ways]
+            late = [way not in one and (turn + k) % 2 for k, way in enumerate(ways)]
+            made += [
+                pytest.param(options, n, way, id=f"{name}-{n}-{way}", marks=[pytest.mark.soak] * bool(is_late))
+                for way, is_late in zip(ways, late, strict=True)
+            ]
     return made
 
 

@@ -122,7 +122,9 @@ PAIRS = [*pairwise(list(FACTORS.values())), *OTHERS]
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("choice", PAIRS, ids=named)
+@pytest.mark.parametrize(
+    "choice", [pytest.param(c, marks=[pytest.mark.soak] * (k % 2)) for k, c in enumerate(PAIRS)], ids=named
+)
 def test_ranks_compute_what_one_device_computes(choice: Choice) -> None:
     check(*choice)
 

@@ -1,0 +1,183 @@
+"""What is counted of pipelines, for docs/pipeline.md: `python benchmarks/pipeline.py`; `--write` writes it there.
+
+Tick tables, makespans and bytes in buffers are the same on any machine, and so is what the code of the page prints:
+`--write` runs it. What is timed is in `test_pipeline.py`; `--process` is for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from halves import CASES, TINY, Case, ours, planned
+
+import dtrans
+from dtrans.run.pipeline import PipelineJob
+from dtrans.run.pipeline.tape import Move, Run
+from dtrans.run.pipeline.watch import Measured, measured
+from dtrans.schedules import schedule
+
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+SCHEDULES = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer", "Interleaved", "ZeroBubble")
+RECOMPUTED = "PreferBackward, gradient_checkpoint='auto'"
+DEVICES = 4
+
+
+# -- what is counted -------------------------------------------------------------------------------
+
+
+def instructions(job: PipelineJob, case: Case, count: int) -> dict[str, tuple[float, float]]:
+    """Where the thread that dispatches spends a step: by kind of work, how many there are, and microseconds of each."""
+    state = job.init(jax.random.key(0))
+    found: dict[str, list[float]] = defaultdict(list)
+    for _ in range(count):
+        last = [time.perf_counter()]
+
+        def note(what: str, last: list[float] = last) -> None:
+            now = time.perf_counter()
+            found[what].append(now - last[0])
+            last[0] = now
+
+        tape, env = job.ready(state, *case.batch)
+        note("before the first task")
+
+        def look(ins: Run | Move, note: Callable[[str], None] = note) -> None:
+            note("moves" if isinstance(ins, Move) else "tasks" if ins.task else "zeros, update, results")
+
+        job.play(tape, env, look)
+        state, _ = job.answer(tape, env)
+        note("after the last task")
+        jax.block_until_ready(state)
+    return {what: (len(of) / count, 1e6 * sorted(of)[len(of) // 2]) for what, of in found.items()}
+
+
+def kept(case: Case, *, steps: int = 2, **options: Any) -> Measured:
+    """What a step has in buffers; that of the second."""
+    job = planned(case, **options).on_mesh()
+    state = job.init(jax.random.key(0))
+    for _ in range(steps):
+        (state, _), found = measured(job, state, *case.batch)
+    return found
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows))
+
+
+def schedules_of(stages: int = 4, micro: int = 8, transfers: Sequence[float] = (0, 0.5, 1, 2)) -> str:
+    """The table of schedules, before anything runs."""
+    rows = []
+    for name in SCHEDULES:
+        s = schedule(name, stages, micro)
+        spans = [s.makespan(*_each(s.chunks), transfer=c) for c in transfers]
+        rows.append([name, str(s.bubble), " ".join(map(str, s.peak)), *(f"{x:g}" for x in spans)])
+    return table(("schedule", "bubble", "peak", *(f"transfer {c:g}" for c in transfers)), rows)
+
+
+def _each(chunks: int) -> tuple[float, float, float]:
+    """Costs of a chunk of a stage: all schedules do the same work."""
+    return (1, 2, 1) if chunks == 1 else (1 / chunks, 2 / chunks, 1 / chunks)
+
+
+def memory_of() -> str:
+    """The table of what is kept from forward to backward, of the transformer in sixteen micro-batches."""
+    case = CASES["transformer, 4 blocks of 128"]()
+    rows: list[list[str]] = []
+    whole = 0
+    for name in (*SCHEDULES, RECOMPUTED):
+        how, _, rest = name.partition(", ")
+        found = kept(case, num_micro_batch=16, schedule=how, gradient_checkpoint="auto" if rest else "")
+        most = max(found.peak_bytes)
+        whole = whole or most  # PreferForward is the first
+        sizes = [f"{n / 2**20:.2f}" for n in found.peak_bytes]
+        rows.append([name, " ".join(map(str, found.peak)), *sizes, f"{most / whole:.2f}"])
+    return table(("schedule", "micro-batches kept", "MiB, device 0", "MiB, device 1", "of PreferForward"), rows)
+
+
+def chart(path: Path) -> None:
+    """The picture of all schedules, for four devices and eight micro-batches."""
+    made = [(name, schedule(name, 4, 8)) for name in SCHEDULES]
+    plays = [(name, s.play(*_each(s.chunks))) for name, s in made]
+    made[0][1].gantt(path, plays, unit="forwards of a stage")
+    # tenths of a point will do, and any font without serifs
+    shorter = lambda m: " ".join(re.sub(r"(\.\d)\d+", r"\1", m[0]).split())
+    drawn = re.sub(r' (d|x|y|transform)="[^"]*"', lambda m: " " + shorter(m), path.read_text())
+    path.write_text(re.sub(r"font-family: [^;]*;", "font-family: sans-serif;", drawn))
+
+
+def written(page: str, parts: dict[str, str]) -> str:
+    """The page with other tables between `<!-- name -->` and `<!-- /name -->`."""
+    for name, text in parts.items():
+        before, begin, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        assert begin and end, f"docs/pipeline.md has no place for {name}"
+        page = f"{before}{begin}\n{text}\n\n{end}{after}"
+    return page
+
+
+def ran(page: str) -> str:
+    """The page with what its code prints in the blocks of text behind it."""
+    names: dict[str, Any] = {}
+
+    def printed(m: re.Match[str]) -> str:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(m[1], "page", "exec"), names)
+        assert bool(out.getvalue()) == bool(m[2]), f"there must be a block of text behind what prints:\n{m[1]}"
+        return f"```python\n{m[1]}```\n" + (f"\n```text\n{out.getvalue()}```\n" if m[2] else "")
+
+    return re.sub(r"```python\n(.*?)```\n(\n```text\n.*?```\n)?", printed, page, flags=re.S)
+
+
+# -- as processes ----------------------------------------------------------------------------------
+
+
+def process(name: str) -> None:
+    """One of two: for each number on the input, as many steps; then the seconds that they took."""
+    dtrans.connect(deadline=120)
+    case = {**CASES, **TINY}[name]()
+    run = ours(case, planned(case).on_cluster())
+    jax.block_until_ready(run())
+    print("ready", flush=True)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        for _ in range(int(line)):
+            made = run()
+        jax.block_until_ready(made)
+        print(time.perf_counter() - start, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write tables, what code prints, and the picture")
+    parser.add_argument("--process", metavar="MODEL", help="be one of the two processes of test_pipeline.py")
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 1 if args.process else DEVICES)
+    if args.process:
+        process(args.process)
+        return
+    parts = {"schedules": schedules_of(), "memory": memory_of()}
+    print(*parts.values(), sep="\n\n")
+    if args.write:
+        page, epl = DOCS / "pipeline.md", DOCS / "epl.md"
+        page.write_text(ran(written(page.read_text(), parts)))
+        epl.write_text(ran(epl.read_text()))
+        chart(DOCS / "pipeline.svg")
+
+
+if __name__ == "__main__":
+    main()
