@@ -1,0 +1,386 @@
+"""Stages that are split over devices (`dtrans.split`): numbers, what each device has, what is moved, errors."""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import tree_close
+from pipeline_models import Job, compiled_quickly
+
+import dtrans
+from dtrans._jax import equations
+from dtrans.collective import collectives
+from dtrans.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def quickly(x64):
+    """64 bits, and programs that are sooner compiled."""
+    with compiled_quickly():
+        yield
+
+
+def soak(*values):
+    """A case that is left out unless asked for."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+def array(*shape, seed=0):
+    """Normal numbers, scaled by the first dimension as weights are. Of numpy: modules are loaded in 32 bits."""
+    x = np.random.default_rng([seed, *shape]).normal(size=shape)
+    return x / np.sqrt(shape[0]) if len(shape) > 1 else x
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05, weight_decay=0.1))
+
+
+def job_of(loss, params, batch, tx=None, *, has_aux=False):
+    """A job whose parameters are given."""
+    tx = tx or optax.adam(0.05)
+
+    def init(key):
+        made = jax.tree.map(jnp.asarray, params)
+        return made, tx.init(made)
+
+    return Job(dtrans.make_train_step(loss, tx, has_aux=has_aux), init, tuple(map(jnp.asarray, batch)))
+
+
+def planned(of, num_stages=2, num_micro_batch=2, **options):
+    return dtrans.pipeline(*of.traced(), num_stages=num_stages, num_micro_batch=num_micro_batch, **options)
+
+
+def check(of, way="simulate", rtol=1e-12, **options):
+    """Compare with one device after three steps; the plan."""
+    plan = planned(of, **options)
+    tree_close(of.of(getattr(plan, way)()), of.on_one_device(), rtol)
+    return plan
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+BODY, WIDTH, ROWS = 6, 8, 16
+
+
+def classifier(shards, classes, body=True, tx=None):
+    """A layer, and a dense head with bias, cross entropy of integer labels and accuracy, which are split."""
+    params = {
+        "body": {"w": array(BODY, WIDTH), "b": array(WIDTH)},
+        "head": {"w": array(WIDTH, classes), "b": array(classes, seed=1)},
+    }
+
+    def loss(params, x, y):
+        if body:
+            with dtrans.replicate(name="body"):
+                h = jnp.tanh(x @ params["body"]["w"] + params["body"]["b"])
+        else:
+            h = jnp.tanh(x @ params["body"]["w"] + params["body"]["b"])
+        with dtrans.split(device_count=shards, name="head"):
+            logits = h @ params["head"]["w"] + params["head"]["b"]
+            value = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+            return value, jnp.mean(jnp.argmax(logits, -1) == y)
+
+    return job_of(loss, params, (array(ROWS, BODY) * 4, np.arange(ROWS) % classes), tx, has_aux=True)
+
+
+def words(shards, rows=11, tied=False):
+    """An embedding table that is split, a layer, and the table again as a head, or another one."""
+    params = {"table": array(rows, WIDTH) * 3, "w": array(WIDTH, WIDTH), "head": array(WIDTH, rows, seed=2)}
+
+    def loss(params, tokens):
+        with dtrans.split(device_count=shards, name="table"):
+            h = params["table"][tokens[:, :-1]]
+        with dtrans.replicate(name="layer"):
+            h = jnp.tanh(h @ params["w"])
+            logits = h @ (params["table"].T if tied else params["head"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return job_of(loss, params, (np.random.default_rng(0).integers(0, rows, (ROWS, 4)),), CLIPPED)
+
+
+def two_layers(shards, inner=12):
+    """Columns and then rows, between two layers that are whole."""
+    params = {
+        "first": array(BODY, WIDTH),
+        "up": array(WIDTH, inner),
+        "bias": array(inner),
+        "down": array(inner, WIDTH),
+        "last": array(WIDTH, 3),
+    }
+
+    def loss(params, x, y):
+        with dtrans.replicate(name="first"):
+            h = jnp.tanh(x @ params["first"])
+        with dtrans.split(device_count=shards, name="both"):
+            h = h + jax.nn.gelu(h @ params["up"] + params["bias"]) @ params["down"]
+        with dtrans.replicate(name="last"):
+            return jnp.mean((h @ params["last"] - y) ** 2)
+
+    return job_of(loss, params, (array(ROWS, BODY) * 4, array(ROWS, 3)), CLIPPED)
+
+
+def experts(shards, count=4):
+    """Each row goes to its expert, by a product over experts."""
+    params = {"gate": array(BODY, count), "up": array(count, BODY, 5), "down": array(count, 5, 3)}
+
+    def loss(params, x, y):
+        with dtrans.replicate(name="gate"):
+            chosen = jax.nn.softmax(x @ params["gate"])
+        with dtrans.split(device_count=shards, name="experts"):
+            h = jax.nn.relu(jnp.einsum("bi,eij->ebj", x, params["up"]))
+            out = jnp.einsum("ebj,ejk->ebk", h, params["down"])
+            return jnp.mean((jnp.einsum("be,ebk->bk", chosen, out) - y) ** 2)
+
+    return job_of(loss, params, (array(ROWS, BODY) * 4, array(ROWS, 3)))
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+HEADS = [
+    (2, 7, "simulate", None, {"replicas": 2}),
+    (2, 51, "on_mesh", CLIPPED, {"replicas": 2, "schedule": "ZeroBubble"}),
+    (4, 51, "simulate", CLIPPED, {"schedule": "ZeroBubble", "gradient_checkpoint": "auto"}),
+    soak(4, 7, "on_mesh", optax.sgd(0.1, momentum=0.9), {"num_apply_group": 2}),
+    (4, 50, "simulate", None, {"num_micro_batch": 1, "num_apply_group": 2}),
+    soak(2, 50, "simulate", CLIPPED, {"replicas": 2, "num_apply_group": 2}),
+    soak(4, 50, "simulate", optax.lamb(0.1), {}),
+    soak(2, 51, "simulate", None, {"num_micro_batch": 1}),
+]
+
+
+@pytest.mark.parametrize("shards,classes,way,tx,options", HEADS)
+def test_a_head_that_is_split(shards, classes, way, tx, options):
+    """Of 7, 50 and 51 classes; over 2 and 4 devices they are padded. Loss and accuracy are those of one device."""
+    plan = check(classifier(shards, classes, tx=tx), way, **options)
+    assert plan.cuts.shards == (1, shards)
+    assert [plan.cuts.state[f"params/head/{n}"] for n in "wb"] == [1, 0]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", ["simulate", "on_mesh"])
+@pytest.mark.parametrize("schedule", ["PreferBackward", "ZeroBubble"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("classes", [7, 50, 51])
+@pytest.mark.parametrize("shards", [2, 3])
+def test_heads_in_the_whole_product(shards, classes, replicas, schedule, way):
+    options = {"replicas": replicas, "schedule": schedule}
+    check(classifier(shards, classes, tx=CLIPPED), way, **options)
+
+
+@pytest.mark.parametrize("shards,way,options", [soak(2, "simulate", {"replicas": 2}), (4, "on_mesh", {})])
+def test_one_stage_that_is_split(shards, way, options):
+    """There is no `replicate` scope: what is outside of the scope is whole on all shards."""
+    plan = check(classifier(shards, 51, body=False), way, num_stages=1, **options)
+    assert plan.cuts.shards == (shards,)
+    assert not {n for n in plan.cuts.state if "body" in n} and plan.cuts.state["params/head/w"] == 1
+
+
+MODELS = [
+    (words, 2, "on_mesh", {"replicas": 2}, ["table"]),
+    soak(words, 4, "simulate", {"schedule": "ZeroBubble"}, ["table"]),
+    (two_layers, 2, "simulate", {"num_stages": 3, "replicas": 2}, ["bias", "down", "up"]),
+    soak(two_layers, 4, "on_mesh", {"num_stages": 3, "schedule": "ZeroBubble"}, ["bias", "down", "up"]),
+    (experts, 2, "on_mesh", {"replicas": 2}, ["down", "up"]),
+    soak(experts, 4, "simulate", {"schedule": "ZeroBubble"}, ["down", "up"]),
+    soak(two_layers, 3, "on_mesh", {"num_stages": 3}, ["bias", "down", "up"]),
+]
+
+
+@pytest.mark.parametrize("model,shards,way,options,cut", MODELS)
+def test_other_models_that_are_split(model, shards, way, options, cut):
+    plan = check(model(shards), way, **options)
+    assert sorted(n.removeprefix("params/") for n in plan.cuts.state if n.startswith("params/")) == cut
+
+
+def test_two_stages_that_are_split_over_other_numbers():
+    params = {"a": array(BODY, WIDTH), "b": array(WIDTH, 5), "bias": array(5)}
+
+    def loss(params, x, y):
+        with dtrans.split(device_count=2, name="a"):
+            h = jnp.tanh(x @ params["a"])
+        with dtrans.replicate(name="between"):
+            h = h * 2
+        with dtrans.split(device_count=3, name="b"):
+            return optax.softmax_cross_entropy_with_integer_labels(h @ params["b"] + params["bias"], y).mean()
+
+    of = job_of(loss, params, (array(ROWS, BODY), np.arange(ROWS) % 5))
+    plan = check(of, "on_mesh", num_stages=3)
+    assert plan.cuts.shards == (2, 1, 3)
+    assert "stage 0 is split over 2 devices" in str(plan) and "stage 2 is split over 3 devices" in str(plan)
+
+
+@pytest.mark.parametrize("way", ["on_mesh", soak("simulate")])
+def test_what_is_compressed_is_as_far_off_as_its_type_says(way):
+    """Of each replica's share, pieces are rounded once, and each addition once."""
+    unit, count = 2.0**-8, 2
+    of = classifier(2, 51, tx=optax.sgd(1.0))
+    got = of.of(getattr(planned(of, replicas=count, compress="bf16"), way)(), 1)[0]
+    exact = of.of(planned(of, replicas=count).simulate(), 1)[0]
+    params = of.init(jax.random.key(0))[0]
+    halves = [Job(of.step, of.init, tuple(x[part] for x in of.batch)) for part in (slice(0, 8), slice(8, 16))]
+    shares = [jax.tree.map(lambda p, q: (p - q) / count, params, half.on_one_device(1)[0]) for half in halves]
+    errors = []
+    for a, b, one, other in zip(*map(jax.tree.leaves, (got, exact, *shares)), strict=True):
+        error, size = np.abs(np.asarray(a - b)), np.abs(np.asarray(one)) + np.abs(np.asarray(other))
+        assert np.all(error <= 1.05 * count * unit * size)
+        errors.append((error / size.mean()).max())
+    assert min(errors) > unit / 100, "nothing was rounded"
+
+
+# -- what devices have -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards,classes,replicas", [(2, 50, 2), (4, 51, 1)])
+def test_each_device_has_its_piece(shards, classes, replicas):
+    """Of head, bias and what Adam keeps of both; before and after a step, on all replicas."""
+    of = classifier(shards, classes)
+    plan = planned(of, replicas=replicas)
+    job = plan.on_mesh()
+    state = job.init(jax.random.key(0))
+    columns = -(-classes // shards)
+    for _ in range(2):
+        bytes_of = collections.Counter()
+        for n, x in (state.params | state.opt_state | state.extra).items():
+            pieces = {s.data.shape for s in x.addressable_shards}
+            if "head" in n:
+                assert pieces == {(WIDTH, columns) if n.endswith("w") else (columns,)}, n
+                assert len({s.device for s in x.addressable_shards}) == shards * replicas
+            for s in x.addressable_shards:
+                bytes_of[s.device] += s.data.nbytes
+        mine = 8 * 3 * (WIDTH + 1) * columns + 4  # with the count of steps
+        body = 8 * 3 * (BODY + 1) * WIDTH + 4
+        assert sorted(bytes_of.values()) == sorted([mine] * shards * replicas + [body] * replicas)
+        assert [s.held for s in plan.stages] == [body, mine]
+        state, *_ = job.step(state, *of.batch)
+
+
+@pytest.mark.parametrize("schedule", ["PreferBackward", "ZeroBubble"])
+def test_logits_are_never_whole(schedule):
+    """No program of the stage has an array of all classes, and none gathers; what is reduced is of rows."""
+    shards, classes, per = 2, 51, ROWS // 2
+    plan = planned(classifier(shards, classes), schedule=schedule)
+    s = plan.programs.stages[1]
+    programs = [p for p in (s.forward, s.backward, s.weights) if p is not None]
+    padded = shards * -(-classes // shards)
+    for p in programs:
+        for e in equations(p.jaxpr):
+            for v in (*e.invars, *e.outvars):
+                assert not {classes, padded} & set(v.aval.shape), e
+    kinds = lambda p: collections.Counter((e.primitive.name, e.params["op"], tuple(v.aval.shape for v in e.outvars))
+                                          for e, _ in collectives(p.jaxpr))  # fmt: skip
+    of_rows = (per,)
+    assert kinds(s.forward) in (
+        # the largest logit, the sum of exponentials, the label's logit, and value and place of the largest
+        {
+            ("all_reduce", "sum", (of_rows,)): 1,
+            ("all_reduce", "sum", ((per, 1),)): 1,
+            ("all_reduce", "max", (of_rows,)): 2,
+            ("all_reduce", "min", (of_rows,)): 1,
+        },
+    )
+    (back,) = [e for p in programs[1:] for e, _ in collectives(p.jaxpr)]
+    assert back.params["op"] == "sum" and [v.aval.shape for v in back.outvars] == [(per, WIDTH)]
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), CLIPPED], ids=["adam", "clipped"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_updates_of_pieces_gather_nothing(tx, replicas, groups):
+    """Replicas reduce the pieces of gradients; shards add up one number, if there is a norm."""
+    plan = planned(classifier(2, 50, tx=tx), replicas=replicas, num_apply_group=groups)
+    found = collections.Counter()
+    for piece in plan.update.placed.pieces:
+        if piece.place == 1:
+            for e, _ in collectives(piece.jaxpr):
+                found.update((e.primitive.name, e.params["over"], v.aval.shape) for v in e.outvars)
+    over = {o for _, o, _ in found}
+    assert all(kind == "all_reduce" for kind, _, _ in found), found
+    assert len(over) == (replicas > 1) + (tx is CLIPPED), over
+    shapes = {shape for _, _, shape in found}
+    assert shapes <= {(), (25,), (WIDTH, 25)}
+    assert ((WIDTH, 25) in shapes) == (replicas > 1)
+
+
+def test_a_parameter_of_another_stage_too_is_not_cut():
+    of = words(2, tied=True)
+    plan = check(of, "on_mesh")
+    assert plan.users["params/table"] == (0, 1) and "params/table" not in plan.cuts.state
+    assert "stage 0 is split over 2 devices: nothing of it is cut" in str(plan)
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.adafactor(0.1, min_dim_size_to_factor=2), soak(optax.lamb(0.1))], ids=["adafactor", "lamb"]
+)
+def test_optimizers_that_are_not_elementwise(tx):
+    """Adafactor keeps sums of rows and columns, lamb takes norms of leaves."""
+    check(classifier(2, 51, tx=tx), rtol=1e-11)
+
+
+@pytest.mark.parametrize("way", ["simulate", soak("on_mesh")])
+def test_another_batch_size_than_was_traced(way):
+    of = classifier(2, 51)
+    job = getattr(planned(of), way)()
+    for count in (8, 16):
+        other = Job(of.step, of.init, tuple(x[:count] for x in of.batch))
+        tree_close(other.of(job, 1), other.on_one_device(1), 1e-12)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def test_a_split_must_say_over_how_many_devices():
+    with pytest.raises(
+        ConfigError, match="split\\(name='head'\\) must say over how many devices: dtrans.split\\(device_c"
+    ):
+        planned(classifier(None, 7))
+
+
+@pytest.mark.parametrize(
+    "options,says",
+    [
+        ({"sharding_stage": 1, "replicas": 2}, "sharding_stage=1 beside split\\(name='head'\\)"),
+        ({"sharding_stage": 2, "replicas": 2}, "sharding_stage=2 beside split\\(name='head'\\)"),
+        ({"offload": "v0"}, "offload='v0' beside split\\(name='head'\\): a stage that is split keeps its pieces"),
+        (
+            {"schedule": "Interleaved", "num_stages": 1},
+            "chunks=2 beside split\\(name='head'\\): a device has one stage",
+        ),
+    ],
+)
+def test_options_that_do_not_go_with_it(options, says):
+    with pytest.raises(ConfigError, match=says):
+        planned(classifier(2, 7), **options)
+
+
+def test_a_stage_is_split_over_one_number_of_devices():
+    def loss(params, x, y):
+        with dtrans.split(device_count=2, name="a"):
+            h = jnp.tanh(x @ params["a"])
+        with dtrans.split(device_count=4, name="b"):
+            return jnp.mean((h @ params["b"] - y) ** 2)
+
+    of = job_of(loss, {"a": array(4, 8), "b": array(8, 4)}, (array(8, 4), array(8, 4)))
+    with pytest.raises(
+        ConfigError, match="stage 0 is split over 2 devices by split\\(name='a'\\), and over 4 by split"
+    ):
+        planned(of, num_stages=1)
+
+
+@pytest.mark.parametrize("outer,inner", [("replicate", "split"), ("split", "replicate"), ("split", "split")])
+def test_scopes_within_others_are_refused(outer, inner):
+    def loss(params, x, y):
+        with getattr(dtrans, outer)(name="outer"), getattr(dtrans, inner)(name="inner"):
+            return jnp.mean((x @ params - y) ** 2)
+
+    of = job_of(loss, array(4, 3), (array(8, 4), array(8, 3)))
+    with pytest.raises(ConfigError, match=f"{inner}\\(name='inner'\\) is entered within {outer}\\(name='outer'\\)"):
+        of.traced()
+
+
+def test_devices_that_are_not_enough():
+    with pytest.raises(ConfigError, match="one replica of 2 stages uses 5 devices, and 2 replicas 10; there are 8"):
+        planned(classifier(4, 50), replicas=2).on_mesh()

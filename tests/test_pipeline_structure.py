@@ -1,0 +1,558 @@
+"""What pipelines are made of: the programs of stages, what is kept and sent, where arrays are, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import tree_close, tree_equal
+from pipeline_models import MODELS, Job, Model, compiled_quickly, transformer
+
+import dtrans
+from dtrans._jax import equations
+from dtrans.cut import GRAD
+from dtrans.errors import BatchError, ConfigError, GradientError, TraceError
+from dtrans.run.pipeline.watch import measured, timed
+from dtrans.schedules import Task
+
+
+SHARED = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer")
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+@pytest.fixture(autouse=True)
+def quickly():
+    with compiled_quickly():
+        yield
+
+
+@functools.cache
+def traced(name, rows=16, *, stacked=False, optimizer=optax.adam):
+    """A job and what it is planned from; 13 and 17 are no dimensions of weights."""
+    of = (transformer(4, 16, stacked=True) if stacked else MODELS[name]).job(rows, optimizer(1e-2))
+    return of, of.traced()
+
+
+def planned(name="mlp", num_stages=4, rows=16, *, stacked=False, optimizer=optax.adam, **options):
+    main, startup = traced(name, rows, stacked=stacked, optimizer=optimizer)[1]
+    return dtrans.pipeline(main, startup, num_stages=num_stages, **options)
+
+
+def programs(plan):
+    return [p for s in plan.programs.stages for p in (s.forward, s.backward, s.weights) if p is not None]
+
+
+def primitives(*found):
+    """How often each primitive is in programs, in bodies too."""
+    return Counter(e.primitive.name for p in found for e in equations(p.jaxpr))
+
+
+def nbytes(t):
+    return math.prod(t.shape) * t.dtype.itemsize
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_everything_is_computed_once(name, stages, split):
+    """Stages together have all equations of the loss, and their programs the products that one device computes."""
+    of, _ = traced(name)
+    plan = planned(name, stages, num_micro_batch=2, schedule="ZeroBubble" if split else "PreferBackward")
+    assert sum(s.eqns for s in plan.programs.stages) == len(plan.stage_of)
+    assert [s.eqns for s in plan.programs.stages] == [plan.stage_of.count(k) for k in range(stages)]
+    assert min(s.eqns for s in plan.programs.stages) > 0
+    params, batch = jax.eval_shape(of.init, jax.random.key(0))[0], MODELS[name].batch(8)
+    whole = Counter(
+        e.primitive.name for e in equations(jax.make_jaxpr(jax.value_and_grad(MODELS[name].loss))(params, *batch))
+    )
+    found = primitives(*programs(plan))
+    for product in PRODUCTS:
+        assert found[product] == whole[product]
+    # the transcendental functions of the forward pass, and what their derivatives are made of
+    for function in ("exp", "tanh", "log", "rsqrt"):
+        assert found[function] == whole[function], function
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_cotangents_and_weights_together_are_the_backward(name, stages):
+    """Zero-bubble's two programs have the equations of the one, and its products are in one of them."""
+    one = planned(name, stages, num_micro_batch=2).programs.stages
+    two = planned(name, stages, num_micro_batch=2, schedule="ZeroBubble").programs.stages
+    for whole, parts in zip(one, two, strict=True):
+        assert whole.weights is None and parts.weights is not None
+        first, second = primitives(parts.backward), primitives(parts.weights)
+        same, found = primitives(whole.backward), first + second
+        numbers = {"broadcast_in_dim", "iota"}  # a constant is sooner made again than kept
+        assert {k: n for k, n in found.items() if k not in numbers} == {
+            k: n for k, n in same.items() if k not in numbers
+        }
+        made = {n for n in parts.backward.out_names if n.startswith("@between/")}
+        assert made == {n for n in parts.weights.in_names if n.startswith("@between/")}
+        assert not any(n.removesuffix(GRAD) in parts.leaves for n in parts.backward.out_names)
+        assert all(n.removesuffix(GRAD) in parts.leaves for n in parts.weights.out_names)
+
+
+CASES = [(name, options) for name in MODELS for options in ({}, {"schedule": "ZeroBubble"})]
+
+
+@pytest.mark.parametrize("name,options", CASES)
+def test_backward_reads_what_forward_kept_and_what_comes_back(name, options):
+    stages = planned(name, 4, num_micro_batch=2, **options).programs.stages
+    for s, after in zip(stages, [*stages[1:], None], strict=True):
+        there = {*s.forward.in_names, *s.forward.out_names, *s.receives, *(n + GRAD for n in s.leaves)}
+        back = {n for n in after.backward.out_names if n.startswith("@value/")} if after else set()
+        assert back <= {n + GRAD for n in s.sends}
+        assert set(s.backward.in_names) <= there | back
+        if s.weights is not None:
+            assert set(s.weights.in_names) <= there | back | set(s.backward.out_names)
+        assert set(s.params) <= {*s.forward.in_names, *s.backward.in_names}
+        kept = {n for n in s.forward.out_names if n.startswith("@residual/")}
+        assert kept <= set(s.kept), "it keeps what nobody reads"
+        assert s.receives == (stages[s.index - 1].sends if s.index else ())
+
+
+def low(loss):
+    """A loss in 16 bits."""
+
+    def cast(*given):
+        small = lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return loss(*jax.tree.map(small, given)).astype(jnp.float32)
+
+    return cast
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_weights_are_kept_for_each_micro_batch(name, cast):
+    """Whatever is kept is of a micro-batch of 13 rows: no weight, no transposed one, none in another type."""
+    model = MODELS[name]
+    of = Model(low(model.loss) if cast else model.loss, model.params, model.batch).job(26)
+    plan = dtrans.pipeline(*of.traced(), num_stages=3, num_micro_batch=2)
+    for s in plan.programs.stages:
+        types = {**s.forward.inputs, **s.forward.outputs}
+        assert not {*s.kept} & {*s.params}
+        for n in s.kept:
+            assert 13 in types[n].shape or math.prod(types[n].shape) % 13 == 0, (n, types[n])
+
+
+def test_what_is_sent_is_counted():
+    """An MLP sends its activations, of 8 rows of 32 numbers; the last stage sends nothing."""
+    plan = planned("mlp", 4, num_micro_batch=2)
+    assert [s.sends for s in plan.stages] == [8 * 32 * 4] * 3 + [0]
+    wide = planned("transformer", 2, num_micro_batch=4)
+    assert wide.stages[0].sends == 4 * 6 * 16 * 4
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def running():
+    """A job of four stages and eight micro-batches on one device, and its state."""
+    with compiled_quickly():
+        job = planned("mlp", 4, num_micro_batch=8).simulate()
+        return job, job.init(jax.random.key(0))
+
+
+PEAKS = {
+    "PreferForward": (8, 8, 8, 8),
+    "PreferBackward": (4, 3, 2, 1),
+    "PreferBackwardOptimizer": (5, 4, 3, 1),
+}
+
+
+@pytest.mark.parametrize("schedule", SHARED)
+def test_micro_batches_in_flight_are_as_planned(schedule, running):
+    job, state = running
+    job = job.scheduled(schedule)
+    made, found = measured(job, state, *traced("mlp")[0].batch)
+    assert found.peak == job.plan.schedule.peak == PEAKS[schedule]
+    assert tuple(s.peak for s in job.plan.stages) == PEAKS[schedule]
+    tree_equal(made, job.step(state, *traced("mlp")[0].batch))
+
+
+@pytest.mark.parametrize(
+    "schedule,stages,chunks,peak", [("ZeroBubble", 4, 1, (4, 4, 4, 4)), ("Interleaved", 2, 2, (5, 3))]
+)
+def test_micro_batches_in_flight_are_as_planned_with_programs_of_their_own(schedule, stages, chunks, peak):
+    plan = planned("mlp", stages, num_micro_batch=8, schedule=schedule, chunks=chunks)
+    job = plan.simulate()
+    _, found = measured(job, job.init(jax.random.key(0)), *traced("mlp")[0].batch)
+    assert found.peak == plan.schedule.peak == peak
+
+
+def test_nothing_is_left_of_a_micro_batch(running):
+    """After a step, slots hold its state, its results and what is always there."""
+    job, state = running
+    tape, env = job.ready(state, *traced("mlp")[0].batch)
+    job.play(tape, env)
+    stay = {*tape.state.values(), *tape.fixed, *tape.given.values(), *(slot for slot, *_ in tape.results.values())}
+    assert {i for i, x in enumerate(env) if x is not None} <= stay
+    assert not any(env[slot] is not None for slots in tape.kept.values() for slot in slots)
+
+
+def test_one_forward_one_backward_keeps_less_than_half():
+    """The transformer at 16 micro-batches: on each device, bytes of what waits for its backward or is on its way."""
+    of, _ = traced("transformer")
+    job = planned("transformer", 4, num_micro_batch=16).simulate()
+    state = job.init(jax.random.key(0))
+    few, many = (measured(job.scheduled(n), state, *of.batch)[1] for n in ("PreferBackward", "PreferForward"))
+    assert all(a < b / 2 for a, b in zip(few.peak_bytes, many.peak_bytes, strict=True))
+    kept = [s.kept for s in job.plan.stages]
+    assert all(b >= 16 * k for b, k in zip(many.peak_bytes, kept, strict=True))
+    assert all(b >= n * k for b, n, k in zip(few.peak_bytes, few.peak, kept, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["PreferBackward", "ZeroBubble"])
+def test_tasks_are_timed_where_they_are(schedule):
+    of, _ = traced("mlp")
+    plan = planned("mlp", 2, num_micro_batch=4, schedule=schedule)
+    job = plan.on_mesh(donate=False)
+    state = job.init(jax.random.key(0))
+    made, play = timed(job, state, *of.batch)
+    tree_close(made, job.step(state, *of.batch), 1e-6)
+    # the first stage sends no cotangents back: where backward is split, all that it has to do is in W
+    idle = {Task("B", 0, m) for m in range(4)} if schedule == "ZeroBubble" else set()
+    for device, order in enumerate(plan.schedule.orders):
+        assert [t.task for t in play if t.device == device] == [t for t in order if t not in idle]
+    ends = {t.task: t.end for t in play}
+    for t in play:
+        assert t.start <= t.end
+        assert all(ends[need] <= t.start for need in plan.schedule.needs(t.task) if need not in idle)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def live_bytes():
+    """By device, bytes of all arrays that are alive."""
+    gc.collect()
+    found = Counter()
+    for x in jax.live_arrays():
+        shape = x.sharding.shard_shape(x.shape)
+        for d in x.sharding.device_set:
+            found[d] += math.prod(shape) * x.dtype.itemsize
+    return found
+
+
+MEMORY = [
+    ("mlp", {"num_stages": 4}),
+    ("transformer", {"num_stages": 4}),
+    ("transformer", {"num_stages": 4, "stacked": True}),
+    ("mlp", {"num_stages": 2, "replicas": 2}),
+    ("mlp", {"num_stages": 2, "replicas": 4, "sharding_stage": 1, "min_slice_size": 1}),
+    ("mlp", {"num_stages": 2, "schedule": "Interleaved", "chunks": 2}),
+]
+
+
+@pytest.mark.parametrize("name,options", MEMORY)
+def test_devices_hold_what_their_stages_have(name, options):
+    """After init, and after a step that may reuse the state it is given: the least that there can be, and batches."""
+    of, _ = traced(name, stacked=options.get("stacked", False))
+    plan = planned(name, num_micro_batch=2, **options)
+    replicas, stages = plan.options.replicas, plan.options.num_stages
+    slices = replicas if plan.options.sharding_stage else 1
+    job = plan.on_mesh(jax.devices()[: stages * replicas])
+    want = Counter()  # by device of one replica: parameters, and Adam's two moments
+    for n, home in plan.homes.items():
+        want[plan.device_of(home)] += nbytes(plan.types[n]) * (1 + 2 / slices)
+
+    def check(extra):
+        now = live_bytes()
+        devices = {s: {d for n, x in state.params.items() if at(n) == s for d in x.devices()} for s in range(stages)}
+        assert sorted(d.id for ds in devices.values() for d in ds) == [*range(stages * replicas)]
+        for s, d in ((s, d) for s, ds in devices.items() for d in ds):
+            assert 0.95 * want[s] <= now[d] - before[d] <= 1.05 * want[s] + extra
+
+    at = lambda n: plan.device_of(plan.homes[n])
+    before = live_bytes()
+    state = job.init(jax.random.key(0))
+    check(0)
+    state, _ = job.step(state, *of.batch)
+    check(64)  # the loss, the numbers of micro-batches
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_plan_says_what_devices_hold(stacked):
+    plan = planned("transformer", 4, num_micro_batch=2, stacked=stacked)
+    for s in plan.stages:
+        assert s.held == sum(3 * nbytes(plan.types[n]) for n in s.params) + 4  # and a count of steps
+    assert sum(nbytes(plan.types[n]) for n in plan.homes) == sum(
+        nbytes(plan.main.inputs[n]) for n in plan.main.args[0].names
+    )
+    assert sorted(n for s in plan.stages for n in s.params) == sorted(plan.homes)
+
+
+def test_stages_hold_their_rows_of_a_stack():
+    """Four layers in four stages: rows of them, and of the optimizer's state; a job's parameters are whole."""
+    of, _ = traced("transformer", stacked=True)
+    plan = planned("transformer", 4, num_micro_batch=2, stacked=True)
+    rows = [[n for n in s.params if n.startswith("params/blocks/qkv")] for s in plan.stages]
+    assert sum(map(len, rows)) == len({n for names in rows for n in names}) > 1
+    shapes = [plan.types[n].shape for names in rows for n in names]
+    assert sum(shape[0] for shape in shapes) == 4 and {shape[1:] for shape in shapes} == {(16, 48)}
+    for n in (n for names in rows for n in names):
+        for moment in ("mu", "nu"):
+            assert plan.home(f"opt_state/0/{moment}/{n.removeprefix('params/')}") == plan.homes[n]
+    for job in (plan.simulate(), plan.on_mesh()):
+        state = job.init(jax.random.key(0))
+        tree_close((job.params(state), job.opt_state(state)), of.init(jax.random.key(0)), 1e-6)
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+def blocks(count, width=8):
+    """Equal blocks, each of two products."""
+
+    def loss(params, x):
+        for p in params:
+            x = x + jnp.tanh(x @ p["up"]) @ p["down"]
+        return jnp.mean(x**2)
+
+    params = [{"up": np.ones((width, width), np.float32), "down": np.ones((width, width), np.float32)}] * count
+    tx = optax.sgd(0.1)
+    return Job(
+        dtrans.make_train_step(loss, tx), lambda key: (params, tx.init(params)), (np.ones((8, width), np.float32),)
+    )
+
+
+@pytest.mark.parametrize("policy", [None, "REPEATED_LAYERS", "HEURISTIC"])
+def test_twelve_equal_blocks_are_three_for_each_of_four_stages(policy):
+    plan = dtrans.pipeline(*blocks(12).traced(), num_stages=4, num_micro_batch=4, policy=policy)
+    for k, s in enumerate(plan.stages):
+        assert {n.split("/")[1] for n in s.params} == {str(3 * k + i) for i in range(3)} and len(s.params) == 6
+    assert [s.sends for s in plan.stages] == [2 * 8 * 4] * 3 + [0], "cut where one value crosses"
+
+
+def test_the_table_of_stages():
+    plan = planned("mlp", 4, num_micro_batch=8)
+    text = str(plan)
+    assert text.splitlines()[0] == "pipeline plan of step: 4 stages"
+    for k, s in enumerate(plan.stages):
+        (line,) = [row for row in text.splitlines() if re.match(rf"\s*{k}\s+{s.ops}\s", row)]
+        assert all(f"{n:,}" in line for n in (s.flops, s.sends, s.kept, s.peak, s.held)) and s.params[0] in line
+    assert "schedule PreferBackward: 8 micro-batches, bubble 3/11" in text
+    assert repr(plan) == "<PipelinePlan of step: 4 stages, PreferBackward>"
+    html = plan._repr_html_()
+    assert html.count("<tr") == 5 and "bubble 3/11" in html
+    tied = str(planned("transformer", 4, num_micro_batch=2, replicas=2))
+    assert "params/embedding is held by stage 0 and used by stages 0, 3: its value is sent" in tied
+    assert "4 stages, 2 replicas" in tied
+    assert "4 stages, 2 on each device" in str(planned("mlp", 2, schedule="Interleaved", chunks=2))
+
+
+def test_flops_of_stages_are_those_of_a_micro_batch():
+    plan = planned("mlp", 1, num_micro_batch=2)
+    products = 2 * 8 * (5 * 32 + 3 * 32 * 32 + 32 * 3)
+    assert products <= plan.stages[0].flops <= 2 * products
+    assert abs(sum(s.flops for s in planned("mlp", 4, num_micro_batch=2).stages) - plan.stages[0].flops) <= 8 * 32 * 4
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def loss(params, x):
+    return jnp.mean(jnp.tanh(x @ params["a"]) @ params["b"])
+
+
+PARAMS = {"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)}
+X = np.ones((8, 4), np.float32)
+
+
+def plan_of(loss=loss, step=None, opt_state=(), num_stages=2, **options):
+    """The plan of a step, sgd if none is given."""
+
+    def sgd(params, state, x):
+        value, grads = dtrans.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), state, value
+
+    main = dtrans.trace(step or sgd, PARAMS, opt_state, X)
+    startup = dtrans.trace(lambda: (PARAMS, opt_state))
+    return dtrans.pipeline(main, startup, num_stages=num_stages, **options)
+
+
+def in_scopes(*kinds):
+    """A loss that opens scopes within each other."""
+
+    def nested(params, x):
+        with kinds[0](name="outer"), kinds[1](name="inner"):
+            return loss(params, x)
+
+    return nested
+
+
+@pytest.mark.parametrize(
+    "kinds,match",
+    [
+        ((dtrans.replicate, dtrans.replicate), "replicate.*inner.*replicate.*outer"),
+        ((dtrans.split, dtrans.split), "split.*inner.*split.*outer"),
+        ((dtrans.replicate, dtrans.split), "split.*inner.*replicate.*outer"),
+        ((dtrans.split, dtrans.replicate), "replicate.*inner.*split.*outer"),
+    ],
+)
+def test_nested_scopes_are_refused(kinds, match):
+    with pytest.raises(ConfigError, match=match):
+        plan_of(in_scopes(*kinds))
+
+
+def test_more_stages_than_equations():
+    with pytest.raises(ConfigError, match="num_stages=30|30 stages"):
+        plan_of(num_stages=30)
+
+
+def test_more_stages_than_scopes():
+    def scoped(params, x):
+        with dtrans.replicate(name="first"):
+            h = jnp.tanh(x @ params["a"])
+        with dtrans.replicate(name="second"):
+            return jnp.mean(h @ params["b"])
+
+    assert [s.params for s in plan_of(scoped).stages] == [("params/a",), ("params/b",)]
+    with pytest.raises(ConfigError, match="num_stages=3, and the model has 2 scopes"):
+        plan_of(scoped, num_stages=3)
+
+
+@pytest.mark.parametrize("micro,replicas", [(3, 1), (1, 3), (8, 2), (16, 1)])
+def test_batches_that_cannot_be_shared(micro, replicas):
+    match = f"batch/x has 8 rows.* {micro} micro-batches of {replicas} replicas.*multiple of {micro * replicas}"
+    with pytest.raises(BatchError, match=match.replace("batch/x", ".*")):
+        plan_of(num_micro_batch=micro, replicas=replicas)
+
+
+def test_options_that_are_not_there():
+    with pytest.raises(ConfigError, match="^num_microbatch is no option of pipeline; did you mean num_micro_batch\\?"):
+        plan_of(num_microbatch=4)
+    with pytest.raises(ConfigError, match="^zzz is no option of pipeline: .*num_micro_batch.*sharding_stage"):
+        plan_of(zzz=4)
+
+
+BAD = [
+    (dict(num_stages=0), "num_stages"),
+    (dict(num_stages=True), "num_stages"),
+    (dict(num_stages=2.0), "num_stages"),
+    (dict(num_micro_batch=0), "num_micro_batch"),
+    (dict(num_micro_batch="8"), "num_micro_batch"),
+    (dict(replicas=-1), "replicas"),
+    (dict(chunks=0, schedule="Interleaved"), "chunks"),
+    (dict(chunks=2), "PreferBackward has one model stage on each device, not chunks=2"),
+    (dict(schedule="1F1B"), "no schedule '1F1B': it is one of PreferForward"),
+    (dict(policy="EVEN"), "policy must be one of .*BALANCE_OP_NUM.*'EVEN'"),
+    (dict(bytes_cost=-1.0), "bytes_cost"),
+    (dict(bytes_cost=float("nan")), "bytes_cost"),
+    (dict(reduce="max"), "reduce must be 'mean' or 'sum', it is 'max'"),
+    (dict(sharding_stage=3), "sharding_stage must be 0, 1 or 2, it is 3"),
+    (dict(sharding_stage=1, replicas=2, clip_local_norm=1.0), "clip_local_norm=1.0 and sharding_stage=1"),
+    (dict(compress="int8"), "compress must be 'bf16', 'fp16' or None, it is 'int8'"),
+    (dict(compress_scale=8.0), "compress_scale=8.0 is for compress"),
+    (dict(clip_local_norm=0.0), "clip_local_norm"),
+    (dict(max_splits=0), "max_splits"),
+    (dict(nccl_comm_num=0), "nccl_comm_num"),
+    (dict(fuse_grad_size_in_MB=-1), "fuse_grad_size_in_MB"),
+    (dict(merge={"lss": "mean"}), "lss"),
+    (dict(merge={"loss": "median"}), "median"),
+    (dict(replicated=("z",)), "'?z'?"),
+]
+
+
+@pytest.mark.parametrize("options,match", BAD, ids=[" ".join(f"{k}={v}" for k, v in o.items()) for o, _ in BAD])
+def test_options_that_cannot_be(options, match):
+    with pytest.raises(ConfigError, match=match):
+        plan_of(**options)
+
+
+def updated(params, grads):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def with_jax_grad(params, state, x):
+    value, grads = jax.value_and_grad(loss)(params, x)
+    return updated(params, grads), state, value
+
+
+def in_a_scan(params, state, x):
+    def body(params, rows):
+        value, grads = dtrans.value_and_grad(loss)(params, rows)
+        return updated(params, grads), value
+
+    params, values = jax.lax.scan(body, params, x.reshape(2, 4, 4))
+    return params, state, values[-1]
+
+
+def accumulated(params, state, x):
+    def body(total, rows):
+        value, grads = dtrans.value_and_grad(loss)(params, rows)
+        return jax.tree.map(jnp.add, total, grads), value
+
+    grads, values = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), x.reshape(2, 4, 4))
+    return updated(params, grads), state, jnp.mean(values)
+
+
+def twice(params, state, x):
+    value, grads = dtrans.value_and_grad(loss)(params, x)
+    other, more = dtrans.value_and_grad(loss)(params, x * 2)
+    return updated(updated(params, grads), more), state, value + other
+
+
+def two_losses(params, state, x):
+    value, one = dtrans.value_and_grad(lambda a: loss(params | {"a": a}, x))(params["a"])
+    other, two = dtrans.value_and_grad(lambda b: loss(params | {"b": b}, x * 2))(params["b"])
+    return updated(params, {"a": one, "b": two}), state, value + other
+
+
+def of_the_state(params, state, x):
+    value, grads = dtrans.value_and_grad(lambda p: loss(p, x) * state["scale"])(params)
+    return updated(params, grads), {"scale": state["scale"] * 0.5}, value
+
+
+STEPS = [
+    (with_jax_grad, "with jax.grad: .*dtrans.value_and_grad"),
+    (in_a_scan, "scan differentiates inside.*A step may take one update"),
+    (accumulated, "in a loop or a branch; a pipeline takes the micro-batches itself"),
+    (twice, "params/a has two marked gradients in twice: call dtrans.value_and_grad once, on the total loss"),
+    (two_losses, "two_losses calls dtrans.value_and_grad 2 times; a pipeline is of one loss: add the losses up"),
+    (of_the_state, "is computed from state/scale, which belongs to the optimizer"),
+]
+
+
+@pytest.mark.parametrize("step,match", STEPS)
+def test_steps_whose_gradients_cannot_be_cut(step, match):
+    with pytest.raises(GradientError, match=match):
+        plan_of(step=step, opt_state={"scale": np.float32(2.0)})
+
+
+def test_a_startup_of_something_else():
+    main, _ = traced("mlp")[1]
+    _, startup = traced("transformer")[1]
+    with pytest.raises(TraceError):
+        dtrans.pipeline(main, startup, num_stages=2)
+
+
+def test_too_few_devices():
+    plan = plan_of(num_stages=2, replicas=2)
+    with pytest.raises(ConfigError, match="3 .*device|device.* 3"):
+        plan.on_mesh(jax.devices()[:3])
+    assert plan.on_mesh(jax.devices()[4:]).places.replicas == 2
+
+
+def test_schedules_that_need_other_programs():
+    plan = plan_of(num_micro_batch=2)
+    with pytest.raises(ConfigError, match="ZeroBubble needs other programs than PreferBackward: plan it"):
+        plan.scheduled("ZeroBubble")
+    with pytest.raises(ConfigError, match="Interleaved needs other programs"):
+        plan.scheduled("Interleaved")
+    with pytest.raises(ConfigError, match="no schedule 'GPipe'"):
+        plan.scheduled("GPipe")
+    assert plan.scheduled("preferforward").options.schedule in ("preferforward", "PreferForward")
