@@ -184,7 +184,7 @@ def _collected(
     for v, a in zip(eqn.outvars, opened(marked).outvars, strict=False):
         if isinstance(a, Var) and a in keys:
             of_output[v] = keys[a]
-    found = {n: of_output[a] for n, a in outs.items() if a in of_output}
+    found = {n: of_output[a] for n, a in outs.items() if isinstance(a, Var) and a in of_output}
     seen = {s.tag: s.atom for s in summaries(marked)}
     for s in shown:
         atom = seen.get(s.tag)

@@ -302,8 +302,8 @@ def _merges(main: Program, whole: Program, step: Cut, forward: ForwardPass, o: P
     given = {n: "mean" if n in step.params else "same" for n in keys}
     plain = of_micro_batch(main, step.batch, o, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()])
     merges = merges_of(plain, dataclasses.replace(o.of_parts, merge={**o.merge, **given}))
-    # state that no micro-batch enters: the loss makes it, and all make the same, of which the largest is one
-    merges |= {n: "max" for n in forward.results if n in step.params and n not in merges}
+    # state that no micro-batch enters: the loss makes it, and all make the same
+    merges |= {n: "same" for n in forward.results if n in step.params and n not in merges}
     shown = [n for n in forward.results if n not in merges]
     return {**merges, **dict.fromkeys(shown, STACK), **{n: key for n, key in keys.items() if n in step.results}}
 

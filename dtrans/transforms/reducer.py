@@ -96,6 +96,8 @@ def split_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
     gradients, what is left goes to the first; n buckets have bytes/(n - 1) each.
     """
     dtypes = sorted({t.dtype for t in types}, key=str)
+    if not dtypes:
+        return {}
     if o.max_splits is None:
         return dict.fromkeys(dtypes, o.fuse_grad_size_in_MB * 2**20)
     if len(dtypes) >= o.max_splits:

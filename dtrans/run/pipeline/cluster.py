@@ -53,11 +53,28 @@ class ProcessJob(PipelineJob):
             )
         grids = dataclasses.replace(plan.cluster, devices=local).virtual_devices(shards, replicas)
         super().__init__(plan, _Local(grids, self.me * self.each, stages), donate=donate)
-        split = [n for n in plan.batch if plan.main.inputs[n].shape][:1]
-        how = {"schedule": plan.schedule.name, "stages": str(plan.stage_of), **plan.merges}
-        agree(plan.main, split, how)
+        o = plan.options
+        self._how = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)}
+        self._how |= {"orders": repr(plan.schedule.orders), "stages": str(plan.stage_of)}
+        self._agree(self._how)
         self.links = Links(cluster, str(next(_jobs)))
         self._step = 0
+
+    def _agree(self, on: dict[str, str]) -> None:
+        """Check that all processes mean to run the same. Raises PeerError, DeadlineError."""
+        split = [n for n in self.plan.batch if self.plan.main.inputs[n].shape][:1]
+        agree(self.plan.main, split, {**on, **self.plan.merges})
+
+    def _tape(self, arrays: dict[str, Any]) -> Tape:
+        known = len(self._tapes)
+        tape = super()._tape(arrays)
+        if len(self._tapes) > known:  # what is sent is named by its place in this list
+            shapes = "; ".join(f"{n} {x.shape} {x.dtype}" for n, x in arrays.items())
+            self._agree({**self._how, "batch": shapes, "tape": "\n".join(tape.lines)})
+        return tape
+
+    def scheduled(self, name: str) -> ProcessJob:
+        raise ConfigError(f"in a job of processes, plan.scheduled({name!r}).on_cluster() runs another schedule")
 
     def process_of(self, stage: int) -> int:
         """Which process has a stage."""

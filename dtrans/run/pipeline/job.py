@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -55,6 +56,7 @@ class PipelineJob:
         self._specs = plan.main.args[2:]
         self._tapes: dict[Any, Tape] = {}
         self._shown: dict[str, Any] = {}
+        self._last: Any = lambda: None  # the state that was returned last: it needs no second look
 
     # -- what a user calls -----------------------------------------------------------------------
 
@@ -193,6 +195,7 @@ class PipelineJob:
     def answer(self, tape: Tape, env: list[Any]) -> tuple[Any, ...]:
         """The new state, and what the step returns beside it."""
         new = self._state({key: env[slot] for key, slot in tape.state.items() if self.is_mine(key[0])})
+        self._last = weakref.ref(new)
         values = {n: self._result(n, env[slot], kind) for n, (slot, kind, _) in tape.results.items()}
         self._shown = {n: env[slot] for n, (slot, _, _) in tape.results.items() if self.plan.merges.get(n) == STACK}
         tree = self._rest.unflatten([values[n] for n in self._rest.names])
@@ -277,7 +280,27 @@ class PipelineJob:
                     f"this state was already stepped from, and {n} in it was donated to that step; "
                     "use the state that step returned, or a job with donate=False"
                 )
-        return held
+        return held if state is self._last() else self._looked_at(held)
+
+    def _looked_at(self, held: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+        """Arrays of a state that may be from elsewhere, where stages have them."""
+        seen: dict[int, str] = {}
+        found = {}
+        for (place, n), x in held.items():
+            t, padding = self.plan.types[n], self.plan.padded(n)
+            shape = t.shape if padding is None else (*t.shape[: padding[0]], padding[1], *t.shape[padding[0] + 1 :])
+            if (x.shape, x.dtype) != (shape, t.dtype):
+                raise StateError(
+                    f"this is not a state of this job: {n} is {x.dtype}{list(x.shape)} in it, and here "
+                    f"{t.dtype}{list(shape)}"
+                )
+            if self.donate and seen.setdefault(id(x), n) != n:
+                raise StateError(
+                    f"{n} and {seen[id(x)]} are one array, whose memory cannot be donated twice: copy one of them "
+                    "(jnp.copy), or use a job with donate=False"
+                )
+            found[place, n] = (self.host or self.places).put(x, place, self._kind(n))
+        return found
 
     def _first(self, name: str) -> int:
         home = self.plan.home(name)

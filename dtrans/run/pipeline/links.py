@@ -9,6 +9,7 @@ cuts them into messages (`dtrans.run.endpoints.wire`). Receiving waits up to a d
 from __future__ import annotations
 
 import atexit
+import logging
 import queue
 import threading
 import time
@@ -27,6 +28,7 @@ from dtrans.run.connection import Cluster
 from dtrans.run.endpoints import wire
 
 
+logger = logging.getLogger(__name__)
 LINGER = 10.0  # seconds that may go into handing over what was sent, at the end
 LOOK = 200  # milliseconds after which a receiver looks whether its own sender has failed
 MAX_BYTES = 1 << 40  # a value that claims to be larger is not one
@@ -117,7 +119,6 @@ class Links:
         Raises:
           DeadlineError: it did not come.
           PeerError: sending something to another process has failed, which may be why nothing comes.
-          WireError: something came that is no value.
         """
         limit = time.monotonic() + self.deadline
         wanted = (origin, step, key)
@@ -130,7 +131,10 @@ class Links:
                     "sends"
                 )
             if self._in.poll(min(int(left * 1000) + 1, LOOK)):
-                self._take(wire.parse(self._in.recv_multipart(copy=False)))
+                try:
+                    self._take(wire.parse(self._in.recv_multipart(copy=False)))
+                except WireError as e:  # whoever sent it is not of this job
+                    logger.warning("trainer %d dropped %s", self.me, e)
         return self._here.pop(wanted).value
 
     def _check_sender(self) -> None:

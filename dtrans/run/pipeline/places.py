@@ -36,19 +36,21 @@ class Kind:
       rows: each replica has its rows.
       axis: the dimension along which replicas have slices.
       split: the dimension along which shards have pieces, not counting the axis of replicas.
+      first: of what is made: replicas make the same, each by itself, and the first one's is taken.
     """
 
     own: bool = False
     rows: bool = False
     axis: int | None = None
     split: int | None = None
+    first: bool = False
 
     def cut(self, split: int | None) -> Kind:
         """The same, in pieces of shards."""
         return self if split is None else dataclasses.replace(self, split=split)
 
 
-SAME, EACH, ROWS = Kind(), Kind(own=True), Kind(rows=True)
+SAME, EACH, ROWS, FIRST = Kind(), Kind(own=True), Kind(rows=True), Kind(first=True)
 
 
 def cut_along(axis: int) -> Kind:
@@ -176,7 +178,7 @@ class OneDevice(Places):
         shards = self._shards[stage % len(self._shards)]
         mapped: Function = lambda *args: list(fn(*args))
         if self.replicas > 1:
-            of: Callable[[Kind], int | None] = lambda k: 0 if k.own or k.rows or k.axis is not None else None
+            of: Callable[[Kind], int | None] = lambda k: 0 if k.own or k.rows or k.first or k.axis is not None else None
             outs_of = [of(k) for k in outs]  # None refuses what is not the same in all replicas
             mapped = jax.vmap(
                 mapped, in_axes=tuple(map(of, ins)), out_axes=outs_of, axis_name=AXIS, axis_size=self.replicas
@@ -190,6 +192,8 @@ class OneDevice(Places):
 
     def _of_replicas(self, x: jax.Array, kind: Kind, back: bool) -> jax.Array:
         """What replicas have of a value along a leading axis, or back."""
+        if kind.first:
+            return x[0] if back else x
         if kind.axis is not None:
             return _joined(x, kind.axis) if back else _apart(x, kind.axis, self.replicas)
         return x.reshape(self.replicas, -1, *x.shape[1:]) if kind.rows and not back else x

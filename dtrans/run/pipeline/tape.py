@@ -25,7 +25,7 @@ from dtrans.pipelined import PipelinePlan, StepPrograms
 from dtrans.program import Program
 from dtrans.run.collective import OVER_AXIS, per_trainer
 from dtrans.run.pieces import interpret
-from dtrans.run.pipeline.places import EACH, ROWS, SAME, Kind, Places, cut_along
+from dtrans.run.pipeline.places import EACH, FIRST, ROWS, SAME, Kind, Places, cut_along
 from dtrans.schedules import Task
 from dtrans.transforms.pipeline_results import is_whole, micro_name
 from dtrans.transforms.placed import Piece
@@ -104,6 +104,11 @@ class Tape:
     results: dict[str, tuple[int, Kind, int]]
     kept: dict[tuple[int, int], tuple[int, ...]]
     passing: dict[int, int]
+
+    @property
+    def lines(self) -> list[str]:
+        """What each instruction is; the same in all processes of a job."""
+        return [f"{type(ins).__name__} {ins.stage} {ins.what}" for ins, _ in self.instructions]
 
 
 class TapeWriter:
@@ -256,7 +261,7 @@ class TapeWriter:
 
     def _backward(self, s: StagePrograms, task: Task) -> None:
         m = task.micro
-        back = {n for n in s.backward.out_names if n.endswith(GRAD) and n.removesuffix(GRAD) in s.receives}
+        back = [n for n in s.backward.out_names if n.endswith(GRAD) and n.removesuffix(GRAD) in s.receives]
         self._run(s.backward, s, task, lambda n: self._made(s, n, m))
         for n in back:
             self._move(("back", s.index, n, m), ("cotangent", s.index - 1, n, m), s.index, s.index - 1, n)
@@ -418,7 +423,7 @@ class TapeWriter:
             for v in piece.makes:
                 send(v, piece.place)
         found: dict[tuple[int, str], int] = {}
-        for n in state:
+        for n in plan.state:
             home = placed.home[n]
             stages = range(self.o.model_stages) if home is None else [home]
             for k in stages:
@@ -484,8 +489,9 @@ class TapeWriter:
         return found | {n: (slot, SAME, out_at[n] or 0) for n, slot in self._from_update.items()}
 
     def _result_kind(self, name: str) -> Kind:
-        alike = is_whole(self.plan.merges[name]) or name in self.plan.homes
-        return SAME if alike or self.o.replicas == 1 else EACH
+        if is_whole(self.plan.merges[name]) or self.o.replicas == 1:
+            return SAME
+        return FIRST if name in self.plan.homes else EACH  # all replicas make the same of state
 
     def _finished(self, state: dict[tuple[int, str], int], results: dict[str, tuple[int, Kind, int]]) -> Tape:
         stay = {*self.fixed, *state.values(), *(slot for slot, _, _ in results.values())}

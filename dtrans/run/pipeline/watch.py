@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from dtrans.errors import ConfigError
 from dtrans.gantt import Play, TimedTask
 from dtrans.run.pipeline.job import PipelineJob, PipelineState
 from dtrans.run.pipeline.tape import Move, Run, Tape
@@ -63,7 +64,13 @@ def measured(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple
 
 
 def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[Any, ...], Play]:
-    """What `job.step` returns, and when each task of its schedule ran, in seconds from the first."""
+    """What `job.step` returns, and when each task of its schedule ran, in seconds from the first.
+
+    Raises:
+      ConfigError: the job has stages in other processes.
+    """
+    if not all(map(job.is_mine, range(job.plan.options.model_stages))):
+        raise ConfigError("timed() is for a job whose stages are all in this process: plan.on_mesh()")
     tape, env = job.ready(state, *batch)
     jax.block_until_ready(env)
     runner = _Threads(job, tape, env)
