@@ -38,6 +38,7 @@ forward_pass      what every micro-batch goes through, before it is differentiat
 stages            which equation is of which stage
 partition, repeated  exact cuts of a row of costs; layers that repeat
 stage_programs    forward, backward and weights of a stage
+differentiated    what a stage's forward keeps for its backward
 pipeline_results  what becomes of what micro-batches make
 pipeline_update   sums of gradients to new parameters, by the means of nccl2 mode and sharding
 placed            a program cut by where its inputs live (the update)

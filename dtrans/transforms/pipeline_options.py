@@ -9,11 +9,11 @@ from typing import Any
 
 from dtrans.errors import ConfigError
 from dtrans.transforms.options import Options, check_options
+from dtrans.transforms.stages import POLICIES
 
 
 AXIS = "replica"
 SPLIT = "split"  # the axis of the shards of a stage that is split
-POLICIES = ("HEURISTIC", "REPEATED_LAYERS", "BALANCE_OP_NUM", "BALANCE_FLOPS")
 
 
 @dataclasses.dataclass(frozen=True)
