@@ -222,7 +222,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("trainers, way", [(4, "simulate"), (2, "mesh")])
+@pytest.mark.parametrize("trainers, way", [(4, "simulate"), pytest.param(2, "mesh", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_equals_one_device(name: str, trainers: int, way: str) -> None:
     tx = OPTIMIZERS[name]()

@@ -43,7 +43,7 @@ LIMIT = {"float64": 1e-12, "float32": 1e-5}
 DOCS = Path(__file__).parent.parent / "docs" / "optimizers.md"
 
 
-@pytest.fixture(params=LIMIT)
+@pytest.fixture(params=["float64", pytest.param("float32", marks=pytest.mark.soak)])
 def dtype(request):
     with jax.enable_x64(request.param == "float64"):
         yield jnp.dtype(request.param)

@@ -74,7 +74,11 @@ def check_case(models, case):
         tree_close(of.of(job.scheduled(name)), want, 1e-12)
 
 
-@pytest.mark.parametrize("case", [*pairwise(FACTORS)], ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.soak] * (k % 2)) for k, case in enumerate(pairwise(FACTORS))],
+    ids=lambda case: "-".join(map(str, case.values())),
+)
 def test_numbers_are_those_of_one_device(case):
     check_case(SMALL, case)
 
@@ -95,7 +99,7 @@ def test_numbers_are_those_of_one_device_in_the_whole_product(model, stages, sch
 
 def job_of(loss, params, batch, tx=None, *, has_aux=False):
     """A job whose parameters are given."""
-    tx = tx or optax.adam(1e-2)
+    tx = tx or optax.sgd(0.1, momentum=0.9)  # whose programs are small
     return Job(dtrans.make_train_step(loss, tx, has_aux=has_aux), lambda key: (params, tx.init(params)), batch)
 
 
@@ -314,7 +318,7 @@ MERGE = {"aux/hits": "sum", "aux/worst": "max", "aux/bias": "same"}
 
 
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
-@pytest.mark.parametrize("micro,replicas", [(2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize("micro,replicas", [pytest.param(2, 1, marks=pytest.mark.soak), (1, 2), (4, 2)])
 def test_results_are_those_of_the_whole_batch(micro, replicas, way):
     of = job_of(with_results, PARAMS, rows(16), has_aux=True)
     plan = check(of, way, num_micro_batch=micro, replicas=replicas, merge=MERGE)
@@ -399,7 +403,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# what the others do in an update is done by one of these
+FIRST = ("adamw", "clipped adam", "adafactor", "several steps")
+
+
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(n, marks=pytest.mark.soak) for n in OPTIMIZERS if n not in FIRST)]
+)
 def test_optimizers(name):
     of = job_of(square, net(4, 6, 5, 3), rows(), OPTIMIZERS[name]())
     check(of, num_stages=3, replicas=1, rtol=1e-11 if name == "muon" else 1e-12)
@@ -440,7 +450,7 @@ def test_what_is_compressed_is_as_far_off_as_its_type_says(to, unit, least, way)
     count = 2
     of = job_of(square, PARAMS, rows(16), optax.sgd(1.0))
     x, y = of.batch
-    got = of.of(planned(of, replicas=count, compress=to, compress_scale=8.0).on_mesh(), 1)[0]
+    got = of.of(getattr(planned(of, replicas=count, compress=to, compress_scale=8.0), way)(), 1)[0]
     grads = [jax.grad(square)(PARAMS, x[half], y[half]) for half in (slice(0, 8), slice(8, 16))]
     errors = []
     for n, p in PARAMS.items():
@@ -455,7 +465,7 @@ def test_what_is_compressed_is_as_far_off_as_its_type_says(to, unit, least, way)
 
 
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("optimizer", ["adamw", "clipped adam"])
 def test_replicas_that_keep_slices_of_the_state(replicas, way, optimizer):
     """Leaves of 5 and 7 rows are padded for 2 and 4 replicas."""
@@ -698,7 +708,9 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("optimizer,way,options", LOOPS)
+@pytest.mark.parametrize(
+    "optimizer,way,options", [pytest.param(*of, marks=[pytest.mark.soak] * (k % 2)) for k, of in enumerate(LOOPS)]
+)
 def test_a_scan_over_layers_is_cut(optimizer, way, options):
     """Stages have their rows of the stack; where the optimizer does not let it be cut, one stage holds it all."""
     of = job_of(looped, LAYERS, rows(), OPTIMIZERS[optimizer]())

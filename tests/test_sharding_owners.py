@@ -165,7 +165,9 @@ def check(
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.soak] * (k % 2)) for k, n in enumerate(OPTIMIZERS)]
+)
 def test_ranks_that_own_leaves_train_as_one_device(name: str) -> None:
     """Leaves of every kind: of no dimension, of one row, not trained, not read."""
     check("uneven", OPTIMIZERS[name](), 3, "greedy_even")
