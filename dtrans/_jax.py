@@ -11,6 +11,9 @@ The one difference that matters: up to 0.10 a `ClosedJaxpr` pairs a `Jaxpr` with
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +200,20 @@ def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     return eqn.replace(source_info=info.replace(name_stack=stack, traceback=call.traceback))
 
 
+@functools.cache
+def _library_of(path: str) -> str:
+    """The library that a source file belongs to: `jax`, `jaxlib`, `optax` or `dtrans`; "" for a file of the user.
+
+    Files are compared with the folders that the libraries are imported from: a user's own folder may be called so too.
+    """
+    for library in ("jax", "jaxlib", "optax", "dtrans"):
+        spec = importlib.util.find_spec(library)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            if os.path.abspath(path).startswith(os.path.join(os.path.abspath(folder), "")):
+                return library
+    return ""
+
+
 def origin_of(eqn: JaxprEqn) -> str:
     """Who wrote an equation, as far as its traceback tells: `optax.clip_by_global_norm`, or a function's own name.
 
@@ -204,12 +221,13 @@ def origin_of(eqn: JaxprEqn) -> str:
     """
     traceback = eqn.source_info.traceback
     for frame in [] if traceback is None else traceback.frames:
-        path = frame.file_name.replace("\\", "/")
-        if "/optax/" in path:
+        library = _library_of(frame.file_name)
+        if library == "optax":
             outer, _, rest = frame.function_name.partition(".")
             if "update" in rest:
-                return ("optax.contrib." if "/optax/contrib/" in path else "optax.") + outer
-        elif not any(package in path for package in ("/jax/", "/jaxlib/", "/dtrans/")):
+                contrib = os.path.basename(os.path.dirname(frame.file_name)) == "contrib"
+                return ("optax.contrib." if contrib else "optax.") + outer
+        elif not library:
             return frame.function_name.replace(".<locals>", "").removesuffix(".<lambda>")
     return ""
 
