@@ -2,11 +2,13 @@
 
 `jax.extend` and `jax.interpreters` promise nothing from release to release, so the rest of the
 package imports these names from here and nowhere else (a test greps for it). Supported:
-`jax>=0.10.2,<0.12`.
+`jax>=0.10.2,<0.13`.
 
 The one difference that matters: up to 0.10 a `ClosedJaxpr` pairs a `Jaxpr` with its constants; from
 0.11 both names are the same class, and constants live in the jaxpr. Code here therefore never asks
 `isinstance(x, Jaxpr)` to tell an open jaxpr from a closed one: it calls `opened`, `constants`, `closed`.
+From 0.11 a `scan` also says in another way which of its operands are constants and which are carried: `scan_counts`
+knows both.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ def is_jaxpr(value: Any) -> bool:
 
 def opened(jaxpr: Any) -> Jaxpr:
     """The jaxpr proper; the identity from 0.11."""
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    inner: Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return inner
 
 
 def constants(jaxpr: Any) -> list[Any]:
@@ -182,6 +185,45 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
         *p.get("out_layouts", ()),
     )
     return all(type(a).__name__ == "UnspecifiedValue" or a is None for a in asked)
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many are carried; the rest is taken apart."""
+    p = eqn.params
+    if "ft_in" in p:  # from 0.11: a tree for each kind of operand
+        consts, carried, _ = map(len, p["ft_in"].unpack())
+        return consts, carried
+    return int(p["num_consts"]), int(p["num_carry"])
+
+
+def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `while` are constants of its condition, and how many of its body; the rest is carried."""
+    return int(eqn.params["cond_nconsts"]), int(eqn.params["body_nconsts"])
+
+
+def scan_with(eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
+    """A `scan` with another body, which takes apart and makes other stacks; its constants and what it carries stay."""
+    params = {**eqn.params, "jaxpr": body}
+    if "ft_in" in params:
+        consts, carried = scan_counts(eqn)
+        params |= _scan_trees(consts, carried, len(invars) - consts - carried, len(outvars) - carried)
+    return eqn.replace(invars=list(invars), outvars=list(outvars), params=params)
+
+
+@functools.cache
+def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, Any]:
+    """How a `scan` says from 0.11 which operands and results are of which kind: JAX is asked for one of this kind."""
+
+    def loop(fixed: list[Any], carry: list[Any], parts: list[Any]) -> Any:
+        def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
+            one = sum([*fixed, *carry, *parts], 0.0)  # so that every constant is read
+            return [one] * carried, [one] * made
+
+        return jax.lax.scan(turn, carry, parts, length=1)
+
+    jaxpr = jax.make_jaxpr(loop)([0.0] * consts, [0.0] * carried, [jax.numpy.zeros(1)] * taken)
+    (eqn,) = (e for e in opened(jaxpr).eqns if e.primitive.name == "scan")
+    return {key: eqn.params[key] for key in ("ft_in", "ft_out")}
 
 
 def scope_of(eqn: JaxprEqn) -> str:

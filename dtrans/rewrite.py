@@ -42,6 +42,7 @@ _INLINED = {
     "custom_vjp_call": "call_jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # from 0.11, in the place of the two before
 }
 
 

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var, opened, origin_of, scope_of
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, opened, origin_of, scan_counts, scope_of, while_counts
 from dtrans.branches import inline_bodies, normalise
 from dtrans.cut import GRAD, OptimizeHalf
 from dtrans.layouts import SHARED, Layout, Rows, Whole, join, leaves_of, sendable
@@ -275,7 +275,7 @@ class _Pass:
         return Step(tuple(x if isinstance(x, Rows) else None for x in ins), tuple(outs), bodies=tuple(bodies))
 
     def _scan(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carry = scan_counts(eqn)
         inside = [_moved(x, -1) if i >= consts + carry else x for i, x in enumerate(ins)]
         if None in inside:
             return self._bound(eqn, ins, "goes through the rows")
@@ -291,7 +291,7 @@ class _Pass:
         return self._loop(flow, eqn, ins, operands, made, (body,))
 
     def _while(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        of_cond, of_body = while_counts(eqn)
         given = list(ins)
         while True:
             body, outs = self._body(eqn, eqn.params["body_jaxpr"], given[of_cond:])

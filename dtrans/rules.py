@@ -47,11 +47,11 @@ ELEMENTWISE = frozenset(
         "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
         "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc",
         "exp", "exp2", "expm1", "floor", "ge", "gradient", "gt", "igamma", "igammac", "imag", "integer_pow",
-        "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "mulhi", "name",
-        "ne", "neg", "nextafter", "not", "or", "optimization_barrier", "polygamma", "population_count", "pow", "real",
-        "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
-        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-        "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
+        "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "mulhi", "name",
+        "ne", "neg", "nextafter", "not", "one_minus_square", "optimization_barrier", "or", "polygamma", "polynomial",
+        "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt",
+        "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+        "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
     }
 )
 # fmt: on

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened, scan_counts, while_counts
 from dtrans.layouts import SHARED, Layout, Rows
 from dtrans.rewrite import Builder
 from dtrans.rows import Flow
@@ -211,12 +211,13 @@ class RowWriter:
         if name == "scan":
             (flow,) = step.bodies
             inner = opened(p["jaxpr"])
-            carry = inner.invars[p["num_consts"] : p["num_consts"] + p["num_carry"]]
-            outs = [*map(flow.layout, carry), *map(flow.layout, inner.outvars[p["num_carry"] :])]
+            consts, carried = scan_counts(eqn)
+            carry = inner.invars[consts : consts + carried]
+            outs = [*map(flow.layout, carry), *map(flow.layout, inner.outvars[carried:])]
             return {"jaxpr": self._body(p["jaxpr"], flow, outs)}
         assert name == "while", name
         test, flow = step.bodies
-        carry = opened(p["body_jaxpr"]).invars[p["body_nconsts"] :]
+        carry = opened(p["body_jaxpr"]).invars[while_counts(eqn)[1] :]
         return {
             "cond_jaxpr": self._body(p["cond_jaxpr"], test, [SHARED]),
             "body_jaxpr": self._body(p["body_jaxpr"], flow, [flow.layout(v) for v in carry]),

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtrans._jax import Literal, constants, opened
+from dtrans._jax import JaxprEqn, Literal, constants, opened, scan_counts, while_counts
 
 
 def interpret(jaxpr: Any, *args: Any) -> list[Any]:
@@ -22,7 +22,7 @@ def interpret(jaxpr: Any, *args: Any) -> list[Any]:
     for eqn in inner.eqns:
         operands, name, p = [read(a) for a in eqn.invars], eqn.primitive.name, eqn.params
         if name in LOOPS:
-            made = LOOPS[name](p, operands)
+            made = LOOPS[name](eqn, operands)
         elif name in ELEMENTWISE:
             made = [ELEMENTWISE[name](*operands)]
         elif name in OTHERS:
@@ -47,21 +47,24 @@ def _host(x: Any) -> Any:
 # -- loops and branches ----------------------------------------------------------------------------
 
 
-def _cond(p: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
+def _cond(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    p = eqn.params
     which = int(np.clip(int(operands[0]), 0, len(p["branches"]) - 1))
     return interpret(p["branches"][which], *operands[1:])
 
 
-def _while(p: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
-    n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+def _while(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    p = eqn.params
+    n, m = while_counts(eqn)[0], sum(while_counts(eqn))
     carry = list(operands[m:])
     while interpret(p["cond_jaxpr"], *operands[:n], *carry)[0]:
         carry = interpret(p["body_jaxpr"], *operands[n:m], *carry)
     return carry
 
 
-def _scan(p: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
-    n, m = p["num_consts"], p["num_consts"] + p["num_carry"]
+def _scan(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    p = eqn.params
+    n, m = scan_counts(eqn)[0], sum(scan_counts(eqn))
     carry, turns = list(operands[n:m]), []
     order = range(p["length"])[:: -1 if p["reverse"] else 1]
     for t in order:
@@ -73,7 +76,7 @@ def _scan(p: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
     return [*carry, *map(np.stack, zip(*turns, strict=True))]
 
 
-LOOPS: Mapping[str, Callable[[Mapping[str, Any], Sequence[Any]], list[Any]]] = {
+LOOPS: Mapping[str, Callable[[JaxprEqn, Sequence[Any]], list[Any]]] = {
     "cond": _cond,
     "while": _while,
     "scan": _scan,

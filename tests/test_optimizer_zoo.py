@@ -36,7 +36,7 @@ from hypothesis import given, settings, strategies as st
 from optimizer_zoo import CASES, REFUSED, SCHEDULES, STEPS, TRAINERS, Case, gradients, loss, plan_of
 
 import dtrans
-from dtrans._jax import constants, opened
+from dtrans._jax import constants, opened, scan_counts, while_counts
 
 
 LIMIT = {"float64": 1e-12, "float32": 1e-5}
@@ -62,12 +62,12 @@ def one_by_one(jaxpr, *args):
         if eqn.primitive.name == "cond":
             made = one_by_one(p["branches"][int(operands[0])], *operands[1:])
         elif eqn.primitive.name == "while":
-            n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+            n, m = while_counts(eqn)[0], sum(while_counts(eqn))
             made = operands[m:]
             while one_by_one(p["cond_jaxpr"], *operands[:n], *made)[0]:
                 made = one_by_one(p["body_jaxpr"], *operands[n:m], *made)
         elif eqn.primitive.name == "scan":
-            n, m = p["num_consts"], p["num_consts"] + p["num_carry"]
+            n, m = scan_counts(eqn)[0], sum(scan_counts(eqn))
             made, turns = operands[n:m], []
             for t in range(p["length"])[:: -1 if p["reverse"] else 1]:
                 outs = one_by_one(p["jaxpr"], *operands[:n], *made, *(x[t] for x in operands[m:]))

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, constants, is_jaxpr, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, constants, is_jaxpr, opened, scan_counts
 from dtrans.cut import Cut, cut, spread
 from dtrans.errors import GradientError
 from dtrans.marks import SEED
@@ -245,7 +245,8 @@ def _names_algorithm(eqn: JaxprEqn) -> bool:
 
 
 def _is_carried(eqn: JaxprEqn, k: int) -> bool:
-    return 0 <= k - eqn.params["num_consts"] < eqn.params["num_carry"]
+    consts, carried = scan_counts(eqn)
+    return 0 <= k - consts < carried
 
 
 def _lowered(body: Any, dtype: Any, params: Sequence[bool], hoist: Sequence[bool]) -> tuple[Any, list[bool]]:
@@ -309,7 +310,8 @@ def _is_low(atom: Atom, made_by: dict[Var, JaxprEqn], dtype: Any) -> bool:
         body = opened(eqn.params["jaxpr"])
         k = next(i for i, v in enumerate(eqn.outvars) if v is atom)
         inside = {v: e for e in body.eqns for v in e.outvars}
-        return k >= eqn.params.get("num_carry", 0) and _is_low(body.outvars[k], inside, dtype)
+        carried = scan_counts(eqn)[1] if eqn.primitive.name == "scan" else 0
+        return k >= carried and _is_low(body.outvars[k], inside, dtype)
     return False
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var, opened
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, opened, scan_counts, scan_with
 from dtrans.ops import after_p, all_gather_p
 from dtrans.program import DIST
 from dtrans.rewrite import Builder
@@ -307,7 +307,7 @@ class Gatherer:
             body = opened(eqn.params["jaxpr"])
             own = {body.invars[k]: stack for k, (stack, _) in stacks.items()}
             uses = Uses(body.eqns, [""] * len(body.eqns), list(own), set(body.constvars).__contains__)
-            for out, inner in list(zip(eqn.outvars, body.outvars, strict=True))[eqn.params["num_carry"] :]:
+            for out, inner in list(zip(eqn.outvars, body.outvars, strict=True))[scan_counts(eqn)[1] :]:
                 roots = uses.roots.get(inner) if isinstance(inner, Var) else None
                 if roots is None or len(roots) != 1:
                     continue
@@ -324,13 +324,14 @@ class Gatherer:
     def _emit_loop(self, eqn: JaxprEqn, i: int) -> None:
         """Write a loop over slices of layers."""
         loop = Loop(self, eqn)
-        atoms = [a if isinstance(a, StackOfSlices) else self.read(a, i) for a in loop.operands]
-        atoms = [self._slice(a) if isinstance(a, StackOfSlices) else a for a in atoms]
-        new = eqn.replace(outvars=loop.outvars, params={**eqn.params, "jaxpr": loop.body})
+        read = [a if isinstance(a, StackOfSlices) else self.read(a, i) for a in loop.operands]
+        atoms = [self._slice(a) if isinstance(a, StackOfSlices) else a for a in read]
         if loop.ahead is not None:
-            types = [a.aval for a in atoms]  # type: ignore[union-attr]
+            types = [a.aval for a in atoms]
             new = prefetched(eqn, loop.body, *loop.ahead, types, loop.outvars)
-        self.b.keep(new, atoms)  # type: ignore[arg-type]
+        else:
+            new = scan_with(eqn, loop.body, atoms, loop.outvars)
+        self.b.keep(new, atoms)
         self.env.update(loop.changed)
         if loop.changed:
             self.late = next(iter(loop.changed.values()))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, opened, scan_counts
 from dtrans.ops import all_gather_p, reduce_scatter_p
 from dtrans.program import DIST
 from dtrans.rewrite import Builder
@@ -60,7 +60,7 @@ class Loop:
         old: ClosedJaxpr = eqn.params["jaxpr"]
         inner, b = opened(old), Builder(eqn.params["jaxpr"])
         b.role = g.b.role
-        carried = eqn.params["num_carry"]
+        _, carried = scan_counts(eqn)
         stacks = g.stacks(eqn)
         given: dict[Var, Given] = {}
         prefix: list[JaxprEqn] = []
@@ -137,7 +137,7 @@ class Loop:
             return None
         window = body.uses.windows[0]
         of = body.given[window.leaf]
-        parts = self.operands[eqn.params["num_consts"] + eqn.params["num_carry"] :]
+        parts = self.operands[sum(scan_counts(eqn)) :]
         is_its = lambda a: isinstance(a, StackOfSlices) and slices.get((a.leaf, a.dtype)) is window.leaf
         stack = next(k for k, a in enumerate(parts) if is_its(a))
         whole = body.b.input(window.leaf.aval.update(dtype=jnp.dtype(window.dtype)))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun, opened, small_jaxpr
+from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun, opened, scan_counts, small_jaxpr
 
 
 def prefetched(
@@ -34,7 +34,7 @@ def prefetched(
       outs: the variables of what it makes.
     """
     p = eqn.params
-    consts, carried, length = p["num_consts"], p["num_carry"], p["length"]
+    (consts, carried), length = scan_counts(eqn), p["length"]
     run: Callable[..., Any] = jaxpr_as_fun(body)
     made = [a.aval for a in opened(body).outvars[carried:]]
     first, last, by = (length - 1, 0, -1) if p["reverse"] else (0, length - 1, 1)

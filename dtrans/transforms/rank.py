@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, JaxprEqn, Var
+from dtrans._jax import Atom, JaxprEqn, Var, scan_counts
 from dtrans.cut import GRAD, Cut, OptimizeHalf, cut
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.program import BACKWARD, DIST, FORWARD, OPTIMIZE, Program, is_communication
@@ -99,7 +99,7 @@ class Layout:
         # what reads a gradient beside its mark needs all of it
         read = {a for e in trained if not border.intersection(e.outvars) for a in e.invars if isinstance(a, Var)}
         read |= {a for a in program.jaxpr.jaxpr.outvars if isinstance(a, Var)}
-        made = {v for e in eqns if e.primitive.name == "scan" for v in e.outvars[e.params["num_carry"] :]}
+        made = {v for e in eqns if e.primitive.name == "scan" for v in e.outvars[scan_counts(e)[1] :]}
         found: dict[Var, str] = {}
         for leaf, g in step.gradients.items():
             s = self.slices.leaves.get(leaf)

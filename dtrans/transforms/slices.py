@@ -24,7 +24,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dtrans._jax import JaxprEqn, Literal, Var
+from dtrans._jax import JaxprEqn, Literal, Var, scan_counts
 from dtrans.cut import GRAD, Cut, spread
 from dtrans.layouts import Rows
 from dtrans.marks import mark_p
@@ -186,4 +186,4 @@ def stacks_of(eqn: JaxprEqn) -> range:
     """The operands of an equation that are taken apart, turn by turn: those of a scan."""
     if eqn.primitive.name != "scan":
         return range(0)
-    return range(eqn.params["num_consts"] + eqn.params["num_carry"], len(eqn.invars))
+    return range(sum(scan_counts(eqn)), len(eqn.invars))

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var, closed, constants
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, closed, constants, scan_counts
 from dtrans.cut import GRAD, Cut, OptimizeHalf
 from dtrans.placement import Block, Placement, Unit
 from dtrans.program import FORWARD, Program
@@ -58,7 +58,7 @@ def loops_of(forward: ForwardPass) -> list[int]:
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == "scan" and not eqn.params["reverse"] and eqn.params["length"] > 1:
-            xs = eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :]
+            xs = eqn.invars[sum(scan_counts(eqn)) :]
             if any(isinstance(a, Var) and a in forward.diff for a in xs):
                 found.append(i)
     return found
@@ -94,8 +94,7 @@ def turned(forward: ForwardPass, turns: Turns) -> tuple[ForwardPass, list[tuple[
 
 def _parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Any:
     """Write a loop in parts; gives the number of each part once it is written."""
-    p = eqn.params
-    first, carried = p["num_consts"], p["num_carry"]
+    first, carried = scan_counts(eqn)
     carry = eqn.invars[first : first + carried]
     xs = eqn.invars[first + carried :]
     stacked: list[list[Atom]] = []
