@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from dtrans._jax import gloo_scatters_wrongly
 from dtrans.collective import CollectivePlan
 from dtrans.errors import ConfigError, StateError
 from dtrans.ops import after_p, all_gather_p, all_reduce_p, all_to_all_p, combine, reduce_scatter_p, trainer_index_p
@@ -40,7 +41,19 @@ def _all_reduce(*xs: Any, op: str, over: tuple[str, ...], **_: Any) -> Sequence[
 
 
 def _reduce_scatter(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    return [jax.lax.psum_scatter(x, over, scatter_dimension=axis, tiled=True) for x in xs]
+    scatter = partial(jax.lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
+    if not gloo_scatters_wrongly():
+        return [scatter(x) for x in xs]
+    reduce = partial(_reduce_and_slice, over=over, axis=axis)
+    return [jax.lax.platform_dependent(x, cpu=reduce, default=scatter) for x in xs]
+
+
+def _reduce_and_slice(x: jax.Array, *, over: tuple[str, ...], axis: int) -> jax.Array:
+    """A reduce-scatter as an all-reduce, of which each trainer takes its part."""
+    part = x.shape[axis] // jax.lax.axis_size(over)
+    start = jax.lax.axis_index(over) * part
+    made: jax.Array = jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, over), start, part, axis)
+    return made
 
 
 def _all_gather(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
