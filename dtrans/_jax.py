@@ -103,6 +103,20 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
 
+def map_bodies(params: Mapping[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
+    """The parameters of an equation with another jaxpr for each that is in them. Tuples that have names keep them."""
+
+    def mapped(value: Any) -> Any:
+        if is_jaxpr(value):
+            return fn(value)
+        if isinstance(value, tuple) and any(map(is_jaxpr, value)):
+            made = [fn(x) if is_jaxpr(x) else x for x in value]
+            return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        return value
+
+    return {key: mapped(value) for key, value in params.items()}
+
+
 def opened(jaxpr: Any) -> Jaxpr:
     """The jaxpr proper; the identity from 0.11."""
     inner: Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, is_jaxpr, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, map_bodies, opened
 from dtrans.layouts import SHARED, Layout, Rows, leaves_of
 from dtrans.rewrite import Builder, inline_calls
 
@@ -48,13 +48,7 @@ def _inlined(eqn: JaxprEqn) -> JaxprEqn:
     if eqn.primitive.name not in ("cond", "scan", "while"):
         return eqn
     flat: Callable[[Any], Any] = lambda body: inline_bodies(inline_calls(body))
-    changed: dict[str, Any] = {}
-    for key, value in eqn.params.items():
-        if is_jaxpr(value):
-            changed[key] = flat(value)
-        elif isinstance(value, tuple) and value and all(map(is_jaxpr, value)):
-            changed[key] = tuple(map(flat, value))
-    return eqn.replace(params={**eqn.params, **changed})
+    return eqn.replace(params=map_bodies(eqn.params, flat))
 
 
 def normalise(jaxpr: ClosedJaxpr, flow: Flow, roots: Mapping[str, str]) -> ClosedJaxpr | None:

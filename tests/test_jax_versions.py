@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dtrans._jax import equations, lowered_jaxpr, opened, scan_counts, scan_with, while_counts
+from dtrans._jax import equations, lowered_jaxpr, map_bodies, opened, scan_counts, scan_with, while_counts
 from dtrans.rewrite import inline_calls
 from dtrans.rules import ELEMENTWISE, RULES
 
@@ -69,6 +69,27 @@ def test_a_scan_is_written_with_other_stacks(consts, carried, taken, made):
     for a, b in zip(jax.tree.leaves(fn(*args)), old, strict=True):
         assert jnp.array_equal(a, b)
     assert jnp.array_equal(stack, jnp.arange(4.0) + 1)
+
+
+def test_bodies_are_mapped_wherever_a_parameter_holds_them():
+    """A linear solve keeps its in a tuple that has names; a branch in one that has none."""
+    a, b = jnp.eye(3), jnp.ones(3)
+
+    def fn(a, b):
+        return jax.lax.cond(b[0] > 0, lambda: jnp.linalg.solve(a, b), lambda: b)
+
+    jaxpr = inline_calls(lowered_jaxpr(fn, a, b))
+    seen = []
+
+    def twice(body):
+        seen.append(body)
+        return body
+
+    for eqn in equations(jaxpr):
+        made = map_bodies(eqn.params, twice)
+        assert made == dict(eqn.params)
+        assert [type(v) for v in made.values()] == [type(v) for v in eqn.params.values()]
+    assert len(seen) > 5
 
 
 ACTIVATIONS = {

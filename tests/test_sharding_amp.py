@@ -312,6 +312,97 @@ def test_micro_steps_are_scaled_too() -> None:
         np.testing.assert_allclose(state, states[0], atol=2e-4)
 
 
+@pytest.mark.parametrize("scaling", [64.0, dtrans.LossScaling(initial=2.0**15)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("clip", [1e-2, 1e3])
+def test_gradients_are_clipped_as_they_are_without_the_scale(clip: float, stage: int, scaling: Any) -> None:
+    """Each rank clips its own gradient, then these are averaged: a norm far above the bound, and one far below."""
+    loss, params = MODELS["mlp"]
+    start, parts = params(KEY), 2
+    wanted = jax.tree.map(jnp.zeros_like, start)
+    for k in range(parts):
+        rows = slice(k * BATCH // parts, (k + 1) * BATCH // parts)
+        own = jax.grad(loss)(start, X[rows], Y[rows])
+        own, _ = optax.clip_by_global_norm(clip).update(own, optax.EmptyState())
+        wanted = jax.tree.map(lambda a, b: a + b / parts, wanted, own)
+    plan = plan_of(
+        "mlp", optax.sgd(1.0), stage=stage, amp="fp16", degree=parts, clip_local_norm=clip, loss_scaling=scaling
+    )
+    job = plan.simulate()
+    state, _ = job.step(job.init(KEY), X, Y)
+    moved = flat(start) - flat(job.params(state))
+    assert np.linalg.norm(moved - flat(wanted)) < 2e-3 * np.linalg.norm(flat(wanted))
+
+
+def test_clipping_keeps_what_is_not_finite() -> None:
+    job = plan_of("mlp", stage=2, amp="fp16", degree=2, clip_local_norm=0.1).simulate()
+    before = job.init(KEY)
+    after, _ = job.step(before, X.at[0, 0].set(jnp.inf), Y)
+    np.testing.assert_array_equal(flat(job.params(after)), flat(job.params(before)))
+    assert int(after.extra[SKIPPED]) == 1
+
+
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**16, 2.0**17])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_leaves_of_float16_learn_under_any_scale(scale: float, dynamic: bool) -> None:
+    """65,536 is infinite in float16; a gradient that was scaled by it may be finite."""
+    small = lambda params, x: jnp.mean((x @ params["w"]).astype(jnp.float32)) * 1e-3
+    start = lambda key: {"w": jnp.ones((8, 4), jnp.float16)}
+    x = jnp.ones((8, 8), jnp.float16)
+    main, startup, *_ = programs(small, start, optax.sgd(100.0), x)
+    scaling = dtrans.LossScaling(initial=scale, dynamic=dynamic)
+    job = dtrans.sharding(
+        main, startup, stage=2, degree=4, amp="fp16", loss_scaling=scaling, min_slice_size=0
+    ).simulate()
+    state, _ = job.step(job.init(KEY), x)
+    np.testing.assert_allclose(np.asarray(job.params(state)["w"], np.float32), 1 - 0.1 / 4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_is_skipped_leaves_statistics_as_they_were(stage: int) -> None:
+    """A running mean of the batch, and a counter, are made by the loss, not by the optimizer."""
+    tx = optax.sgd(0.1)
+
+    def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
+        def loss_fn(weights: Any) -> Any:
+            return jnp.mean((x @ weights["w"]) ** 2), jnp.mean(x, 0)
+
+        (loss, mean), grads = dtrans.value_and_grad(loss_fn, has_aux=True)(params["weights"])
+        updates, opt_state = tx.update(grads, opt_state, params["weights"])
+        seen = {"mean": 0.9 * params["seen"]["mean"] + 0.1 * mean, "steps": params["seen"]["steps"] + 1}
+        return {"weights": optax.apply_updates(params["weights"], updates), "seen": seen}, opt_state, loss
+
+    def init(key: jax.Array) -> Any:
+        weights = {"w": jax.random.normal(key, (D, 4))}
+        return {"weights": weights, "seen": {"mean": jnp.zeros(D), "steps": jnp.int32(0)}}, tx.init(weights)
+
+    main, startup = dtrans.trace(step, *init(KEY), X), dtrans.trace(init, KEY)
+    options = {"stage": stage, "degree": 4, "amp": "fp16", "loss_scaling": dtrans.LossScaling(initial=256.0)}
+    job = dtrans.sharding(main, startup, **options, min_slice_size=0).simulate()
+    once, _ = job.step(job.init(KEY), X)
+    after, _ = job.step(once, X.at[3, 2].set(jnp.inf))
+    np.testing.assert_array_equal(flat(job.params(after)), flat(job.params(once)))
+    assert np.isfinite(flat(job.params(after))).all() and int(job.params(once)["seen"]["steps"]) == 1
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_a_linear_solve_keeps_its_rules(amp: str) -> None:
+    """JAX keeps the bodies of a linear solve in a tuple that has names."""
+
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.linalg.solve(jnp.eye(D) * 4 + params["a"], x.T).T @ params["w"] - y) ** 2)
+
+    def params(key: jax.Array) -> Any:
+        return {"a": 0.1 * jax.random.normal(key, (D, D)), "w": jax.random.normal(key, (D, D)) / D**0.5}
+
+    main, startup, step, init = programs(loss, params, optax.sgd(0.5), X, Y)
+    want, *_ = step(*init(KEY), X, Y)
+    for stage in (1, 3):
+        job = dtrans.sharding(main, startup, stage=stage, degree=4, amp=amp, min_slice_size=0).on_mesh()
+        state, _ = job.step(job.init(KEY), X, Y)
+        np.testing.assert_allclose(flat(job.params(state)), flat(want), atol=2e-2 if amp == "bf16" else 2e-3)
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -330,15 +421,32 @@ def test_a_loss_whose_derivative_is_not_marked_cannot_be_scaled() -> None:
     dtrans.sharding(main, startup, stage=1, degree=2, amp="bf16")
 
 
+def test_a_scale_that_is_infinite_in_the_type_of_the_loss_is_refused() -> None:
+    low = lambda params, x: jnp.mean(x @ params["w"])
+    x = jnp.ones((8, 8), jnp.float16)
+    main, startup, *_ = programs(low, lambda key: {"w": jnp.ones((8, 4), jnp.float16)}, optax.sgd(0.1), x)
+    with pytest.raises(ConfigError, match=r"loss_scaling=65536.0 is infinite in float16, the type of the loss of step"):
+        dtrans.sharding(main, startup, stage=1, degree=2, amp="fp16", loss_scaling=65536.0)
+    dtrans.sharding(main, startup, stage=1, degree=2, amp="fp16", loss_scaling=32768.0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"amp": "fp8"}, r"amp must be 'fp16', 'bf16' or None, it is 'fp8'"),
         ({"amp": "bf16", "compress": "bf16"}, r"amp='bf16' and compress='bf16'"),
         ({"loss_scaling": 8.0}, r"loss_scaling=.* is for amp='fp16' or 'bf16', which is None"),
-        ({"amp": "fp16", "loss_scaling": 0.0}, r"loss_scaling: initial must be a positive number, it is 0.0"),
+        ({"amp": "fp16", "loss_scaling": 0.0}, r"loss_scaling: initial must be a number from 1 to 3.4e38, it is 0.0"),
+        ({"amp": "fp16", "loss_scaling": 0.5}, r"initial must be a number from 1 to 3.4e38, it is 0.5"),
+        ({"amp": "fp16", "loss_scaling": float("inf")}, r"initial must be a number from 1 to 3.4e38, it is inf"),
+        ({"amp": "fp16", "loss_scaling": float("nan")}, r"initial must be a number from 1 to 3.4e38, it is nan"),
+        ({"amp": "fp16", "loss_scaling": 1e39}, r"initial must be a number from 1 to 3.4e38, it is 1e\+39"),
+        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(initial=0.25)}, r"from 1 to 3.4e38, it is 0.25"),
+        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(factor=float("inf"))}, r"factor must be a finite number"),
+        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(interval=0)}, r"interval must be a positive number of"),
+        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(interval=2.5)}, r"interval must be a positive number of"),
         ({"amp": "fp16", "loss_scaling": True}, r"loss_scaling must be a number, a LossScaling or None; it is True"),
-        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(factor=1.0)}, r"factor must be more than 1, it is 1.0"),
+        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(factor=1.0)}, r"factor must be .* above 1, it is 1.0"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:

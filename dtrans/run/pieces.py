@@ -28,9 +28,9 @@ from dtrans._jax import (
     Var,
     constants,
     equations,
-    is_jaxpr,
     jaxpr_as_fun,
     jaxprs_in_params,
+    map_bodies,
     opened,
     scope_of,
     small_jaxpr,
@@ -232,10 +232,4 @@ def _inside(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
         made = small_jaxpr(run, [v.aval for v in inner.invars])
         return made if isinstance(body, ClosedJaxpr) else opened(made)
 
-    params = dict(eqn.params)
-    for key, value in params.items():
-        if is_jaxpr(value):
-            params[key] = traced(value)
-        elif isinstance(value, tuple) and value and all(map(is_jaxpr, value)):
-            params[key] = tuple(map(traced, value))
-    return params
+    return map_bodies(eqn.params, traced)

@@ -15,19 +15,30 @@ Training (arXiv 1710.03740).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, constants, is_jaxpr, opened, scan_counts
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    constants,
+    jaxprs_in_params,
+    map_bodies,
+    opened,
+    scan_counts,
+)
 from dtrans.cut import Cut, cut, spread
-from dtrans.errors import GradientError
+from dtrans.errors import ConfigError, GradientError
 from dtrans.marks import SEED
 from dtrans.program import BACKWARD, FORWARD, Program
 from dtrans.rewrite import Builder, eliminate_dead, inline_calls
-from dtrans.transforms.arrays import converted, times
+from dtrans.transforms.arrays import converted, scalar, times
 from dtrans.transforms.options import COMPRESSED
 from dtrans.transforms.sharding_options import LossScaling
 from dtrans.trees import TreeSpec
@@ -60,6 +71,11 @@ def scale_spec() -> TreeSpec:
     return TreeSpec.of(fields, "loss_scale")
 
 
+def scale_of(scaling: LossScaling, inputs: Mapping[str, Var]) -> Atom:
+    """By what a loss is scaled: one of the step's inputs, or a number."""
+    return inputs[SCALE] if scaling.dynamic else scalar(scaling.initial)
+
+
 def low_precision(main: Program, amp: str, scaling: LossScaling | None) -> Program:
     """The step with its products in 16 bits, and its loss scaled.
 
@@ -81,7 +97,7 @@ def low_precision(main: Program, amp: str, scaling: LossScaling | None) -> Progr
     b.invars += inner.invars
     scale: Atom | None = None
     if scaling is not None:
-        _check_seeds(main, inner.eqns, seeds)
+        _check_seeds(main, inner.eqns, seeds, scaling)
         if scaling.dynamic:
             held = sum(len(spec.names) for spec in main.args[:2])
             kept = {n: Var(jax.typeof(x)) for n, x in scale_types(scaling).items()}
@@ -115,7 +131,7 @@ def low_precision(main: Program, amp: str, scaling: LossScaling | None) -> Progr
     return Program(main.name, b.build(outs), args, main.out, tuple(found), {}, respecialise, main.doubt)
 
 
-def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprEqn]) -> None:
+def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprEqn], scaling: LossScaling) -> None:
     """Refuse losses that cannot be scaled."""
     if not seeds:
         raise GradientError(
@@ -123,6 +139,12 @@ def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprE
             "gradients with dtrans.value_and_grad (or dtrans.make_train_step), outside of loops; or use amp='bf16', "
             "which needs no scale"
         )
+    for t in {e.outvars[0].aval.dtype for e in seeds}:
+        if not scaling.dynamic and scaling.initial > float(jnp.finfo(t).max):
+            raise ConfigError(
+                f"loss_scaling={scaling.initial!r} is infinite in {t}, the type of the loss of {main.name}: return the "
+                "loss in float32, or take a smaller scale"
+            )
     reached = spread(eqns, {e.outvars[0]: 1 for e in seeds}, {})
     if any(isinstance(a, Var) and reached.get(a) for e in seeds for a in e.invars):
         raise GradientError(
@@ -157,7 +179,7 @@ class _Lower:
         atoms = [self.read(a) for a in eqn.invars]
         if rewrite and eqn.primitive.name in PRODUCTS and self._is_wide(eqn.outvars[0]):
             self._product(eqn, atoms)
-        elif rewrite and any(map(is_jaxpr, _flat(eqn.params))):
+        elif rewrite and any(True for _ in jaxprs_in_params(eqn.params)):
             self._body(eqn, atoms)
         else:
             self.b.keep(eqn, atoms)
@@ -212,29 +234,21 @@ class _Lower:
     def _body(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
         """An equation with bodies: their products in 16 bits; parameters go in so too, if that is enough."""
         name = eqn.primitive.name
-        changed: dict[str, Any] = {}
         operands = list(atoms)
-        for key, value in eqn.params.items():
-            if is_jaxpr(value):
-                hoist = [
-                    (name == "scan" and key == "jaxpr" and not _is_carried(eqn, k)) or name in REMAT
-                    for k in range(len(eqn.invars))
-                ]
+
+        def lowered(body: Any) -> Any:
+            if name == "scan" or name in REMAT:  # which have one body, and its inputs are their operands
+                hoist = [name in REMAT or not _is_carried(eqn, k) for k in range(len(eqn.invars))]
                 known = [isinstance(a, Var) and a in self.params for a in eqn.invars]
-                if len(opened(value).invars) != len(eqn.invars):
-                    known = hoist = [False] * len(opened(value).invars)
-                changed[key], narrow = _lowered(value, self.dtype, known, hoist)
-                operands = (
-                    [self.low(a) if n else a for a, n in zip(operands, narrow, strict=True)]
-                    if any(narrow)
-                    else operands
-                )
-            elif isinstance(value, tuple) and value and all(map(is_jaxpr, value)):
-                changed[key] = tuple(
-                    _lowered(v, self.dtype, [False] * len(opened(v).invars), [False] * len(opened(v).invars))[0]
-                    for v in value
-                )
-        self.b.keep(eqn.replace(params={**eqn.params, **changed}), operands)
+            else:
+                hoist = known = [False] * len(opened(body).invars)
+            made, narrow = _lowered(body, self.dtype, known, hoist)
+            if any(narrow):
+                operands[:] = [self.low(a) if n else a for a, n in zip(operands, narrow, strict=True)]
+            return made
+
+        params = map_bodies(eqn.params, lowered)
+        self.b.keep(eqn.replace(params=params), operands)
 
 
 def _names_algorithm(eqn: JaxprEqn) -> bool:
@@ -320,10 +334,6 @@ def _narrows(eqn: JaxprEqn, dtype: Any) -> bool:
     return eqn.primitive.name == "convert_element_type" and bool(eqn.invars[0].aval.dtype == dtype)
 
 
-def _flat(params: dict[str, Any]) -> list[Any]:
-    return [x for v in params.values() for x in (v if isinstance(v, tuple) else (v,))]
-
-
 # small functions, each traced once for a type
 
 
@@ -346,12 +356,10 @@ def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
     return fn
 
 
-@functools.cache
-def unscaled(scale: float | None) -> Callable[..., jax.Array]:
-    """A gradient without its scale."""
-    if scale is None:
-        return lambda g, scale: g / scale.astype(g.dtype)
-    return lambda g: g / scale
+def unscaled(g: jax.Array, scale: jax.Array) -> jax.Array:
+    """A gradient without its scale, of the same type; a scale may be infinite in float16, which a gradient is not."""
+    wide = jnp.promote_types(g.dtype, jnp.float32)
+    return (g.astype(wide) / scale.astype(wide)).astype(g.dtype)
 
 
 def all_finite(*xs: jax.Array) -> jax.Array:

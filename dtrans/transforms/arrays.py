@@ -10,13 +10,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from dtrans._jax import Literal
 
 
 @functools.cache
 def converted(dtype: Any) -> Callable[[jax.Array], jax.Array]:
     """To another type."""
     return lambda x: x.astype(dtype)
+
+
+def scalar(value: float) -> Literal:
+    """A number as an operand."""
+    array = np.asarray(value, jnp.result_type(float))
+    return Literal(array[()], jax.typeof(array))
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from dtrans.transforms.amp import (
     all_finite,
     low_gradients,
     next_scale,
+    scale_of,
     scale_spec,
     unscaled,
 )
@@ -143,6 +144,7 @@ class RankWriter:
         # reductions one after the other are one chain
         self.reducing = o if o.overlap or o.nccl_comm_num else dataclasses.replace(o, nccl_comm_num=1)
         self._index: Atom | None = None  # of the rank, in a group
+        self.scale = None if o.loss_scaling is None else scale_of(o.loss_scaling, self.vars_of)
         self.b = b = Builder(self.source.jaxpr)
         b.role = FORWARD
         cuts = layout.cuts
@@ -170,9 +172,11 @@ class RankWriter:
                 reducer.made(leaf, made[leaf + GRAD])
         reducer.finish()
         means, finite = self._unscaled(reducer.means)
-        found |= self._updated(means, finite)
+        found |= self._updated(means)
         found |= self._from_gradients(means)
         found |= reducer.merged(found, self.layout.merges, self.vars_of)
+        if finite is not None:
+            found |= self._taken_if(finite, found)
         owned = self.layout.owned
         args, out = (owned.args, owned.out) if owned else (self.source.args, self.source.out)
         n_state, n_given = (sum(len(spec.names) for spec in of[:2]) for of in (self.source.args, args))
@@ -203,7 +207,7 @@ class RankWriter:
             return self.layout.owned.reducer(b, values, self.reducing, weight)
         unreduced, groups = self.layout.unreduced, self.layout.groups
         kind = self.kind if not scattered else kinds_of(self.leaves, self.leaves, {}, unreduced, groups)
-        return Scatterer(b, values, self.reducing, weight, GRAD, self.leaves, kind)
+        return Scatterer(b, values, self.reducing, weight, GRAD, self.leaves, kind, self.scale)
 
     def _half(
         self, b: Builder, step: Cut, results: Sequence[str], made: Any, local: Mapping[str, Atom]
@@ -266,13 +270,13 @@ class RankWriter:
 
     def _unscaled(self, means: Mapping[str, Atom]) -> tuple[dict[str, Atom], Atom | None]:
         """Write the gradients of a loss that is not scaled, and whether all of them are finite, on every rank."""
-        b, s = self.b, self.o.loss_scaling
-        if s is None:
+        b, scaling = self.b, self.o.loss_scaling
+        if scaling is None or self.scale is None:
             return dict(means), None
         b.role = OPTIMIZE
-        if not s.dynamic:
-            return {n: b.call(unscaled(s.initial), g)[0] for n, g in means.items()}, None
-        plain = {n: b.call(unscaled(None), g, self.vars_of[SCALE])[0] for n, g in means.items()}
+        plain = {n: b.call(unscaled, g, self.scale)[0] for n, g in means.items()}
+        if not scaling.dynamic:
+            return plain, None
         (finite,) = b.call(all_finite, *means.values())
         if self.leaves:
             over = (self.o.axis_name,)
@@ -280,8 +284,19 @@ class RankWriter:
             b.labels[finite] = "finite"
         return plain, finite
 
-    def _updated(self, means: Mapping[str, Atom], finite: Atom | None) -> dict[str, Atom]:
-        """Write the update; new parameters and state, by name. What is not finite updates nothing."""
+    def _taken_if(self, finite: Atom, found: Mapping[str, Atom]) -> dict[str, Atom]:
+        """Write the state after the step, whoever made it: as before, where a gradient is not finite; and the scale."""
+        b = self.b
+        b.role = OPTIMIZE
+        new = {n: found[n] for spec in self.source.args[:2] for n in spec.names if found[n] is not self.local[n]}
+        kept = {n: b.call(_picked, finite, x, self.local[n])[0] for n, x in new.items()}
+        names = (GOOD, SCALE, SKIPPED)
+        assert self.o.loss_scaling is not None
+        made = b.call(next_scale(self.o.loss_scaling), finite, *(self.vars_of[n] for n in names))
+        return kept | dict(zip(names, made, strict=True))
+
+    def _updated(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
+        """Write the update; new parameters and state, by name."""
         b, o, half = self.b, self.o, self.layout.half
         b.role = OPTIMIZE
         given: list[Atom] = []
@@ -293,12 +308,6 @@ class RankWriter:
             else:
                 given.append(self.local[n])
         found = dict(zip(half.out_names, b.inline(half.jaxpr, *given), strict=True))
-        if finite is not None:
-            found = {n: b.call(_picked, finite, x, self.local[n])[0] for n, x in found.items()}
-            kept = (GOOD, SCALE, SKIPPED)
-            assert o.loss_scaling is not None
-            made = b.call(next_scale(o.loss_scaling), finite, *(self.vars_of[n] for n in kept))
-            found |= zip(kept, made, strict=True)
         if not o.slices_params:
             found |= self._gathered({n: found[n] for n in self.leaves if n in found})
         return found

@@ -124,6 +124,7 @@ class Reducer:
       weight: the weight of this trainer, if means are weighted.
       suffix: what the names of reduced values say behind that of their leaf.
       kind: as in `buckets_of`.
+      scale: by what the gradients are too large, if their loss is scaled.
 
     Attributes:
       means: the reduced values, by leaf.
@@ -137,6 +138,7 @@ class Reducer:
         weight: Atom | None,
         suffix: str = "",
         kind: Callable[[str], Kind] = lambda leaf: ALIKE,
+        scale: Atom | None = None,
     ) -> None:
         self.b = b
         self.o = o
@@ -147,6 +149,7 @@ class Reducer:
         self.missing = {bucket.name: set(bucket.leaves) for bucket in self.bucket_of.values()}
         self.waiting: list[Bucket] = []
         self.weight = weight
+        self.scale = scale
         self._values = values
         self._of: dict[int, Atom] = {}
         self._suffix = suffix
@@ -173,7 +176,11 @@ class Reducer:
         """Reduce what is left."""
         if self.o.clip_local_norm is not None and self.grads:
             names = list(self.grads)
-            clipped = self.b.call(_clipped(float(self.o.clip_local_norm)), *(self.grads[n] for n in names))
+            grads, bound = [self.grads[n] for n in names], float(self.o.clip_local_norm)
+            if self.scale is None:
+                clipped = self.b.call(_clipped(bound), *grads)
+            else:
+                clipped = self.b.call(_clipped_scaled(bound), self.scale, *grads)
             of = {id(self.grads[n]): c for n, c in zip(names, clipped, strict=True)}
             self.grads = {n: of[id(g)] for n, g in self.grads.items()}
         self._flush()
@@ -327,6 +334,21 @@ def _clipped(norm: float) -> Callable[..., Sequence[jax.Array]]:
     def fn(*grads: jax.Array) -> Sequence[jax.Array]:
         size = jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(g))) for g in grads))
         return [jnp.where(size < norm, g, (g / size.astype(g.dtype)) * norm) for g in grads]
+
+    return fn
+
+
+@functools.cache
+def _clipped_scaled(norm: float) -> Callable[..., Sequence[jax.Array]]:
+    """The same of gradients that are too large by a scale, and stay so; their norm is taken without it."""
+
+    def fn(scale: jax.Array, *grads: jax.Array) -> Sequence[jax.Array]:
+        wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]
+        size = jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(g / scale.astype(g.dtype)))) for g in wide))
+        return [
+            jnp.where(size < norm, g, ((w / size.astype(w.dtype)) * norm).astype(g.dtype))
+            for g, w in zip(grads, wide, strict=True)
+        ]
 
     return fn
 

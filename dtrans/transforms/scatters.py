@@ -82,8 +82,9 @@ class Scatterer(Reducer):
         suffix: str,
         slices: Mapping[str, Sliced],
         kind: Callable[[str], Scatter],
+        scale: Atom | None = None,
     ) -> None:
-        super().__init__(b, values, o, weight, suffix, kind)
+        super().__init__(b, values, o, weight, suffix, kind, scale)
         self.scatter = kind
         self.slices = slices
         self.options = o

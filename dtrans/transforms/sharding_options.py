@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from dtrans.errors import ConfigError
 from dtrans.transforms.options import COMPRESSED, Options, check_options
 from dtrans.transforms.owners import RULES
@@ -131,9 +133,12 @@ def _check_scaling(o: Any) -> None:
         raise ConfigError(f"loss_scaling must be a number, a LossScaling or None; it is {s!r}")
     if o.amp is None:
         raise ConfigError(f"loss_scaling={s!r} is for amp='fp16' or 'bf16', which is None")
-    numbers: dict[str, Any] = {"initial": s.initial, "factor": s.factor, "interval": s.interval}
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ConfigError(f"loss_scaling: {name} must be a positive number, it is {value!r}")
-    if s.dynamic and not s.factor > 1:
-        raise ConfigError(f"loss_scaling: factor must be more than 1, it is {s.factor!r}")
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    largest = float(np.finfo(np.float32).max)
+    if not is_number(s.initial) or not 1 <= s.initial <= largest:  # a dynamic scale is never less than 1
+        raise ConfigError(f"loss_scaling: initial must be a number from 1 to 3.4e38, it is {s.initial!r}")
+    if not is_number(s.factor) or not 1 < s.factor <= largest:
+        raise ConfigError(f"loss_scaling: factor must be a finite number above 1, it is {s.factor!r}")
+    interval: Any = s.interval
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise ConfigError(f"loss_scaling: interval must be a positive number of steps, it is {interval!r}")
