@@ -309,7 +309,15 @@ def test_a_trainer_that_fails_ends_only_itself(crew: Crew) -> None:
     assert not isinstance(crew.end(ep), BaseException)
 
 
-@pytest.mark.parametrize("steps, told", [(0, "0"), (1001, "1001"), ("two", "'two'"), (True, "True")])
+@pytest.mark.parametrize(
+    "steps, told",
+    [
+        (0, "gradients of 0 steps, which must be a number from 1 to 1000"),
+        (1001, "gradients of 1001 steps, which must be a number from 1 to 1000"),
+        ("two", "a `send` message without a proper steps"),
+        (True, "a `send` message without a proper steps"),
+    ],
+)
 def test_a_number_of_steps_that_cannot_be_is_refused(crew: Crew, steps: Any, told: str) -> None:
     params = {"b": jnp.zeros(())}
     plan = plan_for(1, 1, optax.sgd(0.1), params=params, loss=lambda p, x, y: p["b"] * jnp.mean(x))
@@ -320,7 +328,7 @@ def test_a_number_of_steps_that_cannot_be_is_refused(crew: Crew, steps: Any, tol
         assert peer.hear().op == "welcome"
         value = np.ones((), np.float64).tobytes()
         peer.tell("send", value, step=0, pieces=[[["params/b@GRAD", 0, 8]]], steps=steps)
-        assert peer.refused() == f"gradients of {told} steps, which must be a number from 1 to 1000"
+        assert peer.refused() == told
         peer.tell("send", value, step=0, pieces=[[["params/b@GRAD", 0, 8]]], steps=2)
         peer.tell("complete")
         assert peer.hear().op == "goodbye"
@@ -641,11 +649,11 @@ def test_a_server_that_ends_behind_its_answer_is_found(monkeypatch: pytest.Monke
     params = {"w": jnp.ones((4, 2))}
     plan = plan_for(1, 1, optax.sgd(0.1), params=params, loss=lambda p, x, y: jnp.mean((x[:, :4] @ p["w"]) ** 2))
     (ep,) = plan.servers
-    away, dead = threading.Event(), threading.Event()
+    away, last, dead = threading.Event(), threading.Event(), threading.Event()
     hear = Communicator._hear
 
     def late(self: Communicator, line: Any, pull: Any) -> None:
-        if away.is_set():
+        if last.is_set():
             assert dead.wait(HANG)
             assert line.gone or line.sockets[1].poll(HANG * 1000)
         hear(self, line, pull)
@@ -670,8 +678,10 @@ def test_a_server_that_ends_behind_its_answer_is_found(monkeypatch: pytest.Monke
             stand.tell("welcome", step=0, local="", silence=30.0)
         elif message.op == "recv":
             head = wire.header("blocks", step=message["step"], pieces=[[["params/w", 0, 64]]])
-            stand.say(head, values)
             if away.is_set():
+                last.set()
+            stand.say(head, values)
+            if last.is_set():
                 break
     stand.end()
     dead.set()

@@ -174,6 +174,8 @@ def test_any_blocks_arrive_whatever_their_sizes(sizes: list[int], data: st.DataO
         ([msgpack.packb({"v": 1, "op": "h" * 99999})], r"^a message of unknown kind 'h{76}\.\.\.$"),
         ([msgpack.packb({"v": 1, "op": "send_barrier"})], "^a `send_barrier` message without a proper step$"),
         ([msgpack.packb({"v": 1, "op": "send_barrier", "step": True})], "without a proper step$"),
+        ([msgpack.packb({"v": 1, "op": "recv", "step": 0, "blocks": {}})], "without a proper blocks$"),
+        ([msgpack.packb({"v": 1, "op": "refuse", "reason": "", "last": 1})], "without a proper last$"),
         ([msgpack.packb({"v": 1, "op": "send_barrier", "step": 1.0})], "without a proper step$"),
         ([msgpack.packb({1: 2})], "^a message whose header is not msgpack"),  # a key that is not a string
         ([msgpack.packb({"v": 1, "op": msgpack.ExtType(5, b"x")})], "^a message of unknown kind ExtType"),

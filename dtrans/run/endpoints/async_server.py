@@ -72,8 +72,8 @@ class AsyncPServer(Serving):
         step = self._step_of(k)
         self._check_step(k, message)
         steps: Any = message.fields.get("steps", 1)
-        if type(steps) is not int or not 1 <= steps <= MAX_MERGED:
-            raise WireError(f"gradients of {wire.brief(steps)} steps, which must be a number from 1 to {MAX_MERGED}")
+        if not 1 <= steps <= MAX_MERGED:
+            raise WireError(f"gradients of {steps} steps, which must be a number from 1 to {MAX_MERGED}")
 
         def target(name: str) -> np.ndarray:
             if name not in step.grads:

@@ -407,11 +407,10 @@ def _following(message: wire.Message) -> list[wire.Message]:
     then: Any = message.fields.get("then", [])
     if then == []:
         return []
-    if then not in (["recv"], ["send_barrier", "recv"]) or "step" not in message.fields:
+    if then not in (["recv"], ["send_barrier", "recv"]) or message.op not in wire.FOLLOWED:
         raise WireError(f"a `{message.op}` message that {wire.brief(then)} cannot follow")
     shared = {n: x for n, x in message.fields.items() if n == "blocks"}
-    step = message.fields.get("step", 0)
-    return [wire.Message(op, {"step": step + (op == "recv"), **shared}) for op in then]
+    return [wire.Message(op, {"step": message["step"] + (op == "recv"), **shared}) for op in then]
 
 
 # what trainers may say, and the method that takes it

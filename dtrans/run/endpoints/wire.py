@@ -77,6 +77,20 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 }
 
 
+# the fields it may have beside, with their types
+OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "hello": {"sync_mode": bool},
+    "send": {"steps": int, "blocks": list},
+    "send_barrier": {"blocks": list},
+    "recv": {"blocks": list},
+    "peer": {"leaver": str},
+    "refuse": {"last": bool, "late": bool},
+}
+
+# the messages that others may follow, in `then`
+FOLLOWED = ("send", "send_barrier")
+
+
 @dataclasses.dataclass(frozen=True)
 class Message:
     """A received message: its op, fields, and raw frames."""
@@ -113,8 +127,10 @@ def parse(parts: Sequence[Any]) -> Message:
     op = fields.get("op")
     if not isinstance(op, str) or op not in FIELDS:
         raise WireError(f"a message of unknown kind {brief(op)}")
-    for name, kind in FIELDS[op].items():
-        if not isinstance(fields.get(name), kind) or isinstance(fields.get(name), bool):
+    optional = {n: kind for n, kind in OPTIONAL.get(op, {}).items() if n in fields}
+    for name, kind in {**FIELDS[op], **optional}.items():
+        value = fields.get(name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise WireError(f"a `{op}` message without a proper {name}")
     return Message(op, fields, parts[1:])
 
