@@ -69,7 +69,7 @@ def train(folder: Path, options: str) -> None:
     cluster = dtrans.connect(deadline=30)
     k, n = cluster.trainer_id, cluster.trainers
     part = lambda xs: tuple(x[k * ROWS // n : (k + 1) * ROWS // n] for x in xs)
-    found, said = {}, {}
+    found, said = {"run": np.array(cluster.run)}, {}
     for stage in given["stages"]:
         plan = planned(k, stage=stage, **given["plan"])
         job = plan.on_cluster()
@@ -83,7 +83,7 @@ def train(folder: Path, options: str) -> None:
             found[f"{stage} held {name}"] = np.asarray(x.addressable_data(0))
         found |= flat(**{f"{stage} last": (job.params(state), job.opt_state(state))})
         assert all(x.is_fully_addressable for x in jax.tree.leaves((job.params(state), loss, aux)))
-        checkpoint.save(folder / f"stage {stage}", job, state, tag="a job")
+        checkpoint.save(folder / f"stage {stage}", job, state)
         said[f"{stage} donated"] = refused(job.step, before, *part(batch))
         said[f"{stage} saved"] = refused(checkpoint.save, folder / "gone", job, before)
     # what is refused, by all ranks or by one

@@ -39,6 +39,8 @@ from test_mesh import batch_statistics_step
 
 import dtrans
 from dtrans import HashName, SizeBalanced, checkpoint
+from dtrans.checkpoint import runs
+from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError, StateError, TraceError, UnknownEndpointError
 from dtrans.plan import PServerPlan
 
@@ -515,7 +517,7 @@ def serve_saved(plan: PServerPlan, endpoint: str, start: Any, stop: Path, params
     with dtrans.Executor(deadline=HANG) as exe:
         programs = plan.servers[endpoint]
         state = checkpoint.restore(start, plan, endpoint) if start else exe.run(programs.startup, params)
-        checkpoint.save(stop, plan, endpoint, exe.run(programs.main, state), tag="job 1")
+        checkpoint.save(stop, plan, endpoint, exe.run(programs.main, state))
 
 
 def train_saved(plan: PServerPlan, k: int, batches: Any, start: Any, stop: Path, params: Any) -> Any:
@@ -528,7 +530,7 @@ def train_saved(plan: PServerPlan, k: int, batches: Any, start: Any, stop: Path,
             n = len(batch[0]) // plan.trainers
             params, _ = exe.run(plan.trainer_program(k), params, *(x[k * n : (k + 1) * n] for x in batch))
     if k == 0:
-        checkpoint.save_trainer(stop, plan, params, tag="job 1")
+        checkpoint.save_trainer(stop, plan, params)
     return params
 
 
@@ -641,7 +643,7 @@ def test_a_path_of_another_job_is_taken(saved: Any) -> None:
     first, *_ = plan.servers
     shutil.rmtree(path / "pserver-0")
     with pytest.raises(
-        ConfigError, match=f"{path} is taken: pserver-1 in it is of another job or step, '' and not 'x'"
+        ConfigError, match=f"{path} is taken: pserver-1 in it is of another job, run or step, '.+' and not 'x'"
     ):
         checkpoint.save(path, plan, first, held[first], tag="x")
     other = planned(OPTIMIZERS["adam"], 4)
@@ -657,9 +659,41 @@ def test_pieces_of_several_jobs_are_not_put_together(saved: Any, tmp_path: Path)
     shutil.rmtree(path / "pserver-0")
     shutil.copytree(tmp_path / "2" / "pserver-0", path / "pserver-0")
     with pytest.raises(
-        StateError, match=r"has pieces of several jobs: pserver-0 \(tag 'job 2'\) and pserver-1 \(tag ''"
+        StateError, match=r"has pieces of several jobs or runs: pserver-0 \(tag 'job 2'\) and pserver-1 \(tag '"
     ):
         checkpoint.load(path, plan.main)
+
+
+@pytest.mark.usefixtures("x64")
+def test_pieces_of_two_runs_are_not_put_together(crew: Crew, tmp_path: Path) -> None:
+    """Two runs of one plan, the first of which left a piece: it is told from the others without a tag of the user's."""
+    params, (batch,) = mlp_params(dtype=jnp.float64), batches_of(1)
+    trains = {"w1": "yes", "w2": "yes", "b1": "no", "b2": "no"}
+    tx = optax.multi_transform({"yes": TX, "no": optax.set_to_zero()}, trains)
+    plan = over_endpoints(2, params, dtrans.make_train_step(mlp_loss, tx), init_of(tx), batch, trainers=2)
+    for run in ("first", "second"):
+        job_of(crew, plan, [batch], None, tmp_path / run, params, run)
+        checkpoint.load(tmp_path / run, plan.main)
+    tags = {json.loads(f.read_text())["tag"] for f in tmp_path.glob("*/*/overview/*")}
+    assert len(tags) == 2 and THIS_PROCESS not in tags
+    mixed, first, _ = tmp_path / "second", *plan.servers
+    shutil.rmtree(mixed / "pserver-1")
+    shutil.copytree(tmp_path / "first" / "pserver-1", mixed / "pserver-1")
+    with pytest.raises(StateError, match="second has pieces of several jobs or runs: pserver-0 .* and pserver-1 "):
+        checkpoint.load(mixed, plan.main)
+    shutil.rmtree(mixed / "pserver-0")
+    held = checkpoint.scatter(plan, first, *init_of(tx)(params))
+    with pytest.raises(ConfigError, match="second is taken: .* is of another job, run or step, .* the same tag"):
+        checkpoint.save(mixed, plan, first, held)
+
+
+def test_the_run_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it learned of the job it was in, what the launcher said, or a word of its own."""
+    monkeypatch.setattr(runs, "_known", {})
+    assert runs.run_of("127.0.0.1:1", {}) == THIS_PROCESS != runs.new_run()
+    assert runs.run_of("127.0.0.1:1", {"DTRANS_RUN": "launched"}) == "launched"
+    runs.note("127.0.0.1:1", "served")
+    assert runs.run_of("127.0.0.1:1", {"DTRANS_RUN": "launched"}) == "served"
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,12 @@ def test_what_processes_saved_is_what_they_had(two: Any, two_at: Path, stage: in
         assert np.array_equal(x, two[0][f"{stage} {n}"]), n
 
 
+def test_all_ranks_know_the_same_run(two: Any, two_at: Path) -> None:
+    assert two[0]["run"] == two[1]["run"]
+    tags = {json.loads(f.read_text())["tag"] for f in two_at.glob("stage */rank-*/overview/*")}
+    assert tags == {str(two[0]["run"])} and len(str(two[0]["run"])) == 16
+
+
 def test_orbax_reads_the_pieces_of_processes(two: Any, two_at: Path) -> None:
     import orbax.checkpoint as ocp
 

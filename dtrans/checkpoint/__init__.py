@@ -53,6 +53,7 @@ Example:
 
 Source files, from the top; none imports one below it:
 
+    runs     which run a process is in
     slices   an array out of slices of it
     values   what servers hold, and the pytrees of the step: without files
     ranks    what trainers and ranks hold: without files

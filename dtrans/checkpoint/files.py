@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dtrans.checkpoint import ranks
 from dtrans.checkpoint.pieces import Checkpoint, Folder, Layout, write
+from dtrans.checkpoint.runs import run_of
 from dtrans.checkpoint.values import (
     TRAINER,
     as_trees,
@@ -34,14 +35,16 @@ if TYPE_CHECKING:
 
 
 @overload
-def save(path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], *, tag: str = "") -> None: ...
+def save(
+    path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], *, tag: str | None = None
+) -> None: ...
 
 
 @overload
-def save(path: Folder, job: CollectiveJob, state: CollectiveState, /, *, tag: str = "") -> None: ...
+def save(path: Folder, job: CollectiveJob, state: CollectiveState, /, *, tag: str | None = None) -> None: ...
 
 
-def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str = "") -> None:
+def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str | None = None) -> None:
     """Save what this process holds: one server, or the trainers or ranks here; others save theirs to the same path.
 
         save(path, plan, endpoint, state)     a server, in its process
@@ -55,8 +58,9 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
       state: what `exe.run(pserver, ...)` of the server, or `step` of the job returned. Each rank's rows are taken from
         its device, and nothing is gathered.
       tag: what all processes of this job call this checkpoint alike, such as a job's number and the step. Pieces of
-        several tags are not put together. A checkpoint to which a crash left one piece, and a second run with the same
-        plan adds the others, is told from a whole one by nothing else.
+        several tags are not put together: that is how a checkpoint to which a crash left one piece, and a second run
+        with the same plan would add the others, is told from a whole one. By default it is a word that the processes
+        of one run share, and no other run has (`dtrans.checkpoint.runs`).
 
     Raises:
       ConfigError: the path has such a piece, or pieces of another job; or orbax is not installed.
@@ -87,7 +91,7 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
         return
     check_plan(plan)
     values = checked(plan, endpoint, state)
-    write(path, _layout(plan), endpoint, values, tag)
+    write(path, _layout(plan), endpoint, values, run_of(endpoint) if tag is None else tag)
 
 
 def _layout(plan: PServerPlan) -> Layout:
@@ -95,14 +99,14 @@ def _layout(plan: PServerPlan) -> Layout:
     return Layout(plan.main, (*plan.overview, *held_rows(plan)), who | ({TRAINER: "trainer-0"} if plan.held else {}))
 
 
-def _save_job(path: Folder, job: CollectiveJob, state: Any, tag: str) -> None:
+def _save_job(path: Folder, job: CollectiveJob, state: Any, tag: str | None) -> None:
     held = ranks.checked_state(job, state)
     layout = Layout(job.plan.main, ranks.rows_of(job.plan), ranks.pieces_of(job.plan))
     for who in ranks.savers(job):
-        write(path, layout, who, ranks.values_of(job.plan, who, held), tag)
+        write(path, layout, who, ranks.values_of(job.plan, who, held), job.run_id if tag is None else tag)
 
 
-def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str = "") -> None:
+def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | None = None) -> None:
     """Save what no server holds, in the process of trainer 0; nothing where the servers hold everything.
 
     These are `plan.held`: leaves that nothing changes, and those of which each trainer makes its own, such as batch
@@ -137,7 +141,7 @@ def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str = "")
     """
     check_plan(plan)
     if plan.held:
-        write(path, _layout(plan), TRAINER, checked_trainer(plan, params), tag)
+        write(path, _layout(plan), TRAINER, checked_trainer(plan, params), run_of(TRAINER) if tag is None else tag)
 
 
 @overload

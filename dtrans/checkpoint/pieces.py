@@ -69,8 +69,8 @@ class Checkpoint:
         for other, about in there.items():
             if any(about[key] != first[key] for key in ("plan", "tag", "pieces", "types")):
                 raise StateError(
-                    f"the checkpoint at {path} has pieces of several jobs: {name} (tag {first['tag']!r}) and {other} "
-                    f"(tag {about['tag']!r})"
+                    f"the checkpoint at {path} has pieces of several jobs or runs: {name} (tag {first['tag']!r}) and "
+                    f"{other} (tag {about['tag']!r}); take up another one, such as dtrans.checkpoint.latest finds"
                 )
         missing = [f"{piece} of {who}" for who, piece in first["pieces"].items() if piece not in there]
         if missing:
@@ -140,8 +140,8 @@ def write(path: Folder, layout: Layout, who: str, values: Mapping[str, Any], tag
         if any(theirs[key] != about[key] for key in ("plan", "tag")):
             raise ConfigError(
                 f"{path} is taken: {other.name} in it is of another job"
-                + (f" or step, {theirs['tag']!r} and not {tag!r}" if theirs["tag"] != tag else "")
-                + "; save to a path of its own"
+                + (f", run or step, {theirs['tag']!r} and not {tag!r}" if theirs["tag"] != tag else "")
+                + "; save to a path of its own, and give processes that were not started together the same tag"
             )
     path.mkdir(parents=True, exist_ok=True)
     # orbax refuses arrays without elements: their type says all of them

@@ -57,6 +57,10 @@ class ClusterTrainers(MeshTrainers):
             raise ConfigError(f"the plan is for {plan.trainers} trainers, {len(devices)} are connected{many}")
         super().__init__(plan.for_trainers(len(devices)), devices, donate=donate)
 
+    @property
+    def run_id(self) -> str:
+        return connected().run
+
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         """One step on this trainer's part of the batch: (state, loss[, aux]), merged over all trainers.
 

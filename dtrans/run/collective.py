@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from dtrans._jax import gloo_scatters_wrongly
+from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.collective import CollectivePlan
 from dtrans.errors import ConfigError, StateError
 from dtrans.ops import after_p, all_gather_p, all_reduce_p, all_to_all_p, combine, reduce_scatter_p, trainer_index_p
@@ -190,6 +191,11 @@ class CollectiveJob(abc.ABC):
         return spec.unflatten([state.opt_state[n] for n in spec.names])
 
     # -- how it runs -----------------------------------------------------------------------------
+
+    @property
+    def run_id(self) -> str:
+        """Which run of this job it is: the default tag of its checkpoints."""
+        return THIS_PROCESS
 
     @property
     def startup(self) -> Program:

@@ -31,6 +31,7 @@ import jax
 import numpy as np
 
 from dtrans._jax import backends_started
+from dtrans.checkpoint.runs import new_run
 from dtrans.errors import ConfigError
 from dtrans.run import survivors
 from dtrans.run.endpoints.fabric import DEADLINE
@@ -51,6 +52,7 @@ class Cluster:
       endpoints: of the trainers, also of lost ones; empty if JAX found them by itself.
       deadline: seconds to wait for others.
       on_trainer_loss: "abort" or "drop".
+      run: a word that the trainers of this run share, and no other run has.
     """
 
     trainer_id: int
@@ -58,6 +60,7 @@ class Cluster:
     endpoints: tuple[str, ...] = ()
     deadline: float = DEADLINE
     on_trainer_loss: str = "abort"
+    run: str = ""
 
     @property
     def trainers(self) -> int:
@@ -120,7 +123,7 @@ def connect(
         everyone = tuple(range(jax.process_count()))
         endpoints = role.trainer_endpoints if role else ()
         _cluster = Cluster(jax.process_index(), everyone, endpoints, deadline, loss)
-        _first_word(_cluster)
+        _cluster = dataclasses.replace(_cluster, run=_first_word(_cluster))
         if loss == "drop":
             with survivors.all_or_none():  # from now on it is known who ends
                 pass
@@ -197,16 +200,19 @@ def _connect(role: Role | None, deadline: float, allow_remote: bool, loss: str) 
     jax.distributed.initialize(first, role.trainers, role.trainer_id, cluster_detection_method="deactivate", **options)
 
 
-def _first_word(cluster: Cluster) -> None:
-    """Reduce something while all trainers are known to be here.
+def _first_word(cluster: Cluster) -> str:
+    """Reduce something while all trainers are known to be here; gives the name that trainer 0 has for this run.
 
     The first reduction opens the connections, and Gloo gives the slowest trainer 30 seconds to join it; later ones wait
     for as long as it is alive.
     """
     from dtrans.run.together import sums  # it looks up who is connected
 
-    (found,) = sums(np.ones((1,), np.int32))
-    assert found.tolist() == [cluster.trainers], found
+    name = np.frombuffer(new_run().encode(), np.uint8).astype(np.int32)
+    one = np.ones((1,), np.int32)
+    (found,) = sums(np.concatenate([one, name if cluster.trainer_id == 0 else 0 * name]))
+    assert found[0] == cluster.trainers, found
+    return bytes(found[1:].astype(np.uint8)).decode()
 
 
 def _leave() -> None:

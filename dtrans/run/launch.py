@@ -33,6 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from dtrans.checkpoint.runs import VARIABLE as RUN, new_run
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.run.children import Child, Guard
 from dtrans.run.roles import LOSS, VARIABLES, Role, roles_of, trainer_roles
@@ -99,7 +100,7 @@ def launch(
             raise ConfigError(f"a job needs at least one of {name}, {name}={count}")
     base = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS)}
     # whole lines as they are printed, not when a buffer is full
-    base |= {"PYTHONUNBUFFERED": "1", **(env or {})}
+    base |= {"PYTHONUNBUFFERED": "1", RUN: new_run(), **(env or {})}
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
     if on_trainer_loss == "drop":

@@ -18,7 +18,6 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,6 +40,7 @@ class Connection:
     Args:
       endpoint: of the server, `host:port`.
       trainer_id, trainers: who this is, of how many.
+      session: a word of this trainer's own, the same for all servers.
       sync_mode: whether it is in step with the others.
       deadline: seconds without a word from the server after which it is given up.
       wait_port: wait for a server that is not there yet.
@@ -57,6 +57,7 @@ class Connection:
         trainer_id: int,
         trainers: int,
         *,
+        session: str,
         sync_mode: bool,
         deadline: float,
         wait_port: bool,
@@ -70,7 +71,7 @@ class Connection:
         self._hello = {
             "trainer": trainer_id,
             "trainers": trainers,
-            "session": uuid.uuid4().hex,
+            "session": session,
             "order": sys.byteorder,
             "sync_mode": sync_mode,
         }

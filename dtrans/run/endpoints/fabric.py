@@ -28,6 +28,8 @@ import numpy as np
 import zmq
 
 from dtrans._jax import JaxprEqn, Primitive
+from dtrans.checkpoint.runs import new_run, note
+from dtrans.checkpoint.values import TRAINER
 from dtrans.errors import ConfigError, PeerError, StateError, WireError
 from dtrans.ops import (
     concat_p,
@@ -73,6 +75,7 @@ class EndpointFabric:
         self._context: zmq.Context[Any] | None = None
         self._connections: dict[str, Connection] = {}
         self._me: tuple[int, int] | None = None
+        self._session = new_run()
         self._sync_mode = True
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
         self._outbox_bytes: dict[str, int] = {}
@@ -238,6 +241,8 @@ class EndpointFabric:
             raise ConfigError(
                 f"this executor already ran programs of trainer {self._me[0]}, and cannot be trainer {me[0]}"
             )
+        if self._me is None and eqn.params["trainer_id"] == 0:
+            note(TRAINER, self._session)  # by which the servers know the run, too
         self._me, self._sync_mode = me, eqn.params["sync_mode"]
 
     def _connection(self, endpoint: str) -> Connection:
@@ -249,6 +254,7 @@ class EndpointFabric:
                 endpoint,
                 trainer_id,
                 trainers,
+                session=self._session,
                 sync_mode=self._sync_mode,
                 deadline=self.deadline,
                 wait_port=self.wait_port,

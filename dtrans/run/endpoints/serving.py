@@ -28,6 +28,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.addresses import is_loopback, split_endpoint
+from dtrans.checkpoint.runs import note
 from dtrans.errors import ConfigError, DeadlineError, DtransError, WireError
 from dtrans.run.endpoints import wire
 from dtrans.run.endpoints.client import LINGER, new_socket, tcp_address
@@ -240,6 +241,7 @@ class Serving(abc.ABC):
                     self._look()
                     look = time.monotonic() + TICK
             failed = False
+            note(self.endpoint, self._trainers[0].session)
             return self.state
         except BaseException as e:
             reason = str(e) if isinstance(e, DtransError) else f"{type(e).__name__}: {e}"
