@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef, keystr
 
-from dtrans.errors import TraceError
+from dtrans.errors import BatchError, TraceError
 
 
 def is_array(leaf: Any) -> bool:
@@ -76,7 +76,12 @@ class TreeSpec:
         return self.names[0].split("/")[0] if self.names else ""
 
     def flatten(self, tree: Any, what: str = "argument") -> list[Any]:
-        """The arrays of `tree`, in leaf order. Raises TraceError where `tree` is not of this shape."""
+        """The arrays of `tree`, in leaf order.
+
+        Raises:
+          TraceError: `tree` is not of this shape.
+          BatchError: an integer that JAX would cut off, since it keeps integers in 32 bits.
+        """
         found, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
             raise TraceError(
@@ -85,6 +90,7 @@ class TreeSpec:
         arrays = []
         for spec, leaf in zip(self.leaves, found, strict=True):
             if isinstance(spec, str):
+                check_integers(spec, leaf)
                 arrays.append(leaf)
             elif not spec.same(leaf):
                 raise TraceError(
@@ -101,8 +107,39 @@ class TreeSpec:
 
 
 def as_array(leaf: Any) -> Any:
-    """A bare Python number as the array that JAX would make of it; anything else as it is."""
-    return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex, np.generic)) else leaf
+    """A bare number as an array: of Python's, the one that JAX would make of it. Anything else as it is."""
+    if isinstance(leaf, np.generic):
+        return np.asarray(leaf)
+    return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf
+
+
+def check_integers(name: str, leaf: Any) -> None:
+    """Refuse integers that have no room where JAX puts them: it cuts them off, and says nothing.
+
+    Raises:
+      BatchError: it names the leaf, where in it the first of them is, and what can be done.
+
+    Example:
+      >>> import numpy as np
+      >>> check_integers("ids", np.array([[7, 8], [9, 3_000_000_000]]))  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ...
+      dtrans.errors.BatchError: ids[1, 1] is 3000000000, which int32 does not hold: JAX keeps integers in 32 bits, ...
+    """
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
+        return
+    to = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if to == leaf.dtype:
+        return
+    low, high = np.iinfo(to).min, np.iinfo(to).max
+    if low <= leaf.min() and leaf.max() <= high:
+        return
+    place = tuple(np.argwhere((leaf < low) | (leaf > high))[0].tolist())
+    where = f"{name}[{', '.join(map(str, place))}]" if place else name
+    raise BatchError(
+        f"{where} is {leaf[place]}, which {to.name} does not hold: JAX keeps integers in 32 bits, and would cut it; "
+        'turn 64 bits on (jax.config.update("jax_enable_x64", True)), or map such ids to smaller ones'
+    )
 
 
 def partition(tree: Any, keep: Any) -> tuple[Any, Any]:

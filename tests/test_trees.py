@@ -10,11 +10,24 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, strategies as st
 
-from dtrans.errors import TraceError
-from dtrans.trees import Static, TreeSpec, as_array, combine, is_array, is_differentiable, join_path, partition, without
+import dtrans
+from dtrans.errors import BatchError, TraceError
+from dtrans.trees import (
+    Static,
+    TreeSpec,
+    as_array,
+    check_integers,
+    combine,
+    is_array,
+    is_differentiable,
+    join_path,
+    partition,
+    without,
+)
 
 
 class Pair(NamedTuple):
@@ -158,3 +171,39 @@ def test_without_an_optimizer_state_that_holds_nothing():
     whole = (np.ones(1), (), np.ones(()))
     spec = TreeSpec(jax.tree.structure(whole), ("params", "loss"))
     assert without(spec, TreeSpec.of((), "opt_state")).unflatten([1, 2]) == (1, 2)
+
+
+@pytest.mark.parametrize("bad", [2**31, -(2**31) - 1, 2**40])
+def test_integers_that_jax_would_cut_are_refused_on_the_host(bad: int) -> None:
+    """In every way a batch is given, with the leaf and the position."""
+    ids = np.zeros((4, 2), np.int64)
+    ids[2, 1] = bad
+    params = {"table": jnp.ones((8, 3))}
+    tx = optax.sgd(0.1)
+    step = dtrans.make_train_step(lambda p, b: jnp.mean(p["table"][b["ids"]] ** 2), tx)
+    init = lambda p: (p, tx.init(p))
+    main, startup = dtrans.trace(step, *init(params), {"ids": 0 * ids}), dtrans.trace(init, params)
+    message = rf"b/ids\[2, 1\] is {bad}, which int32 does not hold: JAX keeps integers in 32 bits"
+    for plan in (dtrans.pserver(main, startup, trainers=2), dtrans.nccl2(main, startup, trainers=2)):
+        job = plan.on_mesh()
+        state = job.init(params)
+        with pytest.raises(BatchError, match=message):
+            job.step(state, {"ids": ids})
+        job.step(state, {"ids": 0 * ids})
+    with pytest.raises(BatchError, match=message):
+        main(*init(params), {"ids": ids})
+    with pytest.raises(BatchError, match=message):
+        dtrans.trace(step, *init(params), {"ids": ids})
+    with dtrans.Executor() as exe, pytest.raises(BatchError, match=message):
+        exe.run(main, *init(params), {"ids": ids})
+
+
+def test_integers_of_64_bits_pass_where_they_fit() -> None:
+    ids = np.array([2**31 - 1, -(2**31), 5])
+    spec = TreeSpec.of(ids, "ids")
+    assert spec.flatten(ids)[0] is ids
+    assert spec.flatten(np.zeros((0,), np.int64))[0].shape == (0,)
+    with pytest.raises(BatchError, match=r"^ids is 4294967296, which uint32 does not hold"):
+        TreeSpec.of(np.uint64(1), "ids").flatten(as_array(np.uint64(2**32)))
+    with jax.enable_x64(True):
+        check_integers("ids", np.array([2**40]))
