@@ -67,6 +67,11 @@ class DeadlineError(PeerError, TimeoutError):
     """A wait ran out of time. The message says who waited for whom, for what, and how long."""
 
 
+def not_installed(what: str, extra: str) -> ConfigError:
+    """What to raise where a library is missing that an extra of the distribution brings."""
+    return ConfigError(f"{what}: pip install 'dtrans-jax[{extra}]'")
+
+
 class LaunchError(DtransError, RuntimeError):
     """A launched role ended with an error.
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigError, not_installed
 
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def draw(
 
 def _check(path: Path, panels: Sequence[tuple[str, Play]], units: Sequence[str]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("a Gantt chart needs matplotlib: pip install 'dtrans[examples]'")
+        raise not_installed("a Gantt chart needs matplotlib", "examples")
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = sorted(FigureCanvasBase.filetypes)

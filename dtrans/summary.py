@@ -41,7 +41,7 @@ from dtrans._jax import (
     opened,
 )
 from dtrans.collect import GLOBAL_CONCAT, GLOBAL_MEAN, merged
-from dtrans.errors import ConfigError, TraceError
+from dtrans.errors import ConfigError, TraceError, not_installed
 
 
 SCALAR, HISTOGRAM, IMAGE, AUDIO, TEXT = KINDS = ("scalar", "histogram", "image", "audio", "text")
@@ -304,7 +304,7 @@ class Writer:
         try:
             from tensorboardX import SummaryWriter
         except ImportError as e:
-            raise ConfigError("summaries are written with tensorboardX: pip install 'dtrans[summary]'") from e
+            raise not_installed("summaries are written with tensorboardX", "summary") from e
         # names of files go by the second
         self._writer = SummaryWriter(os.fspath(logdir), filename_suffix=f".{os.getpid()}.{next(_files)}")
         self._texts: set[str] = set()

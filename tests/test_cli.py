@@ -169,7 +169,7 @@ def test_missing_extra(
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == module else found(name, *a))
     assert command("train", *arguments) == 1
-    assert "pip install 'dtrans[examples]'" in capsys.readouterr().err
+    assert "pip install 'dtrans-jax[examples]'" in capsys.readouterr().err
 
 
 def difference_in(out: str) -> float:

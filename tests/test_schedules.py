@@ -588,5 +588,5 @@ def test_a_chart_that_cannot_be_written(tmp_path):
 
 def test_a_chart_needs_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install 'dtrans\[examples\]'"):
+    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install 'dtrans-jax\[examples\]'"):
         ONE.gantt(tmp_path / "chart.svg")

@@ -400,5 +400,5 @@ def test_what_cannot_be_written_is_named(tmp_path, values, specs, message):
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ConfigError, match=r"written with tensorboardX: pip install 'dtrans\[summary\]'"):
+    with pytest.raises(ConfigError, match=r"written with tensorboardX: pip install 'dtrans-jax\[summary\]'"):
         Writer("nowhere")

@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtrans.checkpoint.slices import as_jax, as_numpy, by_origin, joined, overlap, type_of, words
-from dtrans.errors import ConfigError, StateError
+from dtrans.errors import ConfigError, StateError, not_installed
 from dtrans.overview import VarDistributed
 from dtrans.program import Program
 
@@ -206,7 +206,7 @@ def _orbax() -> Any:
     try:
         import orbax.checkpoint
     except ImportError as e:
-        raise ConfigError("checkpoints need orbax: install dtrans with its extra, dtrans[checkpoint]") from e
+        raise not_installed("checkpoints need orbax", "checkpoint") from e
     return orbax.checkpoint
 
 

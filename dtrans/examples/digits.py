@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans.errors import BatchError, ConfigError
+from dtrans.errors import BatchError, not_installed
 
 
 PIXELS, HIDDEN, CLASSES = 64, 512, 10
@@ -62,7 +62,7 @@ def load(seed: int = 0) -> Digits:
 def check_installed() -> None:
     """Raises ConfigError when scikit-learn is not there."""
     if importlib.util.find_spec("sklearn") is None:
-        raise ConfigError("the digits come with scikit-learn: pip install 'dtrans[examples]'")
+        raise not_installed("the digits come with scikit-learn", "examples")
 
 
 def batches(data: Digits, seed: int, epoch: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dtrans.collective import CollectivePlan
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigError, not_installed
 from dtrans.examples.job import Settings
 from dtrans.pipelined import PipelinePlan
 from dtrans.plan import PServerPlan
@@ -125,7 +125,7 @@ def check_plot(path: Path) -> None:
       ConfigError: matplotlib is not installed, or the file cannot be there.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'dtrans[examples]'")
+        raise not_installed("--plot needs matplotlib", "examples")
     if not path.parent.is_dir():
         raise ConfigError(f"the plot cannot be written to {path}: there is no directory {path.parent}")
     from matplotlib.backend_bases import FigureCanvasBase
