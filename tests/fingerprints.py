@@ -1,7 +1,7 @@
 """What plans say, as lines of text: communication in order with shapes and bytes, blocks, owners, roles, and losses.
 
-`golden/fingerprints.json` has these lines as they were before the package was laid out anew. Names that changed since
-are in `golden/renames.json`, old to new; nothing else is normalised. What JAX writes differs from version to version, and
+`golden/fingerprints.json` has these lines as they were before the package was laid out anew. Names that changed
+since are in `golden/renames.json`, old to new; nothing else is normalised. What JAX writes differs by version, and
 the characters that are learnt are those of Python's own library: both versions are recorded beside the lines.
 
     python tests/fingerprints.py tests/golden/fingerprints.json     writes the file anew
