@@ -1,6 +1,6 @@
 """Faults that the tests must notice: one in each of 24 files that matter.
 
-    python tests/faults.py                 plants each in a copy of the project, and runs `pytest -x` on the tests beside it
+    python tests/faults.py                 plants each in a copy of the project, and runs its tests with `pytest -x`
     python tests/faults.py rules writer    some of them
 
 It prints which test notices a fault, and fails where none does within five minutes. A layout of the package, or of its
