@@ -27,7 +27,7 @@ import optax
 from models import Model, programs, training, tx
 
 import dtrans
-from dtrans.run.pipeline import PipelineJob
+from dtrans.run.pipeline_parallel.job import PipelineJob
 
 
 STAGES, MICRO = 2, 8

@@ -21,10 +21,10 @@ import jax
 from halves import CASES, TINY, Case, ours, planned
 
 import dtrans
-from dtrans.run.pipeline import PipelineJob
-from dtrans.run.pipeline.tape import Move, Run
-from dtrans.run.pipeline.watch import Measured, measured
-from dtrans.schedules import schedule
+from dtrans.pipeline_parallel.schedule import schedule
+from dtrans.run.pipeline_parallel.instructions import Move, Run
+from dtrans.run.pipeline_parallel.job import PipelineJob
+from dtrans.run.pipeline_parallel.profile import Measured, measured
 
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

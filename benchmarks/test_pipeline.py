@@ -19,7 +19,7 @@ from halves import CASES, MICRO, NOTHING, PEERS, TINY, agreeing, ours, planned
 from pipeline import SCHEDULES, instructions
 from test_endpoints import free_endpoints
 
-from dtrans.run.roles import trainer_roles
+from dtrans.run.distributed.role import trainer_roles
 
 
 TICK = 300e-6  # seconds, which a tick is to cost beyond computing at most

@@ -12,11 +12,11 @@ import pytest
 from models import mlp, programs
 
 import dtrans
-from dtrans.blocks import RoundRobin
-from dtrans.cut import cut
-from dtrans.placement import place
-from dtrans.rows import analyse
-from dtrans.shards import Slicer
+from dtrans.parameter_server.dispatch import RoundRobin
+from dtrans.parameter_server.placement import place
+from dtrans.rows.analysis import analyse
+from dtrans.slicing.server_update import Slicer
+from dtrans.step.cut import cut
 
 
 ENDPOINTS = ("127.0.0.1:6174", "127.0.0.1:6175")

@@ -6,10 +6,14 @@ Trace a step (`trace`), plan it (`pserver`, `nccl2`, `sharding`, `pipeline`, or 
 it), run it in this process (`plan.on_mesh()`) or as processes (`Executor`, `plan.on_cluster()`, `dtrans launch`).
 """
 
-from typing import TYPE_CHECKING, Any
-
-from dtrans import checkpoint as checkpoint, errors as errors, io as io, summary as summary
-from dtrans.blocks import (
+from dtrans import checkpoint as checkpoint, epl as epl, errors as errors, paddle as paddle
+from dtrans.data_parallel.plan import CollectivePlan as CollectivePlan
+from dtrans.data_parallel.transform import nccl2 as nccl2
+from dtrans.ir.program import Op as Op, Program as Program
+from dtrans.ops import CommunicatorConfig as CommunicatorConfig
+from dtrans.paddle.config import DistributeTranspilerConfig as DistributeTranspilerConfig
+from dtrans.paddle.transpiler import DistributeTranspiler as DistributeTranspiler, GeoSgdTranspiler as GeoSgdTranspiler
+from dtrans.parameter_server.dispatch import (
     HashName as HashName,
     PSDispatcher as PSDispatcher,
     RoundRobin as RoundRobin,
@@ -17,46 +21,26 @@ from dtrans.blocks import (
     VarBlock as VarBlock,
     slice_variable as slice_variable,
 )
-from dtrans.collect import collect as collect
-from dtrans.collective import CollectivePlan as CollectivePlan
-from dtrans.config import DistributeTranspilerConfig as DistributeTranspilerConfig
-from dtrans.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
-from dtrans.ops import CommunicatorConfig as CommunicatorConfig
-from dtrans.overview import VarDistributed as VarDistributed, VarsDistributed as VarsDistributed
-from dtrans.pipelined import PipelinePlan as PipelinePlan
-from dtrans.plan import PServerPlan as PServerPlan
-from dtrans.program import Op as Op, Program as Program, trace as trace
-from dtrans.run.connection import connect as connect
+from dtrans.parameter_server.geo_sgd import geo_sgd as geo_sgd
+from dtrans.parameter_server.overview import VarDistributed as VarDistributed, VarsDistributed as VarsDistributed
+from dtrans.parameter_server.plan import PServerPlan as PServerPlan
+from dtrans.parameter_server.transform import pserver as pserver
+from dtrans.pipeline_parallel.device_layout import Cluster as Cluster
+from dtrans.pipeline_parallel.plan import PipelinePlan as PipelinePlan
+from dtrans.pipeline_parallel.schedule import Schedule as Schedule
+from dtrans.pipeline_parallel.transform import pipeline as pipeline
+from dtrans.run.base.summary_writer import SummaryWriter as SummaryWriter
+from dtrans.run.distributed.connect import connect as connect
+from dtrans.run.distributed.role import Role as Role
 from dtrans.run.executor import Executor as Executor
-from dtrans.run.roles import Role as Role
-from dtrans.scopes import replicate as replicate, split as split
-from dtrans.sharded import ShardingPlan as ShardingPlan
-from dtrans.transforms import (
-    geo_sgd as geo_sgd,
-    nccl2 as nccl2,
-    pipeline as pipeline,
-    pserver as pserver,
-    sharding as sharding,
-)
-from dtrans.transforms.sharding_options import LossScaling as LossScaling
-from dtrans.transpiler import (
-    DistributeTranspiler as DistributeTranspiler,
-    GeoSgdTranspiler as GeoSgdTranspiler,
-)
-from dtrans.virtual import Cluster as Cluster
+from dtrans.step import summary as summary
+from dtrans.step.collect import collect as collect
+from dtrans.step.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
+from dtrans.step.scopes import replicate as replicate, split as split
+from dtrans.step.trace import trace as trace
+from dtrans.zero.options import LossScaling as LossScaling
+from dtrans.zero.plan import ShardingPlan as ShardingPlan
+from dtrans.zero.transform import sharding as sharding
 
 
 __version__ = "0.1.0"
-
-
-if TYPE_CHECKING:
-    from dtrans import optimizers as optimizers
-
-
-def __getattr__(name: str) -> Any:
-    """`dtrans.optimizers`, on first use: it imports optax, which takes as long as all the rest."""
-    if name == "optimizers":
-        import importlib
-
-        return importlib.import_module("dtrans.optimizers")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -80,7 +80,7 @@ def launch_command(
     `dtrans.Role.from_env()` reads them, and so does `dtrans.connect()`. When one fails
     the others are ended, and its error and exit code are those of this command.
     """
-    from dtrans.run.launch import launch
+    from dtrans.run.distributed.launcher import launch
 
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"there is no script {script}", param_hint="SCRIPT")

@@ -1,351 +1,78 @@
-"""Plans: what a transform returns. One program per role, where everything lives, and what a step moves.
+"""Plans find what runs them: realisers are registered by the type of plan and the way in which they run it.
 
-A plan is a value. It can be printed, compared and costed anywhere; only `on_mesh` and the programs run by
-`dtrans.Executor` touch devices or sockets.
+    "mesh"       the whole job in this process, on a mesh of its devices
+    "simulate"   the whole job on one device
+    "cluster"    this process's part of a job of processes
+    "function"   the program of one trainer, as a pure function
+
+`dtrans.run` stands above all plans, so no plan imports it. It registers its realisers here, and is imported when the
+first plan is run: that is the one import that goes up.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
-from dtrans import listing
-from dtrans.blocks import HashName, PSDispatcher, RoundRobin, SizeBalanced
-from dtrans.errors import ConfigError, UnknownEndpointError
-from dtrans.ops import OptimizeBlock, all_reduce_p, backup_of
-from dtrans.overview import VarsDistributed, overview_of
-from dtrans.placement import Placement
-from dtrans.program import DIST, OPTIMIZE, Program
+from dtrans.errors import ConfigError
 
 
-if TYPE_CHECKING:
-    import jax
+class Job(Protocol):
+    """A plan, running: `init`, `step`, and functions of the state in between."""
 
-    from dtrans.run.mesh import MeshJob
+    @property
+    def plan(self) -> Any:
+        """What it runs."""
+
+    def init(self, *args: Any) -> Any:
+        """The first state, from the arguments of init."""
+
+    def step(self, state: Any, *batch: Any) -> tuple[Any, ...]:
+        """One step: (state, loss[, aux]), or whatever else the step returns beside its state."""
+
+    def params(self, state: Any) -> Any:
+        """The parameters, as the pytree that they were given in."""
+
+    def opt_state(self, state: Any) -> Any:
+        """The optimizer's state, as the pytree that it was given in."""
 
 
-_HEADER = ("block", "rows", "bytes", "endpoint")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_REALISERS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Reduction:
-    """A value that servers reduce together.
+def realises(plan: type, way: str) -> Callable[[F], F]:
+    """Register a class or a function as what runs plans of a type in a way.
 
-    Attributes:
-      name: the same on every server.
-      op: `sum`, `max`, ...
-      shape, dtype: of the value.
-      owners: the servers that have parts of it.
-      over: the servers that take part: those, and the ones that need it.
+    Example:
+      >>> from dtrans.plan import realiser, realises
+      >>> class EmptyPlan: ...
+      >>> @realises(EmptyPlan, "simulate")
+      ... def run_nothing(plan): return "nothing"
+      >>> realiser(EmptyPlan(), "simulate")(EmptyPlan())
+      'nothing'
     """
 
-    name: str
-    op: str
-    shape: tuple[int, ...]
-    dtype: Any
-    owners: tuple[str, ...]
-    over: tuple[str, ...]
+    def register(fn: F) -> F:
+        _REALISERS[plan, way] = fn
+        return fn
 
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+    return register
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ServerPrograms:
-    """The two programs of one parameter server.
+def realiser(plan: Any, way: str) -> Callable[..., Any]:
+    """What runs a plan in a way: that of its own type, or of the next type that it is one of.
 
-    Attributes:
-      main: one `listen_and_serv`, on the server's state.
-      startup: makes that state.
+    Raises:
+      ConfigError: nothing runs such plans in this way.
     """
-
-    main: Program
-    startup: Program
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PServerPlan:
-    """Parameter-server training of one step; made by `dtrans.pserver`.
-
-    Attributes:
-      main: the step, with calls inlined and exact roles.
-      startup: the single-device init.
-      placement: every block and where it lives.
-      trainers: how many trainers there are.
-      sync_mode: whether updates wait for all of them.
-      servers: endpoint to the programs of that server.
-      held: parameters that servers do not update: they never change, or each trainer makes its own.
-      unsent: parameters on the servers whose update uses no gradient.
-      dropped: effects of the step that no program carries out, such as printing the optimizer's state.
-      shared_state: optimizer state that lives with no leaf, since no row enters it, or only through reductions; it
-        is on every server that needs it.
-      runtime_split: leaves are cut into blocks when trainers run, not by their programs.
-      geo_sgd_need_push_nums: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and each does.
-    """
-
-    main: Program
-    startup: Program
-    placement: Placement
-    trainers: int
-    sync_mode: bool
-    servers: Mapping[str, ServerPrograms]
-    held: tuple[str, ...]
-    unsent: tuple[str, ...]
-    dropped: tuple[str, ...]
-    shared_state: tuple[str, ...]
-    runtime_split: bool
-    make_trainer: Callable[[int], Program] = dataclasses.field(repr=False)
-    make_trainer_startup: Callable[[int], Program] = dataclasses.field(repr=False)
-    geo_sgd_need_push_nums: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "servers", _Servers(self.servers))
-
-    # -- programs --------------------------------------------------------------------------------
-
-    @property
-    def trainer(self) -> Program:
-        """The program of trainer 0: (params, *batch) -> (params, loss[, aux]); with opt_state in GEO-SGD."""
-        return self.trainer_program(0)
-
-    @property
-    def trainer_startup(self) -> Program:
-        """The startup program of trainer 0: the arguments of init -> params; and opt_state in GEO-SGD."""
-        return self.trainer_startup_program(0)
-
-    def trainer_program(self, trainer_id: int) -> Program:
-        """The program of one trainer. Raises ConfigError for an id that the plan does not have."""
-        check_trainer_id(trainer_id, self.trainers)
-        return self._made(self.make_trainer, trainer_id)
-
-    def trainer_startup_program(self, trainer_id: int) -> Program:
-        """The startup program of one trainer. Raises ConfigError for an id that the plan does not have."""
-        check_trainer_id(trainer_id, self.trainers)
-        return self._made(self.make_trainer_startup, trainer_id)
-
-    def _made(self, make: Callable[[int], Program], trainer_id: int) -> Program:
-        """A program, made once: what is compiled for it is kept with it."""
-        if (make, trainer_id) not in self._programs:
-            self._programs[make, trainer_id] = make(trainer_id)
-        return self._programs[make, trainer_id]
-
-    @cached_property
-    def _programs(self) -> dict[tuple[Callable[[int], Program], int], Program]:
-        return {}
-
-    # -- running ---------------------------------------------------------------------------------
-
-    def on_mesh(
-        self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True, replicated: Collection[str] = ()
-    ) -> MeshJob:
-        """Run the whole job in this process; see `dtrans.run.mesh.MeshJob`.
-
-        Args:
-          devices: trainers take the first, pservers those after them, round-robin where there are
-            fewer than roles. All of this process's by default.
-          donate: let each update reuse the memory of the optimizer state it replaces. A state that was
-            stepped from cannot be stepped from again.
-          replicated: names of batch arrays that every trainer gets whole; others are split on dim 0.
-        """
-        from dtrans.run.mesh import MeshJob
-
-        return MeshJob(self, devices, donate=donate, replicated=replicated)
-
-    # -- what servers hold -----------------------------------------------------------------------
-
-    @cached_property
-    def overview(self) -> VarsDistributed:
-        """Every array that servers hold, parameters and optimizer state: of what, which rows, where.
-
-        Source: Paddle's `program._parameters_on_pservers`.
-        """
-        held = {ep: programs.main.inputs for ep, programs in self.servers.items()}
-        return overview_of(held, self.main.inputs, frozenset(self.main.args[0].names))
-
-    @cached_property
-    def server_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes held by each server: of parameters, and of optimizer state."""
-        found = {ep: {"params": 0, "opt_state": 0} for ep in self.servers}
-        for row in self.overview:
-            found[row.endpoint]["params" if row.vtype == "Param" else "opt_state"] += row.nbytes
-        return found
-
-    @property
-    def balance(self) -> float:
-        """Bytes of the fullest server over the mean of all, parameters and optimizer state: 1.0 is even."""
-        return _unevenness([sum(sizes.values()) for sizes in self.server_bytes.values()])
-
-    def compare(self, *split_methods: type[PSDispatcher]) -> dict[str, float]:
-        """What `balance` would be with other dispatchers, by their names.
-
-        It puts the blocks of this plan where each would have them, with the optimizer state that belongs to them.
-        State that belongs to no parameter (counts of steps) is taken to be on every server that has a block; where an
-        optimizer needs it on fewer, the plan made with that dispatcher may differ by those bytes.
-
-        Args:
-          split_methods: subclasses of `PSDispatcher`; by default dtrans's own, RoundRobin, HashName and SizeBalanced.
-
-        Raises:
-          ConfigError: one that is not a dispatcher, or does not answer with a server for each block.
-
-        Example:
-          >>> import jax, jax.numpy as jnp, optax, dtrans
-          >>> tx, shapes = optax.adam(1e-3), {"b": (90,), "u": (400,), "w": (5, 90)}
-          >>> loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"] + params["u"].sum()) ** 2)
-          >>> init = lambda: (p := {name: jnp.ones(shape) for name, shape in shapes.items()}, tx.init(p))
-          >>> main = dtrans.trace(dtrans.make_train_step(loss, tx), *init(), jnp.ones((8, 5)))
-          >>> plan = dtrans.pserver(main, dtrans.trace(init), pservers="127.0.0.1:6174,127.0.0.1:6175")
-          >>> {name: round(balance, 2) for name, balance in plan.compare().items()}
-          {'RoundRobin': 1.15, 'HashName': 1.04, 'SizeBalanced': 1.04}
-        """
-        makes = {n: b.name for b in self._optimize_blocks if b.role == OPTIMIZE for n in b.out_names}
-        for unit in (u for units in self.placement.units.values() for u in units):
-            makes |= {backup_of(b.name, k): unit.name for b in unit.blocks for k in range(self.trainers)}
-        params = {b.name for b in self.placement.table}
-        state: dict[str, int] = {}
-        shared: dict[str, int] = {}
-        for row in self.overview:
-            if row.slice_name in params:
-                continue
-            if row.slice_name in makes:
-                owner = makes[row.slice_name]
-                state[owner] = state.get(owner, 0) + row.nbytes
-            else:
-                shared[row.slice_name] = row.nbytes
-        everywhere = sum(shared.values())
-        found = {}
-        for method in split_methods or (RoundRobin, HashName, SizeBalanced):
-            units = self.placement.dispatched(method).units.values()
-            sizes = [sum(u.nbytes + state.get(u.name, 0) for u in us) + (everywhere if us else 0) for us in units]
-            found[method.__name__] = _unevenness(sizes)
-        return found
-
-    # -- cost ------------------------------------------------------------------------------------
-
-    @cached_property
-    def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that one trainer sends (gradients) and receives (parameters) in a step that does."""
-        unsent = set(self.unsent)
-        push = sum(b.nbytes for b in self.placement.table if b.leaf not in unsent)
-        return {"send": push, "recv": sum(b.nbytes for b in self.placement.table)}
-
-    @cached_property
-    def rounds(self) -> tuple[tuple[Reduction, ...], ...]:
-        """What servers tell each other in a step: for each round, the values that they reduce together."""
-        found: dict[int, dict[str, Reduction]] = {}
-        for block in self._optimize_blocks:
-            for eqn in block.jaxpr.jaxpr.eqns if block.role == DIST else ():
-                if eqn.primitive is all_reduce_p:
-                    p, aval = eqn.params, eqn.outvars[0].aval
-                    reduction = Reduction(p["name"], p["op"], aval.shape, aval.dtype, p["owners"], p["over"])
-                    found.setdefault(block.level, {})[p["name"]] = reduction
-        return tuple(tuple(found[level].values()) for level in sorted(found))
-
-    @cached_property
-    def _optimize_blocks(self) -> tuple[OptimizeBlock, ...]:
-        """The blocks of work of all servers."""
-        serves = (eqn for programs in self.servers.values() for eqn in programs.main.jaxpr.jaxpr.eqns)
-        return tuple(block for eqn in serves for block in eqn.params["optimize_blocks"])
-
-    # -- showing ---------------------------------------------------------------------------------
-
-    @cached_property
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """The placement table: block, rows, bytes, endpoint."""
-        table = []
-        for b in self.placement.table:
-            rows = "-" if b.span is None else f"{b.span.start}:{b.span.stop}"
-            table.append((b.name, rows, f"{b.nbytes:,}", b.endpoint))
-        return table
-
-    @cached_property
-    def notes(self) -> list[str]:
-        """What else there is to know: bytes, whole leaves and why, what stays with the trainers."""
-        notes = []
-        for endpoint, size in self.server_bytes.items():
-            notes.append(
-                f"{endpoint} holds {size['params']:,} bytes of parameters, {size['opt_state']:,} of optimizer state"
-            )
-        if len(self.servers) > 1:
-            notes.append(f"the fullest server holds {self.balance:.2f} times the mean")
-        step = self.bytes_per_step
-        often = f"in {self.geo_sgd_need_push_nums} steps" if self.geo_sgd_need_push_nums else "per step"
-        notes.append(
-            f"each of {self.trainers} trainers sends {step['send']:,} and receives {step['recv']:,} bytes {often}"
-        )
-        for i, values in enumerate(self.rounds):
-            told = sum(r.nbytes for r in values)
-            notes.append(f"round {i + 1} among pservers: {len(values)} values, {told:,} bytes from each at most")
-        for leaf, reason in self.placement.whole.items():
-            notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
-        where: dict[str, list[str]] = {}
-        for name in self.shared_state:
-            holders = [row.endpoint for row in self.overview.by_origin(name)]
-            everywhere = len(holders) == sum(bool(units) for units in self.placement.units.values())
-            where.setdefault("every server" if everywhere else " and ".join(holders), []).append(name)
-        for servers, names in where.items():
-            notes.append(f"on {servers}: {', '.join(names)}")
-        if self.dropped:
-            notes.append(f"not carried out, since it looks at what servers make: {', '.join(self.dropped)}")
-        if self.held:
-            notes.append(f"on the trainers only: {', '.join(self.held)}")
-        return notes
-
-    @property
-    def _title(self) -> str:
-        mode = "geo" if self.geo_sgd_need_push_nums else "sync" if self.sync_mode else "async"
-        return f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, {mode}"
-
-    def __str__(self) -> str:
-        return listing.plan_text(self._title, _HEADER, self.rows, self.notes, right=(1, 2))
-
-    def __repr__(self) -> str:
-        roles = f"{self.trainers} trainers, {len(self.servers)} pservers"
-        return f"<PServerPlan of {self.main.name}: {roles}, {len(self.rows)} blocks>"
-
-    def _repr_html_(self) -> str:
-        return listing.plan_html(self._title, _HEADER, self.rows, self.notes, code=0)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self) if cycle else str(self))
-
-
-def _unevenness(sizes: Sequence[int]) -> float:
-    """The largest over the mean; 1.0 where there is nothing."""
-    return max(sizes) * len(sizes) / sum(sizes) if any(sizes) else 1.0
-
-
-class _Servers(dict[str, ServerPrograms]):
-    """Endpoint to programs; an unknown endpoint is named in the error."""
-
-    def __missing__(self, endpoint: str) -> ServerPrograms:
-        raise UnknownEndpointError(f"{endpoint!r} is not a pserver of this plan; its pservers are {', '.join(self)}")
-
-
-def check_trainer_id(trainer_id: Any, trainers: int) -> None:
-    """Raises ConfigError unless 0 <= trainer_id < trainers."""
-    if isinstance(trainer_id, bool) or not isinstance(trainer_id, int) or not 0 <= trainer_id < trainers:
-        raise ConfigError(
-            f"trainer_id {trainer_id!r} is out of range: with {trainers} trainers it is one of 0 to {trainers - 1}"
-        )
-
-
-def check_trainer_endpoint(trainer_id: Any, current_endpoint: Any, endpoints: Sequence[str]) -> None:
-    """Raises ConfigError unless that trainer of an nccl2 job is at that endpoint."""
-    check_trainer_id(trainer_id, len(endpoints))
-    if current_endpoint not in endpoints:
-        raise ConfigError(
-            f"the current endpoint {current_endpoint!r} is not one of the trainers': {','.join(endpoints)}"
-        )
-    if endpoints[trainer_id] != current_endpoint:
-        raise ConfigError(
-            f"trainer {trainer_id} is at {endpoints[trainer_id]}; the current endpoint {current_endpoint} is that of "
-            f"trainer {list(endpoints).index(current_endpoint)}"
-        )
+    importlib.import_module("dtrans.run.realisers")
+    for kind in type(plan).__mro__:
+        if (kind, way) in _REALISERS:
+            return _REALISERS[kind, way]
+    ways = sorted({w for kind, w in _REALISERS if isinstance(plan, kind)})
+    raise ConfigError(
+        f"nothing runs a {type(plan).__name__} by {way!r}" + (f"; it runs by {', '.join(ways)}" if ways else "")
+    )

@@ -16,8 +16,8 @@ import numpy as np
 import zmq
 
 import dtrans
-from dtrans.plan import PServerPlan
-from dtrans.run.endpoints import wire
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.net import wire
 
 
 HANG = 25.0  # seconds; longer than anything here takes on a busy machine

@@ -13,9 +13,9 @@ import optax
 from helpers import init_of, mlp_batch, mlp_loss
 
 import dtrans
+from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE, Program
 from dtrans.ops import OptimizeBlock, all_reduce_p
-from dtrans.plan import PServerPlan
-from dtrans.program import DIST, LR_SCHED, OPTIMIZE, Program
+from dtrans.parameter_server.plan import PServerPlan
 
 
 RATE, MOMENTUM, NORM = 0.1, 0.9, 0.05

@@ -35,9 +35,9 @@ import test_golden
 
 import dtrans
 from dtrans._jax import jaxprs_in_params, opened
-from dtrans.listing import short_type
+from dtrans.ir.display import short_type
+from dtrans.ir.program import Program, is_communication
 from dtrans.ops import listen_and_serv_p
-from dtrans.program import Program, is_communication
 
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -16,9 +16,9 @@ import optax
 import dtrans
 from dtrans._jax import Literal, jaxprs_in_params, opened
 from dtrans.ops import OptimizeBlock, all_reduce_p
-from dtrans.ops.reduce import COMBINE
-from dtrans.plan import PServerPlan
-from dtrans.rules import ELEMENTWISE
+from dtrans.ops.collectives import COMBINE
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.rows.rules import ELEMENTWISE
 
 
 # -- comparisons -----------------------------------------------------------------------------------

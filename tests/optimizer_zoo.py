@@ -25,9 +25,9 @@ import optax.contrib
 from helpers import endpoints
 
 import dtrans
-import dtrans.optimizers
+import dtrans.paddle.optimizers
 from dtrans.errors import OptimizerError
-from dtrans.plan import PServerPlan
+from dtrans.parameter_server.plan import PServerPlan
 
 
 SERVERS, TRAINERS, STEPS = 3, 2, 5
@@ -302,9 +302,9 @@ CONTRIB: Mapping[str, Case] = {
 }
 
 PADDLE: Mapping[str, Case] = {
-    "ftrl": Case(lambda: dtrans.optimizers.ftrl(0.1, l1=0.01, l2=0.01)),
-    "decayed_adagrad": Case(lambda: dtrans.optimizers.decayed_adagrad(0.1)),
-    "lars_momentum": Case(lambda: dtrans.optimizers.lars_momentum(0.1, 0.9, lars_coeff=0.5)),
+    "ftrl": Case(lambda: dtrans.paddle.optimizers.ftrl(0.1, l1=0.01, l2=0.01)),
+    "decayed_adagrad": Case(lambda: dtrans.paddle.optimizers.decayed_adagrad(0.1)),
+    "lars_momentum": Case(lambda: dtrans.paddle.optimizers.lars_momentum(0.1, 0.9, lars_coeff=0.5)),
 }
 
 TRANSFORMS: Mapping[str, Case] = {
@@ -375,7 +375,7 @@ CHAINS: Mapping[str, Case] = {
 GROUPS: Mapping[str, Mapping[str, Case]] = {
     "Optimizers of optax": ALIASES,
     "Optimizers of optax.contrib": CONTRIB,
-    "Optimizers of dtrans.optimizers": PADDLE,
+    "Optimizers of dtrans.paddle.optimizers": PADDLE,
     "Transformations of gradients (before `sgd`)": TRANSFORMS,
     "Wrappers": WRAPPERS,
     "Schedules": INJECTED,
@@ -440,7 +440,7 @@ REFUSED: Mapping[str, Refusal] = {
 
 
 def exported() -> Iterator[str]:
-    """The name of every optimizer that optax exports, of optax.contrib's functions, and of `dtrans.optimizers`."""
+    """The names of the optimizers that optax exports, of optax.contrib's functions, and of dtrans.paddle.optimizers."""
     for name, made in vars(optax).items():
         fn = getattr(made, "func", made)  # nadam is a partial of adam
         if inspect.isfunction(fn) and fn.__module__ == "optax._src.alias":
@@ -449,8 +449,8 @@ def exported() -> Iterator[str]:
         # the parts that its own optimizers are made of, and a function of parameters, are no optimizers
         if inspect.isfunction(fn) and not name.startswith("scale_by_") and name != "schedule_free_eval_params":
             yield name
-    for name, fn in vars(dtrans.optimizers).items():
-        if inspect.isfunction(fn) and fn.__module__ == dtrans.optimizers.__name__ and not name.startswith("_"):
+    for name, fn in vars(dtrans.paddle.optimizers).items():
+        if inspect.isfunction(fn) and fn.__module__ == dtrans.paddle.optimizers.__name__ and not name.startswith("_"):
             yield name
 
 

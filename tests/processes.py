@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from crew import free_endpoints
 
-from dtrans.run.roles import Role, trainer_roles
+from dtrans.run.distributed.role import Role, trainer_roles
 
 
 ROOT = Path(__file__).parents[1]

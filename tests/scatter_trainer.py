@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import dtrans
 from dtrans.ops import reduce_scatter_p
-from dtrans.run.collective import OVER_AXIS
-from dtrans.run.together import trainer_devices
+from dtrans.run.base.lowering import OVER_AXIS
+from dtrans.run.distributed.multihost import trainer_devices
 
 
 SIDES = (1024, 2048, 4096)  # of square arrays of float32: 4, 16 and 64 MB

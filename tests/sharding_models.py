@@ -15,7 +15,7 @@ import optimizer_zoo
 from helpers import as_numpy, init_of, quick
 
 import dtrans
-from dtrans.sharded import ShardingPlan
+from dtrans.zero.plan import ShardingPlan
 
 
 ROWS = 16  # of a global batch: one for each of 8 ranks in 2 groups

@@ -36,7 +36,7 @@ from helpers import (
 from hypothesis import example, given, note, settings, strategies as st
 from jax import lax
 
-from dtrans.rewrite import inline_calls
+from dtrans.ir.inline import inline_calls
 
 
 # sizes such that what is made of a block's rows has the whole leaf's shape by no coincidence

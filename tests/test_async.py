@@ -16,10 +16,10 @@ from helpers import init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_c
 
 import dtrans
 from dtrans.errors import ConfigError, PeerError
-from dtrans.plan import PServerPlan
-from dtrans.run.block_update import BlockUpdates
-from dtrans.run.endpoints import serving
-from dtrans.run.update import ServerUpdate
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.parameter_server import base_server
+from dtrans.run.parameter_server.block_update import BlockUpdates
+from dtrans.run.parameter_server.update import ServerUpdate
 
 
 @pytest.fixture(autouse=True)
@@ -373,7 +373,7 @@ def test_a_server_that_is_left_by_failures_only_ends_with_the_last(crew: Crew) -
 def test_a_silent_trainer_is_left_behind(
     crew: Crew, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(serving, "SILENCE", 1.0)
+    monkeypatch.setattr(base_server, "SILENCE", 1.0)
     plan, params, batch = small(2)
     (endpoint,) = plan.servers
     crew.start("server", serve, plan, endpoint, params)

@@ -22,7 +22,7 @@ from hypothesis import given, strategies as st
 import dtrans
 from dtrans import HashName, PSDispatcher, RoundRobin, SizeBalanced, VarBlock, slice_variable
 from dtrans.errors import ConfigError
-from dtrans.placement import _cut
+from dtrans.parameter_server.placement import _cut, dispatched
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "paddle-transpiler.json").read_text())
@@ -146,7 +146,7 @@ def test_hash_name_places_a_name_alike_whatever_came_before():
 
 @pytest.mark.parametrize("seed", ["1", "271828"])
 def test_hash_name_is_the_same_in_every_process(seed):
-    code = f"from dtrans.blocks import HashName; print(*HashName([0, 1, 2]).dispatch({NAMES}))"
+    code = f"from dtrans.parameter_server.dispatch import HashName; print(*HashName([0, 1, 2]).dispatch({NAMES}))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(sys.path)},
@@ -218,7 +218,7 @@ def test_a_dispatcher_is_called_once_with_the_blocks_of_all_leaves():
         ("params/w.block1", (2, 2), jnp.float32, 4, 16, ""),
     ]
     assert calls == [seen]
-    plan.placement.dispatched(Spy)
+    dispatched(plan.placement, Spy)
     assert calls == [seen, seen]
     assert {b.endpoint for b in plan.placement.table} == {EPS[0]}
 

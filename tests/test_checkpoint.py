@@ -42,7 +42,7 @@ from dtrans import HashName, SizeBalanced, checkpoint
 from dtrans.checkpoint import runs
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError, StateError, TraceError, UnknownEndpointError
-from dtrans.plan import PServerPlan
+from dtrans.parameter_server.plan import PServerPlan
 
 
 SHAPES = {"b": (7,), "empty": (0,), "scalar": (), "table": (11, 4), "w": (9, 3, 2)}

@@ -21,10 +21,10 @@ from processes import ROOT, started
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LaunchError, PeerError
-from dtrans.run.endpoints.client import LINGER
-from dtrans.run.launch import launch
-from dtrans.run.meeting import meet
-from dtrans.run.roles import trainer_roles
+from dtrans.run.distributed.launcher import launch
+from dtrans.run.distributed.rendezvous import meet
+from dtrans.run.distributed.role import trainer_roles
+from dtrans.run.net.sockets import LINGER
 
 
 PATIENCE = 120.0  # seconds for what takes ten on an idle machine

@@ -15,9 +15,9 @@ from helpers import quick, tree_close, tree_equal
 from hypothesis import given, strategies as st
 
 from dtrans._jax import equations, lowered_jaxpr
-from dtrans.collect import COLLECT, KEYS, collect, collect_p, collected, merged
 from dtrans.errors import ConfigError, TraceError
-from dtrans.rewrite import inline_calls
+from dtrans.ir.inline import inline_calls
+from dtrans.step.collect import COLLECT, KEYS, collect, collect_p, collected, merged
 
 
 Pair = collections.namedtuple("Pair", "a b")
@@ -46,7 +46,7 @@ def read(fn, *args):
 
 
 def test_the_constants_are_the_keys():
-    assert all(getattr(importlib.import_module("dtrans.collect"), k) == k for k in KEYS) and len(set(KEYS)) == 6
+    assert all(getattr(importlib.import_module("dtrans.step.collect"), k) == k for k in KEYS) and len(set(KEYS)) == 6
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -17,13 +17,13 @@ from crew import HANG, Crew, Peer, Stand, check_state, free_endpoints, joined, s
 from helpers import communication, init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_close
 
 import dtrans
-from dtrans.cut import cut
 from dtrans.errors import ConfigError, DeadlineError, PeerError
-from dtrans.plan import PServerPlan
-from dtrans.run.endpoints import wire
-from dtrans.run.endpoints.async_server import AsyncPServer
-from dtrans.run.endpoints.communicator import Communicator, merged
-from dtrans.transforms.linear import merging
+from dtrans.parameter_server.gradient_merging import merging
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.net import wire
+from dtrans.run.parameter_server.async_server import AsyncPServer
+from dtrans.run.parameter_server.communicator import Communicator, merged
+from dtrans.step.cut import cut
 
 
 @pytest.fixture(autouse=True)
@@ -620,7 +620,7 @@ def test_whatever_ends_a_communicator_ends_the_connections(crew: Crew, monkeypat
 
 def test_an_answer_that_is_here_is_not_late(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread was away, merging and sending, for longer than the deadline; meanwhile the answer came."""
-    from dtrans.run.endpoints import communicator as module
+    from dtrans.run.parameter_server import communicator as module
 
     params, batches = mlp_params(dtype=jnp.float64), batches_of(4)
     plan = plan_for(1, 1, optax.sgd(0.1))

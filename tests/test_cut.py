@@ -25,10 +25,11 @@ from helpers import (
 
 import dtrans
 from dtrans._jax import equations, scope_of
-from dtrans.cut import GRAD, cut
 from dtrans.errors import GradientError
-from dtrans.marks import mark_p
-from dtrans.rewrite import Builder, needed
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import needed
+from dtrans.step.cut import GRAD, cut
+from dtrans.step.marks import mark_p
 
 
 SIZES = (4, 4, 4, 4)  # layers of equal shapes

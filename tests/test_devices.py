@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dtrans.errors import ConfigError
-from dtrans.virtual import Cluster
+from dtrans.pipeline_parallel.device_layout import Cluster
 
 
 class Device:

@@ -130,7 +130,7 @@ def test_nobody_is_told_to_install_another_project():
 
 
 def test_the_page_for_paddles_users_has_every_option_and_every_method():
-    from dtrans.config import BEYOND, DEFAULTS
+    from dtrans.paddle.config import BEYOND, DEFAULTS
 
     text = (README.parent / "docs" / "paddle.md").read_text()
     methods = [n for n in vars(dtrans.DistributeTranspiler) if not n.startswith("_") and n != "plan"]
@@ -171,7 +171,7 @@ def test_tables_of_schedules_are_computed(monkeypatch):
 
 
 def test_the_chart_has_every_task_and_is_small():
-    from dtrans.schedules import schedule
+    from dtrans.pipeline_parallel.schedule import schedule
 
     drawn = (README.parent / "docs" / "pipeline.svg").read_text()
     assert len(drawn) < 200_000
@@ -198,8 +198,8 @@ EPL_OPTIONS = {
 
 
 def test_the_page_for_epls_users_has_every_option_and_every_call():
-    from dtrans.collect import KEYS
-    from dtrans.virtual import LAYOUTS
+    from dtrans.pipeline_parallel.device_layout import LAYOUTS
+    from dtrans.step.collect import KEYS
 
     text = (README.parent / "docs" / "epl.md").read_text()
     keys = [f"`{category}.{key}`" for category, of in EPL_OPTIONS.items() for key in of.split()]

@@ -38,8 +38,9 @@ from helpers import (
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
-from dtrans.plan import PServerPlan
-from dtrans.run.endpoints import server as server_module, serving, wire
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.net import wire
+from dtrans.run.parameter_server import base_server, sync_server as server_module
 
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -206,7 +207,7 @@ def test_parameters_of_earlier_steps_keep_their_values(crew: Crew) -> None:
 
 def peer_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The addresses that trainers connect to, as they do."""
-    from dtrans.run.endpoints import client
+    from dtrans.run.parameter_server import client
 
     seen: list[str] = []
     real = client.Connection._open
@@ -447,7 +448,7 @@ def test_a_pserver_that_is_terminated_says_so_and_leaves_nothing(
 def test_a_killed_trainer_is_named_by_the_server_before_its_deadline(
     crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "SILENCE", 1.0)
+    monkeypatch.setattr(base_server, "SILENCE", 1.0)
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     plan = plan_for(pservers, min_block_size=8192)
@@ -596,7 +597,7 @@ def test_trainers_that_never_come_are_named(crew: Crew) -> None:
 
 
 def test_a_trainer_that_falls_silent_is_taken_for_dead(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "SILENCE", 1.0)
+    monkeypatch.setattr(base_server, "SILENCE", 1.0)
     (ep,) = pservers = free_endpoints(1)
     plan = plan_for(pservers)
     crew.start("server", serve, plan, ep, mlp_params())
@@ -660,7 +661,7 @@ def test_signs_of_life_that_came_while_the_server_was_busy_count(crew: Crew, mon
         real(self)
 
     monkeypatch.setattr(server_module.PServer, "_make_step", busy)
-    monkeypatch.setattr(serving, "SILENCE", 1.0)
+    monkeypatch.setattr(base_server, "SILENCE", 1.0)
     crew.start("server", serve, plan, ep, params, deadline=3.0)
     for k in range(2):
         crew.start(f"trainer {k}", train, plan, k, [mlp_batch(8)] * 2, params, deadline=3.0)

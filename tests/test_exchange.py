@@ -32,10 +32,10 @@ from helpers import (
 )
 
 from dtrans.errors import DeadlineError, PeerError
+from dtrans.ir.program import DIST
 from dtrans.ops import combine
-from dtrans.plan import PServerPlan
-from dtrans.program import DIST
-from dtrans.run.exchange import Exchange, vector_types
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.parameter_server.exchange import Exchange, vector_types
 
 
 # -- what is packed --------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from helpers import init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_c
 
 import dtrans
 from dtrans.errors import ConfigError, PeerError, StateError
-from dtrans.plan import PServerPlan
-from dtrans.run.endpoints.async_server import AsyncPServer
-from dtrans.run.endpoints.communicator import Communicator
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.parameter_server.async_server import AsyncPServer
+from dtrans.run.parameter_server.communicator import Communicator
 
 
 @pytest.fixture(autouse=True)

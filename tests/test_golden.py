@@ -22,7 +22,7 @@ from helpers import assemble, blocks_of, communication, distance, endpoints, eva
 import dtrans
 from dtrans import DistributeTranspiler, DistributeTranspilerConfig
 from dtrans._jax import Literal, origin_of
-from dtrans.cut import GRAD
+from dtrans.step.cut import GRAD
 
 
 RECORDED = json.loads((Path(__file__).parent / "golden" / "transpiled.json").read_text())["cases"]
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "fc_momentum": ("fc", optax.sgd(0.1, momentum=0.9)),
     "fc_adam": ("fc", optax.adam(0.1)),
     "fc_adagrad": ("fc", optax.adagrad(0.1)),
-    "fc_lars_momentum": ("fc", dtrans.optimizers.lars_momentum(0.1, 0.9)),
+    "fc_lars_momentum": ("fc", dtrans.paddle.optimizers.lars_momentum(0.1, 0.9)),
     "mlp_sgd": ("mlp", SGD),
     "fc_sgd_lr_exponential": ("fc", optax.sgd(DECAY)),
     "mlp_adam_lr_exponential": ("mlp", optax.adam(DECAY)),

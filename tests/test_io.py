@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from hypothesis import given, strategies as st
 
+from dtrans.epl.input_files import slice_files
 from dtrans.errors import ConfigError
-from dtrans.io import slice_files
 
 
 F = [f"file_{i}" for i in range(6)]

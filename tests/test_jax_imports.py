@@ -65,33 +65,5 @@ def test_nothing_is_unpickled_or_evaluated(path):
             )
 
 
-CORE = [
-    "program",
-    "rewrite",
-    "marks",
-    "cut",
-    "rows",
-    "shards",
-    "blocks",
-    "placement",
-    "trees",
-    "listing",
-    "addresses",
-    "parts",
-    "bits",
-    "overview",
-    "errors",
-]
-
-
-def test_transforms_and_core_do_not_import_the_realisers():
-    lower = [
-        p for p in FILES if relative(p).startswith(("transforms/", "ops/")) or relative(p) in {f"{n}.py" for n in CORE}
-    ]
-    assert len(lower) > len(CORE)
-    for path in lower:
-        assert not [n for n in modules_of(ast.parse(path.read_text())) if under(n, "dtrans.run")], path
-
-
 def test_the_boundary_is_used():
     assert any(under(n, "jax.extend") for n in modules_of(ast.parse((ROOT / "_jax.py").read_text())))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from dtrans._jax import equations, lowered_jaxpr, map_bodies, opened, scan_counts, scan_with, while_counts
-from dtrans.rewrite import inline_calls
-from dtrans.rules import ELEMENTWISE, RULES
+from dtrans.ir.inline import inline_calls
+from dtrans.rows.rules import ELEMENTWISE, RULES
 
 
 def loops(fn, *args):

@@ -20,8 +20,8 @@ import pytest
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
-from dtrans.run.launch import free_endpoints, launch
-from dtrans.run.roles import VARIABLES, roles_of, trainer_roles
+from dtrans.run.distributed.launcher import free_endpoints, launch
+from dtrans.run.distributed.role import VARIABLES, roles_of, trainer_roles
 
 
 ROOT = Path(__file__).parents[1]

@@ -17,12 +17,12 @@ from helpers import assemble, init_of, mlp_batch, mlp_loss, mlp_params, plain_st
 
 import dtrans
 from dtrans.errors import ConfigError, PeerError
-from dtrans.means import merged_from
+from dtrans.ir.program import without_addresses
 from dtrans.ops import send_barrier_p
-from dtrans.plan import PServerPlan
-from dtrans.program import without_addresses
-from dtrans.run.endpoints import server as server_module
-from dtrans.run.update import ServerUpdate
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.parameter_server import sync_server as server_module
+from dtrans.run.parameter_server.update import ServerUpdate
+from dtrans.slicing.mean import merged_from
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from roles import Roles, roles
 
 import dtrans
 from dtrans.errors import DeadlineError, PeerError
-from dtrans.plan import PServerPlan
-from dtrans.run.endpoints import server as server_module
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.parameter_server import sync_server as server_module
 
 
 ROWS = 3  # of each trainer, in each step

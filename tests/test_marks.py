@@ -15,7 +15,7 @@ from helpers import mlp_batch, mlp_loss, mlp_params, plain_run, plain_step, quic
 import dtrans
 from dtrans._jax import equations
 from dtrans.errors import GradientError
-from dtrans.marks import mark_p
+from dtrans.step.marks import mark_p
 
 
 PARAMS = mlp_params()

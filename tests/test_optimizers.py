@@ -14,10 +14,10 @@ import pytest
 from helpers import mlp_batch, mlp_loss, mlp_params, plain_run, plain_step, plan_of, tree_close, tree_equal
 
 import dtrans
-from dtrans.cut import cut
 from dtrans.errors import ConfigError
-from dtrans.optimizers import decayed_adagrad, ftrl, lars_momentum
-from dtrans.rows import analyse
+from dtrans.paddle.optimizers import decayed_adagrad, ftrl, lars_momentum
+from dtrans.rows.analysis import analyse
+from dtrans.step.cut import cut
 
 
 SHAPES = {"scalar": (), "vector": (5,), "row": (1, 4), "matrix": (3, 4), "cube": (2, 3, 2), "none": (0, 3)}

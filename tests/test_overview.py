@@ -17,7 +17,8 @@ from helpers import endpoints, evaluate, init_of, start_servers
 import dtrans
 from dtrans import HashName, RoundRobin, SizeBalanced, VarDistributed, VarsDistributed
 from dtrans.errors import ConfigError
-from dtrans.overview import overview_of
+from dtrans.parameter_server.overview import overview_of
+from dtrans.parameter_server.placement import dispatched
 
 
 SHAPES = {"b": (7,), "scalar": (), "table": (11, 4), "w": (9, 3, 2)}
@@ -191,7 +192,7 @@ def test_a_plan_says_what_the_balance_would_be_with_other_dispatchers(tx: Any, s
             few = 8 * len(other.shared_state) * len(other.servers)
             total = sum(sum(sizes.values()) for sizes in other.server_bytes.values())
             assert told[name] == pytest.approx(other.balance, abs=3 * few / total)
-            moved = plan.placement.dispatched({m.__name__: m for m in METHODS}[name])
+            moved = dispatched(plan.placement, {m.__name__: m for m in METHODS}[name])
             assert moved == other.placement
 
 

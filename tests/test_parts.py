@@ -20,10 +20,11 @@ from jax import lax
 from jax.nn import initializers as init
 
 import dtrans
-from dtrans.bits import block_bits, block_bits_p, counters, counts
-from dtrans.parts import Part, write_parts
-from dtrans.program import DIST
-from dtrans.rewrite import Builder, inline_calls
+from dtrans.ir.builder import Builder
+from dtrans.ir.inline import inline_calls
+from dtrans.ir.program import DIST
+from dtrans.slicing.partial_init import Part, write_parts
+from dtrans.slicing.random_bits import block_bits, block_bits_p, counters, counts
 
 
 KEY = jax.random.key(7)

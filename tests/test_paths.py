@@ -50,7 +50,7 @@ def main():
             dtrans.checkpoint.save(here / "saved", plan, role.current_endpoint, state)
         else:
             params = exe.run(plan.trainer_startup, jax.random.key(0))
-            with dtrans.summary.Writer(here / "logs") as writer:
+            with dtrans.SummaryWriter(here / "logs") as writer:
                 for i in range(2):
                     params, loss = exe.run(plan.trainer, params, jnp.ones((4, 6)))
                     writer.write(i, {"loss": loss}, [dtrans.summary.Summary("loss", "scalar")])

@@ -19,9 +19,9 @@ from hypothesis import given, settings, strategies as st
 
 import dtrans
 from dtrans._jax import JaxprEqn, Literal, Var
+from dtrans.ir.program import Program, is_communication
 from dtrans.ops import concat_p, fetch_barrier_p, recv_p, send_barrier_p, send_p, split_byref_p
-from dtrans.program import Program, is_communication
-from dtrans.run.pieces import COMPUTED, Carry, Compute, Pieces, cut_program
+from dtrans.run.base.segments import COMPUTED, Carry, Compute, Pieces, cut_program
 
 
 SIZES = (5, 8, 8, 3)

@@ -18,13 +18,14 @@ from pipeline_models import Job, compiled_quickly
 
 import dtrans
 from dtrans._jax import equations
-from dtrans.collective import collectives
-from dtrans.cut import GRAD
+from dtrans.data_parallel.plan import collectives
 from dtrans.errors import ConfigError
-from dtrans.run.pipeline.tape import Move, Run
-from dtrans.run.pipeline.watch import measured
-from dtrans.schedules import Schedule, Task, schedule as schedule_of
-from dtrans.virtual import Cluster
+from dtrans.pipeline_parallel.device_layout import Cluster
+from dtrans.pipeline_parallel.schedule import Schedule, schedule as schedule_of
+from dtrans.pipeline_parallel.task import Task
+from dtrans.run.pipeline_parallel.instructions import Move, Run
+from dtrans.run.pipeline_parallel.profile import measured
+from dtrans.step.cut import GRAD
 
 
 SHARED = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer")  # schedules of the same programs

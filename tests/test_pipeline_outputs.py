@@ -17,10 +17,11 @@ from PIL import Image
 from pipeline_models import Job, compiled_quickly
 
 import dtrans
-from dtrans import summary
-from dtrans.collect import KEYS, collect, merged
 from dtrans.errors import ConfigError, TraceError
-from dtrans.summary import Summary, Writer, merge
+from dtrans.run.base.summary_writer import Writer
+from dtrans.step import summary
+from dtrans.step.collect import KEYS, collect, merged
+from dtrans.step.summary import Summary, merge
 
 
 Pair = collections.namedtuple("Pair", "first second")

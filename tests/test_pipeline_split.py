@@ -14,7 +14,7 @@ from pipeline_models import Job, compiled_quickly
 
 import dtrans
 from dtrans._jax import equations
-from dtrans.collective import collectives
+from dtrans.data_parallel.plan import collectives
 from dtrans.errors import ConfigError
 
 

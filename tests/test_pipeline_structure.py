@@ -18,10 +18,10 @@ from pipeline_models import MODELS, Job, Model, compiled_quickly, transformer
 
 import dtrans
 from dtrans._jax import equations
-from dtrans.cut import GRAD
 from dtrans.errors import BatchError, ConfigError, GradientError, TraceError
-from dtrans.run.pipeline.watch import measured, timed
-from dtrans.schedules import Task
+from dtrans.pipeline_parallel.task import Task
+from dtrans.run.pipeline_parallel.profile import measured, timed
+from dtrans.step.cut import GRAD
 
 
 SHARED = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer")

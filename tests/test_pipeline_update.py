@@ -12,9 +12,9 @@ from pipeline_models import MODELS, compiled_quickly
 
 import dtrans
 from dtrans._jax import Literal, Var, evaluate
-from dtrans.program import OPTIMIZE
-from dtrans.transforms.placed import grouped, place
-from dtrans.transforms.stage_programs import program_of
+from dtrans.ir.program import OPTIMIZE
+from dtrans.pipeline_parallel.stage_programs import program_of
+from dtrans.pipeline_parallel.update_by_stage import grouped, place
 
 
 def program(fn, **inputs):

@@ -10,8 +10,8 @@ import pytest
 
 import dtrans
 from dtrans._jax import jaxpr_as_fun
-from dtrans.rewrite import Builder
-from dtrans.transforms.products import straightened
+from dtrans.ir.builder import Builder
+from dtrans.step.weight_gradients import straightened
 
 
 def straight(fn, *args):

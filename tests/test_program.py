@@ -18,11 +18,11 @@ from helpers import mlp_batch, mlp_loss, mlp_params, plain_step, tree_close, tre
 
 import dtrans
 from dtrans.errors import NotRealisedError, TraceError
+from dtrans.ir.builder import Builder
+from dtrans.ir.pytree import TreeSpec
 from dtrans.ops import token
 from dtrans.ops.rpc import send_barrier_p
-from dtrans.program import argument_names, guess_roles
-from dtrans.rewrite import Builder
-from dtrans.trees import TreeSpec
+from dtrans.step.trace import argument_names, guess_roles
 
 
 ADAM = optax.adam(1e-2)

@@ -33,8 +33,8 @@ from helpers import (
 )
 
 import dtrans
-from dtrans.cut import GRAD
 from dtrans.errors import ConfigError, GradientError, NotRealisedError, TraceError, UnknownEndpointError
+from dtrans.step.cut import GRAD
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "paddle-transpiler.json").read_text())["cases"]

@@ -14,7 +14,9 @@ import pytest
 from helpers import distance, evaluate, mlp_batch, mlp_loss, mlp_params, plain_step, quick
 
 from dtrans._jax import Literal, equations, opened, scope_of
-from dtrans.rewrite import Builder, eliminate_dead, inline_calls, needed
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import needed
+from dtrans.ir.inline import eliminate_dead, inline_calls
 
 
 CALLS = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call", "core_call"}

@@ -15,10 +15,10 @@ from jax import lax
 
 import dtrans
 from dtrans._jax import equations
-from dtrans.cut import GRAD, cut
-from dtrans.layouts import SHARED, Rows, Whole, join, leaves_of
-from dtrans.levels import Levels
-from dtrans.rows import analyse
+from dtrans.rows.analysis import analyse
+from dtrans.rows.layout import SHARED, Rows, Whole, join, leaves_of
+from dtrans.slicing.rounds import Levels
+from dtrans.step.cut import GRAD, cut
 
 
 PARAMS = mlp_params((5, 5, 5))  # two layers of equal shapes

@@ -17,7 +17,7 @@ import pytest
 from helpers import init_of, mlp_batch, mlp_loss, mlp_params
 
 import dtrans
-from dtrans.program import Program
+from dtrans.ir.program import Program
 
 
 SIZES = (30, 600, 5)

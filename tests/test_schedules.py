@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dtrans.errors import ConfigError
-from dtrans.gantt import Play, TimedTask, draw
-from dtrans.schedules import Schedule, Task, schedule
+from dtrans.pipeline_parallel.gantt import draw
+from dtrans.pipeline_parallel.schedule import Schedule, schedule
+from dtrans.pipeline_parallel.task import Play, Task, TimedTask
 
 
 EPL = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer")

@@ -14,8 +14,8 @@ import pytest
 
 from dtrans._jax import equations, scope_of
 from dtrans.errors import ConfigError
-from dtrans.rewrite import inline_calls
-from dtrans.scopes import Scope, numbered, replicate, scope_of_eqn, scopes_of, split
+from dtrans.ir.inline import inline_calls
+from dtrans.step.scopes import Scope, numbered, replicate, scope_of_eqn, scopes_of, split
 
 
 W, X = jnp.ones((4, 4)), jnp.ones((3, 4))

@@ -13,8 +13,8 @@ import pytest
 
 import dtrans
 from dtrans.errors import ConfigError, GradientError
-from dtrans.sharded import ShardingPlan
-from dtrans.transforms.amp import GOOD, SCALE, SKIPPED
+from dtrans.zero.mixed_precision import GOOD, SCALE, SKIPPED
+from dtrans.zero.plan import ShardingPlan
 
 
 D, LAYERS, BATCH = 12, 3, 16

@@ -19,7 +19,7 @@ from test_checkpoint import OPTIMIZERS, TX, distinct
 
 import dtrans
 from dtrans import checkpoint
-from dtrans.checkpoint.pieces import Checkpoint
+from dtrans.checkpoint.orbax_io import Checkpoint
 from dtrans.errors import ConfigError, StateError
 
 

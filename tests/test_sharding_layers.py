@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import dtrans
-from dtrans.sharded import ShardingPlan
+from dtrans.zero.plan import ShardingPlan
 
 
 LAYERS, D = 4, 6

@@ -32,10 +32,10 @@ from sharding_models import (
 import dtrans
 from dtrans._jax import equations, jaxprs_in_params
 from dtrans.errors import ConfigError, StateError
+from dtrans.ir.program import is_communication
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
-from dtrans.program import is_communication
-from dtrans.transforms.bins import Bins
-from dtrans.transforms.owners import RULES, loads_of, owners_of
+from dtrans.zero.by_leaf.assign import RULES, loads_of, owners_of
+from dtrans.zero.by_leaf.packing import Bins
 
 
 # -- who owns what ---------------------------------------------------------------------------------

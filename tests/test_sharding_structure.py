@@ -18,8 +18,8 @@ from sharding_models import MODELS, numbers, plan_of, stacked_loss, stacked_para
 import dtrans
 from dtrans._jax import Var, equations, jaxprs_in_params, opened
 from dtrans.errors import BatchError, ConfigError, GradientError, StateError, TraceError
-from dtrans.program import without_addresses
-from dtrans.transforms.uses import CHEAP, KEPT_WINDOWS
+from dtrans.ir.program import without_addresses
+from dtrans.zero.live_ranges import CHEAP, KEPT_WINDOWS
 
 
 ADAM = optax.adam(1e-2)

@@ -17,14 +17,14 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from dtrans._jax import equations, lowered_jaxpr
-from dtrans.collective import collectives
+from dtrans.data_parallel.plan import collectives
 from dtrans.errors import ConfigError
-from dtrans.ops.exchange_rows import all_to_all_p
-from dtrans.program import is_communication
-from dtrans.run.collective import OVER_AXIS
-from dtrans.run.pieces import interpret
-from dtrans.transforms.split import pieces_of, split, whole_of
-from dtrans.transforms.split_defaults import default_cuts
+from dtrans.ir.program import is_communication
+from dtrans.ops.all_to_all import all_to_all_p
+from dtrans.run.base.lowering import OVER_AXIS
+from dtrans.run.base.segments import interpret
+from dtrans.tensor_parallel.defaults import default_cuts
+from dtrans.tensor_parallel.transform import pieces_of, split, whole_of
 
 
 AXIS = "shard"

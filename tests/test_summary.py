@@ -17,11 +17,12 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 import dtrans
-from dtrans import summary
 from dtrans._jax import equations, lowered_jaxpr
 from dtrans.errors import ConfigError, TraceError
-from dtrans.rewrite import eliminate_dead, inline_calls
-from dtrans.summary import Summary, Writer, merge, summaries, summary_p
+from dtrans.ir.inline import eliminate_dead, inline_calls
+from dtrans.run.base.summary_writer import SummaryWriter
+from dtrans.step import summary
+from dtrans.step.summary import Summary, merge, summaries, summary_p
 
 
 def tags(fn, *args):
@@ -286,7 +287,7 @@ def test_tensorboard_reads_what_is_written(tmp_path):
     ]
     entries = np.array([-1.0, 0.0, 0.0, 3.0])
     frames = np.linspace(-1.5, 1, 6).reshape(1, 3, 2)
-    with Writer(tmp_path / "made" / "here") as writer:
+    with SummaryWriter(tmp_path / "made" / "here") as writer:
         for step in (3, 4):
             pixels = np.full((2, 3, 5, 1), step * 10, np.uint8)
             values = {"train/loss": step / 8, "h": entries * step, "i": pixels, "a": frames}
@@ -334,7 +335,7 @@ def test_each_tag_is_written_once_whatever_the_job_looks_like(tmp_path):
             "mean": merge(specs[0], [[jnp.mean(x) for x in replica] for replica in by]),
             "pixels": merge(specs[1], [[x.reshape(2, 2, 1) for x in replica] for replica in by]),
         }
-        with Writer(tmp_path / f"{replicas}") as writer:
+        with SummaryWriter(tmp_path / f"{replicas}") as writer:
             writer.write(0, values, specs)
         read.append(loaded(tmp_path / f"{replicas}"))
     for r in read:
@@ -345,7 +346,7 @@ def test_each_tag_is_written_once_whatever_the_job_looks_like(tmp_path):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8, jnp.bool_])
 def test_short_types_are_written_as_numbers(tmp_path, dtype):
-    with Writer(tmp_path) as writer:
+    with SummaryWriter(tmp_path) as writer:
         values = {"s": jnp.ones((), dtype), "h": jnp.ones(3, dtype)}
         writer.write(0, values, [Summary("s", "scalar"), Summary("h", "histogram")])
     read = loaded(tmp_path)
@@ -361,14 +362,14 @@ def test_short_types_are_written_as_numbers(tmp_path, dtype):
     ],
 )
 def test_pixels_are_from_0_to_255(tmp_path, value, want):
-    with Writer(tmp_path) as writer:
+    with SummaryWriter(tmp_path) as writer:
         writer.write(0, {"i": value}, [Summary("i", "image")])
     (event,) = loaded(tmp_path).Images("i")
     assert np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))[0, :, 0].tolist() == want
 
 
 def test_values_that_are_not_finite_are_shown_where_they_can_be(tmp_path):
-    with Writer(tmp_path) as writer:
+    with SummaryWriter(tmp_path) as writer:
         writer.write(0, {"s": jnp.nan}, [Summary("s", "scalar")])
         with pytest.raises(ConfigError, match="the histogram h of step 7 has 2 entries that are not finite"):
             writer.write(7, {"h": jnp.array([1, jnp.nan, jnp.inf])}, [Summary("h", "histogram")])
@@ -376,7 +377,7 @@ def test_values_that_are_not_finite_are_shown_where_they_can_be(tmp_path):
 
 
 def test_two_writers_of_one_folder_do_not_overwrite_each_other(tmp_path):
-    with Writer(tmp_path) as a, Writer(tmp_path) as b:
+    with SummaryWriter(tmp_path) as a, SummaryWriter(tmp_path) as b:
         a.write(0, {"s": 1.0}, [Summary("s", "scalar")])
         b.write(1, {"s": 2.0}, [Summary("s", "scalar")])
     assert len(list(tmp_path.iterdir())) == 2
@@ -394,11 +395,11 @@ def test_two_writers_of_one_folder_do_not_overwrite_each_other(tmp_path):
     ],
 )
 def test_what_cannot_be_written_is_named(tmp_path, values, specs, message):
-    with Writer(tmp_path) as writer, pytest.raises(ConfigError, match=message):
+    with SummaryWriter(tmp_path) as writer, pytest.raises(ConfigError, match=message):
         writer.write(0, values, specs)
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"written with tensorboardX: pip install 'dtrans-jax\[summary\]'"):
-        Writer("nowhere")
+        SummaryWriter("nowhere")

@@ -23,8 +23,8 @@ from helpers import assemble, distance
 from roles import roles
 
 import dtrans
-from dtrans.optimizers import ftrl
-from dtrans.plan import PServerPlan
+from dtrans.paddle.optimizers import ftrl
+from dtrans.parameter_server.plan import PServerPlan
 
 
 ROWS, STEPS = 5, 4  # rows of each trainer, in each step

@@ -15,8 +15,8 @@ from helpers import communication, init_of, mlp_batch, mlp_loss, mlp_params, tre
 
 import dtrans
 from dtrans import DistributeTranspiler, DistributeTranspilerConfig, PSDispatcher
-from dtrans.config import BEYOND
 from dtrans.errors import ConfigAssertionError, ConfigError, GradientError, TraceError, UnknownEndpointError
+from dtrans.paddle.config import BEYOND
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "paddle-transpiler.json").read_text())
@@ -186,12 +186,12 @@ def test_print_log_logs_the_plan(programs: Any, mode: str, caplog: pytest.LogCap
     assert logging.getLogger().level == logging.WARNING  # which does not hold back what was asked for
     plan(programs, DistributeTranspilerConfig(mode=mode, print_log=True))
     (record,) = caplog.records
-    assert (record.name, record.levelname, record.getMessage()) == ("dtrans.transpiler", "INFO", str(t.plan))
+    assert (record.name, record.levelname, record.getMessage()) == ("dtrans.paddle.transpiler", "INFO", str(t.plan))
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_level_that_the_user_sets_is_kept(programs: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "dtrans.transpiler"):
+    with caplog.at_level(logging.WARNING, "dtrans.paddle.transpiler"):
         transpiled(programs, DistributeTranspilerConfig(print_log=True))
     assert caplog.records == []
 
@@ -203,7 +203,7 @@ def test_the_plan_goes_to_stderr_where_logging_is_not_set_up(
     for _ in range(2):
         t = transpiled(programs, DistributeTranspilerConfig(print_log=True))
         assert capsys.readouterr() == ("", f"{t.plan}\n")
-    assert logging.getLogger("dtrans.transpiler").handlers == []
+    assert logging.getLogger("dtrans.paddle.transpiler").handlers == []
 
 
 # -- transpile -------------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_roles_that_plan_apart_plan_the_same(programs: Any) -> None:
         if eqn.primitive.name == "send":
             for atom, ep, name in zip(eqn.invars, eqn.params["epmap"], eqn.params["names"], strict=True):
                 sent[ep][name] = (atom.aval.shape, atom.aval.dtype)
-    from dtrans.run.update import ServerUpdate
+    from dtrans.run.parameter_server.update import ServerUpdate
 
     for ep, grads in sent.items():
         expected = ServerUpdate.of(server.get_pserver_program(ep)).grad_types

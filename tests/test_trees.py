@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 
 import dtrans
 from dtrans.errors import BatchError, TraceError
-from dtrans.trees import (
+from dtrans.ir.pytree import (
     Static,
     TreeSpec,
     as_array,

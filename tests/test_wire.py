@@ -14,8 +14,8 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from dtrans.errors import WireError
-from dtrans.run.endpoints import wire
-from dtrans.run.endpoints.buffers import ALIGNMENT, BufferPool
+from dtrans.run.net import wire
+from dtrans.run.net.buffers import ALIGNMENT, BufferPool
 
 
 class Guarded:

@@ -61,7 +61,7 @@ Source files, from the top; none imports one below it:
     files    save, restore and load
 """
 
-from dtrans.checkpoint.files import (
+from dtrans.checkpoint.api import (
     latest as latest,
     load as load,
     restore as restore,
@@ -69,4 +69,4 @@ from dtrans.checkpoint.files import (
     save as save,
     save_trainer as save_trainer,
 )
-from dtrans.checkpoint.values import gather as gather, mesh_state as mesh_state, scatter as scatter
+from dtrans.checkpoint.pserver_state import gather as gather, mesh_state as mesh_state, scatter as scatter

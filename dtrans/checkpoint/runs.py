@@ -4,7 +4,8 @@ All processes of a run must find the same word without asking anybody, since a p
 other process. They have had words before:
 
     parameter servers   a server knows the trainers by their sessions, which are random: that of trainer 0 is the run's
-    collectives         trainer 0 draws a number, and all are told it when they connect (`dtrans.run.connection`)
+    collectives         trainer 0 draws a number, and all are told it when they connect
+                        (`dtrans.run.distributed.connect`)
     neither             what `dtrans launch` told all processes that it started, else a number of the process's own:
                         such processes have to be given a tag to save one checkpoint together
 """

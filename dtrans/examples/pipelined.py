@@ -25,9 +25,9 @@ import dtrans
 from dtrans.errors import BatchError, ConfigError
 from dtrans.examples import characters, report
 from dtrans.examples.train import bound, difference, virtual_devices
-from dtrans.gantt import Play, TimedTask
-from dtrans.run.pipeline import PipelineJob, PipelineState
-from dtrans.run.pipeline.watch import Measured, measured, timed
+from dtrans.pipeline_parallel.task import Play, TimedTask
+from dtrans.run.pipeline_parallel.job import PipelineJob, PipelineState
+from dtrans.run.pipeline_parallel.profile import Measured, measured, timed
 
 
 ENGINES = ("mesh", "simulate")
@@ -114,7 +114,7 @@ def train(settings: Settings, *, plot: Path | None = None) -> bool:
     text = characters.load()
     plan = planned(settings, text)
     report.show_stages(plan, f"{devices} device{'s' if devices > 1 else ''}")
-    job = plan.on_mesh() if settings.engine == "mesh" else plan.simulate()
+    job: Any = plan.on_mesh() if settings.engine == "mesh" else plan.simulate()
     state, pipelined = _pipelined(job, settings, text)
     watched = watch(settings, job, state, batch(settings, text, settings.steps))
     single = single_device(settings, text)

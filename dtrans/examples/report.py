@@ -13,11 +13,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dtrans.collective import CollectivePlan
+from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError, not_installed
 from dtrans.examples.job import Settings
-from dtrans.pipelined import PipelinePlan
-from dtrans.plan import PServerPlan
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.pipeline_parallel.plan import PipelinePlan
 
 
 def show_plan(plan: PServerPlan | CollectivePlan) -> None:

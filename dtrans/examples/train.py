@@ -1,6 +1,6 @@
 """The main job: train on the digits with trainers, distributed, and compare with one device on the same global batches.
 
-Two engines: `processes` starts trainers and pservers with `dtrans.run.launch`, each running
+Two engines: `processes` starts trainers and pservers with `dtrans.run.distributed.launcher`, each running
 `dtrans.examples.role`; `mesh` runs the whole plan in this process. In nccl2 mode there are no pservers.
 
 In exact arithmetic the two trainings are the same. Floating-point sums are rounded in another order, and the
@@ -23,7 +23,7 @@ import dtrans
 from dtrans.errors import BatchError, ConfigError
 from dtrans.examples import digits, report
 from dtrans.examples.job import Outcome, Settings, training
-from dtrans.run.launch import launch
+from dtrans.run.distributed.launcher import launch
 
 
 ENGINES = ("processes", "mesh")

@@ -3,22 +3,20 @@
 Each primitive here has a type and no lowering: it can be read, counted, costed, moved and tested, and a
 program that holds one cannot run until a realiser (`dtrans.run`) carries it out. One file per family:
 
-    rpc      send, recv and their barriers: the parameter-server wire as a trainer sees it
-    blocks   split_byref and concat: a leaf to its blocks and back
-    serve    listen_and_serv: a whole parameter server as one equation
-    cluster  gen_nccl_id, broadcast: how trainers become a group, and start equal
-    reduce   all_reduce, reduce_scatter, all_gather: what servers, or trainers on an axis, make together
-    exchange_rows  all_to_all: rows exchanged among shards
+    rpc               send, recv and their barriers: the parameter-server wire as a trainer sees it
+    split_concat      split_byref and concat: a leaf to its blocks and back
+    listen_and_serv   a whole parameter server as one equation
+    bootstrap         gen_nccl_id, broadcast: how trainers become a group, and start equal
+    collectives       all_reduce, reduce_scatter, all_gather: what servers, or trainers on an axis, make together
+    all_to_all        rows exchanged among shards
 
 A new family is a new file, built with `communication`; a realiser that does not know one of its
 primitives refuses by name.
 """
 
-from dtrans.ops.blocks import concat_p as concat_p, split_byref_p as split_byref_p
-from dtrans.ops.cluster import broadcast_p as broadcast_p, gen_nccl_id_p as gen_nccl_id_p
-from dtrans.ops.exchange_rows import all_to_all_p as all_to_all_p
-from dtrans.ops.primitive import communication as communication, token as token
-from dtrans.ops.reduce import (
+from dtrans.ops.all_to_all import all_to_all_p as all_to_all_p
+from dtrans.ops.bootstrap import broadcast_p as broadcast_p, gen_nccl_id_p as gen_nccl_id_p
+from dtrans.ops.collectives import (
     after_p as after_p,
     all_gather_p as all_gather_p,
     all_reduce_p as all_reduce_p,
@@ -27,6 +25,14 @@ from dtrans.ops.reduce import (
     reduce_scatter_p as reduce_scatter_p,
     trainer_index_p as trainer_index_p,
 )
+from dtrans.ops.listen_and_serv import (
+    BACKUP as BACKUP,
+    LEAVERS as LEAVERS,
+    OptimizeBlock as OptimizeBlock,
+    backup_of as backup_of,
+    listen_and_serv_p as listen_and_serv_p,
+)
+from dtrans.ops.primitive import communication as communication, token as token
 from dtrans.ops.rpc import (
     DELTA as DELTA,
     MAX_MERGED as MAX_MERGED,
@@ -37,10 +43,4 @@ from dtrans.ops.rpc import (
     send_barrier_p as send_barrier_p,
     send_p as send_p,
 )
-from dtrans.ops.serve import (
-    BACKUP as BACKUP,
-    LEAVERS as LEAVERS,
-    OptimizeBlock as OptimizeBlock,
-    backup_of as backup_of,
-    listen_and_serv_p as listen_and_serv_p,
-)
+from dtrans.ops.split_concat import concat_p as concat_p, split_byref_p as split_byref_p

@@ -1,24 +1,13 @@
-"""Realisers: what turns programs into something that runs. One file, or folder, for each way of running.
+"""Realisers: what turns plans and programs into something that runs. The only layer that does anything.
 
-    pieces      a program, cut at the equations that its fabric must carry out
-    batch       how trainers share a batch
-    update      what a server does with gradients, compiled; block_update: block by block
-    exchange    what servers give each other in the middle of an update, packed
-    mesh        the whole job in this process, on a mesh of devices
-    trainers    a trainer program for all trainers of a mesh at once
-    endpoints   one process per role, over ZeroMQ
-    collective  the jobs of nccl2 mode in this process, on a mesh or simulated
-    meeting     the trainers of nccl2 mode find one another
-    connection  they become one job of `jax.distributed`; survivors: those left of it go on
-    together    what they hold together and agree on
-    cluster     nccl2 mode as processes, on top of these
-    pipeline    stages of a pipeline, in this process or as processes
-    executor    `Executor.run`: any one program of a job
-    roles       what a launched process knows of itself
-    launch      start the processes of a job on this host
-    children    its processes, and what they say
-    guard       ends them when the launcher itself is killed
+    executor            `Executor.run`: any one program of a job
+    base                what all of them share
+    net                 messages over ZeroMQ
+    parameter_server    parameter servers: on a mesh, or as processes
+    collective          nccl2 mode and sharding: on a mesh, simulated, or as processes
+    pipeline_parallel   pipelines: on a mesh, simulated, or as processes
+    distributed         processes: who they are, and how they find one another
 
-A new realiser takes a plan, or programs, and asks `pieces` for the parts to compile; transforms never
-import from here.
+A new realiser takes a plan, or programs, and asks `base.segments` for the parts to compile. No other layer imports from
+here: plans find their realisers by `dtrans.plan`.
 """

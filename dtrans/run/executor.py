@@ -1,10 +1,10 @@
 """`Executor`: runs any one program of a job in this process.
 
 A program that does not communicate is jitted and called. One that does is cut into pieces
-(`dtrans.run.pieces`); what lies between them is carried out by the endpoint fabric
-(`dtrans.run.endpoints`), which connects to the servers on first use. In nccl2 mode a startup program is carried out
-that way by `dtrans.run.cluster`; a trainer's program is compiled as a whole for all trainers, whose reductions XLA
-carries out.
+(`dtrans.run.base.segments`); what lies between them is carried out by the endpoint fabric
+(`dtrans.run.parameter_server`), which connects to the servers on first use. In nccl2 mode a startup program is carried
+out that way by `dtrans.run.collective.cluster`; a trainer's program is compiled as a whole for all trainers, whose
+reductions XLA carries out.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import jax
 import numpy as np
 
 from dtrans.errors import StateError
+from dtrans.ir.program import Program
 from dtrans.ops import broadcast_p, gen_nccl_id_p
-from dtrans.program import Program
-from dtrans.run.cluster import ClusterFabric, is_of_cluster
-from dtrans.run.endpoints.fabric import DEADLINE, EndpointFabric
-from dtrans.run.pieces import Pieces, cut_program
+from dtrans.run.base.segments import Pieces, cut_program
+from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
+from dtrans.run.net.sockets import DEADLINE
+from dtrans.run.parameter_server.fabric import EndpointFabric
 
 
 # gradients are sent as soon as this many bytes are ready; below it one larger piece computes faster

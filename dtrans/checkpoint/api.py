@@ -1,0 +1,293 @@
+"""Checkpoints in files: each process saves its own pieces, and takes up what it needs of those of all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import jax
+import jax.numpy as jnp
+
+from dtrans.checkpoint import collective_state
+from dtrans.checkpoint.orbax_io import Checkpoint, Folder, Layout, write
+from dtrans.checkpoint.pserver_state import (
+    TRAINER,
+    as_trees,
+    check_plan,
+    check_step,
+    checked,
+    checked_trainer,
+    held_rows,
+    named,
+    starts,
+    step_rows,
+)
+from dtrans.checkpoint.runs import run_of
+from dtrans.errors import StateError
+from dtrans.ir.program import Program
+from dtrans.parameter_server.plan import PServerPlan
+
+
+if TYPE_CHECKING:
+    from dtrans.checkpoint.collective_state import SavedJob
+    from dtrans.data_parallel.state import CollectiveState
+
+
+@overload
+def save(
+    path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], *, tag: str | None = None
+) -> None: ...
+
+
+@overload
+def save(path: Folder, job: SavedJob, state: CollectiveState, /, *, tag: str | None = None) -> None: ...
+
+
+def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str | None = None) -> None:
+    """Save what this process holds: one server, or the trainers or ranks here; others save theirs to the same path.
+
+        save(path, plan, endpoint, state)     a server, in its process
+        save(path, job, state)                a job of `dtrans.nccl2` or `dtrans.sharding`; in each of its processes
+
+    Args:
+      path: a folder that all processes see, one for each checkpoint: `ckpt/300`.
+      plan: of the servers; the same in all processes.
+      endpoint: the server.
+      job: what `plan.on_mesh()`, `plan.on_cluster()` or `plan.simulate()` made.
+      state: what `exe.run(pserver, ...)` of the server, or `step` of the job returned. Each rank's rows are taken from
+        its device, and nothing is gathered.
+      tag: what all processes of this job call this checkpoint alike, such as a job's number and the step. Pieces of
+        several tags are not put together: that is how a checkpoint to which a crash left one piece, and a second run
+        with the same plan would add the others, is told from a whole one. By default it is a word that the processes
+        of one run share, and no other run has (`dtrans.checkpoint.runs`).
+
+    Raises:
+      ConfigError: the path has such a piece, or pieces of another job; or orbax is not installed.
+      StateError: an array is not there, has another shape or dtype, or was donated.
+      UnknownEndpointError: the plan has no such server.
+
+    Source: `checkpoint_notify` of Paddle, at which each server saves its own; `save_persistables` of its
+    meta_optimizers/sharding/utils.py, by which each rank saves what it owns.
+
+    Example:
+      >>> import os, tempfile, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> init = lambda: (p := {"w": jnp.arange(3.0)}, tx.init(p))
+      >>> plan = dtrans.pserver(dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     dtrans.checkpoint.save(f"{folder}/300", plan, "127.0.0.1:6174", {"params/w": jnp.ones(3)})
+      ...     os.listdir(f"{folder}/300")
+      ['pserver-0']
+      >>> job = dtrans.sharding(plan.main, plan.startup, degree=2, min_slice_size=0).simulate()
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     dtrans.checkpoint.save(f"{folder}/300", job, job.init())
+      ...     sorted(os.listdir(f"{folder}/300"))
+      ['rank-0', 'rank-1']
+    """
+    if collective_state.is_job(plan):
+        _save_job(path, plan, endpoint if state is None else state, tag)
+        return
+    check_plan(plan)
+    values = checked(plan, endpoint, state)
+    write(path, _layout(plan), endpoint, values, run_of(endpoint) if tag is None else tag)
+
+
+def _layout(plan: PServerPlan) -> Layout:
+    who = {ep: f"pserver-{i}" for i, ep in enumerate(plan.servers)}
+    return Layout(plan.main, (*plan.overview, *held_rows(plan)), who | ({TRAINER: "trainer-0"} if plan.held else {}))
+
+
+def _save_job(path: Folder, job: SavedJob, state: Any, tag: str | None) -> None:
+    held = collective_state.checked_state(job, state)
+    layout = Layout(job.plan.main, collective_state.rows_of(job.plan), collective_state.pieces_of(job.plan))
+    for who in collective_state.savers(job):
+        write(path, layout, who, collective_state.values_of(job.plan, who, held), job.run_id if tag is None else tag)
+
+
+def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | None = None) -> None:
+    """Save what no server holds, in the process of trainer 0; nothing where the servers hold everything.
+
+    These are `plan.held`: leaves that nothing changes, and those of which each trainer makes its own, such as batch
+    statistics. Of the latter the checkpoint has those of trainer 0.
+
+    Args:
+      path, plan, tag: as in `save`.
+      params: the parameters of trainer 0, the whole pytree.
+
+    Raises:
+      ConfigError: the path has a piece of trainer 0, or pieces of another job; or orbax is not installed.
+      TraceError: `params` has another structure than the plan's step takes; StateError: another shape or dtype.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.masked(optax.sgd(0.5), {"scale": False, "w": True})
+      >>> loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+      >>> def step(params, opt_state, x):
+      ...     value, g = dtrans.value_and_grad(loss)(params, x)
+      ...     updates, opt_state = tx.update(g, opt_state, params)
+      ...     return {"scale": params["scale"], "w": params["w"] + updates["w"]}, opt_state, value
+      >>> init = lambda: (p := {"scale": jnp.ones(()), "w": jnp.arange(3.0)}, tx.init(p))
+      >>> plan = dtrans.pserver(dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init))
+      >>> plan.held
+      ('params/scale',)
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     dtrans.checkpoint.save(path, plan, "127.0.0.1:6174", {"params/w": jnp.ones(3)})
+      ...     dtrans.checkpoint.save_trainer(path, plan, {"scale": jnp.array(2.0), "w": jnp.ones(3)})
+      ...     params = dtrans.checkpoint.restore_trainer(path, plan, init()[0])
+      >>> params["scale"].tolist(), params["w"].tolist()
+      (2.0, [0.0, 1.0, 2.0])
+    """
+    check_plan(plan)
+    if plan.held:
+        write(path, _layout(plan), TRAINER, checked_trainer(plan, params), run_of(TRAINER) if tag is None else tag)
+
+
+@overload
+def restore(path: Folder, plan: PServerPlan, endpoint: str) -> dict[str, jax.Array]: ...
+
+
+@overload
+def restore(path: Folder, job: SavedJob, /) -> CollectiveState: ...
+
+
+def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
+    """What this process is to hold, from a checkpoint of any job of the same step: a server, or trainers or ranks.
+
+        restore(path, plan, endpoint)     what a server holds, in its process
+        restore(path, job)                the state of a job of `dtrans.nccl2` or `dtrans.sharding`; in each process
+
+    `exe.run(pserver, restore(path, plan, endpoint))`, or `job.step(restore(path, job), *batch)`, goes on where the
+    saved job ended; it may have been one of servers, trainers or ranks, whichever this is. Of the saved arrays those
+    are read that have rows of this process, each of them whole: about what it holds, or the saved rows where they were
+    more. Each device is given its own, and has no more at any time.
+
+    What was not saved, since it is no part of the step, begins anew: backups of DC-ASGD are copies of the parameters,
+    as in `scatter`, and a loss scale has its first value.
+
+    Args:
+      path: that of `save`.
+      plan, endpoint: of the job that is to go on, and the server.
+      job: that is to go on: what `plan.on_mesh()`, `plan.on_cluster()` or `plan.simulate()` made.
+
+    Raises:
+      StateError: there is no checkpoint, or pieces of it are missing, unreadable or of several jobs; it is one of
+        another step (names, shapes, dtypes); or copies of one array on several servers are not the same.
+      UnknownEndpointError: the plan has no such server.
+      ConfigError: orbax is not installed.
+
+    Source: `load_persistables` of Paddle, and the load operators of its servers' startup programs.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> init = lambda: (p := {"w": jnp.arange(3.0)}, tx.init(p))
+      >>> main, startup = dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init)
+      >>> one, two = "127.0.0.1:6174", "127.0.0.1:6174,127.0.0.1:6175"
+      >>> saved, plan = (dtrans.pserver(main, startup, pservers=ps, min_block_size=1) for ps in (one, two))
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     dtrans.checkpoint.save(path, saved, one, {"params/w": jnp.array([7.0, 8.0, 9.0])})
+      ...     dtrans.checkpoint.restore(path, plan, "127.0.0.1:6175")
+      ...     job = dtrans.sharding(main, startup, degree=2, stage=3, min_slice_size=0).simulate()
+      ...     job.params(dtrans.checkpoint.restore(path, job))
+      {'params/w.block1': Array([9.], dtype=float32)}
+      {'w': Array([7., 8., 9.], dtype=float32)}
+    """
+    if collective_state.is_job(plan):
+        saved = Checkpoint.at(path).of(plan.plan.main)
+        return collective_state.state_of(plan, saved.rows, saved.on_host)
+    check_plan(plan)
+    plan.servers[endpoint]  # raises UnknownEndpointError
+    saved = Checkpoint.at(path).of(plan.main)
+    sources = starts(plan, endpoint, saved.rows)
+    targets = [dataclasses.replace(row, origin_name=origin) for row, origin in sources if origin is not None]
+    found = iter(saved.arrays(targets))
+    return {
+        row.slice_name: jnp.zeros(row.slice_shape, row.dtype) if origin is None else next(found)
+        for row, origin in sources
+    }
+
+
+def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
+    """The parameters of a trainer, with what no server holds (`plan.held`) taken from a checkpoint.
+
+    The other leaves are the servers', and are as they were given.
+
+    Args:
+      path, plan: as in `restore`.
+      params: what the trainer starts from: `exe.run(t.get_trainer_startup_program(), ...)`.
+
+    Raises:
+      As `restore`; TraceError: `params` has another structure than the plan's step takes.
+
+    Example: see `save_trainer`.
+    """
+    check_plan(plan)
+    spec = plan.main.args[0]
+    now = named(spec, params, "params")
+    if not plan.held:
+        return params
+    saved = Checkpoint.at(path).of(plan.main)
+    now |= dict(zip(plan.held, saved.arrays(held_rows(plan)), strict=True))
+    return spec.unflatten([now[n] for n in spec.names])
+
+
+def load(path: Folder, main: Program) -> tuple[Any, Any]:
+    """The single-device `(params, opt_state)` of a checkpoint.
+
+    Args:
+      path: that of `save`.
+      main: the traced step, `dtrans.trace(step, params, opt_state, *batch)` or `plan.main`; it says what the pytrees
+        are.
+
+    Returns:
+      New arrays on the default device, in the pytrees that the step takes: it may go on, jitted, on one device.
+
+    Raises:
+      StateError, ConfigError: as `restore`.
+
+    Source: `load_persistables` of Paddle.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> init = lambda: (p := {"w": jnp.arange(3.0)}, tx.init(p))
+      >>> main, startup = dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init)
+      >>> plan = dtrans.pserver(main, startup)
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     dtrans.checkpoint.save(path, plan, "127.0.0.1:6174", {"params/w": jnp.array([7.0, 8.0, 9.0])})
+      ...     dtrans.checkpoint.load(path, main)[0]
+      {'w': Array([7., 8., 9.], dtype=float32)}
+    """
+    check_step(main)
+    return as_trees(main, Checkpoint.at(path).of(main).arrays(step_rows(main)))
+
+
+def latest(folder: Folder) -> Path | None:
+    """The last checkpoint in a folder of checkpoints that is whole; None where there is none.
+
+    Args:
+      folder: whose folders with a number for a name are checkpoints: `ckpt/100`, `ckpt/200`.
+
+    Raises:
+      ConfigError: orbax is not installed.
+
+    Example:
+      >>> import tempfile, dtrans
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     print(dtrans.checkpoint.latest(folder))
+      None
+    """
+    folder = Path(folder)
+    steps = [p for p in folder.iterdir() if p.name.isdecimal() and p.is_dir()] if folder.is_dir() else []
+    for path in sorted(steps, key=lambda p: int(p.name), reverse=True):
+        try:
+            Checkpoint.at(path)
+        except StateError:
+            continue
+        return path
+    return None

@@ -1,0 +1,178 @@
+"""An array out of slices of it, as an overview lists them: some rows of what was cut in one way, from what was cut in
+another.
+
+A slice is a box of its origin: from where to where along each axis. An array that is wanted is a box too, and is filled
+with what it shares with those that there are. A box that is there twice must hold the same.
+
+What is put together lies in NumPy's memory, and random keys as the words they are made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans.errors import StateError
+from dtrans.parameter_server.overview import VarDistributed
+
+
+Box = tuple[tuple[int, int], ...]
+
+
+def whole(name: str, aval: Any, endpoint: str = "") -> VarDistributed:
+    """A row of an overview that is all of a parameter."""
+    shape = tuple(aval.shape)
+    return VarDistributed(name, shape, name, shape, aval.dtype, 0, 0, 0, False, "Param", endpoint)
+
+
+def by_origin(rows: Iterable[VarDistributed]) -> dict[str, list[VarDistributed]]:
+    """The rows of each array."""
+    found: dict[str, list[VarDistributed]] = {}
+    for row in rows:
+        found.setdefault(row.origin_name, []).append(row)
+    return found
+
+
+def overlap(a: VarDistributed, b: VarDistributed) -> bool:
+    """Whether two slices of one array share anything."""
+    return _common(_box(a), _box(b)) is not None
+
+
+def joined(
+    target: VarDistributed, rows: Sequence[VarDistributed], read: Callable[[VarDistributed], np.ndarray]
+) -> np.ndarray:
+    """A slice of an array, out of those of it that there are; as `as_numpy` has it.
+
+    Args:
+      target: what is wanted.
+      rows: slices of the same array.
+      read: what one of them holds; called for those that share something with `target`.
+
+    Raises:
+      StateError: they do not hold all of it, or what is there twice is not the same.
+
+    Example:
+      >>> import dataclasses, numpy as np
+      >>> w = whole("params/w", np.zeros(5))
+      >>> cut = lambda start, stop: dataclasses.replace(w, slice_shape=(stop - start,), offset=start, is_slice=True)
+      >>> joined(cut(2, 5), [cut(0, 3), cut(3, 5)], lambda row: np.arange(5.0)[row.index]).tolist()
+      [2.0, 3.0, 4.0]
+    """
+    shape, dtype = stored(target.slice_shape, target.dtype)
+    made, wanted, found = np.empty(shape, dtype), _box(target), 0
+    copies: dict[Box, list[VarDistributed]] = {}
+    for row in rows:
+        copies.setdefault(_box(row), []).append(row)
+    for box, of in copies.items():
+        common = _common(wanted, box)
+        if common is not None:
+            made[_inside(common, wanted)] = _agreed(of, [read(row) for row in of])[_inside(common, box)]
+            found += _size(common)
+    if found != _size(wanted):
+        raise StateError(
+            f"{target.origin_name}: {found} of {_size(wanted)} elements are there, on "
+            + (", ".join(dict.fromkeys(row.endpoint for row in rows)) or "no server")
+        )
+    return made
+
+
+def _agreed(rows: Sequence[VarDistributed], values: Sequence[np.ndarray]) -> np.ndarray:
+    """One of several copies. Raises StateError where they differ."""
+    first = values[0]
+    for row, other in zip(rows[1:], values[1:], strict=True):
+        if not _same(first, other):
+            raise StateError(
+                f"{row.slice_name} is not the same on {rows[0].endpoint} and {row.endpoint}: "
+                f"{_shown(first)} and {_shown(other)}; are these states of one job, at one step?"
+            )
+    return first
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two copies are one value.
+
+    Each server compiles what it does by itself, so that the last bits of what all of them compute may differ.
+    """
+    if a.tobytes() == b.tobytes():
+        return True
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return False
+    wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
+    rtol = float(jnp.finfo(a.dtype).eps) ** 0.5
+    a, b = a.astype(wide), b.astype(wide)
+    scale = np.abs(b[np.isfinite(b)]).max(initial=0.0)
+    return bool(np.allclose(a, b, rtol=0, atol=rtol * scale, equal_nan=True))
+
+
+def _shown(x: np.ndarray) -> str:
+    return np.array2string(x, threshold=6, edgeitems=2, separator=", ").replace("\n", "")
+
+
+# -- boxes -----------------------------------------------------------------------------------------
+
+
+def _box(row: VarDistributed) -> Box:
+    """From where to where a row goes, along each axis of its origin."""
+    starts = [row.offset if row.is_slice and i == row.axis else 0 for i in range(len(row.slice_shape))]
+    return tuple((start, start + size) for start, size in zip(starts, row.slice_shape, strict=True))
+
+
+def _common(a: Box, b: Box) -> Box | None:
+    """What two boxes share, if anything."""
+    box = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
+def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
+    """A box as an index of the array that `outer` is."""
+    return tuple(slice(start - o[0], stop - o[0]) for (start, stop), o in zip(box, outer, strict=True))
+
+
+def _size(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+# -- arrays ----------------------------------------------------------------------------------------
+
+
+def type_of(x: Any) -> str:
+    """`float32[4, 2]`."""
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    """A value as NumPy has it."""
+    return np.asarray(words(x))
+
+
+def words(x: Any) -> Any:
+    """A value; of random keys, the words that they are made of."""
+    return jax.random.key_data(x) if _is_key(x.dtype) else x
+
+
+def as_jax(data: np.ndarray, dtype: Any, device: jax.Device | None = None) -> jax.Array:
+    """The inverse of `as_numpy`, in memory of its own; on the default device, unless another is given."""
+    array = jnp.array(data, device=device)
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros((), dtype))) if _is_key(dtype) else array
+
+
+def copied(x: Any) -> jax.Array:
+    """The same value, in memory of its own."""
+    return as_jax(as_numpy(x), x.dtype)
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def stored(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of `as_numpy`."""
+    if _is_key(dtype):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        return data.shape, data.dtype
+    return shape, np.dtype(dtype)

@@ -1,0 +1,198 @@
+"""What becomes of what each trainer makes: results, batch statistics, and after local steps all state.
+
+It is what the user says in `merge`. Where nothing is said it is told by tracing: the step is traced a second time on
+the batch of all trainers, and what is larger there has grown with the batch; a spread over the equations tells what
+parts of the batch enter, and what is made of their number of rows only. What cannot be told is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans.data_parallel.options import Options
+from dtrans.errors import ConfigError
+from dtrans.ir.dataflow import spread
+from dtrans.ir.inline import inline_calls
+from dtrans.ir.program import Program, without_addresses
+from dtrans.ir.pytree import is_under
+from dtrans.step.cut import Cut
+
+
+def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> None:
+    """Refuse a way to merge something of this type."""
+    if is_state and way in ("concat", "each"):
+        raise ConfigError(
+            f"merge[{name!r}]={way!r}: every trainer has the same state; 'mean', 'sum' and 'max' keep it so"
+        )
+    if way == "each" and o.micro_steps > 1:
+        raise ConfigError(
+            f"merge[{name!r}]='each': a trainer makes it in each of {o.micro_steps} micro-steps; say 'mean', "
+            "'sum', 'max', 'concat', or 'same' (the last one)"
+        )
+    if name == o.weight and way != "sum":
+        raise ConfigError(f"merge[{name!r}]={way!r}: it is the weight, which is added up; leave it out, or say 'sum'")
+    if way == "concat" and not t.ndim:
+        raise ConfigError(f"merge[{name!r}]='concat': it is {t.str_short()}, which has no dim 0; say 'each'")
+    number, flag = jnp.issubdtype(t.dtype, jnp.number), jnp.issubdtype(t.dtype, jnp.bool_)
+    ordered = flag or (number and not jnp.issubdtype(t.dtype, jnp.complexfloating))
+    fits = {"mean": jnp.issubdtype(t.dtype, jnp.inexact), "sum": number, "max": ordered}
+    if not fits.get(way, True):
+        others = [w for w, fit in fits.items() if fit] + ([] if is_state else ["same" if o.micro_steps > 1 else "each"])
+        said = " or ".join(map(repr, others or ["same"]))
+        raise ConfigError(f"merge[{name!r}]={way!r}: it is {t.str_short()}; say {said}")
+
+
+def merges_of(step: Cut, o: Options) -> dict[str, str]:
+    """What becomes of each result, and of each parameter that trainers make."""
+    program = step.program
+    made_here = _made_by_trainers(step, o)
+    parts = o.trainers * o.micro_steps
+    if parts == 1:
+        found = {n: "each" if o.merge.get(n) == "each" else "same" for n in (*step.results, *made_here)}
+        return found if o.weight is None else found | {o.weight: "sum"}
+    outs = dict(zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True))
+    of_batch = _of_batch(step, o)
+    named = [n for n in (*step.results, *made_here) if n not in o.merge and n != o.weight]
+    still = [n for n in named if isinstance(a := outs[n], Var) and not of_batch.get(a)]
+    asked = [n for n in named if (program.outputs[n].ndim and n in step.results) or isinstance(outs[n], Literal)]
+    whole = _of_all(step, o, parts, asked) if asked or still else None
+    grown: Mapping[str, Any] = {} if whole is None else whole.outputs
+    grown_outs: Mapping[str, Atom] = (
+        {} if whole is None else dict(zip(whole.out_names, whole.jaxpr.jaxpr.outvars, strict=True))
+    )
+    of_rows = {} if whole is None else _of_rows(step, whole)
+    found = {}
+    for n in (*step.results, *made_here):
+        t, out = program.outputs[n], outs[n]
+        if n in o.merge:
+            if n in made_here and o.merge[n] == "same" and isinstance(out, Var) and of_batch.get(out):
+                raise ConfigError(
+                    f"merge[{n!r}]='same': it is made of a trainer's part of the batch, and every trainer has the same "
+                    "state; say 'mean', 'sum' or 'max'"
+                )
+            found[n] = o.merge[n]
+        elif n == o.weight:
+            found[n] = "sum"
+        elif n in grown and grown[n].shape != t.shape:
+            if grown[n].shape != (parts * t.shape[0], *t.shape[1:]):
+                raise ConfigError(
+                    f"{n} is {t.str_short()} on a trainer's part and {grown[n].str_short()} on the batch of all: "
+                    f"it cannot be merged; results may grow with the batch on dim 0 only (or say merge={{{n!r}: ...}})"
+                )
+            found[n] = "concat"
+        elif isinstance(out, Literal):
+            found[n] = _static(n, out, grown_outs.get(n), parts)
+        elif not of_batch.get(out):
+            if of_rows.get(out):
+                raise ConfigError(
+                    f"{n} is {t.str_short()}, and made of how many rows a trainer's part has, whatever is in them: say "
+                    f"what becomes of it, merge={{{n!r}: 'sum'}} or 'max'"
+                )
+            found[n] = "same"
+        elif jnp.issubdtype(t.dtype, jnp.inexact):
+            found[n] = o.reduce if n in step.results else "mean"
+        elif n in made_here:
+            raise ConfigError(
+                f"{n} is {t.str_short()} and made of a trainer's part of the batch: say what becomes of it, "
+                f"merge={{{n!r}: 'sum'}} or 'max'"
+            )
+        elif o.micro_steps > 1:
+            raise ConfigError(
+                f"{n} is {t.str_short()} and made in each of {o.micro_steps} micro-steps: say what becomes of it, "
+                f"merge={{{n!r}: 'sum'}}, 'max' or 'same' (the last one)"
+            )
+        else:
+            found[n] = "each"
+    return found
+
+
+def _made_by_trainers(step: Cut, o: Options) -> list[str]:
+    """The state that trainers make of their own parts: batch statistics; with local steps, all that changes."""
+    state = step.held if o.local_sgd is None else (*step.params, *step.opt_state)
+    return [n for n in state if not _unchanged(step.program, n)]
+
+
+def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program | None:
+    """The step, traced on a batch of all trainers; None where that cannot be and nobody `asked`."""
+    program = step.program
+    split = [n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.replicated)]
+    rows = {program.inputs[n].shape[0]: n for n in split}
+    if len(rows) > 1:
+        if not asked:
+            return None
+        listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
+        raise ConfigError(
+            f"{', '.join(asked)} may grow with the batch, whose arrays are split over the trainers on dim 0, but "
+            f"{listed} rows; name what every trainer needs whole in replicated=(...)"
+        )
+    return program.at_flat(
+        [
+            jax.ShapeDtypeStruct((t.shape[0] * parts, *t.shape[1:]) if n in split else t.shape, t.dtype)
+            for n, t in program.inputs.items()
+        ]
+    )
+
+
+def _of_rows(step: Cut, whole: Program) -> dict[Var, int]:
+    """The values that differ between a trainer's part and the whole, whatever is in the batch: counts of its rows.
+
+    Equations are compared one by one; where they do not pair, nothing is known.
+    """
+    here, there = step.program.jaxpr.jaxpr.eqns, inline_calls(whole.jaxpr).jaxpr.eqns
+    if [e.primitive for e in here] != [e.primitive for e in there]:
+        return {}
+    seeds = {v: 1 for x, y in zip(here, there, strict=True) if _told_apart(x, y) for v in x.outvars}
+    return spread(here, seeds, dict.fromkeys(step.border.values(), 0))
+
+
+def _told_apart(x: JaxprEqn, y: JaxprEqn) -> bool:
+    """Whether two equations of one primitive differ in their numbers or parameters."""
+    literals = [(a.val, b.val) for a, b in zip(x.invars, y.invars, strict=True)
+                if isinstance(a, Literal) and isinstance(b, Literal)]  # fmt: skip
+    if not all(np.array_equal(a, b) for a, b in literals):
+        return True
+    if x.params.keys() == y.params.keys() and all(x.params[k] is y.params[k] for k in x.params):
+        return False
+    return without_addresses(str(x.params)) != without_addresses(str(y.params))
+
+
+def _of_batch(step: Cut, o: Options) -> dict[Var, int]:
+    """The values that differ by trainer, since their parts of the batch enter them."""
+    program = step.program
+    inner = program.jaxpr.jaxpr
+    ins = dict(zip(program.in_names, inner.invars, strict=True))
+    outs = dict(zip(program.out_names, inner.outvars, strict=True))
+    if o.local_sgd is None:
+        # what is made of gradients is made of the reduced ones
+        return spread(inner.eqns, {ins[n]: 1 for n in step.batch}, dict.fromkeys(step.border.values(), 0))
+    names = set(step.batch)
+    while True:  # a local step goes on from the state that the one before has made
+        found = spread(inner.eqns, {ins[n]: 1 for n in names}, {})
+        more = {n for n in (*step.params, *step.opt_state) if isinstance(a := outs[n], Var) and found.get(a)}
+        if more <= names:
+            return found
+        names |= more
+
+
+def _static(name: str, here: Literal, whole: Atom | None, parts: int) -> str:
+    """What becomes of a result that is a number: it may be one of the batch, such as its rows."""
+    if not isinstance(whole, Literal) or np.array_equal(here.val, whole.val):
+        return "same"
+    if np.array_equal(parts * np.asarray(here.val), whole.val):
+        return "sum"
+    raise ConfigError(
+        f"{name} is {here.val} on a trainer's part and {whole.val} on the batch of all: say what becomes of it, "
+        f"merge={{{name!r}: 'same'}}, 'sum', 'max' or 'each'"
+    )
+
+
+def _unchanged(program: Program, name: str) -> bool:
+    ins = dict(zip(program.in_names, program.jaxpr.jaxpr.invars, strict=True))
+    outs = dict(zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True))
+    return outs[name] is ins[name]

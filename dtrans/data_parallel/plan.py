@@ -1,0 +1,244 @@
+"""Plans of data-parallel jobs: one program for all trainers, and what it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtrans._jax import JaxprEqn, is_varying, jaxprs_in_params, opened
+from dtrans.errors import ConfigError
+from dtrans.ir import display
+from dtrans.ir.program import Program
+from dtrans.ops import all_gather_p, all_reduce_p, all_to_all_p, reduce_scatter_p
+from dtrans.plan import Job, realiser
+
+
+if TYPE_CHECKING:
+    import jax
+
+    from dtrans.data_parallel.options import Options
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Gradients that are reduced together.
+
+    Attributes:
+      name: `bucket/0`, ...
+      leaves: whose gradients they are, in the order in which the backward pass makes them.
+      dtype: of the gradients.
+      nbytes: what is reduced, after compression.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    dtype: Any
+    nbytes: int
+
+
+def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    """The reductions and gathers of a jaxpr, and how often each is carried out: in loops as often as they turn."""
+    for eqn in opened(jaxpr).eqns:
+        if eqn.primitive in (all_reduce_p, reduce_scatter_p, all_gather_p, all_to_all_p):
+            yield eqn, times
+        turns = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        for body in jaxprs_in_params(eqn.params):
+            yield from collectives(body, turns)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CollectivePlan:
+    """Data-parallel training of one step; made by `dtrans.nccl2`.
+
+    Attributes:
+      main: the step, with calls inlined and exact roles.
+      startup: the single-device init.
+      program: the program of every trainer, (params, opt_state, *batch) -> what the step returns. A batch is the
+        trainer's part.
+      options: what it was planned with: see `dtrans.nccl2`.
+      buckets: the gradients that are reduced together, in order; the state, after local steps.
+      merges: result, or parameter that trainers make, to what becomes of it.
+      dropped: effects of the step that no trainer carries out, such as printing the optimizer's state.
+      replan: plans the same step with other options.
+    """
+
+    main: Program
+    startup: Program
+    program: Program
+    options: Options
+    buckets: tuple[Bucket, ...]
+    merges: Mapping[str, str]
+    dropped: tuple[str, ...]
+    replan: Callable[[Any], Any] = dataclasses.field(repr=False)
+
+    @property
+    def trainers(self) -> int:
+        """How many trainers there are."""
+        return self.options.trainers
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes that they are on, with their sizes: one, or two where reductions are hierarchical."""
+        return self.options.axes
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Names of batch arrays that every trainer gets whole."""
+        return self.options.replicated
+
+    @property
+    def extra_state(self) -> Mapping[str, Any]:
+        """What is kept between steps beside parameters and optimizer state, at its start, by name."""
+        return {}
+
+    # -- running ---------------------------------------------------------------------------------
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The program as a pure function of one trainer: (params, opt_state, *batch) -> what the step returns.
+
+        It runs under `jax.pmap`, `jax.vmap`, or `jax.shard_map` with `check_vma=False`, with the names of `axes`. Each
+        trainer gets its part of the batch; what it returns is merged already, but for results that are "concat" (each
+        has its rows) or "each" (each has its own). For one trainer it needs no axis.
+
+        Raises:
+          ConfigError: when it is called, under a `jax.shard_map` that checks varying types. The equations were traced
+            without them, and replay only without the check.
+        """
+        per_trainer = realiser(self, "function")
+
+        def function(*args: Any) -> Any:
+            flat = self.program.flatten(*args)
+            program = self.program.at_flat(flat)
+            refusal = ConfigError(
+                f"plan.function needs jax.shard_map(..., check_vma=False): {self.main.name} was traced without the "
+                "types that shard_map checks"
+            )
+            if self.trainers > 1 and any(map(is_varying, flat)):
+                raise refusal
+            try:
+                return program.out.unflatten(per_trainer(program)(*flat))
+            except ValueError as e:
+                if "varying manual axes" not in str(e):
+                    raise
+                raise refusal from e
+
+        return function
+
+    def on_mesh(self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> Job:
+        """Run the whole job in this process, one trainer on each device; see `dtrans.run.collective.job`.
+
+        Args:
+          devices: the trainers take the first. All of this process's by default.
+          donate: let each step reuse the memory of the state it was given, which cannot be used again.
+
+        Raises:
+          ConfigError: fewer devices than trainers.
+        """
+        job: Job = realiser(self, "mesh")(self, devices, donate=donate)
+        return job
+
+    def on_cluster(self, *, donate: bool = True) -> Job:
+        """Run this process's trainer, or one on each of its devices, in a job of processes; see
+        `dtrans.run.collective.cluster`.
+
+        `dtrans.connect()` comes first. All processes call this, then `init` and, with their own parts of each batch,
+        `step`; the first parameters are trainer 0's.
+
+        Args:
+          donate: as in `on_mesh`; never where the job goes on when trainers are lost.
+
+        Raises:
+          ConfigError: not connected, or to another number of trainers.
+        """
+        job: Job = realiser(self, "cluster")(self, donate=donate)
+        return job
+
+    def for_trainers(self, trainers: int) -> CollectivePlan:
+        """The same plan for another number of trainers.
+
+        A hierarchy that does not fit them is given up.
+        """
+        if trainers == self.trainers:
+            return self
+        inter = self.options.inter
+        fits = inter and not trainers % inter and trainers > inter
+        return self.replan(dataclasses.replace(self.options, trainers=trainers, inter=inter if fits else 0))
+
+    def simulate(self) -> Job:
+        """Run all trainers on one device, with `jax.vmap` in the place of a mesh."""
+        job: Job = realiser(self, "simulate")(self)
+        return job
+
+    # -- cost ------------------------------------------------------------------------------------
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return tuple(name for name, _ in self.axes)
+
+    @cached_property
+    def bytes_per_step(self) -> dict[str, int]:
+        """Bytes that each trainer puts into collectives in a step, by the type they are in."""
+        return self.bytes_over(*self.axis_names)
+
+    def bytes_over(self, *axes: str) -> dict[str, int]:
+        """The same, of collectives over any of these axes."""
+        found: dict[str, int] = {}
+        for eqn, times in collectives(self.program.jaxpr):
+            if set(axes) & set(eqn.params["over"]):
+                for a in eqn.invars:
+                    name = np.dtype(a.aval.dtype).name
+                    found[name] = found.get(name, 0) + times * a.aval.size * a.aval.dtype.itemsize
+        return found
+
+    # -- showing ---------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """The table of buckets: name, leaves, type, bytes."""
+        return [
+            (b.name, ", ".join(b.leaves[:3]) + (f", ... ({len(b.leaves)})" if len(b.leaves) > 3 else ""),
+             np.dtype(b.dtype).name, f"{b.nbytes:,}")
+            for b in self.buckets
+        ]  # fmt: skip
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What else there is to know."""
+        moved = ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_per_step.items()) or "nothing"
+        notes = [f"each trainer puts {moved} into collectives per step, over {' and '.join(self.axis_names)}"]
+        if len(self.axes) > 1:
+            across = ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_over(self.axis_names[0]).items())
+            notes.append(f"of that between the {self.axes[0][1]} nodes: {across}")
+        if self.options.local_sgd is not None:
+            notes.append(f"after {self.options.local_sgd} steps of their own trainers average their state")
+        averaged = {leaf for b in self.buckets for leaf in b.leaves}
+        notes += [f"{name}: {way}" for name, way in self.merges.items() if name not in averaged or way != "mean"]
+        if self.dropped:
+            notes.append(f"not carried out, since it looks at what the optimizer makes: {', '.join(self.dropped)}")
+        return notes
+
+    @property
+    def _title(self) -> str:
+        return f"nccl2 plan of {self.main.name}: {self.trainers} trainers"
+
+    @property
+    def _header(self) -> tuple[str, ...]:
+        return ("bucket", "gradients of" if self.options.local_sgd is None else "state", "type", "bytes")
+
+    def __str__(self) -> str:
+        return display.plan_text(self._title, self._header, self.rows, self.notes, right=(3,))
+
+    def __repr__(self) -> str:
+        return f"<CollectivePlan of {self.main.name}: {self.trainers} trainers, {len(self.buckets)} buckets>"
+
+    def _repr_html_(self) -> str:
+        return display.plan_html(self._title, self._header, self.rows, self.notes, code=1)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self) if cycle else str(self))

@@ -1,0 +1,73 @@
+"""What each of several trainers on an axis begins with, and what it returns beside its state.
+
+A PRNG key of the batch is folded with the number of the trainer. Results that are computed from gradients (their norm)
+are computed from those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Atom, Var
+from dtrans.data_parallel.options import Options
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import needed
+from dtrans.ir.pytree import is_under
+from dtrans.ops import trainer_index_p
+from dtrans.step.cut import Cut
+
+
+def take_inputs(b: Builder, step: Cut, o: Options, cut: Mapping[str, Any] | None = None) -> dict[Var, Var]:
+    """Take the step's inputs; those that are keys under another variable, from which the step's own is made.
+
+    Args:
+      cut: the types of inputs of which each trainer has a slice; those are not taken as they are.
+
+    Returns:
+      What was taken otherwise, by the step's variable: keys, and slices.
+    """
+    keys: dict[Var, Var] = {}
+    cut = cut or {}
+    for n, v in zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True):
+        is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
+        if o.trainers > 1 and n in step.batch and is_key and not v.aval.ndim and not is_under(n, o.replicated):
+            keys[v] = b.input(v.aval)
+        elif n in cut:
+            keys[v] = b.input(cut[n])
+        else:
+            b.invars.append(v)
+    return keys
+
+
+def fold_keys(b: Builder, keys: Mapping[Var, Var], o: Options) -> None:
+    """Give each trainer a key of its own."""
+    if not keys:
+        return
+    (index,) = b.bind(trainer_index_p, over=o.over)
+    for own, given in keys.items():
+        b.call(jax.random.fold_in, given, index)
+        b.eqns[-1] = b.eqns[-1].replace(outvars=[own])  # the step's equations read it under this name
+
+
+def write_from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means: Mapping[str, Atom]) -> dict[str, Atom]:
+    """Results that are computed from gradients, from the reduced ones."""
+    if not step.from_gradients:
+        return {}
+    inner = step.program.jaxpr.jaxpr
+    border = {v: means[n] for n, v in step.border.items() if n in means}
+    env: dict[Var, Atom] = dict(border)
+    here = {v for e in b.eqns for v in e.outvars}
+    kept, _ = needed(inner.eqns, [outs[n] for n in step.from_gradients], border)
+    for i in kept:
+        eqn = inner.eqns[i]
+        if any(isinstance(a, Var) and a in env for a in eqn.invars):
+            atoms = [env.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
+            env.update(zip(eqn.outvars, b.copy(eqn, atoms, [v.aval for v in eqn.outvars]), strict=True))
+        elif not here.issuperset(eqn.outvars):
+            b.keep(eqn)
+    found = {n: outs[n] for n in step.from_gradients}
+    return {n: env.get(a, a) if isinstance(a, Var) else a for n, a in found.items()}

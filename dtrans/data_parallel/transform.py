@@ -1,0 +1,322 @@
+"""nccl2 mode: data parallel over collectives. The step keeps its optimizer; gradients are averaged over trainers.
+
+    forward, backward     each trainer on its part of the batch
+    all_reduce            over a named axis, right after the last gradient of a bucket is made, so that XLA can run it
+                          beside the rest of the backward pass
+    optimize              as it was, on the averaged gradients: the same on every trainer
+
+The program is one for all trainers (SPMD). With a loss that is a mean over the batch, and trainers that see equal
+shares of it, it computes what one device computes on the whole batch. With a `weight` (a count of examples that the
+step returns) shares need not be equal: gradients and averaged results are weighted by it.
+
+With `local_sgd` trainers take whole steps by themselves, and what is reduced after them is parameters and optimizer
+state. All trainers have the same state before and after each step of the job, whichever way.
+
+A *bucket* is a run of gradients of one dtype, in the order in which the backward pass makes them, up to
+`fuse_grad_size_in_MB`. It is one equation with many operands; nothing is copied together. JAX lowers it to one
+`stablehlo.all_reduce` for each operand, side by side, and XLA's combiner makes those one again (also across buckets,
+where it finds that better; its thresholds are XLA's flags).
+
+Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of ParallelExecutor (Paddle).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import Atom, equations
+from dtrans.data_parallel.accumulation import Window, write_accumulation, write_local_steps
+from dtrans.data_parallel.merge_rules import check_merge, merges_of
+from dtrans.data_parallel.options import Options, check_names_given, check_options
+from dtrans.data_parallel.plan import CollectivePlan
+from dtrans.data_parallel.reducer import ALIKE, Kind, Reducer, buckets_of
+from dtrans.data_parallel.replica import fold_keys, take_inputs, write_from_gradients
+from dtrans.errors import ConfigError, GradientError
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import needed
+from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
+from dtrans.ir.pytree import is_under
+from dtrans.step.cut import GRAD, Cut, cut
+from dtrans.step.forward_backward import ready_order, refuse_nested, write_trainer_half
+from dtrans.step.startup import check_programs, match_startup
+
+
+def nccl2(
+    main: Program,
+    startup: Program,
+    *,
+    trainers: int,
+    axis_name: str = "trainers",
+    reduce: str = "mean",
+    merge: Mapping[str, str] | None = None,
+    weight: str | None = None,
+    replicated: Collection[str] = (),
+    fuse_grad_size_in_MB: float = 32,
+    compress: str | None = None,
+    compress_scale: float = 1.0,
+    hierarchical_allreduce_inter_nranks: int = 0,
+    accumulate_steps: int = 1,
+    max_splits: int | None = None,
+    nccl_comm_num: int | None = None,
+    clip_local_norm: float | None = None,
+    local_sgd: int | None = None,
+) -> CollectivePlan:
+    """Plan data-parallel training of a traced step over collectives.
+
+    Args:
+      main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
+      startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
+      trainers: how many trainers share each global batch.
+      axis_name: of the axis that they are on.
+      reduce: "mean" or "sum" of the gradients over trainers; "sum" for a loss that is a sum over the batch.
+      merge: what becomes of results, and of parameters that the optimizer does not make (batch statistics), by name:
+        "mean", "sum" (of parameters: of what trainers add to them), "max", "concat" (on dim 0), "each" (a leading axis,
+        one row per trainer), or "same" (they are equal anyway). By default what grows with the batch is concatenated,
+        other floating-point results are reduced as gradients are, and parameters averaged; other results get a row per
+        trainer. What is computed from gradients is computed from the reduced ones, or with `local_sgd` in each step
+        from its own.
+      weight: the name of a result, a scalar that says how many examples a trainer's part of the batch has. It is
+        itself added up.
+      replicated: names of batch arrays that every trainer gets whole. Others are split on dim 0; 0-d arrays go to every
+        trainer, a `jax.random.key` folded with the trainer's number unless it is named here.
+      fuse_grad_size_in_MB: the size up to which gradients are reduced together; 0 reduces each by itself.
+      compress: "bf16" or "fp16": gradients are reduced in this type, multiplied by `compress_scale` before and divided
+        by it after. A sum that overflows is not hidden: it arrives as infinity.
+      compress_scale: see `compress`.
+      hierarchical_allreduce_inter_nranks: how many trainers a node has, if gradients are to be reduced inside each
+        node, then across nodes, then gathered inside again, so that 1/n of the bytes go between nodes. Trainers are
+        then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
+      accumulate_steps: into how many micro-steps each trainer divides its part of the batch. Their gradients are added
+        up by a scan, and reduced once.
+      max_splits: EPL's rule of buckets in the place of `fuse_grad_size_in_MB`: at most about so many, of even size.
+      nccl_comm_num: how many chains of reductions may run beside each other; within a chain each waits for the one
+        before. By default XLA decides.
+      clip_local_norm: clip each trainer's own gradients to this global norm *before* they are reduced, as EPL does by
+        default. (A clip in the optimizer is one of the reduced gradients.) All reductions then wait for the last
+        gradient.
+      local_sgd: how many steps of its own each trainer takes, one after the other on so many parts of its part of the
+        batch, before trainers average their parameters and optimizer state (local SGD): one reduction in so many steps.
+        What the optimizer counts, other than steps, must be named in `merge`.
+
+    Raises:
+      ConfigError: an option that is out of range, or names that the step does not have.
+      GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or it has collectives already.
+      TraceError: `startup` does not make what `main` takes.
+
+    Source: `DistributeTranspilerConfig.mode = "nccl2"` in Paddle's distribute_transpiler.py.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx)
+      >>> init = lambda key: (p := {"w": jnp.zeros(2)}, tx.init(p))
+      >>> key, x = jax.random.key(0), jnp.array([[1.0, 3.0], [3.0, 5.0]])
+      >>> plan = dtrans.nccl2(dtrans.trace(step, *init(key), x), dtrans.trace(init, key), trainers=2)
+      >>> [op.outputs for op in plan.program.ops if op.type == "all_reduce"]
+      [('params/w@GRAD.sum',), ('loss.sum',)]
+      >>> job = plan.simulate()
+      >>> state, loss = job.step(job.init(key), x)
+      >>> job.params(state)["w"].tolist(), float(loss)
+      ([1.0, 2.0], 11.0)
+    """
+    check_programs(main, startup)
+    check_names_given(replicated, merge)
+    options = Options(
+        trainers=trainers,
+        axis_name=axis_name,
+        reduce=reduce,
+        merge=dict(merge or {}),
+        weight=weight,
+        replicated=tuple(replicated),
+        fuse_grad_size_in_MB=fuse_grad_size_in_MB,
+        compress=compress,
+        compress_scale=compress_scale,
+        inter=hierarchical_allreduce_inter_nranks,
+        accumulate_steps=accumulate_steps,
+        max_splits=max_splits,
+        nccl_comm_num=nccl_comm_num,
+        clip_local_norm=clip_local_norm,
+        local_sgd=local_sgd,
+    )
+    return planned(main, startup, options)
+
+
+def planned(main: Program, startup: Program, options: Options) -> CollectivePlan:
+    """What `nccl2` plans with these options."""
+    check_options(options)
+    refuse_collectives(main)
+    step = cut(main).with_observed()
+    if options.local_sgd is None:
+        refuse_nested(step, options.trainers)
+    check_names(step, options)
+    given, startup = startup, match_startup(step, startup)
+    merges = merges_of(step, options)
+    return CollectivePlan(
+        main=step.program,
+        startup=startup,
+        program=rewritten(step, options, merges),
+        options=options,
+        buckets=buckets_of(reduced_values(step, options, merges), options),
+        merges=merges,
+        dropped=step.dropped if options.local_sgd is None else (),
+        replan=lambda other: planned(main, given, other),
+    )
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def check_names(step: Cut, o: Options) -> None:
+    """Refuse names that the step does not have, and ways to merge that do not fit what they name."""
+    state = step.held if o.local_sgd is None else (*step.params, *step.opt_state)
+    mergeable = (*step.results, *state)
+    for name, way in o.merge.items():
+        if name not in mergeable:
+            raise ConfigError(f"merge names {name!r}; what trainers make and can be merged is {', '.join(mergeable)}")
+        check_merge(name, way, step.program.outputs[name], is_state=name in state, o=o)
+    for name in o.replicated:
+        if not any(is_under(n, [name]) for n in step.batch):
+            raise ConfigError(f"replicated names {name!r}; the arrays of the batch are {', '.join(step.batch)}")
+    if o.weight is not None:
+        check_weight(step, o, o.weight)
+    for name, g in step.gradients.items():
+        if o.compress is not None and jnp.issubdtype(g.aval.dtype, jnp.complexfloating):
+            raise ConfigError(
+                f"compress={o.compress!r}: the gradient of {name} is {g.aval.str_short()}, and {o.compress} is real"
+            )
+    source = step.program
+    kept, _ = needed(
+        source.jaxpr.jaxpr.eqns,
+        [a for n, a in zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True) if n in step.from_gradients],
+        step.border.values(),
+    )
+    if any(source.roles[i] == BACKWARD for i in kept):
+        raise GradientError(
+            f"{', '.join(step.from_gradients)}: computed from gradients, and from a derivative that is not known to be "
+            "one, as of a leaf that is not updated; take gradients with dtrans.value_and_grad"
+        )
+
+
+def check_weight(step: Cut, o: Options, name: str) -> None:
+    """Refuse what cannot weight gradients."""
+    if name not in step.results:
+        raise ConfigError(f"weight={name!r} must be a result of the step: {', '.join(step.results)}")
+    t = step.program.outputs[name]
+    if t.shape != ():
+        raise ConfigError(f"weight={name!r} must be a scalar, it is {t.str_short()}")
+    if not jnp.issubdtype(t.dtype, jnp.number):
+        raise ConfigError(f"weight={name!r} must be a number, it is {t.str_short()}")
+    if name in step.from_gradients:
+        raise ConfigError(f"weight={name!r} is computed from gradients, which it would have to weight")
+
+
+def refuse_collectives(main: Program) -> None:
+    """A step that communicates by itself would reduce twice."""
+    for eqn in equations(main.jaxpr):
+        axes = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
+        names = [n for a in axes for n in (a if isinstance(a, (tuple, list)) else (a,))]
+        # a number is an axis of an array: of a psum over the axis of a vmap that this is left
+        if eqn.primitive.name == "shard_map" or not all(isinstance(n, (int, np.integer)) for n in names):
+            raise GradientError(
+                f"{main.name} has a collective in it already ({eqn.primitive.name}): its gradients may have been "
+                "reduced by what the step does itself. Give the step for one device, without shard_map, pmap or psum"
+            )
+
+
+# -- the rewrite -----------------------------------------------------------------------------------
+
+
+def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str, Atom]:
+    """What trainers average beside results, by leaf, in the order in which it is made: gradients, or all state."""
+    if o.local_sgd is None:
+        return {n: step.gradients[n] for n in ready_order(step)}
+    outs = dict(zip(step.program.out_names, step.program.jaxpr.jaxpr.outvars, strict=True))
+    return {n: outs[n] for n in (*step.params, *step.opt_state) if merges.get(n) == "mean"}
+
+
+def rewritten(
+    step: Cut, o: Options, merges: Mapping[str, str], kind: Callable[[str], Kind] = lambda leaf: ALIKE
+) -> Program:
+    """The step with its gradients, or its state after local steps, and its results reduced over the axis.
+
+    Args:
+      kind: in what way the gradient of a leaf is reduced, where not all are in the same.
+    """
+    source = step.program
+    outs: dict[str, Atom] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
+    b = Builder(source.jaxpr)
+    b.role = FORWARD
+    keys = take_inputs(b, step, o)
+    fold_keys(b, keys, o)
+    if o.local_sgd is None:
+        outs |= _trained_together(b, step, o, merges, outs, kind)
+    else:
+        outs |= _trained_apart(b, step, o, merges, outs)
+
+    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        return rewritten(cut(source.at_flat(types)).with_observed(), o, merges, kind)
+
+    return Program(
+        f"trainer of {source.name}",
+        b.build([outs[n] for n in source.out_names]),
+        source.args,
+        source.out,
+        tuple(b.roles),
+        b.labels,
+        respecialise,
+    )
+
+
+def _trained_together(
+    b: Builder,
+    step: Cut,
+    o: Options,
+    merges: Mapping[str, str],
+    outs: Mapping[str, Atom],
+    kind: Callable[[str], Kind],
+) -> dict[str, Atom]:
+    """Write a step on reduced gradients; its outputs by name."""
+    vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
+    results = [n for n in step.results if n not in step.from_gradients]
+    found = dict(outs)
+    values = reduced_values(step, o, merges)
+    if o.accumulate_steps == 1:
+        reducer = Reducer(b, values, o, outs.get(o.weight or ""), GRAD, kind)
+        write_trainer_half(b, step, results, reducer.made)
+    else:
+        found |= write_accumulation(b, step, _window(step, o, merges), results)
+        reducer = Reducer(b, values, o, found.get(o.weight or ""), GRAD, kind)
+        for leaf in values:
+            reducer.made(leaf, found[leaf + GRAD])
+    reducer.finish()
+
+    b.role = OPTIMIZE
+    half = step.optimize
+    given = [reducer.means[n.removesuffix(GRAD)] if n.endswith(GRAD) else vars_of[n] for n in half.in_names]
+    found |= zip(half.out_names, b.inline(half.jaxpr, *given), strict=True)
+    found |= write_from_gradients(b, step, found, reducer.means)
+    return found | reducer.merged(found, merges, vars_of)
+
+
+def _trained_apart(
+    b: Builder, step: Cut, o: Options, merges: Mapping[str, str], outs: Mapping[str, Atom]
+) -> dict[str, Atom]:
+    """Write local steps, and the mean of what they make; its outputs by name."""
+    found = {**outs, **write_local_steps(b, step, _window(step, o, merges))}
+    values = reduced_values(step, o, merges)
+    reducer = Reducer(b, values, o, found.get(o.weight or ""))
+    for leaf in values:
+        reducer.made(leaf, found[leaf])
+    reducer.finish()
+    vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
+    others = {n: way for n, way in merges.items() if n not in values}
+    return found | reducer.merged(found, others, vars_of) | reducer.means
+
+
+def _window(step: Cut, o: Options, merges: Mapping[str, str]) -> Window:
+    whole = [n for n in step.batch if is_under(n, o.replicated)]
+    return Window(o.micro_steps, o.reduce, merges, o.weight, whole)

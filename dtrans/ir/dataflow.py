@@ -1,0 +1,47 @@
+"""What a value is made of, and what it reaches: questions about a row of equations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from dtrans._jax import (
+    Atom,
+    JaxprEqn,
+    Var,
+)
+
+
+def needed(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stop: Iterable[Var] = ()) -> tuple[list[int], set[Var]]:
+    """What `outputs` are made of.
+
+    Returns the positions of the equations they need, in order, and the variables those read that none of
+    them makes. Nothing is followed beyond the variables in `stop`.
+    """
+    stops = set(stop)
+    wanted = {a for a in outputs if isinstance(a, Var)}
+    kept: list[int] = []
+    for i in range(len(eqns) - 1, -1, -1):
+        eqn = eqns[i]
+        made = [v for v in eqn.outvars if v in wanted and v not in stops]
+        if made:
+            kept.append(i)
+            wanted.difference_update(made)
+            wanted.update(a for a in eqn.invars if isinstance(a, Var))
+    return kept[::-1], wanted
+
+
+def spread(eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping[Var, int]) -> dict[Var, int]:
+    """Which seeds enter each value, as bits: the union over what it is made of; `fixed` values are as given.
+
+    One pass forward; values that nothing enters may be absent.
+    """
+    bits = {**seeds, **fixed}
+    for eqn in eqns:
+        entering = 0
+        for a in eqn.invars:
+            if isinstance(a, Var):
+                entering |= bits.get(a, 0)
+        if entering:
+            for v in eqn.outvars:
+                bits.setdefault(v, entering)
+    return bits

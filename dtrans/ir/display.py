@@ -1,0 +1,142 @@
+"""How programs and plans are shown: a listing of ops, or a table with notes, as text and as HTML in a notebook."""
+
+from __future__ import annotations
+
+import html as html_escape
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from dtrans._jax import is_jaxpr, opened
+
+
+class ShownOp(Protocol):
+    """What is shown of an op (`dtrans.ir.program.Op`)."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def inputs(self) -> Sequence[str]: ...
+    @property
+    def outputs(self) -> Sequence[str]: ...
+    @property
+    def attrs(self) -> Mapping[str, Any]: ...
+
+
+class ShownProgram(Protocol):
+    """What is shown of a program (`dtrans.ir.program.Program`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def jaxpr(self) -> Any: ...
+    @property
+    def inputs(self) -> Mapping[str, Any]: ...
+    @property
+    def outputs(self) -> Mapping[str, Any]: ...
+    @property
+    def out_names(self) -> Sequence[str]: ...
+    @property
+    def ops(self) -> Sequence[ShownOp]: ...
+    @property
+    def value_names(self) -> Mapping[Any, str]: ...
+
+
+COLOURS = {
+    "forward": "#1f6feb",
+    "backward": "#8250df",
+    "optimize": "#bc4c00",
+    "lr_sched": "#9a6700",
+    "rpc": "#cf222e",
+    "dist": "#1a7f37",
+}
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, (tuple, dict, str)) and not value)
+
+
+def short_type(aval: Any) -> str:
+    """`f32[4,2]`: as jaxprs print types."""
+    return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else f"{aval.dtype}{list(aval.shape)}"
+
+
+def literal(atom: Any) -> str:
+    """A literal operand, as short as it can be read."""
+    value = np.asarray(atom.val)
+    return f"{value.item()!r:.12}" if value.ndim == 0 and value.dtype.kind in "biufc" else f"<{short_type(atom.aval)}>"
+
+
+def attribute(value: Any) -> str:
+    """One attribute of an op, on one line."""
+    if is_jaxpr(value):
+        return f"<jaxpr, {len(opened(value).eqns)} equations>"
+    if isinstance(value, tuple) and value and not isinstance(value[0], (int, float, str, tuple)):
+        return f"<{len(value)} x {type(value[0]).__name__}>"
+    text = str(value)
+    if "\n" in text or text.startswith("<"):  # an object that has no short form, e.g. a derivative rule
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def op_line(op: ShownOp) -> str:
+    """One op: `outputs = type inputs [attributes]`."""
+    attrs = ", ".join(f"{k}={attribute(v)}" for k, v in op.attrs.items() if not _says_nothing(v))
+    left = f"{', '.join(op.outputs)} = " if op.outputs else ""
+    return f"{left}{op.type} {' '.join(op.inputs)}".rstrip() + (f"  [{attrs}]" if attrs else "")
+
+
+def text(program: ShownProgram) -> str:
+    """The whole program, one op a line, each with its role."""
+    lines = [f"program {program.name}"]
+    lines += [f"  in   {n}: {short_type(t)}" for n, t in program.inputs.items()]
+    lines += [f"  {op.role:<9}{op_line(op)}" for op in program.ops]
+    names = program.value_names
+    for name, atom in zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True):
+        source = literal(atom) if hasattr(atom, "val") else names[atom]
+        lines.append(f"  out  {name}: {short_type(atom.aval)}" + (f" = {source}" if source.rstrip("'") != name else ""))
+    return "\n".join(lines)
+
+
+def html(program: ShownProgram) -> str:
+    """The whole program as a table; roles in colour."""
+    esc = html_escape.escape
+    rows = "".join(
+        f"<tr><td style='color:{COLOURS[op.role]};text-align:left'>{op.role}</td>"
+        f"<td style='text-align:left'><code>{esc(op_line(op))}</code></td></tr>"
+        for op in program.ops
+    )
+    inputs = ", ".join(f"{esc(n)}: {esc(short_type(t))}" for n, t in program.inputs.items())
+    outputs = ", ".join(f"{esc(n)}: {esc(short_type(t))}" for n, t in program.outputs.items())
+    return (
+        f"<details open><summary><b>program {esc(program.name)}</b>: {len(program.ops)} ops</summary>"
+        f"<p>in <code>{inputs}</code></p><table>{rows}</table><p>out <code>{outputs}</code></p></details>"
+    )
+
+
+def plan_text(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], *, right: Collection[int]
+) -> str:
+    """A plan as text: a table, whose columns `right` are flush right, and notes."""
+    table = [header, *rows]
+    widths = [max(len(r[i]) for r in table) for i in range(len(header))]
+    lines = [title]
+    for r in table:
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join([*lines, *notes])
+
+
+def plan_html(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], *, code: int
+) -> str:
+    """The same as HTML; column `code` holds names."""
+    esc = html_escape.escape
+    cell = lambda i, c: f"<td style='text-align:left'><code>{esc(c)}</code></td>" if i == code else f"<td>{esc(c)}</td>"
+    body = "".join("<tr>" + "".join(cell(i, c) for i, c in enumerate(r)) + "</tr>" for r in rows)
+    head = "".join(f"<th>{esc(h)}</th>" for h in header)
+    listed = "".join(f"<li>{esc(n)}</li>" for n in notes)
+    return f"<b>{esc(title)}</b><table><tr>{head}</tr>{body}</table><ul>{listed}</ul>"

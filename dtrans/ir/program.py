@@ -1,0 +1,307 @@
+"""Programs: jaxprs with names.
+
+A `Program` is a closed jaxpr, a name for each of its inputs and outputs, and a role for each of its
+equations. Names are pytree paths (`params/dense/kernel`, `opt_state/0/mu/w`, `x`). *State is paired by
+path*: an output that has the name of an input says what one run of the program makes of it. Everything
+else that the package does is a function from programs to programs.
+
+Roles are those of Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.h):
+
+    forward    makes the loss               lr_sched   optimizer arithmetic that no parameter's row enters
+    backward   makes gradients              rpc        communication
+    optimize   makes new parameters         dist       what distribution adds: splitting, joining, averaging
+
+A jaxpr has fixed shapes, a program need not: `Program.at(*arguments)` gives the same program for another
+batch size, traced again when it must be and kept, as `jax.jit` does. State cannot change shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxpr_as_fun
+from dtrans.errors import NotRealisedError, TraceError
+from dtrans.ir import display
+from dtrans.ir.pytree import TreeSpec, as_array
+
+
+FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST = (
+    "forward",
+    "backward",
+    "optimize",
+    "lr_sched",
+    "rpc",
+    "dist",
+)
+ROLES = (FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST)
+
+Signature = tuple[tuple[tuple[int, ...], Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One equation of a program, as Paddle's `OpDesc` presents it.
+
+    Attributes:
+      type: the primitive's name, e.g. `dot_general`, `send`.
+      role: one of `ROLES`.
+      inputs, outputs: the names of the values, literals as text.
+      attrs: the equation's parameters.
+    """
+
+    type: str
+    role: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return display.op_line(self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A named, closed jaxpr.
+
+    Attributes:
+      name: what the program is called, e.g. `step`, `trainer 0`.
+      jaxpr: the closed jaxpr; its invars are the arrays of `args`, its outvars those of `out`.
+      args: the shape of each argument.
+      out: the shape of the result.
+      roles: one of `ROLES` for each equation.
+      labels: names for values that are neither input nor output, e.g. `params/w@GRAD.block0`.
+      doubt: why it is a guess which output is the new value of which input, if it is.
+      respecialise: makes the same program for other input types (one `ShapeDtypeStruct` per input).
+
+    Example:
+      >>> import jax.numpy as jnp, dtrans
+      >>> p = dtrans.trace(lambda x: {"y": 2.0 * x}, jnp.ones(3))
+      >>> [op.type for op in p.ops], p.in_names, p.out_names
+      (['mul'], ('x',), ('y',))
+      >>> p(jnp.arange(3.0))["y"].tolist()
+      [0.0, 2.0, 4.0]
+    """
+
+    name: str
+    jaxpr: ClosedJaxpr
+    args: tuple[TreeSpec, ...]
+    out: TreeSpec
+    roles: tuple[str, ...]
+    labels: Mapping[Var, str] = dataclasses.field(default_factory=dict, repr=False)
+    respecialise: Callable[[Sequence[jax.ShapeDtypeStruct]], Program] | None = dataclasses.field(
+        default=None, repr=False
+    )
+    doubt: str = ""
+
+    def __post_init__(self) -> None:
+        inner = self.jaxpr.jaxpr
+        for what, have, names in (
+            ("inputs", inner.invars, self.in_names),
+            ("outputs", inner.outvars, self.out_names),
+        ):
+            if len(have) != len(names):
+                raise TraceError(f"program {self.name}: {len(have)} {what} but {len(names)} names")
+            twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) != len(names) else []
+            if twice:
+                raise TraceError(f"program {self.name}: two {what} are called {twice[0]}")
+        if len(self.roles) != len(inner.eqns):
+            raise TraceError(f"program {self.name}: {len(inner.eqns)} equations but {len(self.roles)} roles")
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @cached_property
+    def in_names(self) -> tuple[str, ...]:
+        """The name of each input array."""
+        return tuple(n for spec in self.args for n in spec.names)
+
+    @cached_property
+    def out_names(self) -> tuple[str, ...]:
+        """The name of each output array."""
+        return self.out.names
+
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """Name to type (shape and dtype) of each input."""
+        return {n: v.aval for n, v in zip(self.in_names, self.jaxpr.jaxpr.invars, strict=True)}
+
+    @cached_property
+    def outputs(self) -> dict[str, Any]:
+        """Name to type (shape and dtype) of each output."""
+        return {n: v.aval for n, v in zip(self.out_names, self.jaxpr.jaxpr.outvars, strict=True)}
+
+    @cached_property
+    def state(self) -> tuple[str, ...]:
+        """The names that are both input and output: what a run updates."""
+        outs = set(self.out_names)
+        return tuple(n for n in self.in_names if n in outs)
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """The equations, in order, with the names of their operands."""
+        names = self.value_names
+        return tuple(
+            Op(
+                eqn.primitive.name,
+                role,
+                tuple(_atom_name(a, names) for a in eqn.invars),
+                tuple(names[v] for v in eqn.outvars),
+                dict(eqn.params),
+            )
+            for eqn, role in zip(self.jaxpr.jaxpr.eqns, self.roles, strict=True)
+        )
+
+    @cached_property
+    def value_names(self) -> dict[Var, str]:
+        """A name for every value: of an input, a label, an output, or a number."""
+        inner = self.jaxpr.jaxpr
+        names: dict[Var, str] = {v: f"const/{i}" for i, v in enumerate(inner.constvars)}
+        names |= dict(zip(inner.invars, self.in_names, strict=True))
+        outs = {v: n for v, n in zip(inner.outvars, self.out_names, strict=True) if isinstance(v, Var)}
+        count = 0
+        for eqn in inner.eqns:
+            for v in eqn.outvars:
+                if v in self.labels:
+                    names[v] = self.labels[v]
+                elif v in outs and v not in names:
+                    names[v] = outs[v] + ("'" if outs[v] in self.inputs else "")
+                else:
+                    names[v] = f"%{count}"
+                    count += 1
+        return names
+
+    @cached_property
+    def communicates(self) -> bool:
+        """Whether it holds equations that only a realiser can carry out."""
+        return any(is_communication(eqn) for eqn in equations(self.jaxpr))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what the program computes: names, types, equations with all that is in them, and constants."""
+        parts = [str(self.in_names), str(self.out_names), without_addresses(str(self.jaxpr.jaxpr))]
+        told = hashlib.sha256("\n".join(parts).encode())
+        for value in self.jaxpr.consts:
+            is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+            told.update(np.asarray(jax.random.key_data(value) if is_key else value).tobytes())
+        return told.hexdigest()
+
+    # -- running it ------------------------------------------------------------------------------
+
+    def flatten(self, *args: Any) -> list[Any]:
+        """The input arrays of a call. Raises TraceError where an argument has another structure."""
+        if len(args) != len(self.args):
+            raise TraceError(f"program {self.name} takes {len(self.args)} arguments, {len(args)} were given")
+        flat: list[Any] = []
+        for i, (spec, arg) in enumerate(zip(self.args, args, strict=True)):
+            flat += spec.flatten(as_array(arg), f"argument {i} of program {self.name}")
+        return flat
+
+    def at(self, *args: Any) -> Program:
+        """This program for the shapes of `args`: itself when they are those it was traced with.
+
+        Raises:
+          TraceError: state (parameters, optimizer state) of another shape or dtype, or a program that
+            was not made from a function and so cannot be traced again.
+        """
+        return self.at_flat(self.flatten(*args))
+
+    def at_flat(self, arrays: Sequence[Any]) -> Program:
+        """As `at`, for the arrays of `flatten`."""
+        wanted = signature(arrays)
+        if wanted == self._signature:
+            return self
+        known = self._others.get(wanted)
+        if known is None:
+            known = self._others[wanted] = self._traced_again(wanted)
+        return known
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the program on this process's default device.
+
+        Raises:
+          NotRealisedError: the program communicates.
+        """
+        flat = self.flatten(*args)
+        program = self.at_flat(flat)
+        if program.communicates:
+            kinds = sorted({op.type for op in program.ops if op.role == RPC})
+            raise NotRealisedError(
+                f"program {self.name} communicates ({', '.join(kinds)}), so it cannot be called: "
+                "run it with dtrans.Executor(), or the whole job with plan.on_mesh()"
+            )
+        return program.out.unflatten(program.compiled(*flat))
+
+    @cached_property
+    def compiled(self) -> Callable[..., list[Any]]:
+        """The jitted program on flat arrays."""
+        return jax.jit(jaxpr_as_fun(self.jaxpr))
+
+    def _traced_again(self, wanted: Signature) -> Program:
+        state = set(self.state)
+        for name, (shape, dtype), (had, of) in zip(self.in_names, wanted, self._signature, strict=True):
+            if (shape, dtype) != (had, of) and (name in state or self.respecialise is None):
+                raise TraceError(
+                    f"{name} is {dtype}{list(shape)}, program {self.name} was traced with {of}{list(had)}"
+                    + ("; trace it again with these shapes" if name not in state else "")
+                )
+        assert self.respecialise is not None
+        # what is traced is kept: it must not remember a map that asks for it
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return self.respecialise([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted])
+
+    @cached_property
+    def _signature(self) -> Signature:
+        return signature([v.aval for v in self.jaxpr.jaxpr.invars])
+
+    @cached_property
+    def _others(self) -> dict[Signature, Program]:
+        return {}
+
+    # -- showing it ------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return display.text(self)
+
+    def __repr__(self) -> str:
+        return f"<Program {self.name}: {len(self.in_names)} inputs, {len(self.ops)} ops, {len(self.out_names)} outputs>"
+
+    def _repr_html_(self) -> str:
+        return display.html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self) if cycle else str(self))
+
+
+def is_communication(eqn: JaxprEqn) -> bool:
+    """Whether an equation is one that only a realiser can carry out (see `dtrans.ops`)."""
+    return getattr(eqn.primitive, "communicates", False)
+
+
+def without_addresses(text: str) -> str:
+    """How JAX shows something, without what differs from process to process: the addresses of objects."""
+    return re.sub(r"0x[0-9a-f]+", "", text)
+
+
+def signature(arrays: Sequence[Any]) -> Signature:
+    """Shape and dtype of each array, as JAX would take it in (float64 is float32 unless x64 is on)."""
+
+    def dtype(x: Any) -> Any:
+        d = x.dtype
+        return d if jnp.issubdtype(d, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(d)
+
+    return tuple((tuple(x.shape), dtype(x)) for x in map(as_array, arrays))
+
+
+def _atom_name(atom: Any, names: Mapping[Var, str]) -> str:
+    return display.literal(atom) if isinstance(atom, Literal) else names[atom]
+
+
+# -- tracing ---------------------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""A parameter server as one equation.
+
+    state... = listen_and_serv state...   [endpoint, Fanin, sync_mode, leaver, optimize_blocks, ...]
+
+It serves until every trainer has closed, and its outputs are the state it ends with. What it does with the
+gradients is held in `optimize_blocks`, as `cond` holds its branches: a block of role lr_sched first, if the
+optimizer does anything that no parameter's rows enter, then one for each parameter block. Where the optimizer
+reduces over rows, there is more than one level of this: the blocks of a level end with one of role dist, which
+holds its `all_reduce` equations, and those of the next level go on with what they gave.
+
+Trainers may leave a synchronous job before the others. `leaver` says what updates are made of then: with "drop" of the
+gradients of those who are there, over their number (`dtrans.slicing.mean.merged_from`); with "paddle" its last gradient
+counts once more, and then as zero, over the number of all; "error" ends the job.
+
+With sync_mode=False an update is made of one gradient. Blocks that read `params/w.block0.bak` are given that block as
+the trainer whose gradient it is has last received it: `params/w.block0.trainer_1_bak` in the state.
+
+Source: paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dtrans._jax import ClosedJaxpr
+from dtrans.ops.primitive import communication
+
+
+BACKUP = ".bak"
+LEAVERS = ("drop", "paddle", "error")
+
+
+def backup_of(block: str, trainer_id: int) -> str:
+    """What a server calls its copy of a block as a trainer last received it (Paddle's name)."""
+    return f"{block}.trainer_{trainer_id}_bak"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OptimizeBlock:
+    """One block of a server's work: a jaxpr on named values.
+
+    Attributes:
+      name: the parameter block it updates, `lr_sched`, or `all_reduce`.
+      role: `optimize`, `lr_sched` or `dist`.
+      jaxpr: the closed jaxpr. Only one of role `dist` communicates.
+      in_names: what it reads: gradients (`params/w@GRAD.block0.trainer_1`), state as it was before the step
+        (`params/w.block0`), and values that blocks before it made (`lr_sched/0`).
+      out_names: what it makes: state, or values for blocks after it.
+      level: after how many exchanges between servers it runs; one of role `dist` ends its level.
+    """
+
+    name: str
+    role: str
+    jaxpr: ClosedJaxpr
+    in_names: tuple[str, ...]
+    out_names: tuple[str, ...]
+    level: int = 0
+
+    def __repr__(self) -> str:
+        return f"<{self.role} block {self.name}: {len(self.jaxpr.jaxpr.eqns)} equations>"
+
+
+def _serve(*state: Any, **_: Any) -> list[Any]:
+    return list(state)
+
+
+listen_and_serv_p = communication("listen_and_serv", _serve)

@@ -1,0 +1,20 @@
+"""Paddle's interface over the strategies: its names, options and defaults.
+
+transpiler   `DistributeTranspiler`, `GeoSgdTranspiler`
+config       `DistributeTranspilerConfig`
+optimizers   the optimizers of Paddle that optax lacks
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from dtrans.paddle import optimizers as optimizers
+
+
+def __getattr__(name: str) -> Any:
+    """`dtrans.paddle.optimizers`, on first use: it imports optax, which takes as long as all the rest."""
+    if name == "optimizers":
+        return importlib.import_module("dtrans.paddle.optimizers")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,198 @@
+"""The options of a `DistributeTranspiler`: their names, defaults, and which of them contradict each other.
+
+What only `transpile` knows (its arguments) it checks itself, and so do the transforms what they are given.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from dtrans.errors import ConfigAssertionError, ConfigError
+from dtrans.ops import CommunicatorConfig
+from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin, check_dispatcher
+
+
+MIN_BLOCK_SIZE = 8192
+
+# Attribute to default, as Paddle 1.8.5 has them.
+DEFAULTS: dict[str, Any] = {
+    "slice_var_up": True,
+    "split_method": None,
+    "min_block_size": MIN_BLOCK_SIZE,
+    "enable_dc_asgd": False,
+    "mode": "pserver",
+    "print_log": False,
+    "wait_port": True,
+    "sync_mode": True,
+    "runtime_split_send_recv": False,
+    "half_async": False,
+    "completely_not_async": False,
+    "geo_sgd_mode": False,
+    "geo_sgd_need_push_nums": 100,
+    "nccl_comm_num": 1,
+    "use_hierarchical_allreduce": False,
+    "hierarchical_allreduce_inter_nranks": 0,
+    "collective_mode": None,
+}
+
+# What Paddle has no attribute for.
+BEYOND: dict[str, Any] = {"dc_asgd_lambda": 1.0, "dc_asgd_decay": None, "leaver": "drop", "communicator": None,
+                          "geo_sgd_wait": False, "merge": None}  # fmt: skip
+
+# What only makes sense where servers update parameters, and where they add up what trainers did.
+_OF_SERVERS = ("enable_dc_asgd", "dc_asgd_lambda", "dc_asgd_decay", "half_async", "completely_not_async",
+               "communicator", "leaver")  # fmt: skip
+_OF_GEO = ("geo_sgd_mode", "geo_sgd_need_push_nums", "geo_sgd_wait")
+_OF_TRAINERS = ("nccl_comm_num", "hierarchical_allreduce_inter_nranks")
+
+# What `collective_mode` is, as options of `dtrans.nccl2`: Paddle's transpiler/collective.py reduces each gradient by
+# itself, and averages parameters after each local step.
+COLLECTIVE_MODES: dict[str, dict[str, Any]] = {
+    "grad_allreduce": {"fuse_grad_size_in_MB": 0},
+    "local_sgd": {"local_sgd": 1},
+}
+
+
+class DistributeTranspilerConfig:
+    """The options of a `DistributeTranspiler`.
+
+    All of Paddle's attributes are here, with its defaults, and some that it has not:
+
+    Attributes:
+      mode: "pserver"; or "nccl2" or "collective": no servers, trainers average their gradients with collectives.
+      collective_mode: with mode="collective", "grad_allreduce" (each gradient is reduced by itself), or "local_sgd"
+        (each trainer takes the step by itself, and what they make is averaged: the optimizer's state too, which Paddle
+        does not average).
+      slice_var_up: cut parameters into blocks of rows; otherwise each is whole on one server. "require" makes it
+        an error if the optimizer does not let one be cut.
+      split_method: a subclass of `PSDispatcher`: `RoundRobin` (None is that), `HashName`, `SizeBalanced`, your own.
+      min_block_size: the fewest elements worth a block of their own, 8192 or more.
+      sync_mode: every update uses the gradients of all trainers; otherwise each gradient is an update of its own.
+        Either this or the argument of `transpile` turns it off.
+      enable_dc_asgd: with sync_mode=False, compensate gradients for their delay.
+      dc_asgd_lambda, dc_asgd_decay: how, which Paddle has no attributes for; see `dtrans.pserver`.
+      leaver: what becomes of synchronous updates after a trainer that closes before the others, which Paddle has no
+        attribute for: "drop" it from them, "paddle", or "error"; see `dtrans.pserver`.
+      runtime_split_send_recv: with sync_mode=False, trainers have a communicator, and steps wait for nothing.
+      communicator: how it works, in the place of Paddle's environment variables; a `dtrans.CommunicatorConfig`.
+      half_async: with both, steps wait for the communicator. (In Paddle the threads of a trainer wait for each other; a
+        trainer has one here.) Without a communicator steps wait anyhow, and this changes nothing.
+      completely_not_async: with both, updates are made of the gradients of all trainers, as with sync_mode=True.
+      geo_sgd_mode: with sync_mode=False, trainers train by themselves, and servers add up what has changed; see
+        `dtrans.geo_sgd`. `GeoSgdTranspiler` does so whatever this is.
+      geo_sgd_need_push_nums: after how many steps a trainer gives the servers what has changed.
+      geo_sgd_wait: let that step wait for what others have changed, which Paddle has no attribute for.
+      merge: what becomes of state that trainers make themselves, which Paddle has no attribute for; see
+        `dtrans.pserver` and `dtrans.nccl2`.
+      print_log: log the plan when transpiling: at level INFO, by the logger "dtrans.paddle.transpiler", whose level and
+        handlers are yours to set. Where logging is not set up, the plan goes to stderr, as Python's own warnings do.
+      nccl_comm_num: in nccl2 mode, how many chains of reductions may run beside each other; 1 leaves that to XLA.
+      use_hierarchical_allreduce: in nccl2 mode, reduce gradients inside each node, across nodes, and gather inside.
+      hierarchical_allreduce_inter_nranks: how many trainers a node has; by default as many as have endpoints on one
+        host.
+
+    slice_var_up, split_method and min_block_size are for pserver mode.
+
+    Raises:
+      ConfigError: an attribute that does not exist.
+
+    Example:
+      >>> import dtrans
+      >>> config = dtrans.DistributeTranspilerConfig(min_block_size=16384)
+      >>> config.slice_var_up, config.min_block_size
+      (True, 16384)
+      >>> config.min_blocksize = 1
+      Traceback (most recent call last):
+      ...
+      dtrans.errors.ConfigError: DistributeTranspilerConfig has no option min_blocksize; did you mean min_block_size?
+    """
+
+    slice_var_up: bool | Literal["require"]
+    split_method: type[PSDispatcher] | None
+    min_block_size: int
+    enable_dc_asgd: bool
+    mode: str
+    print_log: bool
+    wait_port: bool
+    sync_mode: bool
+    runtime_split_send_recv: bool
+    half_async: bool
+    completely_not_async: bool
+    geo_sgd_mode: bool
+    geo_sgd_need_push_nums: int
+    nccl_comm_num: int
+    use_hierarchical_allreduce: bool
+    hierarchical_allreduce_inter_nranks: int
+    collective_mode: str | None
+    dc_asgd_lambda: float
+    dc_asgd_decay: float | None
+    leaver: Literal["drop", "paddle", "error"]
+    communicator: CommunicatorConfig | None
+    geo_sgd_wait: bool
+    merge: Mapping[str, str] | None
+
+    def __init__(self, **options: Any) -> None:
+        for name, value in {**DEFAULTS, **BEYOND, **options}.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in DEFAULTS and name not in BEYOND:
+            raise ConfigError(f"DistributeTranspilerConfig has no option {name}{_similar(name)}")
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        changed = {n: v for n, v in vars(self).items() if v != (DEFAULTS | BEYOND)[n]}
+        return f"DistributeTranspilerConfig({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
+
+    @property
+    def dispatcher(self) -> type[PSDispatcher]:
+        """`split_method`, or what None stands for."""
+        return RoundRobin if self.split_method is None else self.split_method
+
+    def check(self) -> None:
+        """Refuse options that are out of range or contradict each other, by name. Raises ConfigError."""
+        check_dispatcher(self.dispatcher)
+        if self.mode not in ("pserver", "nccl2", "collective"):
+            raise ConfigError(f"mode must be 'pserver', 'nccl2' or 'collective', it is {self.mode!r}")
+        size: Any = self.min_block_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < MIN_BLOCK_SIZE:
+            raise ConfigAssertionError(
+                f"min_block_size must be {MIN_BLOCK_SIZE} or more, it is {size!r}; dtrans.pserver takes any "
+                "positive number"
+            )
+        if self.mode != "nccl2" and self.use_hierarchical_allreduce:
+            raise ConfigError("use_hierarchical_allreduce=True is for mode='nccl2', it is " + repr(self.mode))
+        for name, default in DEFAULTS.items():
+            value = getattr(self, name)
+            if isinstance(default, bool) and not isinstance(value, bool) and name != "slice_var_up":
+                raise ConfigError(f"{name} must be True or False, it is {value!r}")
+        if self.runtime_split_send_recv and self.sync_mode:
+            raise ConfigError("runtime_split_send_recv=True is for sync_mode=False, which is True")
+        kind: Any = self.collective_mode
+        if self.mode != "collective" and kind is not None:
+            raise ConfigError(f"collective_mode={kind!r} is for mode='collective', it is {self.mode!r}")
+        if self.mode == "collective" and kind not in (*COLLECTIVE_MODES,):
+            known = " or ".join(map(repr, COLLECTIVE_MODES))
+            raise ConfigError(f"collective_mode must be {known} with mode='collective', it is {kind!r}")
+        if self.mode != "pserver":
+            self._refuse((*_OF_SERVERS, "runtime_split_send_recv", *_OF_GEO), f"mode='pserver', it is {self.mode!r}")
+            return
+        self._refuse(_OF_TRAINERS, "mode='nccl2', it is 'pserver'")
+        if self.geo_sgd_mode:
+            self._refuse((*_OF_SERVERS, "merge"), "geo_sgd_mode=False: in GEO-SGD trainers update by themselves")
+        else:
+            self._refuse(_OF_GEO, "geo_sgd_mode=True, which is False")
+
+    def _refuse(self, names: Sequence[str], where: str) -> None:
+        """Raise for the first of these options that is not at its default."""
+        for name in names:
+            if getattr(self, name) != (DEFAULTS | BEYOND)[name]:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is for {where}")
+
+
+def _similar(name: str) -> str:
+    known = [*DEFAULTS, *BEYOND]
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else f"; its options are {', '.join(known)}"

@@ -1,0 +1,328 @@
+"""Paddle's interface: `DistributeTranspiler` over the transforms.
+
+The names, arguments and defaults are those of python/paddle/fluid/transpiler/distribute_transpiler.py. What
+differs: `transpile` checks everything and changes nothing it is given, methods can be called in any order
+and any number of times, and one object gives the programs of every role.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from dtrans.data_parallel.plan import CollectivePlan
+from dtrans.data_parallel.startup import joining_startup
+from dtrans.data_parallel.transform import nccl2
+from dtrans.endpoints import parse_endpoints, split_endpoint
+from dtrans.errors import ConfigAssertionError, ConfigError, ConfigTypeError
+from dtrans.ir.program import Program
+from dtrans.paddle.config import COLLECTIVE_MODES, DistributeTranspilerConfig
+from dtrans.parameter_server.geo_sgd import geo_sgd
+from dtrans.parameter_server.placement import check_seed
+from dtrans.parameter_server.plan import PServerPlan, ServerPrograms, check_trainer_endpoint, check_trainer_id
+from dtrans.parameter_server.transform import pserver
+
+
+# print_log asks to be seen: the level of the root logger, by default WARNING, does not hold it back; one set here does
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
+
+
+class DistributeTranspiler:
+    """Rewrites a traced step into the programs of trainers and parameter servers.
+
+    In mode="nccl2" and "collective" there are trainers only: their program is (params, opt_state, *batch) -> what the
+    step returns, and their startup program returns both params and opt_state, the same on every trainer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.1)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> init = lambda key: (p := {"w": jnp.ones((4, 2))}, tx.init(p))
+      >>> main, startup = dtrans.trace(step, *init(None), jnp.ones((8, 4))), dtrans.trace(init, jax.random.key(0))
+      >>> t = dtrans.DistributeTranspiler()
+      >>> t.transpile(trainer_id=0, program=main, startup_program=startup, pservers="127.0.0.1:6174", trainers=2)
+      >>> [op.type for op in t.get_trainer_program().ops if op.role == "rpc"]
+      ['send', 'send_barrier', 'recv', 'fetch_barrier']
+      >>> pserver, pserver_startup = t.get_pserver_programs("127.0.0.1:6174")
+      >>> [op.type for op in pserver.ops], pserver_startup.out_names
+      (['listen_and_serv'], ('params/w',))
+    """
+
+    def __init__(self, config: DistributeTranspilerConfig | None = None) -> None:
+        if config is not None and not isinstance(config, DistributeTranspilerConfig):
+            raise ConfigError(f"config must be a DistributeTranspilerConfig, it is {type(config).__name__}")
+        self.config = config or DistributeTranspilerConfig()
+        self.config.check()
+        self._plan: PServerPlan | CollectivePlan | None = None
+        self._trainer_id = 0
+        self._endpoints: tuple[str, ...] = ()
+
+    def transpile(
+        self,
+        trainer_id: int,
+        program: Program | None = None,
+        pservers: str = "127.0.0.1:6174",
+        trainers: int | str | Sequence[str] = 1,
+        sync_mode: bool = True,
+        startup_program: Program | None = None,
+        current_endpoint: str = "127.0.0.1:6174",
+        seed: int = 0,
+    ) -> None:
+        """Plan the job. Nothing that is handed in is changed.
+
+        Args:
+          trainer_id: which trainer this process is; any in a pserver process.
+          program: the traced step.
+          pservers: the servers' endpoints, separated by commas; not used in nccl2 mode.
+          trainers: how many trainers there are; in nccl2 mode their endpoints, separated by commas or as a sequence.
+          sync_mode: every update uses the gradients of all trainers.
+          startup_program: the traced init.
+          current_endpoint: in nccl2 mode this trainer's endpoint; in pserver mode not used, as in Paddle.
+          seed: Paddle's `program.random_seed`, from 0 to 2**32 - 1: with slice_var_up=False it says in which order
+            leaves are dispatched. The same in all processes of a job. No global random state is read or changed.
+
+        Raises:
+          ConfigError: an option that is out of range, contradicts another, or is not in this version.
+          GradientError, TraceError: as `dtrans.pserver` and `dtrans.nccl2`.
+        """
+        self.config.check()
+        check_seed(seed)
+        if not isinstance(sync_mode, bool):
+            raise ConfigError(f"sync_mode must be True or False, it is {sync_mode!r}")
+        for name in ("half_async", "completely_not_async", "geo_sgd_mode"):
+            if getattr(self.config, name) and sync_mode and self.config.sync_mode:
+                raise ConfigError(f"{name}=True is for sync_mode=False, which is True")
+        if program is None or startup_program is None:
+            raise ConfigError(
+                "transpile needs program=dtrans.trace(step, ...) and startup_program=dtrans.trace(init, ...)"
+            )
+        if self.config.mode != "pserver":
+            self._transpile_collective(trainer_id, program, startup_program, trainers, sync_mode, current_endpoint)
+        else:
+            self._transpile_pserver(trainer_id, program, startup_program, pservers, trainers, sync_mode, seed)
+        if self.config.print_log:
+            _log(self.plan)
+
+    def _transpile_pserver(
+        self,
+        trainer_id: int,
+        program: Program,
+        startup_program: Program,
+        pservers: str,
+        trainers: Any,
+        sync_mode: bool,
+        seed: int,
+    ) -> None:
+        if isinstance(trainers, str):
+            raise ConfigError(
+                f"trainers must be a number in pserver mode, it is {trainers!r}; a list of endpoints belongs to "
+                "mode='nccl2'"
+            )
+        placed: dict[str, Any] = {
+            "pservers": pservers,
+            "trainers": trainers,
+            "slice_var_up": self.config.slice_var_up,
+            "split_method": self.config.dispatcher,
+            "min_block_size": self.config.min_block_size,
+            "seed": seed,
+        }
+        if self.config.geo_sgd_mode:
+            plan = geo_sgd(
+                program,
+                startup_program,
+                geo_sgd_need_push_nums=self.config.geo_sgd_need_push_nums,
+                wait=self.config.geo_sgd_wait,
+                **placed,
+            )
+            check_trainer_id(trainer_id, plan.trainers)
+            self._plan, self._trainer_id = plan, trainer_id
+            return
+        plan = pserver(
+            program,
+            startup_program,
+            sync_mode=sync_mode and self.config.sync_mode,
+            leaver=self.config.leaver,
+            runtime_split_send_recv=self.config.runtime_split_send_recv,
+            half_async=self.config.half_async,
+            completely_not_async=self.config.completely_not_async,
+            communicator=self.config.communicator,
+            merge=self.config.merge,
+            enable_dc_asgd=self.config.enable_dc_asgd,
+            dc_asgd_lambda=self.config.dc_asgd_lambda,
+            dc_asgd_decay=self.config.dc_asgd_decay,
+            **placed,
+        )
+        check_trainer_id(trainer_id, plan.trainers)
+        self._plan, self._trainer_id = plan, trainer_id
+
+    def _transpile_collective(
+        self,
+        trainer_id: int,
+        program: Program,
+        startup_program: Program,
+        trainers: Any,
+        sync_mode: bool,
+        current_endpoint: str,
+    ) -> None:
+        if not isinstance(trainers, str) and not (
+            isinstance(trainers, Sequence) and all(isinstance(e, str) for e in trainers)
+        ):
+            raise ConfigAssertionError(
+                f"trainers must be the trainers' endpoints in mode={self.config.mode!r}, such as "
+                f"'127.0.0.1:6174,127.0.0.1:6175'; it is {trainers!r}"
+            )
+        if not (sync_mode and self.config.sync_mode):
+            raise ConfigError(f"sync_mode=False: mode={self.config.mode!r} is synchronous; leave sync_mode=True")
+        endpoints = parse_endpoints(trainers, "trainer")
+        check_trainer_endpoint(trainer_id, current_endpoint, endpoints)
+        self._plan = nccl2(
+            program,
+            startup_program,
+            trainers=len(endpoints),
+            nccl_comm_num=None if self.config.nccl_comm_num == 1 else self.config.nccl_comm_num,
+            hierarchical_allreduce_inter_nranks=self._trainers_of_a_node(endpoints),
+            merge=self.config.merge,
+            **COLLECTIVE_MODES.get(self.config.collective_mode or "", {}),
+        )
+        self._trainer_id, self._endpoints = trainer_id, endpoints
+
+    def _trainers_of_a_node(self, endpoints: Sequence[str]) -> int:
+        """How many trainers a node has; 0 where reductions are not hierarchical."""
+        inter: Any = self.config.hierarchical_allreduce_inter_nranks
+        count = len(endpoints)
+        if isinstance(inter, bool) or not isinstance(inter, int) or inter < 0:
+            raise ConfigError(f"hierarchical_allreduce_inter_nranks must be a number of trainers, it is {inter!r}")
+        if not self.config.use_hierarchical_allreduce:
+            if inter:
+                raise ConfigError(
+                    f"hierarchical_allreduce_inter_nranks={inter} is for use_hierarchical_allreduce=True, it is False"
+                )
+            return 0
+        if inter <= 1:
+            hosts = [split_endpoint(e)[0] for e in endpoints]
+            inter = hosts.count(hosts[0])
+            if hosts != [h for h in dict.fromkeys(hosts) for _ in range(inter)]:
+                raise ConfigError(
+                    "use_hierarchical_allreduce=True: hosts have different numbers of trainers, or they do not follow "
+                    f"one another in {','.join(endpoints)}; set hierarchical_allreduce_inter_nranks"
+                )
+        if not 1 < inter < count or count % inter:
+            raise ConfigAssertionError(
+                f"use_hierarchical_allreduce=True: {inter} trainers in a node must be several, and divide the {count} "
+                "trainers into several nodes; set hierarchical_allreduce_inter_nranks"
+            )
+        return inter
+
+    @property
+    def plan(self) -> PServerPlan | CollectivePlan:
+        """The plan. Raises ConfigError before `transpile`."""
+        if self._plan is None:
+            raise ConfigError("call transpile(...) before asking for programs")
+        return self._plan
+
+    def get_trainer_program(self, wait_port: bool = True) -> Program:
+        """The program of this trainer: (params, *batch) -> (params, loss[, aux]); in some modes with opt_state.
+
+        In nccl2 mode and in GEO-SGD trainers have the optimizer's state, which goes in and out after params.
+
+        Paddle waits here until the servers' ports are open. A plan can be made anywhere, so here it is the
+        `Executor` that waits, when it first talks to them; `wait_port` is accepted and changes nothing.
+        """
+        plan = self.plan
+        return plan.program if isinstance(plan, CollectivePlan) else plan.trainer_program(self._trainer_id)
+
+    def get_trainer_startup_program(self) -> Program:
+        """The startup program of this trainer: init's arguments -> params; and opt_state in nccl2 mode and GEO-SGD."""
+        plan = self.plan
+        if isinstance(plan, CollectivePlan):
+            return joining_startup(plan, self._trainer_id, self._endpoints)
+        return plan.trainer_startup_program(self._trainer_id)
+
+    def get_pserver_program(self, endpoint: str) -> Program:
+        """The program that serves at `endpoint`. Raises UnknownEndpointError for another."""
+        return self._server(endpoint, "get_pserver_program").main
+
+    def get_pserver_programs(self, endpoint: str) -> tuple[Program, Program]:
+        """The program that serves at `endpoint`, and its startup program."""
+        programs = self._server(endpoint, "get_pserver_programs")
+        return programs.main, programs.startup
+
+    def get_startup_program(self, endpoint: str, pserver_program: Any = None, startup_program: Any = None) -> Program:
+        """The startup program of the server at `endpoint`; the other arguments are Paddle's, and not needed."""
+        return self._server(endpoint, "get_startup_program").startup
+
+    def _set_server_config(self, server_config: Any = None) -> None:
+        """Paddle's numbers of a server's threads. Raises ConfigTypeError: there is nothing of the kind to set."""
+        if server_config is not None:
+            raise ConfigTypeError(
+                f"server_config={server_config!r}: there is no ServerRuntimeConfig in dtrans, whose servers have no "
+                "numbers of threads to set; leave _set_server_config out"
+            )
+
+    def _server(self, endpoint: str, asked: str) -> ServerPrograms:
+        if isinstance(self.plan, CollectivePlan):
+            raise ConfigError(
+                f"{asked}: there are no pservers in mode={self.config.mode!r}; every process runs "
+                "get_trainer_startup_program() and get_trainer_program()"
+            )
+        return self.plan.servers[endpoint]
+
+
+class GeoSgdTranspiler(DistributeTranspiler):
+    """Rewrites a traced step into the programs of GEO-SGD: see `dtrans.geo_sgd`.
+
+    A config is taken as if it had geo_sgd_mode=True and sync_mode=False; the one that is handed in is neither changed
+    nor looked at again.
+
+    Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.adam(0.1)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> init = lambda: (p := {"w": jnp.ones((4, 2))}, tx.init(p))
+      >>> t = dtrans.GeoSgdTranspiler(dtrans.DistributeTranspilerConfig(geo_sgd_need_push_nums=10))
+      >>> t.transpile(0, dtrans.trace(step, *init(), jnp.ones((8, 4))), trainers=2, startup_program=dtrans.trace(init))
+      >>> [op.type for op in t.get_trainer_program().ops if op.role == "rpc"]
+      ['send']
+    """
+
+    def __init__(self, config: DistributeTranspilerConfig | None = None) -> None:
+        if isinstance(config, DistributeTranspilerConfig) or config is None:
+            given = {} if config is None else vars(config)
+            sync_mode = given.get("sync_mode", True)  # True is what it is where nothing was said
+            config = DistributeTranspilerConfig(
+                **{**given, "geo_sgd_mode": True, "sync_mode": False if sync_mode is True else sync_mode}
+            )
+        super().__init__(config)
+
+    def transpile(
+        self,
+        trainer_id: int,
+        program: Program | None = None,
+        pservers: str = "127.0.0.1:6174",
+        trainers: int | str | Sequence[str] = 1,
+        sync_mode: bool = False,
+        startup_program: Program | None = None,
+        current_endpoint: str = "127.0.0.1:6174",
+        seed: int = 0,
+    ) -> None:
+        """As `DistributeTranspiler.transpile`. Raises ConfigError for sync_mode=True."""
+        if sync_mode is True:
+            raise ConfigError("sync_mode=True: GEO-SGD has no synchronous mode; leave it out")
+        super().transpile(trainer_id, program, pservers, trainers, sync_mode, startup_program, current_endpoint, seed)
+
+
+def _log(plan: PServerPlan | CollectivePlan) -> None:
+    """What print_log=True asks for."""
+    if logger.hasHandlers():
+        logger.info("%s", plan)
+        return
+    handler = logging.StreamHandler()  # for this time: one that the user sets up later must not find it there
+    logger.addHandler(handler)
+    try:
+        logger.info("%s", plan)
+    finally:
+        logger.removeHandler(handler)

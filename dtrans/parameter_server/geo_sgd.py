@@ -1,0 +1,240 @@
+"""GEO-SGD: trainers train by themselves, and servers add up what has changed.
+
+    trainer   the whole step, optimizer included; then one `send` of all its parameters. Every n-th time that gives
+              d = (local - old) / trainers to the servers, and old + d is the new old
+    pserver   w + d, for each block
+    trainer   what has come back is in the results of a later `send`: local + (server - old), and the server's is the
+              new old
+
+So trainers wait for nothing: what is far away is only a little older. With one trainer, the server's parameters are its
+own. What a trainer has changed since it pushed last is pushed when it closes.
+
+The optimizer's state is each trainer's own, and so is what no gradient enters (batch statistics, counters).
+
+Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py, and `GeoSgdCommunicator` in
+paddle/fluid/operators/distributed/communicator.cc, which does the same beside the program, in its memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Var
+from dtrans.endpoints import parse_endpoints
+from dtrans.errors import ConfigError
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import spread
+from dtrans.ir.program import RPC, Program
+from dtrans.ops import DELTA, geo_send_p
+from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin
+from dtrans.parameter_server.placement import place
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.parameter_server.server_program import Servers
+from dtrans.parameter_server.trainer_program import TrainerWire, Wiring, write_start
+from dtrans.parameter_server.transform import check_names, check_options
+from dtrans.rows.analysis import analyse
+from dtrans.slicing.blocks import Placement, Unit
+from dtrans.slicing.server_update import Slicer, Work
+from dtrans.step.cut import GRAD, Cut, OptimizeHalf, cut
+from dtrans.step.startup import match_startup
+
+
+def geo_sgd(
+    main: Program,
+    startup: Program,
+    *,
+    pservers: str | Sequence[str] = ("127.0.0.1:6174",),
+    trainers: int = 1,
+    geo_sgd_need_push_nums: int = 100,
+    wait: bool = False,
+    slice_var_up: bool | Literal["require"] = True,
+    split_method: type[PSDispatcher] = RoundRobin,
+    min_block_size: int = 8192,
+    seed: int = 0,
+) -> PServerPlan:
+    """Plan GEO-SGD training of a traced step.
+
+    Args:
+      main: `dtrans.trace(step, params, opt_state, *batch)`.
+      startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
+      pservers: the servers' endpoints, `host:port`, as a sequence or separated by commas.
+      trainers: how many trainers there are; each has batches of its own.
+      geo_sgd_need_push_nums: after how many steps a trainer gives the servers what has changed.
+      wait: let that step wait for what others have changed; otherwise it is in the results of the first step that
+        finds it there.
+      slice_var_up, split_method, min_block_size, seed: as in `dtrans.pserver`. Every leaf with rows can be cut,
+        whatever its optimizer.
+
+    Returns:
+      A plan whose trainer programs are (params, opt_state, *batch) -> what the step returns, and whose trainer startup
+      programs return both params and opt_state.
+
+    Raises:
+      ConfigError: an option that is out of range.
+      GradientError: not a training step.
+      TraceError: `startup` does not make what `main` takes.
+
+    Source: `GeoSgdTranspiler` in Paddle's geo_sgd_transpiler.py.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.1)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> init = lambda: (p := {"w": jnp.ones((6, 2))}, tx.init(p))
+      >>> plan = dtrans.geo_sgd(dtrans.trace(step, *init(), jnp.ones((4, 6))), dtrans.trace(init),
+      ...                       pservers="127.0.0.1:6174,127.0.0.1:6175", trainers=2, min_block_size=1)
+      >>> [op.type for op in plan.trainer.ops if op.role == "rpc"], plan.trainer.out_names
+      (['send'], ('params/w', 'loss'))
+      >>> plan.servers["127.0.0.1:6174"].main.ops[0].attrs["grad_to_block_id"]
+      ('params/w.block0.delta:1',)
+    """
+    endpoints = parse_endpoints(pservers)
+    check_options(main, startup, trainers, False, slice_var_up, split_method, min_block_size)
+    nums: Any = geo_sgd_need_push_nums
+    if isinstance(nums, bool) or not isinstance(nums, int) or nums < 1:
+        raise ConfigError(f"geo_sgd_need_push_nums must be a positive number of steps, it is {nums!r}")
+    if not isinstance(wait, bool):
+        raise ConfigError(f"wait must be True or False, it is {wait!r}")
+    step = shared(cut(main))
+    check_names(step.params)
+    adding = adds(step)
+    analysis = analyse(adding.optimize, adding.optimized)
+    placement = place(
+        analysis,
+        {n: step.program.inputs[n] for n in step.optimized},
+        endpoints,
+        slice_var_up=slice_var_up,
+        split_method=split_method,
+        min_block_size=min_block_size,
+        seed=seed,
+    )
+    startup = match_startup(step, startup)
+    servers = Servers(adding, Slicer(analysis, placement, 1), startup, trainers, sync_mode=False, adapt=with_deltas)
+    return PServerPlan(
+        main=step.program,
+        startup=startup,
+        placement=placement,
+        trainers=trainers,
+        sync_mode=False,
+        servers={ep: servers.programs(ep) for ep in endpoints},
+        held=step.held,
+        unsent=(),
+        dropped=(),
+        shared_state=(),
+        runtime_split=True,
+        geo_sgd_need_push_nums=nums,
+        make_trainer=lambda k: _trainer_program(step, placement, k, trainers, nums, wait),
+        make_trainer_startup=lambda k: _trainer_startup_program(step, placement, startup, k, trainers, wait),
+    )
+
+
+def shared(step: Cut) -> Cut:
+    """The step with only those parameters as `optimized` that gradients enter; the others are each trainer's own."""
+    inner = step.program.jaxpr.jaxpr
+    enters = spread(inner.eqns, {}, dict.fromkeys(step.border.values(), 1))
+    outs = dict(zip(step.program.out_names, inner.outvars, strict=True))
+    chosen = tuple(n for n in step.optimized if isinstance(a := outs[n], Var) and enters.get(a))
+    for n in chosen:
+        if not jnp.issubdtype(t := step.program.outputs[n].dtype, jnp.inexact):
+            raise ConfigError(f"{n} is of type {t}, of which servers cannot add up changes; GEO-SGD is for floats")
+    return dataclasses.replace(step, optimized=chosen, held=tuple(n for n in step.params if n not in chosen))
+
+
+def adds(step: Cut) -> Cut:
+    """The step with another optimize half, which adds something to each parameter."""
+    like = step.program.jaxpr
+    outs = dict(zip(step.program.out_names, like.jaxpr.outvars, strict=True))
+    b = Builder(like)
+    given = {n: b.input(outs[leaf].aval) for leaf in step.optimized for n in (leaf + GRAD, leaf)}
+    made = [b.call(jax.lax.add, given[leaf], given[leaf + GRAD])[0] for leaf in step.optimized]
+    half = OptimizeHalf(b.build(made), tuple(given), step.optimized)
+    gradients = {leaf: outs[leaf] for leaf in step.optimized}
+    return dataclasses.replace(step, optimize=half, gradients=gradients, opt_state=())
+
+
+def with_deltas(work: Work, units: Sequence[Unit]) -> Work:
+    """The work of a server under Paddle's names: `params/w.block0.delta` for what is added."""
+    names = {x.gradient(0, 1): x.name + DELTA for unit in units for x in unit.blocks}
+    taken = next((n for n in names.values() if n in work.held), None)
+    if taken is not None:
+        raise ConfigError(f"{taken} is what servers call the change of {taken.removesuffix(DELTA)}: rename that leaf")
+    blocks = tuple(
+        dataclasses.replace(block, in_names=tuple(names.get(n, n) for n in block.in_names)) for block in work.blocks
+    )
+    return dataclasses.replace(work, blocks=blocks, grads={names[n]: i for n, i in work.grads.items()})
+
+
+def _trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers: int, nums: int, wait: bool) -> Program:
+    """The program of one trainer: the step, and a `send` of its parameters."""
+    source = step.program
+    outs: dict[str, Any] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
+    b = Builder(source.jaxpr)
+    b.invars += source.jaxpr.jaxpr.invars
+    for eqn, role in zip(source.jaxpr.jaxpr.eqns, source.roles, strict=True):
+        b.role = role
+        b.keep(eqn)
+    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, nums, wait)
+
+    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        return _trainer_program(shared(cut(source.at_flat(types))), placement, trainer_id, trainers, nums, wait)
+
+    return Program(
+        f"trainer {trainer_id}",
+        b.build([outs[n] for n in source.out_names]),
+        source.args,
+        source.out,
+        tuple(b.roles),
+        b.labels,
+        respecialise,
+    )
+
+
+def _trainer_startup_program(
+    step: Cut, placement: Placement, startup: Program, trainer_id: int, trainers: int, wait: bool
+) -> Program:
+    """What a trainer starts from: parameters from the servers, and the rest from the init."""
+    b, outs = write_start(startup, [n for n in startup.out_names if n not in step.optimized])
+    outs |= TrainerWire(b, placement, trainer_id, Wiring(trainers, sync_mode=False)).start(step.optimized)
+    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, 0, wait)
+    return Program(
+        f"trainer {trainer_id} startup",
+        b.build([outs[n] for n in startup.out_names]),
+        startup.args,
+        startup.out,
+        tuple(b.roles),
+        b.labels,
+    )
+
+
+def _send(
+    b: Builder,
+    leaves: Sequence[str],
+    values: dict[str, Any],
+    placement: Placement,
+    trainer_id: int,
+    trainers: int,
+    nums: int,
+    wait: bool,
+) -> dict[str, Any]:
+    """One `send` of parameters; what it gives back."""
+    b.role = RPC
+    table = [placement.blocks[leaf] for leaf in leaves]
+    new = b.bind(
+        geo_send_p,
+        *(values[leaf] for leaf in leaves),
+        epmap=tuple(tuple(x.endpoint for x in blocks) for blocks in table),
+        names=tuple(tuple(x.name for x in blocks) for blocks in table),
+        sections=tuple(tuple(x.rows for x in blocks) for blocks in table),
+        geo_sgd_need_push_nums=nums,
+        wait=wait,
+        trainer_id=trainer_id,
+        trainers=trainers,
+        sync_mode=False,
+    )
+    b.labels.update(zip(new, leaves, strict=True))
+    return dict(zip(leaves, new, strict=True))

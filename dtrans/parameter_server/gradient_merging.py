@@ -1,0 +1,134 @@
+"""What may be made of the gradients of several steps, when one update stands for all of them.
+
+sum    where the update is linear in its gradients, and in nothing that updates change: one by the sum is what all of
+       them would have done. So it is for plain SGD at one rate; not with momentum, weight decay or a clip
+mean   otherwise: one step, as large as any of them
+none   where a count decides what becomes of a gradient (`optax.MultiSteps`), or a parameter changes without one:
+       how often that is done matters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+
+from dtrans._jax import Atom, JaxprEqn, Var
+from dtrans.ir.dataflow import spread
+from dtrans.step.cut import GRAD, Cut, OptimizeHalf
+
+
+# linear in their operand, or in any one of their operands while the others are fixed
+_LINEAR = {
+    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dot_general", "expand_dims", "mul", "neg",
+    "reduce_sum", "reshape", "rev", "slice", "squeeze", "transpose",
+}  # fmt: skip
+# of several operands, all may be linear
+_ADDING = {"add", "add_any", "concatenate", "sub"}
+# give what they are given
+_KEEPING = {"convert_element_type", "copy", "copy_p"}
+
+
+def merging(step: Cut) -> Literal["sum", "mean", "none"]:
+    """What may be made of gradients of several steps."""
+    half = step.optimize
+    inner = half.jaxpr.jaxpr
+    of_gradient, of_state = 1, 2
+    seeds = {
+        v: of_gradient if n.endswith(GRAD) else of_state
+        for n, v in zip(half.in_names, inner.invars, strict=True)
+        if n.endswith(GRAD) or n in step.opt_state
+    }
+    enters = spread(inner.eqns, seeds, {})
+    bits = lambda a: enters.get(a, 0) if isinstance(a, Var) else 0
+    for eqn in inner.eqns:
+        if any(bits(v) & of_gradient for v in eqn.outvars):
+            decides = bits(eqn.invars[0]) if eqn.primitive.name == "select_n" else 0
+            if decides == of_state or eqn.primitive.name in ("cond", "while", "scan"):
+                return "none"
+    outs = dict(zip(half.out_names, inner.outvars, strict=True))
+    old = _unchanged(half, step.params)
+    if any(
+        not bits(a := outs[n]) & of_gradient and not (isinstance(a, Var) and old.get(a) == n) for n in step.optimized
+    ):
+        return "none"
+    return "sum" if is_linear(half, step.params) else "mean"
+
+
+def is_linear(half: OptimizeHalf, params: Sequence[str]) -> bool:
+    """Whether new parameters are old ones plus something linear in the gradients that no parameter enters.
+
+    No state may be made of gradients either.
+    """
+    inner = half.jaxpr.jaxpr
+    ins = dict(zip(half.in_names, inner.invars, strict=True))
+    moving = spread(inner.eqns, {v: 1 for n, v in ins.items() if n in params}, {})  # what updates change
+    linear = {v for n, v in ins.items() if n.endswith(GRAD)}
+    old = _unchanged(half, params)
+    new: dict[Var, str] = {}  # what is one plus something linear
+    for eqn in inner.eqns:
+        values = [a for a in eqn.invars if isinstance(a, Var)]
+        name, (first, *_) = eqn.primitive.name, eqn.outvars
+        if name in _KEEPING and values and values[0] in new and _inexact(eqn):
+            new[first] = new[values[0]]
+        elif any(v in new for v in values):
+            return False
+        elif any(v in linear for v in values):
+            shifted = _shifted(eqn, linear, old)
+            if shifted is not None:
+                new[first] = shifted
+            elif _is_linear_in(eqn, linear, moving):
+                linear.add(first)
+            else:
+                return False
+    kept = lambda n, a: isinstance(a, Var) and n in (old.get(a), new.get(a))
+    made_of = spread(inner.eqns, {v: 1 for n, v in ins.items() if n.endswith(GRAD)}, {})
+    return all(
+        kept(n, a) if n in params else not (isinstance(a, Var) and made_of.get(a))
+        for n, a in zip(half.out_names, inner.outvars, strict=True)
+    )
+
+
+def _unchanged(half: OptimizeHalf, params: Sequence[str]) -> dict[Var, str]:
+    """The values that still are a parameter: of another type, or with nothing added (`optax.set_to_zero`)."""
+    inner = half.jaxpr.jaxpr
+    old = {v: n for n, v in zip(half.in_names, inner.invars, strict=True) if n in params}
+    zeros: set[Var] = set()
+    is_zero = lambda a: a in zeros if isinstance(a, Var) else not a.aval.shape and bool(a.val == 0)
+    for eqn in inner.eqns:
+        name, operands = eqn.primitive.name, eqn.invars
+        kept = [a for a in operands if isinstance(a, Var) and a in old]
+        if name in (*_KEEPING, "broadcast_in_dim") and is_zero(operands[0]):
+            zeros.update(eqn.outvars)
+        elif len(kept) == 1 and (name in _KEEPING or (name in ("add", "add_any") and any(map(is_zero, operands)))):
+            old[eqn.outvars[0]] = old[kept[0]]
+    return old
+
+
+def _shifted(eqn: JaxprEqn, linear: set[Var], old: dict[Var, str]) -> str | None:
+    """The parameter that something linear is added to, or subtracted from."""
+    if eqn.primitive.name not in ("add", "add_any", "sub"):
+        return None
+    a, b = eqn.invars
+    is_linear = lambda x: isinstance(x, Var) and x in linear
+    leaf = lambda x: old.get(x) if isinstance(x, Var) else None
+    if is_linear(b) and leaf(a) is not None:
+        return leaf(a)
+    return leaf(b) if is_linear(a) and eqn.primitive.name != "sub" else None
+
+
+def _is_linear_in(eqn: JaxprEqn, linear: set[Var], moving: dict[Var, int]) -> bool:
+    """Whether what an equation makes is linear in its operands that are, whatever parameters do."""
+    is_one = [isinstance(a, Var) and a in linear for a in eqn.invars]
+    others: list[Atom] = [a for a, one in zip(eqn.invars, is_one, strict=True) if not one]
+    name = eqn.primitive.name
+    if not others:
+        return (len(is_one) == 1 and name in _LINEAR and _inexact(eqn)) or name in _ADDING
+    if is_one.count(True) != 1 or any(isinstance(a, Var) and moving.get(a) for a in others):
+        return False
+    return is_one[0] if name == "div" else name in _LINEAR
+
+
+def _inexact(eqn: JaxprEqn) -> bool:
+    return bool(jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact))

@@ -1,0 +1,172 @@
+"""Which rows of which leaf live where.
+
+`place` joins three things: the row analysis (what may be cut), Paddle's slice rule (into what) and a
+dispatcher (on which server). Leaves that may not be cut go whole, and those that their optimizer ties
+together go together, to the server that holds the fewest bytes by then.
+
+What is cut, and into what, does not depend on the dispatcher: `dispatched` puts the same blocks elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from dtrans.errors import ConfigError, OptimizerError
+from dtrans.parameter_server.dispatch import PSDispatcher, SizeBalanced, check_dispatcher, slice_variable
+from dtrans.rows.analysis import Group, RowAnalysis
+from dtrans.rows.writer import Span
+from dtrans.slicing.blocks import Block, Placement, Unit
+
+
+TIED = "its update needs another leaf"
+
+
+def place(
+    analysis: RowAnalysis,
+    leaves: Mapping[str, Any],
+    endpoints: Sequence[str],
+    *,
+    slice_var_up: bool | str,
+    split_method: type[PSDispatcher],
+    min_block_size: int,
+    seed: int = 0,
+) -> Placement:
+    """Cut `leaves` (name to type, in leaf order) and place the blocks on `endpoints`.
+
+    With `slice_var_up="require"` every leaf must be one that can be cut. With False nothing is cut, and leaves are
+    dispatched in an order shuffled by `seed`, from a generator of its own: NumPy's global one is not touched.
+
+    Raises:
+      ConfigError: a dispatcher that answers with something else than one known endpoint for each block; a seed that is
+        none.
+      OptimizerError: with `slice_var_up="require"`, an optimizer that does not let a leaf be cut.
+    """
+    check_seed(seed)
+    bound = {n: g for n, g in analysis.groups.items() if n in leaves and (len(g.leaves) > 1 or g.reason)}
+    if slice_var_up == "require" and bound:
+        listed = "; ".join(f"{n}: {g.reason or TIED}" for n, g in list(bound.items())[:5])
+        more = f"; and {len(bound) - 5} more" if len(bound) > 5 else ""
+        raise OptimizerError(
+            f"slice_var_up='require', but the optimizer does not let these leaves be cut: {listed}{more}. Give them "
+            "another optimizer (optax.multi_transform), or let them live whole on one server (slice_var_up=True)"
+        )
+    free = [n for n in leaves if n not in bound]
+    if not slice_var_up:
+        np.random.RandomState(seed).shuffle(free)
+    blocks = [b for n in free for b in _cut(n, leaves[n], len(endpoints) if slice_var_up else 1, min_block_size)]
+    for b in blocks:
+        if b.name != b.leaf and b.name in leaves:
+            raise ConfigError(f"{b.name} is a leaf, and would be the name of a block of {b.leaf}: rename the leaf")
+    tied = [Unit(tuple(_whole(m, leaves[m]) for m in bound[n].leaves)) for n in leaves if _leads(n, bound)]
+    nowhere = Placement(
+        tuple(endpoints),
+        dict.fromkeys(leaves, ()),
+        {},
+        {n: g.reason or TIED for n, g in bound.items()},
+        tuple(free),
+    )
+    return _placed(nowhere, split_method, blocks, tied)
+
+
+def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placement:
+    """The same blocks, where another dispatcher would have them.
+
+    Raises:
+      ConfigError: something that is not a dispatcher, or one that answers with something else than one known endpoint
+        for each block.
+    """
+    check_dispatcher(split_method)
+    members = {u.name: u for units in placement.units.values() for u in units}
+    tied = [members[n] for n in placement.blocks if n in placement.whole and n in members]
+    blocks = [dataclasses.replace(b, endpoint="") for leaf in placement.order for b in placement.blocks[leaf]]
+    return _placed(placement, split_method, blocks, tied)
+
+
+def check_seed(seed: Any) -> None:
+    """Raises ConfigError for what is not the seed of a generator: an integer from 0 to 2**32 - 1."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ConfigError(f"seed must be an integer from 0 to 2**32 - 1, it is {seed!r}")
+
+
+def _leads(leaf: str, bound: Mapping[str, Group]) -> bool:
+    """Whether a leaf is the first of those that go together with it."""
+    return leaf in bound and bound[leaf].leaves[0] == leaf
+
+
+def _placed(
+    old: Placement, split_method: type[PSDispatcher], blocks: Sequence[Block], tied: Sequence[Unit]
+) -> Placement:
+    """A placement of the same leaves: `blocks` where the dispatcher has them, in this order, and what is `tied`."""
+    dispatcher = split_method(list(old.endpoints))
+    balanced = dispatcher if isinstance(dispatcher, SizeBalanced) else SizeBalanced(old.endpoints)
+    at: dict[str, list[Block]] = {n: [] for n in old.blocks}
+
+    def give_tied() -> None:
+        for unit in sorted(tied, key=lambda u: -u.nbytes):
+            endpoint = balanced.give(unit.nbytes)
+            for b in unit.blocks:
+                at[b.leaf].append(dataclasses.replace(b, endpoint=endpoint))
+
+    if balanced is dispatcher:
+        give_tied()
+    for b, endpoint in zip(blocks, _answer(dispatcher, blocks, old.endpoints), strict=True):
+        at[b.leaf].append(dataclasses.replace(b, endpoint=endpoint))
+        if balanced is not dispatcher:
+            balanced.give(b.nbytes, endpoint)
+    if balanced is not dispatcher:
+        give_tied()
+
+    units: dict[str, list[Unit]] = {ep: [] for ep in old.endpoints}
+    together = {u.name: [b.leaf for b in u.blocks] for u in tied}
+    for leaf, parts in at.items():
+        if leaf in together:
+            units[parts[0].endpoint].append(Unit(tuple(at[n][0] for n in together[leaf])))
+        elif leaf not in old.whole:
+            for b in parts:
+                units[b.endpoint].append(Unit((b,)))
+    return dataclasses.replace(
+        old,
+        blocks={n: tuple(parts) for n, parts in at.items()},
+        units={ep: tuple(us) for ep, us in units.items()},
+    )
+
+
+def _answer(dispatcher: PSDispatcher, blocks: Sequence[Block], endpoints: Sequence[str]) -> list[str]:
+    """Where a dispatcher wants the blocks. Raises ConfigError for an answer that is none."""
+    name, known = f"{type(dispatcher).__name__}.dispatch", ", ".join(endpoints)
+    answer: Any = dispatcher.dispatch(blocks)
+    answers = list(answer) if isinstance(answer, Iterable) else []
+    if len(answers) != len(blocks):
+        raise ConfigError(f"{name} gave {answer!r} for {len(blocks)} blocks; it must give one of {known} for each")
+    for b, endpoint in zip(blocks, answers, strict=True):
+        if endpoint not in endpoints:
+            raise ConfigError(f"{name} placed {b.name} on {endpoint!r}; it must give one of {known} for each block")
+    return answers
+
+
+def _whole(name: str, aval: Any) -> Block:
+    """One leaf as one block."""
+    return _cut(name, aval, 1, 1)[0]
+
+
+def _cut(name: str, aval: Any, slice_count: int, min_block_size: int) -> list[Block]:
+    """The blocks of one leaf, by Paddle's rule, as rows."""
+    shape = tuple(aval.shape)
+    if not shape:
+        return [Block(name, 0, 1, None, (), aval.dtype)]
+    sizes = [b.size for b in slice_variable([SimpleNamespace(name=name, shape=shape)], slice_count, min_block_size)]
+    width = math.prod(shape[1:])
+    if not width or len(sizes) == 1:
+        return [Block(name, 0, 1, Span(0, shape[0]), shape, aval.dtype)]
+    blocks, start = [], 0
+    for i, size in enumerate(sizes):
+        rows = size // width
+        blocks.append(Block(name, i, len(sizes), Span(start, start + rows), (rows, *shape[1:]), aval.dtype))
+        start += rows
+    return blocks

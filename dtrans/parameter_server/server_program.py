@@ -1,0 +1,96 @@
+"""The programs of parameter servers: what each serves, and what makes its initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax.numpy as jnp
+
+from dtrans._jax import Var
+from dtrans.ir.builder import Builder
+from dtrans.ir.program import FORWARD, LR_SCHED, RPC, Program
+from dtrans.ir.pytree import TreeSpec
+from dtrans.ops import listen_and_serv_p
+from dtrans.parameter_server.plan import ServerPrograms
+from dtrans.slicing.blocks import Unit
+from dtrans.slicing.partial_init import Part, write_parts
+from dtrans.slicing.server_update import Held, Slicer, Work
+from dtrans.step.cut import Cut
+
+
+class Servers:
+    """Makes the programs of the servers of one plan.
+
+    Args:
+      step: what is to be done, with the optimize half that servers do.
+      slicer: of that.
+      startup: the init, with names as in the step.
+      trainers, sync_mode, leaver: as those of the plan.
+      adapt: what else a server does with what it is sent, if anything.
+    """
+
+    def __init__(
+        self,
+        step: Cut,
+        slicer: Slicer,
+        startup: Program,
+        trainers: int,
+        sync_mode: bool,
+        leaver: str = "drop",
+        adapt: Callable[[Work, Sequence[Unit]], Work] | None = None,
+    ) -> None:
+        self.leaver = leaver
+        self.adapt = adapt
+        self.step = step
+        self.slicer = slicer
+        self.startup = startup
+        self.trainers = trainers
+        self.sync_mode = sync_mode
+        self.types = step.program.inputs
+
+    def programs(self, endpoint: str) -> ServerPrograms:
+        """The main and startup program of one server."""
+        work = self.slicer.work(endpoint)
+        if self.adapt is not None:
+            work = self.adapt(work, self.slicer.placement.units[endpoint])
+        return ServerPrograms(self.main(endpoint, work), self.init(endpoint, work.held))
+
+    def main(self, endpoint: str, work: Work) -> Program:
+        """The program that serves."""
+        units = self.slicer.placement.units[endpoint]
+        to_block = tuple(f"{n}:{block}" for n, block in work.grads.items())
+        spec = TreeSpec.of({n: held.cut(self.types[held.of]) for n, held in work.held.items()})
+        b = Builder(self.step.program.jaxpr)
+        b.role = RPC
+        state_vars = [b.input(work.held[n].cut(self.types[work.held[n].of])) for n in spec.names]
+        final = b.bind(
+            listen_and_serv_p,
+            *state_vars,
+            endpoint=endpoint,
+            Fanin=self.trainers,
+            sync_mode=self.sync_mode,
+            leaver=self.leaver,
+            grad_to_block_id=to_block,
+            lr_decay_block_id=1 if work.blocks and work.blocks[0].role == LR_SCHED else -1,
+            optimize_blocks=work.blocks,
+            state_names=spec.names,
+            param_names=tuple(x.name for u in units for x in u.blocks),
+        )
+        return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
+
+    def init(self, endpoint: str, held: Mapping[str, Held]) -> Program:
+        """The program that makes the server's initial values: its rows of the single-device init."""
+        inner = self.startup.jaxpr.jaxpr
+        made = dict(zip(self.startup.out_names, inner.outvars, strict=True))
+        spec = TreeSpec.of({n: x.cut(self.types[x.of]) for n, x in held.items()})
+        b = Builder(self.startup.jaxpr)
+        b.invars += inner.invars
+        b.role = FORWARD
+        parts = [(held[n], made[held[n].of]) for n in spec.names]
+        spans = [None if x.span is None else Part(x.axis, x.span.start, x.span.stop) for x, _ in parts]
+        outs = write_parts(b, self.startup.jaxpr, [(v, p) for (_, v), p in zip(parts, spans, strict=True)])
+        outs = [b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(spec.names, outs, strict=True)]
+        for name, part, value in zip(spec.names, spans, outs, strict=True):
+            if part is not None and isinstance(value, Var):
+                b.labels.setdefault(value, name)
+        return Program(f"pserver {endpoint} startup", b.build(outs), self.startup.args, spec, tuple(b.roles), b.labels)

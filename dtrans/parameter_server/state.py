@@ -1,0 +1,22 @@
+"""Where a job of parameter servers in one process is."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["params", "servers"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class MeshState:
+    """Where a job is: a pytree of arrays.
+
+    Attributes:
+      params: the trainers' parameters, by name; replicated over the trainer mesh.
+      servers: endpoint to the state of that server, by name (`params/w.block0`, `opt_state/0/mu/w.block0`).
+    """
+
+    params: dict[str, jax.Array]
+    servers: dict[str, dict[str, jax.Array]]

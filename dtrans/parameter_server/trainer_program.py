@@ -1,0 +1,213 @@
+"""The programs of trainers of parameter servers: what each says, and when.
+
+    forward, backward; right after the equation that makes a gradient, `split_byref` (where the leaf has several blocks)
+    and `send`; at the end `send_barrier`, a `recv` for each parameter, `fetch_barrier`, and `concat` for leaves of
+    several blocks
+
+Asynchronous trainers have no barriers. With `runtime_split_send_recv` a `send` and a `recv` are of a whole leaf, and
+there is nothing to split or to concatenate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax import Var
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import needed
+from dtrans.ir.program import DIST, FORWARD, RPC, Program
+from dtrans.ir.pytree import without
+from dtrans.ops import CommunicatorConfig, concat_p, fetch_barrier_p, recv_p, send_barrier_p, send_p, split_byref_p
+from dtrans.parameter_server.averaged_leaves import averaged
+from dtrans.slicing.blocks import Block, Placement
+from dtrans.step.cut import GRAD, Cut, cut
+from dtrans.step.forward_backward import write_trainer_half
+
+
+@dataclasses.dataclass(frozen=True)
+class Wiring:
+    """How trainers talk to servers.
+
+    Attributes:
+      trainers: how many there are.
+      sync_mode: an update is made of the gradients of all of them.
+      runtime_split: leaves are cut into blocks when the program runs, not by the program.
+      half_async: with that, a step waits until what it sent is sent, and what it made is received.
+      communicator: what sends and receives beside the program, if anything does.
+      averages: leaves that trainers make and servers average.
+    """
+
+    trainers: int
+    sync_mode: bool
+    runtime_split: bool = False
+    half_async: bool = False
+    communicator: CommunicatorConfig | None = None
+    averages: tuple[str, ...] = ()
+
+
+def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Wiring) -> Program:
+    """The program of one trainer: (params, *batch) -> (params, loss[, aux])."""
+    source = step.program
+    inner = source.jaxpr.jaxpr
+    vars_of = dict(zip(source.in_names, inner.invars, strict=True))
+    outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
+    b = Builder(source.jaxpr)
+    b.invars += [vars_of[n] for n in (*step.params, *step.batch)]
+    wire = TrainerWire(b, placement, trainer_id, wiring)
+    write_trainer_half(b, step, step.results, wire.send)
+    new = wire.update(step.optimized)
+    outs = {**outs_of, **new}
+
+    out = without(source.out, source.args[1])
+    param_args = (source.args[0], *source.args[2:])
+
+    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        count = len(step.params)
+        state = [jax.ShapeDtypeStruct(source.inputs[n].shape, source.inputs[n].dtype) for n in step.opt_state]
+        again = averaged(cut(source.at_flat([*types[:count], *state, *types[count:]])), wiring.averages)
+        return trainer_program(again, placement, trainer_id, wiring)
+
+    return Program(
+        f"trainer {trainer_id}",
+        b.build([outs[n] for n in out.names]),
+        param_args,
+        out,
+        tuple(b.roles),
+        b.labels,
+        respecialise,
+    )
+
+
+def trainer_startup_program(
+    step: Cut, placement: Placement, startup: Program, trainer_id: int, wiring: Wiring
+) -> Program:
+    """What a trainer starts from: parameters from the servers, and what only trainers hold from the init."""
+    b, outs = write_start(startup, step.held)
+    outs |= TrainerWire(b, placement, trainer_id, wiring).start(step.optimized)
+    spec = step.program.args[0]
+    return Program(
+        f"trainer {trainer_id} startup",
+        b.build([outs[n] for n in step.params]),
+        startup.args,
+        spec,
+        tuple(b.roles),
+        b.labels,
+    )
+
+
+def write_start(startup: Program, own: Sequence[str]) -> tuple[Builder, dict[str, Any]]:
+    """A startup program, begun: it makes what is a trainer's `own`. And what the init makes, by name."""
+    inner = startup.jaxpr.jaxpr
+    outs: dict[str, Any] = dict(zip(startup.out_names, inner.outvars, strict=True))
+    b = Builder(startup.jaxpr)
+    b.invars += inner.invars
+    b.role = FORWARD
+    kept, _ = needed(inner.eqns, [outs[n] for n in own])
+    for i in kept:
+        b.keep(inner.eqns[i])
+    return b, outs
+
+
+class TrainerWire:
+    """Writes the communication of one trainer into a program."""
+
+    def __init__(self, b: Builder, placement: Placement, trainer_id: int, wiring: Wiring) -> None:
+        self.b = b
+        self.placement = placement
+        self.wiring = wiring
+        self.me = {"trainer_id": trainer_id}
+        self.common = {"trainer_id": trainer_id, "trainers": wiring.trainers, "sync_mode": wiring.sync_mode}
+        self.tokens: list[Var] = []
+
+    def _at_run_time(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        """What an equation needs to know that cuts a leaf when it is carried out; nothing where the program does."""
+        if not self.wiring.runtime_split:
+            return {}
+        with_communicator = {"communicator": self.wiring.communicator} if self.wiring.communicator else {}
+        return {"sections": tuple(x.rows for x in blocks), **with_communicator}
+
+    def send(self, leaf: str, grad: Any) -> None:
+        """`split_byref` where the leaf has several blocks and is not cut later, and `send`."""
+        blocks = self.placement.blocks[leaf]
+        merged = self.wiring.trainers if self.wiring.sync_mode else 1
+        names = tuple(x.gradient(self.me["trainer_id"], merged) for x in blocks)
+        if isinstance(grad, Var):
+            self.b.labels.setdefault(grad, leaf + GRAD)
+        parts: list[Any] = [grad]
+        if len(blocks) > 1 and not self.wiring.runtime_split:
+            self.b.role = DIST
+            parts = self.b.bind(split_byref_p, grad, sections=tuple(x.rows for x in blocks))
+            self.b.labels.update(zip(parts, names, strict=True))
+        self.b.role = RPC
+        where: dict[str, Any] = {"epmap": tuple(x.endpoint for x in blocks), "names": names}
+        if self.wiring.communicator:
+            where["merge"] = "newest" if leaf in self.wiring.averages else self.wiring.communicator.merge
+        self.tokens += self.b.bind(send_p, *parts, **where, **self._at_run_time(blocks), **self.common)
+
+    def update(self, leaves: Sequence[str]) -> dict[str, Var]:
+        """The barrier after the last gradient, then the new parameters; without one, the newest."""
+        after = self.tokens
+        if self.wiring.sync_mode or (self.wiring.runtime_split and self.wiring.half_async):
+            self.b.role = RPC
+            how = {"half_async": True} if self.wiring.runtime_split else {}
+            after = self.b.bind(send_barrier_p, *after, endpoints=self.placement.endpoints, **how, **self.me)
+        if self.wiring.runtime_split:
+            return self.newest(leaves, after)
+        return self.fetch(leaves, after, barrier=self.wiring.sync_mode)
+
+    def newest(self, leaves: Sequence[str], after: Sequence[Var]) -> dict[str, Var]:
+        """A `recv` for each parameter, which is whole."""
+        self.b.role = RPC
+        new: dict[str, Var] = {}
+        for leaf in leaves:
+            blocks = self.placement.blocks[leaf]
+            shape = (sum(x.rows for x in blocks), *blocks[0].shape[1:]) if blocks[0].shape else ()
+            (new[leaf],) = self.b.bind(
+                recv_p,
+                *after,
+                epmap=tuple(x.endpoint for x in blocks),
+                names=tuple(x.name for x in blocks),
+                types=(jax.core.ShapedArray(shape, blocks[0].dtype),),
+                **self._at_run_time(blocks),
+                **self.common,
+            )
+            self.b.labels[new[leaf]] = leaf
+        return new
+
+    def start(self, leaves: Sequence[str]) -> dict[str, Var]:
+        """The initial values, which are waited for."""
+        return self.fetch(leaves, (), barrier=True)
+
+    def fetch(self, leaves: Sequence[str], after: Sequence[Var], *, barrier: bool) -> dict[str, Var]:
+        """A `recv` for each parameter, `fetch_barrier` if it is wanted, and `concat` for leaves of several blocks."""
+        b = self.b
+        b.role = RPC
+        arrived: list[Var] = []
+        table = [self.placement.blocks[leaf] for leaf in leaves]
+        for blocks in table:
+            got = b.bind(
+                recv_p,
+                *after,
+                epmap=tuple(x.endpoint for x in blocks),
+                names=tuple(x.name for x in blocks),
+                types=tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in blocks),
+                **self.common,
+            )
+            b.labels.update(zip(got, (x.name for x in blocks), strict=True))
+            arrived += got
+        if barrier:
+            arrived = b.bind(fetch_barrier_p, *arrived, endpoints=self.placement.endpoints, **self.me)
+        done = iter(arrived)
+        b.role = DIST
+        new: dict[str, Var] = {}
+        for leaf, blocks in zip(leaves, table, strict=True):
+            parts = [next(done) for _ in blocks]
+            if len(parts) > 1:
+                b.labels.update(zip(parts, (x.name for x in blocks), strict=True))
+                parts = b.bind(concat_p, *parts, axis=0)
+            (new[leaf],) = parts
+        return new

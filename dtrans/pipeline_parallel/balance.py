@@ -1,0 +1,184 @@
+"""Cutting a row of units into consecutive parts: the exact answer, and EPL's two rules by name.
+
+Everything here is about numbers alone; what the units are, and what crosses between them, is for
+`dtrans.pipeline_parallel.stages` to say. All functions answer with where the parts start: `(0, 3, 5)` are the units 0
+to 2, 3 to 4, and 5 to the end. They give exactly as many parts as asked for, none of them empty, or an error: EPL's
+originals lose stages silently (six equal units in four stages become three), and leave a device idle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans.errors import ConfigError
+
+
+def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Cut a row of units into parts so that the slowest part is as fast as it can be. Exact, O(parts * units^2).
+
+    The part of units i to j - 1 costs `sum(costs[i:j]) + crossing[j]`: its work, and what it sends to the next. Of
+    several best answers it is one with the least crossing in all, of those the evenest (least sum of squares of the
+    work of a part), of those the one that cuts earliest from the back.
+
+    Args:
+      costs: of each unit; none is negative.
+      crossing: `crossing[j]` is the cost of a cut in front of unit j. As long as `costs`; the first is not used, and
+        nothing crosses at the end.
+      parts: how many.
+
+    Returns:
+      Where each part starts; `parts` increasing numbers, of which the first is 0.
+
+    Raises:
+      ConfigError: there are fewer units than parts, or a cost is negative or not finite.
+
+    Example:
+      >>> from dtrans.pipeline_parallel.balance import contiguous
+      >>> contiguous([4, 1, 1, 1, 1, 4], [0] * 6, 2)
+      (0, 3)
+      >>> contiguous([4, 1, 1, 1, 1, 4], [0, 0, 0, 9, 0, 0], 2)
+      (0, 2)
+    """
+    _check(costs, parts)
+    if len(crossing) != len(costs):
+        raise ConfigError(f"crossing has {len(crossing)} entries for {len(costs)} units")
+    sent = np.append(np.asarray(crossing, float), 0.0)
+    sent[0] = 0.0
+    if not (np.isfinite(sent).all() and (sent >= 0).all()):
+        raise ConfigError("what crosses between units has a cost that is negative or not finite")
+    units = len(costs)
+    done = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
+    work: Callable[[int], Any] = lambda stop: done[stop] - done[:stop]  # of parts up to `stop`, by where they start
+
+    # the cost of the slowest part, of the units up to each place in so many parts
+    slowest = np.full(units + 1, np.inf)
+    slowest[0] = 0.0
+    for _ in range(parts):
+        now = np.full(units + 1, np.inf)
+        for stop in range(1, units + 1):
+            now[stop] = np.maximum(slowest[:stop], work(stop) + sent[stop]).min()
+        slowest = now
+    limit = slowest[units]
+
+    # among all answers that are as fast, what is sent and then the squares: both are sums, so one pass finds the best
+    total, squares = np.full(units + 1, np.inf), np.full(units + 1, np.inf)
+    total[0] = squares[0] = 0.0
+    came_from = np.zeros((parts, units + 1), int)
+    for part in range(parts):
+        next_total, next_squares = np.full(units + 1, np.inf), np.full(units + 1, np.inf)
+        for stop in range(1, units + 1):
+            fits = np.flatnonzero((work(stop) + sent[stop] <= limit) & np.isfinite(total[:stop]))
+            if not fits.size:
+                continue
+            fits = fits[total[fits] == total[fits].min()]
+            even = squares[fits] + work(stop)[fits] ** 2
+            best = int(fits[even.argmin()])
+            came_from[part, stop] = best
+            next_total[stop], next_squares[stop] = total[best] + sent[stop], even.min()
+        total, squares = next_total, next_squares
+    starts = [units]
+    for part in reversed(range(parts)):
+        starts.append(int(came_from[part, starts[-1]]))
+    return tuple(starts[:0:-1])
+
+
+def partition_balance(weights: Sequence[int], parts: int) -> tuple[int, ...]:
+    """EPL's balance of op counts: fill parts one after the other, up to the smallest size for which they are enough.
+
+    A part is closed early where only as many units are left as parts: EPL does not, and gives fewer parts than asked
+    for. EPL also scales weights to 0..100 first, which rounds; these are taken as they are.
+    (epl/parallel/partitioner.py, `partition_balance`)
+
+    Raises:
+      ConfigError: there are fewer units than parts, or a weight is negative.
+
+    Example:
+      >>> from dtrans.pipeline_parallel.balance import partition_balance
+      >>> partition_balance([1] * 46, 3)  # 16, 16 and 14
+      (0, 16, 32)
+      >>> partition_balance([1] * 6, 4)
+      (0, 2, 4, 5)
+    """
+    _check(weights, parts)
+
+    def filled(size: int) -> list[int]:
+        starts, held = [0], 0
+        for unit, weight in enumerate(weights):
+            left = len(weights) - unit
+            if unit > starts[-1] and (held + weight > size or left == parts - len(starts)):
+                starts.append(unit)
+                held = 0
+            held += weight
+        return starts
+
+    low, high = max(weights), sum(weights)
+    while low < high:
+        size = (low + high) // 2
+        if len(filled(size)) <= parts:
+            high = size
+        else:
+            low = size + 1
+    return tuple(filled(low))
+
+
+def partition_stages(weights: Sequence[int], parts: int) -> tuple[int, ...]:
+    """EPL's rule for owners and groups of variables: close a part once it holds a threshold, the last takes the rest.
+
+    The threshold is the largest integer, at most the mean, that leaves something for every part. What is too much ends
+    up in the last part, as in EPL: six equal units in four are 1, 1, 1 and 3. `contiguous` balances better.
+    (epl/parallel/partitioner.py, `partition_stages`)
+
+    Raises:
+      ConfigError: there are fewer units than parts, or a weight is negative.
+
+    Example:
+      >>> from dtrans.pipeline_parallel.balance import partition_stages
+      >>> partition_stages([1] * 6, 4)
+      (0, 1, 2, 3)
+    """
+    _check(weights, parts)
+
+    def closed(threshold: int) -> list[int]:
+        starts, held = [0], 0
+        for unit, weight in enumerate(weights):
+            held += weight
+            if held >= threshold and len(starts) < parts and unit + 1 < len(weights):
+                starts.append(unit + 1)
+                held = 0
+        return starts
+
+    low, high = 0, sum(weights) // parts  # with 0 every unit closes a part, so that there are enough
+    while low < high:
+        threshold = (low + high + 1) // 2
+        if len(closed(threshold)) == parts:
+            low = threshold
+        else:
+            high = threshold - 1
+    return tuple(closed(low))
+
+
+def part_of_each(starts: Sequence[int], units: int) -> tuple[int, ...]:
+    """The part that each of so many units is in.
+
+    Example:
+      >>> from dtrans.pipeline_parallel.balance import part_of_each
+      >>> part_of_each((0, 3, 5), 6)
+      (0, 0, 0, 1, 1, 2)
+    """
+    return tuple(
+        part for part, (start, stop) in enumerate(itertools.pairwise([*starts, units])) for _ in range(stop - start)
+    )
+
+
+def _check(costs: Sequence[float], parts: int) -> None:
+    if parts < 1:
+        raise ConfigError(f"{parts} parts: there must be one at least")
+    if len(costs) < parts:
+        raise ConfigError(f"{len(costs)} units cannot be cut into {parts} parts, none of them empty")
+    if any(not math.isfinite(c) or c < 0 for c in costs):
+        raise ConfigError("a unit has a cost that is negative or not finite")

@@ -1,0 +1,213 @@
+"""What every micro-batch goes through: the loss function of a step, laid out as one list of equations.
+
+    prelude    what the step makes before its loss: a key that is split, parameters in another type
+    eqns       the loss function, and what the step makes of its results
+    diff       the values that the loss is differentiated by, and whose gradients they are
+
+The values of `eqns` are cut into stages; the prelude is made again in each stage that reads of it. Nothing here is
+differentiated yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
+from dtrans.errors import GradientError
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import needed, spread
+from dtrans.ir.inline import inline_calls
+from dtrans.step.capture import loss_of, operands_of, value_and_grad_p
+from dtrans.step.collect import COLLECT, collected
+from dtrans.step.cut import Cut
+from dtrans.step.marks import mark_p
+from dtrans.step.summary import Summary, summaries, summary_p
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ForwardPass:
+    """The forward pass of a step.
+
+    Attributes:
+      step: the step, captured (`dtrans.step.capture`) and cut.
+      jaxpr: inputs are the variables of `diff`, then those of `given`; outputs are the loss, then `results`.
+      diff: what the loss is differentiated by, to the leaf whose gradient that is.
+      given: each input of `jaxpr`, to the value of the step that it is: an input, or made by the prelude.
+      prelude: equations of the step that make what inputs are given.
+      loss: the value whose derivative is taken.
+      results: the results of the step that are made here, state that is (batch statistics), and summaries, by name.
+      summaries: what the step shows (`dtrans.summary`); the values are results, by `summary_name`.
+      collected: result, or summary, to the collection that it is in (`dtrans.collect`).
+      dropped: effects that no stage can carry out, since they look at gradients.
+    """
+
+    step: Cut
+    jaxpr: ClosedJaxpr
+    diff: Mapping[Var, str]
+    given: Mapping[Var, Atom]
+    prelude: ClosedJaxpr
+    loss: Atom
+    results: Mapping[str, Atom]
+    summaries: Sequence[Summary]
+    collected: Mapping[str, str]
+    dropped: tuple[str, ...]
+
+    @property
+    def eqns(self) -> Sequence[JaxprEqn]:
+        """The equations that are cut into stages."""
+        return self.jaxpr.jaxpr.eqns
+
+    def before(self, b: Builder, wanted: Sequence[Atom], inputs: Mapping[Var, Atom]) -> list[Atom]:
+        """Write what the prelude makes of the step's inputs."""
+        inner = self.prelude.jaxpr
+        env: dict[Var, Atom] = dict(inputs)
+        env |= {v: b.constant(c) for v, c in zip(inner.constvars, constants(self.prelude), strict=True)}
+        read = lambda a: a if isinstance(a, Literal) else env[a]
+        for i in needed(inner.eqns, wanted)[0]:
+            eqn = inner.eqns[i]
+            env.update(zip(eqn.outvars, b.copy(eqn, [read(a) for a in eqn.invars]), strict=True))
+        return [read(a) for a in wanted]
+
+    @property
+    def of_micro_batches(self) -> list[Var]:
+        """The inputs that each micro-batch has its own of."""
+        return [v for v, a in self.given.items() if not self.of_params(a)]
+
+    def of_params(self, value: Atom) -> bool:
+        """Whether a value of the prelude is the same for all micro-batches: made of parameters, or of nothing."""
+        return all(n in self.step.params for n in self.inputs_of([value]))
+
+    def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:
+        """The names of the step's inputs that values of the prelude are made of."""
+        names = dict(zip(self.step.program.jaxpr.jaxpr.invars, self.step.program.in_names, strict=True))
+        _, leaves = needed(self.prelude.jaxpr.eqns, wanted)
+        return [n for v, n in names.items() if v in leaves]
+
+
+def forward_pass(step: Cut) -> ForwardPass:
+    """The forward pass of a captured step.
+
+    Raises:
+      GradientError: the derivative is taken in a loop, gradients are used without their marks, or the loss reads the
+        optimizer's state.
+    """
+    source = step.program
+    eqn = loss_of(source)
+    inner = source.jaxpr.jaxpr
+    if eqn not in inner.eqns:
+        raise GradientError(
+            f"{source.name} takes its gradients in a loop or a branch; a pipeline takes the micro-batches itself: give "
+            "the step of one batch, with dtrans.value_and_grad at its top"
+        )
+    at = inner.eqns.index(eqn)
+    outs = dict(zip(source.out_names, inner.outvars, strict=True))
+    made_here = [n for n in step.held if outs[n] is not dict(zip(source.in_names, inner.invars, strict=True))[n]]
+    names = [n for n in (*step.results, *made_here) if n not in step.from_gradients]
+    count = len(opened(eqn.params["jaxpr"]).outvars)
+    of_gradients = spread(inner.eqns, dict.fromkeys(eqn.outvars[count:], 1), {})
+    blind = [i for i in step.observers if any(isinstance(a, Var) and of_gradients.get(a) for a in inner.eqns[i].invars)]
+    observers = [i for i in step.observers if i not in blind]
+    wanted: list[Atom] = [outs[n] for n in names]
+    wanted += [a for i in observers for a in inner.eqns[i].invars]
+    kept = sorted({*needed(inner.eqns, wanted)[0], *observers, at})
+    marked = inline_calls(eqn.params["jaxpr"], keep=(COLLECT,), rules=True)
+    body = inline_calls(eqn.params["jaxpr"], rules=True)
+    differentiated, others = operands_of(eqn.replace(params={**eqn.params, "jaxpr": body}))
+    _check(step, eqn, count, kept, at)
+
+    # what the step makes of the loss's results reads them under the names they have inside
+    env: dict[Var, Atom] = dict(zip(eqn.outvars[:count], opened(body).outvars, strict=True))
+    read = lambda a: env.get(a, a) if isinstance(a, Var) else a
+    after = spread(inner.eqns, dict.fromkeys(eqn.outvars, 1), {})
+    late = [i for i in kept if i != at and (any(after.get(v) for v in inner.eqns[i].outvars) or i in observers)]
+    eqns = [*opened(body).eqns, *(inner.eqns[i].replace(invars=[*map(read, inner.eqns[i].invars)]) for i in late)]
+    shown = summaries(closed([], [], [], [], eqns, body))
+    eqns = [e for e in eqns if e.primitive is not summary_p]
+    results = {n: read(outs[n]) for n in names}
+    results |= {summary_name(s.tag): s.atom for s in shown if s.atom is not None}
+    eqns = _live(eqns, [opened(body).outvars[0], *results.values()])
+    made = {v for e in eqns for v in e.outvars}
+    own = {*differentiated, *others, *opened(body).constvars}
+    keys = _collected(marked, body, eqn, {n: outs[n] for n in names}, shown)
+    reads = [a for e in eqns for a in e.invars] + list(results.values())
+    outer = dict.fromkeys(a for a in reads if isinstance(a, Var) and a not in made and a not in own)
+    steps_constants = dict(zip(inner.constvars, constants(source.jaxpr), strict=True))
+    direct = [v for v in outer if v not in steps_constants]
+    constvars = [*opened(body).constvars, *(v for v in outer if v in steps_constants)]
+    values = [*constants(body), *(steps_constants[v] for v in outer if v in steps_constants)]
+    given: dict[Var, Atom] = {**differentiated, **others, **{v: v for v in direct}}
+    loss = opened(body).outvars[0]
+    jaxpr = closed(constvars, values, list(given), [loss, *results.values()], eqns, source.jaxpr)
+    leaf_of = {v: leaf for leaf, v in step.gradients.items()}
+    diff = {v: leaf_of[g] for v, g in zip(differentiated, eqn.outvars[count:], strict=True) if g in leaf_of}
+    early = needed(inner.eqns, [a for a in given.values() if isinstance(a, Var)])[0]
+    prelude = closed(
+        inner.constvars,
+        constants(source.jaxpr),
+        inner.invars,
+        [a for a in given.values() if isinstance(a, Var)],
+        [inner.eqns[i] for i in early],
+        source.jaxpr,
+    )
+    dropped = tuple(_effect(inner.eqns[i]) for i in blind)
+    return ForwardPass(step, jaxpr, diff, given, prelude, loss, results, shown, keys, dropped)
+
+
+def _live(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[JaxprEqn]:
+    """The equations that outputs need, and those with effects and what they need."""
+    seen = [i for i, e in enumerate(eqns) if e.effects]
+    kept, _ = needed(eqns, [*outputs, *(a for i in seen for a in eqns[i].invars)])
+    return [eqns[i] for i in sorted({*kept, *seen})]
+
+
+def _effect(eqn: JaxprEqn) -> str:
+    """What an effect is called."""
+    return f"the summary {eqn.params['tag']}" if eqn.primitive is summary_p else eqn.primitive.name
+
+
+def summary_name(tag: str) -> str:
+    """The name of the result that a summary shows."""
+    return f"@summary/{tag}"
+
+
+def _collected(
+    marked: ClosedJaxpr, body: ClosedJaxpr, eqn: JaxprEqn, outs: Mapping[str, Atom], shown: Sequence[Summary]
+) -> dict[str, str]:
+    """The collection of each result and summary that is in one.
+
+    Args:
+      marked: the loss function with the marks of collections; `body` is the same without them.
+      eqn: the equation of the step that holds it.
+      outs: the results of the step.
+    """
+    keys = collected(marked)
+    of_output: dict[Atom, str] = {}
+    for v, a in zip(eqn.outvars, opened(marked).outvars, strict=False):
+        if isinstance(a, Var) and a in keys:
+            of_output[v] = keys[a]
+    found = {n: of_output[a] for n, a in outs.items() if isinstance(a, Var) and a in of_output}
+    seen = {s.tag: s.atom for s in summaries(marked)}
+    for s in shown:
+        atom = seen.get(s.tag)
+        if isinstance(atom, Var) and atom in keys:
+            found[summary_name(s.tag)] = keys[atom]
+    return found
+
+
+def _check(step: Cut, eqn: JaxprEqn, count: int, kept: Sequence[int], at: int) -> None:
+    """Refuse gradients that the step uses in another way than through their marks."""
+    inner = step.program.jaxpr.jaxpr
+    raw = set(eqn.outvars[count:])
+    for e in inner.eqns:
+        if e.primitive is not mark_p and any(isinstance(a, Var) and a in raw for a in e.invars):
+            raise GradientError(f"{step.program.name} uses gradients that dtrans.value_and_grad did not mark")
+    state = {v: n for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in step.opt_state}
+    _, leaves = needed(inner.eqns, [a for a in eqn.invars if isinstance(a, Var)])
+    for v, n in state.items():
+        if v in leaves:
+            raise GradientError(
+                f"the loss of {step.program.name} is computed from {n}, which belongs to the optimizer; keep the "
+                "optimizer state (the second argument of the step) out of the loss"
+            )
+    assert inner.eqns[at].primitive is value_and_grad_p and at in kept

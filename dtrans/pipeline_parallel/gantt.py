@@ -1,0 +1,219 @@
+"""Timed tasks of a pipeline, planned or measured, and how they are shown: as tables of ticks, and as Gantt charts.
+
+A chart has a row for each device and a bar for each task, with the number of its micro-batch where that fits; what
+stays grey is idle. Charts of several plays stand below each other in one picture: the plan, and what really ran.
+"""
+
+from __future__ import annotations
+
+import html as html_escape
+import importlib.util
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from dtrans.errors import ConfigError, not_installed
+from dtrans.pipeline_parallel.task import Play, Task, TimedTask
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Ticks: TypeAlias = Sequence[Sequence[Task | None]]
+
+# Kind to what it is called and its colours, by chunk, of which the last two are dark. Kinds differ in lightness too,
+# for print and for any eyes.
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "F": ("forward", ("#a6d0ec", "#6aaada", "#3478b4", "#1d4a76")),
+    "B": ("backward", ("#f7ad69", "#e07f2a", "#b1560f", "#7a3906")),
+    "W": ("gradients of weights", ("#dde9a4", "#b4cb62", "#7f972f", "#52641a")),
+}
+_DARK = {colour for _, colours in KINDS.values() for colour in colours[2:]}
+_IDLE, _LINE, _TEXT = "#eeeeee", 120, 7.0  # colour; characters of a line of text; points of the numbers in bars
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def text(title: str, ticks: Ticks) -> str:
+    """The tick table of a schedule; `.` is idle. What is wider than a line of 120 characters goes on below.
+
+    A task is `F3`, of micro-batch 3; where devices have several model stages it is `F3@5`, at model stage 5.
+
+    Args:
+      title: the first line.
+      ticks: rows are devices, columns ticks, None is idle.
+    """
+    table = [[str(i) for i in range(len(ticks[0]))]]
+    table += [[_cell(ticks, task) for task in row] for row in ticks]
+    heads = ["tick", *(f"device {d}" for d in range(len(ticks)))]
+    left, width = max(map(len, heads)), max(len(cell) for row in table for cell in row)
+    fit = max(1, (_LINE - left - 1) // (width + 1))
+    lines = [title]
+    for first in range(0, len(table[0]), fit):
+        for head, row in zip(heads, table, strict=True):
+            cells = " ".join(cell.ljust(width) for cell in row[first : first + fit])
+            lines.append(f"{head.ljust(left)}  {cells}".rstrip())
+    return "\n".join(lines)
+
+
+def html(title: str, ticks: Ticks) -> str:
+    """The same as HTML, in colours."""
+    rows = []
+    for device, row in enumerate(ticks):
+        cells = "".join(f"<td style='{_style(ticks, t)}'>{_cell(ticks, t) if t else ''}</td>" for t in row)
+        rows.append(f"<tr><th>device&nbsp;{device}</th>{cells}</tr>")
+    return (
+        f"<b>{html_escape.escape(title)}</b>"
+        f"<div style='overflow-x:auto'><table style='font-size:80%'>{''.join(rows)}</table></div>"
+    )
+
+
+def _cell(ticks: Ticks, task: Task | None) -> str:
+    if task is None:
+        return "."
+    has_chunks = any(t is not None and t.stage >= len(ticks) for row in ticks for t in row)
+    return str(task) if has_chunks else f"{task.kind}{task.micro}"
+
+
+def _style(ticks: Ticks, task: Task | None) -> str:
+    colour = _colour(task, len(ticks)) if task else _IDLE
+    return f"background:{colour};color:{_ink(colour)};text-align:center;padding:1px 4px"
+
+
+def _colour(task: Task, num_devices: int) -> str:
+    colours = KINDS[task.kind][1]
+    return colours[task.stage // num_devices % len(colours)]
+
+
+def _ink(colour: str) -> str:
+    return "white" if colour in _DARK else "black"
+
+
+# -- charts ----------------------------------------------------------------------------------------
+
+
+def draw(
+    path: str | os.PathLike[str],
+    plays: Sequence[tuple[str, Iterable[TimedTask]]],
+    *,
+    num_devices: int = 0,
+    unit: str | Sequence[str] = "",
+) -> None:
+    """Draw timed tasks into an image file, a panel for each play; times count from its first start.
+
+    In an SVG file each bar is a group whose id is `play0-F3-stage1`.
+
+    Args:
+      path: its ending says of which kind it is: .svg, .png, or another that matplotlib writes.
+      plays: titles and timed tasks. The bubble is added to the title.
+      num_devices: how many devices there are, if it is more than those that have a task.
+      unit: of the times, the same for all panels, which then have one scale, or one for each.
+
+    Raises:
+      ConfigError: matplotlib is not installed, the file cannot be written, or there is nothing to draw.
+    """
+    file, panels = Path(path), [(title, Play(timed)) for title, timed in plays]
+    units = [unit] * len(panels) if isinstance(unit, str) else list(unit)
+    _check(file, panels, units)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    devices = max(num_devices, *(play.num_devices for _, play in panels))
+    # a figure of its own, without pyplot: no window system is asked for, no global state changes
+    figure = Figure(figsize=(12, 0.6 + len(panels) * (0.75 + 0.3 * devices)), layout="constrained")
+    grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    shades: dict[tuple[str, int], Any] = {}
+    for axes, (title, play), of in zip(grid, panels, units, strict=True):
+        longest = max(p.makespan for (_, p), u in zip(panels, units, strict=True) if u == of)
+        _lay_out(axes, f"{title} (bubble {float(play.bubble):.1%})", devices, longest, of)
+        for t in play:
+            shades.setdefault((t.task.kind, t.task.stage // devices), _colour(t.task, devices))
+    chunks = max(chunk for _, chunk in shades) + 1
+    split = any(kind == "W" for kind, _ in shades)
+    figure.legend(
+        handles=[Patch(color=shades[key], label=_label(*key, chunks, split)) for key in sorted(shades, key=_by_kind)],
+        loc="outside lower center",
+        ncols=min(len(shades), 6),
+        frameon=False,
+        fontsize=9,
+    )
+    # text stays text, and the same plays make the same file
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dtrans"}):
+        figure.draw_without_rendering()  # how wide the axes are is known once they are laid out
+        for i, (axes, (_, play)) in enumerate(zip(grid, panels, strict=True)):
+            _bars(axes, i, play, devices)
+        try:
+            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+        except OSError as e:
+            raise ConfigError(f"the chart cannot be written to {file}: {e.strerror}") from e
+
+
+def _check(path: Path, panels: Sequence[tuple[str, Play]], units: Sequence[str]) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise not_installed("a Gantt chart needs matplotlib", "examples")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.filetypes)
+    if path.suffix.lstrip(".").lower() not in kinds:
+        raise ConfigError(f"the chart cannot be written to {path}: its name must end in one of {', '.join(kinds)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the chart cannot be written to {path}: there is no directory {path.parent}")
+    if not panels:
+        raise ConfigError("there are no plays to draw: plays=[(title, timed tasks), ...]")
+    if len(units) != len(panels):
+        raise ConfigError(f"{len(units)} units were given for {len(panels)} plays: give one for each, or one for all")
+    for title, play in panels:
+        if not play:
+            raise ConfigError(f"the play {title!r} has no tasks to draw")
+        strange = next((t.task for t in play if t.task.kind not in KINDS), None)
+        if strange:
+            raise ConfigError(f"the play {title!r} has {strange}: there are tasks of {', '.join(KINDS)} only")
+
+
+def _lay_out(axes: Axes, title: str, devices: int, longest: float, unit: str) -> None:
+    """Everything but the bars."""
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(f"time ({unit})" if unit else "time", fontsize=9)
+    axes.set_ylabel("device", fontsize=9)
+    axes.set_xlim(0, longest or 1)
+    axes.set_ylim(devices - 0.5, -0.5)  # device 0 on top
+    axes.set_yticks(range(devices))
+    axes.tick_params(labelsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
+    """The bars, and the numbers of micro-batches in those that are wide enough."""
+    figure = axes.get_figure()
+    assert figure is not None
+    points = axes.get_window_extent().width * 72 / figure.dpi / axes.get_xlim()[1]  # per unit of time
+    first = min(t.start for t in play)
+    axes.barh(range(devices), play.makespan, height=0.8, color=_IDLE, zorder=0)
+    bars = axes.barh(
+        [t.device for t in play],
+        [t.end - t.start for t in play],
+        left=[t.start - first for t in play],
+        height=0.8,
+        color=[_colour(t.task, devices) for t in play],
+        edgecolor="white",
+    )
+    for bar, t in zip(bars, play, strict=True):
+        bar.set_gid(f"play{panel}-{t.task.kind}{t.task.micro}-stage{t.task.stage}")
+        width, number = (t.end - t.start) * points, str(t.task.micro)
+        bar.set_linewidth(min(0.5, width / 5))
+        if width >= 0.65 * _TEXT * len(number) + 2:
+            middle, ink = (t.start + t.end) / 2 - first, _ink(_colour(t.task, devices))
+            axes.text(middle, t.device, number, ha="center", va="center_baseline", fontsize=_TEXT, color=ink)
+
+
+def _label(kind: str, chunk: int, chunks: int, split: bool) -> str:
+    name = "cotangents of inputs" if kind == "B" and split else KINDS[kind][0]
+    return f"{name}, chunk {chunk}" if chunks > 1 else name
+
+
+def _by_kind(key: tuple[str, int]) -> tuple[int, int]:
+    return list(KINDS).index(key[0]), key[1]

@@ -1,0 +1,308 @@
+"""Plans of pipelines: the programs of stages, when each runs, and what each holds and sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from dtrans.errors import ConfigError
+from dtrans.ir import display
+from dtrans.ir.cost import flops
+from dtrans.pipeline_parallel.schedule import Schedule, schedule
+from dtrans.plan import Job, realiser
+
+
+if TYPE_CHECKING:
+    import jax
+
+    from dtrans.ir.program import Program
+    from dtrans.pipeline_parallel.device_layout import Cluster
+    from dtrans.pipeline_parallel.options import PipelineOptions
+    from dtrans.pipeline_parallel.split_stages import Cuts
+    from dtrans.pipeline_parallel.stage_programs import StagePrograms
+    from dtrans.pipeline_parallel.stage_scan import Rows, Turns
+    from dtrans.pipeline_parallel.update import Update
+    from dtrans.step.summary import Summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What there is to know of a stage.
+
+    Attributes:
+      index: of the stage, from 0.
+      ops: how many equations of the loss function it has.
+      params: the parameters that it holds.
+      flops: of its forward pass, for a micro-batch.
+      sends: bytes that it sends on for a micro-batch.
+      kept: bytes that it keeps of a micro-batch from forward to backward.
+      peak: the most micro-batches that its device keeps at a time, counted once for each stage that the device has.
+      held: bytes of parameters and optimizer state that each of its devices holds.
+    """
+
+    index: int
+    ops: int
+    params: tuple[str, ...]
+    flops: int
+    sends: int
+    kept: int
+    peak: int
+    held: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepPrograms:
+    """The programs of a micro-batch, and what merges the results of all.
+
+    Attributes:
+      stages: forward and backward of each.
+      cuts: what is kept of a micro-batch in pieces, in stages that are split: (stage, name) to the dimension.
+      results: what merges the results of a stage, if it has any.
+    """
+
+    stages: tuple[StagePrograms, ...]
+    cuts: Mapping[tuple[int, str], int]
+    results: tuple[Program | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PipelinePlan:
+    """Pipelined training of one step; made by `dtrans.pipeline`.
+
+    Attributes:
+      main: the step, with calls inlined and exact roles.
+      startup: the single-device init.
+      captured: the step with its loss as one equation (`dtrans.step.capture`).
+      options: what it was planned with: see `dtrans.pipeline`.
+      schedule: what each device does when.
+      stage_of: the stage of each equation of the loss function.
+      programs: forward and backward of each stage, for a micro-batch of the batch that was traced.
+      update: from sums of gradients to new parameters.
+      merges: result, or parameter that the forward pass makes, to what becomes of it.
+      homes: the stage that holds each parameter.
+      users: the stages that make gradients of a parameter.
+      dropped: effects of the step that are not carried out, such as printing the optimizer's state.
+      cluster: how stages and replicas are laid out over devices.
+      programs_for: makes the programs for a batch of other types.
+      cuts: over how many shards stages are split, and what of the state is cut.
+      turns: where loops over layers are cut.
+      stacks: arrays of the state of which stages hold rows, each run of rows under a name of its own.
+      summaries: what the step shows: see `dtrans.summary`.
+      collected: result, or summary, to the collection that it is in: see `dtrans.collect`.
+      known: programs for other batches, once they were asked for.
+    """
+
+    main: Program
+    startup: Program
+    captured: Program
+    options: PipelineOptions
+    schedule: Schedule
+    stage_of: tuple[int, ...]
+    programs: StepPrograms
+    update: Update
+    merges: Mapping[str, str]
+    homes: Mapping[str, int]
+    users: Mapping[str, tuple[int, ...]]
+    dropped: tuple[str, ...]
+    cluster: Cluster
+    cuts: Cuts
+    programs_for: Callable[[PipelinePlan, Sequence[jax.ShapeDtypeStruct]], StepPrograms] = dataclasses.field(repr=False)
+    turns: Turns = ()
+    stacks: Mapping[str, tuple[Rows, ...]] = dataclasses.field(default_factory=dict)
+    summaries: tuple[Summary, ...] = ()
+    collected: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    known: dict[Any, StepPrograms] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The names of the arrays of a batch."""
+        return tuple(n for spec in self.main.args[2:] for n in spec.names)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The names of the arrays of the state, as stages hold them."""
+        return tuple(n for spec in self.update.program.args[:2] for n in spec.names)
+
+    @cached_property
+    def types(self) -> dict[str, Any]:
+        """Name to type of each of them, without padding."""
+        found = {n: t for n, t in self.main.inputs.items() if n not in self.stacks}
+        for n, runs in self.stacks.items():
+            t = self.main.inputs[n]
+            for r in runs:
+                found[r.name] = t.update(shape=(*t.shape[: r.axis], r.stop - r.start, *t.shape[r.axis + 1 :]))
+        return found
+
+    def home(self, name: str) -> int | None:
+        """The stage that holds an array of the state; None for what each has (a count of steps)."""
+        return self.update.placed.home[name]
+
+    def device_of(self, stage: int) -> int:
+        """The device, or row of replicas, of a stage: with several stages on each they go round."""
+        return stage % self.options.num_stages
+
+    def at(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
+        """The programs for a batch of these types, one for each input of the step. Errors as `dtrans.pipeline`."""
+        key = tuple((t.shape, t.dtype) for t in types)
+        if key not in self.known:
+            self.known[key] = self.programs_for(self, types)
+        return self.known[key]
+
+    def scheduled(self, name: str) -> PipelinePlan:
+        """The same programs in another order.
+
+        Raises:
+          ConfigError: the schedule is unknown, or needs other programs: interleaved stages, a backward in two parts.
+        """
+        o = self.options
+        other = schedule(name, o.num_stages, o.num_micro_batch, o.chunks if o.chunks > 1 else None)
+        if (other.chunks, other.splits_backward) != (self.schedule.chunks, self.schedule.splits_backward):
+            raise ConfigError(f"{name} needs other programs than {self.schedule.name}: plan it with schedule={name!r}")
+        options = dataclasses.replace(o, schedule=other.name)
+        return dataclasses.replace(self, options=options, schedule=other)
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """What each stage does, holds and sends."""
+        peaks = self.schedule.peak
+        found = []
+        for s in self.programs.stages:
+            types = {**s.forward.inputs, **s.forward.outputs}
+            held = [n for n in self.state if self.home(n) in (s.index, None)]
+            found.append(
+                Stage(
+                    s.index,
+                    s.eqns,
+                    tuple(n for n, at in self.homes.items() if at == s.index),
+                    sum(flops(e) for e in s.forward.jaxpr.jaxpr.eqns),
+                    sum(_nbytes(types[n]) for n in s.sends),
+                    sum(_nbytes(types[n]) for n in s.kept),
+                    peaks[self.device_of(s.index)],
+                    sum(self.held_bytes(n) for n in held),
+                )
+            )
+        return tuple(found)
+
+    def held_bytes(self, name: str) -> int:
+        """Bytes that a device of an array's stage holds of it."""
+        t = self.update.program.inputs[name]
+        if name not in self.cuts.state:
+            return _nbytes(t)
+        home, d = self.home(name), self.cuts.state[name]
+        assert home is not None
+        return _nbytes(t) // t.shape[d] * -(-t.shape[d] // self.cuts.shards[home])
+
+    def padded(self, name: str) -> tuple[int, int] | None:
+        """The dimension of an array of the state that is padded, and its size with padding; None for one that is whole.
+
+        It is cut over the replicas of its stage, or over their shards.
+        """
+        d = self.cuts.state.get(name)
+        if d is not None:
+            home, size = self.home(name), self.types[name].shape[d]
+            assert home is not None
+            shards = self.cuts.shards[home]
+            return d, shards * -(-size // shards)
+        s = None if self.update.layout is None else self.update.layout.cuts.get(name)
+        return None if s is None else (s.axis, s.padded)
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table of stages."""
+        return [
+            (
+                str(s.index),
+                str(s.ops),
+                ", ".join(s.params[:3]) + (f", ... ({len(s.params)})" if len(s.params) > 3 else ""),
+                *(f"{n:,}" for n in (s.flops, s.sends, s.kept, s.peak, s.held)),
+            )
+            for s in self.stages
+        ]
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What else there is to know."""
+        o = self.options
+        notes = [
+            f"schedule {self.schedule.name}: {o.num_micro_batch} micro-batch{'es' * (o.num_micro_batch > 1)}, bubble "
+            f"{self.schedule.bubble}",
+        ]
+        notes += [
+            f"stage {s} is split over {n} devices: "
+            + (", ".join(x for x in self.cuts.state if self.homes.get(x) == s) or "nothing of it is cut")
+            for s, n in enumerate(self.cuts.shards)
+            if n > 1
+        ]
+        notes += [
+            f"{n} is held by stage {self.homes[n]} and used by stages {', '.join(map(str, s))}: its value is sent, and "
+            "its gradients are added up"
+            for n, s in self.users.items()
+            if len(s) > 1
+        ]
+        notes += [f"{name}: {way}" for name, way in self.merges.items()]
+        if self.dropped:
+            what = "gradients, or at what the optimizer makes"
+            notes.append(f"not carried out, since it looks at {what}: {', '.join(self.dropped)}")
+        return notes
+
+    @property
+    def _title(self) -> str:
+        o = self.options
+        each = f", {o.chunks} on each device" if o.chunks > 1 else ""
+        also = f", {o.replicas} replicas" if o.replicas > 1 else ""
+        return f"pipeline plan of {self.main.name}: {o.model_stages} stages{each}{also}"
+
+    _header = ("stage", "ops", "parameters", "flops", "bytes sent", "bytes kept", "peak", "bytes held")
+
+    def __str__(self) -> str:
+        return display.plan_text(self._title, self._header, self.rows, self.notes, right=(0, 1, 3, 4, 5, 6, 7))
+
+    def __repr__(self) -> str:
+        return f"<PipelinePlan of {self.main.name}: {self.options.model_stages} stages, {self.schedule.name}>"
+
+    def _repr_html_(self) -> str:
+        return display.plan_html(self._title, self._header, self.rows, self.notes, code=2)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self) if cycle else str(self))
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def on_mesh(self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> Job:
+        """Run the whole job in this process, each stage on devices of its own; see `dtrans.run.pipeline_parallel`.
+
+        Args:
+          devices: replicas x stages of them, laid out by `cluster`. All of this process's by default.
+          donate: let each step reuse the memory of the state it was given, which cannot be used again.
+
+        Raises:
+          ConfigError: fewer devices than stages and replicas need.
+        """
+        job: Job = realiser(self, "mesh")(self, devices, donate=donate)
+        return job
+
+    def on_cluster(self, *, donate: bool = True) -> Job:
+        """Run this process's stages, in a job of processes; see `dtrans.run.pipeline_parallel.cluster`.
+
+        `dtrans.connect()` comes first. All processes call this, then `init` with the same arguments, and `step` with
+        the same, whole batches.
+
+        Raises:
+          ConfigError: not connected, or to a number of processes that does not divide the stages.
+        """
+        job: Job = realiser(self, "cluster")(self, donate=donate)
+        return job
+
+    def simulate(self) -> Job:
+        """Run all stages and replicas on one device, with `jax.vmap` in the place of replicas."""
+        job: Job = realiser(self, "simulate")(self)
+        return job
+
+
+def _nbytes(t: Any) -> int:
+    return math.prod(t.shape) * int(t.dtype.itemsize)

@@ -1,0 +1,125 @@
+"""What becomes of what each micro-batch makes: merged over micro-batches in order, then over replicas.
+
+    mean, sum, max    of micro-batches, then of replicas
+    concat            rows of micro-batch 0, 1, ..., then those of the next replica: as the batch has them
+    same              the last micro-batch's
+    each              each replica's own
+    GLOBAL_MEAN, ...  as `dtrans.collect` asked for; of LOCAL_* ones replica 0's is given
+    stack             of what is shown (`dtrans.summary`): all, as [replica, micro-batch, ...]
+
+Source: `merge_outputs` of EPL (epl/parallel/parallel.py), which puts the first micro-batch last in a concatenation, and
+reduces means and sums to scalars whatever their shape; neither is done here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Atom, ClosedJaxpr
+from dtrans.data_parallel.options import REDUCED
+from dtrans.data_parallel.reducer import Reducer
+from dtrans.errors import ConfigError
+from dtrans.ir.builder import Builder
+from dtrans.ir.program import FORWARD, Program
+from dtrans.pipeline_parallel.options import PipelineOptions
+from dtrans.pipeline_parallel.stage_programs import StagePrograms, program_of
+from dtrans.step.collect import KEYS, merged
+
+
+STACK = "stack"
+
+
+def micro_name(name: str, micro: int) -> str:
+    """The name of what a micro-batch made of a result."""
+    return f"{name}.micro{micro}"
+
+
+def results_program(
+    stage: StagePrograms, merges: Mapping[str, str], o: PipelineOptions, like: ClosedJaxpr
+) -> Program | None:
+    """The program that merges the results of a stage; None where it makes none."""
+    if not stage.results:
+        return None
+    types = stage.forward.outputs
+    b = Builder(like)
+    b.role = FORWARD
+    ins: list[str] = []
+    local: dict[str, Atom] = {}
+    ways: dict[str, str] = {}
+    for n in stage.results:
+        parts: list[Atom] = [b.input(types[n]) for _ in range(o.num_micro_batch)]
+        ins += [micro_name(n, m) for m in range(o.num_micro_batch)]
+        way = merges[n]
+        if way in KEYS:
+            place, _, how = way.partition("_")
+            (local[n],) = b.call(_collected(f"LOCAL_{how}"), *parts)
+            ways |= {n: how.lower()} if place == "GLOBAL" else {}
+        elif way == STACK:
+            (local[n],) = b.call(_stacked, *parts)
+        else:
+            ways[n] = way
+            (local[n],) = b.call(_merged(way, n), *parts) if len(parts) > 1 else parts
+    over = {n: way for n, way in ways.items() if way in REDUCED}
+    found = local | Reducer(b, {}, o.over_replicas, None).merged(local, over, {})
+    made = b.build([found[n] for n in stage.results])
+    return program_of(f"results of stage {stage.index}", made, ins, stage.results, FORWARD)
+
+
+def is_whole(way: str) -> bool:
+    """Whether all replicas have the same of what is merged in a way."""
+    return way in REDUCED or way in ("GLOBAL_MEAN", "GLOBAL_SUM")
+
+
+def _stacked(*parts: jax.Array) -> jax.Array:
+    return jnp.stack(parts)
+
+
+@functools.cache
+def _collected(key: str) -> Callable[..., Any]:
+    return lambda *parts: merged(key, [parts])
+
+
+@functools.cache
+def _merged(way: str, name: str) -> Callable[..., Any]:
+    """What becomes of what several micro-batches made."""
+
+    def total(*parts: jax.Array) -> jax.Array:
+        x = parts[0]
+        small = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+        wide = [p.astype(jnp.float32) for p in parts] if small else list(parts)
+        return functools.reduce(jnp.add, wide)
+
+    def mean(*parts: jax.Array) -> jax.Array:
+        return (total(*parts) / len(parts)).astype(parts[0].dtype)
+
+    def added(*parts: jax.Array) -> jax.Array:
+        return total(*parts).astype(parts[0].dtype)
+
+    def largest(*parts: jax.Array) -> jax.Array:
+        return functools.reduce(jnp.maximum, parts)
+
+    def joined(*parts: jax.Array) -> jax.Array:
+        return jnp.concatenate(parts)
+
+    def last(*parts: jax.Array) -> jax.Array:
+        return parts[-1]
+
+    ways = {"mean": mean, "sum": added, "max": largest, "concat": joined, "same": last}
+    if way not in ways:
+        raise ConfigError(f"merge[{name!r}]={way!r}: it is made for each of several micro-batches; say 'concat'")
+    return ways[way]
+
+
+def check_state(merges: Mapping[str, str], params: Sequence[str], o: PipelineOptions) -> None:
+    """Refuse state that is added up: each micro-batch adds to what was there before the step."""
+    for n in params:
+        if merges.get(n) == "sum" and o.parts > 1:
+            raise ConfigError(
+                f"merge[{n!r}]='sum': every micro-batch makes it anew of what it was before the step; say 'mean' or "
+                "'max'"
+            )

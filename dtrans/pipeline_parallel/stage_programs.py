@@ -1,0 +1,357 @@
+"""The programs of a stage: forward, backward, and gradients of weights where these are made apart.
+
+    forward     parameters, batch, what comes from the stage before  ->  what goes on, results, residuals
+    backward    the same, residuals, cotangents of what goes on, sums of gradients  ->  cotangents, sums of gradients
+    weights     residuals of forward and backward, sums of gradients  ->  sums of gradients
+
+A stage is differentiated by itself (`jax.vjp`). What its derivative reads of the forward pass are the *residuals*. Of
+these, three kinds are not kept for each micro-batch: inputs of the stage are read again, numbers stand in the program,
+and what is made of parameters alone (a weight in another type) is made again. With `gradient_checkpoint` more is made
+again: all but what has a name that was asked for, and what was made of random numbers alone.
+
+Values go from a stage to the next one only. What a later stage reads (a skip connection) is carried through those in
+between, and its cotangent comes back the same way; each adds its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
+from dtrans.ir.array_fns import padded
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import needed, spread
+from dtrans.ir.program import BACKWARD, FORWARD, Program
+from dtrans.ir.pytree import TreeSpec
+from dtrans.ops import reduce_scatter_p
+from dtrans.pipeline_parallel.forward_pass import ForwardPass
+from dtrans.pipeline_parallel.options import AXIS, PipelineOptions
+from dtrans.pipeline_parallel.stage_vjp import Differentiated
+from dtrans.step.cut import GRAD
+from dtrans.zero.slices import Sliced
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagePrograms:
+    """What a stage does with a micro-batch.
+
+    Attributes:
+      index: of the stage.
+      forward, backward: its programs.
+      weights: makes the gradients of weights, where the backward program does not.
+      params: the leaves of the step that it reads.
+      leaves: those of them whose gradients it makes.
+      batch: the arrays of the batch that it reads.
+      receives, sends: the values from the stage before, and for the stage after.
+      results: the results of the step that it makes.
+      eqns: how many equations of the loss function are its own.
+    """
+
+    index: int
+    forward: Program
+    backward: Program
+    weights: Program | None
+    params: tuple[str, ...]
+    leaves: tuple[str, ...]
+    batch: tuple[str, ...]
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    results: tuple[str, ...]
+    eqns: int
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What is kept of each micro-batch from its forward to its backward: residuals, and what it received."""
+        here = {*self.forward.out_names, *self.receives}
+        read = [*self.backward.in_names, *(self.weights.in_names if self.weights else ())]
+        given = {*self.params, *self.batch}
+        return tuple(n for n in dict.fromkeys(read) if n in here and n not in given)
+
+
+def program_of(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], role: str) -> Program:
+    """A program whose inputs and outputs are known by name alone, as one dict each."""
+    inner = opened(jaxpr)
+    args, out = (
+        {n: v.aval for n, v in zip(of, vs, strict=True)} for of, vs in ((ins, inner.invars), (outs, inner.outvars))
+    )
+    spec, made = TreeSpec.of(args), TreeSpec.of(out)
+    by_name = dict(zip(ins, inner.invars, strict=True))
+    outs_by_name = dict(zip(outs, inner.outvars, strict=True))
+    ordered = closed(
+        inner.constvars,
+        constants(jaxpr),
+        [by_name[n] for n in spec.names],
+        [outs_by_name[n] for n in made.names],
+        inner.eqns,
+        jaxpr,
+    )
+    return Program(name, ordered, (spec,), made, (role,) * len(inner.eqns))
+
+
+class StageCutter:
+    """Cuts a forward pass into the programs of stages.
+
+    Args:
+      forward: what is cut.
+      stage_of: the stage of each of its equations; never before that of what it reads.
+      o: the options.
+      scatter: leaves of whose gradients each replica adds up a slice.
+    """
+
+    def __init__(
+        self, forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions, scatter: Mapping[str, Sliced]
+    ) -> None:
+        self.forward = forward
+        self.stage_of = stage_of
+        self.o = o
+        self.scatter = scatter
+        self.count = max(stage_of) + 1
+        eqns = forward.eqns
+        inner = forward.jaxpr.jaxpr
+        self.inputs = set(inner.invars)
+        self.consts = dict(zip(inner.constvars, constants(forward.jaxpr), strict=True))
+        made = {v: s for e, s in zip(eqns, stage_of, strict=True) for v in e.outvars}
+        # what depends on no micro-batch (a mask, a weight transposed) is made in each stage that reads it
+        self.dependent = spread(eqns, dict.fromkeys(forward.of_micro_batches, 1), {})
+        self.made_at = {v: s for v, s in made.items() if self.dependent.get(v)}
+        last: dict[Var, int] = {}
+        for e, s in zip(eqns, stage_of, strict=True):
+            if any(self.dependent.get(v) for v in e.outvars) or e.effects:
+                last |= {a: max(s, last.get(a, s)) for a in e.invars if isinstance(a, Var)}
+        self.last = last
+        self.crossing = [[v for v, s in self.made_at.items() if s <= k < last.get(v, -1)] for k in range(self.count)]
+        order = dict.fromkeys(v for vs in self.crossing for v in vs)
+        # names that no argument of the user's can have
+        self.names = {v: f"@value/{i}" for i, v in enumerate(order)}
+        self.active = spread(eqns, dict.fromkeys(forward.diff, 1), {})
+        self.loss_at = self.made_at.get(forward.loss, 0) if isinstance(forward.loss, Var) else 0
+        # which stage gives a result: the one that makes it, or the last for what no stage makes
+        self.results_of: list[list[str]] = [[] for _ in range(self.count)]
+        for n, a in forward.results.items():
+            self.results_of[self.made_at.get(a, self.count - 1) if isinstance(a, Var) else self.count - 1].append(n)
+
+    def differentiable(self, v: Atom) -> bool:
+        """Whether the loss's derivative may come through a value."""
+        return isinstance(v, Var) and bool(self.active.get(v)) and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+
+    def stages(self) -> tuple[StagePrograms, ...]:
+        """The programs of all stages."""
+        return tuple(self._stage(s) for s in range(self.count))
+
+    def _stage(self, s: int) -> StagePrograms:
+        f = self.forward
+        received = self.crossing[s - 1] if s else []
+        sent = self.crossing[s]
+        results = self.results_of[s]
+        own = [i for i, at in enumerate(self.stage_of) if at == s]
+        outs = [v for v in sent if self.made_at[v] == s]
+        result_atoms = [f.results[n] for n in results]
+        wanted = [*outs, *result_atoms]
+        if self.loss_at == s:
+            wanted.append(f.loss)
+        body, reads, heard = self._body(own, received, wanted)
+        diff = [v for v in reads if v in f.diff]
+        backs = [v for v in received if self.differentiable(v)]  # whose cotangents go back
+        fronts = [v for v in sent if self.differentiable(v)]  # whose cotangents come
+        given = {v: f.given[v] for v in reads}
+        step_names = f.inputs_of([*given.values()])
+        types = f.step.program.inputs
+        params = tuple(n for n in step_names if n in f.step.params)
+        batch = tuple(n for n in step_names if n in f.step.batch)
+
+        ins = [*params, *batch, *(self.names[v] for v in received)]
+        ahead = [v for v in fronts if self.made_at[v] == s]
+        through = [v for v in fronts if self.made_at[v] != s]
+        has_loss = self.loss_at == s and self.differentiable(f.loss)
+        vjp = Differentiated(
+            self._prelude([*params, *batch], list(given.values())),
+            body,
+            reads,
+            received,
+            heard,
+            [*diff, *(v for v in backs if v in heard)],
+            [*ahead, *([f.loss] if has_loss else [])],
+            [*outs, *result_atoms],
+            [*(types[n] for n in (*params, *batch)), *(v.aval for v in received)],
+            len(params),
+            self._checkpoints(s),
+        )
+        leaves = tuple(f.diff[v] for v in diff)
+        out_names = [*(self.names[v] for v in outs), *results]
+        residuals = vjp.named(out_names, ins)
+        named = dict(zip([*out_names, *residuals], opened(vjp.forward).outvars, strict=True))
+        forward = program_of(f"forward of stage {s}", vjp.gives(list(named.values())), ins, list(named), FORWARD)
+        cts = [self.names[v] + GRAD for v in ahead]
+        backward_jaxpr = self._backward(vjp, has_loss, ahead, through, backs, heard, leaves)
+        names_in = [*ins, *residuals, *cts, *(self.names[v] + GRAD for v in through), *(n + GRAD for n in leaves)]
+        names_out = [*(self.names[v] + GRAD for v in backs), *(n + GRAD for n in leaves)]
+        backward, weights = self._programs(s, backward_jaxpr, names_in, names_out, len(backs))
+        return StagePrograms(
+            s,
+            forward,
+            backward,
+            weights,
+            params,
+            leaves,
+            batch,
+            tuple(self.names[v] for v in received),
+            tuple(self.names[v] for v in sent),
+            tuple(results),
+            len(own),
+        )
+
+    def _body(
+        self, own: Sequence[int], received: Sequence[Var], wanted: Sequence[Atom]
+    ) -> tuple[ClosedJaxpr, list[Var], list[Var]]:
+        """The equations of a stage, as a function of inputs of the forward pass and of what it was sent."""
+        f, inner = self.forward, self.forward.jaxpr.jaxpr
+        mine = set(own)
+        effects = [a for i in own if f.eqns[i].effects for a in f.eqns[i].invars]
+        stop = set(received)
+        kept, leaves = needed(f.eqns, [*wanted, *effects], stop)
+        kept = sorted({*kept, *(i for i in own if f.eqns[i].effects)})
+        for i in kept:
+            assert i in mine or not any(self.dependent.get(v) for v in f.eqns[i].outvars), f.eqns[i]
+        eqns = [f.eqns[i] for i in kept]
+        used = leaves | {a for e in eqns for a in e.invars if isinstance(a, Var)}
+        used |= {a for a in wanted if isinstance(a, Var)}
+        reads = [v for v in inner.invars if v in used]
+        constvars = [v for v in self.consts if v in used]
+        heard = [v for v in received if v in used]
+        body = closed(constvars, [self.consts[v] for v in constvars], [*reads, *heard], wanted, eqns, f.jaxpr)
+        return body, reads, heard
+
+    def _prelude(self, names: Sequence[str], wanted: Sequence[Atom]) -> ClosedJaxpr:
+        """What a stage makes of the step's inputs before it begins."""
+        f = self.forward
+        source = f.step.program
+        vars_of = dict(zip(source.in_names, source.jaxpr.jaxpr.invars, strict=True))
+        b = Builder(f.prelude)
+        inputs: dict[Var, Atom] = {vars_of[n]: b.input(vars_of[n].aval) for n in names}
+        return b.build(f.before(b, wanted, inputs))
+
+    def _backward(
+        self,
+        vjp: Differentiated,
+        has_loss: bool,
+        ahead: Sequence[Var],
+        through: Sequence[Var],
+        backs: Sequence[Var],
+        heard: Sequence[Var],
+        leaves: Sequence[str],
+    ) -> ClosedJaxpr:
+        """Cotangents through a stage: of what it was given, and added to the gradients so far."""
+        b = Builder(vjp.backward)
+        stage_ins = [b.input(t) for t in vjp.in_types]
+        saved = [b.input(a.aval) for a in vjp.kept]
+        cts: list[Atom] = [b.input(v.aval) for v in ahead]
+        passing = {v: b.input(v.aval) for v in through}
+        sums = [b.input(self._sum_type(n)) for n in leaves]
+        if has_loss:
+            loss = self.forward.loss
+            cts += [Literal(loss.aval.dtype.type(1), loss.aval.update(weak_type=False))]
+        b.role = BACKWARD
+        made = vjp.write_backward(b, stage_ins, saved, cts)
+        grads, back = made[: len(leaves)], dict(zip([v for v in backs if v in heard], made[len(leaves) :], strict=True))
+        outs: list[Atom] = []
+        for v in backs:
+            if v in passing and v in back:
+                outs += b.call(_added, passing[v], back[v])
+            else:
+                outs.append(back[v] if v in back else passing[v])
+        grads = self._scattered(b, dict(zip(leaves, grads, strict=True)))
+        outs += [b.call(_added, acc, g)[0] for acc, g in zip(sums, grads, strict=True)]
+        return b.build(outs)
+
+    def _sum_type(self, leaf: str) -> Any:
+        """The type of the sum of a leaf's gradients."""
+        wide = _wide(self.forward.step.program.inputs[leaf])
+        return self.scatter[leaf].of_rank(wide) if leaf in self.scatter else wide
+
+    def _scattered(self, b: Builder, grads: Mapping[str, Atom]) -> list[Atom]:
+        """Write gradients of which each replica adds up a slice, as those slices; by type and dimension."""
+        found = dict(grads)
+        kinds: dict[Any, list[str]] = {}
+        for n in grads:
+            if n in self.scatter:
+                kinds.setdefault((grads[n].aval.dtype, self.scatter[n].axis), []).append(n)
+        for i, ((_, axis), names) in enumerate(kinds.items()):
+            parts = [b.call(padded(axis, self.scatter[n].padded), grads[n])[0] for n in names]
+            made = b.bind(reduce_scatter_p, *parts, name=f"bucket/{i}", over=(AXIS,), size=self.o.replicas, axis=axis)
+            found |= zip(names, made, strict=True)
+        return list(found.values())
+
+    def _checkpoints(self, s: int) -> Collection[str] | None:
+        """The names of what a stage keeps beside what it was sent; None where it keeps all that its backward reads."""
+        names, end = self.o.gradient_checkpoint, self.o.end_taskgraph
+        if not names or (end >= 0 and s > end):
+            return None
+        return () if isinstance(names, str) else names
+
+    def _programs(
+        self, s: int, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], cotangents: int
+    ) -> tuple[Program, Program | None]:
+        """Backward in one program; or in two, of which the first makes cotangents and the second gradients."""
+        inner = opened(jaxpr)
+        if not self.o.splits_backward:
+            return _live(f"backward of stage {s}", jaxpr, ins, outs), None
+        first, _ = needed(inner.eqns, inner.outvars[:cotangents])
+        second, _ = needed(inner.eqns, inner.outvars[cotangents:], {v for i in first for v in inner.eqns[i].outvars})
+        made = {v for i in first for v in inner.eqns[i].outvars}
+        read = dict.fromkeys(a for i in second for a in inner.eqns[i].invars if isinstance(a, Var) and a in made)
+        read |= dict.fromkeys(a for a in inner.outvars[cotangents:] if isinstance(a, Var) and a in made)
+        between = [v for v in read if not _is_made_of_nothing(v, inner.eqns)]
+        names = [f"@between/{i}" for i in range(len(between))]
+        take: Callable[[Sequence[int]], list[JaxprEqn]] = lambda which: [inner.eqns[i] for i in which]
+        values = constants(jaxpr)
+        one = closed(inner.constvars, values, inner.invars, [*inner.outvars[:cotangents], *between], take(first), jaxpr)
+        extra = needed(inner.eqns, inner.outvars[cotangents:], {*between})[0]
+        two = closed(inner.constvars, values, [*inner.invars, *between], inner.outvars[cotangents:], take(extra), jaxpr)
+        return (
+            _live(f"backward of stage {s}", one, ins, [*outs[:cotangents], *names]),
+            _live(f"weights of stage {s}", two, [*ins, *names], outs[cotangents:]),
+        )
+
+
+def _is_made_of_nothing(var: Var, eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether a value is a constant, which is sooner made again than kept."""
+    return not needed(eqns, [var])[1]
+
+
+def _live(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> Program:
+    """A backward program, without the equations and inputs that nothing needs."""
+    inner = opened(jaxpr)
+    kept, leaves = needed(inner.eqns, inner.outvars)
+    used = leaves | {a for a in inner.outvars if isinstance(a, Var)}
+    here = [(n, v) for n, v in zip(ins, inner.invars, strict=True) if v in used]
+    consts = [(v, c) for v, c in zip(inner.constvars, constants(jaxpr), strict=True) if v in used]
+    live = closed(
+        [v for v, _ in consts],
+        [c for _, c in consts],
+        [v for _, v in here],
+        inner.outvars,
+        [inner.eqns[i] for i in kept],
+        jaxpr,
+    )
+    return program_of(name, live, [n for n, _ in here], outs, BACKWARD)
+
+
+def _wide(t: Any) -> Any:
+    """The type in which gradients are added up: 16 bits may be too few for a sum."""
+    small = jnp.issubdtype(t.dtype, jnp.floating) and jnp.finfo(t.dtype).bits < 32
+    return jax.core.ShapedArray(t.shape, jnp.float32 if small else t.dtype)
+
+
+def _added(x: jax.Array, y: jax.Array) -> jax.Array:
+    return x + y.astype(x.dtype)
+
+
+def sums_of(programs: Sequence[StagePrograms]) -> dict[str, Any]:
+    """The types of the sums of gradients, by leaf."""
+    made = [(p.weights or p.backward) for p in programs]
+    return {n: made[p.index].outputs[n + GRAD] for p in programs for n in p.leaves}

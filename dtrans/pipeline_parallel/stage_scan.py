@@ -1,0 +1,374 @@
+"""Layers that are one loop: a scan over a stack of parameters, cut into a loop for each stage.
+
+    before planning   each turn of a loop is a loop of one turn, which the planner takes for a layer
+    after             the turns of a stage are one loop again, over its rows of the stack
+
+Each stage then holds its rows of the stack alone, under a name of their own (`params/w.block1`), with its rows of the
+optimizer's state: the update is written for blocks of rows, as for parameter servers (`dtrans.slicing.server_update`).
+Where the optimizer does not let a leaf be cut (Muon), all stages read it whole, from the stage that holds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, closed, constants, scan_counts
+from dtrans.ir.builder import Builder
+from dtrans.ir.program import FORWARD, Program
+from dtrans.ir.pytree import TreeSpec
+from dtrans.pipeline_parallel.forward_pass import ForwardPass
+from dtrans.rows.analysis import RowAnalysis, analyse
+from dtrans.rows.writer import Span
+from dtrans.slicing.blocks import Block, Placement, Unit
+from dtrans.slicing.server_update import Slicer
+from dtrans.step.cut import GRAD, Cut, OptimizeHalf
+
+
+Turns = tuple[tuple[int, ...], ...]  # of each loop that is cut, where its parts begin, and where the last ends
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A run of rows of a leaf, or of what goes with it in the optimizer's state, as a parameter of its own.
+
+    Attributes:
+      name: its name.
+      axis: the dimension of the rows.
+      start, stop: which they are.
+    """
+
+    name: str
+    axis: int
+    start: int
+    stop: int
+
+
+# -- loops -----------------------------------------------------------------------------------------
+
+
+def loops_of(forward: ForwardPass) -> list[int]:
+    """The positions of loops that can be cut: forward scans over a stack that the loss is differentiated by."""
+    found = []
+    for i, eqn in enumerate(forward.eqns):
+        if eqn.primitive.name == "scan" and not eqn.params["reverse"] and eqn.params["length"] > 1:
+            xs = eqn.invars[sum(scan_counts(eqn)) :]
+            if any(isinstance(a, Var) and a in forward.diff for a in xs):
+                found.append(i)
+    return found
+
+
+def single_turns(forward: ForwardPass) -> Turns:
+    """Every turn of every loop by itself."""
+    return tuple(tuple(range(forward.eqns[i].params["length"] + 1)) for i in loops_of(forward))
+
+
+def turned(forward: ForwardPass, turns: Turns) -> tuple[ForwardPass, list[tuple[int, int]]]:
+    """The forward pass with its loops in parts.
+
+    Returns:
+      It, and for each of its equations the equation that it was, and the number of the part (0 for others).
+    """
+    if not turns:
+        return forward, [(i, 0) for i in range(len(forward.eqns))]
+    parts = dict(zip(loops_of(forward), turns, strict=True))
+    b = Builder(forward.jaxpr)
+    b.invars += forward.jaxpr.jaxpr.invars
+    origin: list[tuple[int, int]] = []
+    for i, eqn in enumerate(forward.eqns):
+        if i not in parts or len(parts[i]) == 2:  # all of it in one
+            b.keep(eqn)
+            origin.append((i, 0))
+            continue
+        for part in _parts(b, eqn, parts[i]):
+            origin += [(i, part)] * (len(b.eqns) - len(origin))
+    jaxpr = b.build(forward.jaxpr.jaxpr.outvars)
+    return dataclasses.replace(forward, jaxpr=jaxpr), origin
+
+
+def _parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Any:
+    """Write a loop in parts; gives the number of each part once it is written."""
+    first, carried = scan_counts(eqn)
+    carry = eqn.invars[first : first + carried]
+    xs = eqn.invars[first + carried :]
+    stacked: list[list[Atom]] = []
+    last = len(bounds) - 2
+    for k, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        mine = [b.part(x, 0, start, stop) for x in xs]
+        outs = [
+            *(v.aval for v in eqn.outvars[:carried]),
+            *(v.aval.update(shape=(stop - start, *v.aval.shape[1:])) for v in eqn.outvars[carried:]),
+        ]
+        made = b.copy(eqn, [*eqn.invars[:first], *carry, *mine], outs, length=stop - start)
+        carry = list(made[:carried])
+        stacked.append(list(made[carried:]))
+        if k == last:  # what reads the loop reads its last part
+            b.eqns[-1] = b.eqns[-1].replace(outvars=[*eqn.outvars[:carried], *made[carried:]])
+            for v, rows in zip(eqn.outvars[carried:], zip(*stacked, strict=True), strict=True):
+                b.call(joined(0), *rows)
+                b.eqns[-1] = b.eqns[-1].replace(outvars=[v])
+        yield k
+
+
+def merged_turns(forward: ForwardPass, origin: Sequence[tuple[int, int]], stage_of: Sequence[int]) -> Turns:
+    """Loops in parts of one stage each, as turns by themselves were planned.
+
+    Args:
+      forward: with the loops whole.
+      origin, stage_of: of the equations where each turn is a loop by itself.
+    """
+    found = []
+    for i in loops_of(forward):
+        at: dict[int, int] = {}
+        for (j, part), s in zip(origin, stage_of, strict=True):
+            if j == i:
+                at[part] = max(s, at.get(part, s))
+        turns = [at[k] for k in sorted(at)]
+        cuts = [k for k in range(1, len(turns)) if turns[k] != turns[k - 1]]
+        found.append((0, *cuts, len(turns)))
+    return tuple(found)
+
+
+def stages_of_parts(
+    turns: Turns,
+    forward: ForwardPass,
+    parts_origin: Sequence[tuple[int, int]],
+    origin: Sequence[tuple[int, int]],
+    stage_of: Sequence[int],
+) -> tuple[int, ...]:
+    """The stage of each equation where the turns of a stage are one loop, from those where each is by itself."""
+    known: dict[tuple[int, int], int] = {}
+    for key, s in zip(origin, stage_of, strict=True):
+        known[key] = max(s, known.get(key, s))
+    bounds = dict(zip(loops_of(forward), turns, strict=True))
+    return tuple(known[i, bounds[i][part] if i in bounds else 0] for i, part in parts_origin)
+
+
+# -- rows of stacks --------------------------------------------------------------------------------
+
+
+def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[Rows, ...]]:
+    """Which leaves stages hold rows of: stacks of which each stage reads its own rows, and nothing else."""
+    step = forward.step
+    outs = {a for a in forward.jaxpr.jaxpr.outvars if isinstance(a, Var)}
+    direct = {a for a in forward.prelude.jaxpr.outvars if isinstance(a, Var)}
+    names = dict(zip(step.program.jaxpr.jaxpr.invars, step.program.in_names, strict=True))
+    read = {a for e in forward.prelude.jaxpr.eqns for a in e.invars if isinstance(a, Var)}
+    analysis: RowAnalysis | None = None
+    found: dict[str, tuple[Rows, ...]] = {}
+    for v, leaf in forward.diff.items():
+        source = forward.given[v]
+        uses = [(e, s) for e, s in zip(forward.eqns, stage_of, strict=True) if v in e.invars]
+        runs = {_run(e): s for e, s in uses}
+        if None in runs or len({*runs.values()}) < 2 or v in outs or leaf not in step.optimized:
+            continue
+        if not isinstance(source, Var) or names.get(source) != leaf or source in read or source not in direct:
+            continue
+        if sum(a is source for a in forward.given.values()) > 1:
+            continue
+        ordered = sorted(r for r in runs if r is not None)
+        ends = [0, *(stop for _, stop in ordered)]
+        if [start for start, _ in ordered] != ends[:-1] or ends[-1] != v.aval.shape[0]:
+            continue
+        analysis = analysis or analyse(step.optimize, step.params)
+        if leaf in analysis.groups:
+            continue
+        found[leaf] = tuple(Rows(f"{leaf}.block{k}", 0, a, b) for k, (a, b) in enumerate(ordered))
+    return found
+
+
+def _run(eqn: JaxprEqn) -> tuple[int, int] | None:
+    """The rows that an equation takes of its operand; None for what is no run of rows."""
+    if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
+        return None
+    starts, stops, shape = eqn.params["start_indices"], eqn.params["limit_indices"], eqn.invars[0].aval.shape
+    whole = all(a == 0 and z == n for a, z, n in zip(starts[1:], stops[1:], shape[1:], strict=True))
+    return (starts[0], stops[0]) if whole else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """A forward pass with rows of stacks as parameters of their own.
+
+    Attributes:
+      forward: it; its step too has them.
+      rows: by the name of what they are rows of, parameters and the optimizer's state.
+    """
+
+    forward: ForwardPass
+    rows: Mapping[str, tuple[Rows, ...]]
+
+
+def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[Rows, ...]]) -> Taken:
+    """The same forward pass and step, on rows of stacks in the place of these."""
+    if not rows:
+        return Taken(forward, {})
+    half, state = _half_of_blocks(forward.step, rows)
+    every = {**rows, **state}
+    step = _step(forward.step, every, half)
+    vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
+    by_leaf = {leaf: v for v, leaf in forward.diff.items()}
+    env: dict[tuple[Var, tuple[int, int]], Var] = {}
+    diff, given = dict(forward.diff), dict(forward.given)
+    for leaf, runs in rows.items():
+        v = by_leaf[leaf]
+        del diff[v], given[v]
+        for r in runs:
+            own = Var(v.aval.update(shape=(r.stop - r.start, *v.aval.shape[1:])))
+            env[v, (r.start, r.stop)] = own
+            diff[own], given[own] = r.name, vars_of[r.name]
+    eqns: list[JaxprEqn] = []
+    renamed: dict[Atom, Var] = {}
+    for eqn in forward.eqns:
+        run = _run(eqn)
+        operand = eqn.invars[0] if eqn.invars else None
+        if run is not None and isinstance(operand, Var) and (operand, run) in env:
+            renamed[eqn.outvars[0]] = env[operand, run]
+        else:
+            read = [renamed.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
+            eqns.append(eqn.replace(invars=read))
+    inner = forward.jaxpr.jaxpr
+    jaxpr = closed(inner.constvars, constants(forward.jaxpr), list(given), inner.outvars, eqns, forward.jaxpr)
+    p = forward.prelude.jaxpr
+    outs = [a for a in given.values() if isinstance(a, Var)]
+    prelude = closed(
+        p.constvars, constants(forward.prelude), step.program.jaxpr.jaxpr.invars, outs, p.eqns, forward.prelude
+    )
+    return Taken(dataclasses.replace(forward, step=step, jaxpr=jaxpr, diff=diff, given=given, prelude=prelude), every)
+
+
+def stages_without(
+    forward: ForwardPass, rows: Mapping[str, tuple[Rows, ...]], stage_of: Sequence[int]
+) -> tuple[int, ...]:
+    """The stage of each equation that `taken_apart` leaves."""
+    by_leaf = {leaf: v for v, leaf in forward.diff.items() if leaf in rows}
+    gone = {(by_leaf[leaf], (r.start, r.stop)) for leaf, runs in rows.items() for r in runs}
+    left = [not (e.invars and (e.invars[0], _run(e)) in gone) if _is_run(e) else True for e in forward.eqns]
+    return tuple(s for s, keep in zip(stage_of, left, strict=True) if keep)
+
+
+def _is_run(eqn: JaxprEqn) -> bool:
+    return bool(eqn.invars) and isinstance(eqn.invars[0], Var) and _run(eqn) is not None
+
+
+def _half_of_blocks(
+    step: Cut, rows: Mapping[str, tuple[Rows, ...]]
+) -> tuple[OptimizeHalf, dict[str, tuple[Rows, ...]]]:
+    """The optimize half on rows, and what of the optimizer's state goes with them.
+
+    It is what a parameter server does that has all blocks.
+    """
+    analysis = analyse(step.optimize, step.params)
+    types = step.program.inputs
+    blocks: dict[str, tuple[Block, ...]] = {}
+    for n in step.optimized:
+        t = types[n]
+        if n in rows:
+            blocks[n] = tuple(
+                Block(n, k, len(rows[n]), Span(r.start, r.stop), (r.stop - r.start, *t.shape[1:]), t.dtype, "here")
+                for k, r in enumerate(rows[n])
+            )
+        else:
+            blocks[n] = (Block(n, 0, 1, Span(0, t.shape[0]) if t.ndim else None, t.shape, t.dtype, "here"),)
+    units: list[Unit] = []
+    for n in step.optimized:
+        group = analysis.groups.get(n)
+        if group is None:
+            units += [Unit((b,)) for b in blocks[n]]
+        elif group.leaves[0] == n:
+            units.append(Unit(tuple(blocks[m][0] for m in group.leaves)))
+    placement = Placement(("here",), blocks, {"here": tuple(units)}, {}, tuple(step.optimized))
+    work = Slicer(analysis, placement, 1).work("here")
+    state: dict[str, list[Rows]] = {}
+    for name, h in work.held.items():
+        if h.of in step.opt_state and h.span is not None:
+            state.setdefault(h.of, []).append(Rows(name, h.axis, h.span.start, h.span.stop))
+    b = Builder(step.optimize.jaxpr)
+    # no block reads new state: its name stands for the state before the step
+    held = {n: b.input(h.cut(types[h.of])) for n, h in work.held.items()}
+    values: dict[str, Atom] = dict(held)
+    name_of = {v: n for n, v in held.items()}
+    new: dict[str, Atom] = {}
+    of_rows = {f"{n}{GRAD}.block{k}": r.name + GRAD for n, runs in rows.items() for k, r in enumerate(runs)}
+    for block in work.blocks:
+        for n, v in zip(block.in_names, block.jaxpr.jaxpr.invars, strict=True):
+            if n not in values:
+                values[n] = b.input(v.aval)
+                name_of[b.invars[-1]] = of_rows.get(n, n)
+        made = b.inline(block.jaxpr, *(values[n] for n in block.in_names))
+        new |= {n: a for n, a in zip(block.out_names, made, strict=True) if n in held}
+        values |= {n: a for n, a in zip(block.out_names, made, strict=True) if n not in held}
+    half = OptimizeHalf(b.build(list(new.values())), tuple(name_of[v] for v in b.invars), tuple(new))
+    return half, {n: tuple(sorted(rs, key=lambda r: r.start)) for n, rs in state.items()}
+
+
+def _step(step: Cut, rows: Mapping[str, tuple[Rows, ...]], half: OptimizeHalf) -> Cut:
+    """The step with rows as arrays of its state."""
+    source = step.program
+    inner = source.jaxpr.jaxpr
+    vars_of = dict(zip(source.in_names, inner.invars, strict=True))
+    outs = dict(zip(source.out_names, inner.outvars, strict=True))
+    named: Callable[[str], list[str]] = lambda n: [r.name for r in rows[n]] if n in rows else [n]
+    b = Builder(source.jaxpr)
+    b.role = FORWARD
+    specs = []
+    given: dict[str, Var] = {}
+    for names in (step.params, step.opt_state):
+        types: dict[str, Any] = {}
+        for n in names:
+            t = vars_of[n].aval
+            for r in rows.get(n, ()):
+                types[r.name] = t.update(shape=(*t.shape[: r.axis], r.stop - r.start, *t.shape[r.axis + 1 :]))
+            if n not in rows:
+                types[n] = t
+        specs.append(TreeSpec.of(types))
+        for n in specs[-1].names:
+            given[n] = vars_of[n] if n in vars_of else Var(types[n])
+            b.invars.append(given[n])
+    b.invars += [vars_of[n] for n in step.batch]
+    for n, parts in rows.items():
+        b.call(joined(parts[0].axis), *(given[r.name] for r in parts))
+        b.eqns[-1] = b.eqns[-1].replace(outvars=[vars_of[n]])  # the step's equations read it under this name
+    for eqn, role in zip(inner.eqns, source.roles, strict=True):
+        b.role = role
+        b.keep(eqn)
+    new: dict[str, Atom] = {n: a for n, a in outs.items() if n not in rows}
+    for n, parts in rows.items():
+        out = outs[n]
+        assert not isinstance(out, Literal), n
+        new |= {r.name: b.part(out, r.axis, r.start, r.stop) for r in parts}
+    results = TreeSpec.of({n: source.outputs[n] for n in step.results})
+    every = [*specs, results]
+    out_spec = TreeSpec(
+        jax.tree_util.treedef_tuple([s.treedef for s in every]), tuple(leaf for s in every for leaf in s.leaves)
+    )
+    program = Program(
+        source.name,
+        b.build([new[n] for n in out_spec.names]),
+        (*specs, *source.args[2:]),
+        out_spec,
+        tuple(b.roles),
+    )
+    flat: Callable[[Sequence[str]], tuple[str, ...]] = lambda names: tuple(m for n in names for m in named(n))
+    return dataclasses.replace(
+        step,
+        program=program,
+        params=specs[0].names,
+        opt_state=specs[1].names,
+        gradients={m: a for n, a in step.gradients.items() for m in named(n)},
+        optimized=flat(step.optimized),
+        held=flat(step.held),
+        optimize=half,
+    )
+
+
+@functools.cache
+def joined(axis: int) -> Callable[..., jax.Array]:
+    """Arrays one behind the other."""
+    return lambda *parts: jnp.concatenate(parts, axis)

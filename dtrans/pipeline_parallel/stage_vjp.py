@@ -1,0 +1,171 @@
+"""A stage's equations, differentiated: what its forward pass keeps, and the backward pass that reads it.
+
+`jax.vjp` is taken of the stage by itself, and what its derivative reads of the forward pass (the *residuals*) is looked
+at one by one. Inputs of the stage are read again, numbers stand in the program, what is made of parameters alone (a
+weight in another type) is made again. With checkpoints all is made again but what has a name that was asked for, what
+was made of random numbers alone (so that a mask is not drawn twice), what has an effect, and what comes from other
+replicas.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    closed,
+    constants,
+    evaluate,
+    opened,
+    small_jaxpr,
+)
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import needed, spread
+from dtrans.ir.inline import inline_calls
+from dtrans.ir.program import is_communication
+
+
+class Differentiated:
+    """The forward and the backward of a stage's equations.
+
+    Attributes:
+      forward: (inputs of the step, received) -> (outputs, what is kept).
+      backward: (what the derivative reads, cotangents) -> cotangents of `wrt`.
+      kept: the outputs of `forward` that are residuals.
+    """
+
+    def __init__(
+        self,
+        prelude: ClosedJaxpr,
+        body: ClosedJaxpr,
+        reads: Sequence[Var],
+        received: Sequence[Var],
+        heard: Sequence[Var],
+        wrt: Sequence[Var],
+        ahead: Sequence[Atom],
+        outs: Sequence[Atom],
+        in_types: Sequence[Any],
+        n_params: int,
+        checkpoints: Collection[str] | None,
+    ) -> None:
+        self.in_types = in_types
+        names = [*reads, *heard]
+        places: dict[Atom, int] = {a: i for i, a in enumerate(opened(body).outvars) if isinstance(a, Var)}
+        n_step = len(in_types) - len(received)
+        structure: list[Any] = []
+
+        def forward(*args: Any) -> list[Any]:
+            values = dict(zip([*reads, *received], [*evaluate(prelude, *args[:n_step]), *args[n_step:]], strict=True))
+
+            def function(*of: Any) -> tuple[list[Any], list[Any]]:
+                made = evaluate(body, *({**values, **dict(zip(wrt, of, strict=True))}[v] for v in names))
+                return [made[places[a]] for a in ahead], made[: len(outs)]
+
+            _, vjp, made = jax.vjp(function, *(values[v] for v in wrt), has_aux=True)
+            leaves, tree = jax.tree.flatten(vjp)
+            structure.append(tree)
+            return [*made, *leaves]
+
+        traced = inline_calls(small_jaxpr(forward, in_types))
+        inner = opened(traced)
+        count = len(outs)
+        leaves = inner.outvars[count:]
+        cheap = spread(inner.eqns, dict.fromkeys(inner.invars[n_params:], 1), {})
+        at: set[Atom] = {*inner.invars}
+        self._source = traced
+        self._residuals: list[Atom] = list(leaves)
+        made = [a for a in leaves if isinstance(a, Var) and a not in at]
+        # what has an effect is not carried out again
+        seen = spread(inner.eqns, {v: 1 for e in inner.eqns if e.effects for v in e.outvars}, {})
+        self._again = {a for a in made if not cheap.get(a) and not seen.get(a)}
+        self.kept: list[Var] = list(dict.fromkeys(a for a in made if a not in self._again))
+        if checkpoints is not None:
+            self.kept = _barriers(inner, self.kept, at, checkpoints)
+            self._again = {a for a in made if a not in self.kept}
+        outvars = [*inner.outvars[:count], *self.kept]
+        live, _ = needed(inner.eqns, [*outvars, *(a for e in inner.eqns if e.effects for a in e.invars)])
+        live = sorted({*live, *(i for i, e in enumerate(inner.eqns) if e.effects)})
+        self.forward = closed(
+            inner.constvars, constants(traced), inner.invars, outvars, [inner.eqns[i] for i in live], traced
+        )
+        tree = structure[-1]
+
+        def backward(*args: Any) -> Any:
+            return tree.unflatten(args[: len(leaves)])(list(args[len(leaves) :]))
+
+        types = [a.aval for a in leaves] + [a.aval.update(weak_type=False) for a in ahead]
+        self.backward = inline_calls(small_jaxpr(backward, types))
+
+    def named(self, outs: Sequence[str], ins: Collection[str]) -> list[str]:
+        """The names of what is kept: those of outputs that are the same, others are numbered.
+
+        A parameter that is made anew has the name of what it was before, which an input has already.
+        """
+        of: dict[Atom, str] = {}
+        for n, a in zip(outs, opened(self.forward).outvars, strict=False):
+            if isinstance(a, Var) and n not in ins:
+                of.setdefault(a, n)
+        numbers = itertools.count()
+        return [of[v] if v in of else f"@residual/{next(numbers)}" for v in self.kept]
+
+    def gives(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
+        """The forward pass with these outputs."""
+        inner = opened(self.forward)
+        return closed(inner.constvars, constants(self.forward), inner.invars, outvars, inner.eqns, self.forward)
+
+    def write_backward(
+        self, b: Builder, inputs: Sequence[Atom], saved: Sequence[Atom], cotangents: Sequence[Atom]
+    ) -> list[Atom]:
+        """Write the backward pass, on the stage's inputs, what was kept, and cotangents."""
+        inner = opened(self._source)
+        env: dict[Var, Atom] = dict(zip(inner.invars, inputs, strict=True))
+        env |= {v: b.constant(c) for v, c in zip(inner.constvars, constants(self._source), strict=True)}
+        env |= dict(zip(self.kept, saved, strict=True))
+        read = lambda a: a if isinstance(a, Literal) else env[a]
+        for i in needed(inner.eqns, self._again, self.kept)[0]:
+            eqn = inner.eqns[i]
+            env.update(zip(eqn.outvars, b.copy(eqn, [read(a) for a in eqn.invars]), strict=True))
+        return b.inline(self.backward, *(read(a) for a in self._residuals), *cotangents)
+
+
+def _barriers(inner: Jaxpr, wanted: Sequence[Var], given: Collection[Atom], names: Collection[str]) -> list[Var]:
+    """What must be kept so that `wanted` can be made again from what is given, and what has one of these names.
+
+    It is what was made of random numbers alone, what has an effect, and what comes from other replicas.
+    """
+    made_by = {v: e for e in inner.eqns for v in e.outvars}
+    drawn, other = 1, 2
+    keys = [v for v in inner.invars if not jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
+    seeds = {v: drawn for e in inner.eqns if _draws(e) for v in e.outvars}
+    of = spread(inner.eqns, dict.fromkeys(keys, other), seeds)
+    found: dict[Var, None] = {}
+    seen: set[Atom] = set()
+    stack: list[Atom] = list(wanted)
+    while stack:
+        v = stack.pop()
+        if not isinstance(v, Var) or v in seen or v in given or v not in made_by:
+            continue
+        seen.add(v)
+        eqn = made_by[v]
+        named = eqn.primitive.name == "name" and eqn.params["name"] in names
+        if named or of.get(v) == drawn or is_communication(eqn) or eqn.effects:
+            found[v] = None
+        else:
+            stack += eqn.invars
+    return list(found)
+
+
+def _draws(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes random numbers of a key."""
+    name = eqn.primitive.name
+    return name.startswith(("random_bits", "threefry2x32", "rng_"))

@@ -1,0 +1,72 @@
+"""What a device does at a time: a task of a schedule, and when it ran."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple, TypeAlias
+
+
+Costs: TypeAlias = float | Sequence[float]
+"""What a task costs, in any unit of time: the same for all model stages, or one number for each."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Task:
+    """One task, `F3@1`: of micro-batch 3 at model stage 1.
+
+    Attributes:
+      kind: "F", "B" or "W".
+      stage: the model stage, counted over all chunks: 0 .. num_stages * chunks - 1.
+      micro: the micro-batch.
+    """
+
+    kind: str
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro}@{self.stage}"
+
+
+class TimedTask(NamedTuple):
+    """A task with the times at which its device begins and ends it."""
+
+    task: Task
+    device: int
+    start: float
+    end: float
+
+
+class Play(tuple[TimedTask, ...]):
+    """Timed tasks, in any unit of time: what `Schedule.play` returns. Measured ones can be asked the same.
+
+    Example:
+      >>> from dtrans.pipeline_parallel.task import Task
+      >>> ran = Play([TimedTask(Task("F", 0, 0), 0, 10.0, 10.5), TimedTask(Task("F", 1, 0), 1, 10.5, 11.0)])
+      >>> ran.makespan, ran.bubble
+      (1.0, 0.5)
+    """
+
+    __slots__ = ()
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are: the last that has a task, and those before it."""
+        return max((t.device for t in self), default=-1) + 1
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end; an int where times are."""
+        return max(t.end for t in self) - min(t.start for t in self) if self else 0
+
+    @property
+    def bubble(self) -> Fraction | float:
+        """The idle share of devices: 1 - busy / (devices x makespan). Exact of ints; 0 if no time goes by."""
+        busy, available = sum(t.end - t.start for t in self), self.num_devices * self.makespan
+        if not available:
+            return Fraction(0)
+        if isinstance(busy, int) and isinstance(available, int):
+            return 1 - Fraction(busy, available)
+        return 1 - busy / available

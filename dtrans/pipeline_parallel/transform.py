@@ -1,0 +1,406 @@
+"""pipeline: one training step becomes the programs of stages, and a schedule for them.
+
+capture    the loss function, before it is differentiated               dtrans.step.capture
+lay out    what every micro-batch goes through, as one list              forward_pass
+plan       which equation is of which stage                              stages
+cut        forward, backward (and weights) of each stage                 stage_programs
+schedule   what each stage does when                                     dtrans.pipeline_parallel.schedule
+results    merged over micro-batches and replicas                        pipeline_results
+update     gradients to new parameters, each where it lives              pipeline_update, placed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax import Var, closed, equations
+from dtrans.data_parallel.merge_rules import merges_of
+from dtrans.data_parallel.options import check_names_given
+from dtrans.data_parallel.transform import check_names, refuse_collectives
+from dtrans.errors import BatchError, ConfigError
+from dtrans.ir.inline import inline_calls
+from dtrans.ir.program import Program
+from dtrans.ir.pytree import is_under
+from dtrans.pipeline_parallel.device_layout import Cluster
+from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
+from dtrans.pipeline_parallel.options import PipelineOptions, check_pipeline
+from dtrans.pipeline_parallel.plan import PipelinePlan, StepPrograms
+from dtrans.pipeline_parallel.results import STACK, check_state, results_program
+from dtrans.pipeline_parallel.schedule import Schedule, schedule as schedule_of
+from dtrans.pipeline_parallel.split_stages import Cuts, cuts_of, shards_of, split_stages
+from dtrans.pipeline_parallel.stage_programs import StageCutter, StagePrograms, sums_of
+from dtrans.pipeline_parallel.stage_scan import (
+    Rows,
+    Turns,
+    loops_of,
+    merged_turns,
+    rows_of,
+    single_turns,
+    stages_of_parts,
+    stages_without,
+    taken_apart,
+    turned,
+)
+from dtrans.pipeline_parallel.stages import BYTES_COST, stages_of
+from dtrans.pipeline_parallel.update import slices_of_sums, update_of
+from dtrans.step.capture import captured, value_and_grad_p
+from dtrans.step.collect import COLLECT, collected
+from dtrans.step.cut import Cut, cut
+from dtrans.step.startup import check_programs, match_startup
+
+
+def pipeline(
+    main: Program,
+    startup: Program,
+    *,
+    num_stages: int,
+    num_micro_batch: int = 1,
+    schedule: str | Schedule = "PreferBackward",
+    chunks: int | None = None,
+    replicas: int = 1,
+    policy: str | None = None,
+    bytes_cost: float = BYTES_COST,
+    cluster: Cluster | None = None,
+    reduce: str = "mean",
+    merge: Mapping[str, str] | None = None,
+    replicated: Collection[str] = (),
+    fuse_grad_size_in_MB: float = 32.0,
+    max_splits: int | None = None,
+    compress: str | None = None,
+    compress_scale: float = 1.0,
+    clip_local_norm: float | None = None,
+    nccl_comm_num: int | None = None,
+    sharding_stage: int = 0,
+    min_slice_size: int = 1024,
+    gradient_checkpoint: str | Collection[str] = "",
+    end_taskgraph: int = -1,
+    num_apply_group: int = 1,
+    offload: str = "",
+    **unknown: Any,
+) -> PipelinePlan:
+    """Plan a pipeline: stages of the loss function on devices of their own, micro-batches that go through them.
+
+    The step must take its gradients with `dtrans.value_and_grad` (or be made by `dtrans.make_train_step`): the loss is
+    cut before it is differentiated. Numbers are those of the step on the whole batch, whose loss is a mean over rows.
+
+    Args:
+      main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
+      startup: the traced init, -> (params, opt_state).
+      num_stages: how many devices a replica has, each with a stage (or `chunks` of them).
+      num_micro_batch: how many parts a replica cuts its part of the batch into. Parameters are updated once, after all.
+      schedule: what each device does when: "PreferForward" (all forwards, then all backwards), "PreferBackward" (1F1B),
+        "PreferBackwardOptimizer" (one micro-batch more under way, which hides transfers), "Interleaved" (several stages
+        on each device), "ZeroBubble" (gradients of weights fill the gaps), or a
+        `dtrans.pipeline_parallel.schedule.Schedule`.
+      chunks: stages on each device, for "Interleaved": 2 if nothing is said.
+      replicas: how many copies of the pipeline share the batch. Those of a stage reduce their gradients.
+      policy: how stages are found: "BALANCE_FLOPS" (the slowest is as fast as can be), "REPEATED_LAYERS" (whole
+        layers), "BALANCE_OP_NUM", or "HEURISTIC" (whole layers where that is nearly as fast). Scopes in the model
+        (`dtrans.replicate`) say it by themselves.
+      bytes_cost: operations that a device does in the time in which a byte goes to the next: see `BYTES_COST`.
+      cluster: how stages and replicas are laid out over devices.
+      reduce: what becomes of gradients and losses of micro-batches and replicas: "mean" or "sum".
+      merge, replicated: as in `dtrans.nccl2`. Batch statistics are made by each micro-batch of those before the step.
+      fuse_grad_size_in_MB, max_splits, compress, compress_scale, clip_local_norm, nccl_comm_num: as in `dtrans.nccl2`,
+        for the replicas of a stage. A clip in the optimizer is of the reduced gradients (EPL's `clip_after_allreduce`).
+      sharding_stage: 1 or 2: replicas of a stage keep slices of its optimizer state; 2: of its gradients too, which are
+        then reduced for each micro-batch.
+      min_slice_size: leaves of fewer elements are not sliced.
+      gradient_checkpoint: what stages keep of a micro-batch until its backward: "auto" what they were sent, or values
+        by the names that `jax.ad_checkpoint.checkpoint_name` gave them, and what they were sent. All else is computed
+        once more then, but for random numbers, which are kept as what was made of them (a dropout mask).
+      end_taskgraph: the last stage for which that holds; -1 for all.
+      num_apply_group: into how many parts of even size each stage takes its update apart, one after the other, so that
+        less is under way at a time.
+      offload: "v0": parameters, optimizer state and the update are on the host. Stages fetch a parameter for each task
+        that reads it.
+
+    Raises:
+      ConfigError: an option that is out of range or unknown, more stages than equations, scopes that contradict.
+      BatchError: a batch that micro-batches and replicas do not divide.
+      GradientError: gradients that were not taken with `dtrans.value_and_grad`, or in a loop.
+      TraceError: `startup` does not make what `main` takes.
+
+    Source: `Parallel` of EPL (epl/parallel/parallel.py), its schedulers (epl/strategies/scheduler.py) and its planner
+      (epl/parallel/planner.py). GPipe (arXiv 1811.06965), PipeDream's 1F1B (arXiv 1806.03377).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> def loss(params, x):
+      ...     for w in params["layers"]:
+      ...         x = jnp.tanh(x @ w)
+      ...     return jnp.mean(x**2)
+      >>> init = lambda key: (p := {"layers": [jnp.eye(64)] * 4}, tx.init(p))
+      >>> key, x = jax.random.key(0), jnp.ones((8, 64))
+      >>> main = dtrans.trace(dtrans.make_train_step(loss, tx), *init(key), x)
+      >>> plan = dtrans.pipeline(main, dtrans.trace(init, key), num_stages=2, num_micro_batch=4)
+      >>> [s.params for s in plan.stages], plan.schedule.bubble
+      ([('params/layers/0', 'params/layers/1'), ('params/layers/2', 'params/layers/3')], Fraction(1, 5))
+      >>> job = plan.simulate()
+      >>> state, loss = job.step(job.init(key), x)
+      >>> bool(jnp.allclose(loss, jnp.tanh(jnp.tanh(jnp.tanh(jnp.tanh(1.0)))) ** 2))
+      True
+    """
+    check_programs(main, startup)
+    if unknown:
+        raise ConfigError(_unknown(next(iter(unknown))))
+    check_names_given(replicated, merge)
+    timetable = _timetable(schedule, num_stages, num_micro_batch, chunks)
+    options = PipelineOptions(
+        num_stages=num_stages,
+        num_micro_batch=num_micro_batch,
+        schedule=timetable.name,
+        splits_backward=timetable.splits_backward,
+        chunks=timetable.chunks,
+        replicas=replicas,
+        policy=policy,
+        bytes_cost=bytes_cost,
+        reduce=reduce,
+        merge=dict(merge or {}),
+        replicated=tuple(replicated),
+        fuse_grad_size_in_MB=fuse_grad_size_in_MB,
+        max_splits=max_splits,
+        compress=compress,
+        compress_scale=compress_scale,
+        clip_local_norm=clip_local_norm,
+        nccl_comm_num=nccl_comm_num,
+        sharding_stage=sharding_stage,
+        min_slice_size=min_slice_size,
+        gradient_checkpoint=gradient_checkpoint if isinstance(gradient_checkpoint, str) else tuple(gradient_checkpoint),
+        end_taskgraph=end_taskgraph,
+        num_apply_group=num_apply_group,
+        offload=offload,
+    )
+    return planned(main, startup, options, timetable, cluster)
+
+
+def _timetable(given: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None) -> Schedule:
+    """The schedule of a name, or one that the user has made."""
+    if not isinstance(given, Schedule):
+        return schedule_of(given, num_stages, num_micro_batch, chunks)
+    found = (given.num_stages, given.num_micro_batch, given.chunks)
+    if found != (num_stages, num_micro_batch, chunks or given.chunks):
+        raise ConfigError(
+            f"the schedule {given.name} is for num_stages={found[0]}, num_micro_batch={found[1]}, chunks={found[2]}; "
+            f"the plan for {num_stages}, {num_micro_batch}, {chunks or given.chunks}"
+        )
+    return given
+
+
+def _unknown(name: str) -> str:
+    known = [p.name for p in inspect.signature(pipeline).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    close = difflib.get_close_matches(name, known, 1)
+    return f"{name} is no option of pipeline" + (f"; did you mean {close[0]}?" if close else f": {', '.join(known)}")
+
+
+def planned(
+    main: Program, startup: Program, o: PipelineOptions, timetable: Schedule, cluster: Cluster | None = None
+) -> PipelinePlan:
+    """What `pipeline` plans with these options."""
+    check_pipeline(o)
+    refuse_collectives(main)
+    plain = cut(main)
+    whole = captured(main)
+    step = of_micro_batch(whole, plain.batch, o, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()])
+    check_names(step, o.of_parts)
+    startup = match_startup(plain, startup)
+    forward = forward_pass(step)
+    _check_names(forward, o)
+    merges = _merges(main, whole, step, forward, o)
+    check_state(merges, step.params, o)
+    forward, found, turns, rows = _planned_stages(forward, o)
+    step = forward.step
+    stages = _stages(forward, found, o)
+    homes, users = _homes(stages, step)
+    cuts = cuts_of(step, stages, shards_of(forward, found, o), users)
+    programs = _programs(forward, stages, merges, cuts, o)
+    return PipelinePlan(
+        main=plain.program,
+        startup=startup,
+        captured=whole,
+        options=o,
+        schedule=timetable,
+        stage_of=tuple(found),
+        programs=programs,
+        update=update_of(step, sums_of(stages), homes, users, cuts, rows, o),
+        cuts=cuts,
+        programs_for=programs_for,
+        turns=turns,
+        stacks=rows,
+        merges=merges,
+        homes=homes,
+        users=users,
+        dropped=(*step.dropped, *forward.dropped),
+        summaries=tuple(forward.summaries),
+        collected=forward.collected,
+        cluster=cluster or Cluster(),
+    )
+
+
+def _planned_stages(
+    forward: ForwardPass, o: PipelineOptions
+) -> tuple[ForwardPass, tuple[int, ...], Turns, Mapping[str, tuple[Rows, ...]]]:
+    """The forward pass with its loops over layers in a part for each stage, and the stage of each of its equations."""
+
+    def planned(f: ForwardPass) -> tuple[int, ...]:
+        return stages_of(f.jaxpr, o.model_stages, policy=o.policy, bytes_cost=o.bytes_cost, batch=f.of_micro_batches)
+
+    if o.model_stages == 1 or not loops_of(forward):
+        return forward, planned(forward), (), {}
+    single, origin = turned(forward, single_turns(forward))
+    by_turn = planned(single)
+    turns = merged_turns(forward, origin, by_turn)
+    parts, parts_origin = turned(forward, turns)
+    found = stages_of_parts(turns, forward, parts_origin, origin, by_turn)
+    rows = rows_of(parts, found)
+    taken = taken_apart(parts, rows)
+    return taken.forward, stages_without(parts, rows, found), turns, taken.rows
+
+
+def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
+    """Refuse names of values to keep that no value has."""
+    there = {e.params["name"] for e in forward.eqns if e.primitive.name == "name"}
+    inside = {e.params["name"] for e in equations(forward.jaxpr) if e.primitive.name == "name"} - there
+    for n in () if isinstance(o.gradient_checkpoint, str) else o.gradient_checkpoint:
+        if n in inside:
+            raise ConfigError(
+                f"gradient_checkpoint names {n!r}, which is inside a loop, a branch or jax.checkpoint, where nothing "
+                "else can see it: give the name to what comes out"
+            )
+        if n not in there:
+            raise ConfigError(
+                f"gradient_checkpoint names {n!r}; what checkpoint_name names in the loss is "
+                f"{', '.join(sorted(there)) or 'nothing'}"
+            )
+
+
+def _merges(main: Program, whole: Program, step: Cut, forward: ForwardPass, o: PipelineOptions) -> dict[str, str]:
+    """What becomes of each result: as it was asked for, as the model collects it, or as it must be.
+
+    Args:
+      main: the step as it was traced: its loss shows what results are made of.
+      whole: the captured step; `step` is that for a micro-batch, cut.
+    """
+    keys = {n: key for n, key in forward.collected.items() if n in step.results or n in step.params}
+    for n, key in _collected_outside(whole, step).items():
+        if keys.setdefault(n, key) != key:
+            raise ConfigError(f"{n} is collected under {keys[n]} in the loss, and under {key} outside of it")
+    for n, key in keys.items():
+        if n in o.merge:
+            raise ConfigError(f"{n} is collected under {key}, and merge[{n!r}]={o.merge[n]!r}: say one of them")
+        if key.endswith("CONCAT") and not step.program.outputs[n].ndim:
+            raise ConfigError(f"{n} is collected under {key}; it is 0-d, and has no dim 0 to be concatenated along")
+        if n in step.params and key != "GLOBAL_MEAN":
+            raise ConfigError(
+                f"{n} is collected under {key}; it is state, the same in all replicas, which GLOBAL_MEAN alone keeps"
+            )
+    given = {n: "mean" if n in step.params else "same" for n in keys}
+    plain = of_micro_batch(main, step.batch, o, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()])
+    merges = merges_of(plain, dataclasses.replace(o.of_parts, merge={**o.merge, **given}))
+    # state that no micro-batch enters: the loss makes it, and all make the same
+    merges |= {n: "same" for n in forward.results if n in step.params and n not in merges}
+    shown = [n for n in forward.results if n not in merges]
+    return {**merges, **dict.fromkeys(shown, STACK), **{n: key for n, key in keys.items() if n in step.results}}
+
+
+def _collected_outside(whole: Program, step: Cut) -> dict[str, str]:
+    """The collections of results that the step collects outside of its loss."""
+    flat = inline_calls(whole.jaxpr, keep=(COLLECT,))
+    inner = flat.jaxpr
+    around = [e for e in inner.eqns if e.primitive is not value_and_grad_p]
+    keys = collected(closed([], [], [], [], around, flat))
+    found = {
+        n: keys[a] for n, a in zip(whole.out_names, inner.outvars, strict=True) if isinstance(a, Var) and a in keys
+    }
+    for n, key in found.items():
+        if n in step.from_gradients or n in step.opt_state or n in step.optimized:
+            raise ConfigError(f"{n} is collected under {key}; there is one of it, made of the gradients of all")
+    return found
+
+
+def of_micro_batch(
+    whole: Program, batch: Sequence[str], o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
+) -> Cut:
+    """The captured step for a micro-batch of a replica, cut.
+
+    Args:
+      types: of the inputs, with the whole batch.
+
+    Raises:
+      BatchError: rows that micro-batches and replicas do not divide.
+    """
+    given = []
+    split = {n: t for n, t in zip(whole.in_names, types, strict=True)
+             if n in batch and t.shape and not is_under(n, o.replicated)}  # fmt: skip
+    rows = {t.shape[0]: n for n, t in split.items()}
+    if len(rows) > 1 and o.parts > 1:
+        listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
+        raise BatchError(
+            f"the arrays of a batch are cut into micro-batches on dim 0, but {listed} rows; name what every "
+            "micro-batch needs whole in replicated=(...)"
+        )
+    for n, t in zip(whole.in_names, types, strict=True):
+        shape = t.shape
+        if n in split:
+            if shape[0] % o.parts:
+                raise BatchError(
+                    f"{n} has {shape[0]} rows, which {o.num_micro_batch} micro-batches of {o.replicas} replicas do not "
+                    f"divide: give batches of a multiple of {o.parts}"
+                )
+            shape = (shape[0] // o.parts, *shape[1:])
+        given.append(jax.ShapeDtypeStruct(shape, t.dtype))
+    return cut(whole.at_flat(given)).with_observed()
+
+
+def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
+    """The programs of a plan for a batch of other types: the same stages.
+
+    Raises:
+      BatchError: rows that cannot be shared, or a loss function that has other equations for such a batch.
+    """
+    step = of_micro_batch(plan.captured, plan.batch, plan.options, types)
+    forward, _ = turned(forward_pass(step), plan.turns)
+    forward = taken_apart(forward, {n: rows for n, rows in plan.stacks.items() if n in step.params}).forward
+    if len(forward.eqns) != len(plan.stage_of):
+        raise BatchError(
+            f"{plan.main.name} has {len(forward.eqns)} equations for a batch of these shapes, and "
+            f"{len(plan.stage_of)} for the one that it was planned for: plan it for this batch"
+        )
+    stages = _stages(forward, plan.stage_of, plan.options)
+    return _programs(forward, stages, plan.merges, plan.cuts, plan.options)
+
+
+def _stages(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions) -> tuple[StagePrograms, ...]:
+    scatter = slices_of_sums(forward.step, o) if o.sharding_stage == 2 else {}
+    return StageCutter(forward, stage_of, o, scatter).stages()
+
+
+def _programs(
+    forward: ForwardPass,
+    stages: Sequence[StagePrograms],
+    merges: Mapping[str, str],
+    cuts: Cuts,
+    o: PipelineOptions,
+) -> StepPrograms:
+    results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
+    return StepPrograms(*split_stages(stages, cuts), results)
+
+
+def _homes(stages: Sequence[StagePrograms], step: Cut) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """The stage that holds each parameter, and the stages that make gradients of each.
+
+    It is the first stage that makes its gradient, or reads it; what none reads is in the first.
+    """
+    homes: dict[str, int] = {}
+    users = {n: tuple(s.index for s in stages if n in s.leaves) for n in step.params}
+    for n in step.params:
+        readers = [s.index for s in stages if n in s.params or n in s.results]
+        homes[n] = (*users[n], *readers, 0)[0]
+    return homes, {n: s for n, s in users.items() if s}

@@ -1,0 +1,291 @@
+"""The end of a pipelined step: gradients of all micro-batches become new parameters.
+
+It is a training step by itself, whose batch are the sums of gradients: summed over the stages that share a leaf,
+divided by the number of micro-batches, marked. So what is known of training steps holds for it: replicas reduce as in
+nccl2 mode, or keep slices of the optimizer's state as in sharding. Then it is cut by stage
+(`dtrans.pipeline_parallel.update_by_stage`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Atom, Literal, Var
+from dtrans.data_parallel.reducer import Kind
+from dtrans.data_parallel.transform import rewritten as over_replicas
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import needed
+from dtrans.ir.program import FORWARD, OPTIMIZE, Program
+from dtrans.ir.pytree import TreeSpec
+from dtrans.pipeline_parallel.balance import contiguous, part_of_each
+from dtrans.pipeline_parallel.options import PipelineOptions
+from dtrans.pipeline_parallel.split_stages import Cuts, split_update
+from dtrans.pipeline_parallel.stage_scan import Rows, joined
+from dtrans.pipeline_parallel.update_by_stage import Placed, grouped, place
+from dtrans.rows.analysis import analyse
+from dtrans.step.cut import GRAD, Cut, cut
+from dtrans.step.marks import mark_p
+from dtrans.zero.options import ShardingOptions
+from dtrans.zero.rank_program import Layout, RankWriter
+from dtrans.zero.reduce_scatter import Scatterer
+from dtrans.zero.slices import Sliced, slices_of
+
+
+def shared_sum(leaf: str, stage: int) -> str:
+    """The name of the sum of a leaf's gradients that is made in a stage that does not hold the leaf."""
+    return f"{leaf}{GRAD}.stage{stage}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """The update of a pipelined step.
+
+    Attributes:
+      placed: its program, in pieces; it is of one replica.
+      layout: how replicas share the state, where they keep slices of it.
+    """
+
+    placed: Placed
+    layout: Layout | None
+
+    @property
+    def program(self) -> Program:
+        """The program: (params, opt_state, sums of gradients) -> (params, opt_state, results of gradients)."""
+        return self.placed.program
+
+    def slice_axis(self, name: str) -> int | None:
+        """The dimension along which replicas have slices of an array of the state; None where each has all of it."""
+        cuts = {} if self.layout is None else self.layout.cuts
+        return cuts[name].axis if name in cuts else None
+
+
+def update_of(
+    step: Cut,
+    sums: Mapping[str, Any],
+    homes: Mapping[str, int],
+    users: Mapping[str, Sequence[int]],
+    cuts: Cuts,
+    rows: Mapping[str, Sequence[Rows]],
+    o: PipelineOptions,
+) -> Update:
+    """Plan the update.
+
+    Args:
+      step: the step, captured and cut.
+      sums: the types of the sums of gradients, by leaf.
+      homes: the stage that holds each parameter.
+      users: the stages that make gradients of a leaf.
+      cuts: over how many shards stages are split.
+      rows: leaves of which stages hold rows, as leaves of their own.
+    """
+    types = step.program.inputs
+    whole_sums = {n: t.update(shape=types[n].shape) for n, t in sums.items()}
+    whole = cut(_step(step, whole_sums, homes, users, rows, o)).with_observed()
+    layout = None
+    if o.replicas > 1 and o.sharding_stage:
+        layout = dataclasses.replace(Layout.of(whole, _sharding(o), {}), groups=homes)
+        if o.sharding_stage == 2:
+            program = _SlicedSums(whole, _with_sums(layout, whole), homes, users, o).program()
+        else:
+            program = RankWriter(whole, layout).program()
+    else:
+        program = over_replicas(whole, o.over_replicas, {}, lambda leaf: Kind(group=homes[leaf]))
+    analysis = analyse(step.optimize, step.params)
+    home: dict[str, int | None] = {n: homes[n] for n in step.params}
+    for n in step.opt_state:
+        known = n in analysis.inputs
+        leaf = analysis.home(analysis.layout(analysis.inputs[n])) if known else None
+        home[n] = None if leaf is None else homes[leaf]
+    out_at = dict(home)
+    for n in program.in_names:
+        if n not in home:
+            leaf, _, rest = n.partition(GRAD)
+            home[n] = int(rest.removeprefix(".stage")) if rest else homes[leaf]
+    out_at |= {n: o.model_stages - 1 for n in program.out_names if n not in out_at}
+    placed = place(program, home, out_at, o.model_stages)
+    if o.num_apply_group > 1:
+        leaf_of = {n: n for n in step.params} | {
+            n: leaf
+            for n in step.opt_state
+            if n in analysis.inputs and (leaf := analysis.home(analysis.layout(analysis.inputs[n]))) is not None
+        }
+        placed = grouped(placed, _apply_groups(step, homes, leaf_of, o))
+    return Update(split_update(placed, cuts), layout)
+
+
+def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
+    """The leaves of whose gradients each replica adds up a slice, in stage 2 of sharding."""
+    if o.replicas == 1:
+        return {}
+    return dict(slices_of(step, o.replicas, least=o.min_slice_size, stacked=(), sliced_in_use=False).leaves)
+
+
+def _apply_groups(
+    step: Cut, homes: Mapping[str, int], leaf_of: Mapping[str, str], o: PipelineOptions
+) -> dict[str, int]:
+    """The group of each array of the state: leaves of a stage in order, shared out evenly by their elements.
+
+    Source: epl/runtime/optimizer_helper.py, which shares out all variables, and leaves most to the last group.
+    """
+    group: dict[str, int] = {}
+    for s in range(o.model_stages):
+        mine = [n for n in step.optimized if homes[n] == s]
+        parts = min(o.num_apply_group, len(mine))
+        if parts > 1:
+            starts = contiguous([step.program.inputs[n].size for n in mine], [0.0] * len(mine), parts)
+            group |= zip(mine, part_of_each(starts, len(mine)), strict=True)
+    return {n: group.get(leaf, 0) for n, leaf in leaf_of.items()}
+
+
+def _with_sums(layout: Layout, whole: Cut) -> Layout:
+    """A layout in which the sums of gradients are slices too."""
+    held = {n: s for n in whole.batch if (s := layout.slices.leaves.get(n.partition(GRAD)[0])) is not None}
+    return _SumsLayout(**{f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}, sums=held)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SumsLayout(Layout):
+    """A layout with slices of sums of gradients."""
+
+    sums: Mapping[str, Sliced] = dataclasses.field(default_factory=dict)
+
+    @property
+    def cuts(self) -> dict[str, Sliced]:
+        return {**super().cuts, **self.sums}
+
+
+class _SlicedSums(RankWriter):
+    """Writes the update of a replica that has its slices of the sums of gradients: they are not reduced again."""
+
+    def __init__(
+        self,
+        step: Cut,
+        layout: Layout,
+        homes: Mapping[str, int],
+        users: Mapping[str, Sequence[int]],
+        o: PipelineOptions,
+    ) -> None:
+        super().__init__(step, layout)
+        self.homes, self.users, self.options = homes, users, o
+
+    def _reducer(
+        self, b: Builder, step: Cut, values: Mapping[str, Atom], weight: Atom | None, scattered: bool = False
+    ) -> Scatterer:
+        return super()._reducer(b, step, values, weight, scattered=True)
+
+    def _half(
+        self, b: Builder, step: Cut, results: Sequence[str], made: Any, local: Mapping[str, Atom]
+    ) -> dict[str, Atom]:
+        for n in step.gradients:
+            if n not in self.users:  # the loss does not read it
+                made(n, b.call(jnp.zeros_like, self.vars_of[n])[0])
+                continue
+            given = [local[n + GRAD if s == self.homes[n] else shared_sum(n, s)] for s in self.users[n]]
+            made(n, mean_of(b, given, self.vars_of[n].aval.dtype, self.options))
+        return {}
+
+
+def _sharding(o: PipelineOptions) -> ShardingOptions:
+    """Sharding of the update over the replicas."""
+    over = o.over_replicas
+    return ShardingOptions(
+        **{f.name: getattr(over, f.name) for f in dataclasses.fields(over)},
+        stage=1,
+        degree=o.replicas,
+        dp_degree=1,
+        dp_axis_name="dp",
+        amp=None,
+        loss_scaling=None,
+        overlap=True,
+        prefetch=0,
+        prefetch_in_loops=0,
+        automatic=False,
+        segment_broadcast_MB=32.0,
+        min_slice_size=o.min_slice_size,
+        partition="rows",
+    )
+
+
+def _step(
+    step: Cut,
+    sums: Mapping[str, Any],
+    homes: Mapping[str, int],
+    users: Mapping[str, Sequence[int]],
+    rows: Mapping[str, Sequence[Rows]],
+    o: PipelineOptions,
+) -> Program:
+    """The update as a step: (params, opt_state, sums) -> (params, opt_state, results of gradients)."""
+    source = step.program
+    inner = source.jaxpr.jaxpr
+    vars_of = dict(zip(source.in_names, inner.invars, strict=True))
+    b = Builder(source.jaxpr)
+    b.role = FORWARD
+    b.invars += [vars_of[n] for n in (*step.params, *step.opt_state)]
+    names = {shared_sum(n, s) if s != homes[n] else n + GRAD: sums[n] for n in sums for s in users[n]}
+    spec = TreeSpec.of(names)
+    given = {n: b.input(names[n]) for n in spec.names}
+    grads: dict[str, Atom] = {}
+    for n in step.gradients:
+        if n not in sums:  # the loss does not read it
+            (zero,) = b.call(jnp.zeros_like, vars_of[n])
+            (grads[n],) = b.bind(mark_p, zero, vars_of[n], leaf=n)
+            continue
+        parts = [given[n + GRAD if s == homes[n] else shared_sum(n, s)] for s in users[n]]
+        mean = mean_of(b, parts, vars_of[n].aval.dtype, o)
+        (grads[n],) = b.bind(mark_p, mean, vars_of[n], leaf=n)
+    b.role = OPTIMIZE
+    half = step.optimize
+    atoms: list[Atom] = []
+    for n in half.in_names:
+        atoms.append(grads[n.removesuffix(GRAD)] if n.endswith(GRAD) else vars_of[n])
+    found: dict[str, Atom] = {n: vars_of[n] for n in (*step.params, *step.opt_state)}
+    found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
+    found |= _of_gradients(b, step, grads, rows)
+    state = (*source.args[:2], TreeSpec.of({n: source.outputs[n] for n in step.from_gradients}))
+    out = TreeSpec(
+        jax.tree_util.treedef_tuple([s.treedef for s in state]), tuple(leaf for s in state for leaf in s.leaves)
+    )
+    return Program(
+        f"update of {source.name}",
+        b.build([found[n] for n in out.names]),
+        (*source.args[:2], spec),
+        out,
+        tuple(b.roles),
+    )
+
+
+def mean_of(b: Builder, sums: Sequence[Atom], dtype: Any, o: PipelineOptions) -> Atom:
+    """Write the gradient of a leaf, of the sums that stages made over micro-batches."""
+    total = functools.reduce(lambda x, y: b.call(jax.lax.add, x, y)[0], sums)
+    return b.call(_mean(o.num_micro_batch if o.reduce == "mean" else 1, dtype), total)[0]
+
+
+def _of_gradients(
+    b: Builder, step: Cut, grads: Mapping[str, Atom], rows: Mapping[str, Sequence[Rows]]
+) -> dict[str, Atom]:
+    """Write the results that are computed from gradients."""
+    source = step.program
+    inner = source.jaxpr.jaxpr
+    outs = dict(zip(source.out_names, inner.outvars, strict=True))
+    if not step.from_gradients:
+        return {}
+    env: dict[Var, Atom] = {v: grads[n] for n, v in step.border.items() if n in grads}
+    for n, v in step.border.items():
+        if n in rows:
+            (env[v],) = b.call(joined(0), *(grads[r.name] for r in rows[n]))
+    read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
+    for i in needed(inner.eqns, [outs[n] for n in step.from_gradients], list(env))[0]:
+        eqn = inner.eqns[i]
+        env.update(zip(eqn.outvars, b.copy(eqn, [read(a) for a in eqn.invars]), strict=True))
+    return {n: read(outs[n]) for n in step.from_gradients}
+
+
+@functools.cache
+def _mean(count: int, dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    return lambda total: (total / count if count > 1 else total).astype(dtype)

@@ -1,0 +1,9 @@
+"""Row analysis: what each value of an update has to do with the rows of parameters, and how to write it for some rows.
+
+layout      shared by all, rows of a leaf, or whole
+rules       what each primitive does to rows
+flow        one pass over equations, loops and branches
+normalize   equations taken apart that span several leaves
+analysis    which leaves an optimizer lets us slice
+writer      equations written for a block of rows
+"""

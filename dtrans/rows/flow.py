@@ -1,0 +1,200 @@
+"""One pass forward over equations: the layout of every value, and how each equation is carried out on rows.
+
+Loops and branches are looked into, with the layouts of what goes into them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, opened, origin_of, scan_counts, scope_of, while_counts
+from dtrans.ir.display import short_type
+from dtrans.rows.layout import SHARED, Layout, Rows, Whole, join, leaves_of, sendable
+from dtrans.rows.rules import Step, step_of
+
+
+@dataclasses.dataclass(eq=False)
+class Flow:
+    """What one pass over equations found.
+
+    Attributes:
+      layouts: of every value that is not shared.
+      steps: by position, how to carry out an equation on a block of rows.
+      bound: the layouts that bind leaves.
+      crosses: whether something in it has to go from one server to another.
+      claims: beside whose rows each free state input was read.
+    """
+
+    layouts: dict[Var, Layout]
+    steps: dict[int, Step] = dataclasses.field(default_factory=dict)
+    bound: list[Whole] = dataclasses.field(default_factory=list)
+    crosses: bool = False
+    claims: dict[Var, set[Rows]] = dataclasses.field(default_factory=dict)
+
+    def layout(self, atom: Atom) -> Layout:
+        """The layout of any value; literals are shared."""
+        return SHARED if isinstance(atom, Literal) else self.layouts.get(atom, SHARED)
+
+
+class _Pass:
+    """One pass forward.
+
+    Args:
+      whole: leaves that are on one server whatever happens.
+      free: state inputs of which it is not known yet what they are.
+      within: the loop or branch whose body this is.
+    """
+
+    def __init__(self, whole: Collection[str], free: Collection[Var] = (), within: JaxprEqn | None = None) -> None:
+        self.whole = whole
+        self.free = free
+        self.within = within
+
+    def over(self, eqns: Iterable[JaxprEqn], start: Mapping[Var, Layout]) -> Flow:
+        """Follow equations, from the layouts of what they read."""
+        flow = Flow(dict(start))
+        for i, eqn in enumerate(eqns):
+            ins = [flow.layout(a) for a in eqn.invars]
+            if all(x is SHARED for x in ins):
+                continue
+            step = self._step(flow, eqn, ins)
+            flow.steps[i] = step
+            flow.layouts.update((v, x) for v, x in zip(eqn.outvars, step.outs, strict=True) if x is not SHARED)
+            flow.bound += [x for x in step.outs if isinstance(x, Whole) and (x.reason or len(x.leaves) > 1)]
+            if not self.free or all(x is SHARED or sendable(x) for x in ins):
+                continue
+            for a, x, row in zip(eqn.invars, ins, step.operands, strict=True):
+                if x is SHARED and isinstance(a, Var) and a in self.free and a.aval.ndim:
+                    flow.claims.setdefault(a, set()).update([row] if row else _NO_ROWS)
+        return flow
+
+    def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
+        """What one equation does, some of its operands not being shared."""
+        stuck = [x for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Whole) and x.reason and a.aval.ndim]
+        rows = [x for x in ins if isinstance(x, Rows)]
+        leaves = leaves_of([*stuck, *rows])
+        name = eqn.primitive.name
+        if name == "cond" or (leaves and name in _LOOPS):
+            # what comes from other leaves, and can be sent, is there before the first turn
+            sent = [SHARED if leaves and isinstance(x, Whole) and not x.leaves <= leaves else x for x in ins]
+            flow.crosses |= sent != list(ins)
+            return _LOOPS[name](self, flow, eqn, sent)
+        if stuck or len(leaves) > 1:
+            out: Layout = Whole(leaves, stuck[0].reason if stuck else self._reason(eqn, ins, "mixes leaves"))
+        elif rows:
+            step = step_of(eqn, [x if isinstance(x, Rows) else SHARED for x in ins])
+            flow.crosses |= any(isinstance(x, Whole) and x.leaves != leaves for x in ins)
+            if step is not None and not step.reduce:
+                return step
+            if step is not None and not leaves <= set(self.whole):
+                flow.crosses = True
+                return step
+            # what a whole leaf is reduced to is small, and can be sent
+            out = Whole(leaves, None if step else self._reason(eqn, ins, "mixes rows"))
+        else:
+            homes = {x.leaves for x in ins if isinstance(x, Whole)}
+            out = Whole(homes.pop()) if len(homes) == 1 else SHARED
+        flow.crosses |= any(isinstance(x, Whole) and isinstance(out, Whole) and not x.leaves <= out.leaves for x in ins)
+        flow.crosses |= out is SHARED
+        return Step((None,) * len(ins), (out,) * len(eqn.outvars))
+
+    # -- loops and branches ----------------------------------------------------------------------
+
+    def _body(self, eqn: JaxprEqn, jaxpr: Any, ins: Sequence[Layout]) -> tuple[Flow, list[Layout]]:
+        """One pass over a body, and the layouts of its outputs."""
+        inner = opened(jaxpr)
+        inside = _Pass(self.whole, within=self.within or eqn).over(
+            inner.eqns, dict(zip(inner.invars, ins, strict=True))
+        )
+        return inside, [inside.layout(a) for a in inner.outvars]
+
+    def _cond(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
+        """Each output is what it is in any branch. What reads several homes is taken apart later."""
+        which, *operands = ins
+        bodies: list[Flow] = []
+        outs: list[Layout] = [SHARED] * len(eqn.outvars)
+        for branch in eqn.params["branches"]:
+            inside, made = self._body(eqn, branch, operands)
+            bodies.append(inside)
+            outs = [join(a, b, "cond") for a, b in zip(outs, made, strict=True)]
+            flow.bound += inside.bound
+            flow.crosses |= inside.crosses
+        if isinstance(which, Whole):
+            flow.crosses |= any(leaves_of([x]) - which.leaves for x in outs) or SHARED in outs
+        return Step(tuple(x if isinstance(x, Rows) else None for x in ins), tuple(outs), bodies=tuple(bodies))
+
+    def _scan(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
+        consts, carry = scan_counts(eqn)
+        inside = [_moved(x, -1) if i >= consts + carry else x for i, x in enumerate(ins)]
+        if None in inside:
+            return self._bound(eqn, ins, "goes through the rows")
+        given: list[Layout] = [x for x in inside if x is not None]
+        while True:
+            body, outs = self._body(eqn, eqn.params["jaxpr"], given)
+            joined = [join(a, b, "scan") for a, b in zip(given[consts : consts + carry], outs, strict=False)]
+            if joined == given[consts : consts + carry]:
+                break
+            given[consts : consts + carry] = joined
+        made = [*joined, *(_moved(x, 1) or SHARED for x in outs[carry:])]
+        operands = [_moved(x, 1) or SHARED if i >= consts + carry else x for i, x in enumerate(given)]
+        return self._loop(flow, eqn, ins, operands, made, (body,))
+
+    def _while(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
+        of_cond, of_body = while_counts(eqn)
+        given = list(ins)
+        while True:
+            body, outs = self._body(eqn, eqn.params["body_jaxpr"], given[of_cond:])
+            joined = [join(a, b, "while") for a, b in zip(given[of_cond + of_body :], outs, strict=True)]
+            if joined == given[of_cond + of_body :]:
+                break
+            given[of_cond + of_body :] = joined
+        test, (goes_on,) = self._body(eqn, eqn.params["cond_jaxpr"], given[:of_cond] + joined)
+        if goes_on is not SHARED:
+            return self._bound(eqn, given, "goes on as rows tell it", bodies=(test, body))
+        return self._loop(flow, eqn, ins, given, joined, (test, body))
+
+    def _loop(
+        self,
+        flow: Flow,
+        eqn: JaxprEqn,
+        ins: Sequence[Layout],
+        given: Sequence[Layout],
+        outs: Sequence[Layout],
+        bodies: tuple[Flow, ...],
+    ) -> Step:
+        """A loop on the rows of one leaf that needs nothing from other servers; anything else binds."""
+        leaves = leaves_of([*given, *outs])
+        if any(b.bound for b in bodies) or len(leaves) > 1:
+            return self._bound(eqn, given, "mixes leaves", bodies)
+        if any(b.crosses for b in bodies) and not leaves <= set(self.whole):
+            return self._bound(eqn, given, "reduces over rows in each turn", bodies)
+        return Step(tuple(x if isinstance(x, Rows) else None for x in given), tuple(outs), bodies=bodies)
+
+    def _bound(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()) -> Step:
+        """An equation that binds all that it reads."""
+        reasons = [x.reason for b in bodies for x in b.bound if x.reason]
+        reasons += [x.reason for x in ins if isinstance(x, Whole) and x.reason]
+        out = Whole(leaves_of(ins), (*reasons, self._reason(eqn, ins, what))[0])
+        return Step((None,) * len(ins), (out,) * len(eqn.outvars))
+
+    def _reason(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str) -> str:
+        """`dot_general mixes rows of f32[5,5] (optax.contrib.scale_by_muon)`."""
+        operand = next((a for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Rows)), None)
+        of = f" of {short_type(operand.aval)}" if operand else ""
+        where = origin_of(eqn) or (origin_of(self.within) if self.within else "") or scope_of(eqn)
+        return f"{eqn.primitive.name} {what}{of}" + (f" ({where})" if where else "")
+
+
+_LOOPS = {"cond": _Pass._cond, "scan": _Pass._scan, "while": _Pass._while}
+
+
+_NO_ROWS = frozenset({Rows("", 0), Rows("", 1)})  # more than one claim: it is read whole
+
+
+def _moved(x: Layout, by: int) -> Layout | None:
+    """The layout of one turn's slice of a scanned value (-1), or of all of it (+1); None: its rows are the turns."""
+    if not isinstance(x, Rows):
+        return x
+    return dataclasses.replace(x, axis=x.axis + by) if x.axis + by >= 0 else None

@@ -1,0 +1,251 @@
+"""Taking branches apart, so that each lives in one place.
+
+An optimizer may have a branch that updates all leaves at once (`optax.MultiSteps`, `optax.apply_if_finite`). On
+servers no one place has all of them:
+
+    cond[p] (w, b, count) -> (w', b', count')     becomes     cond[p] w -> w'
+                                                              cond[p] b -> b'
+                                                              cond[p] count -> count'
+
+with branches pruned to what each makes. A branch in which servers must hear from each other (a norm is taken in it)
+cannot stay one: all servers would have to take part in what only the branch has. Both sides of it are computed,
+and `select_n` picks; optimizers are pure, so the numbers are the same.
+
+A loop that carries rows and something shared, which others read, becomes two loops: one of what is shared, on every
+server, and one of the rows. `argmax` over rows is written as the reductions it is made of, and sums over rows of
+16-bit numbers are taken in 32 bits, so that what servers add up is rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, map_bodies, opened
+from dtrans.ir.builder import Builder
+from dtrans.ir.inline import inline_calls
+from dtrans.rows.layout import SHARED, Layout, Rows, leaves_of
+
+
+if TYPE_CHECKING:
+    from dtrans.rows.flow import Flow
+
+
+def inline_bodies(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """Inline the calls in the bodies of loops and branches, and in those of theirs."""
+    inner = opened(jaxpr)
+    eqns = [_inlined(e) for e in inner.eqns]
+    if all(a is b for a, b in zip(eqns, inner.eqns, strict=True)):
+        return jaxpr
+    return closed(inner.constvars, constants(jaxpr), inner.invars, inner.outvars, eqns, jaxpr)
+
+
+def _inlined(eqn: JaxprEqn) -> JaxprEqn:
+    if eqn.primitive.name not in ("cond", "scan", "while"):
+        return eqn
+    flat: Callable[[Any], Any] = lambda body: inline_bodies(inline_calls(body))
+    return eqn.replace(params=map_bodies(eqn.params, flat))
+
+
+def normalise(jaxpr: ClosedJaxpr, flow: Flow, roots: Mapping[str, str]) -> ClosedJaxpr | None:
+    """Take apart what spans several places; None where nothing does.
+
+    Args:
+      flow: the layouts of the values in it.
+      roots: leaf to the first leaf of its group, for leaves in groups.
+    """
+    rewriter = _Rewriter(jaxpr, roots)
+    made = rewriter.rewrite(flow)
+    return made if rewriter.changed else None
+
+
+class _Rewriter:
+    """Writes one jaxpr anew."""
+
+    def __init__(self, jaxpr: ClosedJaxpr, roots: Mapping[str, str]) -> None:
+        self.jaxpr = jaxpr
+        self.roots = roots
+        self.changed = False
+
+    def rewrite(self, flow: Flow) -> ClosedJaxpr:
+        inner = opened(self.jaxpr)
+        self.b = Builder(self.jaxpr)
+        self.b.invars += inner.invars
+        self.env: dict[Var, Atom] = {}
+        self.read_by_others = {a for e in inner.eqns for a in e.invars if isinstance(a, Var)}
+        self.read_by_others.update(a for a in inner.outvars if isinstance(a, Var))
+        for i, eqn in enumerate(inner.eqns):
+            atoms = [self.read(a) for a in eqn.invars]
+            step = flow.steps.get(i)
+            made: Sequence[Atom] | None = None
+            if step is not None and eqn.primitive.name == "cond":
+                made = self.cond(eqn, atoms, step.outs, step.bodies)
+            elif step is not None and eqn.primitive.name in ("argmax", "argmin"):
+                made = self.arg_reduce(eqn, atoms, flow.layout(eqn.invars[0]))
+            elif step is not None and eqn.primitive.name in ("scan", "while"):
+                made = self.loop(eqn, atoms, step.outs)
+            elif step is not None and step.reduce in ("sum", "prod"):
+                made = self.widened(eqn, atoms)
+            if made is None:
+                self.b.keep(eqn, atoms)
+            else:
+                self.changed = True
+                self.env.update(zip(eqn.outvars, made, strict=True))
+        return self.b.build([self.read(a) for a in inner.outvars])
+
+    def read(self, atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else self.env.get(atom, atom)
+
+    # -- branches --------------------------------------------------------------------------------
+
+    def cond(
+        self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout], bodies: Sequence[Flow]
+    ) -> Sequence[Atom] | None:
+        if any(flow.crosses for flow in bodies):
+            return self.both_sides(eqn, atoms)
+        branches = []
+        for branch, flow in zip(eqn.params["branches"], bodies, strict=True):
+            inside = _Rewriter(branch, self.roots)
+            made = inside.rewrite(flow) if flow.steps else branch
+            branches.append(made if inside.changed else branch)
+        places: dict[str | None, list[int]] = {}
+        for i, layout in enumerate(outs):
+            places.setdefault(self.place(layout), []).append(i)
+        if len(places) == 1 and all(a is b for a, b in zip(branches, eqn.params["branches"], strict=True)):
+            return None
+        if len(places) == 1:
+            return self.b.copy(eqn, atoms, [v.aval for v in eqn.outvars], branches=tuple(branches))
+        outputs: list[Atom] = list(eqn.outvars)
+        readers = [_Branch(b) for b in branches]
+        for wanted in places.values():
+            for i, out in zip(wanted, self.part(eqn, atoms, readers, wanted), strict=True):
+                outputs[i] = out
+        return outputs
+
+    def place(self, layout: Layout) -> str | None:
+        """Where a value lives: its leaf, or the first leaf of its group; None for a shared one."""
+        if layout is SHARED:
+            return None
+        leaf = min(leaves_of([layout]))
+        return self.roots.get(leaf, leaf)
+
+    def part(
+        self, eqn: JaxprEqn, atoms: Sequence[Atom], branches: Sequence[_Branch], wanted: Sequence[int]
+    ) -> list[Var]:
+        """The branch with some of its outputs, and what they need."""
+        closures = [b.needed(wanted) for b in branches]
+        used = sorted({i for _, operands in closures for i in operands})
+        pruned = tuple(b.pruned(eqns, used, wanted) for b, (eqns, _) in zip(branches, closures, strict=True))
+        types = [eqn.outvars[i].aval for i in wanted]
+        return self.b.copy(eqn, [atoms[0], *(atoms[1 + i] for i in used)], types, branches=pruned)
+
+    def both_sides(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom]:
+        """All branches, and a choice."""
+        which, *operands = atoms
+        sides = []
+        for branch in eqn.params["branches"]:
+            inner = opened(branch)
+            env: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
+            env.update((v, self.b.constant(c)) for v, c in zip(inner.constvars, constants(branch), strict=True))
+            read = lambda a, env=env: a if isinstance(a, Literal) else env[a]
+            for e in inner.eqns:
+                made = self.b.copy(e, [read(a) for a in e.invars], [v.aval for v in e.outvars])
+                env.update(zip(e.outvars, made, strict=True))
+            sides.append([read(a) for a in inner.outvars])
+        if len(sides) == 1:
+            return sides[0]
+        return [self.b.call(jax.lax.select_n, which, *cases)[0] for cases in zip(*sides, strict=True)]
+
+    # -- loops -----------------------------------------------------------------------------------
+
+    def loop(self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout]) -> Sequence[Atom] | None:
+        """The loop twice; removing what is dead leaves of each what its outputs need."""
+        shared = [x is SHARED for x in outs]
+        if all(shared) or not any(s and v in self.read_by_others for s, v in zip(shared, eqn.outvars, strict=True)):
+            return None
+        types = [v.aval for v in eqn.outvars]
+        ours, theirs = self.b.copy(eqn, atoms, types), self.b.copy(eqn, atoms, types)
+        return [a if s else b for s, a, b in zip(shared, ours, theirs, strict=True)]
+
+    # -- sums of small types -------------------------------------------------------------------------
+
+    def widened(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> Sequence[Atom] | None:
+        """A reduction over rows whose parts would be rounded to 16 bits: in 32 bits, and rounded once."""
+        dtype = eqn.outvars[0].aval.dtype
+        if dtype not in (jnp.bfloat16, jnp.float16):
+            return None
+        if eqn.primitive.name == "dot_general":
+            made = self.b.copy(eqn, atoms, preferred_element_type=np.dtype(np.float32))
+        else:
+            made = self.b.copy(eqn, [self.b.call(_wide, a)[0] for a in atoms])
+        return self.b.call(_rounded(dtype), *made)
+
+    # -- argmax ----------------------------------------------------------------------------------
+
+    def arg_reduce(self, eqn: JaxprEqn, atoms: Sequence[Atom], layout: Layout) -> Sequence[Atom] | None:
+        if not isinstance(layout, Rows) or layout.axis not in eqn.params["axes"]:
+            return None
+        (axis,) = eqn.params["axes"]
+        return self.b.call(_arg_reduce(eqn.primitive.name, axis, eqn.params["index_dtype"]), *atoms)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+@functools.cache
+def _rounded(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x.astype(dtype)
+
+
+@functools.cache
+def _arg_reduce(name: str, axis: int, index_dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """argmax as a max and a min: the first index of what is equal to the largest; a NaN is larger than all."""
+    best = jnp.max if name == "argmax" else jnp.min
+
+    def fn(x: jax.Array) -> jax.Array:
+        hit = (x == best(x, axis, keepdims=True)) | (x != x)
+        index = jax.lax.broadcasted_iota(index_dtype, x.shape, axis)
+        return jnp.min(jnp.where(hit, index, jnp.asarray(x.shape[axis] - 1, index_dtype)), axis)
+
+    return fn
+
+
+class _Branch:
+    """One branch, of which parts are taken."""
+
+    def __init__(self, branch: ClosedJaxpr) -> None:
+        self.branch = branch
+        self.inner = opened(branch)
+        self.made_by = {v: i for i, e in enumerate(self.inner.eqns) for v in e.outvars}
+        self.operand = {v: i for i, v in enumerate(self.inner.invars)}
+
+    def needed(self, wanted: Sequence[int]) -> tuple[list[int], set[int]]:
+        """The positions of the equations that some outputs need, and of the operands. Costs what it finds."""
+        eqns: set[int] = set()
+        operands: set[int] = set()
+        ahead: list[Atom] = [self.inner.outvars[i] for i in wanted]
+        while ahead:
+            atom = ahead.pop()
+            if isinstance(atom, Literal):
+                continue
+            if atom in self.operand:
+                operands.add(self.operand[atom])
+            i = self.made_by.get(atom)
+            if i is not None and i not in eqns:
+                eqns.add(i)
+                ahead += self.inner.eqns[i].invars
+        return sorted(eqns), operands
+
+    def pruned(self, eqns: Sequence[int], operands: Sequence[int], wanted: Sequence[int]) -> ClosedJaxpr:
+        """The branch with some of its equations, operands and outputs."""
+        b = Builder(self.branch)
+        b.invars += [self.inner.invars[i] for i in operands]
+        for i in eqns:
+            b.keep(self.inner.eqns[i])
+        return b.build([self.inner.outvars[i] for i in wanted])

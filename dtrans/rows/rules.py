@@ -1,0 +1,295 @@
+"""What each primitive does to rows.
+
+A rule looks at an equation whose operands are shared or have the rows of one leaf, and says in a `Step` how it is
+carried out on a block of those rows: which operands are given as rows, what layouts its outputs have, and,
+where it reduces over the rows, by which operation the parts of several blocks become one. A rule that answers None
+has met something else: rows that are mixed.
+
+This file is where a primitive learns to be sliced: add a function to `RULES`, or its name to `ELEMENTWISE`.
+Loops and branches are not here: what they do is what their bodies do (`dtrans.rows.analysis`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dtrans._jax import JaxprEqn
+from dtrans.rows.layout import SHARED, Layout, Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How an equation is carried out on a block of rows.
+
+    Attributes:
+      operands: for each operand, the rows it is given as; None for one that is given whole.
+      outs: the layout of each output.
+      reduce: the operation that makes the parts of several blocks one, for an equation that reduces over rows.
+      params: the parameters that depend on shapes, from the types of its outputs on the block.
+      bodies: of a loop or a branch: what was found in its bodies (`dtrans.rows.analysis.Flow`).
+    """
+
+    operands: tuple[Rows | None, ...]
+    outs: tuple[Layout, ...]
+    reduce: str | None = None
+    params: Callable[[Sequence[Any]], dict[str, Any]] | None = None
+    bodies: tuple[Any, ...] = ()
+
+
+# Primitives whose output at an index depends on the operands at that index only.
+# fmt: off
+ELEMENTWISE = frozenset(
+    {
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+        "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+        "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc",
+        "exp", "exp2", "expm1", "floor", "ge", "gradient", "gt", "igamma", "igammac", "imag", "integer_pow",
+        "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "mulhi", "name",
+        "ne", "neg", "nextafter", "not", "one_minus_square", "optimization_barrier", "or", "polygamma", "polynomial",
+        "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt",
+        "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+        "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
+    }
+)
+# fmt: on
+
+
+def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """What an equation does, its operands being shared or having rows of one leaf; None where it mixes them."""
+    name = eqn.primitive.name
+    rule = _elementwise if name in ELEMENTWISE else RULES.get(name)
+    return None if rule is None else rule(eqn, ins)
+
+
+def _one(ins: Sequence[Layout]) -> Rows | None:
+    """The rows that all operands with rows have, if they all have the same."""
+    rows = {x for x in ins if isinstance(x, Rows)}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _all_as(row: Rows, eqn: JaxprEqn) -> tuple[Rows | None, ...]:
+    """Every operand that has dimensions is given as rows."""
+    return tuple(row if a.aval.ndim else None for a in eqn.invars)
+
+
+def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Row i to row i: operands are of the output's shape, or broadcast to it.
+
+    A shared operand may be a scalar, or have dimensions of size 1. One that has rows must have all of them.
+    """
+    row = _one(ins)
+    shape = eqn.outvars[0].aval.shape
+    if row is None or any(v.aval.shape != shape for v in eqn.outvars):
+        return None
+    operands: list[Rows | None] = []
+    for a, layout in zip(eqn.invars, ins, strict=True):
+        own = a.aval.shape
+        if isinstance(layout, Rows) and (len(own) != len(shape) or own[row.axis] != shape[row.axis]):
+            return None
+        if own and (len(own) != len(shape) or any(d not in (1, n) for d, n in zip(own, shape, strict=True))):
+            return None
+        operands.append(row if own and own[row.axis] == shape[row.axis] else None)
+    return Step(tuple(operands), (row,) * len(eqn.outvars))
+
+
+def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    row = _one(ins[:1])
+    if row is None or len(ins) > 1:
+        return None
+    axis = eqn.params["broadcast_dimensions"][row.axis]
+    if eqn.params["shape"][axis] != eqn.invars[0].aval.shape[row.axis]:
+        return None
+    return Step((row,), (dataclasses.replace(row, axis=axis),), params=lambda outs: {"shape": outs[0].shape})
+
+
+def _reshape(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Rows may merge with the axes behind them, or be taken apart again: each is a run of `width` entries."""
+    row = _one(ins[:1])
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if row is None or len(ins) > 1 or eqn.params["dimensions"] is not None or not old[row.axis]:
+        return None
+    count = old[row.axis] // row.width
+    before = math.prod(old[: row.axis])
+    for axis, size in enumerate(new):
+        if size % count == 0 and math.prod(new[:axis]) == before:
+            out = Rows(row.leaf, axis, size // count)
+            return Step((row,), (out,), params=lambda outs: {"new_sizes": outs[0].shape})
+    return None
+
+
+def _transpose(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    row = _one(ins)
+    if row is None:
+        return None
+    return Step((row,), (dataclasses.replace(row, axis=eqn.params["permutation"].index(row.axis)),))
+
+
+def _without(row: Rows, gone: Sequence[int]) -> Rows:
+    """The rows after other axes were taken away."""
+    return dataclasses.replace(row, axis=row.axis - sum(d < row.axis for d in gone))
+
+
+def _squeeze(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    row, gone = _one(ins), eqn.params["dimensions"]
+    return None if row is None or row.axis in gone else Step((row,), (_without(row, gone),))
+
+
+def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    row, gone = _one(ins), eqn.params["axes"]
+    if row is None or len(ins) > 1:
+        return None
+    if row.axis not in gone:
+        return Step((row,), (_without(row, gone),))
+    return Step((row,), (SHARED,), reduce=eqn.primitive.name.removeprefix("reduce_"))
+
+
+def _arg_reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Over another axis than that of the rows (`dtrans.rows.normalize` rewrites one over the rows)."""
+    row, gone = _one(ins), eqn.params["axes"]
+    return None if row is None or row.axis in gone else Step((row,), (_without(row, gone),))
+
+
+def _along(key: str) -> Callable[[JaxprEqn, Sequence[Layout]], Step | None]:
+    """Equations that work along one axis, and leave every other alone; operands and outputs have the same axes."""
+
+    def rule(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+        row = _one(ins)
+        if row is None or eqn.params[key] == row.axis:
+            return None
+        return Step(_all_as(row, eqn), (row,) * len(eqn.outvars))
+
+    return rule
+
+
+def _top_k(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    row = _one(ins)
+    axis = eqn.params.get("axis", -1) % eqn.invars[0].aval.ndim
+    return None if row is None or axis == row.axis else Step((row,), (row,) * len(eqn.outvars))
+
+
+def _stack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Along a new axis."""
+    row = _one(ins)
+    if row is None:
+        return None
+    axis = row.axis + (eqn.params["axis"] <= row.axis)
+    return Step(_all_as(row, eqn), (dataclasses.replace(row, axis=axis),))
+
+
+def _unstack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    row, axis = _one(ins), eqn.params["axis"]
+    return None if row is None or axis == row.axis else Step((row,), (_without(row, [axis]),) * len(eqn.outvars))
+
+
+def _tile(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Along other axes."""
+    row, reps = _one(ins), eqn.params["reps"]
+    if row is None or len(reps) != eqn.invars[0].aval.ndim or reps[row.axis] != 1:
+        return None
+    return Step((row,), (row,))
+
+
+def _rev(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    row = _one(ins)
+    return None if row is None or row.axis in eqn.params["dimensions"] else Step((row,), (row,))
+
+
+def _pad(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    row = _one(ins[:1])
+    if row is None or ins[1] is not SHARED or tuple(eqn.params["padding_config"][row.axis]) != (0, 0, 0):
+        return None
+    return Step((row, None), (row,))
+
+
+def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Of other axes; all rows are kept."""
+    row = _one(ins)
+    if row is None or eqn.outvars[0].aval.shape[row.axis] != eqn.invars[0].aval.shape[row.axis]:
+        return None
+    axis, limits = row.axis, eqn.params["limit_indices"]
+    return Step(
+        (row,),
+        (row,),
+        params=lambda outs: {"limit_indices": (*limits[:axis], outs[0].shape[axis], *limits[axis + 1 :])},
+    )
+
+
+def _dynamic_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Of other axes; all rows are kept, whatever the index along them is (it is clamped)."""
+    row = _one(ins[:1])
+    if row is None or any(x is not SHARED for x in ins[1:]):
+        return None
+    if eqn.outvars[0].aval.shape[row.axis] != eqn.invars[0].aval.shape[row.axis]:
+        return None
+    return Step((row, *(None,) * (len(ins) - 1)), (row,), params=lambda outs: {"slice_sizes": outs[0].shape})
+
+
+def _dynamic_update_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    row = _one(ins[:2])
+    if row is None or any(x is not SHARED for x in ins[2:]):
+        return None
+    if eqn.invars[0].aval.shape[row.axis] != eqn.invars[1].aval.shape[row.axis]:
+        return None
+    return Step((row, row, *(None,) * (len(ins) - 2)), (row,))
+
+
+def _batched(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Linear algebra on the last two axes."""
+    row = _one(ins)
+    if row is None or any(row.axis >= a.aval.ndim - 2 for a in eqn.invars):
+        return None
+    if any(v.aval.ndim <= row.axis for v in eqn.outvars):
+        return None
+    return Step(_all_as(row, eqn), (row,) * len(eqn.outvars))
+
+
+def _dot_general(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Rows that are contracted are summed over; rows along a batch axis, or a free axis of one operand, are kept."""
+    contract, batch = eqn.params["dimension_numbers"]
+    lhs, rhs = ins
+    free = [[d for d in range(a.aval.ndim) if d not in contract[i] and d not in batch[i]]
+            for i, a in enumerate(eqn.invars)]  # fmt: skip
+    mine, row = (0, lhs) if isinstance(lhs, Rows) else (1, rhs)
+    other = ins[1 - mine]
+    assert isinstance(row, Rows)
+    for dims, reduces in ((contract, True), (batch, False)):
+        if row.axis in dims[mine]:
+            at = dims[mine].index(row.axis)
+            theirs = dataclasses.replace(row, axis=dims[1 - mine][at])
+            if isinstance(other, Rows) and other != theirs:
+                return None
+            operands = (row, theirs) if mine == 0 else (theirs, row)
+            if reduces:
+                return Step(operands, (SHARED,), reduce="sum")
+            return Step(operands, (dataclasses.replace(row, axis=at),))
+    if isinstance(other, Rows):
+        return None
+    axis = len(batch[0]) + (len(free[0]) if mine else 0) + free[mine].index(row.axis)
+    return Step((row, None) if mine == 0 else (None, row), (dataclasses.replace(row, axis=axis),))
+
+
+RULES: Mapping[str, Callable[[JaxprEqn, Sequence[Layout]], Step | None]] = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    **{f"reduce_{op}": _reduce for op in ("sum", "prod", "max", "min", "and", "or", "xor")},
+    "argmax": _arg_reduce,
+    "argmin": _arg_reduce,
+    **{name: _along("axis") for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split")},
+    **{name: _along("dimension") for name in ("sort", "concatenate")},
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
+    "top_k": _top_k,
+    "rev": _rev,
+    "pad": _pad,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    **dict.fromkeys(("svd", "eigh", "qr", "cholesky", "lu", "triangular_solve"), _batched),
+    "dot_general": _dot_general,
+}

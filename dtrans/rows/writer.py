@@ -1,0 +1,240 @@
+"""Writing equations for a block of rows.
+
+An equation on whole leaves becomes the same equation on rows `start` to `stop`: operands with rows are those of the
+block, and a shared operand that meets rows is sliced *where it is made*: the slice moves up through broadcasts and
+elementwise equations until it reaches scalars and counters (`iota`), so that no array of the full shape is made on
+a server that holds some of its rows. Only what cannot be moved (random bits, which must be those of the whole leaf)
+is made whole and then sliced. Bodies of loops and branches are written in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened, scan_counts, while_counts
+from dtrans.ir.builder import Builder
+from dtrans.rows.flow import Flow
+from dtrans.rows.layout import SHARED, Layout, Rows
+from dtrans.rows.rules import ELEMENTWISE, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Rows `start` to `stop` of a leaf."""
+
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    def of(self, row: Rows) -> tuple[int, int]:
+        """Where these rows are along the axis of a value that has them."""
+        return self.start * row.width, self.stop * row.width
+
+    def cut(self, aval: Any, layout: Layout) -> Any:
+        """The type of these rows of a value."""
+        if not isinstance(layout, Rows):
+            return aval
+        shape, axis = aval.shape, layout.axis
+        return aval.update(shape=(*shape[:axis], self.rows * layout.width, *shape[axis + 1 :]))
+
+
+@functools.cache
+def _iota(dtype: Any, shape: tuple[int, ...], axis: int, start: int) -> Callable[[], jax.Array]:
+    """An iota that begins at `start`; counted so that small types round, or wrap, as in the whole."""
+
+    def fn() -> jax.Array:
+        if not start:
+            return jax.lax.broadcasted_iota(dtype, shape, axis)
+        counted = jax.lax.broadcasted_iota(jnp.int32, shape, axis) + jnp.asarray(start, jnp.int32)
+        return counted.astype(dtype)
+
+    return fn
+
+
+class RowWriter:
+    """Writes the equations of one jaxpr for one block of rows.
+
+    Args:
+      jaxpr: that they are of.
+      flow: what the row analysis found in it.
+      span: the rows of the block; None where it has whole leaves.
+      made_by: value to the equation that makes it, where that is known already: many blocks are of one jaxpr.
+    """
+
+    def __init__(
+        self, jaxpr: ClosedJaxpr, flow: Flow, span: Span | None, made_by: Mapping[Var, JaxprEqn] | None = None
+    ) -> None:
+        self.b = Builder(jaxpr)
+        self.flow = flow
+        self.span = span
+        self.made_by = made_by if made_by is not None else {v: e for e in opened(jaxpr).eqns for v in e.outvars}
+        self.env: dict[Var, Atom] = {}  # values of this block's own
+        self.wholes: dict[Var, Atom] = {}  # shared values
+        self._rows: dict[tuple[Var, int, int], Atom] = {}  # rows of shared values
+        self._types: dict[Any, Any] = {}
+
+    # -- what a writer of whole programs does otherwise ------------------------------------------
+
+    def own(self, var: Var) -> Atom | None:
+        """A value of this block's own; None for one that is not."""
+        return self.env.get(var)
+
+    def outside(self, var: Var) -> Atom | None:
+        """A shared value that comes from elsewhere; None for one that is made here."""
+        return None
+
+    def place(self, layout: Layout) -> dict[Var, Atom]:
+        """Where a value of a body is kept: beside rows of a block, everything that has no rows is shared."""
+        return self.env if isinstance(layout, Rows) or (self.span is None and layout is not SHARED) else self.wholes
+
+    # -- operands --------------------------------------------------------------------------------
+
+    def read(self, atom: Atom, row: Rows | None) -> Atom:
+        """An operand, as rows or whole."""
+        if isinstance(atom, Literal):
+            return atom
+        own = self.own(atom)
+        if own is not None:
+            return own
+        if row is None or self.span is None:
+            return self.whole(atom)
+        key = (atom, row.axis, row.width)
+        if key not in self._rows:
+            self._rows[key] = self._shared_rows(atom, row)
+        return self._rows[key]
+
+    def whole(self, atom: Atom) -> Atom:
+        """A shared value as it is: a constant of the program, made here, or from elsewhere."""
+        if isinstance(atom, Literal) or self.b.is_constant(atom):
+            return atom
+        if atom not in self.wholes:
+            given = self.outside(atom)
+            if given is not None:
+                self.wholes[atom] = given
+            else:
+                eqn = self.made_by[atom]
+                made = self.b.copy(eqn, [self.whole(a) for a in eqn.invars])
+                self.wholes.update(zip(eqn.outvars, made, strict=True))
+        return self.wholes[atom]
+
+    def _shared_rows(self, atom: Var, row: Rows) -> Atom:
+        """This block's rows of a shared value, made with as little as possible of the rest."""
+        assert self.span is not None
+        b, axis = self.b, row.axis
+        if b.is_constant(atom):
+            return self.rows_of_constant(atom, row)
+        eqn = self.made_by.get(atom)
+        if eqn is not None and self.follows(atom):
+            shape = atom.aval.shape
+            if eqn.primitive.name in ELEMENTWISE and len(eqn.outvars) == 1:
+                # an operand of size 1 there is broadcast in every block
+                full = [a.aval.ndim == len(shape) and a.aval.shape[axis] == shape[axis] for a in eqn.invars]
+                return b.copy(eqn, [self.read(a, row if f else None) for a, f in zip(eqn.invars, full, strict=True)])[0]
+            if eqn.primitive.name == "broadcast_in_dim" and len(eqn.invars) == 1:
+                (operand,) = eqn.invars
+                dims = eqn.params["broadcast_dimensions"]
+                grown = axis not in dims or operand.aval.shape[dims.index(axis)] != shape[axis]
+                inner = None if grown else dataclasses.replace(row, axis=dims.index(axis))
+                return b.copy(eqn, [self.read(operand, inner)], shape=self.span.cut(atom.aval, row).shape)[0]
+            if eqn.primitive.name == "iota" and not eqn.invars:
+                along, shape = eqn.params["dimension"], self.span.cut(atom.aval, row).shape
+                if along == axis:
+                    return self.counted(atom.aval.dtype, shape, row)
+                return b.call(_iota(atom.aval.dtype, shape, along, 0))[0]
+        return self.rows_of_whole(self.whole(atom), row)
+
+    # -- where the block is: what a writer of blocks that know it only when they run does otherwise
+
+    def rows_of_constant(self, var: Var, row: Rows) -> Atom:
+        """This block's rows of a constant."""
+        assert self.span is not None
+        index = (slice(None),) * row.axis + (slice(*self.span.of(row)),)
+        return self.b.constant(np.asarray(self.b.constant_value(var))[index])
+
+    def counted(self, dtype: Any, shape: tuple[int, ...], row: Rows) -> Atom:
+        """An iota along the axis of the rows."""
+        assert self.span is not None
+        return self.b.call(_iota(dtype, shape, row.axis, self.span.of(row)[0]))[0]
+
+    def rows_of_whole(self, value: Atom, row: Rows) -> Atom:
+        """This block's rows of a value that is here."""
+        assert self.span is not None
+        return self.b.part(value, row.axis, *self.span.of(row))
+
+    def inside(self, jaxpr: ClosedJaxpr, flow: Flow) -> RowWriter:
+        """A writer of a body."""
+        return RowWriter(jaxpr, flow, self.span)
+
+    def follows(self, var: Var) -> bool:
+        """Whether the equation that makes a shared value may be carried out here."""
+        return True
+
+    # -- equations -------------------------------------------------------------------------------
+
+    def cut(self, aval: Any, layout: Layout) -> Any:
+        """The type of a value in this block."""
+        if self.span is None or not isinstance(layout, Rows):
+            return aval
+        key = (aval.shape, aval.dtype, aval.weak_type, layout.axis, layout.width)
+        if key not in self._types:
+            self._types[key] = self.span.cut(aval, layout)
+        return self._types[key]
+
+    def emit(self, eqn: JaxprEqn, step: Step) -> list[Var]:
+        """An equation with rows, on this block."""
+        atoms = [self.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
+        types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
+        if self.span is None:
+            return self.b.copy(eqn, atoms, types)
+        params: dict[str, Any] = step.params(types) if step.params else {}
+        if step.bodies:
+            params = self._bodies(eqn, step)
+        return self.b.copy(eqn, atoms, types, **params)
+
+    def _bodies(self, eqn: JaxprEqn, step: Step) -> dict[str, Any]:
+        """The parameters of a loop or a branch, its bodies on this block."""
+        name, p = eqn.primitive.name, eqn.params
+        if name == "cond":
+            pairs = zip(p["branches"], step.bodies, strict=True)
+            return {"branches": tuple(self._body(b, f, step.outs) for b, f in pairs)}
+        if name == "scan":
+            (flow,) = step.bodies
+            inner = opened(p["jaxpr"])
+            consts, carried = scan_counts(eqn)
+            carry = inner.invars[consts : consts + carried]
+            outs = [*map(flow.layout, carry), *map(flow.layout, inner.outvars[carried:])]
+            return {"jaxpr": self._body(p["jaxpr"], flow, outs)}
+        assert name == "while", name
+        test, flow = step.bodies
+        carry = opened(p["body_jaxpr"]).invars[while_counts(eqn)[1] :]
+        return {
+            "cond_jaxpr": self._body(p["cond_jaxpr"], test, [SHARED]),
+            "body_jaxpr": self._body(p["body_jaxpr"], flow, [flow.layout(v) for v in carry]),
+        }
+
+    def _body(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
+        """A body on this block, its outputs with the given layouts."""
+        inner = opened(jaxpr)
+        w = self.inside(jaxpr, flow)
+        for v in inner.invars:
+            layout = flow.layout(v)
+            w.place(layout)[v] = w.b.input(self.cut(v.aval, layout))
+        for i, eqn in enumerate(inner.eqns):
+            step = flow.steps.get(i)
+            if step is not None:
+                for v, made in zip(eqn.outvars, w.emit(eqn, step), strict=True):
+                    w.place(flow.layout(v))[v] = made
+        return w.b.build(
+            [w.read(a, x if isinstance(x, Rows) else None) for a, x in zip(inner.outvars, outs, strict=True)]
+        )

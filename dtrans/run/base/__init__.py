@@ -1,0 +1,5 @@
+"""What all ways of running share.
+
+segments   a program, cut at the equations that its fabric must carry out
+batch      how trainers share a batch
+"""

@@ -1,0 +1,85 @@
+"""How several trainers share a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans.errors import BatchError
+from dtrans.ir.pytree import TreeSpec, as_array
+
+
+def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping[str, Any]) -> list[Any]:
+    """The arrays of a batch, whose arguments must be of the structures in `specs`.
+
+    Args:
+      types: of the arrays that the step was traced with, by name; their number of dimensions counts.
+
+    Raises:
+      BatchError, TraceError: they are not.
+    """
+    if len(batch) != len(specs):
+        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+    found: list[Any] = []
+    for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
+        arrays = spec.flatten(as_array(arg), f"batch argument {i}")
+        for name, x in zip(spec.names, arrays, strict=True):
+            if x.ndim != types[name].ndim:
+                raise BatchError(
+                    f"{name} is of shape {tuple(x.shape)}, the step was traced with {types[name].str_short()}"
+                )
+        found += arrays
+    return found
+
+
+def shared_batch(
+    names: Sequence[str], arrays: Sequence[Any], trainers: int, whole: Collection[str], whole_option: str
+) -> list[tuple[Any, str]]:
+    """The arrays of a batch, and how trainers share each: `split` on dim 0, `replicated`, or `key` (each has its own).
+
+    Args:
+      names: of the arrays.
+      whole: names of arrays that every trainer gets whole.
+      whole_option: how a user says so, for errors.
+
+    Raises:
+      BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
+    """
+    shared = [(x, share_of(name, x, trainers, whole)) for name, x in zip(names, arrays, strict=True)]
+    rows: dict[int, str] = {}
+    for name, (x, share) in zip(names, shared, strict=True):
+        if share == "split":
+            rows.setdefault(x.shape[0], name)
+    for count, name in rows.items():
+        if count % trainers:
+            raise BatchError(
+                f"{name} has {count} rows, which {trainers} trainers do not divide: "
+                f"give batches of a multiple of {trainers}"
+            )
+    if len(rows) > 1:
+        listed = " and ".join(f"{name} has {count}" for count, name in rows.items())
+        raise BatchError(
+            f"the arrays of a batch are split over the trainers on dim 0, but {listed} rows; "
+            f"name what every trainer needs whole in {whole_option}"
+        )
+    return shared
+
+
+def share_of(name: str, x: Any, trainers: int, whole: Collection[str]) -> str:
+    """How trainers share one array of the batch: see `shared_batch`."""
+    if trainers == 1 or name in whole:
+        return "replicated"
+    if x.ndim:
+        return "split"
+    return "key" if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else "replicated"
+
+
+def part_types(arrays: Sequence[tuple[Any, str]], trainers: int) -> list[jax.ShapeDtypeStruct]:
+    """The types of one trainer's part."""
+    return [
+        jax.ShapeDtypeStruct((x.shape[0] // trainers, *x.shape[1:]) if share == "split" else x.shape, x.dtype)
+        for x, share in arrays
+    ]

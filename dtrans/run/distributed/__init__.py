@@ -1,0 +1,11 @@
+"""Processes: who they are, how they find one another, and what happens when one ends.
+
+role            what a launched process knows of itself
+rendezvous      the trainers of nccl2 mode find one another
+connect         they become one job of `jax.distributed`
+elastic         those left of it go on
+multihost       what they hold together and agree on
+launcher        starts the processes of a job on this host
+child_process   its processes, and what they print
+orphan_guard    ends them when the launcher itself is killed
+"""

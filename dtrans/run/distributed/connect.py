@@ -1,0 +1,188 @@
+"""How the trainers of an nccl2 job are connected: `connect()`, and what happens when a process ends.
+
+The trainers meet (`dtrans.run.distributed.rendezvous`), and `jax.distributed` connects them, with trainer 0's endpoint
+as coordinator.
+
+What fails, and what the others see:
+
+    a trainer does not come     DeadlineError at `connect`, which names it
+    a trainer raises            its process ends at once, without JAX's waiting for all at exit; the others get a
+                                PeerError, or what is said next, when they next reduce or within the heartbeat
+    a trainer is killed         the same. JAX ends processes that cannot raise with SIGABRT, after some lines of C++ log
+                                (Terminating process because the JAX distributed service detected fatal errors);
+                                `dtrans launch` names the trainer that was killed
+    a trainer is too slow       nothing, while it is alive; where parts of the batch get another shape, and at the end
+                                of the job, all wait for it, up to the deadline
+
+With `on_trainer_loss="drop"` those left go on instead: see `dtrans.run.distributed.elastic`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from dtrans._jax import backends_started
+from dtrans.checkpoint.runs import new_run
+from dtrans.errors import ConfigError
+from dtrans.run.distributed import elastic
+from dtrans.run.distributed.membership import Membership, current, join, known
+from dtrans.run.distributed.multihost import sums
+from dtrans.run.distributed.rendezvous import meet
+from dtrans.run.distributed.role import LOSS, Role
+from dtrans.run.net.sockets import DEADLINE
+
+
+HEARTBEAT = 20  # seconds of silence after which JAX takes a process for dead; less when the deadline is
+
+
+def connect(
+    role: Role | None = None,
+    *,
+    deadline: float = DEADLINE,
+    allow_remote: bool = False,
+    on_trainer_loss: str | None = None,
+) -> Membership:
+    """Connect the trainers of an nccl2 job. Call it before anything that makes JAX look for its devices.
+
+    Who this process is comes from the environment, as `dtrans launch --mode nccl2` sets it (see `Role`); without that,
+    from JAX's own detection: Slurm, Open MPI, Kubernetes, TPU. Trainer 0's endpoint becomes the coordinator of
+    `jax.distributed`. A second call changes nothing.
+
+    Args:
+      role: who this process is; from the environment by default.
+      deadline: seconds to wait for the other trainers: here, when the parts of the batch get another shape, and at the
+        end of the job. A process that is silent for as long, or for 20 seconds if that is less, is taken for dead.
+      allow_remote: let endpoints be on other machines. Nothing is encrypted or authenticated: only on a network where
+        everybody may train with everybody.
+      on_trainer_loss: "abort" ends all trainers when one ends before its time; "drop" lets `plan.on_cluster()` go on
+        with those left (see `dtrans.run.distributed.elastic`). From the variable DTRANS_ON_TRAINER_LOSS by default, or
+        "abort".
+
+    Raises:
+      ConfigError: JAX was used already, nothing says who this process is, or its endpoint cannot be bound.
+      DeadlineError: trainers did not come in time; the message names them.
+      PeerError: another trainer was told other endpoints.
+    """
+    if not deadline > 0:
+        raise ConfigError(f"deadline must be a positive number of seconds, it is {deadline!r}")
+    loss = os.environ.get(LOSS, "abort") if on_trainer_loss is None else on_trainer_loss
+    if loss not in ("abort", "drop"):
+        raise ConfigError(f"on_trainer_loss must be 'abort' or 'drop', it is {loss!r}")
+    if role is None and _is_told():
+        role = Role.from_env()
+    if role is not None and not role.trainer_endpoints:
+        raise ConfigError(f"this is {role.name} of a job with pservers; dtrans.connect() is for mode='nccl2'")
+    member = known()
+    if member is None:
+        if jax.distributed.is_initialized():  # by the user
+            if loss == "drop":
+                raise ConfigError("on_trainer_loss='drop': dtrans.connect() must connect the trainers, not the user")
+        else:
+            _connect(role, deadline, allow_remote, loss)
+            atexit.register(_leave)
+        everyone = tuple(range(jax.process_count()))
+        endpoints = role.trainer_endpoints if role else ()
+        member = join(Membership(jax.process_index(), everyone, endpoints, deadline, loss))
+        member = join(dataclasses.replace(member, run=_first_word(member)))
+        if loss == "drop":
+            with elastic.all_or_none():  # from now on it is known who ends
+                pass
+    if role is not None:
+        _check_same(role, member)
+    if on_trainer_loss not in (None, member.on_trainer_loss):
+        raise ConfigError(
+            f"this process is connected with on_trainer_loss={member.on_trainer_loss!r}, not {on_trainer_loss!r}"
+        )
+    return member
+
+
+def connected() -> Membership:
+    """The job that this process is connected to, by `connect` or by the user. Raises ConfigError when there is none."""
+    return connect() if known() is None and jax.distributed.is_initialized() else current()
+
+
+def _is_told() -> bool:
+    return "DTRANS_ROLE" in os.environ or "DTRANS_TRAINER_ENDPOINTS" in os.environ
+
+
+def _check_same(role: Role, member: Membership) -> None:
+    found = (role.trainer_id, role.trainers)
+    if found != (member.trainer_id, jax.process_count()) or member.endpoints not in ((), role.trainer_endpoints):
+        listed = f" ({','.join(member.endpoints)})" if member.endpoints else ""
+        raise ConfigError(
+            f"this process is connected as {member.name} of {jax.process_count()}{listed}, and cannot be {role.name} "
+            f"of {role.trainers} ({','.join(role.trainer_endpoints)})"
+        )
+
+
+def _connect(role: Role | None, deadline: float, allow_remote: bool, loss: str) -> None:
+    config: Any = jax.config
+    if backends_started():
+        raise ConfigError(
+            "JAX was used already, and its devices cannot be connected any more: call dtrans.connect() before anything "
+            "that makes an array or asks for devices, jax.random.key for instance"
+        )
+    if config.jax_cpu_collectives_implementation in (None, "none"):
+        raise ConfigError("jax_cpu_collectives_implementation is 'none': trainers need 'gloo', or 'mpi'")
+    seconds = math.ceil(deadline)
+    if loss == "drop":
+        elastic.prepare(seconds)
+    options: dict[str, Any] = {
+        "initialization_timeout": seconds,
+        "heartbeat_timeout_seconds": min(seconds, HEARTBEAT),
+        "shutdown_timeout_seconds": seconds,
+    }
+    if role is None:
+        try:
+            jax.distributed.initialize(**options)
+        except ValueError as e:
+            raise ConfigError(
+                "nothing says which trainer this process is: start it with `dtrans launch --mode nccl2`, set "
+                f"DTRANS_ROLE and its companions, or start it under Slurm, Open MPI or Kubernetes (JAX says: {e})"
+            ) from e
+        return
+    meet(role.trainer_id, role.trainer_endpoints, deadline=deadline, allow_remote=allow_remote)
+    first = role.trainer_endpoints[0]
+    if "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        options["coordinator_bind_address"] = first  # JAX's default is every address of this machine
+    jax.distributed.initialize(first, role.trainers, role.trainer_id, cluster_detection_method="deactivate", **options)
+
+
+def _first_word(member: Membership) -> str:
+    """Reduce something while all trainers are known to be here; gives the name that trainer 0 has for this run.
+
+    The first reduction opens the connections, and Gloo gives the slowest trainer 30 seconds to join it; later ones wait
+    for as long as it is alive.
+    """
+    name = np.frombuffer(new_run().encode(), np.uint8).astype(np.int32)
+    one = np.ones((1,), np.int32)
+    (found,) = sums(np.concatenate([one, name if member.trainer_id == 0 else 0 * name]))
+    assert found[0] == member.trainers, found
+    return bytes(found[1:].astype(np.uint8)).decode()
+
+
+def _leave() -> None:
+    """At exit: a trainer that failed goes at once.
+
+    JAX would wait here until all trainers have come to their end, while the others wait for this one's gradients.
+    """
+    member = known()
+    drops = member is not None and member.on_trainer_loss == "drop"
+    if getattr(sys, "last_value", None) is not None:
+        if drops:
+            jax.distributed.shutdown()  # so that the others need not wait for a heartbeat
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
+    if drops and member is not None:
+        elastic.leave(member.trainer_id, member.deadline)

@@ -1,0 +1,293 @@
+"""Start the roles of a job on this host, as torchrun does.
+
+    launch -> Child (one process per role) -> events -> launch
+
+All that can happen (a role has ended, a signal has come, time is up) arrives at one queue, and one loop reads
+it. Signal handlers only put the number there, so no exception ever strikes between starting a process and
+noting that it was started.
+
+In nccl2 mode there are trainers only. What `jax.distributed` would do with SIGTERM, tell the program to save itself, it
+is told to leave, or a trainer could not be ended; and each trainer is shown one GPU of this host.
+
+When a role fails, the others are told to end (SIGTERM), and are killed when they have not done so after a
+grace period. The error is that of the role that failed *first*. Roles tell each other of their failures, so a
+role may well end with a `PeerError` before the one that caused it has finished printing its traceback:
+such an end is held for a moment, and gives way to a role that fails for a reason of its own.
+
+If the launcher itself is killed, `dtrans.run.distributed.orphan_guard` ends the roles.
+
+Source of the behaviour: torch/distributed/elastic/multiprocessing/api.py, python/paddle/distributed/launch_ps.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from dtrans.checkpoint.runs import VARIABLE as RUN, new_run
+from dtrans.errors import ConfigError, DeadlineError, LaunchError
+from dtrans.run.distributed.child_process import Child, Guard
+from dtrans.run.distributed.multihost import is_by_peer
+from dtrans.run.distributed.role import LOSS, VARIABLES, Role, roles_of, trainer_roles
+
+
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+BLAME = 3.0  # seconds that a role which another made fail waits for that other to end
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Event = Child | int  # a role that has ended, or a signal
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    trainers: int = 1,
+    pservers: int | None = None,
+    mode: str = "pserver",
+    on_trainer_loss: str = "abort",
+    deadline: float | None = None,
+    grace: float = GRACE,
+    env: Mapping[str, str] | None = None,
+    inherit_stdout: bool = False,
+) -> None:
+    """Run one command as every role of a job, and wait until all have ended.
+
+    Each role finds out from its environment what it is (`Role.from_env`). Its output comes out line by line
+    behind its name, standard output on `sys.stdout` and standard error on `sys.stderr`. Nothing that was
+    started is left when this returns or raises.
+
+    Args:
+      command: program and arguments, the same for every role.
+      trainers, pservers: how many of each; one pserver by default, and none in nccl2 mode.
+      mode: "pserver" or "nccl2".
+      on_trainer_loss: "abort", or in nccl2 mode "drop": a trainer that fails does not end the job, but for trainer 0;
+        `dtrans.connect()` tells the others to go on without it.
+      deadline: seconds that the whole job may take.
+      grace: seconds that a role gets to end by itself when it is told to.
+      env: variables to add to this process's environment for the roles.
+      inherit_stdout: trainer 0 keeps this process's standard output as it is, so that what it draws on a
+        terminal looks as it should.
+
+    Raises:
+      LaunchError: a role failed, or cannot be started; the message has its last words, and `code` its
+        exit status.
+      DeadlineError: time was up.
+      KeyboardInterrupt, SystemExit: this process was interrupted, or told to end. They are raised when
+        every role has ended; a second signal kills the roles at once.
+    """
+    if not command:
+        raise ConfigError("launch was given no command")
+    if mode not in ("pserver", "nccl2"):
+        raise ConfigError(f"mode must be 'pserver' or 'nccl2', it is {mode!r}")
+    if mode == "nccl2" and pservers is not None:
+        raise ConfigError(f"there are no pservers in mode='nccl2', pservers={pservers}")
+    if on_trainer_loss not in ("abort", "drop"):
+        raise ConfigError(f"on_trainer_loss must be 'abort' or 'drop', it is {on_trainer_loss!r}")
+    if on_trainer_loss == "drop" and mode != "nccl2":
+        raise ConfigError(f"on_trainer_loss='drop' is for mode='nccl2', it is {mode!r}")
+    servers = 1 if pservers is None else pservers
+    for name, count in (("trainers", trainers), ("pservers", servers)):
+        if count < 1:
+            raise ConfigError(f"a job needs at least one of {name}, {name}={count}")
+    base = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS)}
+    # whole lines as they are printed, not when a buffer is full
+    base |= {"PYTHONUNBUFFERED": "1", RUN: new_run(), **(env or {})}
+    events: SimpleQueue[Event] = SimpleQueue()
+    limit = None if deadline is None else time.monotonic() + deadline
+    if on_trainer_loss == "drop":
+        base[LOSS] = on_trainer_loss
+    job = _Job(events, grace, drops=on_trainer_loss == "drop")
+    with _signals_to(events), Guard(sys.executable) as guard:
+        try:
+            for role in _roles(mode, trainers, servers):
+                keeps = inherit_stdout and role.name == "trainer 0"
+                emit = _prefixed(role.name)
+                its = _jax_variables(role) | base | role.environment()
+                child = Child(role, command, its, events, emit, inherit_stdout=keeps)
+                job.started(child, guard)
+            signum = job.wait(limit)
+        finally:
+            job.end()
+    if signum is not None:
+        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
+    if job.timed_out:
+        raise DeadlineError(
+            f"the launcher waited {deadline:g} s for the job: {job.timed_out} had not ended, and was stopped"
+        )
+    if job.failed is not None:
+        raise _failure(job.failed)
+
+
+def _roles(mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
+    if mode == "nccl2":
+        return trainer_roles(free_endpoints(trainers))
+    return roles_of(trainers, free_endpoints(pservers))
+
+
+def _jax_variables(role: Role) -> dict[str, str]:
+    """What JAX reads in a trainer of nccl2 mode, where the user has not set it."""
+    if role.mode != "nccl2":
+        return {}
+    return {"JAX_ENABLE_PREEMPTION_SERVICE": "0", "JAX_LOCAL_DEVICE_IDS": str(role.trainer_id)}
+
+
+def free_endpoints(count: int) -> list[str]:
+    """Loopback endpoints that nobody listens on.
+
+    The system hands the ports out, and they are free again when this returns: another process could take
+    one before the server binds it, which the server then reports. All are held at once here, so that they
+    differ. No SO_REUSEADDR: a port in use must not be handed out, and one that never had a connection
+    can be bound again without it.
+    """
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
+        for s in held:
+            s.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{s.getsockname()[1]}" for s in held]
+
+
+class _Job:
+    """The roles that run, and what became of them."""
+
+    def __init__(self, events: SimpleQueue[Event], grace: float, *, drops: bool = False) -> None:
+        self.drops = drops  # whether the job goes on without a trainer that has failed
+        self.events = events
+        self.grace = grace
+        self.running: dict[Child, Guard] = {}
+        self.failed: Child | None = None
+        self.timed_out = ""
+        self._ending = False
+
+    def started(self, child: Child, guard: Guard) -> None:
+        """Note a role that has started."""
+        self.running[child] = guard
+        guard.add(child)
+
+    def wait(self, limit: float | None) -> int | None:
+        """Wait until all have ended, one has failed, or time is up. Returns the signal, if that came first."""
+        while self.running:
+            event = self._next(limit)
+            if event is None:
+                self.timed_out = ", ".join(c.role.name for c in self.running)
+                return None
+            if isinstance(event, int):
+                return event
+            self._ended(event)
+            if self.failed is not None:
+                return self._blame(limit)
+        return None
+
+    def end(self) -> None:
+        """End the roles that still run, politely first."""
+        self._ending = True
+        for child in self.running:
+            child.signal(signal.SIGTERM)
+        limit: float | None = time.monotonic() + self.grace
+        while self.running:
+            event = self._next(limit)
+            if isinstance(event, Child):
+                self._ended(event)
+                continue
+            # time is up, or a second signal: kill, and wait for however long the system takes
+            for child in self.running:
+                child.signal(signal.SIGKILL)
+            limit = None
+
+    def _blame(self, limit: float | None) -> int | None:
+        """While the failure is another role's fault, wait a moment for that other."""
+        moment = time.monotonic() + BLAME
+        limit = moment if limit is None else min(limit, moment)
+        while self.running and self.failed is not None and _by_peer(self.failed):
+            event = self._next(limit)
+            if event is None or isinstance(event, int):
+                return event
+            self._ended(event)
+        return None
+
+    def _next(self, limit: float | None) -> Event | None:
+        """What happens next; None when time is up."""
+        try:
+            return self.events.get(timeout=None if limit is None else max(0.0, limit - time.monotonic()))
+        except queue.Empty:
+            return None
+
+    def _ended(self, child: Child) -> None:
+        guard = self.running.pop(child)
+        child.reap()
+        guard.remove(child)
+        if child.code and not self._ending and self.drops and child.role.trainer_id:
+            _prefixed("launcher")("stderr", f"{child.role.name} failed with {_how(child)}; the others go on")
+        elif (
+            child.code and not self._ending and (self.failed is None or (_by_peer(self.failed) and not _by_peer(child)))
+        ):
+            self.failed = child
+
+
+def _by_peer(child: Child) -> bool:
+    """Whether a role failed because another did: its last words are a `PeerError`, or what JAX says of lost peers."""
+    return any(
+        line.startswith("dtrans.errors.PeerError")
+        or (("Error: " in line or "distributed service" in line) and is_by_peer(line))
+        for line in child.tail
+    )
+
+
+def _how(child: Child) -> str:
+    """How a role has failed."""
+    if child.process.returncode < 0:
+        return f"signal {signal.Signals(-child.process.returncode).name}"
+    return f"exit code {child.code}"
+
+
+def _failure(child: Child) -> LaunchError:
+    words = child.last_words()
+    said = f"it said:\n{words}" if words else "it wrote nothing to standard error"
+    message = f"{child.role.name} failed with {_how(child)}, and the other roles were ended; {said}"
+    return LaunchError(message, role=child.role.name, code=child.code)
+
+
+_output = threading.Lock()
+
+
+def _prefixed(name: str) -> Any:
+    """Writes the lines of one role, whole."""
+
+    def emit(stream: str, line: str) -> None:
+        out = sys.stdout if stream == "stdout" else sys.stderr
+        with _output:
+            out.write(f"[{name}] {line}\n")
+            out.flush()
+
+    return emit
+
+
+@contextlib.contextmanager
+def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
+    """Put signals into the queue instead of acting on them.
+
+    Only the main thread may set handlers; elsewhere (a notebook's worker thread, say) signals stay what they
+    were. A signal that this process was told to ignore, as a shell does for jobs in the background and
+    nohup for SIGHUP, stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.getsignal(s) for s in SIGNALS}
+    taken = [s for s in SIGNALS if before[s] is not signal.SIG_IGN]
+    for s in taken:
+        # SimpleQueue.put is reentrant: safe in a handler that interrupts this very queue
+        signal.signal(s, lambda signum, frame: events.put(signum))
+    try:
+        yield
+    finally:
+        for s in taken:
+            signal.signal(s, before[s])

@@ -1,0 +1,190 @@
+"""What trainers that are processes hold together: arrays, sums, and an agreement on what they run.
+
+A trainer's part of the batch is its piece of an array that all of them hold together; what it gets back, parameters
+and results, are arrays of its own device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from dtrans._jax import bulletin_board
+from dtrans.errors import BatchError, ConfigError, DeadlineError, PeerError
+from dtrans.ir.program import Program
+from dtrans.run.distributed.membership import current
+
+
+OTHER_STATE = "parameters or an optimizer state of other shapes"
+
+
+def trainer_devices() -> list[jax.Device]:
+    """The devices of all trainers, in their order: process by process.
+
+    Raises:
+      ConfigError: processes have different numbers of them.
+    """
+    members = current().members
+    devices = sorted((d for d in jax.devices() if d.process_index in members), key=lambda d: (d.process_index, d.id))
+    counts = {k: sum(d.process_index == k for d in devices) for k in members}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"trainer {k} has {n}" for k, n in counts.items())
+        raise ConfigError(f"all processes must have the same number of devices: {listed}")
+    return devices
+
+
+def together(x: Any, sharding: NamedSharding) -> jax.Array:
+    """This process's array as its piece of one of all: the whole if it is replicated, else a run of rows."""
+    if isinstance(x, jax.Array) and x.sharding == sharding:
+        return x
+    here = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]
+    if not sharding.spec:
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, [jax.device_put(x, d) for d in here])
+    rows = x.shape[0] // len(here)
+    pieces = [jax.device_put(x[i * rows : (i + 1) * rows] if len(here) > 1 else x, d) for i, d in enumerate(here)]
+    shape = (rows * sharding.mesh.size, *x.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def own(x: jax.Array) -> jax.Array:
+    """This process's piece, or the first of them."""
+    return x.addressable_data(0)
+
+
+def sums(*xs: np.ndarray) -> list[np.ndarray]:
+    """The sums of arrays over all processes, on the host."""
+    first = {d.process_index: d for d in reversed(trainer_devices())}
+    mesh = Mesh(np.array([first[k] for k in sorted(first)]), ("trainers",))
+    everywhere = NamedSharding(mesh, P())
+    # each process's own value in the place of one that is the same on all: only the reduction looks at it
+    added = jax.shard_map(
+        lambda xs: jax.lax.psum(xs, "trainers"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    with peers():
+        made = jax.jit(added)([together(x, everywhere) for x in xs])
+        return [np.asarray(own(x)) for x in made]
+
+
+def shared(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
+    """What trainer `root` has, on all trainers, bit for bit.
+
+    Raises:
+      PeerError: they have arrays of other types.
+    """
+    _refuse(_told([_digest([f"{x.shape} {x.dtype}" for x in xs])]), 0, OTHER_STATE)
+    mine = jax.process_index() == root
+    raw = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in xs]
+    host = [np.asarray(x) for x in raw]
+    # as bytes, which every backend can add: all others add zeros
+    sent = [np.frombuffer(x.tobytes(), np.uint8) if mine else np.zeros(x.nbytes, np.uint8) for x in host]
+    kept = [i for i, b in enumerate(sent) if b.size]
+    bytes_of = dict(zip(kept, sums(*(sent[i] for i in kept)) if kept else [], strict=True))
+    made: list[jax.Array] = []
+    for i, (x, h) in enumerate(zip(xs, host, strict=True)):
+        array = np.frombuffer(bytes_of[i].tobytes(), h.dtype).reshape(h.shape) if i in bytes_of else h
+        put = jax.device_put(array, jax.local_devices()[0])
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        made.append(jax.random.wrap_key_data(put, impl=jax.random.key_impl(x)) if is_key else put)
+    return made
+
+
+def agree(program: Program, split: Collection[str], merges: Mapping[str, str] | None = None) -> None:
+    """Check that all trainers are about to run the same program on parts of one size.
+
+    Each says what it is about to run, where all can read it; this is not a reduction, so that a trainer that runs
+    something else makes the others wait up to the deadline, and not for ever.
+
+    Args:
+      split: the names of what trainers have parts of.
+      merges: what else is done to results, by name.
+
+    Raises:
+      PeerError, BatchError: they are not; the message says who differs from trainer 0.
+      DeadlineError: a trainer did not say.
+    """
+    held = [f"{n} {program.inputs[n].str_short()}" for spec in program.args[:2] for n in spec.names]
+    first = next(iter(split), "the batch")
+    rows = program.inputs[first].shape[0] if split else 0
+    digest = _digest([program.fingerprint, *sorted(f"{n} {way}" for n, way in (merges or {}).items())])
+    said = _told([_digest(held), str(rows), digest])
+    # held first: a trainer with other parameters runs another program too, and so does one with other rows
+    _refuse(said, 0, OTHER_STATE)
+    counts = {k: words[1] for k, words in said.items()}
+    if len({*counts.values()}) > 1:
+        listed = ", ".join(f"trainer {k} gives {n}" for k, n in counts.items())
+        raise BatchError(f"trainers must give parts of one size; of {first} {listed} rows")
+    _refuse(said, 2, "another step, or other options")
+
+
+def _refuse(said: Mapping[int, Sequence[str]], i: int, what: str) -> None:
+    """Raise PeerError for trainers whose word `i` is not that of trainer 0: they have `what`."""
+    others = [k for k, words in said.items() if words[i] != said[0][i]]
+    if others:
+        who = " and ".join(f"trainer {k}" for k in others)
+        raise PeerError(f"{who} disagrees with trainer 0 about what is being trained: it has {what}")
+
+
+_rounds: dict[tuple[int, ...], int] = {}  # how often these trainers have agreed
+
+
+def _told(words: Sequence[str]) -> dict[int, list[str]]:
+    """What each trainer says, by its number. Raises DeadlineError where one says nothing."""
+    cluster, board = current(), bulletin_board()
+    me, among = cluster.trainer_id, cluster.members
+    now = _rounds.get(among, 0)
+    place = lambda k, i: f"dtrans/agree/{'-'.join(map(str, among))}/{i}/{k}"
+    board.key_value_set(place(me, now), " ".join(words), allow_overwrite=True)  # it may have waited in vain before
+    limit = time.monotonic() + cluster.deadline
+    said: dict[int, list[str]] = {}
+    missing = []
+    for k in among:
+        left = max(1, math.ceil((limit - time.monotonic()) * 1000))
+        try:
+            said[k] = board.blocking_key_value_get(place(k, now), left).split(" ")
+        except jax.errors.JaxRuntimeError as e:
+            if "DEADLINE_EXCEEDED" not in str(e):
+                raise
+            missing.append(f"trainer {k}")
+    if missing:
+        raise DeadlineError(
+            f"{cluster.name} waited {cluster.deadline:g} s for {' and '.join(missing)} to start the same step: "
+            "they are at another, or give parts of the shape of before"
+        )
+    if now > 1:  # all have read it, or they could not have written the last one
+        board.key_value_delete(place(me, now - 2))
+    _rounds[among] = now + 1
+    return said
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def is_by_peer(text: str) -> bool:
+    """Whether an error of JAX, or a line of its log, is what the end of another process looks like."""
+    return "Gloo" in text or "NCCL" in text or "distributed service detected fatal errors" in text
+
+
+@contextlib.contextmanager
+def peers() -> Iterator[None]:
+    """Errors of JAX that another trainer's end causes, as such."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as e:  # it raises either
+        if not is_by_peer(str(e)):
+            raise
+        me, why = f"trainer {jax.process_index()}", str(e).splitlines()[0]
+        if "Timed out" in str(e):
+            raise PeerError(f"{me} waited too long for the other trainers in the middle of a reduction ({why})") from e
+        others = [f"trainer {k}" for k in current().members if k != jax.process_index()]
+        who = others[0] if len(others) == 1 else f"one of {', '.join(others)}"
+        raise PeerError(f"{me} lost {who} in the middle of a reduction: it has ended ({why})") from e

@@ -1,0 +1,6 @@
+"""Messages over ZeroMQ.
+
+wire      a msgpack header and raw frames
+buffers   memory that is received into, and kept
+sockets   sockets as this package makes them
+"""

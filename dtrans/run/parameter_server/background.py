@@ -1,0 +1,135 @@
+"""Communication that a trainer's steps leave to something beside them: a communicator, or GEO-SGD.
+
+    send, recv     with a `communicator`: into its queue, and from what it received last
+    send_barrier   after such: until all is sent, and what was made of it received
+    send           of GEO-SGD (`geo_send_p`)
+
+The connections belong to the communicator from the first such equation on, until `rest`, which whoever uses them in
+another way calls first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax import JaxprEqn
+from dtrans.errors import StateError
+from dtrans.ir.program import Program
+from dtrans.ops import DELTA, CommunicatorConfig, geo_send_p, recv_p, send_barrier_p, send_p
+from dtrans.run.parameter_server.client import Connection
+from dtrans.run.parameter_server.communicator import Communicator, Leaf
+from dtrans.run.parameter_server.geo import GeoTrainer
+
+
+ONE_BY_ONE = CommunicatorConfig(max_merge_var_num=1, merge="sum")  # of the deltas of GEO-SGD
+
+
+class Beside:
+    """What is beside the steps of one trainer.
+
+    Args:
+      connection: gives the connection to an endpoint.
+      deadline: seconds that parameters may be on their way.
+    """
+
+    def __init__(self, connection: Callable[[str], Connection], deadline: float) -> None:
+        self._connection = connection
+        self._deadline = deadline
+        self._leaves: dict[str, Leaf] = {}  # what is received
+        self._pending: list[tuple[Leaf, Any]] = []  # what a step has made so far
+        self._received: dict[str, jax.Array] | None = None  # what this step goes on with
+        self._config: CommunicatorConfig = ONE_BY_ONE
+        self._communicator: Communicator | None = None
+        self._geo: GeoTrainer | None = None
+
+    def prepare(self, program: Program) -> None:
+        """Note what a program receives, all of which is received at once."""
+        for eqn in program.jaxpr.jaxpr.eqns:
+            if eqn.primitive is recv_p and "communicator" in eqn.params:
+                (t,) = eqn.params["types"]
+                leaf = leaf_of(eqn, t)
+                if self._leaves.get(leaf.names[0]) != leaf:
+                    self.rest()
+                    self._leaves[leaf.names[0]] = leaf
+
+    def takes(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation is carried out here."""
+        if eqn.primitive is send_barrier_p:
+            return bool(self._pending)
+        return eqn.primitive is geo_send_p or (eqn.primitive in (send_p, recv_p) and "communicator" in eqn.params)
+
+    def carry_out(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        """The outputs of one equation. Raises what has ended the communicator."""
+        if eqn.primitive is geo_send_p:
+            return self._geo_send(eqn, values)
+        if eqn.primitive is send_p:
+            self._config = eqn.params["communicator"]
+            self._pending.append((leaf_of(eqn, eqn.invars[0].aval), values[0]))
+            return [None]
+        communicator = self._running(f"trainer {eqn.params['trainer_id']}")
+        if self._pending:
+            pending, self._pending = self._pending, []
+            self._received = None
+            # not before they are made: a queue of what is still being computed would have steps run ahead of themselves
+            jax.block_until_ready([x for _, x in pending])
+            communicator.put(pending)
+        if eqn.primitive is send_barrier_p:
+            communicator.barrier()
+            return [None]
+        if self._received is None:  # all leaves of a step are of one answer, and its own: the user may donate them
+            newest = communicator.newest()
+            self._received = dict(zip(newest, jax.device_put(list(newest.values())), strict=True))
+        return [self._received[eqn.params["names"][0]]]
+
+    def rest(self, *, discard: bool = False) -> None:
+        """Send what is left, unless it is to be discarded, and give the connections back."""
+        communicator, self._communicator = self._communicator, None
+        geo, self._geo = self._geo, None
+        self._received = None
+        try:
+            if geo is not None and not discard:
+                geo.finish()
+        except BaseException:
+            discard = True
+            raise
+        finally:
+            if communicator is not None:
+                communicator.stop(discard=discard)
+
+    def _running(self, name: str) -> Communicator:
+        """The communicator, which is started if it is not."""
+        if self._communicator is None:
+            self._communicator = Communicator(
+                self._connection, self._leaves, self._config, deadline=self._deadline, name=name
+            )
+        return self._communicator
+
+    def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        params = eqn.params
+        if params["geo_sgd_need_push_nums"]:
+            if self._geo is None:
+                raise StateError(
+                    "GEO-SGD changes parameters that the servers know: run the trainer's startup program in this "
+                    "executor first, and no other program that communicates between its steps"
+                )
+            return self._geo.step(values, params["geo_sgd_need_push_nums"], wait=params["wait"])
+        self.rest()
+        rows = zip(params["epmap"], params["names"], params["sections"], eqn.invars, strict=True)
+        table = [Leaf(eps, names, n, v.aval.shape, v.aval.dtype) for eps, names, n, v in rows]
+        self._leaves = {str(i): leaf for i, leaf in enumerate(table)}
+        self._config = ONE_BY_ONE
+        deltas = [dataclasses.replace(x, names=tuple(n + DELTA for n in x.names)) for x in table]
+        made = [jax.device_put(x) for x in values]
+        communicator = self._running(f"trainer {params['trainer_id']}")
+        self._geo = GeoTrainer(communicator, deltas, params["trainers"], made)
+        return made
+
+
+def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
+    """The leaf that a `send` or a `recv` with `sections` is of."""
+    p = eqn.params
+    return Leaf(p["epmap"], p["names"], p["sections"], t.shape, t.dtype, p.get("merge", "sum"))

@@ -1,0 +1,307 @@
+"""Carries out communication equations with the endpoints of other processes.
+
+    split_byref    views of the gradient's memory
+    send           to the outbox of each server; it leaves when it is full, or with the message that ends the step
+    send_barrier   is only noted
+    recv           only notes what is wanted, and where in its parameter's memory it goes
+    fetch_barrier  one message to each server: what is left in its outbox, that it was all, and what is wanted; the
+                   blocks land in the parameters as they come. An asynchronous step has none: that message goes before
+                   what comes next, or at the program's end (`settle`)
+    concat         nothing is left to do: the blocks lie side by side
+    listen_and_serv  serves
+
+What programs leave to a communicator or to GEO-SGD is carried out by `dtrans.run.parameter_server.background`. Where a
+leaf is cut at run time, its blocks are views of its memory, too.
+
+The copies: a gradient leaves from where XLA made it (blocks of a few KB are gathered into one frame); a block
+is copied once, from ZeroMQ's frame into its parameter, which JAX takes without a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import zmq
+
+from dtrans._jax import JaxprEqn, Primitive
+from dtrans.checkpoint.pserver_state import TRAINER
+from dtrans.checkpoint.runs import new_run, note
+from dtrans.errors import ConfigError, PeerError, StateError, WireError
+from dtrans.ir.program import Program
+from dtrans.ops import concat_p, fetch_barrier_p, listen_and_serv_p, recv_p, send_barrier_p, send_p, split_byref_p
+from dtrans.run.net import wire
+from dtrans.run.net.buffers import BufferPool
+from dtrans.run.net.sockets import LINGER
+from dtrans.run.parameter_server.async_server import AsyncPServer
+from dtrans.run.parameter_server.background import Beside, leaf_of
+from dtrans.run.parameter_server.client import Connection
+from dtrans.run.parameter_server.communicator import rows_of
+from dtrans.run.parameter_server.sync_server import PServer
+from dtrans.run.parameter_server.update import ServerUpdate
+
+
+@dataclasses.dataclass(eq=False)
+class _Landing:
+    """A parameter that is being received: its whole memory, and for each block its server, name and rows."""
+
+    whole: np.ndarray
+    blocks: list[tuple[str, str, np.ndarray]]
+
+
+class EndpointFabric:
+    """What one process needs to take part; see the module's docstring. Arguments are those of `Executor`."""
+
+    def __init__(self, *, deadline: float, wait_port: bool, allow_remote: bool) -> None:
+        if not deadline > 0:
+            raise ConfigError(f"deadline must be a positive number of seconds, it is {deadline!r}")
+        self.deadline = deadline
+        self.wait_port = wait_port
+        self.allow_remote = allow_remote
+        self._context: zmq.Context[Any] | None = None
+        self._connections: dict[str, Connection] = {}
+        self._me: tuple[int, int] | None = None
+        self._session = new_run()
+        self._sync_mode = True
+        self._outbox: dict[str, list[tuple[str, Any]]] = {}
+        self._outbox_bytes: dict[str, int] = {}
+        self._sent_to: set[str] = set()  # the servers that were, or are to be, sent something in this step
+        self._in_step = False  # a synchronous one, from its first gradient to its last block
+        self._landings: list[_Landing] = []
+        self._asked: dict[str, list[Any]] = {}
+        self._barriered: tuple[str, ...] = ()  # the servers of a send_barrier that no fetch_barrier follows
+        self._pool = BufferPool()
+        self._beside = Beside(self._connection, deadline)
+        self._closed = False
+        self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
+            split_byref_p: self._split,
+            send_p: self._send,
+            send_barrier_p: self._send_barrier,
+            recv_p: self._recv,
+            fetch_barrier_p: self._fetch_barrier,
+            concat_p: self._concat,
+            listen_and_serv_p: self._serve,
+        }
+
+    def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        """The outputs of one communication equation. Those of `recv` are not there before the next, or `settle`."""
+        if self._closed:
+            raise StateError("this executor is closed; make a new one")
+        if self._beside.takes(eqn):
+            self.settle()
+            if "trainers" in eqn.params:
+                self._identify(eqn)
+            self._asked.clear()  # other things will be
+            return self._beside.carry_out(eqn, values)
+        self._beside.rest()
+        if eqn.primitive not in (recv_p, fetch_barrier_p):
+            self.settle()
+        rule = self._rules.get(eqn.primitive)
+        if rule is None:
+            raise ConfigError(f"endpoints cannot carry out `{eqn.primitive.name}`")
+        return rule(eqn, values)
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def _split(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        (x,) = values
+        return rows_of(np.asarray(x), eqn.params["sections"])
+
+    def settle(self) -> None:
+        """Receive what programs without a `fetch_barrier` have asked for: all of it with one request to each server."""
+        if self._landings:
+            self._request(self._landings, self._barriered)
+            self._landings = []
+
+    def prepare(self, program: Program) -> None:
+        """Learn what a program will want, before it is run for the first time."""
+        self._beside.prepare(program)
+
+    def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        self._identify(eqn)
+        self._in_step = self._sync_mode
+        if "sections" in eqn.params:
+            values = [rows for _, _, rows in leaf_of(eqn, eqn.invars[0].aval).blocks(np.asarray(values[0]))]
+        for x, endpoint, name in zip(values, eqn.params["epmap"], eqn.params["names"], strict=True):
+            block = np.asarray(x)
+            self._sent_to.add(endpoint)
+            self._outbox.setdefault(endpoint, []).append((name, block))
+            self._outbox_bytes[endpoint] = self._outbox_bytes.get(endpoint, 0) + block.nbytes
+            if self._outbox_bytes[endpoint] >= wire.MESSAGE_BYTES:
+                self._empty(endpoint)
+        return [None]
+
+    def _empty(self, endpoint: str) -> None:
+        """Let the outbox of one server go."""
+        blocks = self._outbox.pop(endpoint, [])
+        self._outbox_bytes.pop(endpoint, None)
+        self._connection(endpoint).send_blocks(blocks)
+
+    def _send_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        self._barriered = eqn.params["endpoints"]
+        return [None]
+
+    # -- parameters ------------------------------------------------------------------------------
+
+    def _recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        self._identify(eqn)
+        types, names = eqn.params["types"], eqn.params["names"]
+        if "sections" in eqn.params:
+            whole = self._pool.take(names[0], types[0].shape, types[0].dtype)
+            self._landings.append(_Landing(whole, leaf_of(eqn, types[0]).blocks(whole)))
+            return [whole]
+        if len(types) == 1:
+            whole = self._pool.take(names[0], types[0].shape, types[0].dtype)
+            rows = [whole]
+        else:
+            sections = [t.shape[0] for t in types]
+            whole = self._pool.take(names[0], (sum(sections), *types[0].shape[1:]), types[0].dtype)
+            rows = rows_of(whole, sections)
+        self._landings.append(_Landing(whole, list(zip(eqn.params["epmap"], names, rows, strict=True))))
+        return rows
+
+    def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        landings, self._landings = self._landings, []
+        # also of a server that has nothing for us: it answers when all trainers are there, and nobody runs ahead
+        self._request(landings, eqn.params["endpoints"])
+        outs: list[Any] = []
+        for landing in landings:
+            arrived: list[Any] = [rows for _, _, rows in landing.blocks]
+            outs += [landing.whole] if len(arrived) == 1 else arrived
+        return outs
+
+    def _request(self, landings: Sequence[_Landing], endpoints: Sequence[str]) -> None:
+        """End the step, and receive blocks; `endpoints` are asked also for nothing. One message to each server."""
+        wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in (*endpoints, *self._sent_to)}
+        for landing in landings:
+            for endpoint, name, rows in landing.blocks:
+                wanted.setdefault(endpoint, {})[name] = rows
+        for endpoint, blocks in wanted.items():
+            line = self._connection(endpoint)
+            table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
+            news = {} if self._asked.get(endpoint) == table else {"blocks": table}
+            self._asked[endpoint] = table
+            left = self._outbox.pop(endpoint, [])
+            line.end_step(left, sent=endpoint in self._sent_to, barrier=endpoint in self._barriered, **news)
+            self._outbox_bytes.pop(endpoint, None)
+        self._barriered = ()
+        self._sent_to.clear()
+        for endpoint, blocks in wanted.items():
+            self._land(endpoint, blocks)
+        self._in_step = False
+
+    def _land(self, endpoint: str, blocks: dict[str, np.ndarray]) -> None:
+        """Receive blocks until all bytes of all of them are here."""
+        line = self._connection(endpoint)
+        memory = {n: b.reshape(-1).view(np.uint8) for n, b in blocks.items()}
+
+        def target(name: str) -> np.ndarray:
+            if name not in memory:
+                raise WireError(f"pserver {endpoint} sent {name}, which was not asked for")
+            return memory[name]
+
+        arrived: dict[str, int] = {}
+        missing = list(memory)
+        while True:  # there is an answer also where nothing was asked for
+            some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            message = line.receive(f"`recv` of step {line.step} ({some or 'no blocks'})")
+            if message.op != "blocks" or message["step"] != line.step:
+                raise PeerError(f"pserver {endpoint} answered `recv` of step {line.step} with `{message.op}`")
+            wire.unpack(message, target, arrived)
+            missing = [n for n, b in memory.items() if arrived.get(n) != b.nbytes]
+            if not missing:
+                return
+
+    def _concat(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        if all(isinstance(v, np.ndarray) for v in values):
+            whole = _side_by_side(values)
+            if whole is not None:
+                return [whole]
+        return [np.concatenate(values, eqn.params["axis"])]
+
+    # -- connections -----------------------------------------------------------------------------
+
+    def _identify(self, eqn: JaxprEqn) -> None:
+        me = (eqn.params["trainer_id"], eqn.params["trainers"])
+        if self._me not in (None, me):
+            raise ConfigError(
+                f"this executor already ran programs of trainer {self._me[0]}, and cannot be trainer {me[0]}"
+            )
+        if self._me is None and eqn.params["trainer_id"] == 0:
+            note(TRAINER, self._session)  # by which the servers know the run, too
+        self._me, self._sync_mode = me, eqn.params["sync_mode"]
+
+    def _connection(self, endpoint: str) -> Connection:
+        if endpoint not in self._connections:
+            assert self._me is not None
+            trainer_id, trainers = self._me
+            self._connections[endpoint] = Connection(
+                self._zmq(),
+                endpoint,
+                trainer_id,
+                trainers,
+                session=self._session,
+                sync_mode=self._sync_mode,
+                deadline=self.deadline,
+                wait_port=self.wait_port,
+            )
+        return self._connections[endpoint]
+
+    def _zmq(self) -> zmq.Context[Any]:
+        if self._context is None:
+            self._context = zmq.Context()
+        return self._context
+
+    def _serve(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        names = eqn.params["state_names"]
+        kind = PServer if eqn.params["sync_mode"] else AsyncPServer
+        server = kind(
+            ServerUpdate(eqn),
+            dict(zip(names, values, strict=True)),
+            self._zmq(),
+            deadline=self.deadline,
+            allow_remote=self.allow_remote,
+        )
+        final = server.serve()
+        return [final[n] for n in names]
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave every server, with the reason if there is one. In the middle of a synchronous step there is."""
+        if self._closed:
+            return
+        self._closed = True
+        failed: BaseException | None = None
+        try:
+            self._beside.rest(discard=error is not None)
+        except BaseException as e:  # the servers are told of it first
+            error = failed = e
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        if self._in_step and reason is None:
+            reason = "it closed in the middle of a step"  # which some servers may have heard of, and others not
+        with contextlib.ExitStack() as stack:  # each is closed, whatever the others say
+            if self._context is not None:
+                stack.callback(self._context.destroy, linger=int(LINGER * 1000))
+            for line in self._connections.values():
+                stack.callback(line.close, reason)
+        if failed is not None:
+            raise failed
+
+
+def _side_by_side(blocks: Sequence[np.ndarray]) -> np.ndarray | None:
+    """The memory that blocks lie in one after the other, or None where they do not."""
+    base = blocks[0].base
+    first = blocks[0]
+    total = sum(b.shape[0] for b in blocks)
+    at = first.ctypes.data
+    for b in blocks:
+        if b.base is not base or b.ctypes.data != at:
+            return None
+        at += b.nbytes
+    return (
+        np.ndarray((total, *first.shape[1:]), first.dtype, base, first.ctypes.data - base.ctypes.data)
+        if base is not None
+        else None
+    )

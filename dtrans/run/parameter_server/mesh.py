@@ -1,0 +1,304 @@
+"""The whole job in one process: trainers on one mesh of devices, each server on a device of another.
+
+    trainer program, cut in pieces    jit(shard_map) over the `trainers` axis: one dispatch for all trainers
+    send                              device_put of each trainer's block to its server's device
+    a server's optimize blocks        one jit per server and phase, on its device; optimizer state is donated
+    all_reduce                        device_put of each server's parts to the devices of the others
+    recv                              device_put of each block back to all trainer devices
+
+A trainer sees its own part of the batch and its own gradients, and nothing crosses between trainers but
+through servers, as between processes. With fewer devices than trainers each device takes several in turn
+(a `lax.map`, so that the arithmetic of one trainer is the same wherever it runs). Without more than one device
+everything runs on that one, and no copy is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
+
+from dtrans.errors import ConfigError, StateError
+from dtrans.ir.program import Program
+from dtrans.ir.pytree import is_under
+from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.parameter_server.state import MeshState
+from dtrans.plan import realises
+from dtrans.run.base.batch import batch_arrays, part_types, shared_batch
+from dtrans.run.base.segments import COMPUTED, Pieces, cut_program
+from dtrans.run.parameter_server.exchange import Exchange
+from dtrans.run.parameter_server.mesh_trainers import AXIS, TrainersProgram, shards, unstacked
+from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors, own_buffers
+
+
+@realises(PServerPlan, "mesh")
+class MeshJob:
+    """A plan, running in this process.
+
+    `init` and `step` are functions of a state; the job itself holds only compiled code. What comes out of
+    several trainers is merged: a result that grows with the batch is concatenated, any other
+    floating-point result (the loss) is averaged, and any other result gets a leading axis, one row per
+    trainer, since nothing says whether it is a count to be added or a flag.
+
+    Args:
+      plan: what to run.
+      devices: trainers take the first, servers those after them, round-robin where there are fewer than
+        roles; all of this process's by default.
+      replicated: names of batch arrays that every trainer gets whole, e.g. class weights.
+      donate: let updates reuse the memory of the optimizer state they replace. A state that was stepped
+        from can then not be stepped from again; parameters are never donated.
+
+    Raises:
+      ConfigError: no devices, or `replicated` names that the batch does not have.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx)
+      >>> init = lambda key: (p := {"w": jnp.zeros(2)}, tx.init(p))
+      >>> key, x = jax.random.key(0), jnp.array([[1.0, 3.0], [3.0, 5.0]])
+      >>> plan = dtrans.pserver(dtrans.trace(step, *init(key), x), dtrans.trace(init, key), trainers=2)
+      >>> job = plan.on_mesh()
+      >>> state, loss = job.step(job.init(key), x)
+      >>> job.params(state)["w"].tolist(), float(loss)
+      ([1.0, 2.0], 11.0)
+    """
+
+    def __init__(
+        self,
+        plan: PServerPlan,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        donate: bool = True,
+        replicated: Collection[str] = (),
+    ) -> None:
+        if not plan.sync_mode:
+            raise ConfigError(
+                "on_mesh runs all trainers at once; run a plan with sync_mode=False in processes (Executor)"
+            )
+        if plan.runtime_split:
+            raise ConfigError(
+                "on_mesh has no communicator; leave out runtime_split_send_recv, or run it in processes (Executor)"
+            )
+        devices = list(jax.devices() if devices is None else devices)
+        if not devices:
+            raise ConfigError("on_mesh was given no devices")
+        self.plan = plan
+        self.donate = donate
+        self.trainers = plan.trainers
+        self._names = names = [n for spec in plan.main.args[2:] for n in spec.names]
+        self._whole = {n for n in names if is_under(n, replicated)}
+        unknown = [r for r in replicated if not any(is_under(n, [r]) for n in names)]
+        if isinstance(replicated, str) or unknown:
+            raise ConfigError(f"replicated={replicated!r} must name arrays of the batch: {', '.join(names)}")
+        count = max(d for d in range(1, min(len(devices), self.trainers) + 1) if self.trainers % d == 0)
+        self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
+        self.device_of = {ep: devices[(self.trainers + i) % len(devices)] for i, ep in enumerate(plan.servers)}
+        self._pieces: dict[Program, TrainersProgram] = {}
+        one = SingleDeviceSharding(devices[0])
+        self._replicated: Sharding = NamedSharding(self.mesh, P()) if count > 1 else one
+        self._split: Sharding = NamedSharding(self.mesh, P(AXIS)) if count > 1 else one
+        self._at = {ep: SingleDeviceSharding(d) for ep, d in self.device_of.items()}
+
+    # -- what a user calls -----------------------------------------------------------------------
+
+    def init(self, *args: Any) -> MeshState:
+        """The first state, from the arguments of `init`."""
+        servers = {}
+        for ep, programs in self.plan.servers.items():
+            args_there = jax.device_put(programs.startup.flatten(*args), self.device_of[ep])
+            made = programs.startup.compiled(*args_there)
+            made = jax.device_put(made, self.device_of[ep])
+            servers[ep] = own_buffers(dict(zip(programs.startup.out_names, made, strict=True)))
+        startup = self.plan.trainer_startup
+        pieces = cut_program(startup, computed=COMPUTED)
+        there = jax.device_put(startup.flatten(*args), self._replicated)
+        values = self._drive(pieces, there, servers, None)
+        params = dict(zip(startup.out_names, values, strict=True))
+        params |= {n: self._to_each(params[n]) for n in self._local}
+        return MeshState(params, servers)
+
+    def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
+        """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
+
+        Arrays of the batch are split over the trainers on dim 0; 0-d arrays, and those named in `replicated`, go
+        to every trainer whole. A PRNG key (`jax.random.key`) is folded with the trainer's number, so that noise
+        differs between trainers, and from what one device would draw.
+
+        Raises:
+          BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
+          StateError: not a state of this job, or one that was already stepped from, and whose optimizer state
+            was donated.
+        """
+        if not isinstance(state, MeshState):
+            raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
+        option = "plan.on_mesh(replicated=(...))"
+        given = batch_arrays(self.plan.main.args[2:], batch, self.plan.main.inputs)
+        arrays = shared_batch(self._names, given, self.trainers, self._whole, option)
+        runner = self._runner(arrays)
+        servers = {ep: dict(held) for ep, held in state.servers.items()}
+        for held in servers.values():
+            gone = next((n for n, x in held.items() if x.is_deleted()), None)
+            if gone:
+                raise StateError(
+                    f"this state was already stepped from, and {gone} in it was donated to that step; "
+                    "use the state that step returned, or plan.on_mesh(donate=False)"
+                )
+        params = [state.params[n] for n in runner.param_names]
+        shared = [self._place(x, share) for x, share in arrays]
+        values = dict(
+            zip(
+                runner.program.out_names,
+                self._drive(runner.pieces, [*params, *shared], servers, runner),
+                strict=True,
+            )
+        )
+        results = runner.results(values)
+        values |= {n: self._to_each(values[n]) for n in self._local if not runner.is_stacked(runner.outs[n])}
+        return (MeshState({n: values[n] for n in state.params}, servers), *results)
+
+    def params(self, state: MeshState) -> Any:
+        """The parameters, as the pytree that they were given in."""
+        spec = self.plan.main.args[0]
+        return spec.unflatten([state.params[n][0] if n in self._local else state.params[n] for n in spec.names])
+
+    def opt_state(self, state: MeshState) -> Any:
+        """The optimizer's state, put together from the servers, as the pytree that it was given in."""
+        spec = self.plan.main.args[1]
+        types = self.plan.main.inputs
+        found: dict[str, dict[str, Any]] = {n: {} for n in spec.names}
+        for held in state.servers.values():
+            for name, x in held.items():
+                base, _, index = name.rpartition(".block")
+                if base in found and index.isdigit():
+                    found[base][index] = x
+                elif name in found:
+                    found[name] = {"": x}
+        joined = [_joined(found[n], types[n].shape) for n in spec.names]
+        return spec.unflatten(joined)
+
+    # -- how it runs -----------------------------------------------------------------------------
+
+    @cached_property
+    def _local(self) -> frozenset[str]:
+        """Parameters of which each trainer has its own: made in the trainer half. None with one trainer."""
+        outs = self.plan.main.outputs
+        if self.trainers == 1:
+            return frozenset()
+        inner = self.plan.main.jaxpr.jaxpr
+        ins = dict(zip(self.plan.main.in_names, inner.invars, strict=True))
+        made = dict(zip(outs, inner.outvars, strict=True))
+        return frozenset(n for n in self.plan.held if made[n] is not ins[n])
+
+    def _place(self, x: Any, share: str) -> Any:
+        """One array of the batch on the trainers' devices."""
+        if share == "key":
+            x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))
+        return _put(x, self._replicated if share == "replicated" else self._split)
+
+    def _runner(self, arrays: Sequence[tuple[Any, str]]) -> TrainersProgram:
+        """The trainer program for this batch, in pieces."""
+        trainer = self.plan.trainer
+        state = [trainer.inputs[n] for n in self.plan.main.args[0].names]
+        program = trainer.at_flat([*state, *part_types(arrays, self.trainers)])
+        if program not in self._pieces:
+            self._pieces[program] = TrainersProgram(program, arrays, self.mesh, self.plan, self._local)
+        return self._pieces[program]
+
+    def _drive(
+        self,
+        pieces: Pieces,
+        args: Sequence[Any],
+        servers: dict[str, dict[str, Any]],
+        runner: TrainersProgram | None,
+    ) -> list[Any]:
+        """Run a trainer program for all trainers. `servers` is brought up to date in place."""
+        run = pieces.run(args, None if runner is None else runner.compute)
+        grads: dict[str, dict[str, Any]] = {ep: {} for ep in servers}
+        outs: Sequence[Any] | None = None
+        while True:
+            try:
+                eqn, values = next(run) if outs is None else run.send(outs)
+            except StopIteration as done:
+                return done.value
+            if eqn.primitive is send_p:
+                assert runner is not None
+                for atom, x, ep, name in zip(eqn.invars, values, eqn.params["epmap"], eqn.params["names"], strict=True):
+                    grads[ep][name] = shards(x) if runner.is_stacked(atom) else x
+                outs = [None]
+            elif eqn.primitive is send_barrier_p:
+                self._update(servers, grads)
+                outs = [None]
+            elif eqn.primitive is recv_p:
+                outs = [servers[ep][n] for ep, n in zip(eqn.params["epmap"], eqn.params["names"], strict=True)]
+            elif eqn.primitive is fetch_barrier_p:
+                outs = [self._to_trainers(x) for x in values]
+            else:
+                raise ConfigError(f"a mesh cannot carry out `{eqn.primitive.name}`")
+
+    def _update(self, servers: dict[str, dict[str, Any]], grads: Mapping[str, Mapping[str, Any]]) -> None:
+        """One update of every server, level by level. `servers` is brought up to date in place."""
+        runs = {
+            ep: self._servers[ep].run({n: _put(x, self._at[ep]) for n, x in grads[ep].items()}, held)
+            for ep, held in servers.items()
+        }
+        arrived: dict[str, Any] = dict.fromkeys(runs)
+        at: dict[str, tuple[Exchange, Vectors]] = {}  # where each is, and what it has for others
+        while arrived:
+            for ep, vectors in arrived.items():
+                try:
+                    at[ep] = runs[ep].send(vectors)
+                except StopIteration as done:
+                    at.pop(ep, None)
+                    servers[ep] = done.value
+            level = min((exchange.level for exchange, _ in at.values()), default=None)
+            arrived = {
+                ep: jax.device_put({source: at[source][1][ep] for source in exchange.sources}, self._at[ep])
+                for ep, (exchange, _) in at.items()
+                if exchange.level == level
+            }
+
+    def _to_trainers(self, x: jax.Array) -> jax.Array:
+        """A block on every trainer device."""
+        if self.mesh.size == 1:
+            return _put(x, self._replicated)
+        devices = list(self.mesh.devices.flat)
+        copies = jax.device_put([x] * len(devices), devices)
+        return jax.make_array_from_single_device_arrays(x.shape, self._replicated, copies)
+
+    def _to_each(self, x: jax.Array) -> jax.Array:
+        """A value of all trainers as one of each trainer."""
+        return jax.device_put(jnp.broadcast_to(x, (self.trainers, *x.shape)), self._split)
+
+    @cached_property
+    def _servers(self) -> dict[str, CompiledUpdate]:
+        each = partial(unstacked, trainers=self.trainers)
+        return {
+            ep: CompiledUpdate(ServerUpdate.of(s.main), donate=self.donate, prepare=each)
+            for ep, s in self.plan.servers.items()
+        }
+
+
+def _put(x: Any, where: Sharding) -> Any:
+    """`jax.device_put`, without its cost where there is nothing to do."""
+    if isinstance(x, list):
+        return jax.device_put(x, where)
+    return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
+
+
+def _joined(blocks: Mapping[str, Any], shape: tuple[int, ...]) -> Any:
+    """The rows of a value from its blocks."""
+    if len(blocks) == 1:
+        return next(iter(blocks.values()))
+    parts = [np.asarray(blocks[k]) for k in sorted(blocks, key=int)]
+    # state may have the rows of its leaf along another axis than 0 (Adafactor's column means)
+    axis = next(i for i, n in enumerate(shape) if parts[0].shape[i] != n)
+    whole = np.concatenate(parts, axis)
+    assert whole.shape == shape
+    return jnp.asarray(whole)

@@ -1,0 +1,92 @@
+"""A pipelined step as a list of instructions, on values in numbered slots.
+
+Run     a compiled program of a stage, on values that are there
+Move    a value from one stage to another
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dtrans.pipeline_parallel.task import Task
+from dtrans.run.pipeline_parallel.stage_devices import Kind
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """Run a program.
+
+    Attributes:
+      stage: whose.
+      fn: on the values of `reads`; what it makes goes to `makes`.
+      task: what it is in the schedule, if it is of that.
+      what: for showing.
+    """
+
+    stage: int
+    fn: Callable[..., Sequence[Any]]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    what: str
+    task: Task | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Move:
+    """Move a value from a slot to another, and from a stage to another.
+
+    Attributes:
+      source, target: the slots.
+      origin, stage: from whose to whose.
+      kind: how replicas have it.
+      what: for showing.
+      to_host: whether it goes to the host of the stage, not to its devices.
+    """
+
+    source: int
+    target: int
+    origin: int
+    stage: int
+    kind: Kind
+    what: str
+    to_host: bool = False
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.source,)
+
+    @property
+    def makes(self) -> tuple[int, ...]:
+        return (self.target,)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tape:
+    """A step.
+
+    Attributes:
+      instructions: in order, each with the slots that are empty after it.
+      size: how many slots there are.
+      given: slot of each array of the state and of the batch, by (place, name).
+      fixed: slots whose values are always the same: numbers of micro-batches, constants.
+      state: slot of each array of the new state, by (place, name).
+      results: slot of each result, the kind that it is of, and the stage that makes it.
+      kept: by (stage, micro-batch), slots of what is kept from forward to backward.
+      passing: the stage of each slot that is of one micro-batch.
+    """
+
+    instructions: tuple[tuple[Run | Move, tuple[int, ...]], ...]
+    size: int
+    given: dict[tuple[int, str], int]
+    fixed: dict[int, Any]
+    state: dict[tuple[int, str], int]
+    results: dict[str, tuple[int, Kind, int]]
+    kept: dict[tuple[int, int], tuple[int, ...]]
+    passing: dict[int, int]
+
+    @property
+    def lines(self) -> list[str]:
+        """What each instruction is; the same in all processes of a job."""
+        return [f"{type(ins).__name__} {ins.stage} {ins.what}" for ins, _ in self.instructions]

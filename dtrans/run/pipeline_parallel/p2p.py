@@ -1,0 +1,203 @@
+"""Values from process to process: a line from each to each, and what has come by them.
+
+Every process binds one socket, and says where on the board of the job. What it sends is named by the number of the step
+and of what is sent in it, so that nothing depends on the order in which values come: those that come before they are
+wanted are kept. Sending never makes the sender wait: a thread has the sockets, waits for values to be computed, and
+cuts them into messages (`dtrans.run.net.wire`). Receiving waits up to a deadline, and then says for whom.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import zmq
+
+from dtrans._jax import bulletin_board
+from dtrans.endpoints import split_endpoint
+from dtrans.errors import DeadlineError, PeerError, WireError
+from dtrans.run.distributed.membership import Membership
+from dtrans.run.net import wire
+
+
+logger = logging.getLogger(__name__)
+LINGER = 10.0  # seconds that may go into handing over what was sent, at the end
+LOOK = 200  # milliseconds after which a receiver looks whether its own sender has failed
+MAX_BYTES = 1 << 40  # a value that claims to be larger is not one
+
+
+class Links:
+    """The lines of one process.
+
+    Args:
+      cluster: the job that it is connected to.
+      name: of what the lines are for: several jobs of one process have lines of their own.
+    """
+
+    def __init__(self, cluster: Membership, name: str) -> None:
+        self.me, self.count, self.deadline = cluster.trainer_id, cluster.trainers, cluster.deadline
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._in = self._context.socket(zmq.PULL)
+        self._in.setsockopt(zmq.RCVHWM, 0)
+        host = split_endpoint(cluster.endpoints[self.me])[0] if cluster.endpoints else "127.0.0.1"
+        self._in.setsockopt(zmq.IPV6, int(":" in host))
+        port = self._in.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+        at = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        board = bulletin_board()
+        board.key_value_set(f"dtrans/links/{name}/{self.me}", at)
+        self._peers: dict[int, str] = {}
+        for k in range(self.count):
+            if k != self.me:
+                try:
+                    self._peers[k] = board.blocking_key_value_get(
+                        f"dtrans/links/{name}/{k}", max(1, int(self.deadline * 1000))
+                    )
+                except jax.errors.JaxRuntimeError as e:
+                    if "DEADLINE_EXCEEDED" not in str(e):
+                        raise
+                    raise DeadlineError(
+                        f"trainer {self.me} waited {self.deadline:g} s for trainer {k} to run the same pipeline"
+                    ) from e
+        self._here: dict[tuple[int, int, int], _Arrival] = {}
+        self._outbox: queue.SimpleQueue[tuple[int, int, int, Any] | None] = queue.SimpleQueue()
+        self._failed: list[BaseException] = []
+        self._sender = threading.Thread(target=self._send_all, name="dtrans pipeline links", daemon=True)
+        self._sender.start()
+        atexit.register(self.close)
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    def send(self, to: int, step: int, key: int, value: Any) -> None:
+        """Send a value, once it is computed. Raises what failed in sending an earlier one."""
+        self._check_sender()
+        self._outbox.put((to, step, key, value))
+
+    def _send_all(self) -> None:
+        sockets: dict[int, zmq.Socket[Any]] = {}
+        try:
+            for k, address in self._peers.items():
+                sockets[k] = self._context.socket(zmq.PUSH)
+                sockets[k].setsockopt(zmq.SNDHWM, 0)
+                sockets[k].setsockopt(zmq.IPV6, int("[" in address))
+                sockets[k].setsockopt(zmq.LINGER, int(LINGER * 1000))
+                sockets[k].connect(address)
+            while (item := self._outbox.get()) is not None:
+                to, step, key, value = item
+                array, impl = _on_host(value)
+                for pieces, frames in wire.messages([("value", array)]):
+                    head = wire.header(
+                        "value",
+                        process=self.me,
+                        step=step,
+                        key=key,
+                        dtype=array.dtype.name,
+                        shape=list(array.shape),
+                        impl=impl,
+                        pieces=pieces,
+                    )
+                    sockets[to].send_multipart([head, *frames], copy=False)
+                del item, value, array
+        except BaseException as e:  # told by the next `send`
+            self._failed.append(e)
+        finally:
+            for s in sockets.values():
+                s.close()
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    def receive(self, origin: int, step: int, key: int, what: str) -> Any:
+        """A value that another process sends.
+
+        Raises:
+          DeadlineError: it did not come.
+          PeerError: sending something to another process has failed, which may be why nothing comes.
+        """
+        limit = time.monotonic() + self.deadline
+        wanted = (origin, step, key)
+        while wanted not in self._here or not self._here[wanted].complete:
+            self._check_sender()
+            left = limit - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(
+                    f"trainer {self.me} waited {self.deadline:g} s for {what} of step {step}, which trainer {origin} "
+                    "sends"
+                )
+            if self._in.poll(min(int(left * 1000) + 1, LOOK)):
+                try:
+                    self._take(wire.parse(self._in.recv_multipart(copy=False)))
+                except WireError as e:  # whoever sent it is not of this job
+                    logger.warning("trainer %d dropped %s", self.me, e)
+        return self._here.pop(wanted).value
+
+    def _check_sender(self) -> None:
+        if self._failed:
+            raise PeerError(f"trainer {self.me} could not send to another: {self._failed[0]}") from self._failed[0]
+
+    def _take(self, message: wire.Message) -> None:
+        if message.op != "value" or not 0 <= message["process"] < self.count or message["process"] == self.me:
+            raise WireError(f"trainer {self.me} was sent a `{message.op}` message where values of its pipeline come")
+        key = (message["process"], message["step"], message["key"])
+        if key not in self._here:
+            self._here[key] = _Arrival(message["dtype"], message["shape"], message["impl"])
+        self._here[key].take(message)
+
+    def close(self) -> None:
+        """End the lines; what was sent is handed over."""
+        if self._in.closed:
+            return
+        self._outbox.put(None)
+        self._sender.join()
+        self._in.close(linger=0)
+        self._context.term()
+        atexit.unregister(self.close)
+
+
+class _Arrival:
+    """A value, as far as it has come."""
+
+    def __init__(self, dtype: str, shape: Sequence[Any], impl: str) -> None:
+        if not all(type(n) is int and n >= 0 for n in shape):
+            raise WireError(f"a value of shape {wire.brief(shape)}")
+        try:
+            kind = jnp.dtype(dtype)
+        except TypeError as e:
+            raise WireError(f"a value of type {wire.brief(dtype)}") from e
+        if np.prod(shape, dtype=object) * kind.itemsize > MAX_BYTES:
+            raise WireError(f"a value of {wire.brief(shape)} {dtype}, which is too large to be one")
+        self._impl = impl
+        self.array = np.empty(shape, kind)
+        self._bytes = wire.as_bytes(self.array) if self.array.size else np.empty(0, np.uint8)
+        self._arrived: dict[str, int] = {"value": 0}
+
+    @property
+    def complete(self) -> bool:
+        return self._arrived["value"] == self.array.nbytes
+
+    @property
+    def value(self) -> Any:
+        """What was sent: an array, or keys of this kind."""
+        return jax.random.wrap_key_data(jnp.asarray(self.array), impl=self._impl) if self._impl else self.array
+
+    def take(self, message: wire.Message) -> None:
+        def target(name: str) -> np.ndarray:
+            if name != "value":
+                raise WireError(f"a piece of {wire.brief(name)} in a value")
+            return self._bytes
+
+        wire.unpack(message, target, self._arrived)
+
+
+def _on_host(value: Any) -> tuple[np.ndarray, str]:
+    """A value as its sender has it, computed; keys as their data, and the kind of keys that they are."""
+    impl = ""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
+    return np.ascontiguousarray(np.asarray(value)).reshape(value.shape), impl

@@ -1,0 +1,110 @@
+"""A block of rows of a leaf, what one optimize block updates, and where all of them live."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from dtrans.rows.writer import Span
+from dtrans.step.cut import GRAD
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A run of rows of one leaf, on one server.
+
+    Attributes:
+      leaf: the path of the leaf, `params/dense/kernel`.
+      index: the number of the block within the leaf.
+      count: how many blocks the leaf has.
+      span: its rows; None for a 0-d leaf.
+      shape, dtype: of the block.
+      endpoint: the server.
+    """
+
+    leaf: str
+    index: int
+    count: int
+    span: Span | None
+    shape: tuple[int, ...]
+    dtype: Any
+    endpoint: str = ""
+
+    def named(self, base: str) -> str:
+        """The name of something that is cut as this block is: `opt_state/0/mu/w` to `opt_state/0/mu/w.block0`."""
+        return base if self.count == 1 else f"{base}.block{self.index}"
+
+    @property
+    def name(self) -> str:
+        """`params/w.block0`, or `params/w` where there is only one."""
+        return self.named(self.leaf)
+
+    @property
+    def rows(self) -> int:
+        """Its number of rows; 1 for a 0-d leaf."""
+        return self.span.rows if self.span else 1
+
+    @property
+    def size(self) -> int:
+        """Its number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.size * np.dtype(self.dtype).itemsize
+
+    def gradient(self, trainer_id: int, trainers: int) -> str:
+        """The name of its gradient from one trainer: `params/w@GRAD.block0.trainer_1` (Paddle's scheme)."""
+        return self.named(self.leaf + GRAD) + (f".trainer_{trainer_id}" if trainers > 1 else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What one optimize block updates: one block, or the whole leaves of a group."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of its first block."""
+        return self.blocks[0].name
+
+    @property
+    def span(self) -> Span | None:
+        """The rows it has; None where it has whole leaves."""
+        return self.blocks[0].span if self.blocks[0].count > 1 else None
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return sum(b.nbytes for b in self.blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Every block and where it lives.
+
+    Attributes:
+      endpoints: the servers, in order.
+      blocks: leaf to its blocks.
+      units: server to what it updates, in leaf order.
+      whole: leaf to the reason why it was not cut, for those that could have been.
+      order: the other leaves, in the order in which they were dispatched.
+    """
+
+    endpoints: tuple[str, ...]
+    blocks: Mapping[str, tuple[Block, ...]]
+    units: Mapping[str, tuple[Unit, ...]]
+    whole: Mapping[str, str]
+    order: tuple[str, ...]
+
+    @cached_property
+    def table(self) -> tuple[Block, ...]:
+        """All blocks, in leaf order."""
+        return tuple(b for blocks in self.blocks.values() for b in blocks)

@@ -1,0 +1,513 @@
+"""Slicing an optimize half: the blocks of work of each server.
+
+A *unit* is what is updated together: a block of one leaf's rows, or a group of leaves that cannot be sliced. Its
+equations are those of its leaves, on the block's shapes (`dtrans.rows.writer`). What no row enters is made once for
+each server. Where equations reduce over rows the work comes in levels (`dtrans.slicing.rounds`):
+
+    level 0    lr_sched           counts, schedules: what no row enters
+               params/w.block0    what needs nothing else; its parts of the reductions
+               all_reduce         parts of this server joined, and one `all_reduce` for each value that crosses
+    level 1    reduced            what follows from the reductions alone: norms, factors, decisions
+               params/w.block0    the rest
+               ...
+
+State that no row enters, or only through reductions (Adafactor's column sums), is on each server that needs it; it
+is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from dtrans._jax import Atom, Literal, Var
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import spread
+from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
+from dtrans.ops import OptimizeBlock, all_reduce_p, combine, identity_of
+from dtrans.rows.analysis import RowAnalysis
+from dtrans.rows.layout import SHARED, Rows
+from dtrans.rows.writer import RowWriter, Span
+from dtrans.slicing.blocks import Placement, Unit
+from dtrans.slicing.mean import mean_of
+from dtrans.slicing.rounds import Crossing, Levels
+from dtrans.step.cut import GRAD
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A value that a server holds: rows of `of` along its axis `axis`; all of it where `span` is None.
+
+    With `zeros` it has the type of these rows, and begins with zeros.
+    """
+
+    of: str
+    axis: int = 0
+    span: Span | None = None
+    zeros: bool = False
+
+    def cut(self, aval: Any) -> Any:
+        """Its type, given that of the whole."""
+        return aval if self.span is None else self.span.cut(aval, Rows("", self.axis))
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one server does and holds.
+
+    Attributes:
+      blocks: in order.
+      held: name to what it is a part of.
+      grads: the gradients that it takes (`params/w@GRAD.block0`), and the number of the block that reads each,
+        counted from 1.
+    """
+
+    blocks: tuple[OptimizeBlock, ...]
+    held: Mapping[str, Held]
+    grads: Mapping[str, int]
+
+
+class Slicer:
+    """Cuts one optimize half into the work of servers.
+
+    Args:
+      analysis: of the optimize half.
+      placement: of the leaves.
+      trainers: how many gradients each leaf gets. They are summed, and scaled by 1/trainers.
+    """
+
+    def __init__(self, analysis: RowAnalysis, placement: Placement, trainers: int) -> None:
+        at: dict[str, set[str]] = {}
+        for b in placement.table:
+            at.setdefault(b.leaf, set()).add(b.endpoint)
+        whole = [leaf for leaf, blocks in placement.blocks.items() if len(blocks) == 1]
+        self.analysis = analysis.placed(whole)
+        self.placement = placement
+        self.trainers = trainers
+        self.half = self.analysis.half
+        self.jaxpr = self.half.jaxpr
+        self.levels = Levels(self.analysis)
+        self.made_by = {v: e for e in self.levels.eqns for v in e.outvars}
+        self.input_names = {v: n for n, v in self.analysis.inputs.items()}
+        # what depends on an input at all; the rest are constants, made where they are used
+        self._dependent = spread(self.jaxpr.jaxpr.eqns, dict.fromkeys(self.jaxpr.jaxpr.invars, 1), {})
+        # which servers have parts of what a home gives to others
+        self._owners = {
+            self.analysis.home_of(leaf): tuple(ep for ep in placement.endpoints if ep in at[leaf]) for leaf in at
+        }
+        self._servers = {ep: _Server(self, ep, units) for ep, units in placement.units.items() if units}
+        self._settle()
+
+    def depends(self, var: Var) -> bool:
+        """Whether a value depends on any input."""
+        return bool(self._dependent.get(var))
+
+    def owners(self, crossing: Crossing) -> tuple[str, ...]:
+        """The servers that have parts of it."""
+        return self._owners[crossing.home]
+
+    @cached_property
+    def state(self) -> tuple[str, ...]:
+        """The optimizer's state, all of it."""
+        made = set(self.analysis.outputs) - set(self.analysis.params)
+        return tuple(n for n in self.half.in_names if n in made)
+
+    @cached_property
+    def state_of(self) -> dict[str, tuple[str, ...]]:
+        """For each home, the state that lives there."""
+        found: dict[str, list[str]] = {}
+        for name in self.state:
+            home = self.analysis.home(self.analysis.layout(self.analysis.inputs[name]))
+            if home is not None:
+                found.setdefault(home, []).append(name)
+        return {k: tuple(v) for k, v in found.items()}
+
+    @cached_property
+    def shared_state(self) -> tuple[str, ...]:
+        """The state that lives with no leaf: no row enters it, or only through reductions."""
+        return tuple(n for n in self.state if self.analysis.layout(self.analysis.inputs[n]) is SHARED)
+
+    @cached_property
+    def constant_params(self) -> frozenset[str]:
+        """Parameters that the update reads and never changes."""
+        made = set(self.analysis.outputs)
+        return frozenset(n for n in self.half.in_names if n not in made and not n.endswith(GRAD))
+
+    def _settle(self) -> None:
+        """Let every server have the shared state that it needs, and all of them what none needs (a count of steps)."""
+        needed = set().union(*(s.shared_state for s in self._servers.values()))
+        for server in self._servers.values():
+            server.hold(n for n in self.shared_state if n not in needed)
+        self._over: dict[Var, tuple[str, ...]] = {}
+        for var, crossing in self.levels.crossings.items():
+            takes_part = {*self.owners(crossing), *(ep for ep, s in self._servers.items() if var in s.crossings)}
+            self._over[var] = tuple(ep for ep in self.placement.endpoints if ep in takes_part)
+
+    def over(self, crossing: Crossing) -> tuple[str, ...]:
+        """The servers that take part in a crossing: those that have parts of it, and those that need it."""
+        return self._over[crossing.var]
+
+    def work(self, endpoint: str) -> Work:
+        """What one server does."""
+        server = self._servers.get(endpoint)
+        return server.work() if server else Work((), {}, {})
+
+
+class _Server:
+    """The work of one server, being written."""
+
+    def __init__(self, slicer: Slicer, endpoint: str, units: Sequence[Unit]) -> None:
+        self.s = slicer
+        self.endpoint = endpoint
+        self.units = [_UnitWriter(slicer, u) for u in units]
+        self.units_of: dict[str, list[_UnitWriter]] = {}
+        for unit in self.units:
+            self.units_of.setdefault(unit.home, []).append(unit)
+        self.wanted: set[Var] = set()  # shared values that are made here
+        self.crossings: set[Var] = set()  # those that come from homes
+        self.read: set[str] = set()  # inputs of the optimize half that are not a home's
+        self.shared_state: set[str] = set()
+        for unit in self.units:
+            for phase in unit.phases.values():
+                self._want(phase.shared)
+        self.hold(())
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Hold shared state, and whatever its new value needs."""
+        self.shared_state.update(names)
+        done: set[str] = set()
+        while True:
+            self.shared_state |= self.read & set(self.s.shared_state)
+            ahead = self.shared_state - done
+            if not ahead:
+                return
+            for name in ahead:
+                self._want([self.s.analysis.outputs[name]])
+            done |= ahead
+
+    def _want(self, atoms: Iterable[Atom]) -> None:
+        """Note shared values that are needed here, and all that they are made of."""
+        ahead = [a for a in atoms if isinstance(a, Var)]
+        s, made_by, crossings = self.s, self.s.levels.made_by, self.s.levels.crossings
+        while ahead:
+            var = ahead.pop()
+            if var in self.wanted or var in self.crossings:
+                continue
+            if var in crossings:
+                self.crossings.add(var)
+            elif var in made_by:
+                self.wanted.update(v for v in s.levels.eqns[made_by[var]].outvars)
+                ahead += [a for a in s.levels.eqns[made_by[var]].invars if isinstance(a, Var)]
+            elif var in s.input_names:
+                self.read.add(s.input_names[var])
+
+    # -- once every server knows what it needs ---------------------------------------------------
+
+    def work(self) -> Work:
+        """The blocks, level by level, and what they need to be held."""
+        held = self._held()
+        self.names: dict[Var, str] = {}
+        shared = _SharedWriter(self)
+        levels = sorted({*shared.phases, *(n for u in self.units for n in u.phases), *self._joins})
+        blocks: list[OptimizeBlock] = []
+        grads: dict[str, int] = {}
+        for level in levels:
+            if level in shared.phases:
+                blocks.append(shared.block(level))
+            for unit in self.units:
+                if level in unit.phases:
+                    block = unit.block(level, self.name)
+                    blocks.append(block)
+                    read = set(block.in_names)
+                    for leaf in unit.grads:
+                        if unit.grad_names(leaf)[0] in read:
+                            grads[unit.named(leaf + GRAD)] = len(blocks)
+            joined = self._join(level)
+            if joined:
+                blocks.append(joined)
+        return Work(tuple(blocks), held, grads)
+
+    def _held(self) -> dict[str, Held]:
+        held: dict[str, Held] = {}
+        s = self.s
+        for u in self.units:
+            for b in u.unit.blocks:
+                held[b.name] = Held(b.leaf, 0, u.span)
+            for name in u.state:
+                layout = s.analysis.layout(s.analysis.inputs[name])
+                if u.span is None or not isinstance(layout, Rows):
+                    held[u.named(name)] = Held(name)
+                else:
+                    held[u.named(name)] = Held(name, layout.axis, Span(*u.span.of(layout)))
+        here = self.shared_state | (self.read & s.constant_params)
+        held |= {n: Held(n) for n in s.half.in_names if n in here}
+        return held
+
+    def name(self, var: Var) -> str:
+        """The name of a shared value on this server."""
+        s = self.s
+        crossing = s.levels.crossings.get(var)
+        if crossing is None and var in s.input_names:
+            return s.input_names[var]
+        if var not in self.names:
+            if crossing is None:
+                kind = "reduced" if s.levels.shared(var) else "lr_sched"
+                self.names[var] = f"{kind}/{len(self.names)}"
+            else:
+                parts = self._parts_of(crossing)
+                # what is in one piece, and stays on this server, needs no joining
+                alone = len(parts) == 1 and len(s.over(crossing)) == 1
+                self.names[var] = parts[0] if alone else crossing.name
+        return self.names[var]
+
+    def _parts_of(self, crossing: Crossing) -> list[str]:
+        """The names of this server's parts of a crossing."""
+        return [u.part(crossing) for u in self.units_of.get(crossing.home, ())]
+
+    @cached_property
+    def _joins(self) -> dict[int, list[Crossing]]:
+        """The crossings that take something to join or to exchange, by level."""
+        found: dict[int, list[Crossing]] = {}
+        for var, crossing in self.s.levels.crossings.items():
+            if self.endpoint in self.s.over(crossing):
+                alone = len(self.s.over(crossing)) == 1
+                if not alone or (var in self.crossings and len(self._parts_of(crossing)) > 1):
+                    found.setdefault(crossing.level, []).append(crossing)
+        return found
+
+    def _join(self, level: int) -> OptimizeBlock | None:
+        """The block that ends a level: parts joined, and what other servers have to hear."""
+        crossings = self._joins.get(level)
+        if not crossings:
+            return None
+        b = Builder(self.s.jaxpr)
+        in_names: list[str] = []
+        joined: list[Atom] = []
+        for c in crossings:
+            names = self._parts_of(c)
+            in_names += names
+            parts: list[Atom] = [b.input(c.var.aval) for _ in names]
+            if not parts:
+                joined += b.call(identity_of(c.op, c.var.aval.shape, c.var.aval.dtype))
+            else:
+                joined += parts if len(parts) == 1 else b.call(_combined(c.op), *parts)
+        outs: list[Atom] = []
+        for c, part in zip(crossings, joined, strict=True):
+            over = self.s.over(c)
+            if len(over) == 1:
+                outs.append(part)
+            else:
+                outs += b.bind(all_reduce_p, part, op=c.op, name=c.name, owners=self.s.owners(c), over=over)
+        return OptimizeBlock(
+            "all_reduce", DIST, b.build(outs), tuple(in_names), tuple(c.name for c in crossings), level=level
+        )
+
+
+@functools.cache
+def _combined(op: str) -> Callable[..., Any]:
+    return lambda *parts: combine(op, parts)
+
+
+class _Phase(RowWriter):
+    """The equations of one unit, or of what is shared, at one level."""
+
+    def __init__(self, slicer: Slicer, span: Span | None) -> None:
+        super().__init__(slicer.jaxpr, slicer.analysis.flow, span, slicer.made_by)
+        self.s = slicer
+        self.ins: list[str | Var] = []  # names; shared values are named once the server is known
+        self.outs: dict[str, Atom] = {}
+        self.shared: dict[Var, Var] = {}
+
+    def take(self, name: str, aval: Any) -> Var:
+        """An input by name."""
+        self.ins.append(name)
+        return self.b.input(aval)
+
+    def outside(self, var: Var) -> Atom | None:
+        s = self.s
+        crosses = var in s.levels.crossings
+        if not crosses and (not s.depends(var) or self.makes(var)):
+            return None
+        self.ins.append(var)
+        self.shared[var] = self.b.input(var.aval)
+        return self.shared[var]
+
+    def makes(self, var: Var) -> bool:
+        """Whether a shared value is made in this phase."""
+        return False
+
+    def follows(self, var: Var) -> bool:
+        return var not in self.s.levels.crossings
+
+    def finish(self, name: str, role: str, level: int, named: Callable[[Var], str]) -> OptimizeBlock:
+        """The block."""
+        in_names = tuple(n if isinstance(n, str) else named(n) for n in self.ins)
+        return OptimizeBlock(
+            name, role, self.b.build(list(self.outs.values())), in_names, tuple(self.outs), level=level
+        )
+
+
+class _UnitWriter:
+    """Writes the update of one unit, a phase for each level at which it does something."""
+
+    def __init__(self, slicer: Slicer, unit: Unit) -> None:
+        self.s = slicer
+        self.unit = unit
+        self.span = unit.span
+        self.leaves = tuple(b.leaf for b in unit.blocks)
+        self.home = slicer.analysis.home_of(self.leaves[0])
+        self.state = slicer.state_of.get(self.home, ())
+        inputs = slicer.analysis.inputs
+        self.grads = tuple(n for n in self.leaves if n + GRAD in inputs)
+        self.phases: dict[int, _UnitPhase] = {}
+        self.inputs = {inputs[n]: n for n in (*self.leaves, *self.state)}
+        self.means = {inputs[n + GRAD]: n for n in self.grads}
+        self.made_at: dict[Var, int] = {}
+        self.kept: dict[Var, str] = {}  # values that a later phase reads
+        self._write()
+
+    def named(self, base: str) -> str:
+        """The name of something that is cut as this unit is: only a unit of one leaf is cut."""
+        return self.unit.blocks[0].named(base)
+
+    def grad_names(self, leaf: str) -> list[str]:
+        """The names of a leaf's gradients, one for each trainer."""
+        block = next(b for b in self.unit.blocks if b.leaf == leaf)
+        return [block.gradient(k, self.s.trainers) for k in range(self.s.trainers)]
+
+    def part(self, crossing: Crossing) -> str:
+        """The name of this unit's part of a crossing."""
+        return f"{self.unit.name}/{crossing.name}"
+
+    def phase(self, level: int) -> _UnitPhase:
+        if level not in self.phases:
+            self.phases[level] = _UnitPhase(self)
+        return self.phases[level]
+
+    def _write(self) -> None:
+        s, levels = self.s, self.s.levels
+        eqns = levels.eqns_of.get(self.home, [])
+        outs = {n: s.analysis.outputs[n] for n in (*self.leaves, *self.state)}
+        # the mean of the gradients is taken as soon as anything reads it
+        for i in eqns:
+            for a in levels.eqns[i].invars:
+                if isinstance(a, Var) and a in self.means:
+                    self.made_at[a] = min(self.made_at.get(a, levels.of_eqn(i)), levels.of_eqn(i))
+        for var, leaf in self.means.items():
+            phase = self.phase(self.made_at.setdefault(var, 0))
+            parts = [phase.take(n, phase.cut(var.aval, Rows(leaf, 0))) for n in self.grad_names(leaf)]
+            phase.env[var] = parts[0] if len(parts) == 1 else phase.b.call(mean_of, *parts)[0]
+        for i in eqns:
+            eqn, step = levels.eqns[i], s.analysis.flow.steps[i]
+            level = levels.of_eqn(i)
+            phase = self.phase(level)
+            for v, made in zip(eqn.outvars, phase.emit(eqn, step), strict=True):
+                phase.env[v] = made
+                self.made_at[v] = level
+                crossing = levels.crossings.get(v)
+                if crossing is not None:
+                    phase.outs[self.part(crossing)] = made
+                    if step.reduce:
+                        del phase.env[v]  # this block's part; others read what the parts make
+        for var in (*self.inputs, *self.means):
+            if var in levels.crossings:
+                phase = self.phase(levels.crossings[var].level)
+                phase.outs[self.part(levels.crossings[var])] = phase.read(var, None)
+        for name, out in outs.items():
+            phase = self.phase(self._level_of(out))
+            layout = s.analysis.layout(s.analysis.inputs[name])
+            phase.outs[self.named(name)] = phase.read(out, layout if isinstance(layout, Rows) else None)
+
+    def _level_of(self, out: Atom) -> int:
+        if isinstance(out, Literal):
+            return min(self.phases, default=0)
+        if out in self.made_at and out not in self.s.levels.crossings:
+            return self.made_at[out]
+        if out in self.inputs:
+            return min(self.phases, default=0)
+        return self.s.levels.read(out, self.home)
+
+    def block(self, level: int, named: Callable[[Var], str]) -> OptimizeBlock:
+        """What it does at one level."""
+        return self.phases[level].finish(self.unit.name, OPTIMIZE, level, named)
+
+
+class _UnitPhase(_Phase):
+    """One level of a unit."""
+
+    def __init__(self, unit: _UnitWriter) -> None:
+        super().__init__(unit.s, unit.span)
+        self.unit = unit
+
+    def own(self, var: Var) -> Atom | None:
+        if var in self.env:
+            return self.env[var]
+        u = self.unit
+        aval = self.cut(var.aval, self.flow.layout(var))
+        if var in u.inputs:
+            name = u.named(u.inputs[var])
+            self.env[var] = self.take(name, aval)
+        elif var in u.made_at and var in (before := u.phases[u.made_at[var]]).env and before is not self:
+            name = u.kept.setdefault(var, f"{u.unit.name}/kept/{len(u.kept)}")
+            before.outs[name] = before.env[var]
+            self.env[var] = self.take(name, aval)
+        else:
+            return None
+        return self.env[var]
+
+
+class _SharedWriter:
+    """Writes what one server makes of values that live with no leaf, a phase for each level."""
+
+    def __init__(self, server: _Server) -> None:
+        self.server = server
+        s, levels = server.s, server.s.levels
+        self.phases: dict[int, _SharedPhase] = {}
+        outs = {n: s.analysis.outputs[n] for n in s.half.in_names if n in server.shared_state}
+        # what units, and later levels, read
+        read = {v for u in server.units for p in u.phases.values() for v in p.shared}
+        positions = sorted({levels.made_by[v] for v in server.wanted if v in levels.made_by})
+        for i in positions:
+            eqn = levels.eqns[i]
+            level = levels.shared(eqn.outvars[0])
+            read.update(a for a in eqn.invars if isinstance(a, Var) and levels.shared(a) < level)
+        for i in positions:
+            eqn = levels.eqns[i]
+            if not s.depends(eqn.outvars[0]):
+                continue
+            level = levels.shared(eqn.outvars[0])
+            phase = self.phase(level)
+            made = phase.b.copy(eqn, [phase.whole(a) for a in eqn.invars], [v.aval for v in eqn.outvars])
+            phase.wholes.update(zip(eqn.outvars, made, strict=True))
+        for name, out in outs.items():
+            phase = self.phase(levels.shared(out))
+            phase.outs[name] = phase.whole(out)
+        for v in (v for i in positions for v in levels.eqns[i].outvars):
+            if v in read and s.depends(v):
+                phase = self.phases[levels.shared(v)]
+                phase.outs[server.name(v)] = phase.wholes[v]
+
+    def phase(self, level: int) -> _SharedPhase:
+        if level not in self.phases:
+            self.phases[level] = _SharedPhase(self.server.s, level)
+        return self.phases[level]
+
+    def block(self, level: int) -> OptimizeBlock:
+        """What is made at one level."""
+        name, role = ("reduced", OPTIMIZE) if level else ("lr_sched", LR_SCHED)
+        return self.phases[level].finish(name, role, level, self.server.name)
+
+
+class _SharedPhase(_Phase):
+    """One level of what is shared."""
+
+    def __init__(self, slicer: Slicer, level: int) -> None:
+        super().__init__(slicer, None)
+        self.level = level
+
+    def makes(self, var: Var) -> bool:
+        levels = self.s.levels
+        return var in levels.made_by and levels.shared(var) == self.level

@@ -1,0 +1,112 @@
+"""The loss of a step, before it is differentiated.
+
+A pipeline is cut through the forward pass, and each part is differentiated by itself: in a step that was traced as it
+runs, forward and backward are one. So the step is traced once more, and this time `dtrans.value_and_grad`
+differentiates nothing: it leaves one equation, `value_and_grad`, whose body is the loss function.
+
+    step      ... -> value_and_grad[loss function] -> loss, aux, gradients -> marks -> optimizer
+
+Nothing carries that equation out; it has no lowering. What is traced in this way is read by `dtrans.step.cut` as any
+other step. Whether a trace is of this kind is part of what JAX remembers a trace by, so that a jitted step is traced
+anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Primitive, Var, closed, constants, equations, opened
+from dtrans.errors import GradientError
+from dtrans.ir.program import Program
+
+
+value_and_grad_p = Primitive("value_and_grad")
+value_and_grad_p.multiple_results = True
+
+
+@value_and_grad_p.def_abstract_eval
+def _types(*operands: Any, jaxpr: ClosedJaxpr, count: int) -> list[Any]:
+    gradients = [t.update(weak_type=False) for t in operands[:count]]
+    return [a.aval for a in opened(jaxpr).outvars] + gradients
+
+
+_captures: Any = jax.make_user_context(False)
+
+
+def captures() -> bool:
+    """Whether losses are to be left as they are in this trace."""
+    return bool(_captures.value)
+
+
+def left_as_it_is(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tuple[Any, Any]:
+    """What `jax.value_and_grad(fun, has_aux=has_aux)(arguments)` returns, as one equation that holds `fun`."""
+    flat, structure = jax.tree.flatten(arguments)
+    shape: list[Any] = []
+
+    def on_arrays(*arrays: Any) -> list[Any]:
+        made, tree = jax.tree.flatten(fun(jax.tree.unflatten(structure, arrays)))
+        shape.append(tree)
+        return made
+
+    traced: Any = jax.make_jaxpr(on_arrays)(*flat)
+    inner = opened(traced)
+    # what the function closes over is an operand if it is a value of the step; arrays stay constants
+    around = {v: c for v, c in zip(inner.constvars, constants(traced), strict=True) if isinstance(c, jax.core.Tracer)}
+    held = [(v, c) for v, c in zip(inner.constvars, constants(traced), strict=True) if v not in around]
+    body = closed(
+        [v for v, _ in held], [c for _, c in held], [*inner.invars, *around], inner.outvars, inner.eqns, traced
+    )
+    made = value_and_grad_p.bind(*flat, *around.values(), jaxpr=body, count=len(flat))
+    values, gradients = made[: len(inner.outvars)], made[len(inner.outvars) :]
+    out = jax.tree.unflatten(shape[-1], values)
+    return out, jax.tree.unflatten(structure, gradients)
+
+
+def captured(program: Program) -> Program:
+    """A step, traced again, with the loss that it differentiates as one equation.
+
+    Raises:
+      GradientError: it was not made from a function, or has no `dtrans.value_and_grad`, or several, or one in a loop.
+    """
+    made = _again(program, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in program.inputs.values()])
+    loss_of(made)
+    return made
+
+
+def _again(program: Program, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    if program.respecialise is None:
+        raise GradientError(
+            f"{program.name} was not traced from a function (dtrans.trace), so that its loss cannot be told apart "
+            "from its derivative"
+        )
+    trace = program.respecialise
+    with _captures(True):
+        made = trace(types)
+    return dataclasses.replace(made, respecialise=lambda types: _again(program, types))
+
+
+def loss_of(program: Program) -> JaxprEqn:
+    """The equation of a captured step that holds its loss function. Errors as in `captured`."""
+    found = [e for e in equations(program.jaxpr) if e.primitive is value_and_grad_p]
+    if not found:
+        raise GradientError(
+            f"{program.name} takes its gradients with jax.grad: a pipeline is cut through the loss before it is "
+            "differentiated, which only dtrans.value_and_grad (or dtrans.make_train_step) lets it see"
+        )
+    if len(found) > 1:
+        raise GradientError(
+            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline is of one loss: add the "
+            "losses up, and differentiate their sum"
+        )
+    return found[0]
+
+
+def operands_of(eqn: JaxprEqn) -> tuple[dict[Var, Atom], dict[Var, Atom]]:
+    """What a loss function is given: what it is differentiated by, and what else it reads, by its own variables."""
+    given = list(zip(opened(eqn.params["jaxpr"]).invars, eqn.invars, strict=True))
+    count = eqn.params["count"]
+    return dict(given[:count]), dict(given[count:])

@@ -1,0 +1,233 @@
+"""Collections: what becomes of a value of which every micro-batch of every replica makes one.
+
+`collect` marks values with a rule, an identity primitive each (as `dtrans.step.marks` marks gradients). On one device a
+mark is nothing. A pipeline reads the marks (`collected`) and gives, in the place of a marked output, one value merged
+from all (`merged`):
+
+- LOCAL_* merges over the micro-batches of a replica, in their order, and gives what the first replica has;
+- GLOBAL_* then merges what the replicas have, in their order.
+
+It is the marked value that is merged, which is what `collect` returns; the value before the mark is as it was. Sums and
+means are elementwise. EPL reduces over all axes at once, so that whatever is collected becomes a scalar, and
+concatenates the first micro-batch last; neither is copied.
+
+Source: `add_to_collection` and `merge_outputs` of EPL (epl/parallel/parallel.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_map_with_path
+
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    Primitive,
+    Var,
+    ad,
+    batching,
+    equations,
+    jaxprs_in_params,
+    mlir,
+    opened,
+    scope_of,
+)
+from dtrans.errors import ConfigError, TraceError
+from dtrans.ir.display import short_type
+
+
+GLOBAL_CONCAT = "GLOBAL_CONCAT"
+GLOBAL_MEAN = "GLOBAL_MEAN"
+GLOBAL_SUM = "GLOBAL_SUM"
+LOCAL_CONCAT = "LOCAL_CONCAT"
+LOCAL_MEAN = "LOCAL_MEAN"
+LOCAL_SUM = "LOCAL_SUM"
+KEYS = (GLOBAL_CONCAT, GLOBAL_MEAN, GLOBAL_SUM, LOCAL_CONCAT, LOCAL_MEAN, LOCAL_SUM)
+
+# the name of the mark; everything but pipelines reads through it (`dtrans.ir.builder`)
+COLLECT = "collect"
+collect_p = Primitive(COLLECT)
+collect_p.def_impl(lambda x, *, key: x)
+collect_p.def_abstract_eval(lambda x, *, key: x)
+
+
+def _collect_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, key: str) -> tuple[Any, Any]:
+    # the derivative of a collected value is not one itself
+    return collect_p.bind(*primals, key=key), tangents[0]
+
+
+def _collect_batch(args: Sequence[Any], dims: Sequence[Any], *, key: str) -> tuple[Any, Any]:
+    # values are concatenated along their first dimension: of what is mapped, that is the one it is mapped over
+    return collect_p.bind(jnp.moveaxis(args[0], dims[0], 0), key=key), 0
+
+
+ad.primitive_jvps[collect_p] = _collect_jvp
+batching.primitive_batchers[collect_p] = _collect_batch
+mlir.register_lowering(collect_p, lambda ctx, x, *, key: [x])
+
+
+def collect(value: Any, key: str) -> Any:
+    """Mark the arrays of a pytree to be merged over the micro-batches and replicas of a pipeline.
+
+    Anywhere but in a pipeline it changes nothing. Under `jax.vmap` the mapped axis comes first, and is what is
+    concatenated.
+
+    Args:
+      value: an array, or a pytree of arrays.
+      key: "LOCAL_SUM", "LOCAL_MEAN" or "LOCAL_CONCAT": merged over micro-batches, of the first replica.
+        "GLOBAL_SUM", "GLOBAL_MEAN" or "GLOBAL_CONCAT": then also over replicas. `merged` says exactly how.
+
+    Returns:
+      The same structure of the same values. It is these that are merged where the step returns them.
+
+    Raises:
+      ConfigError: a key that does not exist, or a leaf that is no array.
+
+    Source: `epl.add_to_collection` (epl/ir/graph.py).
+
+    Example:
+      >>> import jax.numpy as jnp, dtrans
+      >>> from dtrans.step.collect import collect
+      >>> collect({"right": jnp.arange(3).sum()}, "GLOBAL_SUM")
+      {'right': Array(3, dtype=int32)}
+    """
+    _check_key(key)
+
+    def mark(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            where = keystr(path, simple=True, separator="/")
+            raise ConfigError(
+                f"{where or 'the value'} cannot be collected under {key}: it is {leaf!r}, and collections are of arrays"
+            )
+        return collect_p.bind(leaf, key=key)
+
+    return tree_map_with_path(mark, value)
+
+
+def _check_key(key: str) -> None:
+    if key not in KEYS:
+        raise ConfigError(f"{key!r} is no collection; there are {', '.join(KEYS)}")
+
+
+def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
+    """The marked values of a flattened jaxpr, and the key of each.
+
+    Args:
+      jaxpr: with calls inlined, and these marks kept.
+
+    Raises:
+      ConfigError: a value that is in two collections.
+      TraceError: a value inside a loop, a branch or a rematerialised function, where nothing else can see it.
+    """
+    found: dict[Var, str] = {}
+    marked: dict[Atom, Atom] = {}  # to the value that was marked first
+    keys: dict[Atom, str] = {}  # of those
+    for eqn in opened(jaxpr).eqns:
+        # what `jax.checkpoint` computes once more was seen the first time
+        again = eqn.params.get("differentiated", False)
+        for inner in (e for sub in ([] if again else jaxprs_in_params(eqn.params)) for e in equations(sub)):
+            if inner.primitive is collect_p:
+                raise TraceError(
+                    f"a value{_described(inner.outvars[0], scope_of(inner))} is collected under {inner.params['key']} "
+                    f"inside {eqn.primitive.name}; return it from there, and collect what comes out"
+                )
+        if eqn.primitive is not collect_p:
+            continue
+        (atom,), (out,), key = eqn.invars, eqn.outvars, eqn.params["key"]
+        value = marked.get(atom, atom) if isinstance(atom, Var) else atom
+        had = keys.setdefault(value, key) if isinstance(value, Var) else key
+        if had != key:
+            raise ConfigError(
+                f"a value{_described(out, scope_of(eqn))} is collected under both {had} and {key}; choose one of them"
+            )
+        marked[out], found[out] = value, key
+    return found
+
+
+def _described(var: Var, scope: str) -> str:
+    return f" of {short_type(var.aval)}" + (f" (of {scope})" if scope else "")
+
+
+def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
+    """One value from those of all micro-batches of all replicas: what each key means.
+
+    Args:
+      key: the collection.
+      micro: the values as [replica][micro-batch], all of one dtype.
+
+    Returns:
+      SUM: the elementwise sum, of the dtype that `jnp.sum` gives: small integers are widened, and booleans counted.
+      MEAN: the elementwise mean, of the dtype that `jnp.mean` gives: that of integers is a float, also where there is
+      but one micro-batch of one replica.
+      CONCAT: the values one after the other, along dimension 0.
+      Micro-batches are merged first, in order, and then replicas; additions are made in that order, those of 16-bit
+      floats in 32 bits. LOCAL keys give what the first replica has.
+
+    Raises:
+      ConfigError: a key that does not exist, no values, replicas of unequal numbers of micro-batches, or values that
+        cannot be added up or concatenated, such as 0-d values under a CONCAT key.
+
+    Source: `merge_outputs` of EPL (epl/parallel/parallel.py), but for the order and the axes of reductions.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from dtrans.step.collect import merged
+      >>> values = [[jnp.array([1, 2]), jnp.array([3, 4])], [jnp.array([5, 6]), jnp.array([7, 8])]]
+      >>> merged("GLOBAL_CONCAT", values).tolist(), merged("LOCAL_SUM", values).tolist()
+      ([1, 2, 3, 4, 5, 6, 7, 8], [4, 6])
+      >>> merged("GLOBAL_MEAN", values).tolist()
+      [4.0, 5.0]
+    """
+    _check_key(key)
+    counts = sorted({len(replica) for replica in micro})
+    if len(counts) != 1 or not counts[0]:
+        raise ConfigError(f"{key} merges as many micro-batches of each replica, at least one; they have {counts}")
+    place, _, how = key.partition("_")
+    merge = {"SUM": _summed, "MEAN": _averaged, "CONCAT": _concatenated}[how]
+    replicas = micro[:1] if place == "LOCAL" else micro
+    _check_shapes(key, [x for replica in replicas for x in replica])
+    return merge([merge(list(replica)) for replica in replicas])
+
+
+def _check_shapes(key: str, values: Sequence[Any]) -> None:
+    concat = key.endswith("CONCAT")
+    shapes = [jnp.shape(x) for x in values]
+    if concat and () in shapes:
+        raise ConfigError(
+            f"{key} concatenates along dimension 0, and a 0-d value has none; use a MEAN or SUM key for it"
+        )
+    if len({s[concat:] for s in shapes}) > 1:
+        of = "entries of one shape" if concat else "values of one shape"
+        raise ConfigError(f"{key} merges {of}, and these are of {', '.join(map(str, dict.fromkeys(shapes)))}")
+    if not concat and jnp.issubdtype(values[0].dtype, jax.dtypes.prng_key):
+        raise ConfigError(f"{key} cannot add up random keys; use a CONCAT key for them")
+
+
+def _folded(values: Sequence[Any], reduction: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """The sum in order, in the type it is made in, and the type that the reduction gives."""
+    first = jnp.asarray(values[0])
+    out = jax.eval_shape(reduction, first).dtype
+    wide = jnp.promote_types(out, jnp.float32) if jnp.issubdtype(out, jnp.floating) else out
+    total = first.astype(wide)
+    for x in values[1:]:
+        total = total + jnp.asarray(x).astype(wide)
+    return total, out
+
+
+def _summed(values: Sequence[Any]) -> Any:
+    total, dtype = _folded(values, jnp.sum)
+    return total.astype(dtype)
+
+
+def _averaged(values: Sequence[Any]) -> Any:
+    total, dtype = _folded(values, jnp.mean)
+    return (total / len(values)).astype(dtype)
+
+
+def _concatenated(values: Sequence[Any]) -> Any:
+    return jnp.concatenate(values, axis=0) if len(values) > 1 else jnp.asarray(values[0])

@@ -1,0 +1,100 @@
+"""The trainer half of a step, as all strategies need it: what is refused, and how it is written into a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dtrans._jax import Atom, JaxprEqn, Var
+from dtrans.errors import GradientError
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import needed
+from dtrans.step.cut import Cut
+from dtrans.step.weight_gradients import straightened
+
+
+def refuse_nested(step: Cut, trainers: int) -> None:
+    """Raise for gradients that are computed from other gradients, of which each trainer has its own."""
+    if step.nested and trainers > 1:
+        raise GradientError(
+            f"the gradients of {step.program.name} are computed from another derivative ({step.nested}), as a step "
+            f"does that perturbs its parameters by their gradient: with {trainers} trainers each would use its own, "
+            "not that of all. If it is meant so, take the last gradient with dtrans.value_and_grad"
+        )
+
+
+def ready_order(step: Cut) -> list[str]:
+    """The leaves in the order in which their gradients are made; constants and inputs come last."""
+    at = {v: i for i, e in enumerate(step.program.jaxpr.jaxpr.eqns) for v in e.outvars}
+    last = len(at)
+    return sorted(step.gradients, key=lambda n: at.get(g, last) if isinstance(g := step.gradients[n], Var) else last)
+
+
+class HalfWriter(Protocol):
+    """Who writes the equations of a trainer half, where they are not just copied."""
+
+    def emit(self, eqn: JaxprEqn) -> None:
+        """Write the next equation."""
+
+    def result(self, atom: Atom, maker: int) -> Atom:
+        """A value that is wanted, once the equation that makes it is written: the `maker`-th of those to write."""
+
+
+class _Copies:
+    """Equations as they are."""
+
+    def __init__(self, b: Builder) -> None:
+        self.emit = b.keep
+
+    def result(self, atom: Atom, maker: int) -> Atom:
+        return atom
+
+
+def write_trainer_half(
+    b: Builder,
+    step: Cut,
+    results: Sequence[str],
+    made: Callable[[str, Atom], None],
+    writer: Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter] | None = None,
+    straight: bool = False,
+) -> dict[str, Atom]:
+    """Write forward and backward.
+
+    Args:
+      b: that they are written with; it has their inputs.
+      results: the outputs that are wanted, beside the parameters that trainers make.
+      made: called with a leaf and its gradient, right after the equation that makes that.
+      writer: gives who writes them, from the equations, their roles, and what is wanted of them.
+      straight: make products that are transposed next the other way round (`dtrans.step.weight_gradients`).
+
+    Returns:
+      The results, and the parameters that trainers make, by name.
+    """
+    source = step.program
+    inner = source.jaxpr.jaxpr
+    outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
+    wanted = [outs_of[n] for n in (*results, *step.held)] + list(step.gradients.values())
+    wanted += [a for i in step.observers for a in inner.eqns[i].invars]
+    kept = sorted({*needed(inner.eqns, wanted)[0], *step.observers})
+
+    ready: dict[Var | None, list[str]] = {}
+    here = {v for i in kept for v in inner.eqns[i].outvars}
+    for leaf, atom in step.gradients.items():
+        ready.setdefault(atom if isinstance(atom, Var) and atom in here else None, []).append(leaf)
+    eqns, roles = [inner.eqns[i] for i in kept], [source.roles[i] for i in kept]
+    if straight:
+        eqns, roles = straightened(eqns, roles, wanted)
+    at = {v: k for k, e in enumerate(eqns) for v in e.outvars}
+    maker: Callable[[Atom], int] = lambda a: at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns)
+    outs = {n: outs_of[n] for n in (*results, *step.held)}
+    ends = [(maker(a), a) for a in (*step.gradients.values(), *outs.values())]
+    w: HalfWriter = _Copies(b) if writer is None else writer(eqns, roles, ends)
+    for k, (eqn, role) in enumerate(zip(eqns, roles, strict=True)):
+        b.role = role
+        w.emit(eqn)
+        for v in eqn.outvars:
+            for leaf in ready.get(v, ()):
+                made(leaf, w.result(v, k))
+    for leaf in ready.get(None, ()):  # gradients that no equation makes
+        made(leaf, w.result(step.gradients[leaf], len(eqns)))
+    return {n: w.result(a, maker(a)) for n, a in outs.items()}

@@ -1,0 +1,224 @@
+"""Marks: where gradients end and the optimizer begins.
+
+`mark_p` is an identity on a gradient. It carries the parameter the gradient belongs to as its second
+operand, so that the cut (`dtrans.step.cut`) can tell which is whose by the variables alone, whatever the user
+called them. One equation per leaf: a mark over the whole tree would make every leaf depend on every other.
+
+Marks come from `value_and_grad`, or from `make_train_step`, which uses it. They survive jit, vmap, scan,
+remat and differentiation of the step, and vanish in lowering. (alpa's lesson: wrap `grad`, do not ask
+users to mark; alpa/api.py, `alpa.grad`.)
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_map_with_path
+
+from dtrans._jax import Primitive, ad, batching, mlir
+from dtrans.errors import GradientError, OptimizerError
+from dtrans.ir.pytree import combine, is_differentiable, join_path, partition
+from dtrans.step.capture import captures, left_as_it_is
+
+
+mark_p = Primitive("gradient")
+mark_p.def_impl(lambda g, p, *, leaf: g)
+mark_p.def_abstract_eval(lambda g, p, *, leaf: g)
+
+
+def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, leaf: str) -> tuple[Any, Any]:
+    # what is differentiated again is not the gradient of this step any more: tangents pass unmarked
+    return mark_p.bind(*primals, leaf=leaf), tangents[0]
+
+
+def _mark_batch(args: Sequence[Any], dims: Sequence[Any], *, leaf: str) -> tuple[Any, Any]:
+    return mark_p.bind(*args, leaf=leaf), dims[0]
+
+
+ad.primitive_jvps[mark_p] = _mark_jvp
+batching.primitive_batchers[mark_p] = _mark_batch
+mlir.register_lowering(mark_p, lambda ctx, g, p, *, leaf: [g])
+
+
+# Where the derivative of a loss begins: an identity on the cotangent that the backward pass starts from. Of a loss that
+# is scaled, that is what is multiplied. Everything but mixed precision reads through it (`dtrans.ir.builder`).
+SEED = "loss_seed"
+_seed_p = Primitive(SEED)
+_seed_p.def_impl(lambda ct: ct)
+_seed_p.def_abstract_eval(lambda ct: ct)
+ad.primitive_jvps[_seed_p] = lambda primals, tangents: (_seed_p.bind(*primals), tangents[0])
+batching.primitive_batchers[_seed_p] = lambda args, dims: (_seed_p.bind(*args), dims[0])
+mlir.register_lowering(_seed_p, lambda ctx, ct: [ct])
+
+# an identity on the tangent of a loss, whose transpose is the seed; there is nothing of it where nothing is derived
+_loss_p = Primitive("loss")
+_loss_p.def_impl(lambda x: x)
+_loss_p.def_abstract_eval(lambda x: x)
+batching.primitive_batchers[_loss_p] = lambda args, dims: (_loss_p.bind(*args), dims[0])
+mlir.register_lowering(_loss_p, lambda ctx, x: [x])
+ad.primitive_transposes[_loss_p] = lambda ct, x: [ct if type(ct) is ad.Zero else _seed_p.bind(ct)]
+
+
+def _loss_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    return x, t if type(t) is ad.Zero else _loss_p.bind(t)
+
+
+ad.primitive_jvps[_loss_p] = _loss_jvp
+
+
+def _as_loss(value: Any) -> Any:
+    """A loss whose derivative begins with a seed; anything that `jax.value_and_grad` will refuse, as it is."""
+    is_loss = isinstance(value, jax.Array) and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating)
+    return _loss_p.bind(value) if is_loss else value
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad`, with the gradients marked for dtrans.
+
+    Leaves that cannot be differentiated (integers, Equinox's functions) may be among the arguments: they
+    are held still and their gradient is None, as with `equinox.filter_value_and_grad`. On a pytree of
+    floating-point arrays it is `jax.value_and_grad`, value for value.
+
+    Args:
+      fun: returns a scalar, or (scalar, aux) with `has_aux`.
+      argnums: which positional arguments to differentiate.
+
+    Example:
+      >>> import jax.numpy as jnp, dtrans
+      >>> dtrans.value_and_grad(lambda p: jnp.sum(p["w"] ** 2))({"w": jnp.array([1.0, 2.0])})
+      (Array(5., dtype=float32), {'w': Array([2., 4.], dtype=float32)})
+    """
+    several = not isinstance(argnums, int)
+    places = tuple(argnums) if not isinstance(argnums, int) else (argnums,)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        halves = [partition(args[i], is_differentiable) for i in places]
+        if not any(jax.tree.leaves(diff) for diff, _ in halves):
+            raise GradientError(
+                f"argument {argnums} of {getattr(fun, '__name__', fun)} has no floating-point array to differentiate"
+            )
+
+        def of_differentiable(diffs: list[Any]) -> Any:
+            full = list(args)
+            for i, diff, (_, rest) in zip(places, diffs, halves, strict=True):
+                full[i] = combine(diff, rest)
+            made = fun(*full, **kwargs)
+            if has_aux and isinstance(made, tuple) and len(made) == 2:
+                return _as_loss(made[0]), made[1]
+            return made if has_aux else _as_loss(made)
+
+        diffs = [diff for diff, _ in halves]
+        if captures():
+            value, grads = left_as_it_is(of_differentiable, diffs, has_aux)
+        else:
+            value, grads = jax.value_and_grad(of_differentiable, has_aux=has_aux)(diffs)
+        marked = [
+            tree_map_with_path(
+                lambda path, p, g: mark_p.bind(g, p, leaf=keystr(path, simple=True, separator="/")),
+                diff,
+                grad,
+            )
+            for diff, grad in zip(diffs, grads, strict=True)
+        ]
+        return value, (tuple(marked) if several else marked[0])
+
+    return wrapped
+
+
+def make_train_step(loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = False) -> Callable[..., Any]:
+    """One training step: loss and gradients, the optax update, new parameters.
+
+    Args:
+      loss_fn: `loss_fn(params, *batch)` returns a scalar, the *mean* over the batch; with `has_aux`,
+        (loss, aux). A loss that is a sum over the batch is not the same on trainers that each see a part.
+      tx: an `optax.GradientTransformation`, or anything with its `update`.
+
+    Raises:
+      OptimizerError: when the step is called, with an optimizer that must be told the loss, or a function of it.
+
+    Returns:
+      `step(params, opt_state, *batch) -> (params, opt_state, loss[, aux])`, with the parameter names of
+      `loss_fn` for the batch. Leaves of `params` that cannot be differentiated are handed through, and are
+      not seen by the optimizer (`tx.init` is then called on the differentiable part).
+
+    Example:
+      >>> import jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx)
+      >>> params = {"w": jnp.zeros(2)}
+      >>> params, _, loss = step(params, tx.init(params), jnp.array([2.0, 4.0]))
+      >>> params["w"].tolist(), float(loss)
+      ([1.0, 2.0], 10.0)
+    """
+    gradient = value_and_grad(loss_fn, has_aux=has_aux)
+
+    def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
+        value, grads = gradient(params, *batch)
+        diff, rest = partition(params, is_differentiable)
+        updates, opt_state = _update(tx, grads, opt_state, diff)
+        params = combine(_apply_updates(diff, updates), rest)
+        return (params, opt_state, *(value if has_aux else (value,)))
+
+    step.__signature__ = _step_signature(loss_fn)  # type: ignore[attr-defined]
+    return step
+
+
+# how optax says that its update was not given something: the function that asks, and what for
+_ASKS = (
+    re.compile(r"(?P<who>\w+)\.<locals>\.\w+\(\) missing \d+ required keyword-only arguments?: (?P<what>.*)"),
+    re.compile(r"(?P<what>\w+) must be provided to (?P<who>\w+) update function"),
+    re.compile(r"(?P<what>\w+) must be provided when (?P<who>\w+=\w+)"),
+)
+
+
+def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+    """`tx.update`, which must do with these three."""
+    try:
+        made: tuple[Any, Any] = tx.update(grads, opt_state, params)
+        return made
+    except (TypeError, ValueError) as e:
+        asked = next((m for m in (p.search(str(e)) for p in _ASKS) if m), None)
+        if asked is None:
+            raise
+        raise OptimizerError(
+            f"{asked['who']} needs {asked['what']} in its update. The optimizer runs where only gradients, parameters "
+            "and its own state are: it cannot be told the loss, nor evaluate it. Use one that takes "
+            "(grads, state, params), such as optax.lbfgs(linesearch=None), or a learning-rate schedule"
+        ) from e
+
+
+def _step_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
+    """(params, opt_state, and the batch arguments of `loss_fn` by its own names)."""
+    first, *batch = inspect.signature(loss_fn).parameters.values()
+    if first.kind is first.VAR_POSITIONAL:  # loss_fn(*args): nothing is known but that there is a batch
+        batch = [first.replace(name="batch"), *batch]
+    if any(p.name in ("params", "opt_state") for p in batch):
+        raise GradientError("the batch arguments of loss_fn may not be called params or opt_state")
+    state = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", "opt_state")]
+    return inspect.Signature([*state, *(p.replace(annotation=p.empty) for p in batch)])
+
+
+def _apply_updates(params: Any, updates: Any) -> Any:
+    """`optax.apply_updates`: the sum, in the parameter's dtype; None updates nothing."""
+
+    def apply(path: Any, p: Any, u: Any) -> Any:
+        if p is None or u is None:
+            return p
+        if jnp.shape(u) != jnp.shape(p):
+            raise OptimizerError(
+                f"the optimizer makes an update of shape {jnp.shape(u)} for {join_path('params', path)} of shape "
+                f"{jnp.shape(p)}; it may take its gradients for something else, such as the gradient of each example"
+            )
+        return (p + u).astype(p.dtype)
+
+    return tree_map_with_path(apply, params, updates, is_leaf=lambda x: x is None)

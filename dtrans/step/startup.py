@@ -1,0 +1,96 @@
+"""Startup programs: that there is one, and which of what init makes is which of what the step takes.
+
+What init returns is told apart by its keys (`params`, `opt_state`, or what the step calls them) or, in a tuple, by the
+paths and types of its leaves: never by position alone, which would take momentum for weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dtrans.errors import ConfigError, TraceError
+from dtrans.ir.inline import inline_calls
+from dtrans.ir.program import FORWARD, Program
+from dtrans.ir.pytree import TreeSpec, is_array
+from dtrans.step.cut import Cut
+from dtrans.step.trace import children
+
+
+def check_programs(main: Any, startup: Any) -> None:
+    """Raises ConfigError for what is not a traced step, or not a traced init."""
+    for name, program in (("main", main), ("startup", startup)):
+        if not isinstance(program, Program):
+            raise ConfigError(f"{name} must be a Program (dtrans.trace(fn, *args)), it is {type(program).__name__}")
+
+
+def match_startup(step: Cut, startup: Program) -> Program:
+    """The startup program with its outputs named as the step's state, and its calls inlined.
+
+    Raises:
+      TraceError: it makes something else; the message names the first leaf that differs.
+    """
+    state = step.program.args[:2]
+    wanted = [_leaves(_typed(spec, step.program.inputs)) for spec in state]
+    names = [spec.names for spec in state]
+    result = _typed(startup.out, startup.outputs)
+    parts = children(result) or []
+    made = {key: _leaves(part) for key, part in parts}
+    roots = [spec.root or default for spec, default in zip(state, ("params", "opt_state"), strict=True)]
+    if len(parts) != 2:
+        order: list[Any] = []
+    elif set(made) == set(roots):
+        order = roots
+    elif set(made) == {"params", "opt_state"}:
+        order = ["params", "opt_state"]
+    else:
+        keys = list(made)
+        order = next((o for o in (keys, keys[::-1]) if [made[k] for k in o] == wanted), keys)
+    if not order or [made[k] for k in order] != wanted:
+        raise TraceError(
+            f"the startup program {startup.name} does not make what {step.program.name} takes: "
+            + _mismatch(order, made, wanted, roots)
+            + "; startup must be dtrans.trace(init, ...) with init(...) -> (params, opt_state)"
+        )
+    flat = [n for key, _ in parts for n in names[order.index(key)]]
+    jaxpr = inline_calls(startup.jaxpr)
+    out = TreeSpec(startup.out.treedef, _renamed(startup.out, flat))
+    roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
+    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, roles=roles, respecialise=None)
+
+
+def _typed(spec: TreeSpec, types: Mapping[str, Any]) -> Any:
+    """The pytree of a spec, with types for arrays."""
+    return spec.unflatten([types[n] for n in spec.names])
+
+
+def _leaves(tree: Any) -> dict[str, str]:
+    """Path below the root to type, of each array."""
+    arrays = [x for x in jax.tree.leaves(tree) if is_array(x)]
+    return {n: f"{x.dtype}{list(x.shape)}" for n, x in zip(TreeSpec.of(tree).names, arrays, strict=True)}
+
+
+def _mismatch(
+    order: Sequence[Any],
+    made: Mapping[Any, Mapping[str, str]],
+    wanted: Sequence[Mapping[str, str]],
+    roots: Sequence[str],
+) -> str:
+    """The first thing in which a startup program differs from the step."""
+    if not order:
+        return f"it returns {len(made) or 'no'} parts, which are not two"
+    for key, want, root in zip(order, wanted, roots, strict=True):
+        have = made[key]
+        for path in [*want, *have]:
+            if have.get(path) != want.get(path):
+                name = root if path == "value" else f"{root}/{path}"
+                return f"{name} is made as {have.get(path, 'nothing')}, and taken as {want.get(path, 'nothing')}"
+    raise AssertionError("no difference")
+
+
+def _renamed(spec: TreeSpec, names: Sequence[str]) -> tuple[Any, ...]:
+    it = iter(names)
+    return tuple(next(it) if isinstance(leaf, str) else leaf for leaf in spec.leaves)

@@ -1,0 +1,153 @@
+"""A function to a program: inputs and outputs named by pytree paths, equations with roles.
+
+State is paired by name: which part of a result is the new value of which argument is found by structure and shapes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax import ClosedJaxpr, Var, lowered_jaxpr, scope_of
+from dtrans.errors import TraceError
+from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
+from dtrans.ir.pytree import TreeSpec, as_array
+from dtrans.step.scopes import numbered
+
+
+def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Program:
+    """Trace `fn` to a `Program`.
+
+    Inputs are named after the parameters of `fn` and the pytree paths below them. Of a function of
+    (params, opt_state, *batch), the first part of the result that has the structure and shapes of the first
+    argument is taken as its new value, then the same for the second, and named alike; a dict is matched by
+    key. What is left of a tuple is called `loss` (a scalar), `aux`, or by its place, `out2`.
+
+    Args:
+      fn: a pure function of pytrees of arrays. Leaves that are not arrays are held still.
+      *args: example arguments; arrays or `jax.ShapeDtypeStruct`, nothing is computed.
+      name: the program's name; that of the function by default.
+
+    Raises:
+      TraceError: the function returns something that has neither arrays nor structure.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, dtrans
+      >>> def step(params, opt_state, x):
+      ...     g = jax.grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+      ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, g), opt_state
+      >>> p = dtrans.trace(step, {"w": jax.ShapeDtypeStruct((3,), "float32")}, (), jnp.ones((4, 3)))
+      >>> p.in_names, p.out_names, p.state
+      (('params/w', 'x'), ('params/w',), ('params/w',))
+    """
+    args = tuple(as_array(a) for a in args)
+    roots = argument_names(fn, len(args))
+    specs = tuple(TreeSpec.of(a, root) for a, root in zip(args, roots, strict=True))
+    result: list[Any] = []
+
+    def on_arrays(*arrays: Any) -> list[Any]:
+        it = iter(arrays)
+        out = jax.tree.map(as_array, fn(*(s.unflatten([next(it) for _ in s.names]) for s in specs)))
+        result.append(out)
+        return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
+
+    flat = [x for spec, arg in zip(specs, args, strict=True) for x in spec.flatten(arg)]
+    with numbered():
+        jaxpr = lowered_jaxpr(on_arrays, *flat)
+    out, doubt = _result_spec(result[-1], args, roots)
+
+    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        it = iter(types)
+        return trace(fn, *(s.unflatten([next(it) for _ in s.names]) for s in specs), name=name)
+
+    called = name or getattr(fn, "__name__", type(fn).__name__).strip("<>")
+    return Program(called, jaxpr, specs, out, guess_roles(jaxpr), respecialise=respecialise, doubt=doubt)
+
+
+def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """The names of the first `count` positional parameters of `fn`; `batch/0`, ... for those in `*batch`."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return tuple(f"arg{i}" for i in range(count))
+    names: list[str] = []
+    for p in parameters:
+        if p.kind is p.VAR_POSITIONAL:
+            names += [f"{p.name}/{i}" for i in range(count - len(names))]
+        elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+    if len(names) < count:
+        raise TraceError(f"{getattr(fn, '__name__', fn)} takes {len(names)} positional arguments, {count} were given")
+    return tuple(names[:count])
+
+
+def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
+    """Roles by name stack, for a program that was not cut: `transpose(...)` is backward, what follows it optimize.
+
+    The cut (`dtrans.step.cut`) replaces them by the exact ones.
+    """
+    after: set[Var] = set()
+    roles = []
+    for eqn in jaxpr.jaxpr.eqns:
+        fed = any(isinstance(a, Var) and a in after for a in eqn.invars)
+        role = BACKWARD if "transpose(" in scope_of(eqn) else OPTIMIZE if fed else FORWARD
+        if role != FORWARD:
+            after.update(eqn.outvars)
+        roles.append(role)
+    return tuple(roles)
+
+
+def _result_spec(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[TreeSpec, str]:
+    """Name the parts of a result (see `trace`), and say why that is a guess, where it is."""
+    parts = children(out)
+    if parts is None:
+        return TreeSpec.of(out, "out"), ""
+    by_key = not isinstance(out, (tuple, list)) or hasattr(out, "_fields")
+    owner: dict[Any, str] = {}
+    places: list[Any] = []
+    free = list(range(min(2, len(args)))) if not by_key else []
+    for key, part in parts:
+        if by_key:
+            owner[key] = str(key)
+        elif match := [i for i in free if _alike(part, args[i])]:
+            owner[key] = roots[match[0]]
+            free.remove(match[0])
+            places.append(key)
+    doubt = ""
+    if places not in ([], [0], [0, 1]):  # not the usual order: then nothing else may look like the parameters
+        like = [key for key, part in parts if any(_alike(part, a) for a in args[:2] if jax.tree.leaves(a))]
+        if len(like) > len([p for p in places if p in like]):
+            doubt = f"parts {', '.join(map(str, like))} of its result all have the structure of its state"
+    unused = ["loss", "aux"] if owner else []
+    for key, part in parts:
+        if key not in owner:
+            single = getattr(part, "shape", None) == ()
+            name = unused[0] if unused and (single or unused[0] != "loss") else ""
+            owner[key] = unused.pop(0) if name else f"out{key}"
+    leaves: list[str | Any] = []
+    for key, part in parts:
+        leaves += TreeSpec.of(part, owner[key]).leaves
+    return TreeSpec(jax.tree.structure(out), tuple(leaves)), doubt
+
+
+def children(tree: Any) -> list[tuple[Any, Any]] | None:
+    """The parts of a result with their keys, in leaf order; None for a single array or an opaque node."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return list(zip(tree._fields, tree, strict=True))
+    if isinstance(tree, (tuple, list)):
+        return list(enumerate(tree))
+    if isinstance(tree, dict):
+        return sorted(tree.items())
+    return None
+
+
+def _alike(tree: Any, other: Any) -> bool:
+    """Same structure and, leaf by leaf, the same shape."""
+    structures: list[Any] = [jax.tree.structure(t) for t in (tree, other)]
+    if structures[0] != structures[1]:
+        return False
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return all(getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in pairs)

@@ -1,0 +1,95 @@
+"""How a value lies on the shards of a tensor-parallel program.
+
+    SHARED               every shard has all of it, and all have the same
+    Rows(_, axis, width) each shard has a piece along `axis`: whole runs of `width` entries, ceil(runs / shards) of them
+    PARTIAL              each shard has a term of it; their sum is the value
+
+Pieces are equally large. Where the shards do not divide the runs, the last pieces have padding behind what is real;
+it may hold anything, and nothing that mixes entries looks at it.
+
+`Rows` is that of the row analysis (`dtrans.rows.layout`), of a leaf without a name, so that one set of rules serves
+both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+from dtrans.rows.layout import SHARED, Rows, Shared
+
+
+class Partial:
+    """Each shard has a term of a sum."""
+
+
+PARTIAL: Final = Partial()
+
+Placed = Shared | Rows | Partial
+
+
+def cut_along(axis: int, width: int = 1) -> Rows:
+    """The layout of a value that is cut along an axis."""
+    return Rows("", axis, width)
+
+
+def rows_only(x: Placed) -> Shared | Rows:
+    """A layout as rules look at it: a sum is whole to them, once it is made."""
+    return x if isinstance(x, Rows) else SHARED
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The shards of a program.
+
+    Attributes:
+      count: how many there are.
+      axis_name: the named axis that they are on.
+    """
+
+    count: int
+    axis_name: str
+
+    def local(self, size: int, row: Rows) -> int:
+        """How many entries of `size` each shard has, padding included."""
+        return -(-(size // row.width) // self.count) * row.width
+
+    def whole(self, size: int, row: Rows) -> int:
+        """How many entries all pieces have together."""
+        return self.local(size, row) * self.count
+
+    def pads(self, size: int, row: Rows) -> bool:
+        """Whether some piece has padding."""
+        return self.whole(size, row) != size
+
+    def plain(self, row: Rows, size: int) -> Rows:
+        """The layout under its plainest name: without padding, the width of runs makes no difference."""
+        return cut_along(int(row.axis), row.width if self.pads(size, row) else 1)  # JAX has NumPy's integers in places
+
+    def cut(self, aval: Any, layout: Placed) -> Any:
+        """The type of a shard's piece."""
+        if not isinstance(layout, Rows):
+            return aval
+        axis, shape = layout.axis, aval.shape
+        return aval.update(shape=(*shape[:axis], self.local(shape[axis], layout), *shape[axis + 1 :]))
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of a value; a key of a random generator counts as one word."""
+    return int(aval.size) * int(getattr(aval.dtype, "itemsize", 4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """A value that was cut, and is made whole.
+
+    Attributes:
+      shape, dtype: of the whole.
+      nbytes: of the whole.
+      reason: what needs it whole: `sort of f32[8,10] (model/head)`, or which output.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    nbytes: int
+    reason: str

@@ -1,0 +1,260 @@
+"""What each primitive does to values that are cut over shards, and the cheapest of the ways to carry it out.
+
+A rule looks at an equation whose operands are whole or cut, and answers with a `Way`: as what every operand is read,
+how its outputs lie, and by which reduction the parts of all shards become one. Most rules are those of the row analysis
+(`dtrans.rows.rules`): entries of a dimension that is cut are rows. Here is what shards do besides: gathers that pick
+entries where the cut is, and their transposes; the position of the largest entry; convolutions; reshapes.
+
+Operands that are cut in ways that do not fit leave a choice: each of them may stay as it is while the others follow, or
+all are made whole. `choose` takes what moves the fewest bytes, and gathers no input of the program where there is
+another way: inputs are cut because they are large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.lax import GatherScatterMode as Mode
+
+from dtrans._jax import JaxprEqn
+from dtrans.rows.layout import SHARED, Rows, Shared
+from dtrans.rows.rules import step_of
+from dtrans.tensor_parallel.layout import Partial, Placed, Shards, cut_along, nbytes, rows_only
+
+
+Ins = Sequence[Shared | Rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How an equation is carried out on a shard.
+
+    Attributes:
+      operands: for each operand, the cut that it is read in; None for one that is read whole.
+      outs: how each output lies; where there is a reduction, once it is done.
+      reduce: the operation that makes the parts of all shards one; "" where there are no parts.
+      params: parameters that depend on shapes, from the types of its outputs on a shard.
+      write: what writes it, where that is not the equation itself on other operands: a name in `dtrans.transforms.
+        split_writer.WRITE`.
+      at: what `write` has to know: the component of an index, or the like.
+      sends: bytes that it moves beside its reduction.
+    """
+
+    operands: tuple[Rows | None, ...]
+    outs: tuple[Shared | Rows, ...]
+    reduce: str = ""
+    params: Callable[[Sequence[Any]], dict[str, Any]] | None = None
+    write: str = ""
+    at: int = 0
+    sends: float = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What is known of an operand, for the choice of a way.
+
+    Attributes:
+      layout: how it lies.
+      is_input: whether it is an input of the program that is cut, or holds the same numbers.
+      has: whether it is there already, read in some cut, or whole.
+    """
+
+    layout: Placed
+    is_input: bool = False
+    has: Callable[[Rows | None], bool] = lambda row: False
+
+
+def choose(eqn: JaxprEqn, operands: Sequence[Operand], shards: Shards) -> Way:
+    """The way to carry out an equation some of whose operands are cut, or sums."""
+    rows = [rows_only(x.layout) for x in operands]
+    ways = [way_of(eqn, rows, shards)]
+    for i, x in enumerate(rows):
+        if isinstance(x, Rows):
+            ways.append(way_of(eqn, [x if i == j else SHARED for j in range(len(rows))], shards))
+    ways.append(Way((None,) * len(rows), (SHARED,) * len(eqn.outvars)))
+    return min((w for w in ways if w is not None), key=lambda w: _cost(eqn, operands, w, shards))
+
+
+def _cost(eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards) -> tuple[float, float]:
+    """Bytes of inputs that are gathered, and bytes that are moved."""
+    gathered, moved = 0.0, float(way.sends)
+    for a, operand, row in zip(eqn.invars, operands, way.operands, strict=True):
+        had, size = operand.layout, nbytes(a.aval)
+        if operand.has(row):
+            continue
+        if isinstance(had, Partial):
+            moved += size if row else 2 * size
+        elif isinstance(had, Rows) and had != row:
+            exchanged = row is not None and row.axis != had.axis
+            moved += size / shards.count if exchanged else size
+            gathered += 0 if exchanged or not operand.is_input else size
+    if way.reduce:
+        moved += 2 * sum(nbytes(v.aval) for v in eqn.outvars)
+    return gathered, moved
+
+
+def way_of(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
+    """The way that the operands' cuts lead to; None where they do not fit, or it cannot be carried out on pieces."""
+    rule = RULES.get(eqn.primitive.name, _as_rows)
+    way = rule(eqn, ins, shards) if any(isinstance(x, Rows) for x in ins) else None
+    if way is None:
+        return None
+    plain = lambda a, x: shards.plain(x, a.aval.shape[x.axis]) if isinstance(x, Rows) else x
+    return dataclasses.replace(
+        way,
+        operands=tuple(plain(a, x) for a, x in zip(eqn.invars, way.operands, strict=True)),
+        outs=tuple(plain(v, x) for v, x in zip(eqn.outvars, way.outs, strict=True)),
+    )
+
+
+# -- rules ---------------------------------------------------------------------------------------
+
+
+def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
+    """As the row analysis has it."""
+    step = step_of(eqn, ins)
+    if step is None:
+        return None
+    return Way(step.operands, tuple(x if isinstance(x, Rows) else SHARED for x in step.outs),
+               step.reduce or "", step.params)  # fmt: skip
+
+
+def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
+    """Without padding, what counts are as many runs as there are shards; with it, the entries themselves."""
+    (row,) = ins[:1]
+    if not isinstance(row, Rows) or not isinstance(eqn.invars[0].aval.dtype, np.dtype):
+        return None
+    size = eqn.invars[0].aval.shape[row.axis]
+    wide = row if shards.pads(size, row) else cut_along(row.axis, size // shards.count)
+    return _as_rows(eqn, [wide], shards)
+
+
+def _each_its_own(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
+    return Way(tuple(x if isinstance(x, Rows) else None for x in ins), tuple(ins))
+
+
+def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
+    (row,), (x,) = ins, eqn.invars
+    if not isinstance(row, Rows) or eqn.params["axes"] != (row.axis,):
+        return _as_rows(eqn, ins, shards)
+    if x.aval.dtype == np.bool_:
+        return None
+    (out,) = eqn.outvars
+    sends = 2 * out.aval.size * (4 + nbytes(x.aval) / x.aval.size)
+    return Way((row,), (SHARED,), write="arg_reduce", sends=sends)
+
+
+def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
+    """Picks entries where the cut is; takes slices of other dimensions; or has indices that are cut."""
+    (x, indices), (found, of) = (a.aval for a in eqn.invars), ins
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    out = eqn.outvars[0].aval
+    batch = [d for d in range(out.ndim) if d not in numbers.offset_dims]  # those of the indices, but for the last
+    if isinstance(of, Rows):
+        if of.axis == indices.ndim - 1:
+            return None
+        theirs: Rows | None = None
+        if of.axis in numbers.start_indices_batching_dims:
+            at = numbers.start_indices_batching_dims.index(of.axis)
+            theirs = dataclasses.replace(of, axis=numbers.operand_batching_dims[at])
+        if isinstance(found, Rows) and found != theirs:
+            return None
+        return Way((theirs, of), (dataclasses.replace(of, axis=batch[of.axis]),))
+    if not isinstance(found, Rows):
+        return None
+    d = found.axis
+    if d in numbers.operand_batching_dims:
+        at = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(d)]
+        own = dataclasses.replace(found, axis=at)
+        return Way((found, own), (dataclasses.replace(found, axis=batch[at]),))
+    if d in numbers.start_index_map:
+        if sizes[d] != 1 or not isinstance(x.dtype, np.dtype):
+            return None
+        add = "or" if x.dtype == np.bool_ else "sum"
+        return Way((found, None), (SHARED,), add, write="pick", at=numbers.start_index_map.index(d))
+    if sizes[d] != x.shape[d]:
+        return None
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    axis = numbers.offset_dims[[k for k in range(x.ndim) if k not in gone].index(d)]
+    local = (*sizes[:d], shards.local(sizes[d], found), *sizes[d + 1 :])
+    return Way((found, None), (dataclasses.replace(found, axis=axis),), params=lambda _: {"slice_sizes": local})
+
+
+def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
+    """Into the entries where the cut is; into slices of other dimensions; or with indices that are cut."""
+    x, indices, updates = (a.aval for a in eqn.invars)
+    numbers = eqn.params["dimension_numbers"]
+    batch = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(x.ndim) if d not in gone]  # in the order of update_window_dims
+    for among, row in enumerate(ins):
+        if not isinstance(row, Rows):
+            continue
+        way: Way | None = None
+        as_ = lambda axis, row=row: dataclasses.replace(row, axis=axis)
+        d, k = row.axis, row.axis
+        if among == 2 and row.axis in batch:
+            among, k = 1, batch.index(row.axis)
+        elif among == 2:
+            d = window[numbers.update_window_dims.index(row.axis)]
+        if among == 1 and k in numbers.scatter_indices_batching_dims:
+            d = numbers.operand_batching_dims[numbers.scatter_indices_batching_dims.index(k)]
+        elif among == 1:
+            if eqn.primitive.name == "scatter-add" and k < indices.ndim - 1 and isinstance(x.dtype, np.dtype):
+                way = Way((None, as_(k), as_(batch[k])), (SHARED,), "sum", write="add_up")
+            return _fits(way, ins)
+        if d in numbers.operand_batching_dims:
+            k = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(d)]
+            way = Way((as_(d), as_(k), as_(batch[k])), (as_(d),))
+        elif d in numbers.inserted_window_dims:
+            clips = eqn.params["mode"] == Mode.CLIP and len(numbers.scatter_dims_to_operand_dims) > 1
+            if d in numbers.scatter_dims_to_operand_dims and not clips:
+                at = numbers.scatter_dims_to_operand_dims.index(d)
+                way = Way((as_(d), None, None), (as_(d),), write="put", at=at)
+        elif d not in numbers.scatter_dims_to_operand_dims:
+            u = numbers.update_window_dims[window.index(d)]
+            if updates.shape[u] == x.shape[d]:
+                way = Way((as_(d), None, as_(u)), (as_(d),))
+        return _fits(way, ins)
+    return None
+
+
+def _fits(way: Way | None, ins: Ins) -> Way | None:
+    """A way that reads every operand that is cut as it is cut."""
+    if way is None or any(isinstance(x, Rows) and x != row for x, row in zip(ins, way.operands, strict=True)):
+        return None
+    return way
+
+
+def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
+    """Examples and output features are kept; input features are summed over."""
+    p = eqn.params
+    if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
+        return None
+    lhs, rhs, out = p["dimension_numbers"].lhs_spec, p["dimension_numbers"].rhs_spec, p["dimension_numbers"].out_spec
+    a, b = ins
+    row = a if isinstance(a, Rows) else b
+    assert isinstance(row, Rows)
+    as_ = lambda axis: dataclasses.replace(row, axis=axis)
+    if isinstance(a, Rows) and a.axis == lhs[0]:
+        return _fits(Way((a, None), (as_(out[0]),)), ins)
+    if isinstance(b, Rows) and b.axis == rhs[0]:
+        return _fits(Way((None, b), (as_(out[1]),)), ins)
+    if (a.axis == lhs[1]) if isinstance(a, Rows) else (row.axis == rhs[1]):
+        return _fits(Way((as_(lhs[1]), as_(rhs[1])), (SHARED,), "sum"), ins)
+    return None
+
+
+RULES: Mapping[str, Callable[[JaxprEqn, Ins, Shards], Way | None]] = {
+    "reshape": _reshape,
+    "optimization_barrier": _each_its_own,
+    "all_reduce": _each_its_own,  # over another axis
+    "argmax": _arg_reduce,
+    "argmin": _arg_reduce,
+    "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    "conv_general_dilated": _convolution,
+}

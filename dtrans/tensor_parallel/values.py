@@ -1,0 +1,215 @@
+"""Values on a shard: as they were made, and as they are read.
+
+A value is kept as it was made, and converted where it is read otherwise, once for each way of reading it:
+
+    whole -> cut    a slice at the shard's offset; what is only counted or filled in is made as a slice to begin with
+    cut -> whole    all_gather, noted in `gathers`
+    cut -> cut      all_to_all, along another dimension
+    sum -> whole    all_reduce
+    sum -> cut      reduce_scatter, where nothing else reads it
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
+from dtrans.ir.array_fns import padded, rows_from, times
+from dtrans.ir.builder import Builder
+from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
+from dtrans.ops.all_to_all import all_to_all_p
+from dtrans.rows.layout import SHARED, Rows
+from dtrans.rows.rules import ELEMENTWISE
+from dtrans.tensor_parallel.array_fns import counted
+from dtrans.tensor_parallel.layout import PARTIAL, Gathered, Partial, Placed, Shards, nbytes
+from dtrans.tensor_parallel.rules import Operand, Way, way_of
+
+
+class ShardValues(abc.ABC):
+    """The values of one jaxpr on one shard.
+
+    Args:
+      jaxpr: that they are of, without calls.
+      shards: for whom.
+      gathers: where to note what is made whole.
+      within: the equation whose body this is, as text.
+    """
+
+    def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, gathers: list[Gathered], within: str = "") -> None:
+        inner = opened(jaxpr)
+        self.b = Builder(jaxpr)
+        self.shards = shards
+        self.gathers = gathers
+        self.within = within
+        self.layouts: dict[Var, Placed] = {}  # how a value was made; what is not here is whole
+        self.inputs: set[Var] = set()  # inputs that are cut, and what holds the same numbers
+        self._made: dict[Any, Atom] = {}  # a value, by itself and how it is read
+        self._made_by = {v: e for e in inner.eqns for v in e.outvars}
+        reads: Iterable[Atom] = (*inner.outvars, *(a for e in inner.eqns for a in e.invars))
+        self._uses = Counter(a for a in reads if isinstance(a, Var))
+        self._starts: dict[int, Atom] = {}
+        self.asked: dict[Var, Rows] = {}  # whole values that are read cut, and made so
+        self._counted: dict[tuple[Atom, int], bool] = {}
+        self._reason = ""
+
+    # -- what values are -------------------------------------------------------------------------
+
+    def layout(self, atom: Atom) -> Placed:
+        """How a value was made."""
+        return SHARED if isinstance(atom, Literal) else self.layouts.get(atom, SHARED)
+
+    def operand(self, atom: Atom) -> Operand:
+        """What is known of a value."""
+        if isinstance(atom, Literal):
+            return Operand(SHARED)
+        return Operand(self.layout(atom), atom in self.inputs, lambda row: (atom, row) in self._made)
+
+    def define(self, var: Var, layout: Placed, value: Atom) -> None:
+        """A value, as it is made."""
+        if layout is not SHARED:
+            self.layouts[var] = layout
+        self._made[var, layout if isinstance(layout, Rows) else None if layout is SHARED else PARTIAL] = value
+
+    def needed_by(self, reason: str) -> None:
+        """What reads values from here on, for `gathers`."""
+        self._reason = reason
+
+    def read(self, atom: Atom, row: Rows | None) -> Atom:
+        """A value, cut as it is asked for, or whole."""
+        if isinstance(atom, Literal) and (row is None or not atom.aval.ndim):
+            return atom
+        key = (atom, row)
+        if isinstance(atom, Literal):
+            return self._rows_of(atom, row)
+        if key not in self._made:
+            self._made[key] = self._converted(atom, self.layout(atom), row)
+        return self._made[key]
+
+    def start(self, size: int, row: Rows) -> Atom:
+        """Where the shard's piece of a dimension begins."""
+        local = self.shards.local(size, row)
+        if local not in self._starts:
+            (index,) = self.b.bind(trainer_index_p, over=(self.shards.axis_name,))
+            self._starts[local] = self.b.call(times(local), index)[0]
+        return self._starts[local]
+
+    # -- conversions -----------------------------------------------------------------------------
+
+    def _converted(self, var: Var, had: Placed, row: Rows | None) -> Atom:
+        if isinstance(had, Partial):
+            term = self._made[var, PARTIAL]
+            if row is None:
+                return self.reduced("sum", [term])[0]
+            if self._uses[var] == 1:
+                return self._scattered(term, row)
+            return self._rows_of(self.read(var, None), row)
+        if not isinstance(had, Rows):
+            if row is None:
+                assert self.b.is_constant(var), var
+                return var
+            return self.made_as_rows(var, row) or self._rows_of(self.read(var, None), row)
+        if row is None:
+            return self._gathered(var, had)
+        if row.axis == had.axis:
+            return self._rows_of(self.read(var, None), row)
+        return self._exchanged(var, had, row)
+
+    def reduced(self, op: str, terms: Sequence[Atom]) -> list[Var]:
+        """What terms of all shards make together."""
+        return self.b.bind(all_reduce_p, *terms, op=op, name="split", owners=(), over=(self.shards.axis_name,))
+
+    def _scattered(self, term: Atom, row: Rows) -> Atom:
+        whole = self.shards.whole(term.aval.shape[row.axis], row)
+        (wide,) = self.b.call(padded(row.axis, whole), term)
+        return self.b.bind(reduce_scatter_p, wide, name="split", axis=row.axis, **self._among())[0]
+
+    def _gathered(self, var: Var, had: Rows) -> Atom:
+        self.gathers.append(Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason))
+        (wide,) = self.b.bind(all_gather_p, self._made[var, had], name="split", axis=had.axis, **self._among())
+        return self._without_end(wide, had.axis, var.aval.shape[had.axis])
+
+    def _exchanged(self, var: Var, had: Rows, row: Rows) -> Atom:
+        shape = var.aval.shape
+        wide = self.b.call(padded(row.axis, self.shards.whole(shape[row.axis], row)), self._made[var, had])
+        (got,) = self.b.bind(all_to_all_p, *wide, name="split", cut=row.axis, joined=had.axis, **self._among())
+        return self._without_end(got, had.axis, shape[had.axis])
+
+    def _among(self) -> dict[str, Any]:
+        return {"over": (self.shards.axis_name,), "size": self.shards.count}
+
+    def _without_end(self, value: Atom, axis: int, size: int) -> Atom:
+        return value if value.aval.shape[axis] == size else self.b.part(value, axis, 0, size)
+
+    def _rows_of(self, value: Atom, row: Rows | None) -> Atom:
+        assert row is not None
+        size = value.aval.shape[row.axis]
+        cut = rows_from(row.axis, self.shards.local(size, row), self.shards.whole(size, row))
+        return self.b.call(cut, value, self.start(size, row))[0]
+
+    # -- slices of whole values, made with nothing of the rest -------------------------------------
+
+    def made_as_rows(self, var: Var, row: Rows) -> Atom | None:
+        """A piece of a value of counters, and of what is repeated or written into that; None for others."""
+        eqn = self._made_by.get(var)
+        if eqn is None or not self._is_counted(var, row.axis):
+            return None
+        shape, axis = var.aval.shape, row.axis
+        local = self.shards.cut(var.aval, row)
+        name = eqn.primitive.name
+        if name == "iota":
+            if eqn.params["dimension"] != axis:
+                return self.b.copy(eqn, [], [local], shape=local.shape)[0]
+            start = self.start(shape[axis], row)
+            return self.b.call(counted(np.dtype(var.aval.dtype), local.shape, axis), start)[0]
+        if name == "broadcast_in_dim":
+            (operand,) = eqn.invars
+            at = _operand_axis(eqn, axis)
+            inner = None if at is None else dataclasses.replace(row, axis=at)
+            return self.b.copy(eqn, [self.read(operand, inner)], [local], shape=local.shape)[0]
+        if name in ELEMENTWISE:
+            self.asked[var] = row
+            return self.b.copy(eqn, [self.read(a, row if _has(a, var, axis) else None) for a in eqn.invars], [local])[0]
+        way = way_of(eqn, [row, *(SHARED,) * (len(eqn.invars) - 1)], self.shards)
+        if way is None or way.outs != (row,):
+            return None
+        self.asked[var] = row
+        return self.carried_out(eqn, way)[0]
+
+    def _is_counted(self, var: Atom, axis: int) -> bool:
+        """Whether a value along an axis is made of counters and of what is repeated: nothing large is sliced then."""
+        eqn = self._made_by.get(var) if isinstance(var, Var) else None
+        if eqn is None or len(eqn.outvars) > 1:
+            return False
+        name = eqn.primitive.name
+        if name == "iota":
+            return True
+        if name == "broadcast_in_dim":
+            return len(eqn.invars) == 1
+        if name in ELEMENTWISE:
+            if (var, axis) not in self._counted:
+                full = [a for a in eqn.invars if _has(a, var, axis)]
+                self._counted[var, axis] = bool(full) and all(self._is_counted(a, axis) for a in full)
+            return self._counted[var, axis]
+        return name.startswith("scatter") and self._is_counted(eqn.invars[0], axis)
+
+    @abc.abstractmethod
+    def carried_out(self, eqn: JaxprEqn, way: Way) -> list[Atom]:
+        """The outputs of an equation in one way, or their parts."""
+
+
+def _has(a: Atom, out: Atom, axis: int) -> bool:
+    """Whether an operand of an elementwise equation has all entries along an axis; others are repeated along it."""
+    return a.aval.ndim == out.aval.ndim and a.aval.shape[axis] == out.aval.shape[axis]
+
+
+def _operand_axis(eqn: JaxprEqn, axis: int) -> int | None:
+    """The dimension of a broadcast's operand that is its output's `axis`; None where that is repeated or new."""
+    (operand,), dims = eqn.invars, tuple(eqn.params["broadcast_dimensions"])
+    at = dims.index(axis) if axis in dims else None
+    return at if at is not None and operand.aval.shape[at] == eqn.params["shape"][axis] else None

@@ -1,0 +1,17 @@
+"""Sharding: ZeRO 1, 2 and 3 (Paddle's sharding pass), as rewrites of the same step.
+
+transform          `sharding`: a step to a plan
+plan               the plan: one program for all ranks, what each holds, and what it moves
+options            what may be asked of it, and its checks
+slices             which leaves are cut, along which dimension, and why others are not
+update             the update, on slices
+reduce_scatter     how ranks reduce gradients of which each keeps a slice
+live_ranges        where parameters are read
+all_gather         how they are gathered there (stage 3)
+layer_scan         loops over layers: gathers in their bodies
+prefetch           the next layer gathered ahead of time
+rank_program       the program of a rank
+gradient_results   results that are computed from gradients in slices
+mixed_precision    products in 16 bits, and loss scaling
+by_leaf            whole leaves given to ranks, in the place of slices
+"""

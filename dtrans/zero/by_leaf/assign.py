@@ -1,0 +1,85 @@
+"""Which rank owns which leaf, where whole leaves are given to ranks: Paddle's two rules.
+
+    greedy_even    the next leaf to the rank that has the fewest elements so far, the first of those that have as many
+    use_order      the leaves in order; the next rank begins once its share of all elements is passed
+
+Both take leaves in the order in which the program first uses them, and weigh them by their elements. `greedy_even` is
+as even as whole leaves in this order let it be. `use_order` keeps neighbours together, and may leave ranks with
+nothing: it goes on by one rank at most, however large the leaf was. In stage 2 gradients leave late with it: what is
+scattered at once is of all ranks, and those of rank 0 are made last.
+
+Leaves that their optimizer binds together (`RowAnalysis.groups`) go together, where the first of them is.
+
+Source: `partition_parameters` of passes/auto_parallel_sharding.py (Paddle).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dtrans._jax import Var
+from dtrans.ir.program import BACKWARD, FORWARD
+from dtrans.rows.analysis import RowAnalysis
+from dtrans.step.cut import Cut
+
+
+RULES = ("greedy_even", "use_order")
+
+
+def owners_of(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
+    """The owner of each of several things, given their sizes in order.
+
+    Args:
+      sizes: in elements.
+      ranks: how many owners there may be.
+      rule: one of `RULES`.
+
+    Source: `greedy_even` and `use_order` of auto_parallel_sharding.py (Paddle).
+
+    Example:
+      >>> from dtrans.zero.by_leaf.assign import owners_of
+      >>> owners_of([3, 1, 1, 1], 2, "greedy_even"), owners_of([3, 1, 1, 1], 2, "use_order")
+      ([0, 1, 1, 1], [0, 0, 1, 1])
+    """
+    assert rule in RULES, rule
+    found: list[int] = []
+    if rule == "greedy_even":
+        loads = [0] * ranks
+        for size in sizes:
+            found.append(min(range(ranks), key=loads.__getitem__))
+            loads[found[-1]] += size
+        return found
+    rank, seen, total = 0, 0, sum(sizes)
+    for size in sizes:
+        found.append(rank)
+        seen += size
+        if seen * ranks > total * (rank + 1):  # in integers: its share may be no whole number
+            rank += 1
+    return found
+
+
+def owned_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> dict[str, int]:
+    """The owner of each leaf of the analysis, in the order in which leaves were given away."""
+    known = set(analysis.params)
+    groups: dict[str, list[str]] = {}
+    for n in [n for n in first_used(step) if n in known]:
+        groups.setdefault(analysis.home_of(n), []).append(n)
+    sizes = [sum(step.program.inputs[n].size for n in leaves) for leaves in groups.values()]
+    given = zip(groups.values(), owners_of(sizes, ranks, rule), strict=True)
+    return {n: rank for leaves, rank in given for n in leaves}
+
+
+def first_used(step: Cut) -> list[str]:
+    """The leaves in the order in which the program first uses them; those that it does not use come last."""
+    inner = step.program.jaxpr.jaxpr
+    leaf_of = {v: n for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in set(step.params)}
+    used: dict[str, None] = {}
+    for eqn, role in zip(inner.eqns, step.program.roles, strict=True):
+        if role in (FORWARD, BACKWARD):
+            used |= dict.fromkeys(leaf_of[a] for a in eqn.invars if isinstance(a, Var) and a in leaf_of)
+    return [*used, *(n for n in step.params if n not in used)]
+
+
+def loads_of(sizes: Mapping[str, int], owner: Mapping[str, int], ranks: int) -> list[int]:
+    """What each rank has, given what each leaf weighs."""
+    return [sum(sizes[n] for n, k in owner.items() if k == rank) for rank in range(ranks)]

@@ -1,0 +1,73 @@
+"""Results that are computed from gradients of which each rank has a slice: a norm, a count of what is not finite.
+
+What a step computes from gradients and returns is looked at as an update is: the row analysis finds what it does to the
+rows of each leaf, reductions over rows become reductions of slices and an `all_reduce`. A gradient that is mixed in
+another way, or returned itself, is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from dtrans._jax import Var
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import needed
+from dtrans.rows.analysis import analyse
+from dtrans.rows.layout import Rows
+from dtrans.step.cut import GRAD, Cut, OptimizeHalf
+from dtrans.zero.slices import Slices
+
+
+class GradientResults:
+    """What a step computes from gradients, as a half of its own.
+
+    Args:
+      step: the step, cut.
+      slices: what is cut.
+      here: the values of the step that are there already.
+
+    Attributes:
+      half: from gradients (`params/w@GRAD`), parameters, and other values, to the results (and the parameters).
+      others: the values of the step that are neither, by the name of the input.
+      slices: what is given to it as slices.
+      gathered: leaves whose gradient, or whose value, it needs whole.
+    """
+
+    def __init__(self, step: Cut, slices: Slices, here: Collection[Var]) -> None:
+        inner = step.program.jaxpr.jaxpr
+        outs = dict(zip(step.program.out_names, inner.outvars, strict=True))
+        border = {v: n for n, v in step.border.items()}
+        known = {n for n in step.params if n in slices.leaves}
+        there = set(here) - {v for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in known}
+        kept, _ = needed(inner.eqns, [outs[n] for n in step.from_gradients], {*border, *there})
+        b = Builder(step.program.jaxpr)
+        names: dict[Var, str] = {v: n + GRAD for v, n in border.items()}
+        names |= {v: n for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in step.params}
+        self.others: dict[str, Var] = {}
+        inputs: dict[Var, str] = {}
+        eqns = [inner.eqns[i] for i in kept]
+        made = {v for e in eqns for v in e.outvars}
+        wanted = [outs[n] for n in step.from_gradients]
+        for a in [*(a for e in eqns for a in e.invars), *wanted]:
+            if isinstance(a, Var) and a not in made and a not in inputs and not b.is_constant(a):
+                inputs[a] = names.get(a) or f"given/{len(self.others)}"
+                if a not in names:
+                    self.others[inputs[a]] = a
+        b.invars += inputs
+        for e in eqns:
+            b.keep(e)
+        params = [(n, v) for v, n in inputs.items() if n in step.params]
+        half = OptimizeHalf(
+            b.build([*wanted, *(v for _, v in params)]),
+            tuple(inputs.values()),
+            (*step.from_gradients, *(n for n, _ in params)),
+        )
+        analysis = analyse(half, step.params, slices.analysis.axes)
+        mixed: Collection[str] = {
+            row.leaf for n in step.from_gradients if isinstance(row := analysis.layout(analysis.outputs[n]), Rows)
+        } | set(analysis.groups)
+        self.half = half
+        leaves = {n: s for n, s in slices.leaves.items() if n not in mixed}
+        self.slices = Slices(analysis, leaves, {}, {})
+        read = {n.removesuffix(GRAD) for n in half.in_names}
+        self.gathered = [n for n in slices.leaves if n in mixed and n in read]

@@ -1,0 +1,132 @@
+"""Plans of sharding: one program for all ranks, what each of them holds, and what it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from dtrans.data_parallel.plan import CollectivePlan, collectives
+from dtrans.errors import ConfigError
+from dtrans.ops import all_gather_p
+from dtrans.zero.mixed_precision import scale_types
+
+
+if TYPE_CHECKING:
+    from dtrans.zero.by_leaf.layout import Owned
+    from dtrans.zero.options import ShardingOptions
+    from dtrans.zero.slices import Sliced, Slices
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardingPlan(CollectivePlan):
+    """Sharded data-parallel training of one step; made by `dtrans.sharding`.
+
+    Attributes beside those of `CollectivePlan`:
+      slices: which leaves are cut, along which dimension, and why others are not.
+      owned: who owns which leaf, where leaves are not cut but given to ranks.
+    """
+
+    options: ShardingOptions
+    slices: Slices
+    owned: Owned | None = None
+
+    @cached_property
+    def cuts(self) -> dict[str, Sliced]:
+        """The parameters and arrays of the optimizer's state of which ranks hold slices between steps, by name."""
+        params = self.slices.leaves if self.options.slices_params else {}
+        return {**params, **self.slices.state, **(self.owned.cuts if self.owned else {})}
+
+    @property
+    def extra_state(self) -> Mapping[str, Any]:
+        return scale_types(self.options.loss_scaling)
+
+    def for_trainers(self, trainers: int) -> ShardingPlan:
+        """The same plan for another number of ranks: more or fewer groups of the same degree.
+
+        Raises:
+          ConfigError: they cannot be shared out into groups.
+        """
+        if trainers == self.trainers:
+            return self
+        o = self.options
+        if trainers % o.degree:
+            raise ConfigError(f"{trainers} ranks cannot be shared out into groups of degree={o.degree}")
+        groups = trainers // o.degree
+        replanned: ShardingPlan = self.replan(dataclasses.replace(o, trainers=trainers, dp_degree=groups))
+        return replanned
+
+    def on(self, platform: str = "") -> ShardingPlan:
+        """The same plan as a job on a platform runs it: what was left open is chosen.
+
+        Args:
+          platform: "cpu", "gpu", "tpu", ..., as JAX calls it.
+        """
+        o = self.options
+        if platform != "cpu" or not o.automatic or not o.prefetch_in_loops or o.stage < 3:
+            return self
+        replanned: ShardingPlan = self.replan(dataclasses.replace(o, prefetch_in_loops=0))
+        return replanned
+
+    # -- cost ------------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that a rank holds between steps, by kind: `params`, `opt_state`, and what of these is `padding`."""
+        params, opt_state = (spec.names for spec in self.program.args[:2])
+        held = {n: _nbytes(t) for n, t in self.program.inputs.items()}
+        padding = sum(
+            s.padding(self.main.inputs[n]) * self.main.inputs[n].dtype.itemsize // s.degree
+            for n, s in self.cuts.items()
+            if n in self.main.inputs
+        )
+        if self.owned is not None:
+            padding += self.owned.state.padding // self.options.degree
+        return {
+            "params": sum(held[n] for n in params),
+            "opt_state": sum(held[n] for n in opt_state),
+            "padding": padding,
+        }
+
+    def traffic(self) -> dict[tuple[str, str], int]:
+        """Bytes of collectives in a step, by what it is and the axis that it is over.
+
+        Of a gather it is what a rank has after it, of a reduction what it has before: Psi for a model of Psi bytes.
+        What then crosses a link is up to the algorithm: (N - 1)/N of it in a ring, twice that for an all-reduce.
+        """
+        found: dict[tuple[str, str], int] = {}
+        for eqn, times in collectives(self.program.jaxpr):
+            key = (eqn.primitive.name, " and ".join(eqn.params["over"]))
+            moved = eqn.outvars if eqn.primitive is all_gather_p else eqn.invars
+            found[key] = found.get(key, 0) + times * sum(_nbytes(a.aval) for a in moved)
+        return found
+
+    # -- showing ---------------------------------------------------------------------------------
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What else there is to know."""
+        memory = self.memory()
+        of = ", ".join(f"{n:,} bytes of {kind}" for kind, n in memory.items())
+        notes = [f"each rank holds {of}"]
+        notes += [f"{kind} over {axis}: {n:,} bytes per step" for (kind, axis), n in self.traffic().items()]
+        notes += self.owned.notes if self.owned else []
+        notes += [f"{leaf} is whole on every rank: {why}" for leaf, why in self.slices.wholes.items()]
+        notes += [f"{name}: {way}" for name, way in self.merges.items()]
+        if self.dropped:
+            notes.append(f"not carried out, since it looks at what the optimizer makes: {', '.join(self.dropped)}")
+        return notes
+
+    @property
+    def _title(self) -> str:
+        o = self.options
+        groups = f", {o.dp_degree} groups of {o.degree} ranks" if o.dp_degree > 1 else f", {o.degree} ranks"
+        return f"sharding plan of {self.main.name}: stage {o.stage}{groups}"
+
+    def __repr__(self) -> str:
+        return f"<ShardingPlan of {self.main.name}: stage {self.options.stage}, {self.trainers} ranks>"
+
+
+def _nbytes(t: Any) -> int:
+    return math.prod(t.shape) * int(t.dtype.itemsize)

@@ -1,0 +1,406 @@
+"""The program of a rank: what is decided once (`Layout`), and who writes the step (`RankWriter`).
+
+    inputs                slices where ranks hold slices, the step's own variables elsewhere
+    forward, backward     `Gatherer` where parameters are slices, or loops scatter; copies elsewhere
+    gradients             `Scatterer`: in stage 1 when all are there, later as they are made
+    update                the optimize half on slices; taken or not, where a loss is scaled
+    parameters            gathered, in stages 1 and 2 without mixed precision
+    results               merged as in nccl2 mode; those of gradients are made of slices
+
+What each part does is in the file of its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Atom, JaxprEqn, Var, scan_counts
+from dtrans.data_parallel.accumulation import Window, write_accumulation
+from dtrans.data_parallel.options import COMPRESSED
+from dtrans.data_parallel.replica import fold_keys, take_inputs
+from dtrans.ir.array_fns import rows_from, times, together
+from dtrans.ir.builder import Builder
+from dtrans.ir.program import BACKWARD, DIST, FORWARD, OPTIMIZE, Program, is_communication
+from dtrans.ir.pytree import both, is_under
+from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
+from dtrans.rows.analysis import analyse
+from dtrans.step.cut import GRAD, Cut, OptimizeHalf, cut
+from dtrans.step.forward_backward import HalfWriter, ready_order, write_trainer_half
+from dtrans.zero.all_gather import Gatherer
+from dtrans.zero.by_leaf.layout import Owned
+from dtrans.zero.gathering import Gathering, Given, Scattered
+from dtrans.zero.gradient_results import GradientResults
+from dtrans.zero.mixed_precision import (
+    GOOD,
+    SCALE,
+    SKIPPED,
+    all_finite,
+    low_gradients,
+    next_scale,
+    scale_of,
+    scale_spec,
+    unscaled,
+)
+from dtrans.zero.options import ShardingOptions
+from dtrans.zero.reduce_scatter import Scatter, Scatterer, kinds_of
+from dtrans.zero.slices import Sliced, Slices, slices_of, stacked_leaves
+from dtrans.zero.update import sliced_half
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """What is decided once, whatever the shape of the batch.
+
+    Attributes:
+      o: the options.
+      merges: what becomes of results.
+      slices: what is cut.
+      half: the optimize half of a rank.
+      owned: who owns which leaf, where leaves are not cut but given to ranks.
+      groups: where each leaf is, where not all are in one place (stages of a pipeline); collectives are of one group.
+    """
+
+    o: ShardingOptions
+    merges: Mapping[str, str]
+    slices: Slices
+    half: OptimizeHalf
+    owned: Owned | None = None
+    groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str]) -> Layout:
+        """Decide."""
+        if o.degree == 1:
+            wholes = dict.fromkeys(step.params, "degree is 1")
+            return cls(o, merges, Slices(analyse(step.optimize, step.params), {}, {}, wholes), step.optimize)
+        if o.partition != "rows":
+            owned = Owned.of(step, o)
+            return cls(o, merges, owned.slices, owned.half, owned)
+        stacked = stacked_leaves(step) if o.stage > 1 else set()
+        slices = slices_of(step, o.degree, least=o.min_slice_size, stacked=stacked, sliced_in_use=o.stage == 3)
+        return cls(o, merges, slices, sliced_half(slices, o.axis_name))
+
+    @property
+    def cuts(self) -> dict[str, Sliced]:
+        """The arrays that are slices between steps."""
+        return {**(self.slices.leaves if self.o.slices_params else {}), **self.slices.state}
+
+    def layers(self, step: Cut) -> dict[Var, str]:
+        """The gradients that loops make layer by layer, and scatter there: stacks of what is cut in each layer."""
+        o = self.o
+        if o.stage == 1 or o.weight is not None or o.clip_local_norm is not None or o.compress is not None:
+            return {}
+        program, border = step.program, set(step.border.values())
+        eqns = program.jaxpr.jaxpr.eqns
+        trained = [e for e, role in zip(eqns, program.roles, strict=True) if role in (FORWARD, BACKWARD)]
+        # what reads a gradient beside its mark needs all of it
+        read = {a for e in trained if not border.intersection(e.outvars) for a in e.invars if isinstance(a, Var)}
+        read |= {a for a in program.jaxpr.jaxpr.outvars if isinstance(a, Var)}
+        made = {v for e in eqns if e.primitive.name == "scan" for v in e.outvars[scan_counts(e)[1] :]}
+        found: dict[Var, str] = {}
+        for leaf, g in step.gradients.items():
+            s = self.slices.leaves.get(leaf)
+            if leaf in self.unreduced:  # no sum over ranks
+                continue
+            if s is not None and s.axis and isinstance(g, Var) and g in made and g not in read and g not in found:
+                found[g] = leaf
+        return found
+
+    def kind(self, step: Cut) -> Callable[[str], Scatter]:
+        """In what way each gradient is reduced."""
+        layers = set(self.layers(step).values())
+        low = {} if self.o.amp is None else dict.fromkeys(low_gradients(step, COMPRESSED[self.o.amp]), self.o.amp)
+        compress = {n: to for n, to in low.items() if n not in layers}
+        return kinds_of(self.slices.leaves, layers, compress, self.unreduced, self.groups)
+
+    @property
+    def unreduced(self) -> Collection[str]:
+        """Leaves whose gradients are the same on all ranks, and stay it: not where each weights or clips its own."""
+        return self.slices.unreduced if self.o.weight is None and self.o.clip_local_norm is None else ()
+
+
+def rewritten(step: Cut, layout: Layout) -> Program:
+    """The step of one rank."""
+    return RankWriter(step, layout).program()
+
+
+class RankWriter:
+    """Writes the step of one rank."""
+
+    def __init__(self, step: Cut, layout: Layout) -> None:
+        self.step = step
+        self.layout = layout
+        self.o = o = layout.o
+        self.leaves = layout.slices.leaves
+        self.source = step.program
+        inner = self.source.jaxpr.jaxpr
+        self.outs: dict[str, Atom] = dict(zip(self.source.out_names, inner.outvars, strict=True))
+        self.vars_of = dict(zip(self.source.in_names, inner.invars, strict=True))
+        self.kind = layout.kind(step)
+        # reductions one after the other are one chain
+        self.reducing = o if o.overlap or o.nccl_comm_num else dataclasses.replace(o, nccl_comm_num=1)
+        self._index: Atom | None = None  # of the rank, in a group
+        self.scale = None if o.loss_scaling is None else scale_of(o.loss_scaling, self.vars_of)
+        self.b = b = Builder(self.source.jaxpr)
+        b.role = FORWARD
+        cuts = layout.cuts
+        taken = take_inputs(b, step, o, {n: s.of_rank(self.source.inputs[n]) for n, s in cuts.items()})
+        self.local: dict[str, Atom] = {n: taken.get(v, v) for n, v in self.vars_of.items()}
+        batch = {self.vars_of[n] for n in step.batch if n not in cuts}
+        if layout.owned is not None:
+            self.local |= layout.owned.take(b, self.source.in_names)
+        fold_keys(b, {v: k for v, k in taken.items() if v in batch}, o)
+
+    def program(self) -> Program:
+        """The program."""
+        step, b = self.step, self.b
+        results = [n for n in step.results if n not in step.from_gradients]
+        values: dict[str, Atom] = {n: step.gradients[n] for n in ready_order(step)}
+        found = dict(self.outs)
+        if self.o.accumulate_steps == 1:
+            reducer = self._reducer(b, step, values, self.outs.get(self.o.weight or ""))
+            found |= self._half(b, step, results, reducer.made, self.local)
+        else:
+            made = self._accumulated(results)
+            found |= made
+            reducer = self._reducer(b, step, values, found.get(self.o.weight or ""), scattered=self.o.stage > 1)
+            for leaf in values:
+                reducer.made(leaf, made[leaf + GRAD])
+        reducer.finish()
+        means, finite = self._unscaled(reducer.means)
+        found |= self._updated(means)
+        found |= self._from_gradients(means)
+        found |= reducer.merged(found, self.layout.merges, self.vars_of)
+        if finite is not None:
+            found |= self._taken_if(finite, found)
+        owned = self.layout.owned
+        args, out = (owned.args, owned.out) if owned else (self.source.args, self.source.out)
+        n_state, n_given = (sum(len(spec.names) for spec in of[:2]) for of in (self.source.args, args))
+
+        def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+            held = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.source.jaxpr.jaxpr.invars[:n_state]]
+            other = cut(self.source.at_flat([*held, *types[n_given:]])).with_observed()
+            return rewritten(other, self.layout)
+
+        if finite is not None:
+            out = both(out, scale_spec())
+        return Program(
+            f"rank of {self.source.name}",
+            b.build([found[n] for n in out.names]),
+            args,
+            out,
+            tuple(DIST if is_communication(e) else role for e, role in zip(b.eqns, b.roles, strict=True)),
+            b.labels,
+            respecialise,
+        )
+
+    # -- forward and backward --------------------------------------------------------------------
+
+    def _reducer(
+        self, b: Builder, step: Cut, values: Mapping[str, Atom], weight: Atom | None, scattered: bool = False
+    ) -> Scatterer:
+        if self.layout.owned is not None:
+            return self.layout.owned.reducer(b, values, self.reducing, weight)
+        unreduced, groups = self.layout.unreduced, self.layout.groups
+        kind = self.kind if not scattered else kinds_of(self.leaves, self.leaves, {}, unreduced, groups)
+        return Scatterer(b, values, self.reducing, weight, GRAD, self.leaves, kind, self.scale)
+
+    def _half(
+        self, b: Builder, step: Cut, results: Sequence[str], made: Any, local: Mapping[str, Atom]
+    ) -> dict[str, Atom]:
+        """Write forward and backward; gradients go to `made`, in stage 1 when all are there."""
+        late: list[tuple[str, Atom]] = []
+        tell = made if self.o.stage > 1 else lambda leaf, grad: late.append((leaf, grad))
+        writer = self._gatherer(b, step, local) if self.o.slices_params or self.layout.layers(step) else None
+        found = write_trainer_half(b, step, results, tell, writer, straight=True)
+        for leaf, grad in late:
+            made(leaf, grad)
+        return found
+
+    def _gatherer(self, b: Builder, step: Cut, local: Mapping[str, Atom]) -> Any:
+        vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
+        stacked = stacked_leaves(step)
+        given = {
+            vars_of[n]: Given(n, s, local[n], stacked=n in stacked and s.axis > 0 and self.o.stage == 3)
+            for n, s in self.leaves.items()
+            if self.o.slices_params
+        }
+        o = self.o
+        low = set() if o.amp is None else low_gradients(step, COMPRESSED[o.amp])
+        layers = {
+            g: Scattered(self.leaves[n], COMPRESSED[o.amp] if o.amp and n in low else g.aval.dtype)
+            for g, n in self.layout.layers(step).items()
+        }
+        segment = (o.segment_broadcast_MB if o.stage == 3 else o.fuse_grad_size_in_MB) * 2**20
+        how = Gathering(o.axis_name, o.degree, o.prefetch, o.prefetch_in_loops, segment, once=o.stage < 3)
+
+        def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Sequence[tuple[int, Atom]]) -> HalfWriter:
+            return Gatherer(b, eqns, roles, given, how, layers, ends)
+
+        return writer
+
+    def _accumulated(self, results: Sequence[str]) -> dict[str, Atom]:
+        """Write forward and backward of all micro-steps; their gradients are slices from stage 2 on."""
+        o, step = self.o, self.step
+        whole = [n for n in step.batch if is_under(n, o.replicated)]
+        window = Window(o.accumulate_steps, o.reduce, self.layout.merges, o.weight, whole)
+        given = {n: self.local[n] for n in self.leaves} if o.slices_params else {}
+
+        def half(inner: Builder, micro: Cut) -> dict[str, Atom]:
+            local = {n: inner.input(a.aval) for n, a in given.items()}
+            inner.role = FORWARD
+            if o.stage == 1:
+                grads: dict[str, Atom] = {}
+                found = self._half(inner, micro, results, grads.__setitem__, local)
+                return found | {n + GRAD: g for n, g in grads.items()}
+            values: dict[str, Atom] = {n: micro.gradients[n] for n in ready_order(micro)}
+            one_group = dataclasses.replace(self.reducing, dp_degree=1)
+            scatterer = _MicroScatterer(inner, values, one_group, None, GRAD, self.leaves, self.layout.kind(micro))
+            found = self._half(inner, micro, results, scatterer.made, local)
+            scatterer.finish()
+            return found | {n + GRAD: g for n, g in scatterer.means.items()}
+
+        return write_accumulation(self.b, step, window, results, given, half)
+
+    # -- the update ------------------------------------------------------------------------------
+
+    def _unscaled(self, means: Mapping[str, Atom]) -> tuple[dict[str, Atom], Atom | None]:
+        """Write the gradients of a loss that is not scaled, and whether all of them are finite, on every rank."""
+        b, scaling = self.b, self.o.loss_scaling
+        if scaling is None or self.scale is None:
+            return dict(means), None
+        b.role = OPTIMIZE
+        plain = {n: b.call(unscaled, g, self.scale)[0] for n, g in means.items()}
+        if not scaling.dynamic:
+            return plain, None
+        (finite,) = b.call(all_finite, *means.values())
+        if self.leaves:
+            over = (self.o.axis_name,)
+            (finite,) = b.bind(all_reduce_p, finite, op="and", name="finite", owners=(), over=over)
+            b.labels[finite] = "finite"
+        return plain, finite
+
+    def _taken_if(self, finite: Atom, found: Mapping[str, Atom]) -> dict[str, Atom]:
+        """Write the state after the step, whoever made it: as before, where a gradient is not finite; and the scale."""
+        b = self.b
+        b.role = OPTIMIZE
+        new = {n: found[n] for spec in self.source.args[:2] for n in spec.names if found[n] is not self.local[n]}
+        kept = {n: b.call(_picked, finite, x, self.local[n])[0] for n, x in new.items()}
+        names = (GOOD, SCALE, SKIPPED)
+        assert self.o.loss_scaling is not None
+        made = b.call(next_scale(self.o.loss_scaling), finite, *(self.vars_of[n] for n in names))
+        return kept | dict(zip(names, made, strict=True))
+
+    def _updated(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
+        """Write the update; new parameters and state, by name."""
+        b, o, half = self.b, self.o, self.layout.half
+        b.role = OPTIMIZE
+        given: list[Atom] = []
+        for n in half.in_names:
+            if n.endswith(GRAD):
+                given.append(means[n.removesuffix(GRAD)])
+            elif n in self.leaves:
+                given.append(self._slice_of(n))
+            else:
+                given.append(self.local[n])
+        found = dict(zip(half.out_names, b.inline(half.jaxpr, *given), strict=True))
+        if not o.slices_params:
+            found |= self._gathered({n: found[n] for n in self.leaves if n in found})
+        return found
+
+    def _slice_of(self, leaf: str) -> Atom:
+        """The rank's slice of a parameter."""
+        s, o, b = self.leaves[leaf], self.o, self.b
+        if o.slices_params:
+            return self.local[leaf]
+        if self._index is None:
+            (self._index,) = b.bind(trainer_index_p, over=(o.axis_name,))
+        (start,) = b.call(times(s.part), self._index)
+        return b.call(rows_from(s.axis, s.part, s.padded), self.local[leaf], start)[0]
+
+    def _gathered(self, slices: Mapping[str, Atom]) -> dict[str, Atom]:
+        """Write gathers of slices of leaves, in buckets; the leaves."""
+        b, o = self.b, self.o
+        b.role = DIST
+        found: dict[str, Atom] = {}
+        before: Sequence[Atom] = ()
+        limit = o.fuse_grad_size_in_MB * 2**20
+        for i, bucket in enumerate(_buckets(slices, self.leaves, limit, self.layout.groups)):
+            sent: Sequence[Atom] = [slices[n] for n in bucket]
+            axis = self.leaves[bucket[0]].axis
+            if before and not o.overlap:
+                sent = b.call(together, *sent, *before)[: len(sent)]
+            made = before = b.bind(
+                all_gather_p, *sent, name=f"params/{i}", over=(o.axis_name,), size=o.degree, axis=axis
+            )
+            for n, x in zip(bucket, made, strict=True):
+                s = self.leaves[n]
+                b.labels[x] = f"{n}.gathered"
+                found[n] = x if s.padded == s.size else b.part(x, s.axis, 0, s.size)
+        return found
+
+    def _from_gradients(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
+        """Write results that are computed from gradients, of slices where that can be."""
+        step, b = self.step, self.b
+        if not step.from_gradients:
+            return {}
+        if self.layout.owned is not None:
+            means = self.layout.owned.whole_gradients(b, means, self.o)
+        here = {*b.invars, *(v for e in b.eqns for v in e.outvars)}
+        results = GradientResults(step, self.layout.slices, here)
+        half = sliced_half(results.slices, self.o.axis_name)
+        whole = self._gathered({n: means[n] for n in results.gathered if n + GRAD in half.in_names})
+        own = {n: self.local[n] for n in results.gathered if n in half.in_names}
+        params = self._gathered(own) if self.o.slices_params else own
+        b.role = OPTIMIZE
+        given: list[Atom] = []
+        for n in half.in_names:
+            if n.endswith(GRAD):
+                leaf = n.removesuffix(GRAD)
+                given.append(whole.get(leaf, means[leaf]))
+            elif n in results.others:
+                given.append(results.others[n])
+            elif n in results.slices.leaves:
+                given.append(self._slice_of(n))
+            else:
+                given.append(params.get(n, self.local[n]))
+        made = dict(zip(half.out_names, b.inline(half.jaxpr, *given), strict=True))
+        return {n: made[n] for n in step.from_gradients}
+
+
+class _MicroScatterer(Scatterer):
+    """Gradients of one micro-step: scattered in a group, and nothing else, until all have been added up."""
+
+    adds_up = False
+
+    def sums(self, bucket: Any, sent: Sequence[Atom]) -> Sequence[Atom]:
+        return sent if self.scatter(bucket.leaves[0]).axis is None else super().sums(bucket, sent)
+
+    def _averaged(self, total: Atom) -> Atom:
+        return total
+
+
+def _buckets(
+    slices: Mapping[str, Atom], leaves: Mapping[str, Sliced], limit: float, groups: Mapping[str, int]
+) -> list[list[str]]:
+    """Leaves that are gathered together, by place, type and dimension, up to a size."""
+    kind = lambda n: (groups.get(n, 0), str(slices[n].aval.dtype), leaves[n].axis)
+    found: list[list[str]] = []
+    size = 0.0
+    for n in sorted(slices, key=kind):
+        nbytes = slices[n].aval.size * slices[n].aval.dtype.itemsize * leaves[n].degree
+        if not found or kind(found[-1][0]) != kind(n) or size + nbytes > limit:
+            found.append([])
+            size = 0.0
+        found[-1].append(n)
+        size += nbytes
+    return found
+
+
+def _picked(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(finite, new, old)
