@@ -85,7 +85,7 @@ def _bytes(eqn: Any) -> int:
 
 def _attributes(eqn: Any) -> str:
     shown = {k: v for k, v in eqn.params.items() if k not in ("optimize_blocks", "types") and "jaxpr" not in k}
-    return " ".join(f"{k}={v}" for k, v in sorted(shown.items()))
+    return " ".join(f"{k}={v}" for k, v in shown.items())
 
 
 def _nested(eqn: Any, depth: int) -> Iterator[str]:
