@@ -520,7 +520,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"loss_scaling": 2.0}, "for amp='fp16' or 'bf16', which is None"),
     ({"loss_scaling": "2"}, "loss_scaling must be a number, a LossScaling or None; it is '2'"),
     ({"loss_scaling": True, "amp": "fp16"}, "loss_scaling must be a number, a LossScaling or None; it is True"),
-    ({"loss_scaling": -2.0, "amp": "fp16"}, "loss_scaling: initial must be a positive number, it is -2.0"),
+    ({"loss_scaling": -2.0, "amp": "fp16"}, "loss_scaling: initial must be a number from 1 to 3.4e38, it is -2.0"),
     ({"fuse_grad_size_in_MB": -1}, "fuse_grad_size_in_MB must be a size in megabytes"),
     ({"overlap": 1}, "overlap must be True or False, it is 1"),
     ({"overlap": False, "prefetch": 1}, "overlap=False and prefetch=1: what is gathered ahead of time overlaps"),
