@@ -22,7 +22,7 @@ from halves import CASES, TINY, Case, ours, planned
 
 import dtrans
 from dtrans.pipeline_parallel.schedule import schedule
-from dtrans.run.pipeline_parallel.instructions import Move, Run
+from dtrans.run.pipeline_parallel.instructions import RunStage, Transfer
 from dtrans.run.pipeline_parallel.job import PipelineJob
 from dtrans.run.pipeline_parallel.profile import Measured, measured
 
@@ -51,8 +51,8 @@ def instructions(job: PipelineJob, case: Case, count: int) -> dict[str, tuple[fl
         tape, env = job.ready(state, *case.batch)
         note("before the first task")
 
-        def look(ins: Run | Move, note: Callable[[str], None] = note) -> None:
-            note("moves" if isinstance(ins, Move) else "tasks" if ins.task else "zeros, update, results")
+        def look(ins: RunStage | Transfer, note: Callable[[str], None] = note) -> None:
+            note("moves" if isinstance(ins, Transfer) else "tasks" if ins.task else "zeros, update, results")
 
         job.play(tape, env, look)
         state, _ = job.answer(tape, env)

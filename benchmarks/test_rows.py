@@ -15,7 +15,7 @@ import dtrans
 from dtrans.parameter_server.dispatch import RoundRobin
 from dtrans.parameter_server.placement import place
 from dtrans.rows.analysis import analyse
-from dtrans.slicing.server_update import Slicer
+from dtrans.slicing.server_update import ServerUpdateBuilder
 from dtrans.step.cut import cut
 
 
@@ -56,7 +56,7 @@ def test_slicing_over_trace(benchmark, ratio, name, leaves):
     placement = place(analysis, types, ENDPOINTS, slice_var_up=True, split_method=RoundRobin, min_block_size=8)
 
     def ours():
-        slicer = Slicer(analysis, placement, trainers=2)
+        slicer = ServerUpdateBuilder(analysis, placement, trainers=2)
         return sum(len(slicer.work(ep).blocks) for ep in ENDPOINTS)
 
     compare = lambda: ratio(f"slicing / trace, {name}, {leaves} leaves", ours, trace, pairs(leaves))

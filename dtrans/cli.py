@@ -157,12 +157,12 @@ def train(
 
         per_device = chunks or (2 if schedule.lower() == "interleaved" else 1)
         shape = (stages, micro_batches, schedule, replicas, per_device)
-        wanted = pipelined.Settings(*shape, steps, batch_size or 32, seed, engine or "mesh")
+        wanted = pipelined.CharactersSettings(*shape, steps, batch_size or 32, seed, engine or "mesh")
         within = pipelined.train(wanted, plot=plot)
     else:
         from dtrans.examples import job, train as digits
 
-        settings = job.Settings(optimizer, epochs, batch_size or 64, seed, min_block_size, deadline)
+        settings = job.DigitsSettings(optimizer, epochs, batch_size or 64, seed, min_block_size, deadline)
         engine = engine or "processes"
         within = digits.train(settings, engine=engine, mode=mode, trainers=trainers, pservers=pservers, plot=plot)
     if check and not within:

@@ -224,9 +224,9 @@ def losses() -> Iterator[tuple[str, Callable[[], list[float]]]]:
 
 def _digits(plan_of: Callable[..., Any]) -> list[float]:
     from dtrans.examples import digits
-    from dtrans.examples.job import Settings, training
+    from dtrans.examples.job import DigitsSettings, training
 
-    settings = Settings()
+    settings = DigitsSettings()
     data = digits.load(settings.seed)
     step, init = training(settings)
     batches = list(digits.batches(data, settings.seed, 0, settings.batch_size))[:STEPS]
@@ -242,8 +242,8 @@ def _digits(plan_of: Callable[..., Any]) -> list[float]:
 def _characters() -> list[float]:
     from dtrans.examples import characters, pipelined
 
-    settings, text = pipelined.Settings(), characters.load()
-    job = pipelined.planned(settings, text).on_mesh()
+    settings, text = pipelined.CharactersSettings(), characters.load()
+    job = pipelined.plan_characters(settings, text).on_mesh()
     state, found = job.init(settings.key), []
     for i in range(STEPS):
         state, loss = job.step(state, pipelined.batch(settings, text, i))

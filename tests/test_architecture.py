@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import collections
 import importlib
 import sys
 from pathlib import Path

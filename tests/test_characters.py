@@ -213,11 +213,11 @@ def test_validation_is_on_all_that_is_held_out(params: Any) -> None:
 
 # -- the job ---------------------------------------------------------------------------------------
 
-SMALL = pipelined.Settings(micro_batches=2, steps=2, batch_size=4)
+SMALL = pipelined.CharactersSettings(micro_batches=2, steps=2, batch_size=4)
 
 
 def planned(text: Text, **changed: Any) -> Any:
-    return pipelined.planned(dataclasses.replace(SMALL, **changed), text)
+    return pipelined.plan_characters(dataclasses.replace(SMALL, **changed), text)
 
 
 @pytest.mark.parametrize("schedule", ["PreferForward", "PreferBackward", "ZeroBubble"])

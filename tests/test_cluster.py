@@ -22,7 +22,7 @@ from processes import ROOT, started
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LaunchError, PeerError
 from dtrans.run.distributed.launcher import launch
-from dtrans.run.distributed.rendezvous import meet
+from dtrans.run.distributed.rendezvous import rendezvous
 from dtrans.run.distributed.role import trainer_roles
 from dtrans.run.net.sockets import LINGER
 
@@ -179,7 +179,7 @@ def test_what_is_refused(two: Any, what: str, message: str) -> None:
 def meeting(crew: Crew, trainers: Sequence[int], endpoints: Sequence[str], deadline: float = 20.0) -> dict[int, Any]:
     """What becomes of these trainers of a job."""
     for k in trainers:
-        crew.start(f"trainer {k}", meet, k, endpoints, deadline=deadline)
+        crew.start(f"trainer {k}", rendezvous, k, endpoints, deadline=deadline)
     return {k: crew.end(f"trainer {k}") for k in trainers}
 
 
@@ -208,9 +208,9 @@ def test_trainer_0_that_does_not_come(crew: Crew) -> None:
 
 def test_trainers_with_other_endpoints(crew: Crew) -> None:
     endpoints = free_endpoints(3)
-    crew.start("trainer 0", meet, 0, endpoints, deadline=20.0)
-    crew.start("trainer 1", meet, 1, endpoints[:2], deadline=20.0)
-    crew.start("trainer 2", meet, 2, endpoints, deadline=20.0)
+    crew.start("trainer 0", rendezvous, 0, endpoints, deadline=20.0)
+    crew.start("trainer 1", rendezvous, 1, endpoints[:2], deadline=20.0)
+    crew.start("trainer 2", rendezvous, 2, endpoints, deadline=20.0)
     errors = [crew.end(f"trainer {k}") for k in range(3)]
     assert all(isinstance(e, PeerError) and not isinstance(e, DeadlineError) for e in errors[:2])
     listed = ",".join(endpoints)
@@ -228,19 +228,19 @@ def test_an_endpoint_in_use(crew: Crew) -> None:
             socket.create_server((host, int(port))),
             pytest.raises(ConfigError, match=f"^trainer {k} cannot listen at {endpoints[k]}: Address already in use$"),
         ):
-            meet(k, endpoints, deadline=5.0)
+            rendezvous(k, endpoints, deadline=5.0)
 
 
 def test_endpoints_elsewhere_need_to_be_allowed() -> None:
     with pytest.raises(
         ConfigError, match=r"trainer 0 is at 192.0.2.1:1, which is not on loopback; .*allow_remote=True"
     ):
-        meet(0, ["192.0.2.1:1", "192.0.2.2:1"], deadline=1.0)
+        rendezvous(0, ["192.0.2.1:1", "192.0.2.2:1"], deadline=1.0)
 
 
 def test_something_else_in_the_place_of_a_trainer(crew: Crew) -> None:
     endpoints = free_endpoints(2)
-    crew.start("trainer 0", meet, 0, endpoints, deadline=20.0)
+    crew.start("trainer 0", rendezvous, 0, endpoints, deadline=20.0)
     with Stand(endpoints[1]) as stand:
         assert stand.hear().op == "meet"
         stand.say(b"what?")
@@ -254,7 +254,7 @@ def test_something_that_does_not_speak_as_trainers_do(crew: Crew) -> None:
     host, port = endpoints[1].split(":")
     with socket.create_server((host, int(port))) as server:
         for k in (0, 2):
-            crew.start(f"trainer {k}", meet, k, endpoints, deadline=3.0)
+            crew.start(f"trainer {k}", rendezvous, k, endpoints, deadline=3.0)
         server.settimeout(HANG)
         stranger, _ = server.accept()
         with stranger:
@@ -270,7 +270,7 @@ def test_the_rest_is_told_where_one_refuses_and_one_speaks_otherwise(crew: Crew)
     host, port = endpoints[1].split(":")
     with socket.create_server((host, int(port))) as server, Stand(endpoints[2]) as refuser:
         for k in (0, 3):
-            crew.start(f"trainer {k}", meet, k, endpoints, deadline=20.0)
+            crew.start(f"trainer {k}", rendezvous, k, endpoints, deadline=20.0)
         server.settimeout(HANG)
         stranger, _ = server.accept()
         with stranger:
@@ -289,7 +289,7 @@ def test_one_that_is_told_to_give_up_ends_at_once(crew: Crew) -> None:
     """Also where trainer 0 has gone before it hears `here`: ZeroMQ may then keep that for as long as it is allowed."""
     for i in range(100):
         endpoints = free_endpoints(2)
-        crew.start(f"trainer {i}", meet, 1, endpoints, deadline=20.0)
+        crew.start(f"trainer {i}", rendezvous, 1, endpoints, deadline=20.0)
         first = Peer(endpoints[1])
         first.tell("meet", trainer=1, endpoints=list(endpoints))
         first.tell("abort", reason="no reason")
@@ -301,7 +301,7 @@ def test_one_that_is_told_to_give_up_ends_at_once(crew: Crew) -> None:
 
 def test_strangers_at_the_door_are_let_stand(crew: Crew) -> None:
     endpoints = free_endpoints(2)
-    crew.start("trainer 1", meet, 1, endpoints, deadline=20.0)
+    crew.start("trainer 1", rendezvous, 1, endpoints, deadline=20.0)
     with Peer(endpoints[1]) as stranger:
         stranger.say(b"what?")
         stranger.tell("go")  # it was not asked by this one

@@ -21,7 +21,7 @@ from dtrans.errors import ConfigError, DeadlineError, PeerError
 from dtrans.parameter_server.gradient_merging import merging
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.net import wire
-from dtrans.run.parameter_server.async_server import AsyncPServer
+from dtrans.run.parameter_server.async_server import AsyncServer
 from dtrans.run.parameter_server.communicator import Communicator, merged
 from dtrans.step.cut import cut
 
@@ -156,7 +156,7 @@ class Gate:
         self.opened = threading.Event()
         self.asked = threading.Event()
         self.sent: list[int] = []  # of how many steps each message of gradients was
-        answer, take = AsyncPServer._recv, AsyncPServer._send
+        answer, take = AsyncServer._recv, AsyncServer._send
 
         def recv(server: Any, k: int, message: Any) -> None:
             if server._step_of(k).number:
@@ -168,8 +168,8 @@ class Gate:
             self.sent.append(message.fields.get("steps", 1))
             take(server, k, message)
 
-        monkeypatch.setattr(AsyncPServer, "_recv", recv)
-        monkeypatch.setattr(AsyncPServer, "_send", send)
+        monkeypatch.setattr(AsyncServer, "_recv", recv)
+        monkeypatch.setattr(AsyncServer, "_send", send)
 
     def stalled(self, crew: Crew, plan: PServerPlan, params: Any, batches: Sequence[Any]) -> Any:
         """The state of the one server, after steps that were all made with the initial parameters while it did not
@@ -265,14 +265,14 @@ def test_a_server_that_ends_is_named_by_the_next_step(crew: Crew, monkeypatch: p
     params = mlp_params(dtype=jnp.float64)
     plan = plan_for(1, 1, ADAM)
     (ep,) = plan.servers
-    take = AsyncPServer._send
+    take = AsyncServer._send
 
     def broken(self: Any, k: int, message: Any) -> None:
         if self._step_of(k).number == 2:
             raise RuntimeError("out of order")
         take(self, k, message)
 
-    monkeypatch.setattr(AsyncPServer, "_send", broken)
+    monkeypatch.setattr(AsyncServer, "_send", broken)
     crew.start(ep, serve, plan, ep, params)
     crew.start("trainer", train, plan, 0, batches_of(400), params)
     ended = crew.end("trainer")

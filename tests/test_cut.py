@@ -27,7 +27,7 @@ import dtrans
 from dtrans._jax import equations, scope_of
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed
+from dtrans.ir.dataflow import backward_slice
 from dtrans.step.cut import GRAD, cut
 from dtrans.step.marks import mark_p
 
@@ -127,7 +127,7 @@ def gradients_of(done, params, state, batch):
     program = done.program
     builder = Builder(program.jaxpr)
     builder.invars += program.jaxpr.jaxpr.invars
-    kept, _ = needed(program.jaxpr.jaxpr.eqns, done.gradients.values())
+    kept, _ = backward_slice(program.jaxpr.jaxpr.eqns, done.gradients.values())
     for i in kept:
         builder.keep(program.jaxpr.jaxpr.eqns[i])
     outs = computed(builder.build(list(done.gradients.values())), *program.flatten(params, state, *batch))
@@ -249,7 +249,7 @@ def test_roles_are_exact(name):
     optimize = {i for i, r in enumerate(program.roles) if r == "optimize"}
     outs = dict(zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True))
     state = [outs[n] for n in (*done.optimized, *done.opt_state)]
-    assert optimize == set(needed(eqns, state, done.gradients.values())[0])
+    assert optimize == set(backward_slice(eqns, state, done.gradients.values())[0])
     for i, (eqn, role) in enumerate(zip(eqns, program.roles, strict=True)):
         assert role in ("forward", "backward", "optimize")
         if i not in optimize:

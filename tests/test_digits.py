@@ -13,7 +13,7 @@ from helpers import distance
 
 from dtrans.errors import BatchError, ConfigError
 from dtrans.examples import digits
-from dtrans.examples.job import Outcome, Settings, training
+from dtrans.examples.job import DigitsSettings, Outcome, training
 from dtrans.examples.optimizers import OPTIMIZERS, make_optimizer
 from dtrans.examples.train import difference
 
@@ -50,7 +50,7 @@ def test_data_in_double_precision() -> None:
 
 def test_batches_depend_on_seed_and_epoch_alone(data: digits.Digits) -> None:
     first = listed(data, 0, 0, 64)
-    assert len(first) == 1437 // 64 == Settings(batch_size=64).steps_per_epoch
+    assert len(first) == 1437 // 64 == DigitsSettings(batch_size=64).steps_per_epoch
     for (x, y), (x2, y2) in zip(first, listed(data, 0, 0, 64), strict=True):
         assert np.array_equal(x, x2) and np.array_equal(y, y2)
     for other in (listed(data, 0, 1, 64), listed(data, 1, 0, 64)):
@@ -93,7 +93,7 @@ def test_accuracy(data: digits.Digits) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_learns(data: digits.Digits, name: str) -> None:
-    settings = Settings(optimizer=name)
+    settings = DigitsSettings(optimizer=name)
     step, init = training(settings)
     params, opt_state = init(settings.key)
     jitted = jax.jit(step)
@@ -110,9 +110,9 @@ def test_unknown_optimizer() -> None:
 
 
 def test_settings_round_trip() -> None:
-    settings = Settings("adam", epochs=3, batch_size=12, seed=5, min_block_size=9000, deadline=0.25)
-    assert Settings.parse(settings.arguments()) == settings
-    assert Settings.parse([]) == Settings()
+    settings = DigitsSettings("adam", epochs=3, batch_size=12, seed=5, min_block_size=9000, deadline=0.25)
+    assert DigitsSettings.parse(settings.arguments()) == settings
+    assert DigitsSettings.parse([]) == DigitsSettings()
 
 
 def test_outcome_round_trip(tmp_path: Path) -> None:

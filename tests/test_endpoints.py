@@ -654,13 +654,13 @@ def test_signs_of_life_that_came_while_the_server_was_busy_count(crew: Crew, mon
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     plan = plan_for(pservers)
-    real = server_module.PServer._make_step
+    real = server_module.SyncServer._make_step
 
     def busy(self: Any) -> None:
         time.sleep(1.5)  # what a long compilation does
         real(self)
 
-    monkeypatch.setattr(server_module.PServer, "_make_step", busy)
+    monkeypatch.setattr(server_module.SyncServer, "_make_step", busy)
     monkeypatch.setattr(base_server, "SILENCE", 1.0)
     crew.start("server", serve, plan, ep, params, deadline=3.0)
     for k in range(2):
@@ -672,7 +672,7 @@ def test_a_failed_server_tells_its_trainers_why(crew: Crew, monkeypatch: pytest.
     def fails(self: Any) -> None:
         raise MemoryError("no room for the moments")
 
-    monkeypatch.setattr(server_module.PServer, "_make_step", fails)
+    monkeypatch.setattr(server_module.SyncServer, "_make_step", fails)
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     plan = plan_for(pservers)

@@ -18,7 +18,7 @@ from helpers import init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_c
 import dtrans
 from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.run.parameter_server.async_server import AsyncPServer
+from dtrans.run.parameter_server.async_server import AsyncServer
 from dtrans.run.parameter_server.communicator import Communicator
 
 
@@ -202,7 +202,7 @@ def test_a_step_does_not_wait_for_what_it_pushed(crew: Crew, monkeypatch: pytest
     params, batches = params_of(), batches_of(8)
     plan = plan_for(1, 2, 2)
     gate, asked = threading.Event(), threading.Event()
-    answer = AsyncPServer._recv
+    answer = AsyncServer._recv
 
     def late(self: Any, k: int, message: Any) -> None:
         if k == 0 and self._step_of(0).number:  # not the initial values
@@ -210,7 +210,7 @@ def test_a_step_does_not_wait_for_what_it_pushed(crew: Crew, monkeypatch: pytest
             assert gate.wait(HANG)
         answer(self, k, message)
 
-    monkeypatch.setattr(AsyncPServer, "_recv", late)
+    monkeypatch.setattr(AsyncServer, "_recv", late)
     (ep,) = plan.servers
     crew.start(ep, serve, plan, ep, params)
     pushed = threading.Event()
@@ -360,14 +360,14 @@ def test_a_trainer_that_fails_ends_only_itself(crew: Crew) -> None:
 def test_a_server_that_ends_is_named(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, params = plan_for(1, 1, 1, wait=True), params_of()
     (ep,) = plan.servers
-    begin = AsyncPServer._send
+    begin = AsyncServer._send
 
     def broken(self: Any, k: int, message: Any) -> None:
         if self._steps[k].number == 2:
             raise RuntimeError("out of order")
         begin(self, k, message)
 
-    monkeypatch.setattr(AsyncPServer, "_send", broken)
+    monkeypatch.setattr(AsyncServer, "_send", broken)
     crew.start(ep, serve, plan, ep, params)
     crew.start("trainer", train, plan, 0, batches_of(5), params)
     ended = crew.end("trainer")

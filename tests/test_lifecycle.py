@@ -191,14 +191,14 @@ def test_jobs_follow_one_another_at_once(crew: Crew, count: int, jobs: int) -> N
 def test_a_trainer_of_the_next_job_waits_for_the_end_of_the_first(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says reaches the server of the first job, in which one of its number has been."""
     told = threading.Event()
-    real = server_module.PServer._say
+    real = server_module.SyncServer._say
 
     def says(self: Any, address: bytes, op: str, **fields: Any) -> None:
         real(self, address, op, **fields)
         if op == "waiting" and fields["reason"] == "the end of a job of 2 trainers, which trainer 0 has left":
             told.set()
 
-    monkeypatch.setattr(server_module.PServer, "_say", says)
+    monkeypatch.setattr(server_module.SyncServer, "_say", says)
     (ep,) = pservers = free_endpoints(1)
     plan = plan_for(pservers, 2)
     crew.start("server", serves, plan, ep, 2)

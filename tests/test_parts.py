@@ -23,7 +23,7 @@ import dtrans
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import DIST
-from dtrans.slicing.partial_init import Part, write_parts
+from dtrans.slicing.partial_init import InitSlice, write_parts
 from dtrans.slicing.random_bits import block_bits, block_bits_p, counters, counts
 
 
@@ -53,7 +53,7 @@ class Blocks:
         assert not [v for v in self.jaxpr.jaxpr.constvars if v.aval.shape in shapes]
 
 
-def written(fn: Callable[..., Any], args: Sequence[Any], *parts: Part | None) -> Any:
+def written(fn: Callable[..., Any], args: Sequence[Any], *parts: InitSlice | None) -> Any:
     """The jaxpr of parts of the only output of a function."""
     jaxpr = inline_calls(jax.make_jaxpr(fn)(*args))
     b = Builder(jaxpr)
@@ -76,7 +76,7 @@ def in_blocks(
 ) -> Blocks:
     args = args or (KEY,)
     whole = as_numpy(jit(fn)(*args))
-    jaxpr = written(fn, args, *(Part(axis, *x) for x in blocks))
+    jaxpr = written(fn, args, *(InitSlice(axis, *x) for x in blocks))
     index = (slice(None),) * axis
     return Blocks([whole[(*index, slice(*x))] for x in blocks], run(jaxpr, args, jit), jaxpr)
 
@@ -215,14 +215,14 @@ def test_a_mode_that_is_changed_after_tracing():
         assert not np.array_equal(quick(draw)(KEY), plain)
         b = Builder(jaxpr)
         b.invars += jaxpr.jaxpr.invars
-        made = b.build(write_parts(b, jaxpr, [(jaxpr.jaxpr.outvars[0], Part(0, 3, 7))]))
+        made = b.build(write_parts(b, jaxpr, [(jaxpr.jaxpr.outvars[0], InitSlice(0, 3, 7))]))
         assert any(e.primitive is block_bits_p for e in made.jaxpr.eqns)
         assert np.array_equal(run(made, [KEY])[0], plain[3:7])
         assert np.array_equal(quick(jax.extend.core.jaxpr_as_fun(jaxpr))(KEY)[0], plain)
 
 
 def test_bits_of_a_block_for_several_keys():
-    jaxpr = written(lambda key: jax.random.bits(key, SHAPE), [KEY], Part(0, 3, 7))
+    jaxpr = written(lambda key: jax.random.bits(key, SHAPE), [KEY], InitSlice(0, 3, 7))
     keys = jax.random.split(KEY, 3)
     got = jax.vmap(jax.extend.core.jaxpr_as_fun(jaxpr))(keys)[0]
     assert np.array_equal(got, jax.vmap(lambda key: jax.random.bits(key, SHAPE)[3:7])(keys))
@@ -303,7 +303,7 @@ def test_inputs_are_cut():
 
 def test_the_whole_is_the_program_itself():
     fn = lambda key: init.normal()(key, SHAPE)
-    assert str(written(fn, [KEY], None)) == str(written(fn, [KEY], Part(0, 0, 13)))
+    assert str(written(fn, [KEY], None)) == str(written(fn, [KEY], InitSlice(0, 0, 13)))
     assert np.array_equal(run(written(fn, [KEY], None), [KEY])[0], quick(fn)(KEY))
 
 
@@ -319,8 +319,10 @@ def test_parts_of_one_program_share_what_they_can():
     b = Builder(jaxpr)
     b.invars += jaxpr.jaxpr.invars
     w, zeros, again, q = jaxpr.jaxpr.outvars
-    p = Part(0, 2, 5)
-    made = write_parts(b, jaxpr, [(w, p), (zeros, p), (again, p), (w, Part(0, 7, 8)), (q, p), (q, Part(0, 0, 1))])
+    p = InitSlice(0, 2, 5)
+    made = write_parts(
+        b, jaxpr, [(w, p), (zeros, p), (again, p), (w, InitSlice(0, 7, 8)), (q, p), (q, InitSlice(0, 0, 1))]
+    )
     assert made[0] is made[2]
     kinds = [e.primitive.name for e in b.eqns]
     assert kinds.count("random_split") == 1
@@ -341,7 +343,7 @@ def test_thousands_of_equations_in_a_row():
             w = -w
         return w
 
-    made = written(fn, [KEY], Part(0, 3, 8))
+    made = written(fn, [KEY], InitSlice(0, 3, 8))
     kinds = [e.primitive.name for e in made.jaxpr.eqns]
     assert kinds.count("random_split") == 500
     assert kinds.count("neg") == 1500
@@ -353,7 +355,7 @@ def test_very_many_parts_of_a_value_are_cut_out_of_it():
         w = draw(key, 16, 3)
         return jnp.concatenate([w[i : i + 13] for i in range(4)], axis=1)
 
-    jaxpr = written(fn, [KEY], Part(0, 1, 12))
+    jaxpr = written(fn, [KEY], InitSlice(0, 1, 12))
     assert sum(e.primitive.name == "random_bits" for e in jaxpr.jaxpr.eqns) == 1
     assert np.array_equal(run(jaxpr, [KEY])[0], quick(fn)(KEY)[1:12])
 
@@ -500,6 +502,6 @@ def test_the_memory_of_a_block_is_that_of_a_block(name):
     whole = bytes_of(fn)
     rows = shape[0] // servers
     for k in (0, 3, servers - 1):
-        part = Part(0, k * rows, (k + 1) * rows)
+        part = InitSlice(0, k * rows, (k + 1) * rows)
         block = bytes_of(jax.extend.core.jaxpr_as_fun(written(fn, [KEY], part)))
         assert block < 1.25 * whole / servers

@@ -21,7 +21,7 @@ import dtrans
 from dtrans._jax import JaxprEqn, Literal, Var
 from dtrans.ir.program import Program, is_communication
 from dtrans.ops import concat_p, fetch_barrier_p, recv_p, send_barrier_p, send_p, split_byref_p
-from dtrans.run.base.segments import COMPUTED, Carry, Compute, Pieces, cut_program
+from dtrans.run.base.segments import COMPUTED, Carry, Compute, Segments, cut_program
 
 
 SIZES = (5, 8, 8, 3)
@@ -31,12 +31,12 @@ TRAINER = PLAN.trainer
 NAMES = [b.gradient(0, 2) for b in PLAN.placement.table]
 
 
-def kinds(pieces: Pieces) -> list[str]:
+def kinds(pieces: Segments) -> list[str]:
     """`compute`, or the name of what the fabric carries out, of each step."""
     return ["compute" if isinstance(s, Compute) else s.eqn.primitive.name for s in pieces.steps]
 
 
-def carried(pieces: Pieces) -> list[JaxprEqn]:
+def carried(pieces: Segments) -> list[JaxprEqn]:
     return [s.eqn for s in pieces.steps if isinstance(s, Carry)]
 
 
@@ -69,7 +69,7 @@ class Fabric:
         return [jnp.concatenate(values, eqn.params["axis"])]
 
 
-def carry_out(pieces: Pieces, args: Sequence[Any], fabric: Any) -> list[Any]:
+def carry_out(pieces: Segments, args: Sequence[Any], fabric: Any) -> list[Any]:
     run = pieces.run(args)
     outs: Any = None
     while True:
@@ -103,7 +103,7 @@ def test_with_rules_split_and_concat_are_computed() -> None:
     assert got == ["compute", *["send"] * sends, "send_barrier", *["recv"] * recvs, "fetch_barrier", "compute"]
 
 
-def pieces_are_right(program: Program, group_bytes: float) -> Pieces:
+def pieces_are_right(program: Program, group_bytes: float) -> Segments:
     """Every equation is in one step; all but sends (and the splits before them) keep their order; each send stands
     one piece behind the piece that makes its gradient, or where no piece follows, after that."""
     pieces = cut_program(program, group_bytes=group_bytes)
@@ -260,7 +260,7 @@ def test_constants_and_literals_of_a_program_are_seen_in_every_piece(computed: A
 # -- values are let go of --------------------------------------------------------------------------
 
 
-def dropped_once_and_after_their_last_use(pieces: Pieces) -> None:
+def dropped_once_and_after_their_last_use(pieces: Segments) -> None:
     inner = pieces.program.jaxpr.jaxpr
     outs = {a for a in inner.outvars if isinstance(a, Var)}
     alive = {*inner.invars, *inner.constvars}

@@ -23,7 +23,7 @@ from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel.device_layout import Cluster
 from dtrans.pipeline_parallel.schedule import Schedule, schedule as schedule_of
 from dtrans.pipeline_parallel.task import Task
-from dtrans.run.pipeline_parallel.instructions import Move, Run
+from dtrans.run.pipeline_parallel.instructions import RunStage, Transfer
 from dtrans.run.pipeline_parallel.profile import measured
 from dtrans.step.cut import GRAD
 
@@ -432,7 +432,7 @@ def played(job, tape, env, fetched):
     """A step, in which what is fetched is there for the task that reads it, and gone after it."""
 
     def look(ins):
-        if isinstance(ins, Run):
+        if isinstance(ins, RunStage):
             assert {i for i in fetched if env[i] is not None} <= set(ins.reads), "kept for longer than its task"
 
     job.play(tape, env, look)
@@ -440,7 +440,7 @@ def played(job, tape, env, fetched):
 
 
 def is_fetch(ins, plan):
-    return isinstance(ins, Move) and ins.what in plan.homes and not ins.to_host
+    return isinstance(ins, Transfer) and ins.what in plan.homes and not ins.to_host
 
 
 def test_gradients_come_to_the_host_once_a_step():
@@ -448,7 +448,7 @@ def test_gradients_come_to_the_host_once_a_step():
     plan = planned(of, offload="v0", num_micro_batch=4)
     job = plan.simulate()
     tape, _ = job.ready(job.init(jax.random.key(0)), *of.batch)
-    sent = [m.what for m, _ in tape.instructions if isinstance(m, Move) and m.to_host and m.what.endswith(GRAD)]
+    sent = [m.what for m, _ in tape.instructions if isinstance(m, Transfer) and m.to_host and m.what.endswith(GRAD)]
     assert sorted(sent) == sorted(f"params/{n}{GRAD}" for n in SIX)
 
 
@@ -525,7 +525,7 @@ def test_devices_hold_slices_of_sums_and_of_state():
     job = plan.on_mesh()
     state = job.init(jax.random.key(0))
     tape, env = job.ready(state, *of.batch)
-    tasks = [ins for ins, _ in tape.instructions if isinstance(ins, Run) and ins.task]
+    tasks = [ins for ins, _ in tape.instructions if isinstance(ins, RunStage) and ins.task]
     seen = []
 
     def look(ins):

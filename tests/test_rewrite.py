@@ -15,7 +15,7 @@ from helpers import distance, evaluate, mlp_batch, mlp_loss, mlp_params, plain_s
 
 from dtrans._jax import Literal, equations, opened, scope_of
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed
+from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.inline import eliminate_dead, inline_calls
 
 
@@ -196,13 +196,13 @@ def test_needed_finds_equations_and_what_they_read():
     eqns = jaxpr.jaxpr.eqns
     both, tanh = jaxpr.jaxpr.outvars
     assert kinds(jaxpr) == ["sin", "cos", "exp", "add", "tanh"]
-    assert needed(eqns, [tanh]) == ([2, 4], {y})
-    assert needed(eqns, [both]) == ([0, 1, 2, 3], {x, y})
+    assert backward_slice(eqns, [tanh]) == ([2, 4], {y})
+    assert backward_slice(eqns, [both]) == ([0, 1, 2, 3], {x, y})
     a = eqns[0].outvars[0]
-    assert needed(eqns, [both], [a]) == ([1, 2, 3], {a, y})
-    assert needed(eqns, [a], [a]) == ([], {a})
-    assert needed(eqns, [x]) == ([], {x})
-    assert needed(eqns, []) == ([], set())
+    assert backward_slice(eqns, [both], [a]) == ([1, 2, 3], {a, y})
+    assert backward_slice(eqns, [a], [a]) == ([], {a})
+    assert backward_slice(eqns, [x]) == ([], {x})
+    assert backward_slice(eqns, []) == ([], set())
 
 
 def test_dead_equations_and_constants_go_and_inputs_stay():
@@ -277,7 +277,7 @@ def test_only_constants_that_are_used_are_kept():
     jaxpr = jax.make_jaxpr(lambda x: (x * one, x * two))(X)
     b = Builder(jaxpr)
     b.invars += jaxpr.jaxpr.invars
-    kept, _ = needed(jaxpr.jaxpr.eqns, [jaxpr.jaxpr.outvars[1]])
+    kept, _ = backward_slice(jaxpr.jaxpr.eqns, [jaxpr.jaxpr.outvars[1]])
     for i in kept:
         b.keep(jaxpr.jaxpr.eqns[i])
     half = checked(b.build([jaxpr.jaxpr.outvars[1]]))

@@ -17,7 +17,7 @@ import dtrans
 from dtrans._jax import equations
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import SHARED, Rows, Whole, join, leaves_of
-from dtrans.slicing.rounds import Levels
+from dtrans.slicing.rounds import ExchangeRounds
 from dtrans.step.cut import GRAD, cut
 
 
@@ -74,7 +74,7 @@ ELEMENTWISE = {
 def test_elementwise_optimizers_leave_each_leaf_free(name):
     analysis = analysed(ELEMENTWISE[name])
     assert analysis.groups == {}
-    assert Levels(analysis).crossings == {}
+    assert ExchangeRounds(analysis).crossings == {}
     for leaf in NAMES:
         assert analysis.layout(analysis.inputs[leaf + GRAD]) == Rows(leaf, 0)
         assert analysis.layout(analysis.outputs[leaf]) == Rows(leaf, 0)
@@ -105,7 +105,7 @@ def test_reductions_leave_each_leaf_free_and_cross(name):
     tx, count, ops, levels = REDUCING[name]
     analysis = analysed(tx)
     assert analysis.groups == {}
-    crossings = Levels(analysis).crossings.values()
+    crossings = ExchangeRounds(analysis).crossings.values()
     assert len(crossings) == count
     assert {c.op for c in crossings} == ops
     assert {c.level for c in crossings} == levels
@@ -130,7 +130,7 @@ def test_flatten_keeps_all_leaves_together():
     analysis = analysed(optax.flatten(optax.adam(0.1)))
     assert grouped(analysis) == {tuple(sorted(NAMES))}
     assert all(g.reason.startswith("concatenate mixes leaves of f32[5]") for g in analysis.groups.values())
-    assert Levels(analysis).crossings == {}
+    assert ExchangeRounds(analysis).crossings == {}
 
 
 def test_muon_keeps_each_matrix_whole_and_says_why():
@@ -182,7 +182,7 @@ def test_a_scalar_leaf_that_scales_another_is_sent():
     params = {"s": jnp.ones(()), "w": jnp.ones((4, 2))}
     analysis = of_update(lambda g, s, p: ({**g, "w": g["w"] * p["s"]}, s), params)
     assert analysis.groups == {}
-    (crossing,) = Levels(analysis).crossings.values()
+    (crossing,) = ExchangeRounds(analysis).crossings.values()
     assert crossing.var is analysis.inputs["params/s"]
     assert (crossing.home, crossing.op, crossing.level) == ("params/s", "sum", 0)
 
@@ -195,7 +195,7 @@ def test_what_a_whole_leaf_is_reduced_to_is_sent():
 
     analysis = of_update(update)
     assert grouped(analysis) == {("params/w1",)}
-    (crossing,) = Levels(analysis).crossings.values()
+    (crossing,) = ExchangeRounds(analysis).crossings.values()
     assert analysis.layout(crossing.var) == Whole(frozenset({"params/w1"}))
     assert analysis.home(analysis.layout(crossing.var)) == "params/w1"
 
@@ -235,7 +235,7 @@ def test_a_number_reduced_from_rows_makes_state_that_is_shared():
     analysis = of_update(lambda g, s, p: (g, {"norm": jnp.sum(g["w1"] ** 2)}), init=lambda p: {"norm": jnp.zeros(())})
     assert analysis.groups == {}
     assert analysis.layout(analysis.outputs["opt_state/norm"]) is SHARED
-    assert len(Levels(analysis).crossings) == 1
+    assert len(ExchangeRounds(analysis).crossings) == 1
 
 
 def test_a_number_picked_from_rows_makes_state_that_lives_with_the_leaf():
@@ -352,7 +352,7 @@ def test_rules(name):
     analysis = of_update(
         lambda g, s, p: (g, {"out": fn(g["k"])}), params, lambda p: {"out": jnp.zeros(made.shape, made.dtype)}
     )
-    layout, crossings = analysis.layout(analysis.outputs["opt_state/out"]), Levels(analysis).crossings.values()
+    layout, crossings = analysis.layout(analysis.outputs["opt_state/out"]), ExchangeRounds(analysis).crossings.values()
     if isinstance(expected, Rows):
         assert layout == expected
         assert not analysis.groups and not crossings
@@ -372,7 +372,7 @@ def test_rows_of_matrices_need_not_be_their_first_axis():
     params = {"w": jnp.ones((4, 3))}
     analysis = of_update(lambda g, s, p: ({"w": g["w"] @ (g["w"].T @ p["w"])}, s), params)
     assert analysis.groups == {}
-    assert [c.op for c in Levels(analysis).crossings.values()] == ["sum"]
+    assert [c.op for c in ExchangeRounds(analysis).crossings.values()] == ["sum"]
 
 
 # -- branches and argmax ---------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_a_branch_that_reduces_is_computed_on_both_sides():
     analysis = of_update(update, init=lambda p: {"count": jnp.zeros((), jnp.int32)})
     assert analysis.groups == {}
     assert not conds(analysis) and primitives(analysis).count("select_n") >= len(NAMES)
-    assert {c.op for c in Levels(analysis).crossings.values()} == {"sum"}
+    assert {c.op for c in ExchangeRounds(analysis).crossings.values()} == {"sum"}
 
 
 def test_a_branch_within_a_branch_is_taken_apart_too():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans.checkpoint import collective_state
-from dtrans.checkpoint.orbax_io import Checkpoint, Folder, Layout, write
+from dtrans.checkpoint.orbax_io import Checkpoint, Folder, PieceLayout, write
 from dtrans.checkpoint.pserver_state import (
     TRAINER,
     as_trees,
@@ -95,14 +95,16 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
     write(path, _layout(plan), endpoint, values, run_of(endpoint) if tag is None else tag)
 
 
-def _layout(plan: PServerPlan) -> Layout:
+def _layout(plan: PServerPlan) -> PieceLayout:
     who = {ep: f"pserver-{i}" for i, ep in enumerate(plan.servers)}
-    return Layout(plan.main, (*plan.overview, *held_rows(plan)), who | ({TRAINER: "trainer-0"} if plan.held else {}))
+    return PieceLayout(
+        plan.main, (*plan.overview, *held_rows(plan)), who | ({TRAINER: "trainer-0"} if plan.held else {})
+    )
 
 
 def _save_job(path: Folder, job: SavedJob, state: Any, tag: str | None) -> None:
     held = collective_state.checked_state(job, state)
-    layout = Layout(job.plan.main, collective_state.rows_of(job.plan), collective_state.pieces_of(job.plan))
+    layout = PieceLayout(job.plan.main, collective_state.rows_of(job.plan), collective_state.pieces_of(job.plan))
     for who in collective_state.savers(job):
         write(path, layout, who, collective_state.values_of(job.plan, who, held), job.run_id if tag is None else tag)
 

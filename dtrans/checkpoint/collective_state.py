@@ -30,7 +30,7 @@ from dtrans.zero.plan import ShardingPlan
 
 
 if TYPE_CHECKING:
-    from dtrans.zero.by_leaf.packing import Place
+    from dtrans.zero.by_leaf.packing import BinSlot
     from dtrans.zero.slices import Sliced
 
 
@@ -74,7 +74,7 @@ def rows_of(plan: CollectivePlan) -> list[VarDistributed]:
     return found
 
 
-def _places(plan: CollectivePlan) -> Mapping[str, Place]:
+def _places(plan: CollectivePlan) -> Mapping[str, BinSlot]:
     """Where arrays are that lie in bins."""
     return plan.owned.state.places if isinstance(plan, ShardingPlan) and plan.owned is not None else {}
 
@@ -153,13 +153,13 @@ def values_of(plan: CollectivePlan, who: str, held: Mapping[str, Any]) -> dict[s
     }
 
 
-def _in_bin(plan: CollectivePlan, row: VarDistributed, place: Place, held: Mapping[str, Any]) -> Any:
+def _in_bin(plan: CollectivePlan, row: VarDistributed, place: BinSlot, held: Mapping[str, Any]) -> Any:
     """An array that lies in a bin."""
     inside = _rows_of(whole(place.bin, held[place.bin], row.endpoint), 0, *_span(plan, place))
     return _rows(inside, held[place.bin]).reshape(place.shape)
 
 
-def _span(plan: CollectivePlan, place: Place) -> tuple[int, int]:
+def _span(plan: CollectivePlan, place: BinSlot) -> tuple[int, int]:
     """From where to where an array is in the bin of all ranks."""
     start = place.rank * plan.program.inputs[place.bin].size + place.start
     return start, start + place.size

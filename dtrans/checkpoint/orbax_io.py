@@ -106,7 +106,7 @@ class Checkpoint:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PieceLayout:
     """Who holds what of a step, of those who save.
 
     Attributes:
@@ -120,7 +120,7 @@ class Layout:
     pieces: Mapping[str, str]
 
 
-def write(path: Folder, layout: Layout, who: str, values: Mapping[str, Any], tag: str) -> None:
+def write(path: Folder, layout: PieceLayout, who: str, values: Mapping[str, Any], tag: str) -> None:
     """Write one piece: what one of those who save holds, by the names of its rows."""
     ocp = _orbax()
     path = Path(path).absolute()

@@ -30,7 +30,7 @@ from dtrans.step.forward_backward import write_trainer_half
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class MicroSteps:
     """Micro-steps of a trainer.
 
     Attributes:
@@ -51,7 +51,7 @@ class Window:
 def write_accumulation(
     b: Builder,
     step: Cut,
-    window: Window,
+    window: MicroSteps,
     results: Sequence[str],
     given: Mapping[str, Atom] | None = None,
     half: Callable[[Builder, Cut], dict[str, Atom]] | None = None,
@@ -91,7 +91,7 @@ def write_accumulation(
     return _scanned(b, step, names, body, ways, held, window, given)
 
 
-def write_local_steps(b: Builder, step: Cut, window: Window) -> dict[str, Atom]:
+def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
     """Write whole steps of a trainer by itself, one after the other; arguments and errors as `write_accumulation`.
 
     Returns:
@@ -110,7 +110,7 @@ def write_local_steps(b: Builder, step: Cut, window: Window) -> dict[str, Atom]:
     return _scanned(b, step, names, _Body(inner.build([outs_of[n] for n in outs]), names, outs), ways, state, window)
 
 
-def _micro_program(source: Program, batch: Sequence[str], window: Window) -> Program:
+def _micro_program(source: Program, batch: Sequence[str], window: MicroSteps) -> Program:
     """The step, traced for a micro-step's part of the batch."""
     types = []
     for n, t in source.inputs.items():
@@ -125,7 +125,7 @@ def _micro_program(source: Program, batch: Sequence[str], window: Window) -> Pro
     return source.at_flat(types)
 
 
-def _is_split(name: str, t: Any, batch: Collection[str], window: Window) -> bool:
+def _is_split(name: str, t: Any, batch: Collection[str], window: MicroSteps) -> bool:
     return name in batch and bool(t.ndim) and name not in window.whole
 
 
@@ -148,7 +148,7 @@ def _scanned(
     body: _Body,
     ways: Mapping[str, str],
     carried: Sequence[str],
-    window: Window,
+    window: MicroSteps,
     given: Mapping[str, Atom] | None = None,
 ) -> dict[str, Atom]:
     """Write the scan.

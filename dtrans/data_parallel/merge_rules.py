@@ -17,7 +17,7 @@ import numpy as np
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
 from dtrans.data_parallel.options import Options
 from dtrans.errors import ConfigError
-from dtrans.ir.dataflow import spread
+from dtrans.ir.dataflow import propagate
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program, without_addresses
 from dtrans.ir.pytree import is_under
@@ -148,7 +148,7 @@ def _of_rows(step: Cut, whole: Program) -> dict[Var, int]:
     if [e.primitive for e in here] != [e.primitive for e in there]:
         return {}
     seeds = {v: 1 for x, y in zip(here, there, strict=True) if _told_apart(x, y) for v in x.outvars}
-    return spread(here, seeds, dict.fromkeys(step.border.values(), 0))
+    return propagate(here, seeds, dict.fromkeys(step.border.values(), 0))
 
 
 def _told_apart(x: JaxprEqn, y: JaxprEqn) -> bool:
@@ -170,10 +170,10 @@ def _of_batch(step: Cut, o: Options) -> dict[Var, int]:
     outs = dict(zip(program.out_names, inner.outvars, strict=True))
     if o.local_sgd is None:
         # what is made of gradients is made of the reduced ones
-        return spread(inner.eqns, {ins[n]: 1 for n in step.batch}, dict.fromkeys(step.border.values(), 0))
+        return propagate(inner.eqns, {ins[n]: 1 for n in step.batch}, dict.fromkeys(step.border.values(), 0))
     names = set(step.batch)
     while True:  # a local step goes on from the state that the one before has made
-        found = spread(inner.eqns, {ins[n]: 1 for n in names}, {})
+        found = propagate(inner.eqns, {ins[n]: 1 for n in names}, {})
         more = {n for n in (*step.params, *step.opt_state) if isinstance(a := outs[n], Var) and found.get(a)}
         if more <= names:
             return found

@@ -30,7 +30,7 @@ from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class ReduceSpec:
     """In what way a gradient is reduced; those of a bucket are reduced in the same.
 
     Attributes:
@@ -42,11 +42,11 @@ class Kind:
     group: int = dataclasses.field(default=0, kw_only=True)
 
 
-ALIKE = Kind()
+SAME_FOR_ALL = ReduceSpec()
 
 
 def buckets_of(
-    values: Mapping[str, Atom], o: Options, kind: Callable[[str], Kind] = lambda leaf: ALIKE
+    values: Mapping[str, Atom], o: Options, kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL
 ) -> tuple[Bucket, ...]:
     """Values that are reduced together, in the order in which their last one is made.
 
@@ -109,7 +109,7 @@ def split_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
     return {d: math.inf if splits[d] == 1 else total[d] / (splits[d] - 1) for d in dtypes}
 
 
-def sent_type(dtype: Any, kind: Kind, o: Options) -> Any:
+def sent_type(dtype: Any, kind: ReduceSpec, o: Options) -> Any:
     """The type in which gradients of a type are reduced."""
     to = kind.compress or o.compress
     return dtype if to is None else COMPRESSED[to]
@@ -137,7 +137,7 @@ class Reducer:
         o: Options,
         weight: Atom | None,
         suffix: str = "",
-        kind: Callable[[str], Kind] = lambda leaf: ALIKE,
+        kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
         scale: Atom | None = None,
     ) -> None:
         self.b = b

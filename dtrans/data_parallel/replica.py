@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, Var
 from dtrans.data_parallel.options import Options
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed
+from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.pytree import is_under
 from dtrans.ops import trainer_index_p
 from dtrans.step.cut import Cut
@@ -61,7 +61,7 @@ def write_from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means:
     border = {v: means[n] for n, v in step.border.items() if n in means}
     env: dict[Var, Atom] = dict(border)
     here = {v for e in b.eqns for v in e.outvars}
-    kept, _ = needed(inner.eqns, [outs[n] for n in step.from_gradients], border)
+    kept, _ = backward_slice(inner.eqns, [outs[n] for n in step.from_gradients], border)
     for i in kept:
         eqn = inner.eqns[i]
         if any(isinstance(a, Var) and a in env for a in eqn.invars):

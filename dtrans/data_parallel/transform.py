@@ -29,15 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, equations
-from dtrans.data_parallel.accumulation import Window, write_accumulation, write_local_steps
+from dtrans.data_parallel.accumulation import MicroSteps, write_accumulation, write_local_steps
 from dtrans.data_parallel.merge_rules import check_merge, merges_of
 from dtrans.data_parallel.options import Options, check_names_given, check_options
 from dtrans.data_parallel.plan import CollectivePlan
-from dtrans.data_parallel.reducer import ALIKE, Kind, Reducer, buckets_of
+from dtrans.data_parallel.reducer import SAME_FOR_ALL, Reducer, ReduceSpec, buckets_of
 from dtrans.data_parallel.replica import fold_keys, take_inputs, write_from_gradients
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed
+from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import is_under
 from dtrans.step.cut import GRAD, Cut, cut
@@ -142,10 +142,10 @@ def nccl2(
         clip_local_norm=clip_local_norm,
         local_sgd=local_sgd,
     )
-    return planned(main, startup, options)
+    return plan_data_parallel(main, startup, options)
 
 
-def planned(main: Program, startup: Program, options: Options) -> CollectivePlan:
+def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
     """What `nccl2` plans with these options."""
     check_options(options)
     refuse_collectives(main)
@@ -163,7 +163,7 @@ def planned(main: Program, startup: Program, options: Options) -> CollectivePlan
         buckets=buckets_of(reduced_values(step, options, merges), options),
         merges=merges,
         dropped=step.dropped if options.local_sgd is None else (),
-        replan=lambda other: planned(main, given, other),
+        replan=lambda other: plan_data_parallel(main, given, other),
     )
 
 
@@ -189,7 +189,7 @@ def check_names(step: Cut, o: Options) -> None:
                 f"compress={o.compress!r}: the gradient of {name} is {g.aval.str_short()}, and {o.compress} is real"
             )
     source = step.program
-    kept, _ = needed(
+    kept, _ = backward_slice(
         source.jaxpr.jaxpr.eqns,
         [a for n, a in zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True) if n in step.from_gradients],
         step.border.values(),
@@ -239,7 +239,7 @@ def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str
 
 
 def rewritten(
-    step: Cut, o: Options, merges: Mapping[str, str], kind: Callable[[str], Kind] = lambda leaf: ALIKE
+    step: Cut, o: Options, merges: Mapping[str, str], kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL
 ) -> Program:
     """The step with its gradients, or its state after local steps, and its results reduced over the axis.
 
@@ -277,7 +277,7 @@ def _trained_together(
     o: Options,
     merges: Mapping[str, str],
     outs: Mapping[str, Atom],
-    kind: Callable[[str], Kind],
+    kind: Callable[[str], ReduceSpec],
 ) -> dict[str, Atom]:
     """Write a step on reduced gradients; its outputs by name."""
     vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
@@ -317,6 +317,6 @@ def _trained_apart(
     return found | reducer.merged(found, others, vars_of) | reducer.means
 
 
-def _window(step: Cut, o: Options, merges: Mapping[str, str]) -> Window:
+def _window(step: Cut, o: Options, merges: Mapping[str, str]) -> MicroSteps:
     whole = [n for n in step.batch if is_under(n, o.replicated)]
-    return Window(o.micro_steps, o.reduce, merges, o.weight, whole)
+    return MicroSteps(o.micro_steps, o.reduce, merges, o.weight, whole)

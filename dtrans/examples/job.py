@@ -17,7 +17,7 @@ from dtrans.examples.optimizers import make_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class DigitsSettings:
     """The settings of a job. Written as arguments of a command, since roles are processes.
 
     Example:
@@ -41,7 +41,7 @@ class Settings:
         return [a for n, v in dataclasses.asdict(self).items() for a in (f"--{n.replace('_', '-')}", str(v))]
 
     @classmethod
-    def parse(cls, arguments: Sequence[str]) -> Settings:
+    def parse(cls, arguments: Sequence[str]) -> DigitsSettings:
         """The settings that `arguments` wrote."""
         parser = argparse.ArgumentParser()
         for field in dataclasses.fields(cls):
@@ -59,7 +59,7 @@ class Settings:
         return digits.TRAIN_IMAGES // self.batch_size
 
 
-def training(settings: Settings) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def training(settings: DigitsSettings) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The user's side of the job: one training step for one device, and init.
 
     Raises:

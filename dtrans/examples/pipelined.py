@@ -35,7 +35,7 @@ TIMED_STEPS = 7
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class CharactersSettings:
     """The settings of a job.
 
     Attributes:
@@ -96,7 +96,7 @@ class Watched:
     kept: Measured
 
 
-def train(settings: Settings, *, plot: Path | None = None) -> bool:
+def train(settings: CharactersSettings, *, plot: Path | None = None) -> bool:
     """Train, print what came of it, and compare with one device.
 
     Args:
@@ -112,7 +112,7 @@ def train(settings: Settings, *, plot: Path | None = None) -> bool:
     devices = settings.stages * settings.replicas if settings.engine == "mesh" else 1
     virtual_devices(devices)
     text = characters.load()
-    plan = planned(settings, text)
+    plan = plan_characters(settings, text)
     report.show_stages(plan, f"{devices} device{'s' if devices > 1 else ''}")
     job: Any = plan.on_mesh() if settings.engine == "mesh" else plan.simulate()
     state, pipelined = _pipelined(job, settings, text)
@@ -124,7 +124,7 @@ def train(settings: Settings, *, plot: Path | None = None) -> bool:
     return _compare(settings, text, plan, pipelined, single, watched)
 
 
-def planned(settings: Settings, text: characters.Text) -> dtrans.PipelinePlan:
+def plan_characters(settings: CharactersSettings, text: characters.Text) -> dtrans.PipelinePlan:
     """The plan."""
     step, init = training()
     program = dtrans.trace(step, *jax.eval_shape(init, settings.key), batch(settings, text, 0))
@@ -150,12 +150,12 @@ def training() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return dtrans.make_train_step(characters.loss_fn, tx), init
 
 
-def batch(settings: Settings, text: characters.Text, step: int) -> np.ndarray:
+def batch(settings: CharactersSettings, text: characters.Text, step: int) -> np.ndarray:
     """The global batch of a step."""
     return characters.batch(text, settings.seed, step, settings.batch_size)
 
 
-def single_device(settings: Settings, text: characters.Text) -> Trained:
+def single_device(settings: CharactersSettings, text: characters.Text) -> Trained:
     """The same training on one device: the plain step, jitted, on whole batches."""
     step, init = training()
     jitted = jax.jit(step)
@@ -168,7 +168,7 @@ def single_device(settings: Settings, text: characters.Text) -> Trained:
     return Trained(losses, jax.device_get(params), seconds)
 
 
-def watch(settings: Settings, job: PipelineJob, state: PipelineState, tokens: np.ndarray) -> Watched:
+def watch(settings: CharactersSettings, job: PipelineJob, state: PipelineState, tokens: np.ndarray) -> Watched:
     """Run some more steps, whose results nobody needs, and look at what they keep and when each task runs."""
     (state, _), kept = measured(job, state, tokens)
     if settings.engine == "simulate":
@@ -202,7 +202,7 @@ def _scaled(play: Play, factor: float) -> Play:
     return Play(TimedTask(t.task, t.device, factor * t.start, factor * t.end) for t in play)
 
 
-def _check(settings: Settings, plot: Path | None) -> None:
+def _check(settings: CharactersSettings, plot: Path | None) -> None:
     """Say what cannot be before anything is compiled."""
     if settings.engine not in ENGINES:
         raise ConfigError(
@@ -226,7 +226,11 @@ def _check(settings: Settings, plot: Path | None) -> None:
 
 
 def _trained(
-    one: Callable[[Any, np.ndarray], tuple[Any, Any]], state: Any, settings: Settings, text: characters.Text, where: str
+    one: Callable[[Any, np.ndarray], tuple[Any, Any]],
+    state: Any,
+    settings: CharactersSettings,
+    text: characters.Text,
+    where: str,
 ) -> tuple[Any, np.ndarray, float]:
     """All steps: the last state, the losses, and the seconds that steps after the first took."""
     losses: list[float] = []
@@ -241,7 +245,7 @@ def _trained(
     return state, np.array(losses), time.perf_counter() - start
 
 
-def _pipelined(job: PipelineJob, settings: Settings, text: characters.Text) -> tuple[PipelineState, Trained]:
+def _pipelined(job: PipelineJob, settings: CharactersSettings, text: characters.Text) -> tuple[PipelineState, Trained]:
     """Train in stages."""
 
     def one(state: PipelineState, tokens: np.ndarray) -> tuple[PipelineState, jax.Array]:
@@ -265,7 +269,7 @@ def _panels(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str, Play
 
 
 def _compare(
-    settings: Settings,
+    settings: CharactersSettings,
     text: characters.Text,
     plan: dtrans.PipelinePlan,
     pipelined: Trained,
@@ -321,7 +325,9 @@ def _shares(play: Play) -> list[int]:
     return [round(100 * w / sum(work)) for w in work]
 
 
-def _verdict(settings: Settings, text: characters.Text, pipelined: Trained, single: Trained, held_out: float) -> bool:
+def _verdict(
+    settings: CharactersSettings, text: characters.Text, pipelined: Trained, single: Trained, held_out: float
+) -> bool:
     apart = difference(pipelined.params, single.params)
     kind = jax.tree.leaves(single.params)[0].dtype.name
     alone = characters.entropy(text.held_out)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError, not_installed
-from dtrans.examples.job import Settings
+from dtrans.examples.job import DigitsSettings
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
 
@@ -97,7 +97,9 @@ def progress_of_steps(steps: int, what: str) -> Iterator[Callable[[float], None]
 
 
 @contextlib.contextmanager
-def progress(settings: Settings, *, what: str = "loss", shown: bool = True) -> Iterator[Callable[[int, float], None]]:
+def progress(
+    settings: DigitsSettings, *, what: str = "loss", shown: bool = True
+) -> Iterator[Callable[[int, float], None]]:
     """A progress bar over all steps. Yields what is to be called after each, with the epoch and the loss.
 
     Args:

@@ -16,13 +16,13 @@ import numpy as np
 
 import dtrans
 from dtrans.examples import digits, report
-from dtrans.examples.job import Outcome, Settings, training
+from dtrans.examples.job import DigitsSettings, Outcome, training
 
 
 def main() -> None:
     """Be the role that the environment says, and leave what a trainer saw as `trainer-K.npz` in a directory."""
     directory, *rest = sys.argv[1:]
-    settings = Settings.parse(rest)
+    settings = DigitsSettings.parse(rest)
     role = dtrans.Role.from_env()
     if role.mode == "nccl2":
         dtrans.connect(deadline=settings.deadline)  # before JAX looks for devices

@@ -22,7 +22,7 @@ from rich.console import Console
 import dtrans
 from dtrans.errors import BatchError, ConfigError
 from dtrans.examples import digits, report
-from dtrans.examples.job import Outcome, Settings, training
+from dtrans.examples.job import DigitsSettings, Outcome, training
 from dtrans.run.distributed.launcher import launch
 
 
@@ -33,7 +33,7 @@ MIN_ACCURACY = 0.95
 
 
 def train(
-    settings: Settings,
+    settings: DigitsSettings,
     *,
     engine: str,
     trainers: int,
@@ -71,7 +71,7 @@ def train(
     return _compare(settings, distributed, single)
 
 
-def single_device(settings: Settings) -> Outcome:
+def single_device(settings: DigitsSettings) -> Outcome:
     """The same training on one device: the plain step, jitted, on whole batches."""
     data = digits.load(settings.seed)
     step, init = training(settings)
@@ -103,7 +103,7 @@ def bound() -> float:
     return 1e-10 if jax.config.read("jax_enable_x64") else 1e-5
 
 
-def _check(settings: Settings, engine: str, mode: str, trainers: int, pservers: int | None) -> None:
+def _check(settings: DigitsSettings, engine: str, mode: str, trainers: int, pservers: int | None) -> None:
     """Say what cannot be before processes are started that all say it."""
     if engine not in ENGINES:
         raise ConfigError(f"there is no engine {engine!r}; it is one of {', '.join(ENGINES)}")
@@ -124,7 +124,7 @@ def _check(settings: Settings, engine: str, mode: str, trainers: int, pservers: 
     digits.check_installed()
 
 
-def _on_mesh(t: dtrans.DistributeTranspiler, settings: Settings, trainers: int, pservers: int) -> Outcome:
+def _on_mesh(t: dtrans.DistributeTranspiler, settings: DigitsSettings, trainers: int, pservers: int) -> Outcome:
     """Train with every role on a device of this process. Without pservers, in nccl2 mode."""
     virtual_devices(trainers + pservers)
     data = digits.load(settings.seed)
@@ -162,7 +162,7 @@ def virtual_devices(count: int) -> None:
         return
 
 
-def _as_processes(settings: Settings, mode: str, trainers: int, pservers: int) -> Outcome:
+def _as_processes(settings: DigitsSettings, mode: str, trainers: int, pservers: int) -> Outcome:
     """Train with every role as a process. Trainers leave their losses, and their parameters, in files."""
     # roles see the precision of this process, however it was set, and on a GPU leave room for one another
     env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64")))}
@@ -179,7 +179,7 @@ def _as_processes(settings: Settings, mode: str, trainers: int, pservers: int) -
     return Outcome(np.mean([o.losses for o in found], axis=0), found[0].params)
 
 
-def _compare(settings: Settings, distributed: Outcome, single: Outcome) -> bool:
+def _compare(settings: DigitsSettings, distributed: Outcome, single: Outcome) -> bool:
     """Print the verdict."""
     data = digits.load(settings.seed)
     got = digits.accuracy(distributed.params, data.test_x, data.test_y)

@@ -11,7 +11,9 @@ from dtrans._jax import (
 )
 
 
-def needed(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stop: Iterable[Var] = ()) -> tuple[list[int], set[Var]]:
+def backward_slice(
+    eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stop: Iterable[Var] = ()
+) -> tuple[list[int], set[Var]]:
     """What `outputs` are made of.
 
     Returns the positions of the equations they need, in order, and the variables those read that none of
@@ -30,7 +32,7 @@ def needed(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stop: Iterable[Var
     return kept[::-1], wanted
 
 
-def spread(eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping[Var, int]) -> dict[Var, int]:
+def propagate(eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping[Var, int]) -> dict[Var, int]:
     """Which seeds enter each value, as bits: the union over what it is made of; `fixed` values are as given.
 
     One pass forward; values that nothing enters may be absent.

@@ -27,7 +27,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.program import OPTIMIZE
 from dtrans.ops import BACKUP, OptimizeBlock, backup_of
 from dtrans.slicing.blocks import Block, Unit
-from dtrans.slicing.server_update import Work
+from dtrans.slicing.server_update import ServerWork
 
 
 MEAN_SQUARE = "@GRAD.mean_square"
@@ -48,8 +48,8 @@ class Compensation:
 
 
 def compensated(
-    work: Work, units: Sequence[Unit], trainers: int, how: Compensation, averages: Sequence[str] = ()
-) -> Work:
+    work: ServerWork, units: Sequence[Unit], trainers: int, how: Compensation, averages: Sequence[str] = ()
+) -> ServerWork:
     """The work of a server whose blocks compensate the gradients that they are given.
 
     `averages` are leaves for which servers are given something else (`dtrans.parameter_server.averaged_leaves`).
@@ -76,7 +76,7 @@ def _gradient(block: Block) -> str:
     return block.gradient(0, 1)
 
 
-def _compensating(block: OptimizeBlock, blocks: Sequence[Block], work: Work, how: Compensation) -> OptimizeBlock:
+def _compensating(block: OptimizeBlock, blocks: Sequence[Block], work: ServerWork, how: Compensation) -> OptimizeBlock:
     """An optimize block on compensated gradients."""
     b = Builder(block.jaxpr)
     given = {n: b.input(v.aval) for n, v in zip(block.in_names, block.jaxpr.jaxpr.invars, strict=True)}

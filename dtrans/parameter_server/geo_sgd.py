@@ -28,18 +28,18 @@ from dtrans._jax import Var
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import spread
+from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import RPC, Program
 from dtrans.ops import DELTA, geo_send_p
 from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin
 from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.parameter_server.server_program import Servers
-from dtrans.parameter_server.trainer_program import TrainerWire, Wiring, write_start
+from dtrans.parameter_server.server_program import ServerProgramWriter
+from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerCommWriter, write_start
 from dtrans.parameter_server.transform import check_names, check_options
 from dtrans.rows.analysis import analyse
 from dtrans.slicing.blocks import Placement, Unit
-from dtrans.slicing.server_update import Slicer, Work
+from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
 from dtrans.step.cut import GRAD, Cut, OptimizeHalf, cut
 from dtrans.step.startup import match_startup
 
@@ -114,7 +114,9 @@ def geo_sgd(
         seed=seed,
     )
     startup = match_startup(step, startup)
-    servers = Servers(adding, Slicer(analysis, placement, 1), startup, trainers, sync_mode=False, adapt=with_deltas)
+    servers = ServerProgramWriter(
+        adding, ServerUpdateBuilder(analysis, placement, 1), startup, trainers, sync_mode=False, adapt=with_deltas
+    )
     return PServerPlan(
         main=step.program,
         startup=startup,
@@ -136,7 +138,7 @@ def geo_sgd(
 def shared(step: Cut) -> Cut:
     """The step with only those parameters as `optimized` that gradients enter; the others are each trainer's own."""
     inner = step.program.jaxpr.jaxpr
-    enters = spread(inner.eqns, {}, dict.fromkeys(step.border.values(), 1))
+    enters = propagate(inner.eqns, {}, dict.fromkeys(step.border.values(), 1))
     outs = dict(zip(step.program.out_names, inner.outvars, strict=True))
     chosen = tuple(n for n in step.optimized if isinstance(a := outs[n], Var) and enters.get(a))
     for n in chosen:
@@ -157,7 +159,7 @@ def adds(step: Cut) -> Cut:
     return dataclasses.replace(step, optimize=half, gradients=gradients, opt_state=())
 
 
-def with_deltas(work: Work, units: Sequence[Unit]) -> Work:
+def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
     """The work of a server under Paddle's names: `params/w.block0.delta` for what is added."""
     names = {x.gradient(0, 1): x.name + DELTA for unit in units for x in unit.blocks}
     taken = next((n for n in names.values() if n in work.held), None)
@@ -199,7 +201,9 @@ def _trainer_startup_program(
 ) -> Program:
     """What a trainer starts from: parameters from the servers, and the rest from the init."""
     b, outs = write_start(startup, [n for n in startup.out_names if n not in step.optimized])
-    outs |= TrainerWire(b, placement, trainer_id, Wiring(trainers, sync_mode=False)).start(step.optimized)
+    outs |= TrainerCommWriter(b, placement, trainer_id, TrainerCommConfig(trainers, sync_mode=False)).start(
+        step.optimized
+    )
     outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, 0, wait)
     return Program(
         f"trainer {trainer_id} startup",

@@ -15,7 +15,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, JaxprEqn, Var
-from dtrans.ir.dataflow import spread
+from dtrans.ir.dataflow import propagate
 from dtrans.step.cut import GRAD, Cut, OptimizeHalf
 
 
@@ -40,7 +40,7 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
         for n, v in zip(half.in_names, inner.invars, strict=True)
         if n.endswith(GRAD) or n in step.opt_state
     }
-    enters = spread(inner.eqns, seeds, {})
+    enters = propagate(inner.eqns, seeds, {})
     bits = lambda a: enters.get(a, 0) if isinstance(a, Var) else 0
     for eqn in inner.eqns:
         if any(bits(v) & of_gradient for v in eqn.outvars):
@@ -63,7 +63,7 @@ def is_linear(half: OptimizeHalf, params: Sequence[str]) -> bool:
     """
     inner = half.jaxpr.jaxpr
     ins = dict(zip(half.in_names, inner.invars, strict=True))
-    moving = spread(inner.eqns, {v: 1 for n, v in ins.items() if n in params}, {})  # what updates change
+    moving = propagate(inner.eqns, {v: 1 for n, v in ins.items() if n in params}, {})  # what updates change
     linear = {v for n, v in ins.items() if n.endswith(GRAD)}
     old = _unchanged(half, params)
     new: dict[Var, str] = {}  # what is one plus something linear
@@ -83,7 +83,7 @@ def is_linear(half: OptimizeHalf, params: Sequence[str]) -> bool:
             else:
                 return False
     kept = lambda n, a: isinstance(a, Var) and n in (old.get(a), new.get(a))
-    made_of = spread(inner.eqns, {v: 1 for n, v in ins.items() if n.endswith(GRAD)}, {})
+    made_of = propagate(inner.eqns, {v: 1 for n, v in ins.items() if n.endswith(GRAD)}, {})
     return all(
         kept(n, a) if n in params else not (isinstance(a, Var) and made_of.get(a))
         for n, a in zip(half.out_names, inner.outvars, strict=True)

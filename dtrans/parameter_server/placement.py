@@ -20,7 +20,7 @@ import numpy as np
 from dtrans.errors import ConfigError, OptimizerError
 from dtrans.parameter_server.dispatch import PSDispatcher, SizeBalanced, check_dispatcher, slice_variable
 from dtrans.rows.analysis import Group, RowAnalysis
-from dtrans.rows.writer import Span
+from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement, Unit
 
 
@@ -163,10 +163,10 @@ def _cut(name: str, aval: Any, slice_count: int, min_block_size: int) -> list[Bl
     sizes = [b.size for b in slice_variable([SimpleNamespace(name=name, shape=shape)], slice_count, min_block_size)]
     width = math.prod(shape[1:])
     if not width or len(sizes) == 1:
-        return [Block(name, 0, 1, Span(0, shape[0]), shape, aval.dtype)]
+        return [Block(name, 0, 1, RowRange(0, shape[0]), shape, aval.dtype)]
     blocks, start = [], 0
     for i, size in enumerate(sizes):
         rows = size // width
-        blocks.append(Block(name, i, len(sizes), Span(start, start + rows), (rows, *shape[1:]), aval.dtype))
+        blocks.append(Block(name, i, len(sizes), RowRange(start, start + rows), (rows, *shape[1:]), aval.dtype))
         start += rows
     return blocks

@@ -13,12 +13,12 @@ from dtrans.ir.pytree import TreeSpec
 from dtrans.ops import listen_and_serv_p
 from dtrans.parameter_server.plan import ServerPrograms
 from dtrans.slicing.blocks import Unit
-from dtrans.slicing.partial_init import Part, write_parts
-from dtrans.slicing.server_update import Held, Slicer, Work
+from dtrans.slicing.partial_init import InitSlice, write_parts
+from dtrans.slicing.server_update import ServerUpdateBuilder, ServerVariable, ServerWork
 from dtrans.step.cut import Cut
 
 
-class Servers:
+class ServerProgramWriter:
     """Makes the programs of the servers of one plan.
 
     Args:
@@ -32,12 +32,12 @@ class Servers:
     def __init__(
         self,
         step: Cut,
-        slicer: Slicer,
+        slicer: ServerUpdateBuilder,
         startup: Program,
         trainers: int,
         sync_mode: bool,
         leaver: str = "drop",
-        adapt: Callable[[Work, Sequence[Unit]], Work] | None = None,
+        adapt: Callable[[ServerWork, Sequence[Unit]], ServerWork] | None = None,
     ) -> None:
         self.leaver = leaver
         self.adapt = adapt
@@ -55,7 +55,7 @@ class Servers:
             work = self.adapt(work, self.slicer.placement.units[endpoint])
         return ServerPrograms(self.main(endpoint, work), self.init(endpoint, work.held))
 
-    def main(self, endpoint: str, work: Work) -> Program:
+    def main(self, endpoint: str, work: ServerWork) -> Program:
         """The program that serves."""
         units = self.slicer.placement.units[endpoint]
         to_block = tuple(f"{n}:{block}" for n, block in work.grads.items())
@@ -78,7 +78,7 @@ class Servers:
         )
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 
-    def init(self, endpoint: str, held: Mapping[str, Held]) -> Program:
+    def init(self, endpoint: str, held: Mapping[str, ServerVariable]) -> Program:
         """The program that makes the server's initial values: its rows of the single-device init."""
         inner = self.startup.jaxpr.jaxpr
         made = dict(zip(self.startup.out_names, inner.outvars, strict=True))
@@ -87,7 +87,7 @@ class Servers:
         b.invars += inner.invars
         b.role = FORWARD
         parts = [(held[n], made[held[n].of]) for n in spec.names]
-        spans = [None if x.span is None else Part(x.axis, x.span.start, x.span.stop) for x, _ in parts]
+        spans = [None if x.span is None else InitSlice(x.axis, x.span.start, x.span.stop) for x, _ in parts]
         outs = write_parts(b, self.startup.jaxpr, [(v, p) for (_, v), p in zip(parts, spans, strict=True)])
         outs = [b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(spec.names, outs, strict=True)]
         for name, part, value in zip(spec.names, spans, outs, strict=True):

@@ -18,7 +18,7 @@ import jax
 
 from dtrans._jax import Var
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed
+from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import DIST, FORWARD, RPC, Program
 from dtrans.ir.pytree import without
 from dtrans.ops import CommunicatorConfig, concat_p, fetch_barrier_p, recv_p, send_barrier_p, send_p, split_byref_p
@@ -29,7 +29,7 @@ from dtrans.step.forward_backward import write_trainer_half
 
 
 @dataclasses.dataclass(frozen=True)
-class Wiring:
+class TrainerCommConfig:
     """How trainers talk to servers.
 
     Attributes:
@@ -49,7 +49,7 @@ class Wiring:
     averages: tuple[str, ...] = ()
 
 
-def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Wiring) -> Program:
+def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: TrainerCommConfig) -> Program:
     """The program of one trainer: (params, *batch) -> (params, loss[, aux])."""
     source = step.program
     inner = source.jaxpr.jaxpr
@@ -57,7 +57,7 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Wi
     outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
     b = Builder(source.jaxpr)
     b.invars += [vars_of[n] for n in (*step.params, *step.batch)]
-    wire = TrainerWire(b, placement, trainer_id, wiring)
+    wire = TrainerCommWriter(b, placement, trainer_id, wiring)
     write_trainer_half(b, step, step.results, wire.send)
     new = wire.update(step.optimized)
     outs = {**outs_of, **new}
@@ -83,11 +83,11 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Wi
 
 
 def trainer_startup_program(
-    step: Cut, placement: Placement, startup: Program, trainer_id: int, wiring: Wiring
+    step: Cut, placement: Placement, startup: Program, trainer_id: int, wiring: TrainerCommConfig
 ) -> Program:
     """What a trainer starts from: parameters from the servers, and what only trainers hold from the init."""
     b, outs = write_start(startup, step.held)
-    outs |= TrainerWire(b, placement, trainer_id, wiring).start(step.optimized)
+    outs |= TrainerCommWriter(b, placement, trainer_id, wiring).start(step.optimized)
     spec = step.program.args[0]
     return Program(
         f"trainer {trainer_id} startup",
@@ -106,16 +106,16 @@ def write_start(startup: Program, own: Sequence[str]) -> tuple[Builder, dict[str
     b = Builder(startup.jaxpr)
     b.invars += inner.invars
     b.role = FORWARD
-    kept, _ = needed(inner.eqns, [outs[n] for n in own])
+    kept, _ = backward_slice(inner.eqns, [outs[n] for n in own])
     for i in kept:
         b.keep(inner.eqns[i])
     return b, outs
 
 
-class TrainerWire:
+class TrainerCommWriter:
     """Writes the communication of one trainer into a program."""
 
-    def __init__(self, b: Builder, placement: Placement, trainer_id: int, wiring: Wiring) -> None:
+    def __init__(self, b: Builder, placement: Placement, trainer_id: int, wiring: TrainerCommConfig) -> None:
         self.b = b
         self.placement = placement
         self.wiring = wiring

@@ -36,10 +36,10 @@ from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin, check_dis
 from dtrans.parameter_server.gradient_merging import merging
 from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.parameter_server.server_program import Servers
-from dtrans.parameter_server.trainer_program import Wiring, trainer_program, trainer_startup_program
+from dtrans.parameter_server.server_program import ServerProgramWriter
+from dtrans.parameter_server.trainer_program import TrainerCommConfig, trainer_program, trainer_startup_program
 from dtrans.rows.analysis import analyse
-from dtrans.slicing.server_update import Slicer
+from dtrans.slicing.server_update import ServerUpdateBuilder
 from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import refuse_nested
 from dtrans.step.startup import check_programs, match_startup
@@ -155,7 +155,7 @@ def pserver(
             f"{step.from_gradients[0]} is computed from gradients; with {trainers} trainers each would compute it "
             "from its own, not from their mean, which only the servers have. Leave it out of the step's results"
         )
-    wiring = Wiring(trainers, sync_mode, runtime_split_send_recv, half_async, queue, averages)
+    wiring = TrainerCommConfig(trainers, sync_mode, runtime_split_send_recv, half_async, queue, averages)
     analysis = analyse(step.optimize, step.optimized)
     types = {n: step.program.inputs[n] for n in step.optimized}
     placement = place(
@@ -168,9 +168,9 @@ def pserver(
         seed=seed,
     )
     startup = match_startup(step, startup)
-    slicer = Slicer(analysis, placement, merged)
+    slicer = ServerUpdateBuilder(analysis, placement, merged)
     adapt = None if how is None else functools.partial(compensated, trainers=trainers, how=how, averages=averages)
-    servers = Servers(step, slicer, startup, trainers, sync_mode, leaver, adapt)
+    servers = ServerProgramWriter(step, slicer, startup, trainers, sync_mode, leaver, adapt)
     plan = PServerPlan(
         main=step.program,
         startup=startup,

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed, spread
+from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import inline_calls
 from dtrans.step.capture import loss_of, operands_of, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
@@ -64,7 +64,7 @@ class ForwardPass:
         env: dict[Var, Atom] = dict(inputs)
         env |= {v: b.constant(c) for v, c in zip(inner.constvars, constants(self.prelude), strict=True)}
         read = lambda a: a if isinstance(a, Literal) else env[a]
-        for i in needed(inner.eqns, wanted)[0]:
+        for i in backward_slice(inner.eqns, wanted)[0]:
             eqn = inner.eqns[i]
             env.update(zip(eqn.outvars, b.copy(eqn, [read(a) for a in eqn.invars]), strict=True))
         return [read(a) for a in wanted]
@@ -81,7 +81,7 @@ class ForwardPass:
     def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:
         """The names of the step's inputs that values of the prelude are made of."""
         names = dict(zip(self.step.program.jaxpr.jaxpr.invars, self.step.program.in_names, strict=True))
-        _, leaves = needed(self.prelude.jaxpr.eqns, wanted)
+        _, leaves = backward_slice(self.prelude.jaxpr.eqns, wanted)
         return [n for v, n in names.items() if v in leaves]
 
 
@@ -105,12 +105,12 @@ def forward_pass(step: Cut) -> ForwardPass:
     made_here = [n for n in step.held if outs[n] is not dict(zip(source.in_names, inner.invars, strict=True))[n]]
     names = [n for n in (*step.results, *made_here) if n not in step.from_gradients]
     count = len(opened(eqn.params["jaxpr"]).outvars)
-    of_gradients = spread(inner.eqns, dict.fromkeys(eqn.outvars[count:], 1), {})
+    of_gradients = propagate(inner.eqns, dict.fromkeys(eqn.outvars[count:], 1), {})
     blind = [i for i in step.observers if any(isinstance(a, Var) and of_gradients.get(a) for a in inner.eqns[i].invars)]
     observers = [i for i in step.observers if i not in blind]
     wanted: list[Atom] = [outs[n] for n in names]
     wanted += [a for i in observers for a in inner.eqns[i].invars]
-    kept = sorted({*needed(inner.eqns, wanted)[0], *observers, at})
+    kept = sorted({*backward_slice(inner.eqns, wanted)[0], *observers, at})
     marked = inline_calls(eqn.params["jaxpr"], keep=(COLLECT,), rules=True)
     body = inline_calls(eqn.params["jaxpr"], rules=True)
     differentiated, others = operands_of(eqn.replace(params={**eqn.params, "jaxpr": body}))
@@ -119,7 +119,7 @@ def forward_pass(step: Cut) -> ForwardPass:
     # what the step makes of the loss's results reads them under the names they have inside
     env: dict[Var, Atom] = dict(zip(eqn.outvars[:count], opened(body).outvars, strict=True))
     read = lambda a: env.get(a, a) if isinstance(a, Var) else a
-    after = spread(inner.eqns, dict.fromkeys(eqn.outvars, 1), {})
+    after = propagate(inner.eqns, dict.fromkeys(eqn.outvars, 1), {})
     late = [i for i in kept if i != at and (any(after.get(v) for v in inner.eqns[i].outvars) or i in observers)]
     eqns = [*opened(body).eqns, *(inner.eqns[i].replace(invars=[*map(read, inner.eqns[i].invars)]) for i in late)]
     shown = summaries(closed([], [], [], [], eqns, body))
@@ -141,7 +141,7 @@ def forward_pass(step: Cut) -> ForwardPass:
     jaxpr = closed(constvars, values, list(given), [loss, *results.values()], eqns, source.jaxpr)
     leaf_of = {v: leaf for leaf, v in step.gradients.items()}
     diff = {v: leaf_of[g] for v, g in zip(differentiated, eqn.outvars[count:], strict=True) if g in leaf_of}
-    early = needed(inner.eqns, [a for a in given.values() if isinstance(a, Var)])[0]
+    early = backward_slice(inner.eqns, [a for a in given.values() if isinstance(a, Var)])[0]
     prelude = closed(
         inner.constvars,
         constants(source.jaxpr),
@@ -157,7 +157,7 @@ def forward_pass(step: Cut) -> ForwardPass:
 def _live(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[JaxprEqn]:
     """The equations that outputs need, and those with effects and what they need."""
     seen = [i for i, e in enumerate(eqns) if e.effects]
-    kept, _ = needed(eqns, [*outputs, *(a for i in seen for a in eqns[i].invars)])
+    kept, _ = backward_slice(eqns, [*outputs, *(a for i in seen for a in eqns[i].invars)])
     return [eqns[i] for i in sorted({*kept, *seen})]
 
 
@@ -203,7 +203,7 @@ def _check(step: Cut, eqn: JaxprEqn, count: int, kept: Sequence[int], at: int) -
         if e.primitive is not mark_p and any(isinstance(a, Var) and a in raw for a in e.invars):
             raise GradientError(f"{step.program.name} uses gradients that dtrans.value_and_grad did not mark")
     state = {v: n for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in step.opt_state}
-    _, leaves = needed(inner.eqns, [a for a in eqn.invars if isinstance(a, Var)])
+    _, leaves = backward_slice(inner.eqns, [a for a in eqn.invars if isinstance(a, Var)])
     for v, n in state.items():
         if v in leaves:
             raise GradientError(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dtrans.pipeline_parallel.options import PipelineOptions
     from dtrans.pipeline_parallel.split_stages import Cuts
     from dtrans.pipeline_parallel.stage_programs import StagePrograms
-    from dtrans.pipeline_parallel.stage_scan import Rows, Turns
+    from dtrans.pipeline_parallel.stage_scan import StageRows, Turns
     from dtrans.pipeline_parallel.update import Update
     from dtrans.step.summary import Summary
 
@@ -111,7 +111,7 @@ class PipelinePlan:
     cuts: Cuts
     programs_for: Callable[[PipelinePlan, Sequence[jax.ShapeDtypeStruct]], StepPrograms] = dataclasses.field(repr=False)
     turns: Turns = ()
-    stacks: Mapping[str, tuple[Rows, ...]] = dataclasses.field(default_factory=dict)
+    stacks: Mapping[str, tuple[StageRows, ...]] = dataclasses.field(default_factory=dict)
     summaries: tuple[Summary, ...] = ()
     collected: Mapping[str, str] = dataclasses.field(default_factory=dict)
     known: dict[Any, StepPrograms] = dataclasses.field(default_factory=dict, repr=False)

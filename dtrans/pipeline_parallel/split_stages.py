@@ -16,7 +16,7 @@ from dtrans.ir.program import Program
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.pipeline_parallel.options import SPLIT, PipelineOptions
 from dtrans.pipeline_parallel.stage_programs import StagePrograms, program_of
-from dtrans.pipeline_parallel.update_by_stage import Piece, Placed
+from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, StagePart
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import Rows
 from dtrans.step.cut import GRAD, Cut
@@ -135,7 +135,7 @@ def _split(p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], who
     return program_of(p.name, made.jaxpr, p.in_names, p.out_names, p.roles[0] if p.roles else "forward")
 
 
-def split_update(placed: Placed, cuts: Cuts) -> Placed:
+def split_update(placed: PlacedUpdate, cuts: Cuts) -> PlacedUpdate:
     """The update, with the pieces of split stages as those of a shard."""
     inner = placed.program.jaxpr.jaxpr
     named: dict[Var, str] = dict(zip(inner.invars, placed.program.in_names, strict=True))
@@ -144,7 +144,7 @@ def split_update(placed: Placed, cuts: Cuts) -> Placed:
     dims: dict[Var, int] = {v: d for v, d in given.items() if d is not None}
     new = {v: cuts.state.get(n) for v, n in outs.items()}
     sent = {(v, origin) for v, origin, _ in placed.sends}  # whole
-    pieces: list[Piece] = []
+    pieces: list[StagePart] = []
     for p in placed.pieces:
         if cuts.shards[p.place] == 1:
             pieces.append(p)

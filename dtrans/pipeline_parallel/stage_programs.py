@@ -25,13 +25,13 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
 from dtrans.ir.array_fns import padded
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed, spread
+from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
 from dtrans.ops import reduce_scatter_p
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.pipeline_parallel.options import AXIS, PipelineOptions
-from dtrans.pipeline_parallel.stage_vjp import Differentiated
+from dtrans.pipeline_parallel.stage_vjp import StageVjp
 from dtrans.step.cut import GRAD
 from dtrans.zero.slices import Sliced
 
@@ -93,7 +93,7 @@ def program_of(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence
     return Program(name, ordered, (spec,), made, (role,) * len(inner.eqns))
 
 
-class StageCutter:
+class StageProgramWriter:
     """Cuts a forward pass into the programs of stages.
 
     Args:
@@ -117,7 +117,7 @@ class StageCutter:
         self.consts = dict(zip(inner.constvars, constants(forward.jaxpr), strict=True))
         made = {v: s for e, s in zip(eqns, stage_of, strict=True) for v in e.outvars}
         # what depends on no micro-batch (a mask, a weight transposed) is made in each stage that reads it
-        self.dependent = spread(eqns, dict.fromkeys(forward.of_micro_batches, 1), {})
+        self.dependent = propagate(eqns, dict.fromkeys(forward.of_micro_batches, 1), {})
         self.made_at = {v: s for v, s in made.items() if self.dependent.get(v)}
         last: dict[Var, int] = {}
         for e, s in zip(eqns, stage_of, strict=True):
@@ -128,7 +128,7 @@ class StageCutter:
         order = dict.fromkeys(v for vs in self.crossing for v in vs)
         # names that no argument of the user's can have
         self.names = {v: f"@value/{i}" for i, v in enumerate(order)}
-        self.active = spread(eqns, dict.fromkeys(forward.diff, 1), {})
+        self.active = propagate(eqns, dict.fromkeys(forward.diff, 1), {})
         self.loss_at = self.made_at.get(forward.loss, 0) if isinstance(forward.loss, Var) else 0
         # which stage gives a result: the one that makes it, or the last for what no stage makes
         self.results_of: list[list[str]] = [[] for _ in range(self.count)]
@@ -168,7 +168,7 @@ class StageCutter:
         ahead = [v for v in fronts if self.made_at[v] == s]
         through = [v for v in fronts if self.made_at[v] != s]
         has_loss = self.loss_at == s and self.differentiable(f.loss)
-        vjp = Differentiated(
+        vjp = StageVjp(
             self._prelude([*params, *batch], list(given.values())),
             body,
             reads,
@@ -213,7 +213,7 @@ class StageCutter:
         mine = set(own)
         effects = [a for i in own if f.eqns[i].effects for a in f.eqns[i].invars]
         stop = set(received)
-        kept, leaves = needed(f.eqns, [*wanted, *effects], stop)
+        kept, leaves = backward_slice(f.eqns, [*wanted, *effects], stop)
         kept = sorted({*kept, *(i for i in own if f.eqns[i].effects)})
         for i in kept:
             assert i in mine or not any(self.dependent.get(v) for v in f.eqns[i].outvars), f.eqns[i]
@@ -237,7 +237,7 @@ class StageCutter:
 
     def _backward(
         self,
-        vjp: Differentiated,
+        vjp: StageVjp,
         has_loss: bool,
         ahead: Sequence[Var],
         through: Sequence[Var],
@@ -300,8 +300,10 @@ class StageCutter:
         inner = opened(jaxpr)
         if not self.o.splits_backward:
             return _live(f"backward of stage {s}", jaxpr, ins, outs), None
-        first, _ = needed(inner.eqns, inner.outvars[:cotangents])
-        second, _ = needed(inner.eqns, inner.outvars[cotangents:], {v for i in first for v in inner.eqns[i].outvars})
+        first, _ = backward_slice(inner.eqns, inner.outvars[:cotangents])
+        second, _ = backward_slice(
+            inner.eqns, inner.outvars[cotangents:], {v for i in first for v in inner.eqns[i].outvars}
+        )
         made = {v for i in first for v in inner.eqns[i].outvars}
         read = dict.fromkeys(a for i in second for a in inner.eqns[i].invars if isinstance(a, Var) and a in made)
         read |= dict.fromkeys(a for a in inner.outvars[cotangents:] if isinstance(a, Var) and a in made)
@@ -310,7 +312,7 @@ class StageCutter:
         take: Callable[[Sequence[int]], list[JaxprEqn]] = lambda which: [inner.eqns[i] for i in which]
         values = constants(jaxpr)
         one = closed(inner.constvars, values, inner.invars, [*inner.outvars[:cotangents], *between], take(first), jaxpr)
-        extra = needed(inner.eqns, inner.outvars[cotangents:], {*between})[0]
+        extra = backward_slice(inner.eqns, inner.outvars[cotangents:], {*between})[0]
         two = closed(inner.constvars, values, [*inner.invars, *between], inner.outvars[cotangents:], take(extra), jaxpr)
         return (
             _live(f"backward of stage {s}", one, ins, [*outs[:cotangents], *names]),
@@ -320,13 +322,13 @@ class StageCutter:
 
 def _is_made_of_nothing(var: Var, eqns: Sequence[JaxprEqn]) -> bool:
     """Whether a value is a constant, which is sooner made again than kept."""
-    return not needed(eqns, [var])[1]
+    return not backward_slice(eqns, [var])[1]
 
 
 def _live(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> Program:
     """A backward program, without the equations and inputs that nothing needs."""
     inner = opened(jaxpr)
-    kept, leaves = needed(inner.eqns, inner.outvars)
+    kept, leaves = backward_slice(inner.eqns, inner.outvars)
     used = leaves | {a for a in inner.outvars if isinstance(a, Var)}
     here = [(n, v) for n, v in zip(ins, inner.invars, strict=True) if v in used]
     consts = [(v, c) for v, c in zip(inner.constvars, constants(jaxpr), strict=True) if v in used]

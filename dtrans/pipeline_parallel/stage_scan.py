@@ -25,9 +25,9 @@ from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.rows.analysis import RowAnalysis, analyse
-from dtrans.rows.writer import Span
+from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement, Unit
-from dtrans.slicing.server_update import Slicer
+from dtrans.slicing.server_update import ServerUpdateBuilder
 from dtrans.step.cut import GRAD, Cut, OptimizeHalf
 
 
@@ -35,7 +35,7 @@ Turns = tuple[tuple[int, ...], ...]  # of each loop that is cut, where its parts
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class StageRows:
     """A run of rows of a leaf, or of what goes with it in the optimizer's state, as a parameter of its own.
 
     Attributes:
@@ -153,7 +153,7 @@ def stages_of_parts(
 # -- rows of stacks --------------------------------------------------------------------------------
 
 
-def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[Rows, ...]]:
+def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
     """Which leaves stages hold rows of: stacks of which each stage reads its own rows, and nothing else."""
     step = forward.step
     outs = {a for a in forward.jaxpr.jaxpr.outvars if isinstance(a, Var)}
@@ -161,7 +161,7 @@ def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[Ro
     names = dict(zip(step.program.jaxpr.jaxpr.invars, step.program.in_names, strict=True))
     read = {a for e in forward.prelude.jaxpr.eqns for a in e.invars if isinstance(a, Var)}
     analysis: RowAnalysis | None = None
-    found: dict[str, tuple[Rows, ...]] = {}
+    found: dict[str, tuple[StageRows, ...]] = {}
     for v, leaf in forward.diff.items():
         source = forward.given[v]
         uses = [(e, s) for e, s in zip(forward.eqns, stage_of, strict=True) if v in e.invars]
@@ -179,7 +179,7 @@ def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[Ro
         analysis = analysis or analyse(step.optimize, step.params)
         if leaf in analysis.groups:
             continue
-        found[leaf] = tuple(Rows(f"{leaf}.block{k}", 0, a, b) for k, (a, b) in enumerate(ordered))
+        found[leaf] = tuple(StageRows(f"{leaf}.block{k}", 0, a, b) for k, (a, b) in enumerate(ordered))
     return found
 
 
@@ -202,10 +202,10 @@ class Taken:
     """
 
     forward: ForwardPass
-    rows: Mapping[str, tuple[Rows, ...]]
+    rows: Mapping[str, tuple[StageRows, ...]]
 
 
-def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[Rows, ...]]) -> Taken:
+def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]]) -> Taken:
     """The same forward pass and step, on rows of stacks in the place of these."""
     if not rows:
         return Taken(forward, {})
@@ -244,7 +244,7 @@ def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[Rows, ...]]) -> T
 
 
 def stages_without(
-    forward: ForwardPass, rows: Mapping[str, tuple[Rows, ...]], stage_of: Sequence[int]
+    forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]], stage_of: Sequence[int]
 ) -> tuple[int, ...]:
     """The stage of each equation that `taken_apart` leaves."""
     by_leaf = {leaf: v for v, leaf in forward.diff.items() if leaf in rows}
@@ -258,8 +258,8 @@ def _is_run(eqn: JaxprEqn) -> bool:
 
 
 def _half_of_blocks(
-    step: Cut, rows: Mapping[str, tuple[Rows, ...]]
-) -> tuple[OptimizeHalf, dict[str, tuple[Rows, ...]]]:
+    step: Cut, rows: Mapping[str, tuple[StageRows, ...]]
+) -> tuple[OptimizeHalf, dict[str, tuple[StageRows, ...]]]:
     """The optimize half on rows, and what of the optimizer's state goes with them.
 
     It is what a parameter server does that has all blocks.
@@ -271,11 +271,11 @@ def _half_of_blocks(
         t = types[n]
         if n in rows:
             blocks[n] = tuple(
-                Block(n, k, len(rows[n]), Span(r.start, r.stop), (r.stop - r.start, *t.shape[1:]), t.dtype, "here")
+                Block(n, k, len(rows[n]), RowRange(r.start, r.stop), (r.stop - r.start, *t.shape[1:]), t.dtype, "here")
                 for k, r in enumerate(rows[n])
             )
         else:
-            blocks[n] = (Block(n, 0, 1, Span(0, t.shape[0]) if t.ndim else None, t.shape, t.dtype, "here"),)
+            blocks[n] = (Block(n, 0, 1, RowRange(0, t.shape[0]) if t.ndim else None, t.shape, t.dtype, "here"),)
     units: list[Unit] = []
     for n in step.optimized:
         group = analysis.groups.get(n)
@@ -284,11 +284,11 @@ def _half_of_blocks(
         elif group.leaves[0] == n:
             units.append(Unit(tuple(blocks[m][0] for m in group.leaves)))
     placement = Placement(("here",), blocks, {"here": tuple(units)}, {}, tuple(step.optimized))
-    work = Slicer(analysis, placement, 1).work("here")
-    state: dict[str, list[Rows]] = {}
+    work = ServerUpdateBuilder(analysis, placement, 1).work("here")
+    state: dict[str, list[StageRows]] = {}
     for name, h in work.held.items():
         if h.of in step.opt_state and h.span is not None:
-            state.setdefault(h.of, []).append(Rows(name, h.axis, h.span.start, h.span.stop))
+            state.setdefault(h.of, []).append(StageRows(name, h.axis, h.span.start, h.span.stop))
     b = Builder(step.optimize.jaxpr)
     # no block reads new state: its name stands for the state before the step
     held = {n: b.input(h.cut(types[h.of])) for n, h in work.held.items()}
@@ -308,7 +308,7 @@ def _half_of_blocks(
     return half, {n: tuple(sorted(rs, key=lambda r: r.start)) for n, rs in state.items()}
 
 
-def _step(step: Cut, rows: Mapping[str, tuple[Rows, ...]], half: OptimizeHalf) -> Cut:
+def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf) -> Cut:
     """The step with rows as arrays of its state."""
     source = step.program
     inner = source.jaxpr.jaxpr

@@ -30,12 +30,12 @@ from dtrans._jax import (
     small_jaxpr,
 )
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed, spread
+from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import is_communication
 
 
-class Differentiated:
+class StageVjp:
     """The forward and the backward of a stage's equations.
 
     Attributes:
@@ -80,20 +80,20 @@ class Differentiated:
         inner = opened(traced)
         count = len(outs)
         leaves = inner.outvars[count:]
-        cheap = spread(inner.eqns, dict.fromkeys(inner.invars[n_params:], 1), {})
+        cheap = propagate(inner.eqns, dict.fromkeys(inner.invars[n_params:], 1), {})
         at: set[Atom] = {*inner.invars}
         self._source = traced
         self._residuals: list[Atom] = list(leaves)
         made = [a for a in leaves if isinstance(a, Var) and a not in at]
         # what has an effect is not carried out again
-        seen = spread(inner.eqns, {v: 1 for e in inner.eqns if e.effects for v in e.outvars}, {})
+        seen = propagate(inner.eqns, {v: 1 for e in inner.eqns if e.effects for v in e.outvars}, {})
         self._again = {a for a in made if not cheap.get(a) and not seen.get(a)}
         self.kept: list[Var] = list(dict.fromkeys(a for a in made if a not in self._again))
         if checkpoints is not None:
             self.kept = _barriers(inner, self.kept, at, checkpoints)
             self._again = {a for a in made if a not in self.kept}
         outvars = [*inner.outvars[:count], *self.kept]
-        live, _ = needed(inner.eqns, [*outvars, *(a for e in inner.eqns if e.effects for a in e.invars)])
+        live, _ = backward_slice(inner.eqns, [*outvars, *(a for e in inner.eqns if e.effects for a in e.invars)])
         live = sorted({*live, *(i for i, e in enumerate(inner.eqns) if e.effects)})
         self.forward = closed(
             inner.constvars, constants(traced), inner.invars, outvars, [inner.eqns[i] for i in live], traced
@@ -132,7 +132,7 @@ class Differentiated:
         env |= {v: b.constant(c) for v, c in zip(inner.constvars, constants(self._source), strict=True)}
         env |= dict(zip(self.kept, saved, strict=True))
         read = lambda a: a if isinstance(a, Literal) else env[a]
-        for i in needed(inner.eqns, self._again, self.kept)[0]:
+        for i in backward_slice(inner.eqns, self._again, self.kept)[0]:
             eqn = inner.eqns[i]
             env.update(zip(eqn.outvars, b.copy(eqn, [read(a) for a in eqn.invars]), strict=True))
         return b.inline(self.backward, *(read(a) for a in self._residuals), *cotangents)
@@ -147,7 +147,7 @@ def _barriers(inner: Jaxpr, wanted: Sequence[Var], given: Collection[Atom], name
     drawn, other = 1, 2
     keys = [v for v in inner.invars if not jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
     seeds = {v: drawn for e in inner.eqns if _draws(e) for v in e.outvars}
-    of = spread(inner.eqns, dict.fromkeys(keys, other), seeds)
+    of = propagate(inner.eqns, dict.fromkeys(keys, other), seeds)
     found: dict[Var, None] = {}
     seen: set[Atom] = set()
     stack: list[Atom] = list(wanted)

@@ -34,9 +34,9 @@ from dtrans.pipeline_parallel.plan import PipelinePlan, StepPrograms
 from dtrans.pipeline_parallel.results import STACK, check_state, results_program
 from dtrans.pipeline_parallel.schedule import Schedule, schedule as schedule_of
 from dtrans.pipeline_parallel.split_stages import Cuts, cuts_of, shards_of, split_stages
-from dtrans.pipeline_parallel.stage_programs import StageCutter, StagePrograms, sums_of
+from dtrans.pipeline_parallel.stage_programs import StagePrograms, StageProgramWriter, sums_of
 from dtrans.pipeline_parallel.stage_scan import (
-    Rows,
+    StageRows,
     Turns,
     loops_of,
     merged_turns,
@@ -178,7 +178,7 @@ def pipeline(
         num_apply_group=num_apply_group,
         offload=offload,
     )
-    return planned(main, startup, options, timetable, cluster)
+    return plan_pipeline(main, startup, options, timetable, cluster)
 
 
 def _timetable(given: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None) -> Schedule:
@@ -200,7 +200,7 @@ def _unknown(name: str) -> str:
     return f"{name} is no option of pipeline" + (f"; did you mean {close[0]}?" if close else f": {', '.join(known)}")
 
 
-def planned(
+def plan_pipeline(
     main: Program, startup: Program, o: PipelineOptions, timetable: Schedule, cluster: Cluster | None = None
 ) -> PipelinePlan:
     """What `pipeline` plans with these options."""
@@ -246,16 +246,16 @@ def planned(
 
 def _planned_stages(
     forward: ForwardPass, o: PipelineOptions
-) -> tuple[ForwardPass, tuple[int, ...], Turns, Mapping[str, tuple[Rows, ...]]]:
+) -> tuple[ForwardPass, tuple[int, ...], Turns, Mapping[str, tuple[StageRows, ...]]]:
     """The forward pass with its loops over layers in a part for each stage, and the stage of each of its equations."""
 
-    def planned(f: ForwardPass) -> tuple[int, ...]:
+    def plan_pipeline(f: ForwardPass) -> tuple[int, ...]:
         return stages_of(f.jaxpr, o.model_stages, policy=o.policy, bytes_cost=o.bytes_cost, batch=f.of_micro_batches)
 
     if o.model_stages == 1 or not loops_of(forward):
-        return forward, planned(forward), (), {}
+        return forward, plan_pipeline(forward), (), {}
     single, origin = turned(forward, single_turns(forward))
-    by_turn = planned(single)
+    by_turn = plan_pipeline(single)
     turns = merged_turns(forward, origin, by_turn)
     parts, parts_origin = turned(forward, turns)
     found = stages_of_parts(turns, forward, parts_origin, origin, by_turn)
@@ -379,7 +379,7 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
 
 def _stages(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions) -> tuple[StagePrograms, ...]:
     scatter = slices_of_sums(forward.step, o) if o.sharding_stage == 2 else {}
-    return StageCutter(forward, stage_of, o, scatter).stages()
+    return StageProgramWriter(forward, stage_of, o, scatter).stages()
 
 
 def _programs(

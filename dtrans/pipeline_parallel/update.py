@@ -17,22 +17,22 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, Literal, Var
-from dtrans.data_parallel.reducer import Kind
+from dtrans.data_parallel.reducer import ReduceSpec
 from dtrans.data_parallel.transform import rewritten as over_replicas
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed
+from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import TreeSpec
 from dtrans.pipeline_parallel.balance import contiguous, part_of_each
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.split_stages import Cuts, split_update
-from dtrans.pipeline_parallel.stage_scan import Rows, joined
-from dtrans.pipeline_parallel.update_by_stage import Placed, grouped, place
+from dtrans.pipeline_parallel.stage_scan import StageRows, joined
+from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, grouped, place
 from dtrans.rows.analysis import analyse
 from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.marks import mark_p
 from dtrans.zero.options import ShardingOptions
-from dtrans.zero.rank_program import Layout, RankWriter
+from dtrans.zero.rank_program import RankLayout, RankWriter
 from dtrans.zero.reduce_scatter import Scatterer
 from dtrans.zero.slices import Sliced, slices_of
 
@@ -51,8 +51,8 @@ class Update:
       layout: how replicas share the state, where they keep slices of it.
     """
 
-    placed: Placed
-    layout: Layout | None
+    placed: PlacedUpdate
+    layout: RankLayout | None
 
     @property
     def program(self) -> Program:
@@ -71,7 +71,7 @@ def update_of(
     homes: Mapping[str, int],
     users: Mapping[str, Sequence[int]],
     cuts: Cuts,
-    rows: Mapping[str, Sequence[Rows]],
+    rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Update:
     """Plan the update.
@@ -89,13 +89,13 @@ def update_of(
     whole = cut(_step(step, whole_sums, homes, users, rows, o)).with_observed()
     layout = None
     if o.replicas > 1 and o.sharding_stage:
-        layout = dataclasses.replace(Layout.of(whole, _sharding(o), {}), groups=homes)
+        layout = dataclasses.replace(RankLayout.of(whole, _sharding(o), {}), groups=homes)
         if o.sharding_stage == 2:
             program = _SlicedSums(whole, _with_sums(layout, whole), homes, users, o).program()
         else:
             program = RankWriter(whole, layout).program()
     else:
-        program = over_replicas(whole, o.over_replicas, {}, lambda leaf: Kind(group=homes[leaf]))
+        program = over_replicas(whole, o.over_replicas, {}, lambda leaf: ReduceSpec(group=homes[leaf]))
     analysis = analyse(step.optimize, step.params)
     home: dict[str, int | None] = {n: homes[n] for n in step.params}
     for n in step.opt_state:
@@ -143,14 +143,14 @@ def _apply_groups(
     return {n: group.get(leaf, 0) for n, leaf in leaf_of.items()}
 
 
-def _with_sums(layout: Layout, whole: Cut) -> Layout:
+def _with_sums(layout: RankLayout, whole: Cut) -> RankLayout:
     """A layout in which the sums of gradients are slices too."""
     held = {n: s for n in whole.batch if (s := layout.slices.leaves.get(n.partition(GRAD)[0])) is not None}
     return _SumsLayout(**{f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}, sums=held)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _SumsLayout(Layout):
+class _SumsLayout(RankLayout):
     """A layout with slices of sums of gradients."""
 
     sums: Mapping[str, Sliced] = dataclasses.field(default_factory=dict)
@@ -166,7 +166,7 @@ class _SlicedSums(RankWriter):
     def __init__(
         self,
         step: Cut,
-        layout: Layout,
+        layout: RankLayout,
         homes: Mapping[str, int],
         users: Mapping[str, Sequence[int]],
         o: PipelineOptions,
@@ -217,7 +217,7 @@ def _step(
     sums: Mapping[str, Any],
     homes: Mapping[str, int],
     users: Mapping[str, Sequence[int]],
-    rows: Mapping[str, Sequence[Rows]],
+    rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Program:
     """The update as a step: (params, opt_state, sums) -> (params, opt_state, results of gradients)."""
@@ -267,7 +267,7 @@ def mean_of(b: Builder, sums: Sequence[Atom], dtype: Any, o: PipelineOptions) ->
 
 
 def _of_gradients(
-    b: Builder, step: Cut, grads: Mapping[str, Atom], rows: Mapping[str, Sequence[Rows]]
+    b: Builder, step: Cut, grads: Mapping[str, Atom], rows: Mapping[str, Sequence[StageRows]]
 ) -> dict[str, Atom]:
     """Write the results that are computed from gradients."""
     source = step.program
@@ -280,7 +280,7 @@ def _of_gradients(
         if n in rows:
             (env[v],) = b.call(joined(0), *(grads[r.name] for r in rows[n]))
     read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
-    for i in needed(inner.eqns, [outs[n] for n in step.from_gradients], list(env))[0]:
+    for i in backward_slice(inner.eqns, [outs[n] for n in step.from_gradients], list(env))[0]:
         eqn = inner.eqns[i]
         env.update(zip(eqn.outvars, b.copy(eqn, [read(a) for a in eqn.invars]), strict=True))
     return {n: read(outs[n]) for n in step.from_gradients}

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, closed, constants
 from dtrans.ir.cost import nbytes
-from dtrans.ir.dataflow import needed
+from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import Program
 
 
@@ -30,7 +30,7 @@ HUB = -1  # made at the hub, of what several places have
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
+class StagePart:
     """What one place does without hearing of others.
 
     Attributes:
@@ -47,7 +47,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedUpdate:
     """A program in pieces.
 
     Attributes:
@@ -60,14 +60,16 @@ class Placed:
     """
 
     program: Program
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StagePart, ...]
     sends: tuple[tuple[Var, int, int], ...]
     home: Mapping[str, int | None]
     out_at: Mapping[str, int | None]
     cuts: Mapping[Var, int] = dataclasses.field(default_factory=dict)
 
 
-def place(program: Program, home: Mapping[str, int | None], out_at: Mapping[str, int | None], places: int) -> Placed:
+def place(
+    program: Program, home: Mapping[str, int | None], out_at: Mapping[str, int | None], places: int
+) -> PlacedUpdate:
     """Cut a program by place.
 
     Args:
@@ -78,7 +80,7 @@ def place(program: Program, home: Mapping[str, int | None], out_at: Mapping[str,
     return _Placer(program, home, out_at, places).placed()
 
 
-def grouped(placed: Placed, group: Mapping[str, int]) -> Placed:
+def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
     """The same, with pieces that make several groups of outputs taken apart, the last group first.
 
     Args:
@@ -87,22 +89,22 @@ def grouped(placed: Placed, group: Mapping[str, int]) -> Placed:
     inner = placed.program.jaxpr.jaxpr
     of = {a: group[n] for n, a in zip(placed.program.out_names, inner.outvars, strict=True)
           if n in group and isinstance(a, Var)}  # fmt: skip
-    pieces: list[Piece] = []
+    pieces: list[StagePart] = []
     for piece in placed.pieces:
         groups = sorted({of[v] for v in piece.makes if v in of}, reverse=True)
         pieces += [piece] if len(groups) < 2 else _apart(piece, of, groups)
     return dataclasses.replace(placed, pieces=tuple(pieces))
 
 
-def _apart(piece: Piece, of: Mapping[Var, int], groups: Sequence[int]) -> list[Piece]:
+def _apart(piece: StagePart, of: Mapping[Var, int], groups: Sequence[int]) -> list[StagePart]:
     """A piece as several: what groups have in common, and then each group."""
     inner = piece.jaxpr.jaxpr
     wanted = {g: [v for v in piece.makes if of.get(v) == g] for g in groups}
-    need = {g: set(needed(inner.eqns, wanted[g])[0]) for g in groups}
+    need = {g: set(backward_slice(inner.eqns, wanted[g])[0]) for g in groups}
     others = [v for v in piece.makes if v not in of]
-    common = set(needed(inner.eqns, others)[0])
+    common = set(backward_slice(inner.eqns, others)[0])
     common |= {i for i in range(len(inner.eqns)) if sum(i in n for n in need.values()) > 1}
-    common = set(needed(inner.eqns, [v for i in common for v in inner.eqns[i].outvars])[0])
+    common = set(backward_slice(inner.eqns, [v for i in common for v in inner.eqns[i].outvars])[0])
     made = {v for i in common for v in inner.eqns[i].outvars}
     read_later = {a for n in need.values() for i in n - common for a in inner.eqns[i].invars if isinstance(a, Var)}
     first = [v for i in sorted(common) for v in inner.eqns[i].outvars if v in read_later or v in piece.makes]
@@ -111,7 +113,7 @@ def _apart(piece: Piece, of: Mapping[Var, int], groups: Sequence[int]) -> list[P
     return [_part(piece, which, makes) for which, makes in parts if makes]
 
 
-def _part(piece: Piece, which: Sequence[int], makes: Sequence[Var]) -> Piece:
+def _part(piece: StagePart, which: Sequence[int], makes: Sequence[Var]) -> StagePart:
     inner = piece.jaxpr.jaxpr
     eqns = [inner.eqns[i] for i in which]
     made = {v for e in eqns for v in e.outvars}
@@ -119,7 +121,7 @@ def _part(piece: Piece, which: Sequence[int], makes: Sequence[Var]) -> Piece:
     consts = dict(zip(inner.constvars, constants(piece.jaxpr), strict=True))
     held, reads = [v for v in read if v in consts], [v for v in read if v not in consts]
     jaxpr = closed(held, [consts[v] for v in held], reads, makes, eqns, piece.jaxpr)
-    return Piece(piece.place, jaxpr, tuple(reads), tuple(makes))
+    return StagePart(piece.place, jaxpr, tuple(reads), tuple(makes))
 
 
 class _Placer:
@@ -176,7 +178,7 @@ class _Placer:
         """The place that something is made at."""
         return self.places - 1 if at == HUB else at
 
-    def placed(self) -> Placed:
+    def placed(self) -> PlacedUpdate:
         inner = self.program.jaxpr.jaxpr
         ends: list[tuple[Atom, int]] = []
         for n, a in zip(self.program.out_names, inner.outvars, strict=True):
@@ -185,12 +187,12 @@ class _Placer:
         for a, p in ends:
             if isinstance(a, Var):
                 self._need(a, p)
-        pieces: list[Piece] = []
+        pieces: list[StagePart] = []
         outs = {(a, p) for a, p in ends if isinstance(a, Var)}
         for level in sorted(self.wanted):
             for p in sorted(self.wanted[level]):
                 pieces.append(self._piece(p, sorted(self.wanted[level][p]), outs))
-        return Placed(self.program, tuple(pieces), tuple(self.sends), self.home, self.out_at)
+        return PlacedUpdate(self.program, tuple(pieces), tuple(self.sends), self.home, self.out_at)
 
     def _need(self, var: Var, p: int) -> int:
         """Have a value in a place; the level from which on it is there."""
@@ -224,7 +226,7 @@ class _Placer:
             stack.pop()
         return self.level[var, p]
 
-    def _piece(self, p: int, which: Sequence[int], outs: set[tuple[Var, int]]) -> Piece:
+    def _piece(self, p: int, which: Sequence[int], outs: set[tuple[Var, int]]) -> StagePart:
         inner = self.program.jaxpr.jaxpr
         eqns: list[JaxprEqn] = [self.eqns[i] for i in which]
         made = {v for e in eqns for v in e.outvars}
@@ -239,4 +241,4 @@ class _Placer:
         makes = [v for e in eqns for v in e.outvars if v in later]
         held = [v for v in read if v in consts]
         jaxpr = closed(held, [consts[v] for v in held], reads, makes, eqns, self.program.jaxpr)
-        return Piece(p, jaxpr, tuple(reads), tuple(makes))
+        return StagePart(p, jaxpr, tuple(reads), tuple(makes))

@@ -26,7 +26,7 @@ from dtrans.rows.rules import ELEMENTWISE, Step
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class RowRange:
     """Rows `start` to `stop` of a leaf."""
 
     start: int
@@ -73,7 +73,7 @@ class RowWriter:
     """
 
     def __init__(
-        self, jaxpr: ClosedJaxpr, flow: Flow, span: Span | None, made_by: Mapping[Var, JaxprEqn] | None = None
+        self, jaxpr: ClosedJaxpr, flow: Flow, span: RowRange | None, made_by: Mapping[Var, JaxprEqn] | None = None
     ) -> None:
         self.b = Builder(jaxpr)
         self.flow = flow

@@ -18,7 +18,7 @@ import numpy as np
 from dtrans.errors import StateError
 from dtrans.ir.program import Program
 from dtrans.ops import broadcast_p, gen_nccl_id_p
-from dtrans.run.base.segments import Pieces, cut_program
+from dtrans.run.base.segments import Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.sockets import DEADLINE
 from dtrans.run.parameter_server.fabric import EndpointFabric
@@ -67,7 +67,7 @@ class Executor:
     def __init__(self, *, deadline: float = DEADLINE, wait_port: bool = True, allow_remote: bool = False) -> None:
         self._fabric = EndpointFabric(deadline=deadline, wait_port=wait_port, allow_remote=allow_remote)
         self._cluster = ClusterFabric(deadline=deadline, allow_remote=allow_remote)
-        self._pieces: dict[Program, Pieces] = {}
+        self._pieces: dict[Program, Segments] = {}
         self._interrupted: str | None = None
 
     def run(self, program: Program, *args: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.rows.writer import Span
+from dtrans.rows.writer import RowRange
 from dtrans.step.cut import GRAD
 
 
@@ -30,7 +30,7 @@ class Block:
     leaf: str
     index: int
     count: int
-    span: Span | None
+    span: RowRange | None
     shape: tuple[int, ...]
     dtype: Any
     endpoint: str = ""
@@ -76,7 +76,7 @@ class Unit:
         return self.blocks[0].name
 
     @property
-    def span(self) -> Span | None:
+    def span(self) -> RowRange | None:
         """The rows it has; None where it has whole leaves."""
         return self.blocks[0].span if self.blocks[0].count > 1 else None
 

@@ -41,7 +41,7 @@ from dtrans.slicing.random_bits import block_bits_p, is_counted
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Part:
+class InitSlice:
     """Entries `start` to `stop` along `axis`."""
 
     axis: int
@@ -57,16 +57,16 @@ class Part:
         """The type of this part of a value."""
         return aval.update(shape=(*aval.shape[: self.axis], self.count, *aval.shape[self.axis + 1 :]))
 
-    def moved(self, by: int) -> Part:
+    def moved(self, by: int) -> InitSlice:
         """The same entries, in a value that begins `by` entries earlier."""
-        return Part(self.axis, self.start + by, self.stop + by)
+        return InitSlice(self.axis, self.start + by, self.stop + by)
 
-    def along(self, axis: int) -> Part:
+    def along(self, axis: int) -> InitSlice:
         """The same entries of another axis."""
-        return Part(axis, self.start, self.stop)
+        return InitSlice(axis, self.start, self.stop)
 
 
-Want = tuple[Atom, Part | None]  # None: the whole
+Want = tuple[Atom, InitSlice | None]  # None: the whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[
     wishes = _Wishes()
     for want in wanted:
         wishes.add(want)
-    recipes: dict[tuple[Var, Part], Recipe] = {}
+    recipes: dict[tuple[Var, InitSlice], Recipe] = {}
     whole: set[int] = set()
     for i in range(len(eqns) - 1, -1, -1):
         eqn = eqns[i]
@@ -125,7 +125,7 @@ def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[
             for want in recipe.needs:
                 wishes.add(want)
 
-    made: dict[tuple[Var, Part], Atom] = {}
+    made: dict[tuple[Var, InitSlice], Atom] = {}
 
     def read(want: Want) -> Atom:
         atom, part = wishes.normal(want)
@@ -151,7 +151,7 @@ class _Wishes:
     """What is wanted of each value, in the order in which it was found out."""
 
     def __init__(self) -> None:
-        self._of: dict[Var, dict[Part | None, None]] = {}
+        self._of: dict[Var, dict[InitSlice | None, None]] = {}
 
     def normal(self, want: Want) -> Want:
         """A part that is everything is the whole."""
@@ -171,12 +171,12 @@ class _Wishes:
         found = self._of.get(var, {})
         return None in found or sum(p.count / var.aval.shape[p.axis] for p in found if p is not None) > 2
 
-    def parts(self, var: Var) -> list[Part]:
+    def parts(self, var: Var) -> list[InitSlice]:
         """The parts that are wanted."""
         return sorted(p for p in self._of.get(var, ()) if p is not None)
 
 
-def _cut(b: Builder, var: Var, part: Part) -> Atom:
+def _cut(b: Builder, var: Var, part: InitSlice) -> Atom:
     """A part of a whole value."""
     if b.is_constant(var) and not jnp.issubdtype(var.aval.dtype, jax.dtypes.extended):
         index = (slice(None),) * part.axis + (slice(part.start, part.stop),)
@@ -187,7 +187,7 @@ def _cut(b: Builder, var: Var, part: Part) -> Atom:
     return made
 
 
-def recipe_of(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def recipe_of(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """How a part of an output of an equation is made of parts of its operands; None where it needs all of them.
 
     Example:
@@ -201,7 +201,7 @@ def recipe_of(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
     return found or _by_row_analysis(eqn, out, part)
 
 
-def _by_row_analysis(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _by_row_analysis(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """The rows of which axis of which operand are the rows of this axis of the output?"""
     wanted = Rows("", part.axis)
     for i, a in enumerate(eqn.invars):
@@ -233,7 +233,7 @@ def _on_parts(
     return Recipe(tuple(needs), lambda b, atoms: b.copy(eqn, atoms, types, **params)[out])
 
 
-def _copied(eqn: JaxprEqn, part: Part, needs: Sequence[Want], **params: Any) -> Recipe:
+def _copied(eqn: JaxprEqn, part: InitSlice, needs: Sequence[Want], **params: Any) -> Recipe:
     """The same for an equation of one output, perhaps with other parameters."""
     return _on_parts(eqn, 0, [part.cut(eqn.outvars[0].aval)], needs, params)
 
@@ -246,7 +246,7 @@ def _called(fn: Callable[..., jax.Array], *needs: Want) -> Recipe:
 # -- equations that rows do not simply pass through -------------------------------------------------
 
 
-def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """Along an axis that it adds, or makes of size 1 longer, all entries are the same."""
     if len(eqn.invars) > 1:
         return None
@@ -257,7 +257,7 @@ def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
     return _copied(eqn, part, [(a, None)], shape=shape)
 
 
-def _iota(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _iota(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """Counting may begin later."""
     if eqn.invars:
         return None
@@ -276,7 +276,7 @@ def _counted(dtype: Any, shape: tuple[int, ...], axis: int, start: int) -> Calla
     return fn
 
 
-def _concatenate(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _concatenate(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """The pieces that overlap."""
     if eqn.params["dimension"] != part.axis:
         return None
@@ -286,7 +286,7 @@ def _concatenate(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
         end = begin + a.aval.shape[part.axis]
         lo, hi = max(part.start, begin), min(part.stop, end)
         if lo < hi:
-            needs.append((a, Part(part.axis, lo - begin, hi - begin)))
+            needs.append((a, InitSlice(part.axis, lo - begin, hi - begin)))
         begin = end
     if not needs:
         return None
@@ -295,14 +295,14 @@ def _concatenate(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
     return _copied(eqn, part, needs)
 
 
-def _stack(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _stack(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """Some of the operands."""
     if eqn.params["axis"] != part.axis:
         return None
     return _copied(eqn, part, [(a, None) for a in eqn.invars[part.start : part.stop]])
 
 
-def _split(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _split(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """A part of a piece is a part of the whole."""
     if eqn.params["axis"] != part.axis:
         return None
@@ -310,7 +310,7 @@ def _split(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
     return Recipe(((eqn.invars[0], part.moved(before)),), lambda b, atoms: atoms[0])
 
 
-def _slice(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _slice(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """A part of a slice, of which the other axes are still cut."""
     p, axis, (a,) = eqn.params, part.axis, eqn.invars
     stride = 1 if p["strides"] is None else p["strides"][axis]
@@ -318,20 +318,20 @@ def _slice(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
     length = (part.count - 1) * stride + 1
     starts, limits = list(p["start_indices"]), list(p["limit_indices"])
     starts[axis], limits[axis] = 0, length
-    need = (a, Part(axis, first, first + length))
+    need = (a, InitSlice(axis, first, first + length))
     return _copied(eqn, part, [need], start_indices=tuple(starts), limit_indices=tuple(limits))
 
 
-def _rev(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _rev(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """Counted from the other end."""
     if part.axis not in eqn.params["dimensions"]:
         return None
     (a,) = eqn.invars
     size = a.aval.shape[part.axis]
-    return _copied(eqn, part, [(a, Part(part.axis, size - part.stop, size - part.start))])
+    return _copied(eqn, part, [(a, InitSlice(part.axis, size - part.stop, size - part.start))])
 
 
-def _pad(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _pad(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """What is in front and behind, and some of the operand between."""
     a, value = eqn.invars
     axis, config = part.axis, list(eqn.params["padding_config"])
@@ -344,7 +344,7 @@ def _pad(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
         return _called(_filled(part.cut(eqn.outvars[0].aval).shape), (value, None))
     before = lo + low - part.start
     config[axis] = (before, part.count - before - (hi - lo), 0)
-    return _copied(eqn, part, [(a, Part(axis, lo, hi)), (value, None)], padding_config=tuple(config))
+    return _copied(eqn, part, [(a, InitSlice(axis, lo, hi)), (value, None)], padding_config=tuple(config))
 
 
 @functools.cache
@@ -352,7 +352,7 @@ def _filled(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
     return lambda value: jax.lax.broadcast(value, shape)
 
 
-def _reshape(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _reshape(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """A run of entries of the old shape that covers the wanted ones, for each index of the axes before."""
     (a, *more), new = eqn.invars, eqn.outvars[0].aval.shape
     old: tuple[int, ...] = a.aval.shape
@@ -365,7 +365,7 @@ def _reshape(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
     (axis,) = axes
     width_old, width_new = math.prod(old[axis + 1 :]), math.prod(new[part.axis + 1 :])
     lo, hi = part.start * width_new, part.stop * width_new
-    cover = Part(axis, lo // width_old, -(-hi // width_old))
+    cover = InitSlice(axis, lo // width_old, -(-hi // width_old))
     shape = part.cut(eqn.outvars[0].aval).shape
     if cover.count * width_old == hi - lo:
         return _copied(eqn, part, [(a, cover)], new_sizes=shape)
@@ -382,7 +382,7 @@ def _run(before: int, start: int, stop: int, shape: tuple[int, ...]) -> Callable
     return fn
 
 
-def _keys(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _keys(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """Arrays of keys, and the words they are made of, which are on one axis more."""
     (a,) = eqn.invars
     if part.axis >= min(a.aval.ndim, eqn.outvars[0].aval.ndim):
@@ -390,7 +390,7 @@ def _keys(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
     return _copied(eqn, part, [(a, part)])
 
 
-def _random_bits(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
+def _random_bits(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """Of some of the keys, or some of the bits of each, where they are counted."""
     (keys,) = eqn.invars
     ndim = keys.aval.ndim
@@ -402,7 +402,7 @@ def _random_bits(eqn: JaxprEqn, out: int, part: Part) -> Recipe | None:
     return _copied(eqn.replace(primitive=block_bits_p), part, [(keys, None)], **rows)
 
 
-BACKWARD: Mapping[str, Callable[[JaxprEqn, int, Part], Recipe | None]] = {
+BACKWARD: Mapping[str, Callable[[JaxprEqn, int, InitSlice], Recipe | None]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "iota": _iota,
     "concatenate": _concatenate,

@@ -24,7 +24,7 @@ from dtrans.rows.layout import SHARED, Rows, Whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Crossing:
+class CrossServerValue:
     """A value that a home gives to others.
 
     Attributes:
@@ -42,7 +42,7 @@ class Crossing:
     level: int
 
 
-class Levels:
+class ExchangeRounds:
     """The levels of all values of an analysed optimize half.
 
     Attributes:
@@ -54,7 +54,7 @@ class Levels:
         self.analysis = analysis
         self.eqns: Sequence[JaxprEqn] = analysis.half.jaxpr.jaxpr.eqns
         self.made_by = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
-        self.crossings: dict[Var, Crossing] = {}
+        self.crossings: dict[Var, CrossServerValue] = {}
         self.eqns_of: dict[str, list[int]] = {}
         self._at_home: dict[Var, int] = {}
         # what goes in at its home is known to others after one exchange
@@ -160,4 +160,4 @@ class Levels:
 
     def _cross(self, var: Var, op: str, home: str, level: int) -> None:
         if var not in self.crossings:
-            self.crossings[var] = Crossing(f"all_reduce/{len(self.crossings)}", var, op, home, level)
+            self.crossings[var] = CrossServerValue(f"all_reduce/{len(self.crossings)}", var, op, home, level)

@@ -25,20 +25,20 @@ from typing import Any
 
 from dtrans._jax import Atom, Literal, Var
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import spread
+from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.ops import OptimizeBlock, all_reduce_p, combine, identity_of
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.layout import SHARED, Rows
-from dtrans.rows.writer import RowWriter, Span
+from dtrans.rows.writer import RowRange, RowWriter
 from dtrans.slicing.blocks import Placement, Unit
 from dtrans.slicing.mean import mean_of
-from dtrans.slicing.rounds import Crossing, Levels
+from dtrans.slicing.rounds import CrossServerValue, ExchangeRounds
 from dtrans.step.cut import GRAD
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ServerVariable:
     """A value that a server holds: rows of `of` along its axis `axis`; all of it where `span` is None.
 
     With `zeros` it has the type of these rows, and begins with zeros.
@@ -46,7 +46,7 @@ class Held:
 
     of: str
     axis: int = 0
-    span: Span | None = None
+    span: RowRange | None = None
     zeros: bool = False
 
     def cut(self, aval: Any) -> Any:
@@ -55,7 +55,7 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ServerWork:
     """What one server does and holds.
 
     Attributes:
@@ -66,11 +66,11 @@ class Work:
     """
 
     blocks: tuple[OptimizeBlock, ...]
-    held: Mapping[str, Held]
+    held: Mapping[str, ServerVariable]
     grads: Mapping[str, int]
 
 
-class Slicer:
+class ServerUpdateBuilder:
     """Cuts one optimize half into the work of servers.
 
     Args:
@@ -89,11 +89,11 @@ class Slicer:
         self.trainers = trainers
         self.half = self.analysis.half
         self.jaxpr = self.half.jaxpr
-        self.levels = Levels(self.analysis)
+        self.levels = ExchangeRounds(self.analysis)
         self.made_by = {v: e for e in self.levels.eqns for v in e.outvars}
         self.input_names = {v: n for n, v in self.analysis.inputs.items()}
         # what depends on an input at all; the rest are constants, made where they are used
-        self._dependent = spread(self.jaxpr.jaxpr.eqns, dict.fromkeys(self.jaxpr.jaxpr.invars, 1), {})
+        self._dependent = propagate(self.jaxpr.jaxpr.eqns, dict.fromkeys(self.jaxpr.jaxpr.invars, 1), {})
         # which servers have parts of what a home gives to others
         self._owners = {
             self.analysis.home_of(leaf): tuple(ep for ep in placement.endpoints if ep in at[leaf]) for leaf in at
@@ -105,7 +105,7 @@ class Slicer:
         """Whether a value depends on any input."""
         return bool(self._dependent.get(var))
 
-    def owners(self, crossing: Crossing) -> tuple[str, ...]:
+    def owners(self, crossing: CrossServerValue) -> tuple[str, ...]:
         """The servers that have parts of it."""
         return self._owners[crossing.home]
 
@@ -146,20 +146,20 @@ class Slicer:
             takes_part = {*self.owners(crossing), *(ep for ep, s in self._servers.items() if var in s.crossings)}
             self._over[var] = tuple(ep for ep in self.placement.endpoints if ep in takes_part)
 
-    def over(self, crossing: Crossing) -> tuple[str, ...]:
+    def over(self, crossing: CrossServerValue) -> tuple[str, ...]:
         """The servers that take part in a crossing: those that have parts of it, and those that need it."""
         return self._over[crossing.var]
 
-    def work(self, endpoint: str) -> Work:
+    def work(self, endpoint: str) -> ServerWork:
         """What one server does."""
         server = self._servers.get(endpoint)
-        return server.work() if server else Work((), {}, {})
+        return server.work() if server else ServerWork((), {}, {})
 
 
 class _Server:
     """The work of one server, being written."""
 
-    def __init__(self, slicer: Slicer, endpoint: str, units: Sequence[Unit]) -> None:
+    def __init__(self, slicer: ServerUpdateBuilder, endpoint: str, units: Sequence[Unit]) -> None:
         self.s = slicer
         self.endpoint = endpoint
         self.units = [_UnitWriter(slicer, u) for u in units]
@@ -206,7 +206,7 @@ class _Server:
 
     # -- once every server knows what it needs ---------------------------------------------------
 
-    def work(self) -> Work:
+    def work(self) -> ServerWork:
         """The blocks, level by level, and what they need to be held."""
         held = self._held()
         self.names: dict[Var, str] = {}
@@ -228,22 +228,22 @@ class _Server:
             joined = self._join(level)
             if joined:
                 blocks.append(joined)
-        return Work(tuple(blocks), held, grads)
+        return ServerWork(tuple(blocks), held, grads)
 
-    def _held(self) -> dict[str, Held]:
-        held: dict[str, Held] = {}
+    def _held(self) -> dict[str, ServerVariable]:
+        held: dict[str, ServerVariable] = {}
         s = self.s
         for u in self.units:
             for b in u.unit.blocks:
-                held[b.name] = Held(b.leaf, 0, u.span)
+                held[b.name] = ServerVariable(b.leaf, 0, u.span)
             for name in u.state:
                 layout = s.analysis.layout(s.analysis.inputs[name])
                 if u.span is None or not isinstance(layout, Rows):
-                    held[u.named(name)] = Held(name)
+                    held[u.named(name)] = ServerVariable(name)
                 else:
-                    held[u.named(name)] = Held(name, layout.axis, Span(*u.span.of(layout)))
+                    held[u.named(name)] = ServerVariable(name, layout.axis, RowRange(*u.span.of(layout)))
         here = self.shared_state | (self.read & s.constant_params)
-        held |= {n: Held(n) for n in s.half.in_names if n in here}
+        held |= {n: ServerVariable(n) for n in s.half.in_names if n in here}
         return held
 
     def name(self, var: Var) -> str:
@@ -263,14 +263,14 @@ class _Server:
                 self.names[var] = parts[0] if alone else crossing.name
         return self.names[var]
 
-    def _parts_of(self, crossing: Crossing) -> list[str]:
+    def _parts_of(self, crossing: CrossServerValue) -> list[str]:
         """The names of this server's parts of a crossing."""
         return [u.part(crossing) for u in self.units_of.get(crossing.home, ())]
 
     @cached_property
-    def _joins(self) -> dict[int, list[Crossing]]:
+    def _joins(self) -> dict[int, list[CrossServerValue]]:
         """The crossings that take something to join or to exchange, by level."""
-        found: dict[int, list[Crossing]] = {}
+        found: dict[int, list[CrossServerValue]] = {}
         for var, crossing in self.s.levels.crossings.items():
             if self.endpoint in self.s.over(crossing):
                 alone = len(self.s.over(crossing)) == 1
@@ -314,7 +314,7 @@ def _combined(op: str) -> Callable[..., Any]:
 class _Phase(RowWriter):
     """The equations of one unit, or of what is shared, at one level."""
 
-    def __init__(self, slicer: Slicer, span: Span | None) -> None:
+    def __init__(self, slicer: ServerUpdateBuilder, span: RowRange | None) -> None:
         super().__init__(slicer.jaxpr, slicer.analysis.flow, span, slicer.made_by)
         self.s = slicer
         self.ins: list[str | Var] = []  # names; shared values are named once the server is known
@@ -353,7 +353,7 @@ class _Phase(RowWriter):
 class _UnitWriter:
     """Writes the update of one unit, a phase for each level at which it does something."""
 
-    def __init__(self, slicer: Slicer, unit: Unit) -> None:
+    def __init__(self, slicer: ServerUpdateBuilder, unit: Unit) -> None:
         self.s = slicer
         self.unit = unit
         self.span = unit.span
@@ -378,7 +378,7 @@ class _UnitWriter:
         block = next(b for b in self.unit.blocks if b.leaf == leaf)
         return [block.gradient(k, self.s.trainers) for k in range(self.s.trainers)]
 
-    def part(self, crossing: Crossing) -> str:
+    def part(self, crossing: CrossServerValue) -> str:
         """The name of this unit's part of a crossing."""
         return f"{self.unit.name}/{crossing.name}"
 
@@ -504,7 +504,7 @@ class _SharedWriter:
 class _SharedPhase(_Phase):
     """One level of what is shared."""
 
-    def __init__(self, slicer: Slicer, level: int) -> None:
+    def __init__(self, slicer: ServerUpdateBuilder, level: int) -> None:
         super().__init__(slicer, None)
         self.level = level
 

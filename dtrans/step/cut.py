@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxprs_in_params, origin_of, scope_of
 from dtrans.errors import GradientError, OptimizerError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed, spread
+from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
@@ -196,8 +196,8 @@ class _Cutter:
         of_shape: dict[tuple[int, ...], set[Var]] = {}
         for v in crossing:
             of_shape.setdefault(v.aval.shape, set()).add(v)
-        from_batch = spread(self.eqns, {self.vars[n]: 1 for n in self.batch}, dict.fromkeys(crossing, 0))
-        reads_params = spread(self.eqns, {self.vars[n]: 1 for n in self.params}, dict.fromkeys(crossing, 0))
+        from_batch = propagate(self.eqns, {self.vars[n]: 1 for n in self.batch}, dict.fromkeys(crossing, 0))
+        reads_params = propagate(self.eqns, {self.vars[n]: 1 for n in self.params}, dict.fromkeys(crossing, 0))
         found: dict[str, Var] = {}
         for name in self.params:
             out, shape = self.outs[name], self.vars[name].aval.shape
@@ -226,7 +226,7 @@ class _Cutter:
 
     def nested(self, gradients: Mapping[str, Var]) -> str:
         """What lies between two derivatives, outside of both: the first equation of it, if there is one."""
-        kept, _ = needed(self.eqns, gradients.values())
+        kept, _ = backward_slice(self.eqns, gradients.values())
         inside: set[Var] = set()
         for i in kept:
             eqn = self.eqns[i]
@@ -273,7 +273,7 @@ class _Cutter:
 
     def reached(self, out: Atom, fits: set[Var]) -> set[Var]:
         """The candidates met walking back from `out` through anything."""
-        return needed(self.eqns, [out], fits)[1] & fits if fits else set()
+        return backward_slice(self.eqns, [out], fits)[1] & fits if fits else set()
 
     def describe(self, var: Var) -> str:
         eqn = self.eqns[self.made_by[var]]
@@ -287,7 +287,7 @@ class _Cutter:
         boundary = set(gradients.values())
         by_batch, by_gradient = 1, 2
         seeds = {self.vars[n]: by_batch for n in self.batch}
-        enters = spread(self.eqns, seeds, dict.fromkeys(boundary, by_gradient))
+        enters = propagate(self.eqns, seeds, dict.fromkeys(boundary, by_gradient))
         bits: Callable[[Atom], int] = lambda a: enters.get(a, 0) if isinstance(a, Var) else 0
         optimized: list[str] = []
         held: list[str] = []
@@ -315,7 +315,7 @@ class _Cutter:
             if n in gradients
         }
         from_gradients = tuple(n for n in self.results if bits(self.outs[n]) & by_gradient)
-        seen = needed(self.eqns, [self.outs[n] for n in from_gradients], boundary)[1]
+        seen = backward_slice(self.eqns, [self.outs[n] for n in from_gradients], boundary)[1]
         seen -= {gradients[n] for n in used}
         return Cut(
             program=self.with_roles(kept),
@@ -341,7 +341,7 @@ class _Cutter:
         """The optimize half, the parameters whose gradient it uses, and the positions of its equations."""
         out_names = (*optimized, *self.opt_state)
         outs = [self.outs[n] for n in out_names]
-        kept, leaves = needed(self.eqns, outs, gradients.values())
+        kept, leaves = backward_slice(self.eqns, outs, gradients.values())
         hidden = [n for n in (*self.batch, *made_here) if self.vars[n] in leaves]
         around = [self.eqns[i] for i in kept if self.derived[i]]
         if hidden or around:
@@ -395,7 +395,7 @@ class _Cutter:
         bad = {v for e in around for v in e.outvars} if var is None else {var}
 
         def enters(out: Atom) -> bool:
-            kept, leaves = needed(self.eqns, [out], gradients.values())
+            kept, leaves = backward_slice(self.eqns, [out], gradients.values())
             return bool(leaves & bad) or any(v in bad for i in kept for v in self.eqns[i].outvars)
 
         name = next(n for n, out in zip(names, outs, strict=True) if enters(out))
@@ -407,7 +407,7 @@ class _Cutter:
     def check_held(self, gradients: Mapping[str, Var], made_here: Sequence[str]) -> None:
         """What each trainer makes for itself may be a statistic of its batch, but not an update by its own gradient."""
         outs = [self.outs[n] for n in made_here]
-        around = [self.eqns[i] for i in needed(self.eqns, outs, gradients.values())[0] if self.derived[i]]
+        around = [self.eqns[i] for i in backward_slice(self.eqns, outs, gradients.values())[0] if self.derived[i]]
         if around:
             culprit, what = self.who_uses(outs, made_here, gradients, None, around)
             raise GradientError(
@@ -421,10 +421,10 @@ class _Cutter:
         outputs = {n: self.outs[n] for n in self.results}
         outputs |= {n: self.outs[n] for n in held} | {n + GRAD: gradients[n] for n in used}
         state = {self.vars[n]: n for n in self.opt_state}
-        enters = spread(self.eqns, dict.fromkeys(state, 1), {})
+        enters = propagate(self.eqns, dict.fromkeys(state, 1), {})
         for name, atom in outputs.items():
             if isinstance(atom, Var) and enters.get(atom):
-                taken = min(state[v] for v in needed(self.eqns, [atom])[1] if v in state)
+                taken = min(state[v] for v in backward_slice(self.eqns, [atom])[1] if v in state)
                 raise GradientError(
                     f"{name} is computed from {taken}, which belongs to the optimizer, and is not where the loss is; "
                     "keep the optimizer state (the second argument of the step) out of the loss and of the results"
@@ -438,7 +438,7 @@ class _Cutter:
         # what the servers make is seen by no trainer; a gradient is, as the trainer's own
         seeds = dict.fromkeys((self.vars[n] for n in self.opt_state), 1)
         hidden = [v for i in optimize if self.eqns[i].primitive is not mark_p for v in self.eqns[i].outvars]
-        enters = spread(self.eqns, seeds, dict.fromkeys(hidden, 1))
+        enters = propagate(self.eqns, seeds, dict.fromkeys(hidden, 1))
         seen = [i for i in positions if not any(isinstance(a, Var) and enters.get(a) for a in self.eqns[i].invars)]
         return tuple(seen), tuple(self.eqns[i].primitive.name for i in positions if i not in seen)
 

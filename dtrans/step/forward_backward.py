@@ -8,7 +8,7 @@ from typing import Protocol
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed
+from dtrans.ir.dataflow import backward_slice
 from dtrans.step.cut import Cut
 from dtrans.step.weight_gradients import straightened
 
@@ -75,7 +75,7 @@ def write_trainer_half(
     outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
     wanted = [outs_of[n] for n in (*results, *step.held)] + list(step.gradients.values())
     wanted += [a for i in step.observers for a in inner.eqns[i].invars]
-    kept = sorted({*needed(inner.eqns, wanted)[0], *step.observers})
+    kept = sorted({*backward_slice(inner.eqns, wanted)[0], *step.observers})
 
     ready: dict[Var | None, list[str]] = {}
     here = {v for i in kept for v in inner.eqns[i].outvars}

@@ -230,9 +230,9 @@ def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = No
       key: the collection that `atom` is in, if it is in one.
 
     Returns:
-      By the key, if there is one (`dtrans.step.collect.merged`), and otherwise the mean of scalars, and all of the others,
-      micro-batch after micro-batch and replica after replica. A 0-d array for a scalar, [entries] for a histogram,
-      [images, height, width, channels], or [clips, frames, channels].
+      By the key, if there is one (`dtrans.step.collect.merged`), and otherwise the mean of scalars, and all of the
+      others, micro-batch after micro-batch and replica after replica. A 0-d array for a scalar, [entries] for a
+      histogram, [images, height, width, channels], or [clips, frames, channels].
 
     Raises:
       ConfigError: as `dtrans.step.collect.merged`.

@@ -33,7 +33,7 @@ from dtrans.ir.program import DIST
 from dtrans.ops import after_p, all_gather_p
 from dtrans.zero.gathering import Gathering, Given, Residual, Scattered
 from dtrans.zero.layer_scan import Loop, StackOfSlices
-from dtrans.zero.live_ranges import Uses, Window, chain_of, is_cast
+from dtrans.zero.live_ranges import LiveRange, LiveRanges, chain_of, is_cast
 from dtrans.zero.prefetch import prefetched
 from dtrans.zero.slices import stacks_of
 
@@ -70,7 +70,7 @@ class Gatherer:
         # what is wanted itself is made after all
         wanted = {a for _, a in ends if isinstance(a, Var)}
         self.residuals = {v: r for v, r in self._find_residuals().items() if v not in wanted}
-        self.uses = Uses(eqns, roles, list(given), b.is_constant, ends, self._taken_apart, once=how.once)
+        self.uses = LiveRanges(eqns, roles, list(given), b.is_constant, ends, self._taken_apart, once=how.once)
         self._position = {id(e): i for i, e in enumerate(eqns)}
         self._gathered: dict[int, Atom] = {}  # by the identity of windows
         self._made: dict[tuple[Any, ...], Atom] = {}
@@ -171,10 +171,10 @@ class Gatherer:
         is_made = v not in self.env and v not in self.residuals and not self.b.is_constant(v)
         return is_made and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
-    def _segment(self, start: int) -> list[Window]:
+    def _segment(self, start: int) -> list[LiveRange]:
         """A window, and those behind it that are gathered with it."""
         windows, total = self.uses.windows, 0
-        found: list[Window] = []
+        found: list[LiveRange] = []
         for w in windows[start:]:
             total += w.leaf.aval.size * jnp.dtype(w.dtype).itemsize
             if found and (total > self.how.segment or w.role != found[0].role):
@@ -182,10 +182,10 @@ class Gatherer:
             found.append(w)
         return found
 
-    def _gather(self, windows: Sequence[Window], anchor: Var | None) -> None:
+    def _gather(self, windows: Sequence[LiveRange], anchor: Var | None) -> None:
         b, role = self.b, self.b.role
         b.role = DIST
-        kinds: dict[tuple[Any, int], list[Window]] = {}
+        kinds: dict[tuple[Any, int], list[LiveRange]] = {}
         for w in windows:
             kinds.setdefault((w.dtype, self.given[w.leaf].sliced.axis), []).append(w)
         for (dtype, axis), group in kinds.items():
@@ -258,7 +258,7 @@ class Gatherer:
                 continue
             body = opened(eqn.params["jaxpr"])
             own = {body.invars[k]: stack for k, (stack, _) in stacks.items()}
-            uses = Uses(body.eqns, [""] * len(body.eqns), list(own), set(body.constvars).__contains__)
+            uses = LiveRanges(body.eqns, [""] * len(body.eqns), list(own), set(body.constvars).__contains__)
             for out, inner in list(zip(eqn.outvars, body.outvars, strict=True))[scan_counts(eqn)[1] :]:
                 roots = uses.roots.get(inner) if isinstance(inner, Var) else None
                 if roots is None or len(roots) != 1:

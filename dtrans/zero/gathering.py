@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.ir.builder import Builder
-from dtrans.zero.live_ranges import Uses
+from dtrans.zero.live_ranges import LiveRanges
 from dtrans.zero.slices import Sliced
 
 
@@ -98,7 +98,7 @@ class LeafGatherer(Protocol):
     @property
     def residuals(self) -> Mapping[Var, Residual]: ...
     @property
-    def uses(self) -> Uses: ...
+    def uses(self) -> LiveRanges: ...
 
     def stacks(self, eqn: JaxprEqn) -> dict[int, tuple[Var, Any]]:
         """The operands of a loop that are stacks of slices, by position."""

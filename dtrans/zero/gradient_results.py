@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from dtrans._jax import Var
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed
+from dtrans.ir.dataflow import backward_slice
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import Rows
 from dtrans.step.cut import GRAD, Cut, OptimizeHalf
@@ -39,7 +39,7 @@ class GradientResults:
         border = {v: n for n, v in step.border.items()}
         known = {n for n in step.params if n in slices.leaves}
         there = set(here) - {v for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in known}
-        kept, _ = needed(inner.eqns, [outs[n] for n in step.from_gradients], {*border, *there})
+        kept, _ = backward_slice(inner.eqns, [outs[n] for n in step.from_gradients], {*border, *there})
         b = Builder(step.program.jaxpr)
         names: dict[Var, str] = {v: n + GRAD for v, n in border.items()}
         names |= {v: n for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in step.params}

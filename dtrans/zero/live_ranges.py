@@ -30,7 +30,7 @@ KEPT_WINDOWS = 8  # a leaf stays gathered between two uses while no more others 
 
 
 @dataclasses.dataclass(eq=False)
-class Window:
+class LiveRange:
     """A run of equations for which a leaf is gathered.
 
     Attributes:
@@ -56,7 +56,7 @@ class Window:
         return only if jnp.dtype(only).itemsize < jnp.dtype(own).itemsize else own
 
 
-class Uses:
+class LiveRanges:
     """What equations read of leaves.
 
     Args:
@@ -87,10 +87,10 @@ class Uses:
         self._once = once
         self.roots: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v in leaves}
         self.derived: dict[Var, JaxprEqn] = {}
-        self.windows: list[Window] = []
+        self.windows: list[LiveRange] = []
         self._types: dict[Var, frozenset[tuple[Var, Any]]] = {v: frozenset([(v, v.aval.dtype)]) for v in leaves}
-        self._at: dict[tuple[Var, int], Window] = {}
-        self._open: dict[Var, tuple[Window, int]] = {}
+        self._at: dict[tuple[Var, int], LiveRange] = {}
+        self._open: dict[Var, tuple[LiveRange, int]] = {}
         wanted: dict[int, list[Atom]] = {}
         for i, atom in ends:
             wanted.setdefault(i, []).append(atom)
@@ -106,7 +106,7 @@ class Uses:
         for a in wanted.get(len(eqns), ()):
             self._use(a, len(eqns), roles[-1] if roles else "")
 
-    def window(self, leaf: Var, at: int) -> Window:
+    def window(self, leaf: Var, at: int) -> LiveRange:
         """The window in which a leaf is read at a position."""
         return self._at[leaf, at]
 
@@ -138,7 +138,7 @@ class Uses:
                 window.last = i
                 window.dtypes.add(dtype)
             else:
-                window = Window(leaf, role, i, i, {dtype})
+                window = LiveRange(leaf, role, i, i, {dtype})
                 self.windows.append(window)
             self._open[leaf] = (window, len(self.windows))
             self._at[leaf, i] = window

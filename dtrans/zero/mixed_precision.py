@@ -37,7 +37,7 @@ from dtrans.data_parallel.options import COMPRESSED
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ir.array_fns import converted, scalar, times
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import spread
+from dtrans.ir.dataflow import propagate
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
@@ -147,7 +147,7 @@ def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprE
                 f"loss_scaling={scaling.initial!r} is infinite in {t}, the type of the loss of {main.name}: return the "
                 "loss in float32, or take a smaller scale"
             )
-    reached = spread(eqns, {e.outvars[0]: 1 for e in seeds}, {})
+    reached = propagate(eqns, {e.outvars[0]: 1 for e in seeds}, {})
     if any(isinstance(a, Var) and reached.get(a) for e in seeds for a in e.invars):
         raise GradientError(
             f"{main.name} takes a derivative of a derivative, and the scale of the one would enter the other: use "

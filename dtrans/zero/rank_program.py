@@ -1,4 +1,4 @@
-"""The program of a rank: what is decided once (`Layout`), and who writes the step (`RankWriter`).
+"""The program of a rank: what is decided once (`RankLayout`), and who writes the step (`RankWriter`).
 
     inputs                slices where ranks hold slices, the step's own variables elsewhere
     forward, backward     `Gatherer` where parameters are slices, or loops scatter; copies elsewhere
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, JaxprEqn, Var, scan_counts
-from dtrans.data_parallel.accumulation import Window, write_accumulation
+from dtrans.data_parallel.accumulation import MicroSteps, write_accumulation
 from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.replica import fold_keys, take_inputs
 from dtrans.ir.array_fns import rows_from, times, together
@@ -47,13 +47,13 @@ from dtrans.zero.mixed_precision import (
     unscaled,
 )
 from dtrans.zero.options import ShardingOptions
-from dtrans.zero.reduce_scatter import Scatter, Scatterer, kinds_of
+from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec, scatter_specs
 from dtrans.zero.slices import Sliced, Slices, slices_of, stacked_leaves
 from dtrans.zero.update import sliced_half
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
+class RankLayout:
     """What is decided once, whatever the shape of the batch.
 
     Attributes:
@@ -73,7 +73,7 @@ class Layout:
     groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str]) -> Layout:
+    def of(cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str]) -> RankLayout:
         """Decide."""
         if o.degree == 1:
             wholes = dict.fromkeys(step.params, "degree is 1")
@@ -111,12 +111,12 @@ class Layout:
                 found[g] = leaf
         return found
 
-    def kind(self, step: Cut) -> Callable[[str], Scatter]:
+    def kind(self, step: Cut) -> Callable[[str], ScatterSpec]:
         """In what way each gradient is reduced."""
         layers = set(self.layers(step).values())
         low = {} if self.o.amp is None else dict.fromkeys(low_gradients(step, COMPRESSED[self.o.amp]), self.o.amp)
         compress = {n: to for n, to in low.items() if n not in layers}
-        return kinds_of(self.slices.leaves, layers, compress, self.unreduced, self.groups)
+        return scatter_specs(self.slices.leaves, layers, compress, self.unreduced, self.groups)
 
     @property
     def unreduced(self) -> Collection[str]:
@@ -124,7 +124,7 @@ class Layout:
         return self.slices.unreduced if self.o.weight is None and self.o.clip_local_norm is None else ()
 
 
-def rewritten(step: Cut, layout: Layout) -> Program:
+def rewritten(step: Cut, layout: RankLayout) -> Program:
     """The step of one rank."""
     return RankWriter(step, layout).program()
 
@@ -132,7 +132,7 @@ def rewritten(step: Cut, layout: Layout) -> Program:
 class RankWriter:
     """Writes the step of one rank."""
 
-    def __init__(self, step: Cut, layout: Layout) -> None:
+    def __init__(self, step: Cut, layout: RankLayout) -> None:
         self.step = step
         self.layout = layout
         self.o = o = layout.o
@@ -207,7 +207,7 @@ class RankWriter:
         if self.layout.owned is not None:
             return self.layout.owned.reducer(b, values, self.reducing, weight)
         unreduced, groups = self.layout.unreduced, self.layout.groups
-        kind = self.kind if not scattered else kinds_of(self.leaves, self.leaves, {}, unreduced, groups)
+        kind = self.kind if not scattered else scatter_specs(self.leaves, self.leaves, {}, unreduced, groups)
         return Scatterer(b, values, self.reducing, weight, GRAD, self.leaves, kind, self.scale)
 
     def _half(
@@ -248,7 +248,7 @@ class RankWriter:
         """Write forward and backward of all micro-steps; their gradients are slices from stage 2 on."""
         o, step = self.o, self.step
         whole = [n for n in step.batch if is_under(n, o.replicated)]
-        window = Window(o.accumulate_steps, o.reduce, self.layout.merges, o.weight, whole)
+        window = MicroSteps(o.accumulate_steps, o.reduce, self.layout.merges, o.weight, whole)
         given = {n: self.local[n] for n in self.leaves} if o.slices_params else {}
 
         def half(inner: Builder, micro: Cut) -> dict[str, Atom]:

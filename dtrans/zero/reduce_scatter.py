@@ -19,7 +19,7 @@ import jax
 
 from dtrans._jax import Atom
 from dtrans.data_parallel.plan import Bucket
-from dtrans.data_parallel.reducer import Kind, Reducer
+from dtrans.data_parallel.reducer import Reducer, ReduceSpec
 from dtrans.ir.array_fns import padded, rows_from, times
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
@@ -29,7 +29,7 @@ from dtrans.zero.slices import Sliced
 
 
 @dataclasses.dataclass(frozen=True)
-class Scatter(Kind):
+class ScatterSpec(ReduceSpec):
     """In what way a gradient is reduced where ranks keep slices.
 
     Attributes:
@@ -43,13 +43,13 @@ class Scatter(Kind):
     own: bool = False
 
 
-def kinds_of(
+def scatter_specs(
     slices: Mapping[str, Sliced],
     layers: Collection[str],
     compress: Mapping[str, str],
     unreduced: Collection[str] = (),
     groups: Mapping[str, int] | None = None,
-) -> Callable[[str], Scatter]:
+) -> Callable[[str], ScatterSpec]:
     """The kind of each leaf's gradient.
 
     Args:
@@ -61,9 +61,9 @@ def kinds_of(
     """
     places = groups or {}
 
-    def kind(leaf: str) -> Scatter:
+    def kind(leaf: str) -> ScatterSpec:
         axis = slices[leaf].axis if leaf in slices else None
-        return Scatter(compress.get(leaf), axis, leaf in layers, leaf in unreduced, group=places.get(leaf, 0))
+        return ScatterSpec(compress.get(leaf), axis, leaf in layers, leaf in unreduced, group=places.get(leaf, 0))
 
     return kind
 
@@ -81,7 +81,7 @@ class Scatterer(Reducer):
         weight: Atom | None,
         suffix: str,
         slices: Mapping[str, Sliced],
-        kind: Callable[[str], Scatter],
+        kind: Callable[[str], ScatterSpec],
         scale: Atom | None = None,
     ) -> None:
         super().__init__(b, values, o, weight, suffix, kind, scale)

@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from dtrans._jax import JaxprEqn, Literal, Var, scan_counts
-from dtrans.ir.dataflow import spread
+from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import Rows
@@ -154,7 +154,7 @@ def _made_by_all(step: Cut) -> set[str]:
     """Leaves whose gradient is the same on all ranks, without a reduction: no part of the batch enters it."""
     inner = step.program.jaxpr.jaxpr
     batch = [v for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in step.batch]
-    reached = spread(inner.eqns, dict.fromkeys(batch, 1), {})
+    reached = propagate(inner.eqns, dict.fromkeys(batch, 1), {})
     return {n for n, g in step.gradients.items() if isinstance(g, Literal) or not reached.get(g)}
 
 

@@ -37,7 +37,7 @@ from dtrans.step.startup import check_programs, match_startup
 from dtrans.zero.mixed_precision import low_precision
 from dtrans.zero.options import LossScaling, ShardingOptions, check_sharding
 from dtrans.zero.plan import ShardingPlan
-from dtrans.zero.rank_program import Layout, rewritten
+from dtrans.zero.rank_program import RankLayout, rewritten
 
 
 def sharding(
@@ -157,7 +157,7 @@ def sharding(
         min_slice_size=min_slice_size,
         partition=partition,
     )
-    return planned(main, startup, options)
+    return plan_sharding(main, startup, options)
 
 
 def _scaling(given: Any, amp: Any) -> Any:
@@ -180,7 +180,7 @@ def _unknown(name: str) -> str:
     return f"{name} is no option of sharding" + (f"; did you mean {close[0]}?" if close else f": {', '.join(known)}")
 
 
-def planned(main: Program, startup: Program, options: ShardingOptions) -> ShardingPlan:
+def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> ShardingPlan:
     """What `sharding` plans with these options."""
     check_sharding(options)
     refuse_collectives(main)
@@ -193,7 +193,7 @@ def planned(main: Program, startup: Program, options: ShardingOptions) -> Shardi
         step = cut(low_precision(main, options.amp, options.loss_scaling)).with_observed()
     given, startup = startup, match_startup(plain, startup)
     merges = merges_of(step, options)
-    layout = Layout.of(step, options, merges)
+    layout = RankLayout.of(step, options, merges)
     values = {n: step.gradients[n] for n in ready_order(step)}
     owned = layout.owned
     return ShardingPlan(
@@ -205,6 +205,6 @@ def planned(main: Program, startup: Program, options: ShardingOptions) -> Shardi
         merges=merges,
         dropped=step.dropped,
         slices=layout.slices,
-        replan=lambda other: planned(main, given, other),
+        replan=lambda other: plan_sharding(main, given, other),
         owned=owned,
     )

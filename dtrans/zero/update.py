@@ -31,7 +31,7 @@ from dtrans.ops import all_reduce_p, identity_of, trainer_index_p
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import Rows
 from dtrans.rows.rules import Step
-from dtrans.rows.writer import RowWriter, Span
+from dtrans.rows.writer import RowRange, RowWriter
 from dtrans.step.cut import OptimizeHalf
 from dtrans.zero.slices import Sliced, Slices
 
@@ -54,7 +54,7 @@ class SliceWriter(RowWriter):
         axis_name: str,
         made_by: Mapping[Var, JaxprEqn] | None = None,
     ) -> None:
-        super().__init__(jaxpr, flow, Span(0, sliced.part), made_by)
+        super().__init__(jaxpr, flow, RowRange(0, sliced.part), made_by)
         self.sliced = sliced
         self.axis_name = axis_name
         self._start: dict[int, Atom] = {}

@@ -74,7 +74,7 @@ class Carry:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pieces:
+class Segments:
     """A program in pieces.
 
     Attributes:
@@ -115,7 +115,7 @@ class Pieces:
         return [read(a) for a in jaxpr.jaxpr.outvars]
 
 
-def cut_program(program: Program, *, computed: Rules | None = None, group_bytes: float = float("inf")) -> Pieces:
+def cut_program(program: Program, *, computed: Rules | None = None, group_bytes: float = float("inf")) -> Segments:
     """Cut a program into pieces.
 
     Args:
@@ -166,7 +166,7 @@ def cut_program(program: Program, *, computed: Rules | None = None, group_bytes:
     steps = [
         _piece(program.jaxpr, s, i, last, outs, rules) if isinstance(s, list) else Carry(s) for i, s in enumerate(order)
     ]
-    return Pieces(program, tuple(steps), tuple(map(tuple, dropped)))
+    return Segments(program, tuple(steps), tuple(map(tuple, dropped)))
 
 
 def _piece(

@@ -36,7 +36,14 @@ from dtrans.run.collective.mesh import MeshTrainers
 from dtrans.run.distributed.connect import connect, connected
 from dtrans.run.distributed.elastic import Loss, all_or_none
 from dtrans.run.distributed.membership import lost
-from dtrans.run.distributed.multihost import agree, own, peers, shared, together, trainer_devices
+from dtrans.run.distributed.multihost import (
+    broadcast,
+    check_consistent,
+    local_shard,
+    peers,
+    to_global_array,
+    trainer_devices,
+)
 from dtrans.run.distributed.role import Role
 
 
@@ -87,13 +94,15 @@ class ClusterTrainers(MeshTrainers):
         return jax.tree.map(own_of, super().opt_state(state))
 
     def _start(self, startup: Program, args: list[Any]) -> list[Any]:
-        return [together(x, self._everywhere) for x in shared(startup.compiled(*args))]
+        return [to_global_array(x, self._everywhere) for x in broadcast(startup.compiled(*args))]
 
     def _start_extra(self, extra: dict[str, Any]) -> dict[str, Any]:
-        return {n: together(x, self._everywhere) for n, x in extra.items()}
+        return {n: to_global_array(x, self._everywhere) for n, x in extra.items()}
 
     def _here(self, state: CollectiveState) -> CollectiveState:
-        return jax.tree.map(lambda x: together(own(x) if isinstance(x, jax.Array) else x, self._everywhere), state)
+        return jax.tree.map(
+            lambda x: to_global_array(local_shard(x) if isinstance(x, jax.Array) else x, self._everywhere), state
+        )
 
     def _arrays(self, batch: Sequence[Any]) -> list[Any]:
         parts = batch_arrays(self._specs, batch, self.plan.main.inputs)
@@ -103,12 +112,12 @@ class ClusterTrainers(MeshTrainers):
                 raise BatchError(
                     f"{name} has {x.shape[0]} rows, which the {each} devices of this process do not divide"
                 )
-        return [together(x, where) for x, where in zip(parts, self._places, strict=True)]
+        return [to_global_array(x, where) for x, where in zip(parts, self._places, strict=True)]
 
     def _check(self, state: CollectiveState, arrays: list[Any]) -> None:
         super()._check(state, arrays)
         program = self._program(state, arrays)
-        agree(program, self._split, self.plan.merges)
+        check_consistent(program, self._split, self.plan.merges)
 
     def _told(self, x: Any, way: str) -> Any:
         return x if way == "same" else jax.lax.all_gather(x, self.plan.axis_names, tiled=way == "concat")
@@ -164,7 +173,7 @@ def cluster_job(plan: CollectivePlan, *, donate: bool) -> ClusterTrainers:
 
 def own_of(x: Any) -> Any:
     """This process's piece of an array; what is none, as it is."""
-    return own(x) if isinstance(x, jax.Array) else x
+    return local_shard(x) if isinstance(x, jax.Array) else x
 
 
 class ClusterFabric:
@@ -180,7 +189,7 @@ class ClusterFabric:
         """The outputs of one equation of a startup program."""
         if eqn.primitive is broadcast_p:
             connected()
-            return shared(values[1:], eqn.params["root"])
+            return broadcast(values[1:], eqn.params["root"])
         endpoints, k = eqn.params["endpoints"], eqn.params["trainer_id"]
         role = Role("trainer", len(endpoints), (), k, endpoints[k], endpoints)
         connect(role, deadline=self._deadline, allow_remote=self._allow_remote)
@@ -190,14 +199,14 @@ class ClusterFabric:
         """The outputs of a trainer's program: results as far as they are reduced, else this trainer's own part."""
         if program is not self._last:
             connected()
-            agree(program, _parts(program))
+            check_consistent(program, _parts(program))
             self._last = program
         if program not in self._compiled:
             self._compiled[program] = self._compile(program)
         compiled, places = self._compiled[program]
         with peers():
-            made = compiled(*map(together, flat, places))
-        return [own(x) for x in made]
+            made = compiled(*map(to_global_array, flat, places))
+        return [local_shard(x) for x in made]
 
     def _compile(self, program: Program) -> tuple[Callable[..., Any], list[NamedSharding]]:
         if jax.local_device_count() != 1:

@@ -32,7 +32,7 @@ from dtrans.run.collective.job import CollectiveJob
 from dtrans.run.collective.mesh import MeshTrainers
 from dtrans.run.collective.simulate import SimulatedTrainers
 from dtrans.run.distributed.connect import connected
-from dtrans.run.distributed.multihost import shared, sums, together
+from dtrans.run.distributed.multihost import all_reduce_sum, broadcast, to_global_array
 from dtrans.zero.plan import ShardingPlan
 
 
@@ -191,16 +191,16 @@ class ClusterRanks(MeshRanks, ClusterTrainers):
         """Raise PeerError unless all ranks start with the same program: each makes its own slices with it."""
         text = without_addresses(str(self._startup.jaxpr)).encode()
         mine = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
-        (first,) = shared([mine])
+        (first,) = broadcast([mine])
         told = np.zeros(jax.process_count(), np.int32)
         told[jax.process_index()] = not np.array_equal(np.asarray(first), mine)
-        (told,) = sums(told)
+        (told,) = all_reduce_sum(told)
         if told.any():
             who = " and ".join(f"trainer {k}" for k in np.flatnonzero(told))
             raise PeerError(f"{who} disagrees with trainer 0 about how training starts: it has another init")
 
     def _everywhere_of(self, xs: list[Any]) -> list[Any]:
-        return [together(x, self._everywhere) for x in shared(xs)]
+        return [to_global_array(x, self._everywhere) for x in broadcast(xs)]
 
     def _told(self, x: Any, way: str) -> Any:
         return x if way == "slice" else super()._told(x, way)
@@ -211,7 +211,7 @@ class ClusterRanks(MeshRanks, ClusterTrainers):
         if isinstance(x, jax.Array) and x.sharding == where:
             return x
         if not where.spec:
-            return together(own_of(x), where)
+            return to_global_array(own_of(x), where)
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 

@@ -35,8 +35,8 @@ from dtrans.checkpoint.runs import new_run
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import elastic
 from dtrans.run.distributed.membership import Membership, current, join, known
-from dtrans.run.distributed.multihost import sums
-from dtrans.run.distributed.rendezvous import meet
+from dtrans.run.distributed.multihost import all_reduce_sum
+from dtrans.run.distributed.rendezvous import rendezvous
 from dtrans.run.distributed.role import LOSS, Role
 from dtrans.run.net.sockets import DEADLINE
 
@@ -150,7 +150,7 @@ def _connect(role: Role | None, deadline: float, allow_remote: bool, loss: str) 
                 f"DTRANS_ROLE and its companions, or start it under Slurm, Open MPI or Kubernetes (JAX says: {e})"
             ) from e
         return
-    meet(role.trainer_id, role.trainer_endpoints, deadline=deadline, allow_remote=allow_remote)
+    rendezvous(role.trainer_id, role.trainer_endpoints, deadline=deadline, allow_remote=allow_remote)
     first = role.trainer_endpoints[0]
     if "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         options["coordinator_bind_address"] = first  # JAX's default is every address of this machine
@@ -165,7 +165,7 @@ def _first_word(member: Membership) -> str:
     """
     name = np.frombuffer(new_run().encode(), np.uint8).astype(np.int32)
     one = np.ones((1,), np.int32)
-    (found,) = sums(np.concatenate([one, name if member.trainer_id == 0 else 0 * name]))
+    (found,) = all_reduce_sum(np.concatenate([one, name if member.trainer_id == 0 else 0 * name]))
     assert found[0] == member.trainers, found
     return bytes(found[1:].astype(np.uint8)).decode()
 

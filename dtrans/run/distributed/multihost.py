@@ -42,7 +42,7 @@ def trainer_devices() -> list[jax.Device]:
     return devices
 
 
-def together(x: Any, sharding: NamedSharding) -> jax.Array:
+def to_global_array(x: Any, sharding: NamedSharding) -> jax.Array:
     """This process's array as its piece of one of all: the whole if it is replicated, else a run of rows."""
     if isinstance(x, jax.Array) and x.sharding == sharding:
         return x
@@ -55,12 +55,12 @@ def together(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
-def own(x: jax.Array) -> jax.Array:
+def local_shard(x: jax.Array) -> jax.Array:
     """This process's piece, or the first of them."""
     return x.addressable_data(0)
 
 
-def sums(*xs: np.ndarray) -> list[np.ndarray]:
+def all_reduce_sum(*xs: np.ndarray) -> list[np.ndarray]:
     """The sums of arrays over all processes, on the host."""
     first = {d.process_index: d for d in reversed(trainer_devices())}
     mesh = Mesh(np.array([first[k] for k in sorted(first)]), ("trainers",))
@@ -70,11 +70,11 @@ def sums(*xs: np.ndarray) -> list[np.ndarray]:
         lambda xs: jax.lax.psum(xs, "trainers"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
     )
     with peers():
-        made = jax.jit(added)([together(x, everywhere) for x in xs])
-        return [np.asarray(own(x)) for x in made]
+        made = jax.jit(added)([to_global_array(x, everywhere) for x in xs])
+        return [np.asarray(local_shard(x)) for x in made]
 
 
-def shared(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
+def broadcast(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
     """What trainer `root` has, on all trainers, bit for bit.
 
     Raises:
@@ -87,7 +87,7 @@ def shared(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
     # as bytes, which every backend can add: all others add zeros
     sent = [np.frombuffer(x.tobytes(), np.uint8) if mine else np.zeros(x.nbytes, np.uint8) for x in host]
     kept = [i for i, b in enumerate(sent) if b.size]
-    bytes_of = dict(zip(kept, sums(*(sent[i] for i in kept)) if kept else [], strict=True))
+    bytes_of = dict(zip(kept, all_reduce_sum(*(sent[i] for i in kept)) if kept else [], strict=True))
     made: list[jax.Array] = []
     for i, (x, h) in enumerate(zip(xs, host, strict=True)):
         array = np.frombuffer(bytes_of[i].tobytes(), h.dtype).reshape(h.shape) if i in bytes_of else h
@@ -97,7 +97,7 @@ def shared(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
     return made
 
 
-def agree(program: Program, split: Collection[str], merges: Mapping[str, str] | None = None) -> None:
+def check_consistent(program: Program, split: Collection[str], merges: Mapping[str, str] | None = None) -> None:
     """Check that all trainers are about to run the same program on parts of one size.
 
     Each says what it is about to run, where all can read it; this is not a reduction, so that a trainer that runs

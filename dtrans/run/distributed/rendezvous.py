@@ -30,7 +30,7 @@ from dtrans.run.net.sockets import LINGER, new_socket, tcp_address
 GRACE = 5.0  # seconds that the others give trainer 0 to tell them that time is up
 
 
-def meet(trainer_id: int, endpoints: Sequence[str], *, deadline: float, allow_remote: bool = False) -> None:
+def rendezvous(trainer_id: int, endpoints: Sequence[str], *, deadline: float, allow_remote: bool = False) -> None:
     """Return when the trainers at all endpoints are there.
 
     Raises:

@@ -34,7 +34,7 @@ from dtrans.errors import PeerError, WireError
 from dtrans.ops import BACKUP, MAX_MERGED, backup_of
 from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
-from dtrans.run.parameter_server.base_server import Serving, log
+from dtrans.run.parameter_server.base_server import BaseServer, log
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -50,8 +50,8 @@ class _Step:
     used: set[str] = dataclasses.field(default_factory=set)  # blocks that are updated
 
 
-class AsyncPServer(Serving):
-    """Serves one `listen_and_serv` whose trainers do not wait for each other; arguments are those of `Serving`."""
+class AsyncServer(BaseServer):
+    """Serves one `listen_and_serv` whose trainers do not wait for each other; arguments are those of `BaseServer`."""
 
     def _prepare(self, update: ServerUpdate) -> None:
         self._blocks = BlockUpdates(update)

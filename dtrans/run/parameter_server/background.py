@@ -28,7 +28,7 @@ from dtrans.run.parameter_server.geo import GeoTrainer
 ONE_BY_ONE = CommunicatorConfig(max_merge_var_num=1, merge="sum")  # of the deltas of GEO-SGD
 
 
-class Beside:
+class BackgroundComm:
     """What is beside the steps of one trainer.
 
     Args:

@@ -59,7 +59,7 @@ class Trainer:
     failed: bool = False  # done, and not because it said so
 
 
-class Serving(abc.ABC):
+class BaseServer(abc.ABC):
     """Serves one `listen_and_serv`.
 
     Args:

@@ -36,11 +36,11 @@ from dtrans.ops import concat_p, fetch_barrier_p, listen_and_serv_p, recv_p, sen
 from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
 from dtrans.run.net.sockets import LINGER
-from dtrans.run.parameter_server.async_server import AsyncPServer
-from dtrans.run.parameter_server.background import Beside, leaf_of
+from dtrans.run.parameter_server.async_server import AsyncServer
+from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
 from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.communicator import rows_of
-from dtrans.run.parameter_server.sync_server import PServer
+from dtrans.run.parameter_server.sync_server import SyncServer
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -74,7 +74,7 @@ class EndpointFabric:
         self._asked: dict[str, list[Any]] = {}
         self._barriered: tuple[str, ...] = ()  # the servers of a send_barrier that no fetch_barrier follows
         self._pool = BufferPool()
-        self._beside = Beside(self._connection, deadline)
+        self._beside = BackgroundComm(self._connection, deadline)
         self._closed = False
         self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
             split_byref_p: self._split,
@@ -257,7 +257,7 @@ class EndpointFabric:
 
     def _serve(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         names = eqn.params["state_names"]
-        kind = PServer if eqn.params["sync_mode"] else AsyncPServer
+        kind = SyncServer if eqn.params["sync_mode"] else AsyncServer
         server = kind(
             ServerUpdate(eqn),
             dict(zip(names, values, strict=True)),

@@ -31,9 +31,9 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
 from dtrans.plan import realises
 from dtrans.run.base.batch import batch_arrays, part_types, shared_batch
-from dtrans.run.base.segments import COMPUTED, Pieces, cut_program
+from dtrans.run.base.segments import COMPUTED, Segments, cut_program
 from dtrans.run.parameter_server.exchange import Exchange
-from dtrans.run.parameter_server.mesh_trainers import AXIS, TrainersProgram, shards, unstacked
+from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms, shards, unstacked
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors, own_buffers
 
 
@@ -100,7 +100,7 @@ class MeshJob:
         count = max(d for d in range(1, min(len(devices), self.trainers) + 1) if self.trainers % d == 0)
         self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
         self.device_of = {ep: devices[(self.trainers + i) % len(devices)] for i, ep in enumerate(plan.servers)}
-        self._pieces: dict[Program, TrainersProgram] = {}
+        self._pieces: dict[Program, MeshTrainerPrograms] = {}
         one = SingleDeviceSharding(devices[0])
         self._replicated: Sharding = NamedSharding(self.mesh, P()) if count > 1 else one
         self._split: Sharding = NamedSharding(self.mesh, P(AXIS)) if count > 1 else one
@@ -202,21 +202,21 @@ class MeshJob:
             x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))
         return _put(x, self._replicated if share == "replicated" else self._split)
 
-    def _runner(self, arrays: Sequence[tuple[Any, str]]) -> TrainersProgram:
+    def _runner(self, arrays: Sequence[tuple[Any, str]]) -> MeshTrainerPrograms:
         """The trainer program for this batch, in pieces."""
         trainer = self.plan.trainer
         state = [trainer.inputs[n] for n in self.plan.main.args[0].names]
         program = trainer.at_flat([*state, *part_types(arrays, self.trainers)])
         if program not in self._pieces:
-            self._pieces[program] = TrainersProgram(program, arrays, self.mesh, self.plan, self._local)
+            self._pieces[program] = MeshTrainerPrograms(program, arrays, self.mesh, self.plan, self._local)
         return self._pieces[program]
 
     def _drive(
         self,
-        pieces: Pieces,
+        pieces: Segments,
         args: Sequence[Any],
         servers: dict[str, dict[str, Any]],
-        runner: TrainersProgram | None,
+        runner: MeshTrainerPrograms | None,
     ) -> list[Any]:
         """Run a trainer program for all trainers. `servers` is brought up to date in place."""
         run = pieces.run(args, None if runner is None else runner.compute)

@@ -28,7 +28,7 @@ from dtrans.run.base.segments import COMPUTED, Compute, cut_program
 AXIS = "trainers"
 
 
-class TrainersProgram:
+class MeshTrainerPrograms:
     """A trainer program for one batch shape, compiled for all trainers of a mesh.
 
     Args:

@@ -28,7 +28,7 @@ from dtrans.run.net.sockets import LINGER, new_socket, tcp_address
 from dtrans.run.parameter_server.exchange import Exchange, vector_types
 
 
-class Line:
+class PeerLine:
     """What one server says to another."""
 
     def __init__(self, context: zmq.Context[Any], me: str, peer: str, greeting: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class _Arrival:
         return all(self.arrived.get(n) == v.nbytes for n, v in self.vectors.items())
 
 
-class Peers:
+class ServerPeers:
     """The lines of one server, and what came from the other ends.
 
     Args:
@@ -117,7 +117,7 @@ class Peers:
         self._pool = BufferPool()
         self._leaver = leaver
         greeting = {"endpoint": me, "order": sys.byteorder, "leaver": leaver}
-        self._lines = {ep: Line(context, me, ep, greeting | {"layout": told}) for ep, told in self._layouts.items()}
+        self._lines = {ep: PeerLine(context, me, ep, greeting | {"layout": told}) for ep, told in self._layouts.items()}
 
     # -- lines -----------------------------------------------------------------------------------
 

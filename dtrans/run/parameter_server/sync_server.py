@@ -35,14 +35,14 @@ import zmq
 from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
-from dtrans.run.parameter_server.base_server import Serving, log, named
+from dtrans.run.parameter_server.base_server import BaseServer, log, named
 from dtrans.run.parameter_server.exchange import Exchange
-from dtrans.run.parameter_server.server_peers import Peers
+from dtrans.run.parameter_server.server_peers import ServerPeers
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors
 
 
-class PServer(Serving):
-    """Serves one `listen_and_serv` whose updates are of all trainers; arguments are those of `Serving`."""
+class SyncServer(BaseServer):
+    """Serves one `listen_and_serv` whose updates are of all trainers; arguments are those of `BaseServer`."""
 
     def _prepare(self, update: ServerUpdate) -> None:
         """Compile updates lazily, and make the memory that gradients come to."""
@@ -62,7 +62,7 @@ class PServer(Serving):
         self._spent: set[int] = set()  # of those who left, whose last gradients have counted
 
     def _begin(self) -> None:
-        self._peers = Peers(self._context, self.endpoint, self._whole.exchanges, leaver=self.leaver)
+        self._peers = ServerPeers(self._context, self.endpoint, self._whole.exchanges, leaver=self.leaver)
         self._publish()
 
     def _step_at(self, k: int) -> int:

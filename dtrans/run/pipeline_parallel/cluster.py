@@ -18,11 +18,11 @@ from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
 from dtrans.run.distributed.connect import connected
-from dtrans.run.distributed.multihost import agree
-from dtrans.run.pipeline_parallel.instructions import Move, Run, Tape
+from dtrans.run.distributed.multihost import check_consistent
+from dtrans.run.pipeline_parallel.instructions import RunStage, StepProgram, Transfer
 from dtrans.run.pipeline_parallel.job import PipelineJob, PipelineState
-from dtrans.run.pipeline_parallel.p2p import Links
-from dtrans.run.pipeline_parallel.stage_devices import Function, Kind, OnDevices, Places
+from dtrans.run.pipeline_parallel.p2p import P2PChannels
+from dtrans.run.pipeline_parallel.stage_devices import Function, OnDevices, Places, StageSharding
 
 
 _jobs = itertools.count()
@@ -59,15 +59,15 @@ class ProcessJob(PipelineJob):
         self._how = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)}
         self._how |= {"orders": repr(plan.schedule.orders), "stages": str(plan.stage_of)}
         self._agree(self._how)
-        self.links = Links(cluster, str(next(_jobs)))
+        self.links = P2PChannels(cluster, str(next(_jobs)))
         self._step = 0
 
     def _agree(self, on: dict[str, str]) -> None:
         """Check that all processes mean to run the same. Raises PeerError, DeadlineError."""
         split = [n for n in self.plan.batch if self.plan.main.inputs[n].shape][:1]
-        agree(self.plan.main, split, {**on, **self.plan.merges})
+        check_consistent(self.plan.main, split, {**on, **self.plan.merges})
 
-    def _tape(self, arrays: dict[str, Any]) -> Tape:
+    def _tape(self, arrays: dict[str, Any]) -> StepProgram:
         known = len(self._tapes)
         tape = super()._tape(arrays)
         if len(self._tapes) > known:  # what is sent is named by its place in this list
@@ -85,10 +85,12 @@ class ProcessJob(PipelineJob):
     def is_mine(self, stage: int) -> bool:
         return self.process_of(stage) == self.me
 
-    def play(self, tape: Tape, env: list[Any], look: Callable[[Run | Move], None] | None = None) -> None:
+    def play(
+        self, tape: StepProgram, env: list[Any], look: Callable[[RunStage | Transfer], None] | None = None
+    ) -> None:
         self._step += 1
         for number, (ins, empty) in enumerate(tape.instructions):
-            if isinstance(ins, Move):
+            if isinstance(ins, Transfer):
                 self._move(number, ins, env)
             elif self.is_mine(ins.stage):
                 for slot, x in zip(ins.makes, ins.fn(*[env[i] for i in ins.reads]), strict=True):
@@ -99,7 +101,7 @@ class ProcessJob(PipelineJob):
                 env[slot] = None
         self._share(tape, env, len(tape.instructions))
 
-    def _move(self, number: int, ins: Move, env: list[Any]) -> None:
+    def _move(self, number: int, ins: Transfer, env: list[Any]) -> None:
         origin, target = self.process_of(ins.origin), self.process_of(ins.stage)
         if origin == target == self.me:
             env[ins.target] = self.put(ins, env[ins.source])
@@ -109,7 +111,7 @@ class ProcessJob(PipelineJob):
             x = self.links.receive(origin, self._step, number, f"{ins.what} for stage {ins.stage}")
             env[ins.target] = self.put(ins, x)
 
-    def _share(self, tape: Tape, env: list[Any], first: int) -> None:
+    def _share(self, tape: StepProgram, env: list[Any], first: int) -> None:
         """Let every process have all results."""
         for number, (n, (slot, _, stage)) in enumerate(tape.results.items()):
             origin = self.process_of(stage)
@@ -169,7 +171,7 @@ class _Local(Places):
         at = stage % self._stages - self._first
         return at if 0 <= at < self._each else None
 
-    def put(self, x: Any, stage: int, kind: Kind) -> Any:
+    def put(self, x: Any, stage: int, kind: StageSharding) -> Any:
         at = self._local(stage)
         return x if at is None else self._on.put(x, at, kind)
 
@@ -179,7 +181,12 @@ class _Local(Places):
         return self._on.startup(jaxpr, at)
 
     def compiled(
-        self, fn: Function, stage: int, ins: Sequence[Kind], outs: Sequence[Kind], donated: Sequence[int] = ()
+        self,
+        fn: Function,
+        stage: int,
+        ins: Sequence[StageSharding],
+        outs: Sequence[StageSharding],
+        donated: Sequence[int] = (),
     ) -> Function:
         at = self._local(stage)
         return fn if at is None else self._on.compiled(fn, at, ins, outs, donated)

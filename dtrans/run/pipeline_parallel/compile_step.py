@@ -25,15 +25,15 @@ from dtrans.pipeline_parallel.plan import PipelinePlan, StepPrograms
 from dtrans.pipeline_parallel.results import is_whole, micro_name
 from dtrans.pipeline_parallel.stage_programs import StagePrograms
 from dtrans.pipeline_parallel.task import Task
-from dtrans.pipeline_parallel.update_by_stage import Piece
+from dtrans.pipeline_parallel.update_by_stage import StagePart
 from dtrans.run.base.lowering import OVER_AXIS, per_trainer
 from dtrans.run.base.segments import interpret
-from dtrans.run.pipeline_parallel.instructions import Move, Run, Tape
-from dtrans.run.pipeline_parallel.stage_devices import EACH, FIRST, ROWS, SAME, Kind, Places, cut_along
+from dtrans.run.pipeline_parallel.instructions import RunStage, StepProgram, Transfer
+from dtrans.run.pipeline_parallel.stage_devices import EACH, FIRST, ROWS, SAME, Places, StageSharding, cut_along
 from dtrans.step.cut import GRAD
 
 
-class TapeWriter:
+class StepCompiler:
     """Writes the tape of a plan for one batch shape.
 
     Args:
@@ -60,15 +60,15 @@ class TapeWriter:
         self.o = plan.options
         self.batch = batch
         self.slots: dict[tuple[Any, ...], int] = {}
-        self.list: list[Run | Move] = []
+        self.list: list[RunStage | Transfer] = []
         self.fixed: dict[int, Any] = {}
         self.given: dict[tuple[int, str], int] = {}
-        self.kinds: dict[int, Kind] = {}
+        self.kinds: dict[int, StageSharding] = {}
         self.kept: dict[tuple[int, int], tuple[int, ...]] = {}
 
     # -- slots -----------------------------------------------------------------------------------
 
-    def slot(self, key: tuple[Any, ...], kind: Kind) -> int:
+    def slot(self, key: tuple[Any, ...], kind: StageSharding) -> int:
         """The slot of a value."""
         found = self.slots.setdefault(key, len(self.slots))
         self.kinds[found] = kind
@@ -80,7 +80,7 @@ class TapeWriter:
         self.given[place, name] = found
         return found
 
-    def state_kind(self, name: str) -> Kind:
+    def state_kind(self, name: str) -> StageSharding:
         return state_kind(self.plan, name)
 
     def place_of(self, name: str) -> int | None:
@@ -123,7 +123,7 @@ class TapeWriter:
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def tape(self) -> Tape:
+    def tape(self) -> StepProgram:
         """The tape."""
         self._copies()
         for stage in self.programs.stages:
@@ -144,7 +144,7 @@ class TapeWriter:
                 target, home = self.param(s.index, n), self.plan.homes[n]
                 device = self.plan.device_of(home)
                 if device != self.plan.device_of(s.index) and not any(target in i.makes for i in self.list):
-                    self.list.append(Move(self.held(device, n), target, home, s.index, SAME, n))
+                    self.list.append(Transfer(self.held(device, n), target, home, s.index, SAME, n))
 
     def _sums(self, s: StagePrograms) -> list[int]:
         return [self._sum(s, n) for n in s.leaves]
@@ -154,7 +154,7 @@ class TapeWriter:
         return self.slot(("sum", s.index, leaf), self.own.cut(self.plan.cuts.state.get(leaf)))
 
     @property
-    def own(self) -> Kind:
+    def own(self) -> StageSharding:
         """The kind of what each replica has for itself."""
         return EACH if self.o.replicas > 1 else SAME
 
@@ -169,7 +169,7 @@ class TapeWriter:
 
         makes = self._sums(s)
         fn = self._compiled((s, "zeros"), lambda: zeros, s.index, (), makes)
-        self.list.append(Run(s.index, fn, (), tuple(makes), f"zeros of stage {s.index}"))
+        self.list.append(RunStage(s.index, fn, (), tuple(makes), f"zeros of stage {s.index}"))
 
     def _value(self, stage: int, name: str, m: int) -> int:
         return self.slot(("value", stage, name, m), self.own.cut(self.programs.cuts.get((stage, name))))
@@ -216,7 +216,7 @@ class TapeWriter:
 
     def _move(self, source: tuple[Any, ...], target: tuple[Any, ...], origin: int, stage: int, what: str) -> None:
         a, b = self.slot(source, self.own), self.slot(target, self.own)
-        self.list.append(Move(a, b, origin, stage, self.own, what))
+        self.list.append(Transfer(a, b, origin, stage, self.own, what))
 
     def _run(self, p: Program, s: StagePrograms, task: Task, made: Callable[[str], int]) -> None:
         """Write a program of a micro-batch."""
@@ -228,7 +228,7 @@ class TapeWriter:
                 if n in s.params:
                     home = self.plan.homes[n]
                     held = self.held(self.plan.device_of(home), n)
-                    self.list.append(Move(held, self.param(s.index, n), home, s.index, SAME, n))
+                    self.list.append(Transfer(held, self.param(s.index, n), home, s.index, SAME, n))
         reads = [self._read(s, n, m) for n in p.in_names]
         makes = [made(n) for n in p.out_names]
         numbered = self._is_numbered(p)
@@ -237,7 +237,7 @@ class TapeWriter:
         sums = {n + GRAD for n in s.leaves}
         donated = [i for i, n in enumerate(p.in_names) if n in sums and n in p.outputs]
         fn = self._compiled(p, lambda: self._of_micro(p), s.index, reads, makes, donated)
-        self.list.append(Run(s.index, fn, tuple(reads), tuple(makes), str(task), task))
+        self.list.append(RunStage(s.index, fn, tuple(reads), tuple(makes), str(task), task))
 
     def _compiled(
         self,
@@ -317,7 +317,7 @@ class TapeWriter:
             for s in self.programs.stages:
                 for n in s.leaves:
                     here, there = (self.slot((which, s.index, n), self.own) for which in ("sum", "sum on the host"))
-                    self.list.append(Move(here, there, s.index, s.index, self.own, n + GRAD, to_host=True))
+                    self.list.append(Transfer(here, there, s.index, s.index, self.own, n + GRAD, to_host=True))
         sends: dict[tuple[Var, int], list[int]] = {}
         for v, origin, target in placed.sends:
             sends.setdefault((v, origin), []).append(target)
@@ -327,7 +327,7 @@ class TapeWriter:
                 a, b = at(v, stage), at(v, target)
                 if a != b:
                     what, to_host = name_of.get(v, "update"), self.host is not None
-                    self.list.append(Move(a, b, stage, target, kinds[v], what, to_host))
+                    self.list.append(Transfer(a, b, stage, target, kinds[v], what, to_host))
 
         for v, origin in list(sends):
             if v in name_of or v in consts:
@@ -341,7 +341,7 @@ class TapeWriter:
             donated = self._donated(piece, name_of, new_of, later) if self.donate else []
             made = lambda p=piece: _of_piece(p)
             fn = self._compiled(piece, made, piece.place, reads, makes, donated, on=self.host)
-            self.list.append(Run(piece.place, fn, tuple(reads), tuple(makes), f"update of stage {piece.place}"))
+            self.list.append(RunStage(piece.place, fn, tuple(reads), tuple(makes), f"update of stage {piece.place}"))
             for v in piece.makes:
                 send(v, piece.place)
         found: dict[tuple[int, str], int] = {}
@@ -370,23 +370,23 @@ class TapeWriter:
         self.fixed[found] = (self.host or self.places).put(np.asarray(a.val, a.aval.dtype), stage, SAME)
         return found
 
-    def _update_kind(self, name: str) -> Kind:
+    def _update_kind(self, name: str) -> StageSharding:
         """The kind of an input of the update."""
         leaf, is_sum, _ = name.partition(GRAD)
         return self.own.cut(self.plan.cuts.state.get(leaf)) if is_sum else self.state_kind(name)
 
     @staticmethod
     def _donated(
-        piece: Piece, name_of: dict[Var, str], new_of: dict[Any, str], later: Collection[tuple[Var, int]]
+        piece: StagePart, name_of: dict[Var, str], new_of: dict[Any, str], later: Collection[tuple[Var, int]]
     ) -> list[int]:
         """The positions of old state whose new value is made in the same piece, and that is not wanted any more."""
         made = {new_of[v] for v in piece.makes if v in new_of}
         spent = lambda v: name_of.get(v) in made and (v, piece.place) not in later and v not in new_of
         return [i for i, v in enumerate(piece.reads) if spent(v)]
 
-    def _results(self, state: dict[tuple[int, str], int]) -> dict[str, tuple[int, Kind, int]]:
+    def _results(self, state: dict[tuple[int, str], int]) -> dict[str, tuple[int, StageSharding, int]]:
         """Write what merges results."""
-        found: dict[str, tuple[int, Kind, int]] = {}
+        found: dict[str, tuple[int, StageSharding, int]] = {}
         for s, p in zip(self.programs.stages, self.programs.results, strict=True):
             if p is None:
                 continue
@@ -395,7 +395,7 @@ class TapeWriter:
             kinds = [self._result_kind(n) for n in p.out_names]
             makes = [self.slot(("result", n), kind) for n, kind in zip(p.out_names, kinds, strict=True)]
             fn = self._compiled(p, lambda p=p: per_trainer(p), s.index, reads, makes)  # type: ignore[misc]
-            self.list.append(Run(s.index, fn, tuple(reads), tuple(makes), p.name))
+            self.list.append(RunStage(s.index, fn, tuple(reads), tuple(makes), p.name))
             for n, slot, kind in zip(p.out_names, makes, kinds, strict=True):
                 if n not in self.plan.homes:
                     found[n] = (slot, kind, s.index)
@@ -404,18 +404,20 @@ class TapeWriter:
                 place = self.plan.device_of(home)
                 if place != self.plan.device_of(s.index) or self.host is not None:
                     target = self.slot(("moved", n), kind)
-                    self.list.append(Move(slot, target, s.index, home, kind, n, self.host is not None))
+                    self.list.append(Transfer(slot, target, s.index, home, kind, n, self.host is not None))
                     slot = target
                 state[place, n] = slot
         out_at = self.plan.update.placed.out_at
         return found | {n: (slot, SAME, out_at[n] or 0) for n, slot in self._from_update.items()}
 
-    def _result_kind(self, name: str) -> Kind:
+    def _result_kind(self, name: str) -> StageSharding:
         if is_whole(self.plan.merges[name]) or self.o.replicas == 1:
             return SAME
         return FIRST if name in self.plan.homes else EACH  # all replicas make the same of state
 
-    def _finished(self, state: dict[tuple[int, str], int], results: dict[str, tuple[int, Kind, int]]) -> Tape:
+    def _finished(
+        self, state: dict[tuple[int, str], int], results: dict[str, tuple[int, StageSharding, int]]
+    ) -> StepProgram:
         stay = {*self.fixed, *state.values(), *(slot for slot, _, _ in results.values())}
         if not self.donate:
             stay |= set(self.given.values())
@@ -428,10 +430,10 @@ class TapeWriter:
             wanted.update(ins.reads)
         instructions = tuple((ins, tuple(gone)) for ins, gone in zip(self.list, empty, strict=True))
         passing = {slot: key[1] for key, slot in self.slots.items() if key[0] in ("value", "cotangent", "back")}
-        return Tape(instructions, len(self.slots), self.given, self.fixed, state, results, self.kept, passing)
+        return StepProgram(instructions, len(self.slots), self.given, self.fixed, state, results, self.kept, passing)
 
 
-def _of_piece(piece: Piece) -> Callable[..., Sequence[Any]]:
+def _of_piece(piece: StagePart) -> Callable[..., Sequence[Any]]:
     """A piece as a function of one replica."""
     inner = piece.jaxpr.jaxpr
     values = dict(zip(inner.constvars, constants(piece.jaxpr), strict=True))
@@ -442,10 +444,10 @@ def _of_piece(piece: Piece) -> Callable[..., Sequence[Any]]:
     return run
 
 
-def _kinds(program: Program, given: dict[Var, Kind], plan: PipelinePlan) -> dict[Any, Kind]:
+def _kinds(program: Program, given: dict[Var, StageSharding], plan: PipelinePlan) -> dict[Any, StageSharding]:
     """How replicas have each value of the update: what is made of what they have for themselves is their own."""
     inner = program.jaxpr.jaxpr
-    kinds: dict[Any, Kind] = dict(given)
+    kinds: dict[Any, StageSharding] = dict(given)
     for eqn in inner.eqns:
         whole = eqn.primitive in (all_gather_p, all_reduce_p)
         own = any(isinstance(a, Var) and _varies(kinds.get(a, SAME)) for a in eqn.invars)
@@ -457,12 +459,12 @@ def _kinds(program: Program, given: dict[Var, Kind], plan: PipelinePlan) -> dict
     return kinds
 
 
-def _varies(kind: Kind) -> bool:
+def _varies(kind: StageSharding) -> bool:
     """Whether replicas have something else each."""
     return kind.own or kind.rows or kind.axis is not None
 
 
-def state_kind(plan: PipelinePlan, name: str) -> Kind:
+def state_kind(plan: PipelinePlan, name: str) -> StageSharding:
     """How the replicas and shards of a stage have an array of its state."""
     axis = plan.update.slice_axis(name) if plan.options.replicas > 1 else None
     return (SAME if axis is None else cut_along(axis)).cut(plan.cuts.state.get(name))

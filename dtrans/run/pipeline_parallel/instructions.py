@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dtrans.pipeline_parallel.task import Task
-from dtrans.run.pipeline_parallel.stage_devices import Kind
+from dtrans.run.pipeline_parallel.stage_devices import StageSharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Run:
+class RunStage:
     """Run a program.
 
     Attributes:
@@ -34,7 +34,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Move:
+class Transfer:
     """Move a value from a slot to another, and from a stage to another.
 
     Attributes:
@@ -49,7 +49,7 @@ class Move:
     target: int
     origin: int
     stage: int
-    kind: Kind
+    kind: StageSharding
     what: str
     to_host: bool = False
 
@@ -63,7 +63,7 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Tape:
+class StepProgram:
     """A step.
 
     Attributes:
@@ -77,12 +77,12 @@ class Tape:
       passing: the stage of each slot that is of one micro-batch.
     """
 
-    instructions: tuple[tuple[Run | Move, tuple[int, ...]], ...]
+    instructions: tuple[tuple[RunStage | Transfer, tuple[int, ...]], ...]
     size: int
     given: dict[tuple[int, str], int]
     fixed: dict[int, Any]
     state: dict[tuple[int, str], int]
-    results: dict[str, tuple[int, Kind, int]]
+    results: dict[str, tuple[int, StageSharding, int]]
     kept: dict[tuple[int, int], tuple[int, ...]]
     passing: dict[int, int]
 

@@ -21,9 +21,9 @@ from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.results import STACK
 from dtrans.plan import realises
 from dtrans.run.base.batch import batch_arrays
-from dtrans.run.pipeline_parallel.compile_step import TapeWriter, state_kind
-from dtrans.run.pipeline_parallel.instructions import Move, Run, Tape
-from dtrans.run.pipeline_parallel.stage_devices import ROWS, SAME, Host, Kind, OnDevices, OneDevice, Places
+from dtrans.run.pipeline_parallel.compile_step import StepCompiler, state_kind
+from dtrans.run.pipeline_parallel.instructions import RunStage, StepProgram, Transfer
+from dtrans.run.pipeline_parallel.stage_devices import ROWS, SAME, Host, OnDevices, OneDevice, Places, StageSharding
 from dtrans.step.summary import merge
 
 
@@ -57,7 +57,7 @@ class PipelineJob:
         self.donate = donate
         self.host = Host(places.replicas) if plan.options.offload else None
         self._specs = plan.main.args[2:]
-        self._tapes: dict[Any, Tape] = {}
+        self._tapes: dict[Any, StepProgram] = {}
         self._shown: dict[str, Any] = {}
         self._last: Any = lambda: None  # the state that was returned last: it needs no second look
 
@@ -142,13 +142,13 @@ class PipelineJob:
 
     # -- a step, in parts ------------------------------------------------------------------------
 
-    def ready(self, state: PipelineState, *batch: Any) -> tuple[Tape, list[Any]]:
+    def ready(self, state: PipelineState, *batch: Any) -> tuple[StepProgram, list[Any]]:
         """The instructions of a step, and the slots that they work on."""
         arrays = dict(zip(self.plan.batch, batch_arrays(self._specs, batch, self.plan.main.inputs), strict=True))
         tape = self._tape(arrays)
         return tape, self._filled(tape, state, arrays)
 
-    def _tape(self, arrays: dict[str, Any]) -> Tape:
+    def _tape(self, arrays: dict[str, Any]) -> StepProgram:
         """The instructions of a step, for a batch of these arrays."""
         key = tuple((x.shape, x.dtype) for x in arrays.values())
         known = self._tapes.get(key)
@@ -156,12 +156,12 @@ class PipelineJob:
             types = {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in self.plan.main.inputs.items()}
             given = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
             programs = self.plan.at([*{**types, **given}.values()])
-            known = self._tapes[key] = TapeWriter(
+            known = self._tapes[key] = StepCompiler(
                 self.plan, programs, self.places, self.host, given, donate=self.donate
             ).tape()
         return known
 
-    def _filled(self, tape: Tape, state: PipelineState, arrays: dict[str, Any]) -> list[Any]:
+    def _filled(self, tape: StepProgram, state: PipelineState, arrays: dict[str, Any]) -> list[Any]:
         """The slots of a step, with what it begins with."""
         env: list[Any] = [None] * tape.size
         for slot, x in tape.fixed.items():
@@ -176,10 +176,12 @@ class PipelineJob:
                 env[slot] = held[place, n]
         return env
 
-    def play(self, tape: Tape, env: list[Any], look: Callable[[Run | Move], None] | None = None) -> None:
+    def play(
+        self, tape: StepProgram, env: list[Any], look: Callable[[RunStage | Transfer], None] | None = None
+    ) -> None:
         """Carry out all instructions; `look` is called after each."""
         for ins, empty in tape.instructions:
-            if isinstance(ins, Move):
+            if isinstance(ins, Transfer):
                 env[ins.target] = self.put(ins, env[ins.source])
             else:
                 for slot, x in zip(ins.makes, ins.fn(*[env[i] for i in ins.reads]), strict=True):
@@ -189,13 +191,13 @@ class PipelineJob:
             for slot in empty:
                 env[slot] = None
 
-    def put(self, move: Move, x: Any) -> Any:
+    def put(self, move: Transfer, x: Any) -> Any:
         """A value where it is moved to."""
         to = self.host if move.to_host else self.places
         assert to is not None, move
         return to.put(x, move.stage, move.kind)
 
-    def answer(self, tape: Tape, env: list[Any]) -> tuple[Any, ...]:
+    def answer(self, tape: StepProgram, env: list[Any]) -> tuple[Any, ...]:
         """The new state, and what the step returns beside it."""
         new = self._state({key: env[slot] for key, slot in tape.state.items() if self.is_mine(key[0])})
         self._last = weakref.ref(new)
@@ -204,7 +206,7 @@ class PipelineJob:
         tree = self._rest.unflatten([values[n] for n in self._rest.names])
         return (new, *(tree if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)))
 
-    def _result(self, name: str, x: Any, kind: Kind) -> Any:
+    def _result(self, name: str, x: Any, kind: StageSharding) -> Any:
         """A result as the user gets it: of what replicas have for themselves, all rows, all values, or the first."""
         if not kind.own:
             return x
@@ -224,10 +226,10 @@ class PipelineJob:
     def _place(self, stage: int, name: str) -> int:
         return self.plan.device_of(stage) if name in self.plan.homes else stage
 
-    def _kind(self, name: str) -> Kind:
+    def _kind(self, name: str) -> StageSharding:
         return state_kind(self.plan, name)
 
-    def _batch_kind(self, name: str, x: Any) -> Kind:
+    def _batch_kind(self, name: str, x: Any) -> StageSharding:
         split = bool(x.shape) and not is_under(name, self.plan.options.replicated)
         return ROWS if split and self.places.replicas > 1 else SAME
 

@@ -34,7 +34,7 @@ LOOK = 200  # milliseconds after which a receiver looks whether its own sender h
 MAX_BYTES = 1 << 40  # a value that claims to be larger is not one
 
 
-class Links:
+class P2PChannels:
     """The lines of one process.
 
     Args:

@@ -18,7 +18,7 @@ import jax
 
 from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel.task import Play, TimedTask
-from dtrans.run.pipeline_parallel.instructions import Move, Run, Tape
+from dtrans.run.pipeline_parallel.instructions import RunStage, StepProgram, Transfer
 from dtrans.run.pipeline_parallel.job import PipelineJob, PipelineState
 
 
@@ -44,8 +44,8 @@ def measured(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple
     begun: set[tuple[int, int]] = set()
     passing = {slot: job.plan.device_of(stage) for slot, stage in tape.passing.items()}
 
-    def look(ins: Run | Move) -> None:
-        if isinstance(ins, Run) and ins.task is not None and ins.task.kind == "F":
+    def look(ins: RunStage | Transfer) -> None:
+        if isinstance(ins, RunStage) and ins.task is not None and ins.task.kind == "F":
             begun.add((ins.task.stage, ins.task.micro))
         now, size = [0] * count, [0] * count
         for key in begun:
@@ -85,7 +85,7 @@ def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[An
 class _Threads:
     """A thread for each device, which carries out the instructions of its stages in order."""
 
-    def __init__(self, job: PipelineJob, tape: Tape, env: list[Any]) -> None:
+    def __init__(self, job: PipelineJob, tape: StepProgram, env: list[Any]) -> None:
         self.job, self.env = job, env
         self.list = [ins for ins, _ in tape.instructions]
         self.done = [threading.Event() for _ in self.list]
@@ -100,7 +100,7 @@ class _Threads:
         self.of: dict[Any, list[int]] = {}
         for i, ins in enumerate(self.list):
             here = job.plan.device_of(ins.stage)
-            key: Any = here if isinstance(ins, Run) else (job.plan.device_of(ins.origin), here)
+            key: Any = here if isinstance(ins, RunStage) else (job.plan.device_of(ins.origin), here)
             self.of.setdefault(key, []).append(i)
 
     def run(self) -> None:
@@ -127,10 +127,10 @@ class _Threads:
             for i in mine:
                 self.done[i].set()
 
-    def _carry_out(self, ins: Run | Move) -> None:
+    def _carry_out(self, ins: RunStage | Transfer) -> None:
         env = self.env
         start = time.perf_counter()
-        if isinstance(ins, Move):
+        if isinstance(ins, Transfer):
             env[ins.target] = jax.block_until_ready(self.job.put(ins, env[ins.source]))
             return
         made = jax.block_until_ready(ins.fn(*[env[i] for i in ins.reads]))

@@ -28,7 +28,7 @@ from dtrans.pipeline_parallel.options import AXIS, SPLIT
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class StageSharding:
     """How the replicas of a stage, and their shards, have a value; see the module.
 
     Attributes:
@@ -45,17 +45,17 @@ class Kind:
     split: int | None = None
     first: bool = False
 
-    def cut(self, split: int | None) -> Kind:
+    def cut(self, split: int | None) -> StageSharding:
         """The same, in pieces of shards."""
         return self if split is None else dataclasses.replace(self, split=split)
 
 
-SAME, EACH, ROWS, FIRST = Kind(), Kind(own=True), Kind(rows=True), Kind(first=True)
+SAME, EACH, ROWS, FIRST = StageSharding(), StageSharding(own=True), StageSharding(rows=True), StageSharding(first=True)
 
 
-def cut_along(axis: int) -> Kind:
+def cut_along(axis: int) -> StageSharding:
     """Slices along a dimension."""
-    return Kind(axis=axis)
+    return StageSharding(axis=axis)
 
 
 Function = Callable[..., Sequence[Any]]
@@ -74,7 +74,7 @@ class Places(abc.ABC):
         self.known: dict[Any, Function] = {}
 
     @abc.abstractmethod
-    def put(self, x: Any, stage: int, kind: Kind) -> Any:
+    def put(self, x: Any, stage: int, kind: StageSharding) -> Any:
         """A value where a stage has it."""
 
     @abc.abstractmethod
@@ -83,7 +83,12 @@ class Places(abc.ABC):
 
     @abc.abstractmethod
     def compiled(
-        self, fn: Function, stage: int, ins: Sequence[Kind], outs: Sequence[Kind], donated: Sequence[int] = ()
+        self,
+        fn: Function,
+        stage: int,
+        ins: Sequence[StageSharding],
+        outs: Sequence[StageSharding],
+        donated: Sequence[int] = (),
     ) -> Function:
         """A function of one replica, compiled for those of a stage.
 
@@ -103,14 +108,14 @@ class OnDevices(Places):
     def __init__(self, grids: Sequence[Any]) -> None:
         super().__init__(len(grids[0]))
         self._meshes = [Mesh(np.array(grid), (AXIS, SPLIT)) for grid in grids]
-        self._where: dict[tuple[int, Kind], Any] = {}
+        self._where: dict[tuple[int, StageSharding], Any] = {}
 
-    def put(self, x: Any, stage: int, kind: Kind) -> Any:
+    def put(self, x: Any, stage: int, kind: StageSharding) -> Any:
         where = self.where(stage, kind)
         # device_put takes 65 microseconds to find out that there is nothing to do
         return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
 
-    def where(self, stage: int, kind: Kind) -> Any:
+    def where(self, stage: int, kind: StageSharding) -> Any:
         """The sharding of a value of a stage."""
         place = stage % len(self._meshes)
         known = self._where.get((place, kind))
@@ -125,7 +130,12 @@ class OnDevices(Places):
         return jax.jit(jaxpr_as_fun(jaxpr), out_shardings=self.where(stage, SAME))
 
     def compiled(
-        self, fn: Function, stage: int, ins: Sequence[Kind], outs: Sequence[Kind], donated: Sequence[int] = ()
+        self,
+        fn: Function,
+        stage: int,
+        ins: Sequence[StageSharding],
+        outs: Sequence[StageSharding],
+        donated: Sequence[int] = (),
     ) -> Function:
         mesh = self._meshes[stage % len(self._meshes)]
         if mesh.size == 1:
@@ -142,7 +152,7 @@ class OnDevices(Places):
         return jax.jit(mapped, donate_argnums=tuple(donated))
 
 
-def _spec(kind: Kind) -> P:
+def _spec(kind: StageSharding) -> P:
     """Which axis is along which dimension."""
     along: dict[int, str] = {}
     if kind.own or kind.rows:
@@ -166,19 +176,26 @@ class OneDevice(Places):
         super().__init__(replicas)
         self._shards = tuple(shards)
 
-    def put(self, x: Any, stage: int, kind: Kind) -> Any:
+    def put(self, x: Any, stage: int, kind: StageSharding) -> Any:
         return jnp.asarray(x) if not isinstance(x, jax.Array) else x
 
     def startup(self, jaxpr: ClosedJaxpr, stage: int) -> Function:
         return jax.jit(jaxpr_as_fun(jaxpr))
 
     def compiled(
-        self, fn: Function, stage: int, ins: Sequence[Kind], outs: Sequence[Kind], donated: Sequence[int] = ()
+        self,
+        fn: Function,
+        stage: int,
+        ins: Sequence[StageSharding],
+        outs: Sequence[StageSharding],
+        donated: Sequence[int] = (),
     ) -> Function:
         shards = self._shards[stage % len(self._shards)]
         mapped: Function = lambda *args: list(fn(*args))
         if self.replicas > 1:
-            of: Callable[[Kind], int | None] = lambda k: 0 if k.own or k.rows or k.first or k.axis is not None else None
+            of: Callable[[StageSharding], int | None] = lambda k: (
+                0 if k.own or k.rows or k.first or k.axis is not None else None
+            )
             outs_of = [of(k) for k in outs]  # None refuses what is not the same in all replicas
             mapped = jax.vmap(
                 mapped, in_axes=tuple(map(of, ins)), out_axes=outs_of, axis_name=AXIS, axis_size=self.replicas
@@ -190,7 +207,7 @@ class OneDevice(Places):
             mapped = _around(mapped, ins, outs, lambda x, k, back: _of_shards(x, k, back, shards))
         return jax.jit(mapped)
 
-    def _of_replicas(self, x: jax.Array, kind: Kind, back: bool) -> jax.Array:
+    def _of_replicas(self, x: jax.Array, kind: StageSharding, back: bool) -> jax.Array:
         """What replicas have of a value along a leading axis, or back."""
         if kind.first:
             return x[0] if back else x
@@ -199,7 +216,9 @@ class OneDevice(Places):
         return x.reshape(self.replicas, -1, *x.shape[1:]) if kind.rows and not back else x
 
 
-def _around(fn: Function, ins: Sequence[Kind], outs: Sequence[Kind], change: Callable[..., Any]) -> Function:
+def _around(
+    fn: Function, ins: Sequence[StageSharding], outs: Sequence[StageSharding], change: Callable[..., Any]
+) -> Function:
     """A function of values as they are kept, by one of values as they are mapped over."""
 
     def around(*args: Any) -> list[Any]:
@@ -209,7 +228,7 @@ def _around(fn: Function, ins: Sequence[Kind], outs: Sequence[Kind], change: Cal
     return around
 
 
-def _of_shards(x: jax.Array, kind: Kind, back: bool, shards: int) -> jax.Array:
+def _of_shards(x: jax.Array, kind: StageSharding, back: bool, shards: int) -> jax.Array:
     """What shards have of a value along a leading axis, or back; of what is whole, the first one's."""
     if kind.split is None:
         return x[0] if back else x
@@ -235,5 +254,5 @@ class Host(OneDevice):
         super().__init__(replicas)
         self._device = jax.local_devices(backend="cpu")[0]
 
-    def put(self, x: Any, stage: int, kind: Kind) -> Any:
+    def put(self, x: Any, stage: int, kind: StageSharding) -> Any:
         return jax.device_put(x, self._device)

@@ -33,10 +33,10 @@ from dtrans.rows.analysis import analyse
 from dtrans.step.cut import GRAD, Cut, OptimizeHalf
 from dtrans.step.forward_backward import ready_order
 from dtrans.zero.by_leaf.assign import loads_of, owned_leaves
-from dtrans.zero.by_leaf.packing import Bins, Part, free_name
+from dtrans.zero.by_leaf.packing import BinPart, Bins, free_name
 from dtrans.zero.by_leaf.update import OwnerWriter, gathered, packed, written
 from dtrans.zero.options import ShardingOptions
-from dtrans.zero.reduce_scatter import Scatter, Scatterer
+from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec
 from dtrans.zero.slices import Sliced, Slices
 
 
@@ -223,12 +223,12 @@ def _behind(*xs: jax.Array) -> jax.Array:
     return jax.lax.concatenate(xs, 0)
 
 
-def _parts(bins: Bins, o: ShardingOptions) -> dict[str, Part]:
+def _parts(bins: Bins, o: ShardingOptions) -> dict[str, BinPart]:
     """What is scattered at once, by name."""
     return {p.name: p for p in bins.parts(o.fuse_grad_size_in_MB * 2**20)}
 
 
-def _packed_values(values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, Part]) -> dict[str, Atom]:
+def _packed_values(values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, BinPart]) -> dict[str, Atom]:
     """Gradients by leaf, and in the place of those that have owners, parts of bins, in the order in which they end."""
     at = {n: i for i, n in enumerate(values)}
     ends = {n: max((at[leaf] for leaf in bins.inside(p)), default=len(at)) for n, p in parts.items()}
@@ -239,8 +239,8 @@ def _packed_values(values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, P
     return found
 
 
-def _kind(parts: Mapping[str, Part]) -> Callable[[str], Scatter]:
-    return lambda name: Scatter(axis=0 if name in parts else None)
+def _kind(parts: Mapping[str, BinPart]) -> Callable[[str], ScatterSpec]:
+    return lambda name: ScatterSpec(axis=0 if name in parts else None)
 
 
 def _updating_what_is_read(step: Cut) -> tuple[list[str], OptimizeHalf]:

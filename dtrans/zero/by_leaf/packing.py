@@ -28,7 +28,7 @@ from dtrans.zero.slices import Sliced
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class BinSlot:
     """Where an array is.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class BinPart:
     """Elements `start` to `stop` of a bin, on each rank."""
 
     bin: str
@@ -86,7 +86,7 @@ class Bins:
     """
 
     ranks: int
-    places: Mapping[str, Place]
+    places: Mapping[str, BinSlot]
     types: Mapping[str, Any]
 
     @classmethod
@@ -102,14 +102,14 @@ class Bins:
         Raises:
           ConfigError: an array of something that cannot lie beside others, such as a random key.
         """
-        places: dict[str, Place] = {}
+        places: dict[str, BinSlot] = {}
         filled: dict[str, list[int]] = {}
         for n, t in types.items():
             if jnp.issubdtype(t.dtype, jax.dtypes.extended):
                 raise ConfigError(f"{n} is of type {t.dtype}, which no rank can own alone; use partition='rows'")
             name = f"{root}/{t.dtype}"
             loads = filled.setdefault(name, [0] * ranks)
-            places[n] = Place(name, owner[n], loads[owner[n]], tuple(t.shape), t.dtype)
+            places[n] = BinSlot(name, owner[n], loads[owner[n]], tuple(t.shape), t.dtype)
             loads[owner[n]] += places[n].size
         dtypes = {p.bin: p.dtype for p in places.values()}
         # a bin of arrays without elements has one of padding: collectives want something to move
@@ -126,7 +126,7 @@ class Bins:
         there = sum(t.size * t.dtype.itemsize for t in self.types.values()) * self.ranks
         return there - sum(p.size * jnp.dtype(p.dtype).itemsize for p in self.places.values())
 
-    def of_rank(self, rank: int) -> dict[str, Place]:
+    def of_rank(self, rank: int) -> dict[str, BinSlot]:
         """The arrays of a rank."""
         return {n: p for n, p in self.places.items() if p.rank == rank}
 
@@ -135,35 +135,35 @@ class Bins:
     def packed_of(self, rank: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """The bins of one rank, given its arrays."""
         own = self.of_rank(rank)
-        return {n: _joined(self._rows(Part(n, 0, t.size), own, values), t.dtype) for n, t in self.types.items()}
+        return {n: _joined(self._rows(BinPart(n, 0, t.size), own, values), t.dtype) for n, t in self.types.items()}
 
     def packed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The bins of all ranks, given all arrays."""
-        return {n: self.packed_part(Part(n, 0, t.size), values) for n, t in self.types.items()}
+        return {n: self.packed_part(BinPart(n, 0, t.size), values) for n, t in self.types.items()}
 
-    def packed_part(self, part: Part, values: Mapping[str, Any]) -> Any:
+    def packed_part(self, part: BinPart, values: Mapping[str, Any]) -> Any:
         """A part of one bin of all ranks, given the arrays that lie in it."""
         return _joined(
             [x for k in range(self.ranks) for x in self._rows(part, self.of_rank(k), values)],
             self.types[part.bin].dtype,
         )
 
-    def parts(self, limit: float) -> list[Part]:
+    def parts(self, limit: float) -> list[BinPart]:
         """Each bin in parts: of so many bytes in all ranks together, or of the largest array in it if that is more."""
         found = []
         for name, t in self.types.items():
             largest = max(p.size for p in self.places.values() if p.bin == name)
             size = int(max(1, largest, min(t.size, limit // (self.ranks * t.dtype.itemsize))))
             bounds = [*range(0, t.size, size), t.size]
-            found += [Part(name, a, b) for a, b in itertools.pairwise(bounds)]
+            found += [BinPart(name, a, b) for a, b in itertools.pairwise(bounds)]
         return found
 
-    def inside(self, part: Part) -> list[str]:
+    def inside(self, part: BinPart) -> list[str]:
         """The arrays that lie in a part, or reach into it; in a part of padding none."""
         of = [(n, p) for n, p in self.places.items() if p.bin == part.bin]
         return [n for n, p in of if max(p.start, part.start) < min(p.start + p.size, part.stop)]
 
-    def _rows(self, part: Part, own: Mapping[str, Place], values: Mapping[str, Any]) -> list[Any]:
+    def _rows(self, part: BinPart, own: Mapping[str, BinSlot], values: Mapping[str, Any]) -> list[Any]:
         """What lies in a part of a rank's bin, padding included."""
         rows, filled = [], part.start
         for n in self.inside(part):
@@ -180,7 +180,7 @@ class Bins:
         p = self.places[name]
         return jax.lax.slice(bins[p.bin], (p.start,), (p.start + p.size,)).reshape(p.shape)
 
-    def from_parts(self, parts: Mapping[Part, Any]) -> dict[str, Any]:
+    def from_parts(self, parts: Mapping[BinPart, Any]) -> dict[str, Any]:
         """All arrays, given parts of the bins of all ranks."""
         found = {}
         for n, p in self.places.items():
@@ -195,7 +195,7 @@ class Bins:
 
     def unpacked(self, bins: Mapping[str, Any]) -> dict[str, Any]:
         """All arrays, given the bins of all ranks."""
-        return self.from_parts({Part(n, 0, t.size): bins[n] for n, t in self.types.items()})
+        return self.from_parts({BinPart(n, 0, t.size): bins[n] for n, t in self.types.items()})
 
 
 def free_name(name: str, taken: Collection[str]) -> str:

@@ -27,15 +27,15 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, ShapedArray, Var, evaluate, small_jaxpr
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import needed
+from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.ops import OptimizeBlock, all_gather_p, all_reduce_p, identity_of, trainer_index_p
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.rows.writer import Span
+from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement, Unit
-from dtrans.slicing.rounds import Crossing
-from dtrans.slicing.server_update import Slicer
+from dtrans.slicing.rounds import CrossServerValue
+from dtrans.slicing.server_update import ServerUpdateBuilder
 from dtrans.step.cut import GRAD, OptimizeHalf
 from dtrans.zero.by_leaf.packing import Bins, free_name
 from dtrans.zero.options import ShardingOptions
@@ -67,7 +67,7 @@ class OwnerWriter:
     ) -> None:
         self.o = o
         self.ranks = ranks = o.degree
-        self.slicer = Slicer(analysis, _placement(analysis, owner, ranks), 1)
+        self.slicer = ServerUpdateBuilder(analysis, _placement(analysis, owner, ranks), 1)
         self.analysis = a = self.slicer.analysis
         self.crossings = self.slicer.levels.crossings
         types: dict[str, Any] = {n: v.aval for n, v in a.inputs.items()}
@@ -102,9 +102,9 @@ class OwnerWriter:
         """Find what makes new values of state that lives with no leaf, and which crossings it takes."""
         eqns = self.slicer.levels.eqns
         outs = [self.analysis.outputs[n] for n in self.slicer.shared_state]
-        self.outside, read = needed(eqns, outs, self.crossings)
+        self.outside, read = backward_slice(eqns, outs, self.crossings)
         told = [c for v, c in self.crossings.items() if len(self.slicer.over(c)) > 1 or v in read]
-        self.told: dict[int, list[Crossing]] = {}
+        self.told: dict[int, list[CrossServerValue]] = {}
         for c in told:
             self.told.setdefault(c.level, []).append(c)
 
@@ -162,9 +162,9 @@ class OwnerWriter:
             return list(self.carried[level].types)
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
 
-    def _sums(self, level: int) -> dict[tuple[str, Any], list[Crossing]]:
+    def _sums(self, level: int) -> dict[tuple[str, Any], list[CrossServerValue]]:
         """What crosses behind a level, by operation and type."""
-        found: dict[tuple[str, Any], list[Crossing]] = {}
+        found: dict[tuple[str, Any], list[CrossServerValue]] = {}
         for c in self.told.get(level, ()):
             found.setdefault((c.op, c.var.aval.dtype), []).append(c)
         return found
@@ -278,7 +278,7 @@ def _placement(analysis: RowAnalysis, owner: Mapping[str, int], ranks: int) -> P
     units: dict[str, list[Unit]] = {ep: [] for ep in endpoints}
     for n in analysis.params:
         t = analysis.inputs[n].aval
-        span = Span(0, t.shape[0]) if t.ndim else None
+        span = RowRange(0, t.shape[0]) if t.ndim else None
         blocks[n] = (Block(n, 0, 1, span, tuple(t.shape), t.dtype, endpoints[owner[n]]),)
     for n in analysis.params:
         if analysis.home_of(n) == n:
