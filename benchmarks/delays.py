@@ -193,9 +193,9 @@ CONSTANT = Mode("DC-ASGD, constant", DC, grid=(1.0, 4.0, 16.0, 64.0, 256.0))
 ADAPTIVE = Mode("DC-ASGD, adaptive", {**DC, "dc_asgd_decay": DECAY}, grid=(0.5, 1.0, 2.0, 4.0, 8.0))
 BESIDE = {"sync_mode": False, "runtime_split_send_recv": True}
 HALF = Mode("half-asynchronous", {**BESIDE, "half_async": True}, few=True)
-GEO = {"sync_mode": False, "geo_sgd_mode": True, "geo_sgd_wait": True}
-OFTEN = Mode("GEO-SGD, every 3 steps", {**GEO, "geo_sgd_need_push_nums": 3}, few=True)
-SELDOM = Mode("GEO-SGD, every 10 steps", {**GEO, "geo_sgd_need_push_nums": 10}, few=True)
+GEO = {"sync_mode": False, "geo_sgd_mode": True, "geo_sgd_block_on_pull": True}
+OFTEN = Mode("GEO-SGD, every 3 steps", {**GEO, "push_every": 3}, few=True)
+SELDOM = Mode("GEO-SGD, every 10 steps", {**GEO, "push_every": 10}, few=True)
 MODES = (ASYNC, HALF, OFTEN, SELDOM, CONSTANT, ADAPTIVE)
 COMMUNICATOR = Mode("communicator", BESIDE)  # steps do not wait for it
 
@@ -704,8 +704,8 @@ takes many trainers.
 
 The half-asynchronous mode has a communicator (`runtime_split_send_recv`, `half_async`), for which every step waits. In
 GEO-SGD a trainer updates its own parameters, and every 3rd or 10th of its steps exchanges what has changed, and waits
-for that (`geo_sgd_wait`). So it has its own updates at once, and those of others later than the heading of the table
-says.
+for that (`geo_sgd_block_on_pull`). So it has its own updates at once, and those of others later than the heading of the
+table says.
 
 Lambda of DC-ASGD was chosen for each variant by training loss with 16 trainers in turn, on other seeds,
 {GRID_SEEDS[0]} to {GRID_SEEDS[-1]}, and is the same everywhere. `dtrans.pserver` and Paddle have 1 where nothing is

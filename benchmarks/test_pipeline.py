@@ -65,7 +65,7 @@ def test_schedules(benchmark, ratio, model, schedule):
 
 @pytest.mark.parametrize(
     "options",
-    [{"replicas": 2, "num_micro_batch": MICRO // 2}, {"gradient_checkpoint": "auto"}, {"offload": "v0"}],
+    [{"replicas": 2, "num_micro_batch": MICRO // 2}, {"gradient_checkpoint": "auto"}, {"offload": True}],
     ids=["two replicas, four micro-batches each", "gradient_checkpoint", "offload"],
 )
 @pytest.mark.parametrize("model", CASES)

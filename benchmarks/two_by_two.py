@@ -27,7 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
     "async": {"sync_mode": False},
     "half-async, communicator": {"sync_mode": False, "runtime_split_send_recv": True, "half_async": True},
     "async, communicator": {"sync_mode": False, "runtime_split_send_recv": True},
-    "GEO-SGD, every 5": {"geo_sgd_need_push_nums": 5},
+    "GEO-SGD, every 5": {"push_every": 5},
 }
 
 
@@ -58,7 +58,7 @@ def plan_for(mode: str, endpoints: str) -> dtrans.PServerPlan:
     """The plan of the job."""
     main = dtrans.trace(step, *jax.eval_shape(init, jax.random.key(0)), *batch(0))
     startup = dtrans.trace(init, jax.random.key(0))
-    transform = dtrans.geo_sgd if "geo_sgd_need_push_nums" in MODES[mode] else dtrans.pserver
+    transform = dtrans.geo_sgd if "push_every" in MODES[mode] else dtrans.pserver
     return transform(main, startup, pservers=endpoints, trainers=2, **MODES[mode])
 
 

@@ -7,6 +7,10 @@ fits, so that `except ValueError` written against another library goes on workin
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+
 
 class DtransError(Exception):
     """The base of all."""
@@ -65,6 +69,24 @@ class PeerError(DtransError, RuntimeError):
 
 class DeadlineError(PeerError, TimeoutError):
     """A wait ran out of time. The message says who waited for whom, for what, and how long."""
+
+
+@contextlib.contextmanager
+def options_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name options as an interface over the package does.
+
+    A name is an option at the start of a message, and before `=`.
+
+    Args:
+      names: the option of the package to that of the interface.
+    """
+    try:
+        yield
+    except DtransError as e:
+        words = "|".join(names)
+        pattern = rf"^({words})\b|\b({words})(?==)"
+        e.args = (re.sub(pattern, lambda found: names[found[0]], str(e)), *e.args[1:])
+        raise
 
 
 def not_installed(what: str, extra: str) -> ConfigError:

@@ -105,7 +105,7 @@ def numbers(folder: str) -> None:
     said["rows"] = refused(job.step, state, batch[0][: 7 + k], batch[1][: 7 + k])
     said["ragged"] = refused(job.step, state, batch[0][:3], batch[1][:2])
     said["count"] = refused(dtrans.nccl2(main, startup, trainers=n + 1).on_cluster)
-    fused = dtrans.nccl2(main, startup, trainers=n, fuse_grad_size_in_MB=32 if k == 0 else 0)
+    fused = dtrans.nccl2(main, startup, trainers=n, reduce_bucket_MB=32 if k == 0 else 0)
     said["plan"] = refused(lambda: fused.on_cluster().step(state, *part(*batch)))
 
     merged = dtrans.nccl2(main, startup, trainers=n, merge={"aux/wrong": "sum" if k == 0 else "max"})
@@ -150,22 +150,22 @@ def counted_loss(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, di
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "one by one": {"fuse_grad_size_in_MB": 0},
-    "chains": {"fuse_grad_size_in_MB": 0, "nccl_comm_num": 2},
-    "splits": {"max_splits": 3},
-    "weight": {"weight": "aux/count"},
-    "window": {"accumulate_steps": 3},
-    "window, weight": {"accumulate_steps": 3, "weight": "aux/count"},
+    "one by one": {"reduce_bucket_MB": 0},
+    "chains": {"reduce_bucket_MB": 0, "reduction_chains": 2},
+    "splits": {"max_buckets": 3},
+    "weight": {"example_count": "aux/count"},
+    "window": {"num_micro_batch": 3},
+    "window, weight": {"num_micro_batch": 3, "example_count": "aux/count"},
     "clip": {"clip_local_norm": 0.05},
     "local": {"local_sgd": 3},
-    "local, weight": {"local_sgd": 3, "weight": "aux/count"},
+    "local, weight": {"local_sgd": 3, "example_count": "aux/count"},
 }
 # of two parts the sum is the same in any order
 OF_TWO = {"bf16": {"compress": "bf16"}, "fp16": {"compress": "fp16", "compress_scale": 64.0}}
 OF_FOUR = {
-    "nodes": {"hierarchical_allreduce_inter_nranks": 2},
-    "nodes, chains": {"hierarchical_allreduce_inter_nranks": 2, "fuse_grad_size_in_MB": 0, "nccl_comm_num": 2},
-    "nodes, local": {"hierarchical_allreduce_inter_nranks": 2, "local_sgd": 3},
+    "nodes": {"trainers_per_node": 2},
+    "nodes, chains": {"trainers_per_node": 2, "reduce_bucket_MB": 0, "reduction_chains": 2},
+    "nodes, local": {"trainers_per_node": 2, "local_sgd": 3},
 }
 
 
@@ -208,7 +208,7 @@ def nodes_by_config(k: int) -> dict[str, np.ndarray]:
     """Two nodes of two trainers, as Paddle's users write it."""
     role = dtrans.Role.from_env()
     config = dtrans.DistributeTranspilerConfig(
-        mode="nccl2", use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2, nccl_comm_num=2
+        mode="nccl2", use_hierarchical_allreduce=True, trainers_per_node=2, reduction_chains=2
     )
     t = dtrans.DistributeTranspiler(config)
     plan = planned({}, 4)

@@ -187,7 +187,7 @@ def plans() -> Iterator[tuple[str, Callable[[], list[str]]]]:
     for name in SCHEDULES:
         yield f"pipeline {name}", lambda name=name: _staged(name)  # type: ignore[misc]
     yield "nccl2", lambda: of_trainers(dtrans.nccl2(*_traced("transformer"), trainers=4))
-    many = {"hierarchical_allreduce_inter_nranks": 2, "compress": "bf16", "accumulate_steps": 2, "clip_local_norm": 1.0}
+    many = {"trainers_per_node": 2, "compress": "bf16", "num_micro_batch": 2, "clip_local_norm": 1.0}
     yield "nccl2 with options", lambda: of_trainers(dtrans.nccl2(*_traced("transformer"), trainers=4, **many))
 
 

@@ -181,9 +181,9 @@ def test_what_cannot_be_averaged_is_named(merge: Any, message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_a_leaver_that_counts_as_zero_is_refused() -> None:
+def test_a_trainer_that_left_and_counts_as_zero_is_refused() -> None:
     """It does no harm among gradients; a mean of variances would go to zero."""
     with pytest.raises(
-        ConfigError, match="^leaver='paddle' with merge: params/stats/mean of a trainer that left would"
+        ConfigError, match="^on_trainer_exit='paddle' with merge: params/stats/mean of a trainer that left would"
     ):
-        plan_for(2, 2, MEAN, leaver="paddle")
+        plan_for(2, 2, MEAN, on_trainer_exit="paddle")

@@ -185,13 +185,13 @@ def test_the_chart_has_every_task_and_is_small():
 EPL_OPTIONS = {
     "auto": "auto_parallel",
     "pipeline": "num_stages num_micro_batch strategy",
-    "gradient_checkpoint": "type end_taskgraph check_gradients",
+    "gradient_checkpoint": "type last_checkpointed_stage check_gradients",
     "zero": "level",
     "offload": "level",
     "amp": "level debug_log loss_scale",
-    "optimizer": "num_apply_group",
+    "optimizer": "update_groups",
     "cluster": "device_place_prefer_intra_node run_visible_devices colocate_split_and_replicate",
-    "communication": "sparse_as_dense max_splits num_communicators fp16 fp16_scale clip_after_allreduce "
+    "communication": "sparse_as_dense max_buckets num_communicators fp16 fp16_scale clip_after_allreduce "
     "gradients_reduce_method",
     "io": "slicing unbalanced_io_slicing drop_last_files",
 }

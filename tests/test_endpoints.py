@@ -503,13 +503,13 @@ def test_the_reason_for_which_a_trainer_failed_reaches_everybody_at_once(crew: C
 def test_a_trainer_that_makes_fewer_steps_than_another_is_named_beside_it(crew: Crew) -> None:
     (ep,) = pservers = free_endpoints(1)
     params, batch = mlp_params(), mlp_batch(8)
-    plan = plan_for(pservers, leaver="error")
+    plan = plan_for(pservers, on_trainer_exit="error")
     crew.start("server", serve, plan, ep, params)
     crew.start("trainer 0", train, plan, 0, [batch], params)
     crew.start("trainer 1", train, plan, 1, [batch] * 3, params)
     reason = (
         "trainer 0 closed after step 1 while trainer 1 sends step 2: "
-        "with leaver='error' all trainers make the same number of steps"
+        "with on_trainer_exit='error' all trainers make the same number of steps"
     )
     assert str(crew.end("server")) == reason
     assert str(crew.end("trainer 1")) == f"pserver {ep} refused trainer 1: it ended: {reason}"

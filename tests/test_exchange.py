@@ -317,8 +317,8 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         stranger.tell("peer", **as_other)  # it may be that server already in its next job
         message = stranger.hear()
         assert (message.op, message["reason"]) == ("waiting", f"the end of a job that pserver {other} is in already")
-        refused(line, f"{other} is planned with leaver='error', pserver {ep} with 'drop'", "peer",
-                **as_other | {"leaver": "error"})  # fmt: skip
+        refused(line, f"{other} is planned with on_trainer_exit='error', pserver {ep} with 'drop'", "peer",
+                **as_other | {"on_trainer_exit": "error"})  # fmt: skip
         hello = {"trainer": 0, "trainers": 1, "session": "peer"} | MEET
         refused(line, f"pserver {other} cannot be trainer 0 too", "hello", **hello)
         refused(line, "`send` message, which servers do not take from each other", "send", step=0, pieces=[])

@@ -53,7 +53,7 @@ def plan_for(servers: int, trainers: int, every: int, *, tx: Any = TX, params: A
         dtrans.trace(init_of(tx), params),
         pservers=free_endpoints(servers),
         trainers=trainers,
-        geo_sgd_need_push_nums=every,
+        push_every=every,
         **{"min_block_size": 1, **options},
     )
 
@@ -87,12 +87,12 @@ def run(crew: Crew, plan: PServerPlan, params: Any, batches: Sequence[Any], turn
 # -- one trainer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["wait", "beside"])
+@pytest.mark.parametrize("block_on_pull", [True, False], ids=["wait", "beside"])
 @pytest.mark.parametrize("servers, every", [(1, 1), (3, 2), (2, 5), (2, 100)])
-def test_one_trainer_is_sequential_training(crew: Crew, servers: int, every: int, wait: bool) -> None:
+def test_one_trainer_is_sequential_training(crew: Crew, servers: int, every: int, block_on_pull: bool) -> None:
     """Bit for bit: what comes back is what was pushed. The servers have all of it in the end, pushed or not."""
     params, batches = params_of(), batches_of(7)
-    plan = plan_for(servers, 1, every, wait=wait)
+    plan = plan_for(servers, 1, every, block_on_pull=block_on_pull)
     on_servers, ((_, got, state),) = run(crew, plan, params, [batches])
     step, want, want_state = jax.jit(plain_step(mlp_loss, TX)), params, TX.init(params)
     for batch in batches:
@@ -112,7 +112,7 @@ def test_one_trainer_in_other_types(crew: Crew, dtype: Any, close: float) -> Non
 
     batches = batches_of(5, dtype=dtype)
     tx = optax.sgd(0.05)
-    plan = plan_for(2, 1, 2, tx=tx, params=params, loss=loss, batch=batches[0], wait=True)
+    plan = plan_for(2, 1, 2, tx=tx, params=params, loss=loss, batch=batches[0], block_on_pull=True)
     on_servers, ((_, got, _),) = run(crew, plan, params, [batches])
     want, state = params, tx.init(params)
     step = jax.jit(plain_step(loss, tx))
@@ -132,7 +132,7 @@ def test_three_trainers_do_what_paddles_formulas_say(crew: Crew, every: int, ord
     params, count = params_of(), order.count(0)
     assert order.count(1) == order.count(2) == count
     batches = [batches_of(count, seed=k) for k in range(3)]
-    plan = plan_for(2, 3, every, wait=True)
+    plan = plan_for(2, 3, every, block_on_pull=True)
     on_servers, ended = run(crew, plan, params, batches, Turns(order))
 
     step = jax.jit(plain_step(mlp_loss, TX))
@@ -267,7 +267,7 @@ def test_frozen_leaves_and_statistics_stay_with_their_trainer(crew: Crew) -> Non
     init = lambda p: (p, tx.init({"w": p["w"]}))
     batches = batches_of(4)
     plan = dtrans.geo_sgd(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
-                          pservers=free_endpoints(2), trainers=2, geo_sgd_need_push_nums=2, wait=True,
+                          pservers=free_endpoints(2), trainers=2, push_every=2, block_on_pull=True,
                           min_block_size=1)  # fmt: skip
     assert plan.held == ("params/frozen", "params/seen")
     assert {b.leaf for b in plan.placement.table} == {"params/w"}
@@ -286,7 +286,7 @@ def test_frozen_leaves_and_statistics_stay_with_their_trainer(crew: Crew) -> Non
 def test_state_that_begins_as_the_parameters_is_made_by_the_trainer(crew: Crew) -> None:
     tx = optax.contrib.schedule_free_sgd(0.1)
     params, batches = params_of(), batches_of(4)
-    plan = plan_for(2, 1, 2, tx=tx, wait=True)
+    plan = plan_for(2, 1, 2, tx=tx, block_on_pull=True)
     _, ((_, got, state),) = run(crew, plan, params, [batches])
     step, want, want_state = jax.jit(plain_step(mlp_loss, tx)), params, tx.init(params)
     for batch in batches:
@@ -341,7 +341,7 @@ def test_what_was_pushed_may_be_donated(crew: Crew) -> None:
 
 
 def test_a_trainer_that_fails_ends_only_itself(crew: Crew) -> None:
-    plan, params = plan_for(2, 2, 1, wait=True), params_of()
+    plan, params = plan_for(2, 2, 1, block_on_pull=True), params_of()
     for ep in plan.servers:
         crew.start(ep, serve, plan, ep, params)
     with pytest.raises(ZeroDivisionError), dtrans.Executor(deadline=HANG) as exe:
@@ -358,7 +358,7 @@ def test_a_trainer_that_fails_ends_only_itself(crew: Crew) -> None:
 
 
 def test_a_server_that_ends_is_named(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, params = plan_for(1, 1, 1, wait=True), params_of()
+    plan, params = plan_for(1, 1, 1, block_on_pull=True), params_of()
     (ep,) = plan.servers
     begin = AsyncServer._send
 
@@ -385,9 +385,9 @@ def test_a_plan_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"every": 0}, "geo_sgd_need_push_nums must be a positive number of steps, it is 0"),
-    ({"every": True}, "geo_sgd_need_push_nums must be a positive number of steps, it is True"),
-    ({"wait": 1}, "wait must be True or False, it is 1"),
+    ({"every": 0}, "push_every must be a positive number of steps, it is 0"),
+    ({"every": True}, "push_every must be a positive number of steps, it is True"),
+    ({"block_on_pull": 1}, "block_on_pull must be True or False, it is 1"),
 ])  # fmt: skip
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -396,7 +396,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_another_batch_shape_goes_on_with_the_same_parameters(crew: Crew) -> None:
-    plan, params = plan_for(2, 1, 2, wait=True), params_of()
+    plan, params = plan_for(2, 1, 2, block_on_pull=True), params_of()
     batches = [mlp_batch(n, dtype=jnp.float64, seed=n) for n in (4, 3, 4, 2)]
     on_servers, ((_, got, _),) = run(crew, plan, params, [batches])
     want, state, step = params, TX.init(params), plain_step(mlp_loss, TX)
@@ -422,7 +422,7 @@ def test_only_what_gradients_enter_is_shared(crew: Crew) -> None:
     init = lambda p: (p, jnp.zeros(()))
     batches = batches_of(4)
     plan = dtrans.geo_sgd(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
-                          pservers=free_endpoints(2), geo_sgd_need_push_nums=2, min_block_size=1)  # fmt: skip
+                          pservers=free_endpoints(2), push_every=2, min_block_size=1)  # fmt: skip
     assert plan.held == ("params/count", "params/decays", "params/key", "params/raw")
     for ep in plan.servers:
         crew.start(ep, serve, plan, ep, params)
@@ -456,12 +456,12 @@ def test_leaves_that_are_called_as_messages_are_are_named(params: Any, message: 
 
 
 def test_the_transpiler_takes_a_config_as_geo_sgds() -> None:
-    config = dtrans.DistributeTranspilerConfig(geo_sgd_need_push_nums=3)
+    config = dtrans.DistributeTranspilerConfig(push_every=3)
     params = params_of()
     main = dtrans.trace(dtrans.make_train_step(mlp_loss, TX), params, TX.init(params), *batches_of(1)[0])
     t = dtrans.GeoSgdTranspiler(config)
     t.transpile(1, main, trainers=2, startup_program=dtrans.trace(init_of(TX), params))
-    assert t.plan.geo_sgd_need_push_nums == 3
+    assert t.plan.push_every == 3
     assert t.get_trainer_program().name == "trainer 1"
     assert (config.geo_sgd_mode, config.sync_mode) == (False, True)
     with pytest.raises(ConfigError, match="^sync_mode=True: GEO-SGD has no synchronous mode; leave it out$"):

@@ -116,7 +116,7 @@ def test_updates_are_those_of_one_device_on_the_rows_of_those_present(
 
 def test_as_paddle_the_last_gradient_counts_once_more_and_the_divisor_stays(crew: Crew) -> None:
     steps, tx = (2, 5, 0), optax.sgd(0.1, momentum=0.9)
-    plan = plan_for(free_endpoints(2), 3, tx, leaver="paddle")
+    plan = plan_for(free_endpoints(2), 3, tx, on_trainer_exit="paddle")
     _, got = run(crew, plan, steps)
     params = mlp_params(dtype=jnp.float64)
     state, grad = tx.init(params), jax.jit(jax.grad(mlp_loss))
@@ -271,7 +271,7 @@ def test_who_has_not_come_is_waited_for_also_when_another_has_left(crew: Crew) -
 
 
 def test_as_paddle_in_the_memory_of_a_trainer_that_sent_nothing_is_zero(crew: Crew) -> None:
-    with table(crew, 2, leaver="paddle") as (a, b):
+    with table(crew, 2, on_trainer_exit="paddle") as (a, b):
         b.leave()
         a.take(0, 4.0)
         assert a.moved() == -0.5 * 4 / 2
@@ -279,7 +279,7 @@ def test_as_paddle_in_the_memory_of_a_trainer_that_sent_nothing_is_zero(crew: Cr
 
 
 def test_as_paddle_in_numbers(crew: Crew) -> None:
-    with table(crew, 2, leaver="paddle") as (a, b):
+    with table(crew, 2, on_trainer_exit="paddle") as (a, b):
         first_step((a, b), 1.0, 3.0)
         a.take(1, 10.0)
         assert a.waits_for() == "gradients of step 2 from trainer 1"
@@ -293,10 +293,10 @@ def test_as_paddle_in_numbers(crew: Crew) -> None:
 # -- what still ends the job -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leaver", ["drop", "paddle", "error"])
+@pytest.mark.parametrize("on_trainer_exit", ["drop", "paddle", "error"])
 @pytest.mark.parametrize("says_barrier", [False, True])
-def test_who_closes_in_the_middle_of_a_step_ends_the_job(crew: Crew, leaver: str, says_barrier: bool) -> None:
-    with pytest.raises(PeerError) as caught, table(crew, 2, leaver=leaver) as (a, b):
+def test_who_closes_in_the_middle_of_a_step_ends_the_job(crew: Crew, on_trainer_exit: str, says_barrier: bool) -> None:
+    with pytest.raises(PeerError) as caught, table(crew, 2, on_trainer_exit=on_trainer_exit) as (a, b):
         first_step((a, b), 1.0, 3.0)
         b.send(1, 1.0)
         if says_barrier:
@@ -338,11 +338,15 @@ def test_an_executor_that_closes_in_the_middle_of_a_step_ends_the_job_on_every_s
 def test_servers_that_would_do_different_things_do_not_serve_together(crew: Crew) -> None:
     pservers = free_endpoints(2)
     params = mlp_params(dtype=jnp.float64)
-    for ep, leaver in zip(pservers, ("drop", "paddle"), strict=True):
-        plan = plan_for(pservers, 1, OPTIMIZERS["global norm"], leaver=leaver)
+    for ep, on_trainer_exit in zip(pservers, ("drop", "paddle"), strict=True):
+        plan = plan_for(pservers, 1, OPTIMIZERS["global norm"], on_trainer_exit=on_trainer_exit)
         crew.start(ep, serve, plan, ep, params, deadline=3.0)
     errors = [str(crew.end(ep)) for ep in pservers]
-    assert any(f"is planned with leaver='{leaver}', pserver " in e for e in errors for leaver in ("drop", "paddle"))
+    assert any(
+        f"is planned with on_trainer_exit='{on_trainer_exit}', pserver " in e
+        for e in errors
+        for on_trainer_exit in ("drop", "paddle")
+    )
 
 
 # -- what is compiled ------------------------------------------------------------------------------
@@ -402,35 +406,38 @@ def test_blocks_of_some_trainers_are_those_of_a_job_of_as_many(tx: Any) -> None:
 
 def test_what_is_not_one_of_three_is_refused() -> None:
     for wrong in ("dropped", None, True, ["drop"]):
-        with pytest.raises(ConfigError, match=r"^leaver must be 'drop', 'paddle' or 'error', it is "):
-            plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), leaver=wrong)
+        with pytest.raises(ConfigError, match=r"^on_trainer_exit must be 'drop', 'paddle' or 'error', it is "):
+            plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), on_trainer_exit=wrong)
 
 
-@pytest.mark.parametrize("leaver", ["paddle", "error"])
-def test_an_asynchronous_job_has_no_say(leaver: Any) -> None:
-    plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), leaver="drop", sync_mode=False)
-    with pytest.raises(ConfigError, match=f"^leaver='{leaver}' is for sync_mode=True: no asynchronous update is of"):
-        plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), leaver=leaver, sync_mode=False)
+@pytest.mark.parametrize("on_trainer_exit", ["paddle", "error"])
+def test_an_asynchronous_job_has_no_say(on_trainer_exit: Any) -> None:
+    plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), on_trainer_exit="drop", sync_mode=False)
+    with pytest.raises(
+        ConfigError,
+        match=f"^on_trainer_exit='{on_trainer_exit}' is for sync_mode=True: asynchronous updates never combine",
+    ):
+        plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), on_trainer_exit=on_trainer_exit, sync_mode=False)
 
 
-def transpiled(leaver: Any, **options: Any) -> dtrans.DistributeTranspiler:
+def transpiled(on_trainer_exit: Any, **options: Any) -> dtrans.DistributeTranspiler:
     plan = plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1))
-    t = dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(leaver=leaver, **options))
+    t = dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(on_trainer_exit=on_trainer_exit, **options))
     trainers: Any = "127.0.0.1:1,127.0.0.1:2" if options else 2
     t.transpile(0, plan.main, "127.0.0.1:1", trainers, True, plan.startup, "127.0.0.1:1")
     return t
 
 
 def test_the_config_has_it_too() -> None:
-    assert dtrans.DistributeTranspilerConfig().leaver == "drop"
-    for leaver in ("drop", "paddle", "error"):
-        (op,) = transpiled(leaver).get_pserver_program("127.0.0.1:1").ops
-        assert op.attrs["leaver"] == leaver
-    with pytest.raises(ConfigError, match=r"^leaver must be 'drop', 'paddle' or 'error', it is 'leave'$"):
+    assert dtrans.DistributeTranspilerConfig().on_trainer_exit == "drop"
+    for on_trainer_exit in ("drop", "paddle", "error"):
+        (op,) = transpiled(on_trainer_exit).get_pserver_program("127.0.0.1:1").ops
+        assert op.attrs["on_trainer_exit"] == on_trainer_exit
+    with pytest.raises(ConfigError, match=r"^on_trainer_exit must be 'drop', 'paddle' or 'error', it is 'leave'$"):
         transpiled("leave")
 
 
 def test_a_job_without_servers_has_no_say() -> None:
     transpiled("drop", mode="nccl2")
-    with pytest.raises(ConfigError, match=r"^leaver='paddle' is for mode='pserver', it is 'nccl2'$"):
+    with pytest.raises(ConfigError, match=r"^on_trainer_exit='paddle' is for mode='pserver', it is 'nccl2'$"):
         transpiled("paddle", mode="nccl2")

@@ -85,9 +85,9 @@ CASES = [
     (1, 3, {}),
     (2, 1, {}),
     (2, 4, {}),
-    (4, 2, {"fuse_grad_size_in_MB": 0, "nccl_comm_num": 2}),
-    (4, 3, {"hierarchical_allreduce_inter_nranks": 2}),
-    (8, 2, {"max_splits": 3}),
+    (4, 2, {"reduce_bucket_MB": 0, "reduction_chains": 2}),
+    (4, 3, {"trainers_per_node": 2}),
+    (8, 2, {"max_buckets": 3}),
 ]
 
 
@@ -100,7 +100,7 @@ def test_trainers_step_by_themselves_and_average_their_state(
     tx = optax.adam(optax.linear_schedule(0.1, 0.01, 10))
     params = mlp_params(SIZES, jnp.float64)
     given = batches(2 * trainers * steps, weighted=weight is not None)
-    step, plan = planned(tx, trainers, params, given[0], local_sgd=steps, weight=weight, **options)
+    step, plan = planned(tx, trainers, params, given[0], local_sgd=steps, example_count=weight, **options)
     job = plan.simulate() if way == "simulate" else plan.on_mesh()
     state, want = job.init(params), (params, tx.init(params))
     jitted = jax.jit(step)
@@ -214,7 +214,7 @@ def test_what_the_optimizer_counts_must_be_merged_by_name() -> None:
     [
         ({"local_sgd": 0}, "local_sgd must be a positive number, or None; it is 0"),
         ({"local_sgd": True}, "local_sgd must be a positive number, or None; it is True"),
-        ({"local_sgd": 2, "accumulate_steps": 2}, "local_sgd=2 and accumulate_steps=2: the one averages parameters"),
+        ({"local_sgd": 2, "num_micro_batch": 2}, "local_sgd=2 and num_micro_batch=2: the one averages parameters"),
         ({"local_sgd": 2, "compress": "bf16"}, "local_sgd=2 and compress='bf16'"),
         ({"local_sgd": 2, "clip_local_norm": 1.0}, "local_sgd=2 and clip_local_norm=1.0"),
         ({"local_sgd": 2, "reduce": "sum"}, "local_sgd=2 and reduce='sum'"),

@@ -659,11 +659,11 @@ def test_arrays_of_a_batch_that_differ_in_rows_are_refused_unless_every_trainer_
     x, y, weights = jnp.ones((8, 3)), jnp.zeros((8, 4)), jnp.arange(4.0)
     plan = dtrans.pserver(dtrans.trace(step, *init(key), x, y, weights), dtrans.trace(init, key), trainers=2)
     job = plan.on_mesh()
-    with pytest.raises(BatchError, match=r"but x has 8 and weights has 4 rows; name what .*on_mesh\(replicated="):
+    with pytest.raises(BatchError, match=r"but x has 8 and weights has 4 rows; name what .*on_mesh\(unsplit_inputs="):
         job.step(job.init(key), x, y, weights)
-    with pytest.raises(ConfigError, match=r"replicated=\('v',\) must name arrays of the batch: x, y, weights"):
-        plan.on_mesh(replicated=("v",))
-    job = plan.on_mesh(replicated=("weights",))
+    with pytest.raises(ConfigError, match=r"unsplit_inputs=\('v',\) must name arrays of the batch: x, y, weights"):
+        plan.on_mesh(unsplit_inputs=("v",))
+    job = plan.on_mesh(unsplit_inputs=("weights",))
     state, got = job.step(job.init(key), x, y, weights)
     params, _, expected = jax.jit(step)(*init(key), x, y, weights)
     tree_close(job.params(state), params, 1e-6)

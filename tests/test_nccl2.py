@@ -296,7 +296,7 @@ def test_parts_of_unequal_weight_give_the_exact_mean_and_not_the_mean_of_means(w
     mask = jnp.array([1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0])  # 2, 1, 1 and 1 rows on four trainers
     batches = [(x, y, mask)] * 2
     plan, _ = same_as_one_device(
-        masked_mean, optax.sgd(0.1), params, batches, way=way, trainers=4, has_aux=True, weight="aux/count"
+        masked_mean, optax.sgd(0.1), params, batches, way=way, trainers=4, has_aux=True, example_count="aux/count"
     )
     assert plan.merges == {"loss": "mean", "aux/count": "sum"}
     unweighted = plan_of(masked_mean, optax.sgd(0.1), params, *batches[0], trainers=4, has_aux=True)
@@ -315,7 +315,14 @@ def test_a_count_of_integers_weights_too(way: str) -> None:
     mask = jnp.array([True, True, True, False])
     batches = [(x[:4], y[:4], mask)]
     same_as_one_device(
-        loss, optax.sgd(0.1), params, batches, way=way, has_aux=True, weight="aux/count", merge={"aux/float": "sum"}
+        loss,
+        optax.sgd(0.1),
+        params,
+        batches,
+        way=way,
+        has_aux=True,
+        example_count="aux/count",
+        merge={"aux/float": "sum"},
     )
 
 
@@ -391,7 +398,7 @@ def test_a_replicated_key_is_the_same_on_all_trainers(way: str) -> None:
 
     params, ((x, _), _) = square_case()
     batch = (x, jax.random.key(1))
-    same_as_one_device(loss, optax.sgd(0.1), params, [batch], way=way, trainers=4, replicated=("key",))
+    same_as_one_device(loss, optax.sgd(0.1), params, [batch], way=way, trainers=4, unsplit_inputs=("key",))
 
 
 @pytest.mark.parametrize("way", JOBS)
@@ -401,7 +408,7 @@ def test_arrays_that_every_trainer_gets_whole(way: str) -> None:
 
     params, ((x, y), _) = square_case()
     batch = (x, y, {"out": jnp.arange(1.0, 4.0)}, F64(0.5))
-    same_as_one_device(loss, optax.sgd(0.1), params, [batch], way=way, trainers=4, replicated=("scales",))
+    same_as_one_device(loss, optax.sgd(0.1), params, [batch], way=way, trainers=4, unsplit_inputs=("scales",))
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -601,7 +608,7 @@ def test_large_weights_do_not_overflow_compressed_gradients(way: str) -> None:
     """A gradient of 1 on 100,000 examples is more than an fp16 holds, where it is multiplied before it is reduced."""
     loss = lambda params, x: (jnp.mean(x) * params["w"], jnp.sum(x) * 100_000)
     params, batch = {"w": F64(0.0)}, (jnp.ones(4),)
-    plan = plan_of(loss, optax.sgd(1.0), params, *batch, has_aux=True, weight="aux", compress="fp16")
+    plan = plan_of(loss, optax.sgd(1.0), params, *batch, has_aux=True, example_count="aux", compress="fp16")
     got, _, _ = train(plan, way, params, [batch])
     assert float(got["w"]) == -1.0
 
@@ -634,7 +641,7 @@ def mixed_case() -> tuple[Any, dict[str, jax.Array], tuple[jax.Array, jax.Array]
 @pytest.mark.parametrize("size", [0, 32])
 def test_reductions_carry_the_bytes_of_the_gradients_and_of_the_loss(size: float) -> None:
     loss, params, batch = mixed_case()
-    plan = plan_of(loss, optax.adam(0.1), params, *batch, fuse_grad_size_in_MB=size)
+    plan = plan_of(loss, optax.adam(0.1), params, *batch, reduce_bucket_MB=size)
     assert plan.bytes_per_step == {"bfloat16": 2 * 30, "float32": 4 * (36 + 6), "float64": 8 * (18 + 1) + 8}
     found: dict[str, int] = {}
     for eqn in reductions(plan):
@@ -648,7 +655,9 @@ def test_reductions_carry_the_bytes_of_the_gradients_and_of_the_loss(size: float
 
 def test_a_weight_adds_its_own_bytes_and_nothing_else() -> None:
     params, ((x, y), _) = square_case()
-    plan = plan_of(masked_mean, optax.sgd(0.1), params, x, y, jnp.ones(8), has_aux=True, weight="aux/count", trainers=4)
+    plan = plan_of(
+        masked_mean, optax.sgd(0.1), params, x, y, jnp.ones(8), has_aux=True, example_count="aux/count", trainers=4
+    )
     assert plan.bytes_per_step == {"float64": 8 * 15 + 8 + 8}
 
 
@@ -683,7 +692,7 @@ def rows_case(count: int, shape: tuple[int, ...] = (128,)) -> tuple[Any, dict[st
 )
 def test_buckets_are_filled_in_the_order_of_the_backward_pass_up_to_their_size(kilobytes: float, want: Any) -> None:
     loss, params, x = rows_case(5)
-    plan = plan_of(loss, optax.sgd(0.1), params, x, fuse_grad_size_in_MB=kilobytes / 1024)
+    plan = plan_of(loss, optax.sgd(0.1), params, x, reduce_bucket_MB=kilobytes / 1024)
     assert [[n.removeprefix("params/") for n in b.leaves] for b in plan.buckets] == want
     assert [b.nbytes for b in plan.buckets] == [1024 * len(names) for names in want]
     assert [e.params["name"] for e in reductions(plan)] == [*(b.name for b in plan.buckets), "results/sum"]
@@ -692,14 +701,14 @@ def test_buckets_are_filled_in_the_order_of_the_backward_pass_up_to_their_size(k
 def test_a_leaf_larger_than_a_bucket_is_reduced_by_itself() -> None:
     loss, params, x = rows_case(3)
     params["w1"] = jnp.ones((4, 128))
-    plan = plan_of(loss, optax.sgd(0.1), params, x, fuse_grad_size_in_MB=2 / 1024)
+    plan = plan_of(loss, optax.sgd(0.1), params, x, reduce_bucket_MB=2 / 1024)
     assert [b.leaves for b in plan.buckets] == [("params/w2",), ("params/w1",), ("params/w0",)]
 
 
 @pytest.mark.parametrize("kilobytes", [0, 2, 100])
 def test_each_reduction_stands_right_after_the_equation_that_makes_its_last_gradient(kilobytes: float) -> None:
     loss, params, x = rows_case(5)
-    plan = plan_of(loss, optax.adam(0.1), params, x, fuse_grad_size_in_MB=kilobytes / 1024)
+    plan = plan_of(loss, optax.adam(0.1), params, x, reduce_bucket_MB=kilobytes / 1024)
     eqns, roles = plan.program.jaxpr.jaxpr.eqns, plan.program.roles
     places = [i for i, e in enumerate(eqns) if e.primitive is all_reduce_p and e.params["name"] != "results/sum"]
     assert len(places) == len(plan.buckets)
@@ -721,7 +730,7 @@ def lowered(plan: Any, params: Any, *batch: Any) -> str:
 @pytest.mark.parametrize("size", [0, 32])
 def test_the_mesh_job_has_one_all_reduce_for_each_leaf_and_one_for_the_loss(size: float) -> None:
     loss, params, batch = mixed_case()
-    plan = plan_of(loss, optax.sgd(0.1), params, *batch, trainers=4, fuse_grad_size_in_MB=size)
+    plan = plan_of(loss, optax.sgd(0.1), params, *batch, trainers=4, reduce_bucket_MB=size)
     text = lowered(plan, params, *batch)
     types = re.findall(r"stablehlo\.all_reduce.*?\}\) : \(tensor<([^>]*)>\)", text, re.DOTALL)
     assert sorted(types) == sorted(["5x6xbf16", "6x6xf32", "6xf32", "6x3xf64", "f64", "f64"])
@@ -807,7 +816,7 @@ def test_a_gradient_that_two_leaves_share_is_reduced_once(size: float, marked: b
     step = dtrans.make_train_step(loss, tx) if marked else plain_step(loss, tx)
     params, batches = square_case()
     params = {"a": params["w"], "b": 2 * params["w"]}
-    plan, _ = same_step(step, init_of(tx), params, batches, way=way, trainers=4, fuse_grad_size_in_MB=size)
+    plan, _ = same_step(step, init_of(tx), params, batches, way=way, trainers=4, reduce_bucket_MB=size)
     assert plan.bytes_per_step == {"float64": 8 * 15 + 8}
     assert [b.nbytes for b in plan.buckets] == [8 * 15]
 
@@ -891,7 +900,9 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
             BatchError, match="^x has 6 rows, which 4 trainers do not divide: give batches of a multiple"
         ):
             job.step(state, x[:6], y[:6])
-        with pytest.raises(BatchError, match=r"x has 8 and y has 4 rows; name what .* in dtrans\.nccl2\(replicated="):
+        with pytest.raises(
+            BatchError, match=r"x has 8 and y has 4 rows; name what .* in dtrans\.nccl2\(unsplit_inputs="
+        ):
             job.step(state, x, y[:4])
         with pytest.raises(BatchError, match="^the step takes 2 batch arguments, 1 were given$"):
             job.step(state, x)
@@ -998,17 +1009,17 @@ def test_each_trainer_is_on_its_device_and_all_have_the_state() -> None:
         (dict(axis_name=""), "axis_name must be the name of an axis, it is ''"),
         (dict(axis_name=3), "axis_name must be the name of an axis, it is 3"),
         (dict(reduce="max"), "reduce must be 'mean' or 'sum', it is 'max'"),
-        (dict(reduce="sum", weight="loss"), "weight='loss' is for reduce='mean', it is 'sum'"),
-        (dict(fuse_grad_size_in_MB=-1), "fuse_grad_size_in_MB must be a size in megabytes, 0 or more; it is -1"),
-        (dict(fuse_grad_size_in_MB=float("nan")), "fuse_grad_size_in_MB must be a size .* it is nan"),
-        (dict(fuse_grad_size_in_MB="32"), "fuse_grad_size_in_MB must be a size .* it is '32'"),
-        (dict(fuse_grad_size_in_MB=True), "fuse_grad_size_in_MB must be a size .* it is True"),
+        (dict(reduce="sum", example_count="loss"), "example_count='loss' is for reduce='mean', it is 'sum'"),
+        (dict(reduce_bucket_MB=-1), "reduce_bucket_MB must be a size in megabytes, 0 or more; it is -1"),
+        (dict(reduce_bucket_MB=float("nan")), "reduce_bucket_MB must be a size .* it is nan"),
+        (dict(reduce_bucket_MB="32"), "reduce_bucket_MB must be a size .* it is '32'"),
+        (dict(reduce_bucket_MB=True), "reduce_bucket_MB must be a size .* it is True"),
         (dict(compress="int8"), "compress must be 'bf16', 'fp16' or None, it is 'int8'"),
         (dict(compress="fp16", compress_scale=0), "compress_scale must be a positive number, it is 0"),
         (dict(compress="fp16", compress_scale="8"), "compress_scale must be a positive number, it is '8'"),
         (dict(compress_scale=8.0), "compress_scale=8.0 is for compress='bf16' or 'fp16', which is None"),
-        (dict(replicated="x"), "replicated='x' must be a collection of names of batch arrays"),
-        (dict(replicated=("z",)), "replicated names 'z'; the arrays of the batch are x, y"),
+        (dict(unsplit_inputs="x"), "unsplit_inputs='x' must be a collection of names of batch arrays"),
+        (dict(unsplit_inputs=("z",)), "unsplit_inputs names 'z'; the arrays of the batch are x, y"),
         (dict(merge={"loss": "median"}), r"merge\['loss'\] must be one of mean, sum, .*; it is 'median'"),
         (dict(merge={"accuracy": "mean"}), "merge names 'accuracy'; what trainers make .* is loss, aux/n, aux/rows, "),
         (dict(merge={"params/mean": "each"}), r"merge\['params/mean'\]='each': every trainer has the same state"),
@@ -1016,10 +1027,10 @@ def test_each_trainer_is_on_its_device_and_all_have_the_state() -> None:
         (dict(merge={"aux/n": "mean"}), r"merge\['aux/n'\]='mean': it is int32\[\]; say 'sum' or 'max' or 'each'"),
         (dict(merge={"loss": "concat"}), r"merge\['loss'\]='concat': it is float64\[\], which has no dim 0"),
         (dict(merge={"aux/some": "sum"}), r"merge\['aux/some'\]='sum': it is bool\[\]; say 'max' or 'each'"),
-        (dict(weight="count"), "weight='count' must be a result of the step: loss, aux/n, aux/rows"),
-        (dict(weight="aux/rows"), r"weight='aux/rows' must be a scalar, it is float64\[8\]"),
-        (dict(weight="out4"), "weight='out4' is computed from gradients, which it would have to weight"),
-        (dict(weight="aux/some"), r"weight='aux/some' must be a number, it is bool\[\]"),
+        (dict(example_count="count"), "example_count='count' must be a result of the step: loss, aux/n, aux/rows"),
+        (dict(example_count="aux/rows"), r"example_count='aux/rows' must be a scalar, it is float64\[8\]"),
+        (dict(example_count="out4"), "example_count='out4' is computed from gradients, which it would have to weight"),
+        (dict(example_count="aux/some"), r"example_count='aux/some' must be a number, it is bool\[\]"),
     ],
 )  # fmt: skip
 def test_an_option_that_cannot_be_is_refused_by_name(options: Any, message: str) -> None:
@@ -1074,7 +1085,7 @@ def test_a_batch_whose_rows_differ_is_refused_where_results_may_grow_with_it() -
     params, (batch, _) = square_case()
     with pytest.raises(ConfigError, match=r"^aux may grow with the batch, .* y has 8 and scales has 3 rows"):
         plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True)
-    plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True, replicated=("scales",))
+    plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True, unsplit_inputs=("scales",))
 
 
 def test_fewer_devices_than_trainers_are_refused_with_what_to_set() -> None:
@@ -1142,7 +1153,7 @@ def test_any_two_mlps_of_random_width_equal_one_device(data: st.DataObject) -> N
     width = st.integers(1, 9)
     sizes = [(draw(width), draw(width), draw(width)) for _ in range(2)]
     trainers = draw(st.integers(1, 6), "trainers")
-    size = draw(st.sampled_from([0, 1e-4, 3e-4, 1]), "fuse_grad_size_in_MB")
+    size = draw(st.sampled_from([0, 1e-4, 3e-4, 1]), "reduce_bucket_MB")
     reduce = draw(st.sampled_from(["mean", "sum"]), "reduce")
     merge = draw(st.sampled_from([None, {"aux": "max"}, {"aux": "sum"}, {"aux": reduce}]), "merge")
     tx = draw(st.sampled_from([optax.sgd(0.01, 0.9), optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))]))
@@ -1159,7 +1170,7 @@ def test_any_two_mlps_of_random_width_equal_one_device(data: st.DataObject) -> N
         batch = tuple({n: p[i] for n, p in pairs.items()} for i in range(2))
         plan, _ = same_as_one_device(
             loss, tx, params, [batch] * 2, way="simulate", has_aux=True, trainers=trainers, reduce=reduce, merge=merge,
-            fuse_grad_size_in_MB=size,
+            reduce_bucket_MB=size,
         )  # fmt: skip
         assert sorted(n for b in plan.buckets for n in b.leaves) == sorted(plan.main.args[0].names)
         grads = 8 * sum(np.size(x) for x in jax.tree.leaves(params))

@@ -34,7 +34,7 @@ def on_each_trainer(plan, way, batch):
     """`plan.function` over such batches under one of JAX's maps; each output has a leading axis of trainers."""
     names, sizes = zip(*plan.axes, strict=True)
     whole = [
-        not x.ndim or bool({*spec.names} & {*plan.replicated})
+        not x.ndim or bool({*spec.names} & {*plan.unsplit_inputs})
         for spec, x in zip(plan.main.args[2:], batch, strict=True)
     ]
     one = lambda *args: [jnp.asarray(x) for x in plan.program.out.flatten(plan.function(*args))]
@@ -153,7 +153,7 @@ def batches_of(weighted, rows=32, steps=3):
 @functools.cache
 def plan_of(trainers, tx=TX, **options):
     total = options.get("reduce") == "sum"
-    merge = MERGE | ({"aux/first": "max"} if options.get("accumulate_steps", 1) > 1 else {})  # else the last one's
+    merge = MERGE | ({"aux/first": "max"} if options.get("num_micro_batch", 1) > 1 else {})  # else the last one's
     init = lambda params: (params, tx.init(params["net"]))
     main = dtrans.trace(step_of(tx, total), *jax.eval_shape(init, start()), *batches_of(True)[0])
     return dtrans.nccl2(main, dtrans.trace(init, start()), trainers=trainers, merge=merge, **options)
@@ -185,7 +185,7 @@ def cases(of):
     """
     made = []
     for name, options in of.items():
-        inter = options.get("hierarchical_allreduce_inter_nranks", 0)
+        inter = options.get("trainers_per_node", 0)
         counts = [n for n in (1, 2, 4, 8) if not inter or n > inter]
         turn = len(made)
         for i, n in enumerate(counts):
@@ -202,20 +202,20 @@ def cases(of):
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-NODES = {"hierarchical_allreduce_inter_nranks": 2}
-WINDOW = {"accumulate_steps": 4}
-COUNT = {"weight": "aux/count"}
-CHAINS = {"nccl_comm_num": 2, "fuse_grad_size_in_MB": 0}
+NODES = {"trainers_per_node": 2}
+WINDOW = {"num_micro_batch": 4}
+COUNT = {"example_count": "aux/count"}
+CHAINS = {"reduction_chains": 2, "reduce_bucket_MB": 0}
 OPTIONS = {
-    "one bucket": {"fuse_grad_size_in_MB": 32},
-    "one by one": {"fuse_grad_size_in_MB": 0},
-    "weight": COUNT,
+    "one bucket": {"reduce_bucket_MB": 32},
+    "one by one": {"reduce_bucket_MB": 0},
+    "example_count": COUNT,
     "sum": {"reduce": "sum"},
     "hierarchical": NODES,
-    "hierarchical, of 4": {"hierarchical_allreduce_inter_nranks": 4},
+    "hierarchical, of 4": {"trainers_per_node": 4},
     "window": WINDOW,
-    "splits": {"max_splits": 3},
-    "chain, all": {"nccl_comm_num": 1, "fuse_grad_size_in_MB": 0},
+    "splits": {"max_buckets": 3},
+    "chain, all": {"reduction_chains": 1, "reduce_bucket_MB": 0},
     "chains": CHAINS,
     "weight, hierarchical": COUNT | NODES,
     "weight, window": COUNT | WINDOW,
@@ -223,7 +223,7 @@ OPTIONS = {
     "sum, hierarchical": {"reduce": "sum"} | NODES,
     "sum, window": {"reduce": "sum"} | WINDOW,
     "window, hierarchical": NODES | WINDOW,
-    "splits, chain, hierarchical": {"max_splits": 3, "nccl_comm_num": 1} | NODES,
+    "splits, chain, hierarchical": {"max_buckets": 3, "reduction_chains": 1} | NODES,
     "weight, window, hierarchical, chains": COUNT | WINDOW | NODES | CHAINS,
 }
 
@@ -231,7 +231,7 @@ OPTIONS = {
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(OPTIONS))
 def test_every_way_to_reduce_gives_the_numbers_of_one_device(options, trainers, way):
-    plan, weighted = plan_of(trainers, **options), "weight" in options
+    plan, weighted = plan_of(trainers, **options), "example_count" in options
     batches, expected = batches_of(weighted), alone(weighted, "reduce" in options)
     for got, made, part in zip(trained(plan, way, start(), batches), expected, batches, strict=True):
         tree_close(got, with_each(made, plan, part), 1e-12)
@@ -260,7 +260,7 @@ def parts_of(params, part, trainers):
 CLIP = {"clip_local_norm": 3.5}
 CLIPPED = {
     "clip": CLIP,
-    "clip, one by one": CLIP | {"fuse_grad_size_in_MB": 0},
+    "clip, one by one": CLIP | {"reduce_bucket_MB": 0},
     "clip, weight": CLIP | COUNT,
     "clip, hierarchical": CLIP | NODES,
     "clip, window": CLIP | WINDOW,
@@ -272,7 +272,7 @@ CLIPPED = {
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(CLIPPED))
 def test_each_trainer_clips_its_own_gradient_before_they_are_averaged(options, trainers, way):
-    plan, batches = plan_of(trainers, **options), batches_of("weight" in options)
+    plan, batches = plan_of(trainers, **options), batches_of("example_count" in options)
     step, now, most = jitted_step(TX), (start(), TX.init(start()["net"])), options["clip_local_norm"]
     found = []
     for got, part in zip(trained(plan, way, start(), batches), batches, strict=True):
@@ -294,7 +294,7 @@ COMPRESS = {
     "bf16": BFLOAT,
     "fp16, not scaled": HALF,
     "fp16 scaled": HALF | {"compress_scale": 1024.0},
-    "bf16, scaled, one by one": BFLOAT | {"compress_scale": 8.0, "fuse_grad_size_in_MB": 0},
+    "bf16, scaled, one by one": BFLOAT | {"compress_scale": 8.0, "reduce_bucket_MB": 0},
     "bf16, weight": BFLOAT | COUNT,
     "bf16, hierarchical": BFLOAT | NODES,
     "fp16, window": HALF | WINDOW,
@@ -308,7 +308,7 @@ COMPRESS = {
 def test_what_is_compressed_is_as_far_off_as_its_type_says(options, trainers, way):
     """What n trainers send is rounded once and their sum n - 1 times, each time by at most the unit roundoff of what is
     added up, or by half of fp16's least number. One trainer sends nothing."""
-    plan, batches = plan_of(trainers, PLAIN, **options), batches_of("weight" in options)
+    plan, batches = plan_of(trainers, PLAIN, **options), batches_of("example_count" in options)
     unit, least = (2.0**-8, 0.0) if options["compress"] == "bf16" else (2.0**-11, 2.0**-25)
     least *= trainers / options.get("compress_scale", 1.0)
     step, params, errors = jitted_step(PLAIN), jax.device_get(start()), []
@@ -346,11 +346,11 @@ def noisy_step(params, state, x, scales, key):
 
 
 NOISY = [
-    (1, {"accumulate_steps": 2}, WAYS[1:3]),
+    (1, {"num_micro_batch": 2}, WAYS[1:3]),
     (4, {}, WAYS[3:]),
     (8, NODES, WAYS[:2]),
-    (2, {"accumulate_steps": 4}, WAYS),
-    (4, NODES | {"accumulate_steps": 2}, WAYS),
+    (2, {"num_micro_batch": 4}, WAYS),
+    (4, NODES | {"num_micro_batch": 2}, WAYS),
 ]
 
 
@@ -362,9 +362,9 @@ def test_statistics_go_from_micro_step_to_micro_step_and_keys_differ(trainers, o
     x, scales = mlp_batch(16, (3, 1), jnp.float64)[0], jnp.array([1.0, 0.5, 2.0])
     args = [(x, scales, jax.random.key(seed)) for seed in range(2)]
     main = dtrans.trace(noisy_step, params, (), *args[0])
-    steps = options.get("accumulate_steps", 1)
+    steps = options.get("num_micro_batch", 1)
     plan = dtrans.nccl2(main, dtrans.trace(lambda p: (p, ()), params), trainers=trainers, merge={"aux": "concat"},
-                        replicated=("scales",), **options)  # fmt: skip
+                        unsplit_inputs=("scales",), **options)  # fmt: skip
     for got, (_, _, key) in zip(trained(plan, way, params, args), args, strict=True):
         made, drawn = [], []
         for k, part in enumerate(np.split(np.asarray(x), trainers)):
@@ -407,7 +407,7 @@ def collectives(plan):
 
 def test_a_hierarchy_moves_one_nth_of_the_bytes_between_nodes():
     params = mlp_params(SIZES)  # 6, 3, 30 and 18 numbers: padded to 8, 4, 32 and 20
-    _, plan = planned(optax.sgd(0.1), params, like=batch(0), trainers=8, hierarchical_allreduce_inter_nranks=4)
+    _, plan = planned(optax.sgd(0.1), params, like=batch(0), trainers=8, trainers_per_node=4)
     exter, inter = plan.axis_names
     assert plan.axes == (("trainers_exter", 2), ("trainers_inter", 4))
     assert collectives(plan)[:3] == [("reduce_scatter", (inter,)), ("all_reduce", (exter,)), ("all_gather", (inter,))]
@@ -419,7 +419,7 @@ def test_a_hierarchy_moves_one_nth_of_the_bytes_between_nodes():
 
 def test_a_window_reduces_once_and_not_inside():
     _, plan = planned(optax.sgd(0.1), mlp_params(SIZES), like=batch(0),
-                      merge={"aux/worst": "max"}, trainers=2, accumulate_steps=4)  # fmt: skip
+                      merge={"aux/worst": "max"}, trainers=2, num_micro_batch=4)  # fmt: skip
     (scan,) = [e for e in plan.program.jaxpr.jaxpr.eqns if e.primitive.name == "scan"]
     assert scan.params["length"] == 4
     inside = {e.primitive.name for e in equations(scan.params["jaxpr"])}
@@ -430,7 +430,7 @@ def test_a_window_reduces_once_and_not_inside():
 
 
 @pytest.mark.parametrize(
-    "sizes,max_splits,groups",
+    "sizes,max_buckets,groups",
     [
         ([100] * 10, 5, [2, 2, 2, 2, 2]),
         ([100] * 10, 2, [10]),
@@ -438,11 +438,11 @@ def test_a_window_reduces_once_and_not_inside():
         ([10] * 9 + [1000], 5, [1, 9]),
     ],
 )
-def test_buckets_by_epls_rule(sizes, max_splits, groups):
+def test_buckets_by_epls_rule(sizes, max_buckets, groups):
     """As epl/communicators/coalescing.py makes them; gradients come in the order of the backward pass."""
     params = {f"w{i:02}": jnp.zeros(n) for i, n in enumerate(sizes)}
     loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(q**2) for q in p.values())
-    _, plan = planned(optax.sgd(0.1), params, loss, False, [jnp.ones(8)], trainers=2, max_splits=max_splits)
+    _, plan = planned(optax.sgd(0.1), params, loss, False, [jnp.ones(8)], trainers=2, max_buckets=max_buckets)
     assert [len(b.leaves) for b in plan.buckets] == groups
 
 
@@ -450,7 +450,7 @@ def test_buckets_by_epls_rule_never_mix_types():
     types = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float32, jnp.bfloat16]
     params = {f"w{i}": jnp.zeros(4, t) for i, t in enumerate(types)}
     loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(q.astype(x.dtype) ** 2) for q in p.values())
-    _, plan = planned(optax.sgd(0.1), params, loss, False, [jnp.ones(8)], trainers=2, max_splits=2)
+    _, plan = planned(optax.sgd(0.1), params, loss, False, [jnp.ones(8)], trainers=2, max_buckets=2)
     assert sorted(len(b.leaves) for b in plan.buckets) == [1, 2, 2]
 
 
@@ -462,7 +462,7 @@ def test_reductions_of_a_chain_wait_for_each_other(nodes, count, waits):
     loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(q**2) for q in p.values())
     options = NODES if nodes else {}
     _, plan = planned(
-        optax.sgd(0.1), params, loss, False, [jnp.ones(8)], trainers=4, fuse_grad_size_in_MB=0, nccl_comm_num=count,
+        optax.sgd(0.1), params, loss, False, [jnp.ones(8)], trainers=4, reduce_bucket_MB=0, reduction_chains=count,
         **options,
     )  # fmt: skip
     made_of, found, last = {}, {}, "all_gather" if nodes else "all_reduce"
@@ -502,16 +502,16 @@ def test_clipping_before_and_after_the_sum_are_different_things():
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"trainers": 1, "hierarchical_allreduce_inter_nranks": 2}, "=2 must divide the 1 trainers into several nodes"),
-        ({"trainers": 2, "hierarchical_allreduce_inter_nranks": 2}, "=2 must divide the 2 trainers into several nodes"),
-        ({"hierarchical_allreduce_inter_nranks": 3}, "=3 must divide the 4 trainers into several nodes"),
-        ({"hierarchical_allreduce_inter_nranks": 4}, "=4 must divide the 4 trainers into several nodes"),
-        ({"hierarchical_allreduce_inter_nranks": 1}, "=1 must divide the 4 trainers into several nodes"),
-        ({"hierarchical_allreduce_inter_nranks": -2}, "must be a number of trainers, it is -2"),
-        ({"accumulate_steps": 0}, "accumulate_steps must be a positive number of micro-steps, it is 0"),
-        ({"accumulate_steps": True}, "accumulate_steps must be a positive number of micro-steps, it is True"),
-        ({"max_splits": 0}, "max_splits must be a positive number, or None; it is 0"),
-        ({"nccl_comm_num": 1.5}, "nccl_comm_num must be a positive number, or None; it is 1.5"),
+        ({"trainers": 1, "trainers_per_node": 2}, "=2 must divide the 1 trainers into several nodes"),
+        ({"trainers": 2, "trainers_per_node": 2}, "=2 must divide the 2 trainers into several nodes"),
+        ({"trainers_per_node": 3}, "=3 must divide the 4 trainers into several nodes"),
+        ({"trainers_per_node": 4}, "=4 must divide the 4 trainers into several nodes"),
+        ({"trainers_per_node": 1}, "=1 must divide the 4 trainers into several nodes"),
+        ({"trainers_per_node": -2}, "must be a number of trainers, it is -2"),
+        ({"num_micro_batch": 0}, "num_micro_batch must be a positive number of micro-steps, it is 0"),
+        ({"num_micro_batch": True}, "num_micro_batch must be a positive number of micro-steps, it is True"),
+        ({"max_buckets": 0}, "max_buckets must be a positive number, or None; it is 0"),
+        ({"reduction_chains": 1.5}, "reduction_chains must be a positive number, or None; it is 1.5"),
         ({"clip_local_norm": 0}, "clip_local_norm must be a positive number, or None; it is 0"),
     ],
 )
@@ -523,7 +523,7 @@ def test_options_out_of_range_are_refused_by_name(options, message):
 def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.sum(x > 0))
     with pytest.raises(ConfigError, match="aux is int32.*made in each of 2 micro-steps: say what becomes of it"):
-        planned(optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))], trainers=2, accumulate_steps=2)
+        planned(optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))], trainers=2, num_micro_batch=2)
 
 
 @pytest.mark.usefixtures("x64")
@@ -540,7 +540,7 @@ def test_a_shard_map_that_checks_varying_types_is_refused_by_name(options):
 def test_a_weight_that_is_known_when_traced_weights_a_window_too():
     params, x = {"w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2)
     loss = lambda p, x: (jnp.mean((x * p["w"]) ** 2), x.shape[0])
-    plan = planned(optax.sgd(0.1), params, loss, True, [x], trainers=2, accumulate_steps=2, weight="aux")[1]
+    plan = planned(optax.sgd(0.1), params, loss, True, [x], trainers=2, num_micro_batch=2, example_count="aux")[1]
     job = plan.simulate()
     state, value, rows = job.step(job.init(params), x)
     want = jax.grad(lambda p: loss(p, x)[0])(params)
@@ -550,7 +550,7 @@ def test_a_weight_that_is_known_when_traced_weights_a_window_too():
 
 def test_a_row_for_each_trainer_is_refused_where_a_trainer_makes_several():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.max(x))
-    for options in ({"accumulate_steps": 2}, {"local_sgd": 2}):
+    for options in ({"num_micro_batch": 2}, {"local_sgd": 2}):
         with pytest.raises(ConfigError, match=r"^merge\['aux'\]='each': a trainer makes it in each of 2 micro-steps"):
             planned(optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))], trainers=2,
                     merge={"aux": "each"}, **options)  # fmt: skip
@@ -570,8 +570,8 @@ def of_counted(params, x, mask):
     return jnp.sum((x @ params["w"]) ** 2 * mask) / jnp.sum(mask), {"count": jnp.sum(mask)}
 
 
-PARTS = [{"trainers": 4}, {"trainers": 2, "accumulate_steps": 2}, {"trainers": 1, "accumulate_steps": 4},
-         {"trainers": 2, "accumulate_steps": 2, "clip_local_norm": 1e9}]  # fmt: skip
+PARTS = [{"trainers": 4}, {"trainers": 2, "num_micro_batch": 2}, {"trainers": 1, "num_micro_batch": 4},
+         {"trainers": 2, "num_micro_batch": 2, "clip_local_norm": 1e9}]  # fmt: skip
 
 
 @pytest.mark.usefixtures("x64")
@@ -579,7 +579,7 @@ PARTS = [{"trainers": 4}, {"trainers": 2, "accumulate_steps": 2}, {"trainers": 1
 def test_a_part_that_counts_for_nothing_is_nothing(options):
     params, x = {"w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2)
     mask = jnp.array([1.0, 1, 0, 0, 1, 1, 1, 1])
-    step, plan = planned(optax.sgd(0.1), params, of_counted, True, [x, mask], weight="aux/count", **options)
+    step, plan = planned(optax.sgd(0.1), params, of_counted, True, [x, mask], example_count="aux/count", **options)
     want, _, want_loss, want_aux = step(params, optax.sgd(0.1).init(params), x, mask)
     for job in (plan.simulate(), plan.on_mesh()):
         state, loss, aux = job.step(job.init(params), x, mask)
@@ -601,7 +601,7 @@ def test_results_from_gradients_and_the_batch_are_weighted_as_they_are_without_a
     mask = jnp.array([1.0, 1, 3, 1, 1, 2, 1, 1])
     main, startup = dtrans.trace(step, params, (), x, mask), dtrans.trace(lambda p: (p, ()), params)
     merge = {"aux/scaled": way} if way else {}
-    plan = dtrans.nccl2(main, startup, weight="aux/count", merge=merge, **options)
+    plan = dtrans.nccl2(main, startup, example_count="aux/count", merge=merge, **options)
     job = plan.simulate()
     state, loss, aux = job.step(job.init(params), x, mask)
     want, _, want_loss, want_aux = step(params, (), x, mask)
@@ -609,12 +609,12 @@ def test_results_from_gradients_and_the_batch_are_weighted_as_they_are_without_a
 
 
 def test_the_weight_is_added_up_and_nothing_else():
-    options = {"weight": "aux/count", "merge": {"aux/count": "max"}, "trainers": 2}
+    options = {"example_count": "aux/count", "merge": {"aux/count": "max"}, "trainers": 2}
     with pytest.raises(ConfigError, match=r"^merge\['aux/count'\]='max': it is the weight, which is added up"):
         planned(optax.sgd(0.1), {"w": jnp.ones(2)}, of_counted, True, [jnp.ones((8, 2)), jnp.ones(8)], **options)
 
 
-@pytest.mark.parametrize("options", [{"accumulate_steps": 2, "weight": "aux/count"}, {"local_sgd": 1}])
+@pytest.mark.parametrize("options", [{"num_micro_batch": 2, "example_count": "aux/count"}, {"local_sgd": 1}])
 def test_sums_of_16_bits_do_not_overflow_on_their_way(options):
     """The gradient and the parameters fit into float16; times the count, or times the trainers, they do not."""
     params = {"w": jnp.full(2, 20000.0, jnp.float16)}
@@ -632,7 +632,7 @@ def counting(params, opt_state, x):
     return {"n": n, "w": params["w"] - 0.01 * grad}, opt_state, value
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"local_sgd": 2}])
+@pytest.mark.parametrize("options", [{}, {"num_micro_batch": 2}, {"local_sgd": 2}])
 def test_counts_in_the_state_are_what_one_device_counts(options):
     params, x = {"n": jnp.zeros((), jnp.int32), "w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2) / 10
     main, startup = dtrans.trace(counting, params, (), x), dtrans.trace(lambda p: (p, ()), params)
@@ -672,7 +672,7 @@ def test_a_leaf_without_elements_is_reduced_nowhere():
     [
         ({"merge": "loss"}, "^merge='loss' must say for each name what becomes of it"),
         ({"merge": ["loss"]}, r"^merge=\['loss'\] must say for each name"),
-        ({"replicated": None}, "^replicated=None must be a collection of names"),
+        ({"unsplit_inputs": None}, "^unsplit_inputs=None must be a collection of names"),
     ],
 )
 def test_options_of_another_type_are_refused_by_name(options, message):

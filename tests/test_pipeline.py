@@ -195,7 +195,7 @@ def test_a_key_is_folded_with_replica_and_micro_batch(micro, replicas, way):
     tree_close(loss, sum(losses) / len(losses), 1e-12)
     tree_close(params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, mean), 1e-12)
 
-    other = dtrans.nccl2(*of.traced(), trainers=replicas, accumulate_steps=micro).simulate()
+    other = dtrans.nccl2(*of.traced(), trainers=replicas, num_micro_batch=micro).simulate()
     state, *rest = other.step(other.init(key), *batch)
     tree_close((loss, kept), tuple(rest), 1e-12)
     tree_close(params, other.params(state), 1e-12)
@@ -205,7 +205,7 @@ def test_a_replicated_key_is_the_same_for_all():
     def loss(params, x, y, key):
         return square(params, x * jax.random.bernoulli(key, 0.7, x.shape[1:]), y)
 
-    check(job_of(loss, PARAMS, (*rows(), jax.random.key(3))), replicated=("key",))
+    check(job_of(loss, PARAMS, (*rows(), jax.random.key(3))), unsplit_inputs=("key",))
 
 
 # -- kinds of leaves -------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def test_arrays_that_are_not_of_rows():
 
     batch = (*rows(), jnp.asarray([1.0, 0.5, 2.0, 1.0]), jnp.asarray(0.75))
     for way in ("simulate", "on_mesh"):
-        check(job_of(loss, PARAMS, batch), way, replicated=("scales",))
+        check(job_of(loss, PARAMS, batch), way, unsplit_inputs=("scales",))
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -714,7 +714,7 @@ LOOPS = [
 def test_a_scan_over_layers_is_cut(optimizer, way, options):
     """Stages have their rows of the stack; where the optimizer does not let it be cut, one stage holds it all."""
     of = job_of(looped, LAYERS, rows(), OPTIMIZERS[optimizer]())
-    plan = check(of, way, rtol=1e-11 if optimizer == "muon" else 1e-12, bytes_cost=0.0, **options)
+    plan = check(of, way, rtol=1e-11 if optimizer == "muon" else 1e-12, flops_per_byte=0.0, **options)
     loops = [[e.primitive.name for e in s.forward.jaxpr.jaxpr.eqns].count("scan") for s in plan.programs.stages]
     assert max(loops) == 1 and sum(loops) > 1
     owners = lambda leaf: len({home for n, home in plan.homes.items() if n.startswith(f"params/layers/{leaf}")})

@@ -65,10 +65,10 @@ def started(params, tx):
     return params, tx.init(params)
 
 
-def planned(of, num_stages=2, num_micro_batch=2, bytes_cost=0, **options):
+def planned(of, num_stages=2, num_micro_batch=2, flops_per_byte=0, **options):
     """With stages of equal work: models are so small here that it would be best to send nothing."""
     return dtrans.pipeline(
-        *of.traced(), num_stages=num_stages, num_micro_batch=num_micro_batch, bytes_cost=bytes_cost, **options
+        *of.traced(), num_stages=num_stages, num_micro_batch=num_micro_batch, flops_per_byte=flops_per_byte, **options
     )
 
 
@@ -165,11 +165,11 @@ def test_only_stages_up_to_the_end_compute_once_more():
     of = job_of(blocks, BLOCKS, rows())
     kept = lambda **o: [s.kept for s in planned(of, num_stages=4, **o).stages]
     auto, none = kept(gradient_checkpoint="auto"), kept()
-    assert kept(gradient_checkpoint="auto", end_taskgraph=1) == auto[:2] + none[2:]
-    assert kept(gradient_checkpoint="auto", end_taskgraph=0) == auto[:1] + none[1:]
-    assert kept(gradient_checkpoint="auto", end_taskgraph=3) == auto
-    assert kept(end_taskgraph=1) == none
-    check(of, num_stages=4, gradient_checkpoint="auto", end_taskgraph=1)
+    assert kept(gradient_checkpoint="auto", last_checkpointed_stage=1) == auto[:2] + none[2:]
+    assert kept(gradient_checkpoint="auto", last_checkpointed_stage=0) == auto[:1] + none[1:]
+    assert kept(gradient_checkpoint="auto", last_checkpointed_stage=3) == auto
+    assert kept(last_checkpointed_stage=1) == none
+    check(of, num_stages=4, gradient_checkpoint="auto", last_checkpointed_stage=1)
 
 
 def test_names_of_parts_that_values_do_not_have():
@@ -181,8 +181,10 @@ def test_names_of_parts_that_values_do_not_have():
     with pytest.raises(ConfigError, match="must be 'auto', or a collection of names .* it is 'before'"):
         planned(of, gradient_checkpoint="before")
     for end in (-2, True, "1"):
-        with pytest.raises(ConfigError, match=f"end_taskgraph must be the number of a stage, .* it is {end!r}"):
-            planned(of, gradient_checkpoint="auto", end_taskgraph=end)
+        with pytest.raises(
+            ConfigError, match=f"last_checkpointed_stage must be the number of a stage, .* it is {end!r}"
+        ):
+            planned(of, gradient_checkpoint="auto", last_checkpointed_stage=end)
 
 
 def test_a_name_inside_a_loop_is_refused():
@@ -278,13 +280,13 @@ def test_noise_is_drawn_once_however_it_is_made():
     of = job_of(loss, params, (*rows(), jax.random.key(3), jax.random.PRNGKey(4)), optax.sgd(0.1))
     found = []
     for names in ("", "auto"):
-        plan = planned(of, replicated=("old",), gradient_checkpoint=names)
+        plan = planned(of, unsplit_inputs=("old",), gradient_checkpoint=names)
         assert not draws(*backwards(plan))
         found.append(of.of(plan.simulate(), 1))
     tree_close(found[1], found[0], 1e-12)
 
 
-# -- num_apply_group -------------------------------------------------------------------------------
+# -- update_groups -------------------------------------------------------------------------------
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01))
 SIX = net(4, 6, 8, 5, 7, 6, 4)
@@ -302,7 +304,7 @@ SIX = net(4, 6, 8, 5, 7, 6, 4)
     ],
 )
 def test_an_update_in_parts_changes_no_number(groups, tx, options):
-    check(job_of(square, SIX, rows(), tx), num_apply_group=groups, **options)
+    check(job_of(square, SIX, rows(), tx), update_groups=groups, **options)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -312,7 +314,7 @@ def test_parts_of_an_update_do_what_the_whole_does(groups, tx, replicas):
     """The equations of a stage's parts are those of its whole update, each once; each leaf is of one part."""
     of = job_of(square, SIX, rows(), tx)
     one = planned(of, replicas=replicas).update.placed
-    plan = planned(of, replicas=replicas, num_apply_group=groups)
+    plan = planned(of, replicas=replicas, update_groups=groups)
     parts = plan.update.placed
     described = lambda e: (e.primitive.name, *(str(v.aval) for v in e.outvars))
     inner = parts.program.jaxpr.jaxpr
@@ -338,7 +340,7 @@ def test_parts_of_an_update_do_what_the_whole_does(groups, tx, replicas):
 
 def test_steps_are_counted_once_by_each_stage():
     of = job_of(square, SIX, rows(), CLIPPED)
-    job = planned(of, num_apply_group=3).simulate()
+    job = planned(of, update_groups=3).simulate()
     state = job.init(jax.random.key(0))
     for i in range(1, 4):
         state, _ = job.step(state, *of.batch)
@@ -352,7 +354,7 @@ OFFLOADED = [
     {},
     {"replicas": 2},
     {"schedule": "Interleaved", "chunks": 2},
-    {"schedule": "ZeroBubble", "num_apply_group": 2},
+    {"schedule": "ZeroBubble", "update_groups": 2},
     {"gradient_checkpoint": "auto", "replicas": 2},
 ]
 
@@ -393,8 +395,8 @@ def test_state_on_the_host_changes_no_number(options):
     start = net(4, 4, 4, 4) | {"mean": jnp.zeros(4)}
     of = Job(statistics(CLIPPED), lambda key: started(start, CLIPPED), rows())
     want = of.on_one_device()
-    tree_close(of.of(planned(of, offload="v0", **options).simulate()), want, 1e-12)
-    on_mesh = planned(of, offload="v0", **options).on_mesh(stage_devices())
+    tree_close(of.of(planned(of, offload=True, **options).simulate()), want, 1e-12)
+    on_mesh = planned(of, offload=True, **options).on_mesh(stage_devices())
     tree_close(of.of(on_mesh), want, 1e-12)
     tree_close(of.of(planned(of, **options).on_mesh(stage_devices())), want, 1e-12)
 
@@ -402,7 +404,7 @@ def test_state_on_the_host_changes_no_number(options):
 @pytest.mark.parametrize("options", [OFFLOADED[2], *map(soak, OFFLOADED[:2]), soak(OFFLOADED[3])], ids=str)
 def test_parameters_are_fetched_for_each_task_and_nothing_stays(options):
     of = job_of(square, SIX, rows(), CLIPPED)
-    plan = planned(of, offload="v0", **options)
+    plan = planned(of, offload=True, **options)
     devices = stage_devices()
     before = there(devices)
     job = plan.on_mesh(devices)
@@ -445,7 +447,7 @@ def is_fetch(ins, plan):
 
 def test_gradients_come_to_the_host_once_a_step():
     of = job_of(square, SIX, rows(), CLIPPED)
-    plan = planned(of, offload="v0", num_micro_batch=4)
+    plan = planned(of, offload=True, num_micro_batch=4)
     job = plan.simulate()
     tape, _ = job.ready(job.init(jax.random.key(0)), *of.batch)
     sent = [m.what for m, _ in tape.instructions if isinstance(m, Transfer) and m.to_host and m.what.endswith(GRAD)]
@@ -457,7 +459,7 @@ def test_offload_is_v0_or_nothing():
     with pytest.raises(ConfigError, match="offload must be 'v0' or '', it is 'v1'"):
         planned(of, offload="v1")
     with pytest.raises(ConfigError, match="offload='v0' and sharding_stage=1: what is on the host is there once"):
-        planned(of, offload="v0", sharding_stage=1)
+        planned(of, offload=True, sharding_stage=1)
 
 
 # -- sharding_stage=2 ------------------------------------------------------------------------------
@@ -466,7 +468,7 @@ UNEVEN = net(5, 7, 6, 3)  # of which none is a multiple of 4 rows
 SLICED = [
     soak(2, optax.adam(0.1), 1, "simulate", {}),
     (2, CLIPPED, 1, "on_mesh", {"schedule": "ZeroBubble"}),
-    (4, CLIPPED, 1, "simulate", {"num_apply_group": 2}),
+    (4, CLIPPED, 1, "simulate", {"update_groups": 2}),
     (4, optax.sgd(0.1, momentum=0.9), 1, "on_mesh", {}),
     soak(2, CLIPPED, 30, "simulate", {"schedule": "Interleaved", "num_micro_batch": 4, "chunks": 2, "num_stages": 1}),
     soak(4, optax.adam(0.1), 30, "simulate", {"gradient_checkpoint": "auto"}),
@@ -702,8 +704,8 @@ def test_policies_find_other_stages():
     assert abs(by_number.stages[0].ops - by_number.stages[1].ops) <= 1
 
     slowest = lambda plan: max(s.flops for s in plan.stages)
-    by_flops = planned(three, policy="BALANCE_FLOPS", bytes_cost=0)
-    assert slowest(by_flops) <= min(slowest(by_number), slowest(planned(three, bytes_cost=0)))
+    by_flops = planned(three, policy="BALANCE_FLOPS", flops_per_byte=0)
+    assert slowest(by_flops) <= min(slowest(by_number), slowest(planned(three, flops_per_byte=0)))
     with pytest.raises(ConfigError, match="policy must be one of HEURISTIC, .* it is 'FLOPS'"):
         planned(three, policy="FLOPS")
 
@@ -719,11 +721,11 @@ def test_what_a_byte_costs_moves_the_cut():
     """Stages of equal work send 64 numbers of each row; where that is dear, the last makes the mean alone."""
     params = net(2, 64, 64, 2, 64)
     of = job_of(square, params, rows(16, 2, 64))
-    cheap, dear = planned(of, bytes_cost=0), planned(of, bytes_cost=1e4)
+    cheap, dear = planned(of, flops_per_byte=0), planned(of, flops_per_byte=1e4)
     assert [s.sends for s in cheap.stages] == [8 * 64 * 8, 0] and [s.sends for s in dear.stages] == [8, 0]
     for cost in (-1, True, "1", float("nan")):
-        with pytest.raises(ConfigError, match="bytes_cost must be a number of flops for each byte"):
-            planned(of, bytes_cost=cost)
+        with pytest.raises(ConfigError, match="flops_per_byte must be a number of flops for each byte"):
+            planned(of, flops_per_byte=cost)
 
 
 # -- scopes ----------------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ def job_of(loss, *, has_aux=True, count=16):
 
 def planned(of, micro=2, replicas=2, **options):
     return dtrans.pipeline(
-        *of.traced(), **{"num_stages": 2, "num_micro_batch": micro, "replicas": replicas, "bytes_cost": 0, **options}
+        *of.traced(),
+        **{"num_stages": 2, "num_micro_batch": micro, "replicas": replicas, "flops_per_byte": 0, **options},
     )
 
 

@@ -144,9 +144,9 @@ HEADS = [
     (2, 7, "simulate", None, {"replicas": 2}),
     (2, 51, "on_mesh", CLIPPED, {"replicas": 2, "schedule": "ZeroBubble"}),
     (4, 51, "simulate", CLIPPED, {"schedule": "ZeroBubble", "gradient_checkpoint": "auto"}),
-    soak(4, 7, "on_mesh", optax.sgd(0.1, momentum=0.9), {"num_apply_group": 2}),
-    (4, 50, "simulate", None, {"num_micro_batch": 1, "num_apply_group": 2}),
-    soak(2, 50, "simulate", CLIPPED, {"replicas": 2, "num_apply_group": 2}),
+    soak(4, 7, "on_mesh", optax.sgd(0.1, momentum=0.9), {"update_groups": 2}),
+    (4, 50, "simulate", None, {"num_micro_batch": 1, "update_groups": 2}),
+    soak(2, 50, "simulate", CLIPPED, {"replicas": 2, "update_groups": 2}),
     soak(4, 50, "simulate", optax.lamb(0.1), {}),
     soak(2, 51, "simulate", None, {"num_micro_batch": 1}),
 ]
@@ -291,7 +291,7 @@ def test_logits_are_never_whole(schedule):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_updates_of_pieces_gather_nothing(tx, replicas, groups):
     """Replicas reduce the pieces of gradients; shards add up one number, if there is a norm."""
-    plan = planned(classifier(2, 50, tx=tx), replicas=replicas, num_apply_group=groups)
+    plan = planned(classifier(2, 50, tx=tx), replicas=replicas, update_groups=groups)
     found = collections.Counter()
     for piece in plan.update.placed.pieces:
         if piece.place == 1:
@@ -344,7 +344,7 @@ def test_a_split_must_say_over_how_many_devices():
     [
         ({"sharding_stage": 1, "replicas": 2}, "sharding_stage=1 beside split\\(name='head'\\)"),
         ({"sharding_stage": 2, "replicas": 2}, "sharding_stage=2 beside split\\(name='head'\\)"),
-        ({"offload": "v0"}, "offload='v0' beside split\\(name='head'\\): a stage that is split keeps its pieces"),
+        ({"offload": True}, "offload='v0' beside split\\(name='head'\\): a stage that is split keeps its pieces"),
         (
             {"schedule": "Interleaved", "num_stages": 1},
             "chunks=2 beside split\\(name='head'\\): a device has one stage",

@@ -36,7 +36,7 @@ def rows(count=8):
 
 def planned(step, init, *batch, **options):
     key = jax.random.key(0)
-    options = {"num_stages": 2, "num_micro_batch": 2, "bytes_cost": 0.0} | options
+    options = {"num_stages": 2, "num_micro_batch": 2, "flops_per_byte": 0.0} | options
     return dtrans.pipeline(dtrans.trace(step, *init(key), *batch), dtrans.trace(init, key), **options)
 
 
@@ -175,7 +175,7 @@ def test_results_that_are_numbers_and_buckets_by_count(way):
         params, state, value = step(params, state, x)
         return params, state, {"loss": value, "one": jnp.ones(())}
 
-    job = getattr(planned(told, init, rows(), replicas=2, max_splits=2), way)()
+    job = getattr(planned(told, init, rows(), replicas=2, max_buckets=2), way)()
     _, results = job.step(job.init(jax.random.key(0)), rows())
     assert results["one"] == 1.0
     np.testing.assert_allclose(results["loss"], told(*init(jax.random.key(0)), rows())[2]["loss"], rtol=1e-12)

@@ -94,7 +94,7 @@ def check(
     batches = [m.batch(s, dtype) for s in range(3)]
     plan = plan_of(
         m.loss, tx, params, *batches[0], stage=stage, degree=degree, dp_degree=dp_degree, overlap=overlap,
-        fuse_grad_size_in_MB=fuse, **options,
+        reduce_bucket_MB=fuse, **options,
     )  # fmt: skip
     got = trained(plan, way, params, batches)
     want = on_one_device(model, optimizer, degree * dp_degree, dtype)
@@ -169,7 +169,7 @@ def test_float32_is_that_of_one_device_to_its_precision(stage: int, way: str) ->
 @pytest.mark.parametrize("prefetch, segment", [(0, 0), (3, 0), (2, 1e-3), (1, 32)])
 @pytest.mark.parametrize("model", ["uneven", pytest.param("transformer", marks=pytest.mark.soak), "scan"])
 def test_what_is_gathered_ahead_of_time_or_together_is_the_same(model: str, prefetch: int, segment: float) -> None:
-    check(model, "adamw", 4, 3, 32, True, 1, prefetch=prefetch, segment_broadcast_MB=segment)
+    check(model, "adamw", 4, 3, 32, True, 1, prefetch=prefetch, gather_bucket_MB=segment)
 
 
 @pytest.mark.usefixtures("x64")
@@ -208,7 +208,7 @@ def test_batches_of_other_sizes_are_traced_anew(stage: int) -> None:
     tree_close(trained(plan, "simulate", params, batches), want, 1e-12)
 
 
-HARD = [(name, {"dp_degree": 2} if k % 3 else {"accumulate_steps": 2}, bool(k % 2)) for k, name in enumerate(SMALL)]
+HARD = [(name, {"dp_degree": 2} if k % 3 else {"num_micro_batch": 2}, bool(k % 2)) for k, name in enumerate(SMALL)]
 
 
 @pytest.mark.usefixtures("x64")
@@ -231,7 +231,7 @@ def test_models_that_are_hard_to_gather_elsewhere(name: str, stage: int, degree:
     params, batches = m.params(jnp.float64), [m.batch(s, jnp.float64, rows=12) for s in range(2)]
     plan = plan_of(
         m.loss, tx, params, *batches[0], stage=stage, degree=degree, reduce="sum", prefetch=prefetch,
-        fuse_grad_size_in_MB=0,
+        reduce_bucket_MB=0,
     )  # fmt: skip
 
     def total(p: Any, *batch: jax.Array) -> jax.Array:
@@ -342,22 +342,22 @@ def full_batches(weighted: bool) -> list[Any]:
     return made
 
 
-COUNT, WINDOW, ALONE = {"weight": "aux/count"}, {"accumulate_steps": 4}, {"fuse_grad_size_in_MB": 0}
+COUNT, WINDOW, ALONE = {"example_count": "aux/count"}, {"num_micro_batch": 4}, {"reduce_bucket_MB": 0}
 CLIP, HALF = {"clip_local_norm": 3.5}, {"compress": "bf16"}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "weight": COUNT,
     "sum": {"reduce": "sum"},
     "window": WINDOW,
-    "chain": {"nccl_comm_num": 1} | ALONE,
-    "chains": {"nccl_comm_num": 2} | ALONE,
-    "splits": {"max_splits": 3},
+    "chain": {"reduction_chains": 1} | ALONE,
+    "chains": {"reduction_chains": 2} | ALONE,
+    "splits": {"max_buckets": 3},
     "clip": CLIP,
     "clip, weight": CLIP | COUNT,
     "clip, window": CLIP | WINDOW,
     "sum, window": {"reduce": "sum"} | WINDOW,
     "weight, window": COUNT | WINDOW,
-    "weight, chains": COUNT | {"nccl_comm_num": 2} | ALONE,
+    "weight, chains": COUNT | {"reduction_chains": 2} | ALONE,
     "bf16": HALF,
     "fp16, scaled": {"compress": "fp16", "compress_scale": 64.0},
     "bf16, weight": HALF | COUNT,
@@ -369,14 +369,14 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 def averaged(name: str, ranks: int) -> Any:
     """What trainers of nccl2 mode make with these options."""
     options, merge = OPTIONS[name], merge_of(OPTIONS[name])
-    batches, init = full_batches("weight" in options), full_init
+    batches, init = full_batches("example_count" in options), full_init
     main = dtrans.trace(full_step("reduce" in options), *jax.eval_shape(init, full_start()), *batches[0])
     plan: Any = dtrans.nccl2(main, dtrans.trace(init, full_start()), trainers=ranks, merge=merge, **options)
     return trained(plan, "simulate", full_start(), batches)
 
 
 def merge_of(options: Mapping[str, Any]) -> dict[str, str]:
-    return MERGE | ({"aux/first": "max"} if "accumulate_steps" in options else {})
+    return MERGE | ({"aux/first": "max"} if "num_micro_batch" in options else {})
 
 
 CASES = [
@@ -394,7 +394,7 @@ CASES = [
 @pytest.mark.parametrize("name, stage, degree, dp_degree", CASES)
 def test_every_option_does_what_it_does_in_nccl2_mode(name: str, stage: int, degree: int, dp_degree: int) -> None:
     options = OPTIONS[name]
-    batches = full_batches("weight" in options)
+    batches = full_batches("example_count" in options)
     plan = plan_of_step(
         full_step("reduce" in options), full_init, full_start(), *batches[0], stage=stage, degree=degree,
         dp_degree=dp_degree, merge=merge_of(options), **options,
@@ -411,7 +411,7 @@ def test_micro_steps_are_compressed_each(stage: int, dp_degree: int) -> None:
     batch = numbers(0, jnp.float64)
     plan = plan_of(
         uneven_loss, tx, params, *batch, stage=stage, degree=degree, dp_degree=dp_degree, compress="bf16",
-        accumulate_steps=steps,
+        num_micro_batch=steps,
     )  # fmt: skip
     got, _, _ = trained(plan, "simulate", params, [batch])
     count = degree * dp_degree * steps
@@ -427,7 +427,9 @@ def test_micro_steps_are_compressed_each(stage: int, dp_degree: int) -> None:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("options", [{}, {"dp_degree": 2}, {"accumulate_steps": 2}, {"weight": "aux/count"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"dp_degree": 2}, {"num_micro_batch": 2}, {"example_count": "aux/count"}], ids=str
+)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3])
 def test_results_that_are_computed_from_updates_and_new_parameters(stage: int, options: Any) -> None:
     tx = MODELS["uneven"].around(optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1)))  # without a state
@@ -449,7 +451,7 @@ def test_results_that_are_computed_from_updates_and_new_parameters(stage: int, o
         }  # fmt: skip
 
     params, batches = uneven_params(jnp.float64), [numbers(s, jnp.float64) for s in range(2)]
-    merge = {} if "weight" in options else {"aux/count": "sum"}
+    merge = {} if "example_count" in options else {"aux/count": "sum"}
     plan = plan_of_step(step, init_of(tx), params, *batches[0], stage=stage, degree=4, merge=merge, **options)
     got, want = trained(plan, "simulate", params, batches), alone(step, init_of(tx), params, batches)
     tree_close(got, want, 1e-12)
@@ -460,7 +462,7 @@ def test_results_that_are_computed_from_updates_and_new_parameters(stage: int, o
 @pytest.mark.parametrize("name", ["weight", "window"])
 def test_parts_of_unequal_weight_and_micro_steps_are_one_batch(name: str, stage: int) -> None:
     options = OPTIONS[name]
-    batches = full_batches("weight" in options)
+    batches = full_batches("example_count" in options)
     plan = plan_of_step(
         full_step(), full_init, full_start(), *batches[0], stage=stage, degree=4, merge=merge_of(options), **options
     )
@@ -490,7 +492,7 @@ def test_each_rank_has_a_key_of_its_own(stage: int) -> None:
 
     tree_close(got, alone(plain_step(mean, tx), init_of(tx), params, [(x, key)]), 1e-12)
     plan = plan_of(lambda p, x, key: loss(p, x, jax.random.fold_in(key, 0)) * 0 + jnp.mean(
-        (x @ p["w"] + jax.random.normal(key)) ** 2), tx, params, x, key, stage=stage, degree=4, replicated=("key",)
+        (x @ p["w"] + jax.random.normal(key)) ** 2), tx, params, x, key, stage=stage, degree=4, unsplit_inputs=("key",)
     )  # fmt: skip
     same = alone(
         plain_step(lambda p, x, key: jnp.mean((x @ p["w"] + jax.random.normal(key)) ** 2), tx),
@@ -556,7 +558,7 @@ def test_any_leaves(found: Sequence[tuple[int, ...]], name: str, degree: int, st
         batches = given_gradients(case, params, degree, steps=2)
         init = init_of(case.make())
         plan = plan_of_step(
-            zoo_step(case, None), init, params, *batches[0], stage=stage, degree=degree, fuse_grad_size_in_MB=fuse
+            zoo_step(case, None), init, params, *batches[0], stage=stage, degree=degree, reduce_bucket_MB=fuse
         )
         got = trained(plan, "simulate", params, batches)
         tree_close(got[:2], alone(zoo_step(case, degree), init, params, batches)[:2], 1e-12)

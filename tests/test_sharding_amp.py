@@ -305,7 +305,7 @@ def test_micro_steps_are_scaled_too() -> None:
     tx = optax.sgd(0.5)
     states = []
     for steps, stage in ((1, 1), (2, 1), (2, 2), (2, 3)):
-        job = plan_of("mlp", tx, stage=stage, amp="fp16", accumulate_steps=steps).simulate()
+        job = plan_of("mlp", tx, stage=stage, amp="fp16", num_micro_batch=steps).simulate()
         state, _ = job.step(job.init(KEY), X, Y)
         states.append(flat(job.params(state)))
     for state in states[1:]:

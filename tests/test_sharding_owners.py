@@ -196,7 +196,7 @@ def test_degrees_rules_and_groups(name: str, degree: int, rule: str, dp_degree: 
     [("clip, muon", 2, "greedy_even", 1), ("adam", 3, "use_order", 1), ("momentum", 4, "greedy_even", 2)],
 )
 def test_gradients_in_parts_behind_each_other(name: str, degree: int, rule: str, dp_degree: int, fuse: float) -> None:
-    check("uneven", OPTIMIZERS[name](), degree, rule, dp_degree, stage=2, fuse_grad_size_in_MB=fuse)
+    check("uneven", OPTIMIZERS[name](), degree, rule, dp_degree, stage=2, reduce_bucket_MB=fuse)
 
 
 @pytest.mark.usefixtures("x64")
@@ -299,8 +299,8 @@ def zoo_case(name: str, degree: int, rule: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"accumulate_steps": 3},
-        {"overlap": False, "fuse_grad_size_in_MB": 0},
+        {"num_micro_batch": 3},
+        {"overlap": False, "reduce_bucket_MB": 0},
         {"clip_local_norm": 0.01},
         {"compress": "bf16"},
         {"reduce": "sum"},
@@ -357,7 +357,7 @@ def test_weights_and_results_that_are_made_of_gradients(way: str) -> None:
     both = [
         trained(
             plan_of_step(
-                step, init_of(tx), params, *batches[0], degree=2, partition=of, weight="aux/count",
+                step, init_of(tx), params, *batches[0], degree=2, partition=of, example_count="aux/count",
                 merge={"aux/count": "sum"},
             ), way, params, batches)
         for of in ("rows", "use_order")
@@ -436,7 +436,7 @@ def test_gradients_are_scattered_when_all_of_a_part_are_made(stage: int) -> None
     sizes = (8,) * 9
     params, batch = mlp_params(sizes), mlp_batch(8, sizes)
     options: dict[str, Any] = {"degree": 2, "partition": "greedy_even", "stage": stage}
-    plan = plan_of(mlp_loss, optax.sgd(0.1), params, *batch, fuse_grad_size_in_MB=0, **options)
+    plan = plan_of(mlp_loss, optax.sgd(0.1), params, *batch, reduce_bucket_MB=0, **options)
     whole = plan_of(mlp_loss, optax.sgd(0.1), params, *batch, **options)
     assert plan.owned is not None
     assert len(positions(whole, "reduce_scatter")) == len(whole.buckets) == 1
@@ -560,7 +560,7 @@ def test_state_that_has_the_name_of_bins() -> None:
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"stage": 2, "accumulate_steps": 2}, "partition='use_order' and accumulate_steps=2 in stage 2"),
+        ({"stage": 2, "num_micro_batch": 2}, "partition='use_order' and num_micro_batch=2 in stage 2"),
         ({"stage": 3}, "partition='use_order' and stage=3"),
         ({"amp": "bf16"}, "partition='use_order' and amp='bf16'"),
     ],

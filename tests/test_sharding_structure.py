@@ -101,7 +101,7 @@ def readers(jaxpr: Any, roles: Sequence[str], var: Var) -> set[str]:
 
 @pytest.mark.parametrize("fuse", [0, 32])
 def test_stage_1_scatters_behind_the_backward_pass(fuse: float) -> None:
-    plan = round_plan(stage=1, degree=4, fuse_grad_size_in_MB=fuse)
+    plan = round_plan(stage=1, degree=4, reduce_bucket_MB=fuse)
     last = max(i for i, role in enumerate(plan.program.roles) if role in ("forward", "backward"))
     first = min(i for i, role in enumerate(plan.program.roles) if role == "optimize")
     scatters = [i for i, _ in of_type(plan, "reduce_scatter")]
@@ -118,7 +118,7 @@ def test_stages_2_and_3_scatter_right_after_the_last_gradient_of_a_bucket(fuse: 
     m = MODELS[model]
     plan = plan_of(
         m.loss, m.around(ADAM), m.params(jnp.float32), *m.batch(0, jnp.float32), stage=stage, degree=4,
-        fuse_grad_size_in_MB=fuse,
+        reduce_bucket_MB=fuse,
     )  # fmt: skip
     inner, roles = plan.program.jaxpr.jaxpr, plan.program.roles
     made = {v: i for i, e in enumerate(inner.eqns) for v in e.outvars}
@@ -199,7 +199,7 @@ def test_a_leaf_that_is_read_again_much_later_is_gathered_again(others: int) -> 
 
 def test_without_overlap_collectives_are_one_chain() -> None:
     for stage in (1, 2):
-        plan = round_plan(stage=stage, degree=4, overlap=False, fuse_grad_size_in_MB=0)
+        plan = round_plan(stage=stage, degree=4, overlap=False, reduce_bucket_MB=0)
         inner = plan.program.jaxpr.jaxpr
         made = {v: e for e in inner.eqns for v in e.outvars}
         for kind in ("reduce_scatter", "all_gather"):
@@ -207,7 +207,7 @@ def test_without_overlap_collectives_are_one_chain() -> None:
             assert len(found) == 3
             for e in found[1:]:
                 assert made[e.invars[0]].primitive.name == "optimization_barrier"
-    assert not of_type(round_plan(stage=2, degree=4, fuse_grad_size_in_MB=0), "optimization_barrier")
+    assert not of_type(round_plan(stage=2, degree=4, reduce_bucket_MB=0), "optimization_barrier")
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -220,7 +220,7 @@ def test_what_is_compiled_gathers_again_for_the_backward_pass(prefetch: int) -> 
 
 
 def test_what_micro_steps_have_scattered_is_not_sent_again() -> None:
-    plan = round_plan(stage=2, degree=4, accumulate_steps=2, compress="bf16")
+    plan = round_plan(stage=2, degree=4, num_micro_batch=2, compress="bf16")
     small = [e for e in plan.program.jaxpr.jaxpr.eqns if any(v.aval.dtype == jnp.bfloat16 for v in e.outvars)]
     assert all(not v.aval.ndim for e in small for v in e.outvars), "only the scale is whole, and sent"
     assert not of_type(plan, "reduce_scatter")
@@ -262,7 +262,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"dp_degree": 2}, {"fuse_grad_size_in_MB": 0}, {"prefetch": 0}])
+@pytest.mark.parametrize("options", [{}, {"dp_degree": 2}, {"reduce_bucket_MB": 0}, {"prefetch": 0}])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_loop_gathers_a_layer_at_a_time_and_nothing_makes_the_stack(name: str, options: Any) -> None:
     plan = deep_plan(LAYERS[name], **options)
@@ -346,7 +346,7 @@ def test_padding_is_told_by_the_byte(stage: int) -> None:
 @pytest.mark.parametrize("fuse", [0, 32])
 def test_collectives_move_what_zero_says(stage: int, degree: int, dp_degree: int, fuse: float) -> None:
     """Twice the parameters in stages 1 and 2, three times in stage 3; between groups the slices of gradients."""
-    plan = round_plan(stage=stage, degree=degree, dp_degree=dp_degree, fuse_grad_size_in_MB=fuse)
+    plan = round_plan(stage=stage, degree=degree, dp_degree=dp_degree, reduce_bucket_MB=fuse)
     scale, loss = 4, 4
     everywhere = "dp and shard" if dp_degree > 1 else "shard"
     expected = {
@@ -391,16 +391,16 @@ def test_a_dtype_is_a_bucket_and_a_size_is_its_limit() -> None:
         assert all(len({a.aval.dtype for a in e.invars}) == 1 for _, e in of_type(plan, "reduce_scatter"))
         if stage < 3:
             assert [len(e.invars) for _, e in of_type(plan, "all_gather")] == [3, 3]
-        two = plan_of(loss, ADAM, params, X, stage=stage, degree=4, fuse_grad_size_in_MB=2 * 8 * 4 * 4 / 2**20)
+        two = plan_of(loss, ADAM, params, X, stage=stage, degree=4, reduce_bucket_MB=2 * 8 * 4 * 4 / 2**20)
         assert sorted(len(b.leaves) for b in two.buckets) == [1, 2, 3]  # those of 16 bits are half as large
-        one = plan_of(loss, ADAM, params, X, stage=stage, degree=4, fuse_grad_size_in_MB=0)
+        one = plan_of(loss, ADAM, params, X, stage=stage, degree=4, reduce_bucket_MB=0)
         assert all(len(b.leaves) == 1 for b in one.buckets) and len(one.buckets) == 6
 
 
 @pytest.mark.parametrize("fuse", [0, 32])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nothing_is_copied_for_a_bucket(stage: int, fuse: float) -> None:
-    plan = round_plan(stage=stage, degree=4, fuse_grad_size_in_MB=fuse)
+    plan = round_plan(stage=stage, degree=4, reduce_bucket_MB=fuse)
     names = {e.primitive.name for e in equations(plan.program.jaxpr)}
     assert not names & {"concatenate", "pad", "copy", "reshape"}
 
@@ -521,34 +521,37 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"loss_scaling": "2"}, "loss_scaling must be a number, a LossScaling or None; it is '2'"),
     ({"loss_scaling": True, "amp": "fp16"}, "loss_scaling must be a number, a LossScaling or None; it is True"),
     ({"loss_scaling": -2.0, "amp": "fp16"}, "loss_scaling: initial must be a number from 1 to 3.4e38, it is -2.0"),
-    ({"fuse_grad_size_in_MB": -1}, "fuse_grad_size_in_MB must be a size in megabytes"),
+    ({"reduce_bucket_MB": -1}, "reduce_bucket_MB must be a size in megabytes"),
     ({"overlap": 1}, "overlap must be True or False, it is 1"),
     ({"overlap": False, "prefetch": 1}, "overlap=False and prefetch=1: what is gathered ahead of time overlaps"),
-    ({"overlap": False, "nccl_comm_num": 2}, "overlap=False and nccl_comm_num=2: several chains of reductions"),
+    ({"overlap": False, "reduction_chains": 2}, "overlap=False and reduction_chains=2: several chains of reductions"),
     ({"prefetch": -1}, "prefetch must be a number of gathers, 0 or more; it is -1"),
     ({"prefetch": True}, "prefetch must be a number of gathers, 0 or more; it is True"),
-    ({"segment_broadcast_MB": "1"}, "segment_broadcast_MB must be a size in megabytes, 0 or more; it is '1'"),
-    ({"segment_broadcast_MB": float("nan")}, "segment_broadcast_MB must be a size in megabytes"),
+    ({"gather_bucket_MB": "1"}, "gather_bucket_MB must be a size in megabytes, 0 or more; it is '1'"),
+    ({"gather_bucket_MB": float("nan")}, "gather_bucket_MB must be a size in megabytes"),
     ({"min_slice_size": -1}, "min_slice_size must be a number of elements, 0 or more; it is -1"),
     ({"min_slice_size": 0.5}, "min_slice_size must be a number of elements, 0 or more; it is 0.5"),
     ({"partition": "greedy"}, "partition must be one of rows"),
     ({"reduce": "max"}, "reduce must be 'mean' or 'sum', it is 'max'"),
-    ({"weight": "loss", "reduce": "sum"}, "weight='loss' is for reduce='mean'"),
-    ({"weight": "count"}, "weight='count' must be a result of the step: loss"),
-    ({"weight": "loss", "accumulate_steps": 2, "stage": 2}, "weight='loss' and accumulate_steps=2 in stage 2: "),
-    ({"weight": "loss", "accumulate_steps": 2, "stage": 3}, "use stage 1"),
+    ({"example_count": "loss", "reduce": "sum"}, "example_count='loss' is for reduce='mean'"),
+    ({"example_count": "count"}, "example_count='count' must be a result of the step: loss"),
     (
-        {"clip_local_norm": 1.0, "accumulate_steps": 2, "stage": 2},
-        "clip_local_norm=1.0 and accumulate_steps=2 in stage",
+        {"example_count": "loss", "num_micro_batch": 2, "stage": 2},
+        "example_count='loss' and num_micro_batch=2 in stage 2: ",
+    ),
+    ({"example_count": "loss", "num_micro_batch": 2, "stage": 3}, "use stage 1"),
+    (
+        {"clip_local_norm": 1.0, "num_micro_batch": 2, "stage": 2},
+        "clip_local_norm=1.0 and num_micro_batch=2 in stage",
     ),
     ({"clip_local_norm": 0}, "clip_local_norm must be a positive number"),
-    ({"accumulate_steps": 0}, "accumulate_steps must be a positive number of micro-steps"),
-    ({"max_splits": 0}, "max_splits must be a positive number"),
-    ({"nccl_comm_num": 0}, "nccl_comm_num must be a positive number"),
+    ({"num_micro_batch": 0}, "num_micro_batch must be a positive number of micro-steps"),
+    ({"max_buckets": 0}, "max_buckets must be a positive number"),
+    ({"reduction_chains": 0}, "reduction_chains must be a positive number"),
     ({"compress": "int8"}, "compress must be 'bf16', 'fp16' or None"),
     ({"compress_scale": 2.0}, "compress_scale=2.0 is for compress='bf16' or 'fp16'"),
-    ({"replicated": "x"}, "replicated='x' must be a collection of names of batch arrays"),
-    ({"replicated": ("z",)}, "z"),
+    ({"unsplit_inputs": "x"}, "unsplit_inputs='x' must be a collection of names of batch arrays"),
+    ({"unsplit_inputs": ("z",)}, "z"),
     ({"merge": "sum"}, "merge='sum' must say for each name what becomes of it"),
     ({"merge": {"aux": "sum"}}, "aux"),
     ({"merge": {"loss": "most"}}, "merge['loss'] must be one of"),
@@ -618,7 +621,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused(way: str) -> None:
 
 
 def test_micro_steps_that_do_not_divide_rows_are_refused() -> None:
-    plan = round_plan(stage=2, degree=4, accumulate_steps=4)
+    plan = round_plan(stage=2, degree=4, num_micro_batch=4)
     job = plan.simulate()
     with pytest.raises(BatchError, match="x has 2 rows on each trainer, which 4 micro-steps do not divide"):
         job.step(job.init(round_params()), X[:8])

@@ -421,7 +421,7 @@ def test_each_server_holds_its_share_of_parameters_and_state(name):
     batch = {n: jnp.ones(s) for n, s in shapes.items()}
     plan = plan_of(lambda p, g: sum(jnp.vdot(p[n], g[n]) for n in p), tx, params, batch, servers=4, min_block_size=1024)
     assert plan.placement.whole == {}
-    job = plan.on_mesh(replicated=list(plan.trainer.in_names[len(params) :]))
+    job = plan.on_mesh(unsplit_inputs=list(plan.trainer.in_names[len(params) :]))
     state = job.init(params)
     total = sum(x.nbytes for x in jax.tree.leaves((params, tx.init(params))))
     for step in range(3):

@@ -235,7 +235,7 @@ def random_program(rng, floating=False):
     return forward(fn, jnp.ones((2, sizes[0])), weights)
 
 
-def slowest(jaxpr, stages, bytes_cost):
+def slowest(jaxpr, stages, flops_per_byte):
     """The cost of the slowest stage, counted stage by stage and value by value."""
     eqns = jaxpr.jaxpr.eqns
     made = {v: s for e, s in zip(eqns, stages, strict=True) for v in e.outvars}
@@ -243,11 +243,11 @@ def slowest(jaxpr, stages, bytes_cost):
     for k in range(max(stages) + 1):
         read_later = {a for e, s in zip(eqns, stages, strict=True) if s > k for a in e.invars if isinstance(a, Var)}
         sent = sum(v.aval.size * v.aval.dtype.itemsize for v in read_later if made.get(v, k + 1) <= k)
-        cost.append(sum(flops(e) for e, s in zip(eqns, stages, strict=True) if s == k) + bytes_cost * sent)
+        cost.append(sum(flops(e) for e, s in zip(eqns, stages, strict=True) if s == k) + flops_per_byte * sent)
     return max(cost)
 
 
-def best_in_program_order(jaxpr, count, bytes_cost):
+def best_in_program_order(jaxpr, count, flops_per_byte):
     """The best of all cuts between equations, each stage with something that costs."""
     eqns = jaxpr.jaxpr.eqns
     dear = [flops(e) > 0 for e in eqns]
@@ -255,7 +255,7 @@ def best_in_program_order(jaxpr, count, bytes_cost):
     for cuts in itertools.combinations(range(1, len(eqns)), count - 1):
         stages = part_of_each((0, *cuts), len(eqns))
         if all(any(d for d, s in zip(dear, stages, strict=True) if s == k) for k in range(count)):
-            best = min(best, slowest(jaxpr, stages, bytes_cost))
+            best = min(best, slowest(jaxpr, stages, flops_per_byte))
     return best
 
 
@@ -266,14 +266,14 @@ def test_balance_flops_is_the_optimum_of_random_programs(part):
         rng = random.Random(seed)
         jaxpr = random_program(rng)
         count = rng.randint(1, min(4, sum(flops(e) > 0 for e in jaxpr.jaxpr.eqns)))
-        bytes_cost = rng.choice([0.0, 0.25, 1.0, 10.0])
-        stages = stages_of(jaxpr, count, policy="BALANCE_FLOPS", bytes_cost=bytes_cost)
+        flops_per_byte = rng.choice([0.0, 0.25, 1.0, 10.0])
+        stages = stages_of(jaxpr, count, policy="BALANCE_FLOPS", flops_per_byte=flops_per_byte)
         check(jaxpr, stages, count)
-        assert slowest(jaxpr, stages, bytes_cost) == best_in_program_order(jaxpr, count, bytes_cost)
+        assert slowest(jaxpr, stages, flops_per_byte) == best_in_program_order(jaxpr, count, flops_per_byte)
         costs = stage_costs(jaxpr, stages)
-        assert max(c.flops + bytes_cost * c.sends for c in costs) == slowest(jaxpr, stages, bytes_cost)
+        assert max(c.flops + flops_per_byte * c.sends for c in costs) == slowest(jaxpr, stages, flops_per_byte)
         assert sum(c.equations for c in costs) == len(stages)
-        differ += stages != stages_of(jaxpr, count, policy="BALANCE_FLOPS", bytes_cost=0.0)
+        differ += stages != stages_of(jaxpr, count, policy="BALANCE_FLOPS", flops_per_byte=0.0)
     assert differ > 5  # what crosses does matter
 
 
@@ -284,7 +284,7 @@ def test_what_stands_elsewhere_than_it_is_read_makes_no_stage_slower():
         jaxpr = random_program(rng, floating=True)
         if len(jaxpr.jaxpr.eqns) > 26:
             continue
-        stages = stages_of(jaxpr, 3, policy="BALANCE_FLOPS", bytes_cost=1.0)
+        stages = stages_of(jaxpr, 3, policy="BALANCE_FLOPS", flops_per_byte=1.0)
         check(jaxpr, stages, 3)
         found, in_order = slowest(jaxpr, stages, 1.0), best_in_program_order(jaxpr, 3, 1.0)
         assert found <= in_order
@@ -582,7 +582,7 @@ def test_stages_of_equations_that_cost_nothing():
         check(jaxpr, stages_of(jaxpr, count), count)
     # but each stage gets one that does, if there are enough
     jaxpr = forward(lambda x: jnp.cos(jnp.sin(x).T.reshape(2, 6).T), A)
-    assert all(work(jaxpr, stages_of(jaxpr, 2, bytes_cost=1e6)))
+    assert all(work(jaxpr, stages_of(jaxpr, 2, flops_per_byte=1e6)))
 
 
 def test_wrong_options_are_named():
@@ -591,8 +591,8 @@ def test_wrong_options_are_named():
         stages_of(jaxpr, 1, policy="BALANCE")
     with pytest.raises(ConfigError, match="num_stages=0"):
         stages_of(jaxpr, 0)
-    with pytest.raises(ConfigError, match="bytes_cost=-1"):
-        stages_of(jaxpr, 1, bytes_cost=-1)
+    with pytest.raises(ConfigError, match="flops_per_byte=-1"):
+        stages_of(jaxpr, 1, flops_per_byte=-1)
 
 
 # -- scopes ----------------------------------------------------------------------------------------

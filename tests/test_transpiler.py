@@ -498,8 +498,8 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      "geo_sgd_need_push_nums=5 is for geo_sgd_mode=True, which is False"),
     ({"geo_sgd_mode": True, "sync_mode": False, "geo_sgd_need_push_nums": 0}, {}, ValueError,
      "geo_sgd_need_push_nums must be a positive number of steps, it is 0"),
-    ({"geo_sgd_mode": True, "sync_mode": False, "geo_sgd_wait": "no"}, {}, ValueError,
-     "wait must be True or False, it is 'no'"),
+    ({"geo_sgd_mode": True, "sync_mode": False, "geo_sgd_block_on_pull": "no"}, {}, ValueError,
+     "geo_sgd_block_on_pull must be True or False, it is 'no'"),
     ({"geo_sgd_mode": True, "sync_mode": False, "enable_dc_asgd": True}, {}, ValueError,
      "enable_dc_asgd=True is for geo_sgd_mode=False: in GEO-SGD trainers update by themselves"),
     ({"geo_sgd_mode": True, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
@@ -804,7 +804,7 @@ def test_nccl2_contradictions(programs: Any) -> None:
 @pytest.mark.parametrize("count, chains", [(1, None), (2, 2)])
 def test_nccl2_chains(programs: Any, count: int, chains: int | None) -> None:
     plan = nccl2(programs, DistributeTranspilerConfig(mode="nccl2", nccl_comm_num=count)).plan
-    assert plan.options.nccl_comm_num == chains
+    assert plan.options.reduction_chains == chains
 
 
 @pytest.mark.parametrize("ask", ["get_pserver_program", "get_pserver_programs", "get_startup_program"])

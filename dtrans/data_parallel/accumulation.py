@@ -37,18 +37,18 @@ class MicroSteps:
       count: how many there are.
       reduce: what becomes of their gradients: "mean" or "sum".
       ways: what becomes of each result of theirs: "mean", "sum", "max", "concat", or "same" (the last one).
-      weight: the result that weights means over micro-steps; it is itself added up.
+      example_count: the result that weights means over micro-steps; it is itself added up.
       whole: names of batch arrays that every micro-step gets whole.
     """
 
     count: int
     reduce: str
     ways: Mapping[str, str]
-    weight: str | None
+    example_count: str | None
     whole: Collection[str]
 
 
-def write_accumulation(
+def write_micro_steps(
     b: Builder,
     step: Cut,
     window: MicroSteps,
@@ -92,7 +92,7 @@ def write_accumulation(
 
 
 def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
-    """Write whole steps of a trainer by itself, one after the other; arguments and errors as `write_accumulation`.
+    """Write whole steps of a trainer by itself, one after the other; arguments and errors as `write_micro_steps`.
 
     Returns:
       All outputs of the step by name: parameters and optimizer state are those after the last step.
@@ -159,7 +159,7 @@ def _scanned(
       carried: the outputs that are inputs of the next micro-step.
       given: inputs that are not the step's own variables, by name.
     """
-    types, count, weight = step.program.inputs, window.count, window.weight
+    types, count, example_count = step.program.inputs, window.count, window.example_count
     split = [n for n in names if _is_split(n, types[n], step.batch, window)]
     keys = [
         n
@@ -179,7 +179,7 @@ def _scanned(
             index, parts = x
             folded = {n: jax.random.fold_in(values[n], index) for n in keys}
             made = body({**values, **state, **folded, **parts})
-            by = None if weight is None else jnp.asarray(made[weight])
+            by = None if example_count is None else jnp.asarray(made[example_count])
             new = {}
             for n in added:
                 part = jnp.asarray(made[n]).astype(so_far[n].dtype)
@@ -195,7 +195,11 @@ def _scanned(
         start = {n: jnp.zeros(body.types[n].shape, wide[n]) for n in added}
         start |= {n: _lowest(body.types[n]) for n in largest}
         (found, state), rest = jax.lax.scan(one, (start, {n: values[n] for n in carried}), (jnp.arange(count), rows))
-        total = count if weight is None else jnp.where(found[weight] == 0, jnp.ones_like(found[weight]), found[weight])
+        total = (
+            count
+            if example_count is None
+            else jnp.where(found[example_count] == 0, jnp.ones_like(found[example_count]), found[example_count])
+        )
         found |= {n: found[n] / jnp.asarray(total, wide[n]) for n in added if ways[n] == "mean"}
         found |= {n: found[n].astype(body.types[n].dtype) for n in added}
         for n, v in rest.items():

@@ -35,8 +35,10 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> N
             f"merge[{name!r}]='each': a trainer makes it in each of {o.micro_steps} micro-steps; say 'mean', "
             "'sum', 'max', 'concat', or 'same' (the last one)"
         )
-    if name == o.weight and way != "sum":
-        raise ConfigError(f"merge[{name!r}]={way!r}: it is the weight, which is added up; leave it out, or say 'sum'")
+    if name == o.example_count and way != "sum":
+        raise ConfigError(
+            f"merge[{name!r}]={way!r}: it is example_count, which is added up; leave it out, or say 'sum'"
+        )
     if way == "concat" and not t.ndim:
         raise ConfigError(f"merge[{name!r}]='concat': it is {t.str_short()}, which has no dim 0; say 'each'")
     number, flag = jnp.issubdtype(t.dtype, jnp.number), jnp.issubdtype(t.dtype, jnp.bool_)
@@ -55,10 +57,10 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
     parts = o.trainers * o.micro_steps
     if parts == 1:
         found = {n: "each" if o.merge.get(n) == "each" else "same" for n in (*step.results, *made_here)}
-        return found if o.weight is None else found | {o.weight: "sum"}
+        return found if o.example_count is None else found | {o.example_count: "sum"}
     outs = dict(zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True))
     of_batch = _of_batch(step, o)
-    named = [n for n in (*step.results, *made_here) if n not in o.merge and n != o.weight]
+    named = [n for n in (*step.results, *made_here) if n not in o.merge and n != o.example_count]
     still = [n for n in named if isinstance(a := outs[n], Var) and not of_batch.get(a)]
     asked = [n for n in named if (program.outputs[n].ndim and n in step.results) or isinstance(outs[n], Literal)]
     whole = _of_all(step, o, parts, asked) if asked or still else None
@@ -77,7 +79,7 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
                     "state; say 'mean', 'sum' or 'max'"
                 )
             found[n] = o.merge[n]
-        elif n == o.weight:
+        elif n == o.example_count:
             found[n] = "sum"
         elif n in grown and grown[n].shape != t.shape:
             if grown[n].shape != (parts * t.shape[0], *t.shape[1:]):
@@ -121,7 +123,7 @@ def _made_by_trainers(step: Cut, o: Options) -> list[str]:
 def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program | None:
     """The step, traced on a batch of all trainers; None where that cannot be and nobody `asked`."""
     program = step.program
-    split = [n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.replicated)]
+    split = [n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.unsplit_inputs)]
     rows = {program.inputs[n].shape[0]: n for n in split}
     if len(rows) > 1:
         if not asked:
@@ -129,7 +131,7 @@ def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program 
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise ConfigError(
             f"{', '.join(asked)} may grow with the batch, whose arrays are split over the trainers on dim 0, but "
-            f"{listed} rows; name what every trainer needs whole in replicated=(...)"
+            f"{listed} rows; name what every trainer needs whole in unsplit_inputs=(...)"
         )
     return program.at_flat(
         [

@@ -24,29 +24,32 @@ class Options:
     axis_name: str
     reduce: str
     merge: Mapping[str, str]
-    weight: str | None
-    replicated: tuple[str, ...]
-    fuse_grad_size_in_MB: float
+    example_count: str | None
+    unsplit_inputs: tuple[str, ...]
+    reduce_bucket_MB: float
     compress: str | None
     compress_scale: float
-    inter: int  # hierarchical_allreduce_inter_nranks: trainers in a node; 0 where reductions are not hierarchical
-    accumulate_steps: int
-    max_splits: int | None
-    nccl_comm_num: int | None
+    trainers_per_node: int  # trainers in a node; 0 where reductions are not hierarchical
+    num_micro_batch: int
+    max_buckets: int | None
+    reduction_chains: int | None
     clip_local_norm: float | None
     local_sgd: int | None
 
     @property
     def micro_steps(self) -> int:
         """Into how many parts each trainer divides its part of the batch."""
-        return self.accumulate_steps if self.local_sgd is None else self.local_sgd
+        return self.num_micro_batch if self.local_sgd is None else self.local_sgd
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The axes that trainers are on, with their sizes: one, or nodes and the trainers of a node."""
-        if not self.inter:
+        if not self.trainers_per_node:
             return ((self.axis_name, self.trainers),)
-        return ((f"{self.axis_name}_exter", self.trainers // self.inter), (f"{self.axis_name}_inter", self.inter))
+        return (
+            (f"{self.axis_name}_exter", self.trainers // self.trainers_per_node),
+            (f"{self.axis_name}_inter", self.trainers_per_node),
+        )
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -54,10 +57,10 @@ class Options:
         return tuple(name for name, _ in self.axes)
 
 
-def check_names_given(replicated: Any, merge: Any) -> None:
+def check_names_given(unsplit_inputs: Any, merge: Any) -> None:
     """Refuse what are no names, before they are taken apart."""
-    if isinstance(replicated, str) or not isinstance(replicated, Collection):
-        raise ConfigError(f"replicated={replicated!r} must be a collection of names of batch arrays")
+    if isinstance(unsplit_inputs, str) or not isinstance(unsplit_inputs, Collection):
+        raise ConfigError(f"unsplit_inputs={unsplit_inputs!r} must be a collection of names of batch arrays")
     if merge is not None and not isinstance(merge, Mapping):
         raise ConfigError(f"merge={merge!r} must say for each name what becomes of it, such as {{'aux': 'sum'}}")
 
@@ -73,31 +76,31 @@ def check_options(o: Any) -> None:  # any: an option may be of any type before i
         raise ConfigError(f"axis_name must be the name of an axis, it is {o.axis_name!r}")
     if o.reduce not in ("mean", "sum"):
         raise ConfigError(f"reduce must be 'mean' or 'sum', it is {o.reduce!r}")
-    if o.weight is not None and o.reduce != "mean":
-        raise ConfigError(f"weight={o.weight!r} is for reduce='mean', it is {o.reduce!r}")
-    size = o.fuse_grad_size_in_MB
+    if o.example_count is not None and o.reduce != "mean":
+        raise ConfigError(f"example_count={o.example_count!r} is for reduce='mean', it is {o.reduce!r}")
+    size = o.reduce_bucket_MB
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not size >= 0:
-        raise ConfigError(f"fuse_grad_size_in_MB must be a size in megabytes, 0 or more; it is {size!r}")
+        raise ConfigError(f"reduce_bucket_MB must be a size in megabytes, 0 or more; it is {size!r}")
     if o.compress is not None and o.compress not in COMPRESSED:
         raise ConfigError(f"compress must be 'bf16', 'fp16' or None, it is {o.compress!r}")
     if isinstance(o.compress_scale, bool) or not isinstance(o.compress_scale, (int, float)) or not o.compress_scale > 0:
         raise ConfigError(f"compress_scale must be a positive number, it is {o.compress_scale!r}")
     if o.compress is None and o.compress_scale != 1.0:
         raise ConfigError(f"compress_scale={o.compress_scale!r} is for compress='bf16' or 'fp16', which is None")
-    for name in ("max_splits", "nccl_comm_num", "local_sgd"):
+    for name in ("max_buckets", "reduction_chains", "local_sgd"):
         count = getattr(o, name)
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ConfigError(f"{name} must be a positive number, or None; it is {count!r}")
     norm = o.clip_local_norm
     if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0):
         raise ConfigError(f"clip_local_norm must be a positive number, or None; it is {norm!r}")
-    if isinstance(o.accumulate_steps, bool) or not isinstance(o.accumulate_steps, int) or o.accumulate_steps < 1:
-        raise ConfigError(f"accumulate_steps must be a positive number of micro-steps, it is {o.accumulate_steps!r}")
+    if isinstance(o.num_micro_batch, bool) or not isinstance(o.num_micro_batch, int) or o.num_micro_batch < 1:
+        raise ConfigError(f"num_micro_batch must be a positive number of micro-steps, it is {o.num_micro_batch!r}")
     if o.local_sgd is not None:
         others = {
             f"reduce={o.reduce!r}": o.reduce != "mean",
             f"compress={o.compress!r}": o.compress is not None,
-            f"accumulate_steps={o.accumulate_steps}": o.accumulate_steps > 1,
+            f"num_micro_batch={o.num_micro_batch}": o.num_micro_batch > 1,
             f"clip_local_norm={o.clip_local_norm!r}": norm is not None,
         }
         for other, given in others.items():
@@ -106,11 +109,11 @@ def check_options(o: Any) -> None:  # any: an option may be of any type before i
                     f"local_sgd={o.local_sgd} and {other}: the one averages parameters, which trainers update by their "
                     "own gradients; the other is about gradients that trainers share"
                 )
-    if isinstance(o.inter, bool) or not isinstance(o.inter, int) or o.inter < 0:
-        raise ConfigError(f"hierarchical_allreduce_inter_nranks must be a number of trainers, it is {o.inter!r}")
-    if o.inter and (o.trainers % o.inter or not 1 < o.inter < o.trainers):
+    if isinstance(o.trainers_per_node, bool) or not isinstance(o.trainers_per_node, int) or o.trainers_per_node < 0:
+        raise ConfigError(f"trainers_per_node must be a number of trainers, it is {o.trainers_per_node!r}")
+    if o.trainers_per_node and (o.trainers % o.trainers_per_node or not 1 < o.trainers_per_node < o.trainers):
         raise ConfigError(
-            f"hierarchical_allreduce_inter_nranks={o.inter} must divide the {o.trainers} trainers into several nodes "
+            f"trainers_per_node={o.trainers_per_node} must divide the {o.trainers} trainers into several nodes "
             "of several trainers each"
         )
     for name, way in o.merge.items():

@@ -86,9 +86,9 @@ class CollectivePlan:
         return self.options.axes
 
     @property
-    def replicated(self) -> tuple[str, ...]:
+    def unsplit_inputs(self) -> tuple[str, ...]:
         """Names of batch arrays that every trainer gets whole."""
-        return self.options.replicated
+        return self.options.unsplit_inputs
 
     @property
     def extra_state(self) -> Mapping[str, Any]:
@@ -165,9 +165,9 @@ class CollectivePlan:
         """
         if trainers == self.trainers:
             return self
-        inter = self.options.inter
-        fits = inter and not trainers % inter and trainers > inter
-        return self.replan(dataclasses.replace(self.options, trainers=trainers, inter=inter if fits else 0))
+        node = self.options.trainers_per_node
+        fits = node and not trainers % node and trainers > node
+        return self.replan(dataclasses.replace(self.options, trainers=trainers, trainers_per_node=node if fits else 0))
 
     def simulate(self) -> Job:
         """Run all trainers on one device, with `jax.vmap` in the place of a mesh."""

@@ -55,7 +55,7 @@ def buckets_of(
       kind: in what way that of a leaf is reduced; those of a bucket are reduced in the same.
     """
     values = {n: v for n, v in values.items() if v.aval.size and not getattr(kind(n), "own", False)}
-    limits = split_sizes([v.aval for v in values.values()], o)
+    limits = bucket_sizes([v.aval for v in values.values()], o)
     open_: dict[Any, list[str]] = {}
     size: dict[Any, int] = {}
     done: list[list[str]] = []
@@ -89,22 +89,22 @@ def buckets_of(
     )
 
 
-def split_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
+def bucket_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
     """The size in bytes up to which gradients of each dtype are reduced together.
 
-    Source of `max_splits`: epl/communicators/coalescing.py. Buckets are shared out among dtypes by their number of
+    Source of `max_buckets`: epl/communicators/coalescing.py. Buckets are shared out among dtypes by their number of
     gradients, what is left goes to the first; n buckets have bytes/(n - 1) each.
     """
     dtypes = sorted({t.dtype for t in types}, key=str)
     if not dtypes:
         return {}
-    if o.max_splits is None:
-        return dict.fromkeys(dtypes, o.fuse_grad_size_in_MB * 2**20)
-    if len(dtypes) >= o.max_splits:
+    if o.max_buckets is None:
+        return dict.fromkeys(dtypes, o.reduce_bucket_MB * 2**20)
+    if len(dtypes) >= o.max_buckets:
         return dict.fromkeys(dtypes, math.inf)
     counts = {d: sum(t.dtype == d for t in types) for d in dtypes}
-    splits = {d: max(1, o.max_splits * counts[d] // len(types)) for d in dtypes}
-    splits[dtypes[0]] += max(0, o.max_splits - sum(splits.values()))
+    splits = {d: max(1, o.max_buckets * counts[d] // len(types)) for d in dtypes}
+    splits[dtypes[0]] += max(0, o.max_buckets - sum(splits.values()))
     total = {d: sum(t.size * t.dtype.itemsize for t in types if t.dtype == d) for d in dtypes}
     return {d: math.inf if splits[d] == 1 else total[d] / (splits[d] - 1) for d in dtypes}
 
@@ -121,7 +121,7 @@ class Reducer:
     Args:
       b: that they are written with.
       values: what the step calls the gradients, as in `buckets_of`.
-      weight: the weight of this trainer, if means are weighted.
+      example_count: the weight of this trainer, if means are weighted.
       suffix: what the names of reduced values say behind that of their leaf.
       kind: as in `buckets_of`.
       scale: by what the gradients are too large, if their loss is scaled.
@@ -135,7 +135,7 @@ class Reducer:
         b: Builder,
         values: Mapping[str, Atom],
         o: Options,
-        weight: Atom | None,
+        example_count: Atom | None,
         suffix: str = "",
         kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
         scale: Atom | None = None,
@@ -148,7 +148,7 @@ class Reducer:
         self.bucket_of = {leaf: bucket for bucket in buckets_of(values, o, kind) for leaf in bucket.leaves}
         self.missing = {bucket.name: set(bucket.leaves) for bucket in self.bucket_of.values()}
         self.waiting: list[Bucket] = []
-        self.weight = weight
+        self.example_count = example_count
         self.scale = scale
         self._values = values
         self._of: dict[int, Atom] = {}
@@ -169,7 +169,7 @@ class Reducer:
         self.missing[bucket.name].discard(leaf)
         if not self.missing[bucket.name]:
             self.waiting.append(bucket)
-        if self._weight_is_there() and self.o.clip_local_norm is None:
+        if self._count_is_there() and self.o.clip_local_norm is None:
             self._flush()
 
     def finish(self) -> None:
@@ -185,11 +185,15 @@ class Reducer:
             self.grads = {n: of[id(g)] for n, g in self.grads.items()}
         self._flush()
 
-    def _weight_is_there(self) -> bool:
+    def _count_is_there(self) -> bool:
         for eqn in self.b.eqns[self._seen :]:
             self._here.update(eqn.outvars)
         self._seen = len(self.b.eqns)
-        return not isinstance(self.weight, Var) or self.weight in self._here or self.b.is_constant(self.weight)
+        return (
+            not isinstance(self.example_count, Var)
+            or self.example_count in self._here
+            or self.b.is_constant(self.example_count)
+        )
 
     def _flush(self) -> None:
         role, self.b.role = self.b.role, DIST
@@ -212,14 +216,14 @@ class Reducer:
             if self._divides_first(g):
                 g = b.call(_divided(o.trainers), g)[0]
             elif o.reduce == "mean":
-                g = self._by_weight(g)
+                g = self._by_count(g)
             if (to := self._compress(bucket)) is not None:
                 g = b.call(_compressed(to, o.compress_scale), g)[0]
             sent.append(g)
         sent = self._chained(sent)
         sums = self.sums(bucket, sent)
-        if o.nccl_comm_num is not None:
-            self._chains[self._reduced % o.nccl_comm_num] = sums
+        if o.reduction_chains is not None:
+            self._chains[self._reduced % o.reduction_chains] = sums
         self._reduced += 1
         for g, total in zip(parts, sums, strict=True):
             if isinstance(total, Var):
@@ -232,7 +236,11 @@ class Reducer:
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
         """The sums of what trainers have of a bucket."""
-        return self._hierarchical(bucket.name, sent) if self.o.inter else self._sum(bucket.name, sent, self.o.over)
+        return (
+            self._hierarchical(bucket.name, sent)
+            if self.o.trainers_per_node
+            else self._sum(bucket.name, sent, self.o.over)
+        )
 
     def _compress(self, bucket: Bucket) -> str | None:
         """The type that a bucket is reduced in, if not its own."""
@@ -240,31 +248,31 @@ class Reducer:
 
     def _chained(self, parts: list[Atom]) -> list[Atom]:
         """What is reduced next in a chain, after what was reduced last in it."""
-        if self.o.nccl_comm_num is None:
+        if self.o.reduction_chains is None:
             return parts
-        before = self._chains.get(self._reduced % self.o.nccl_comm_num, ())
+        before = self._chains.get(self._reduced % self.o.reduction_chains, ())
         return self.b.call(together, *parts, *before)[: len(parts)] if before else parts
 
     def _divides_first(self, x: Atom) -> bool:
         """Whether a sum may be too large for its type: parameters are, where gradients are not."""
-        return self.o.local_sgd is not None and self.weight is None and bool(x.aval.dtype == jnp.float16)
+        return self.o.local_sgd is not None and self.example_count is None and bool(x.aval.dtype == jnp.float16)
 
     def _averaged(self, total: Atom) -> Atom:
-        weighted = self.weight is not None
+        weighted = self.example_count is not None
         return total if weighted or self.o.trainers == 1 else self.b.call(_divided(self.o.trainers), total)[0]
 
-    def _by_weight(self, x: Atom) -> Atom:
+    def _by_count(self, x: Atom) -> Atom:
         """A trainer's part of a weighted mean. It is scaled before it is reduced: a type may be too small for a sum."""
-        if self.weight is None:
+        if self.example_count is None:
             return x
-        return self.b.call(_share, x, self.weight, self._total_weight())[0]
+        return self.b.call(_share, x, self.example_count, self._total_count())[0]
 
-    def _total_weight(self) -> Atom:
+    def _total_count(self) -> Atom:
         if self._total is None:
-            assert self.weight is not None
-            (self._total,) = self._sum("weight", [self.weight], self.o.over)
+            assert self.example_count is not None
+            (self._total,) = self._sum("example_count", [self.example_count], self.o.over)
             if self.o.trainers > 1 and isinstance(self._total, Var):
-                self.b.labels[self._total] = f"{self.o.weight}.sum"
+                self.b.labels[self._total] = f"{self.o.example_count}.sum"
         return self._total
 
     def _sum(self, name: str, parts: Sequence[Atom], over: Sequence[str]) -> Sequence[Atom]:
@@ -274,7 +282,7 @@ class Reducer:
 
     def _hierarchical(self, name: str, parts: Sequence[Atom]) -> Sequence[Atom]:
         """The sum over all trainers: inside nodes, across nodes, inside again. Vectors are padded to fit a node."""
-        b, (exter, inter), size = self.b, self.o.over, self.o.inter
+        b, (exter, inter), size = self.b, self.o.over, self.o.trainers_per_node
         flat = [b.call(_flattened(size), x)[0] for x in parts]
         inside = b.bind(reduce_scatter_p, *flat, name=name, over=(inter,), size=size, axis=0)
         mine = self._sum(name, inside, (exter,))
@@ -294,15 +302,15 @@ class Reducer:
         found: dict[str, Atom] = {}
         for op in dict.fromkeys(REDUCED.values()):
             names = [n for n, way in merges.items() if REDUCED.get(way) == op]
-            if o.weight in names and merges[o.weight] == "sum":
-                found[o.weight] = self._total_weight()
-                names.remove(o.weight)
+            if o.example_count in names and merges[o.example_count] == "sum":
+                found[o.example_count] = self._total_count()
+                names.remove(o.example_count)
             if not names:
                 continue
             sent: list[Atom] = []
             for n in names:
                 if merges[n] == "mean":
-                    sent.append(self._by_weight(outs[n]))
+                    sent.append(self._by_count(outs[n]))
                 elif merges[n] == "sum" and n in before and o.trainers > 1:
                     sent += b.call(jnp.subtract, outs[n], before[n])
                 else:
@@ -321,10 +329,10 @@ class Reducer:
 # small functions that the reductions are wrapped in, each traced once for a type
 
 
-def _share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(jnp.promote_types(x.dtype, weight.dtype), jnp.float32)
-    part = x * (weight.astype(wide) / total.astype(wide)).astype(x.dtype)
-    return jnp.where(weight == 0, jnp.zeros_like(x), part)  # what counts for nothing may be nothing over nothing
+def _share(x: jax.Array, example_count: jax.Array, total: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(jnp.promote_types(x.dtype, example_count.dtype), jnp.float32)
+    part = x * (example_count.astype(wide) / total.astype(wide)).astype(x.dtype)
+    return jnp.where(example_count == 0, jnp.zeros_like(x), part)  # what counts for nothing may be nothing over nothing
 
 
 @functools.cache

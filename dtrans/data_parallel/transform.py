@@ -6,14 +6,14 @@
     optimize              as it was, on the averaged gradients: the same on every trainer
 
 The program is one for all trainers (SPMD). With a loss that is a mean over the batch, and trainers that see equal
-shares of it, it computes what one device computes on the whole batch. With a `weight` (a count of examples that the
-step returns) shares need not be equal: gradients and averaged results are weighted by it.
+shares of it, it computes what one device computes on the whole batch. With an `example_count` (a count of examples that
+the step returns) shares need not be equal: gradients and averaged results are weighted by it.
 
 With `local_sgd` trainers take whole steps by themselves, and what is reduced after them is parameters and optimizer
 state. All trainers have the same state before and after each step of the job, whichever way.
 
 A *bucket* is a run of gradients of one dtype, in the order in which the backward pass makes them, up to
-`fuse_grad_size_in_MB`. It is one equation with many operands; nothing is copied together. JAX lowers it to one
+`reduce_bucket_MB`. It is one equation with many operands; nothing is copied together. JAX lowers it to one
 `stablehlo.all_reduce` for each operand, side by side, and XLA's combiner makes those one again (also across buckets,
 where it finds that better; its thresholds are XLA's flags).
 
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, equations
-from dtrans.data_parallel.accumulation import MicroSteps, write_accumulation, write_local_steps
+from dtrans.data_parallel.accumulation import MicroSteps, write_local_steps, write_micro_steps
 from dtrans.data_parallel.merge_rules import check_merge, merges_of
 from dtrans.data_parallel.options import Options, check_names_given, check_options
 from dtrans.data_parallel.plan import CollectivePlan
@@ -53,15 +53,15 @@ def nccl2(
     axis_name: str = "trainers",
     reduce: str = "mean",
     merge: Mapping[str, str] | None = None,
-    weight: str | None = None,
-    replicated: Collection[str] = (),
-    fuse_grad_size_in_MB: float = 32,
+    example_count: str | None = None,
+    unsplit_inputs: Collection[str] = (),
+    reduce_bucket_MB: float = 32,
     compress: str | None = None,
     compress_scale: float = 1.0,
-    hierarchical_allreduce_inter_nranks: int = 0,
-    accumulate_steps: int = 1,
-    max_splits: int | None = None,
-    nccl_comm_num: int | None = None,
+    trainers_per_node: int = 0,
+    num_micro_batch: int = 1,
+    max_buckets: int | None = None,
+    reduction_chains: int | None = None,
     clip_local_norm: float | None = None,
     local_sgd: int | None = None,
 ) -> CollectivePlan:
@@ -79,21 +79,21 @@ def nccl2(
         other floating-point results are reduced as gradients are, and parameters averaged; other results get a row per
         trainer. What is computed from gradients is computed from the reduced ones, or with `local_sgd` in each step
         from its own.
-      weight: the name of a result, a scalar that says how many examples a trainer's part of the batch has. It is
+      example_count: the name of a result, a scalar that says how many examples a trainer's part of the batch has. It is
         itself added up.
-      replicated: names of batch arrays that every trainer gets whole. Others are split on dim 0; 0-d arrays go to every
-        trainer, a `jax.random.key` folded with the trainer's number unless it is named here.
-      fuse_grad_size_in_MB: the size up to which gradients are reduced together; 0 reduces each by itself.
+      unsplit_inputs: names of batch arrays that every trainer gets whole. Others are split on dim 0; 0-d arrays go to
+        every trainer, a `jax.random.key` folded with the trainer's number unless it is named here.
+      reduce_bucket_MB: the size up to which gradients are reduced together; 0 reduces each by itself.
       compress: "bf16" or "fp16": gradients are reduced in this type, multiplied by `compress_scale` before and divided
         by it after. A sum that overflows is not hidden: it arrives as infinity.
       compress_scale: see `compress`.
-      hierarchical_allreduce_inter_nranks: how many trainers a node has, if gradients are to be reduced inside each
+      trainers_per_node: how many trainers a node has, if gradients are to be reduced inside each
         node, then across nodes, then gathered inside again, so that 1/n of the bytes go between nodes. Trainers are
         then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
-      accumulate_steps: into how many micro-steps each trainer divides its part of the batch. Their gradients are added
+      num_micro_batch: into how many micro-steps each trainer divides its part of the batch. Their gradients are added
         up by a scan, and reduced once.
-      max_splits: EPL's rule of buckets in the place of `fuse_grad_size_in_MB`: at most about so many, of even size.
-      nccl_comm_num: how many chains of reductions may run beside each other; within a chain each waits for the one
+      max_buckets: EPL's rule of buckets in the place of `reduce_bucket_MB`: at most about so many, of even size.
+      reduction_chains: how many chains of reductions may run beside each other; within a chain each waits for the one
         before. By default XLA decides.
       clip_local_norm: clip each trainer's own gradients to this global norm *before* they are reduced, as EPL does by
         default. (A clip in the optimizer is one of the reduced gradients.) All reductions then wait for the last
@@ -124,21 +124,21 @@ def nccl2(
       ([1.0, 2.0], 11.0)
     """
     check_programs(main, startup)
-    check_names_given(replicated, merge)
+    check_names_given(unsplit_inputs, merge)
     options = Options(
         trainers=trainers,
         axis_name=axis_name,
         reduce=reduce,
         merge=dict(merge or {}),
-        weight=weight,
-        replicated=tuple(replicated),
-        fuse_grad_size_in_MB=fuse_grad_size_in_MB,
+        example_count=example_count,
+        unsplit_inputs=tuple(unsplit_inputs),
+        reduce_bucket_MB=reduce_bucket_MB,
         compress=compress,
         compress_scale=compress_scale,
-        inter=hierarchical_allreduce_inter_nranks,
-        accumulate_steps=accumulate_steps,
-        max_splits=max_splits,
-        nccl_comm_num=nccl_comm_num,
+        trainers_per_node=trainers_per_node,
+        num_micro_batch=num_micro_batch,
+        max_buckets=max_buckets,
+        reduction_chains=reduction_chains,
         clip_local_norm=clip_local_norm,
         local_sgd=local_sgd,
     )
@@ -178,11 +178,11 @@ def check_names(step: Cut, o: Options) -> None:
         if name not in mergeable:
             raise ConfigError(f"merge names {name!r}; what trainers make and can be merged is {', '.join(mergeable)}")
         check_merge(name, way, step.program.outputs[name], is_state=name in state, o=o)
-    for name in o.replicated:
+    for name in o.unsplit_inputs:
         if not any(is_under(n, [name]) for n in step.batch):
-            raise ConfigError(f"replicated names {name!r}; the arrays of the batch are {', '.join(step.batch)}")
-    if o.weight is not None:
-        check_weight(step, o, o.weight)
+            raise ConfigError(f"unsplit_inputs names {name!r}; the arrays of the batch are {', '.join(step.batch)}")
+    if o.example_count is not None:
+        check_example_count(step, o, o.example_count)
     for name, g in step.gradients.items():
         if o.compress is not None and jnp.issubdtype(g.aval.dtype, jnp.complexfloating):
             raise ConfigError(
@@ -201,17 +201,17 @@ def check_names(step: Cut, o: Options) -> None:
         )
 
 
-def check_weight(step: Cut, o: Options, name: str) -> None:
+def check_example_count(step: Cut, o: Options, name: str) -> None:
     """Refuse what cannot weight gradients."""
     if name not in step.results:
-        raise ConfigError(f"weight={name!r} must be a result of the step: {', '.join(step.results)}")
+        raise ConfigError(f"example_count={name!r} must be a result of the step: {', '.join(step.results)}")
     t = step.program.outputs[name]
     if t.shape != ():
-        raise ConfigError(f"weight={name!r} must be a scalar, it is {t.str_short()}")
+        raise ConfigError(f"example_count={name!r} must be a scalar, it is {t.str_short()}")
     if not jnp.issubdtype(t.dtype, jnp.number):
-        raise ConfigError(f"weight={name!r} must be a number, it is {t.str_short()}")
+        raise ConfigError(f"example_count={name!r} must be a number, it is {t.str_short()}")
     if name in step.from_gradients:
-        raise ConfigError(f"weight={name!r} is computed from gradients, which it would have to weight")
+        raise ConfigError(f"example_count={name!r} is computed from gradients, which it would have to weight")
 
 
 def refuse_collectives(main: Program) -> None:
@@ -284,12 +284,12 @@ def _trained_together(
     results = [n for n in step.results if n not in step.from_gradients]
     found = dict(outs)
     values = reduced_values(step, o, merges)
-    if o.accumulate_steps == 1:
-        reducer = Reducer(b, values, o, outs.get(o.weight or ""), GRAD, kind)
+    if o.num_micro_batch == 1:
+        reducer = Reducer(b, values, o, outs.get(o.example_count or ""), GRAD, kind)
         write_trainer_half(b, step, results, reducer.made)
     else:
-        found |= write_accumulation(b, step, _window(step, o, merges), results)
-        reducer = Reducer(b, values, o, found.get(o.weight or ""), GRAD, kind)
+        found |= write_micro_steps(b, step, _window(step, o, merges), results)
+        reducer = Reducer(b, values, o, found.get(o.example_count or ""), GRAD, kind)
         for leaf in values:
             reducer.made(leaf, found[leaf + GRAD])
     reducer.finish()
@@ -308,7 +308,7 @@ def _trained_apart(
     """Write local steps, and the mean of what they make; its outputs by name."""
     found = {**outs, **write_local_steps(b, step, _window(step, o, merges))}
     values = reduced_values(step, o, merges)
-    reducer = Reducer(b, values, o, found.get(o.weight or ""))
+    reducer = Reducer(b, values, o, found.get(o.example_count or ""))
     for leaf in values:
         reducer.made(leaf, found[leaf])
     reducer.finish()
@@ -318,5 +318,5 @@ def _trained_apart(
 
 
 def _window(step: Cut, o: Options, merges: Mapping[str, str]) -> MicroSteps:
-    whole = [n for n in step.batch if is_under(n, o.replicated)]
-    return MicroSteps(o.micro_steps, o.reduce, merges, o.weight, whole)
+    whole = [n for n in step.batch if is_under(n, o.unsplit_inputs)]
+    return MicroSteps(o.micro_steps, o.reduce, merges, o.example_count, whole)

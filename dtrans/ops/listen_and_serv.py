@@ -1,6 +1,6 @@
 """A parameter server as one equation.
 
-    state... = listen_and_serv state...   [endpoint, Fanin, sync_mode, leaver, optimize_blocks, ...]
+    state... = listen_and_serv state...   [endpoint, Fanin, sync_mode, on_trainer_exit, optimize_blocks, ...]
 
 It serves until every trainer has closed, and its outputs are the state it ends with. What it does with the
 gradients is held in `optimize_blocks`, as `cond` holds its branches: a block of role lr_sched first, if the
@@ -8,9 +8,9 @@ optimizer does anything that no parameter's rows enter, then one for each parame
 reduces over rows, there is more than one level of this: the blocks of a level end with one of role dist, which
 holds its `all_reduce` equations, and those of the next level go on with what they gave.
 
-Trainers may leave a synchronous job before the others. `leaver` says what updates are made of then: with "drop" of the
-gradients of those who are there, over their number (`dtrans.slicing.mean.merged_from`); with "paddle" its last gradient
-counts once more, and then as zero, over the number of all; "error" ends the job.
+Trainers may leave a synchronous job before the others. `on_trainer_exit` says what updates are made of then: with
+"drop" of the gradients of those who are there, over their number (`dtrans.slicing.mean.merged_from`); with "paddle" its
+last gradient counts once more, and then as zero, over the number of all; "error" ends the job.
 
 With sync_mode=False an update is made of one gradient. Blocks that read `params/w.block0.bak` are given that block as
 the trainer whose gradient it is has last received it: `params/w.block0.trainer_1_bak` in the state.
@@ -28,7 +28,7 @@ from dtrans.ops.primitive import communication
 
 
 BACKUP = ".bak"
-LEAVERS = ("drop", "paddle", "error")
+ON_TRAINER_EXIT = ("drop", "paddle", "error")
 
 
 def backup_of(block: str, trainer_id: int) -> str:

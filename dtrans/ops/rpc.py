@@ -4,7 +4,7 @@
     token  = send_barrier token...  [endpoints, trainer_id, half_async?]
     X...   = recv token           [epmap, names, types, trainer_id, trainers, sync_mode, sections?, communicator?]
     X...   = fetch_barrier X...   [endpoints, trainer_id]
-    X...   = send X...            [epmap, names, sections, geo_sgd_need_push_nums, trainer_id, trainers]
+    X...   = send X...            [epmap, names, sections, push_every, trainer_id, trainers]
 
 `send` gives one gradient's blocks to their servers and does not wait. `send_barrier` says that all
 gradients of this step were sent. `recv` gives the newest blocks of one parameter: in sync mode those made of
@@ -16,7 +16,7 @@ With `sections`, the rows of its blocks, an operand is a whole leaf that is cut 
 `send_barrier` waits until it has sent all and received what was made of it.
 
 The last is that of GEO-SGD (`geo_send_p`): its operands are parameters that the program has changed itself. Every
-`geo_sgd_need_push_nums` times what has changed in them since is given to the servers, and what others have changed is
+`push_every` times what has changed in them since is given to the servers, and what others have changed is
 in its results; 0 in a startup program, which tells from where they are to be changed.
 
 Source: paddle/fluid/operators/distributed_ops/{send,recv,send_barrier,fetch_barrier}_op.cc.

@@ -1,12 +1,15 @@
 """Paddle's interface over the strategies: its names, options and defaults.
 
 transpiler   `DistributeTranspiler`, `GeoSgdTranspiler`
+strategies   `sharding`
 config       `DistributeTranspilerConfig`
 optimizers   the optimizers of Paddle that optax lacks
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from dtrans.paddle.strategies import sharding as sharding
 
 
 if TYPE_CHECKING:

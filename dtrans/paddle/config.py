@@ -38,19 +38,27 @@ DEFAULTS: dict[str, Any] = {
 }
 
 # What Paddle has no attribute for.
-BEYOND: dict[str, Any] = {"dc_asgd_lambda": 1.0, "dc_asgd_decay": None, "leaver": "drop", "communicator": None,
-                          "geo_sgd_wait": False, "merge": None}  # fmt: skip
+BEYOND: dict[str, Any] = {"dc_asgd_lambda": 1.0, "dc_asgd_decay": None, "on_trainer_exit": "drop", "communicator": None,
+                          "geo_sgd_block_on_pull": False, "merge": None}  # fmt: skip
+
+# The options of `dtrans.nccl2` and `dtrans.geo_sgd` that have other names here.
+OPTIONS = {
+    "push_every": "geo_sgd_need_push_nums",
+    "block_on_pull": "geo_sgd_block_on_pull",
+    "reduction_chains": "nccl_comm_num",
+    "trainers_per_node": "hierarchical_allreduce_inter_nranks",
+}
 
 # What only makes sense where servers update parameters, and where they add up what trainers did.
 _OF_SERVERS = ("enable_dc_asgd", "dc_asgd_lambda", "dc_asgd_decay", "half_async", "completely_not_async",
-               "communicator", "leaver")  # fmt: skip
-_OF_GEO = ("geo_sgd_mode", "geo_sgd_need_push_nums", "geo_sgd_wait")
+               "communicator", "on_trainer_exit")  # fmt: skip
+_OF_GEO = ("geo_sgd_mode", "geo_sgd_need_push_nums", "geo_sgd_block_on_pull")
 _OF_TRAINERS = ("nccl_comm_num", "hierarchical_allreduce_inter_nranks")
 
 # What `collective_mode` is, as options of `dtrans.nccl2`: Paddle's transpiler/collective.py reduces each gradient by
 # itself, and averages parameters after each local step.
 COLLECTIVE_MODES: dict[str, dict[str, Any]] = {
-    "grad_allreduce": {"fuse_grad_size_in_MB": 0},
+    "grad_allreduce": {"reduce_bucket_MB": 0},
     "local_sgd": {"local_sgd": 1},
 }
 
@@ -73,8 +81,8 @@ class DistributeTranspilerConfig:
         Either this or the argument of `transpile` turns it off.
       enable_dc_asgd: with sync_mode=False, compensate gradients for their delay.
       dc_asgd_lambda, dc_asgd_decay: how, which Paddle has no attributes for; see `dtrans.pserver`.
-      leaver: what becomes of synchronous updates after a trainer that closes before the others, which Paddle has no
-        attribute for: "drop" it from them, "paddle", or "error"; see `dtrans.pserver`.
+      on_trainer_exit: what becomes of synchronous updates after a trainer that closes before the others, which Paddle
+        has no attribute for: "drop" it from them, "paddle", or "error"; see `dtrans.pserver`.
       runtime_split_send_recv: with sync_mode=False, trainers have a communicator, and steps wait for nothing.
       communicator: how it works, in the place of Paddle's environment variables; a `dtrans.CommunicatorConfig`.
       half_async: with both, steps wait for the communicator. (In Paddle the threads of a trainer wait for each other; a
@@ -83,7 +91,7 @@ class DistributeTranspilerConfig:
       geo_sgd_mode: with sync_mode=False, trainers train by themselves, and servers add up what has changed; see
         `dtrans.geo_sgd`. `GeoSgdTranspiler` does so whatever this is.
       geo_sgd_need_push_nums: after how many steps a trainer gives the servers what has changed.
-      geo_sgd_wait: let that step wait for what others have changed, which Paddle has no attribute for.
+      geo_sgd_block_on_pull: let that step wait for what others have changed, which Paddle has no attribute for.
       merge: what becomes of state that trainers make themselves, which Paddle has no attribute for; see
         `dtrans.pserver` and `dtrans.nccl2`.
       print_log: log the plan when transpiling: at level INFO, by the logger "dtrans.paddle.transpiler", whose level and
@@ -128,9 +136,9 @@ class DistributeTranspilerConfig:
     collective_mode: str | None
     dc_asgd_lambda: float
     dc_asgd_decay: float | None
-    leaver: Literal["drop", "paddle", "error"]
+    on_trainer_exit: Literal["drop", "paddle", "error"]
     communicator: CommunicatorConfig | None
-    geo_sgd_wait: bool
+    geo_sgd_block_on_pull: bool
     merge: Mapping[str, str] | None
 
     def __init__(self, **options: Any) -> None:

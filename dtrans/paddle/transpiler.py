@@ -15,9 +15,9 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.startup import joining_startup
 from dtrans.data_parallel.transform import nccl2
 from dtrans.endpoints import parse_endpoints, split_endpoint
-from dtrans.errors import ConfigAssertionError, ConfigError, ConfigTypeError
+from dtrans.errors import ConfigAssertionError, ConfigError, ConfigTypeError, options_named
 from dtrans.ir.program import Program
-from dtrans.paddle.config import COLLECTIVE_MODES, DistributeTranspilerConfig
+from dtrans.paddle.config import COLLECTIVE_MODES, OPTIONS, DistributeTranspilerConfig
 from dtrans.parameter_server.geo_sgd import geo_sgd
 from dtrans.parameter_server.placement import check_seed
 from dtrans.parameter_server.plan import PServerPlan, ServerPrograms, check_trainer_endpoint, check_trainer_id
@@ -98,10 +98,11 @@ class DistributeTranspiler:
             raise ConfigError(
                 "transpile needs program=dtrans.trace(step, ...) and startup_program=dtrans.trace(init, ...)"
             )
-        if self.config.mode != "pserver":
-            self._transpile_collective(trainer_id, program, startup_program, trainers, sync_mode, current_endpoint)
-        else:
-            self._transpile_pserver(trainer_id, program, startup_program, pservers, trainers, sync_mode, seed)
+        with options_named(OPTIONS):
+            if self.config.mode != "pserver":
+                self._transpile_collective(trainer_id, program, startup_program, trainers, sync_mode, current_endpoint)
+            else:
+                self._transpile_pserver(trainer_id, program, startup_program, pservers, trainers, sync_mode, seed)
         if self.config.print_log:
             _log(self.plan)
 
@@ -132,8 +133,8 @@ class DistributeTranspiler:
             plan = geo_sgd(
                 program,
                 startup_program,
-                geo_sgd_need_push_nums=self.config.geo_sgd_need_push_nums,
-                wait=self.config.geo_sgd_wait,
+                push_every=self.config.geo_sgd_need_push_nums,
+                block_on_pull=self.config.geo_sgd_block_on_pull,
                 **placed,
             )
             check_trainer_id(trainer_id, plan.trainers)
@@ -143,7 +144,7 @@ class DistributeTranspiler:
             program,
             startup_program,
             sync_mode=sync_mode and self.config.sync_mode,
-            leaver=self.config.leaver,
+            on_trainer_exit=self.config.on_trainer_exit,
             runtime_split_send_recv=self.config.runtime_split_send_recv,
             half_async=self.config.half_async,
             completely_not_async=self.config.completely_not_async,
@@ -181,8 +182,8 @@ class DistributeTranspiler:
             program,
             startup_program,
             trainers=len(endpoints),
-            nccl_comm_num=None if self.config.nccl_comm_num == 1 else self.config.nccl_comm_num,
-            hierarchical_allreduce_inter_nranks=self._trainers_of_a_node(endpoints),
+            reduction_chains=None if self.config.nccl_comm_num == 1 else self.config.nccl_comm_num,
+            trainers_per_node=self._trainers_of_a_node(endpoints),
             merge=self.config.merge,
             **COLLECTIVE_MODES.get(self.config.collective_mode or "", {}),
         )

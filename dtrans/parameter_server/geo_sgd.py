@@ -50,8 +50,8 @@ def geo_sgd(
     *,
     pservers: str | Sequence[str] = ("127.0.0.1:6174",),
     trainers: int = 1,
-    geo_sgd_need_push_nums: int = 100,
-    wait: bool = False,
+    push_every: int = 100,
+    block_on_pull: bool = False,
     slice_var_up: bool | Literal["require"] = True,
     split_method: type[PSDispatcher] = RoundRobin,
     min_block_size: int = 8192,
@@ -64,9 +64,9 @@ def geo_sgd(
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       pservers: the servers' endpoints, `host:port`, as a sequence or separated by commas.
       trainers: how many trainers there are; each has batches of its own.
-      geo_sgd_need_push_nums: after how many steps a trainer gives the servers what has changed.
-      wait: let that step wait for what others have changed; otherwise it is in the results of the first step that
-        finds it there.
+      push_every: after how many steps a trainer gives the servers what has changed.
+      block_on_pull: let that step wait for what others have changed; otherwise it is in the results of the first step
+        that finds it there.
       slice_var_up, split_method, min_block_size, seed: as in `dtrans.pserver`. Every leaf with rows can be cut,
         whatever its optimizer.
 
@@ -95,11 +95,11 @@ def geo_sgd(
     """
     endpoints = parse_endpoints(pservers)
     check_options(main, startup, trainers, False, slice_var_up, split_method, min_block_size)
-    nums: Any = geo_sgd_need_push_nums
+    nums: Any = push_every
     if isinstance(nums, bool) or not isinstance(nums, int) or nums < 1:
-        raise ConfigError(f"geo_sgd_need_push_nums must be a positive number of steps, it is {nums!r}")
-    if not isinstance(wait, bool):
-        raise ConfigError(f"wait must be True or False, it is {wait!r}")
+        raise ConfigError(f"push_every must be a positive number of steps, it is {nums!r}")
+    if not isinstance(block_on_pull, bool):
+        raise ConfigError(f"block_on_pull must be True or False, it is {block_on_pull!r}")
     step = shared(cut(main))
     check_names(step.params)
     adding = adds(step)
@@ -129,9 +129,9 @@ def geo_sgd(
         dropped=(),
         shared_state=(),
         runtime_split=True,
-        geo_sgd_need_push_nums=nums,
-        make_trainer=lambda k: _trainer_program(step, placement, k, trainers, nums, wait),
-        make_trainer_startup=lambda k: _trainer_startup_program(step, placement, startup, k, trainers, wait),
+        push_every=nums,
+        make_trainer=lambda k: _trainer_program(step, placement, k, trainers, nums, block_on_pull),
+        make_trainer_startup=lambda k: _trainer_startup_program(step, placement, startup, k, trainers, block_on_pull),
     )
 
 
@@ -171,7 +171,9 @@ def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
     return dataclasses.replace(work, blocks=blocks, grads={names[n]: i for n, i in work.grads.items()})
 
 
-def _trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers: int, nums: int, wait: bool) -> Program:
+def _trainer_program(
+    step: Cut, placement: Placement, trainer_id: int, trainers: int, nums: int, block_on_pull: bool
+) -> Program:
     """The program of one trainer: the step, and a `send` of its parameters."""
     source = step.program
     outs: dict[str, Any] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
@@ -180,10 +182,12 @@ def _trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers:
     for eqn, role in zip(source.jaxpr.jaxpr.eqns, source.roles, strict=True):
         b.role = role
         b.keep(eqn)
-    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, nums, wait)
+    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, nums, block_on_pull)
 
     def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        return _trainer_program(shared(cut(source.at_flat(types))), placement, trainer_id, trainers, nums, wait)
+        return _trainer_program(
+            shared(cut(source.at_flat(types))), placement, trainer_id, trainers, nums, block_on_pull
+        )
 
     return Program(
         f"trainer {trainer_id}",
@@ -197,14 +201,14 @@ def _trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers:
 
 
 def _trainer_startup_program(
-    step: Cut, placement: Placement, startup: Program, trainer_id: int, trainers: int, wait: bool
+    step: Cut, placement: Placement, startup: Program, trainer_id: int, trainers: int, block_on_pull: bool
 ) -> Program:
     """What a trainer starts from: parameters from the servers, and the rest from the init."""
     b, outs = write_start(startup, [n for n in startup.out_names if n not in step.optimized])
     outs |= TrainerCommWriter(b, placement, trainer_id, TrainerCommConfig(trainers, sync_mode=False)).start(
         step.optimized
     )
-    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, 0, wait)
+    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, 0, block_on_pull)
     return Program(
         f"trainer {trainer_id} startup",
         b.build([outs[n] for n in startup.out_names]),
@@ -223,7 +227,7 @@ def _send(
     trainer_id: int,
     trainers: int,
     nums: int,
-    wait: bool,
+    block_on_pull: bool,
 ) -> dict[str, Any]:
     """One `send` of parameters; what it gives back."""
     b.role = RPC
@@ -234,8 +238,8 @@ def _send(
         epmap=tuple(tuple(x.endpoint for x in blocks) for blocks in table),
         names=tuple(tuple(x.name for x in blocks) for blocks in table),
         sections=tuple(tuple(x.rows for x in blocks) for blocks in table),
-        geo_sgd_need_push_nums=nums,
-        wait=wait,
+        push_every=nums,
+        block_on_pull=block_on_pull,
         trainer_id=trainer_id,
         trainers=trainers,
         sync_mode=False,

@@ -87,7 +87,7 @@ class PServerPlan:
       shared_state: optimizer state that lives with no leaf, since no row enters it, or only through reductions; it
         is on every server that needs it.
       runtime_split: leaves are cut into blocks when trainers run, not by their programs.
-      geo_sgd_need_push_nums: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and each does.
+      push_every: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and each does.
     """
 
     main: Program
@@ -103,7 +103,7 @@ class PServerPlan:
     runtime_split: bool
     make_trainer: Callable[[int], Program] = dataclasses.field(repr=False)
     make_trainer_startup: Callable[[int], Program] = dataclasses.field(repr=False)
-    geo_sgd_need_push_nums: int = 0
+    push_every: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "servers", _Servers(self.servers))
@@ -143,7 +143,7 @@ class PServerPlan:
     # -- running ---------------------------------------------------------------------------------
 
     def on_mesh(
-        self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True, replicated: Collection[str] = ()
+        self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True, unsplit_inputs: Collection[str] = ()
     ) -> Job:
         """Run the whole job in this process; see `dtrans.run.parameter_server.mesh.MeshJob`.
 
@@ -152,9 +152,9 @@ class PServerPlan:
             fewer than roles. All of this process's by default.
           donate: let each update reuse the memory of the optimizer state it replaces. A state that was
             stepped from cannot be stepped from again.
-          replicated: names of batch arrays that every trainer gets whole; others are split on dim 0.
+          unsplit_inputs: names of batch arrays that every trainer gets whole; others are split on dim 0.
         """
-        job: Job = realiser(self, "mesh")(self, devices, donate=donate, replicated=replicated)
+        job: Job = realiser(self, "mesh")(self, devices, donate=donate, unsplit_inputs=unsplit_inputs)
         return job
 
     # -- what servers hold -----------------------------------------------------------------------
@@ -275,7 +275,7 @@ class PServerPlan:
         if len(self.servers) > 1:
             notes.append(f"the fullest server holds {self.balance:.2f} times the mean")
         step = self.bytes_per_step
-        often = f"in {self.geo_sgd_need_push_nums} steps" if self.geo_sgd_need_push_nums else "per step"
+        often = f"in {self.push_every} steps" if self.push_every else "per step"
         notes.append(
             f"each of {self.trainers} trainers sends {step['send']:,} and receives {step['recv']:,} bytes {often}"
         )
@@ -299,7 +299,7 @@ class PServerPlan:
 
     @property
     def _title(self) -> str:
-        mode = "geo" if self.geo_sgd_need_push_nums else "sync" if self.sync_mode else "async"
+        mode = "geo" if self.push_every else "sync" if self.sync_mode else "async"
         return f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, {mode}"
 
     def __str__(self) -> str:

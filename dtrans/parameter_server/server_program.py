@@ -25,7 +25,7 @@ class ServerProgramWriter:
       step: what is to be done, with the optimize half that servers do.
       slicer: of that.
       startup: the init, with names as in the step.
-      trainers, sync_mode, leaver: as those of the plan.
+      trainers, sync_mode, on_trainer_exit: as those of the plan.
       adapt: what else a server does with what it is sent, if anything.
     """
 
@@ -36,10 +36,10 @@ class ServerProgramWriter:
         startup: Program,
         trainers: int,
         sync_mode: bool,
-        leaver: str = "drop",
+        on_trainer_exit: str = "drop",
         adapt: Callable[[ServerWork, Sequence[Unit]], ServerWork] | None = None,
     ) -> None:
-        self.leaver = leaver
+        self.on_trainer_exit = on_trainer_exit
         self.adapt = adapt
         self.step = step
         self.slicer = slicer
@@ -69,7 +69,7 @@ class ServerProgramWriter:
             endpoint=endpoint,
             Fanin=self.trainers,
             sync_mode=self.sync_mode,
-            leaver=self.leaver,
+            on_trainer_exit=self.on_trainer_exit,
             grad_to_block_id=to_block,
             lr_decay_block_id=1 if work.blocks and work.blocks[0].role == LR_SCHED else -1,
             optimize_blocks=work.blocks,

@@ -29,7 +29,7 @@ from typing import Any, Literal
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigAssertionError, ConfigError, GradientError
 from dtrans.ir.program import DIST, Program
-from dtrans.ops import LEAVERS, CommunicatorConfig
+from dtrans.ops import ON_TRAINER_EXIT, CommunicatorConfig
 from dtrans.parameter_server.averaged_leaves import averaged, averages_of
 from dtrans.parameter_server.dc_asgd import Compensation, compensated
 from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin, check_dispatcher
@@ -52,7 +52,7 @@ def pserver(
     pservers: str | Sequence[str] = ("127.0.0.1:6174",),
     trainers: int = 1,
     sync_mode: bool = True,
-    leaver: Literal["drop", "paddle", "error"] = "drop",
+    on_trainer_exit: Literal["drop", "paddle", "error"] = "drop",
     slice_var_up: bool | Literal["require"] = True,
     split_method: type[PSDispatcher] = RoundRobin,
     min_block_size: int = 8192,
@@ -75,11 +75,11 @@ def pserver(
       trainers: how many trainers share each global batch.
       sync_mode: every update uses the gradients of all trainers. Otherwise every gradient is an update of its own, as
         soon as it comes: no trainer waits for another, and a step of theirs is the sum of what each would do.
-      leaver: what becomes of updates after a trainer that closes before the others. "drop": each is of the gradients
-        of those who take that step, over their number, as on one device that sees their rows only. "paddle": as Paddle
-        1.8 has it: the last gradient of who left counts once more, then as zero, and the sum goes on being divided by
-        `trainers`. "error": the job ends with a `PeerError` that names it. One that fails, or closes in the middle of a
-        step, ends a synchronous job in any case.
+      on_trainer_exit: what becomes of updates after a trainer that closes before the others. "drop": each is of the
+        gradients of those who take that step, over their number, as on one device that sees their rows only. "paddle":
+        as Paddle 1.8 has it: the last gradient of who left counts once more, then as zero, and the sum goes on being
+        divided by `trainers`. "error": the job ends with a `PeerError` that names it. One that fails, or closes in the
+        middle of a step, ends a synchronous job in any case.
       slice_var_up: cut leaves into blocks of rows; otherwise every leaf is whole on one server. A leaf that the
         optimizer does not let be cut is whole, and the plan says why; "require" makes that an error.
       split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, or one's own.
@@ -128,7 +128,7 @@ def pserver(
     how = compensation(sync_mode, enable_dc_asgd, dc_asgd_lambda, dc_asgd_decay)
     check_communicator(sync_mode, runtime_split_send_recv, half_async, completely_not_async, communicator)
     sync_mode = sync_mode or completely_not_async  # of the servers
-    check_leaver(leaver, sync_mode)
+    check_trainer_exit(on_trainer_exit, sync_mode)
     if how is not None and runtime_split_send_recv and not half_async and not completely_not_async:
         raise ConfigError(
             "enable_dc_asgd=True with runtime_split_send_recv=True is for half_async=True, which is False: a server "
@@ -141,10 +141,10 @@ def pserver(
     step = cut(main)
     check_names(step.params)
     averages = averages_of(step, merge)
-    if averages and leaver == "paddle":
+    if averages and on_trainer_exit == "paddle":
         raise ConfigError(
-            f"leaver='paddle' with merge: {averages[0]} of a trainer that left would count as zero in the mean; "
-            "say leaver='drop'"
+            f"on_trainer_exit='paddle' with merge: {averages[0]} of a trainer that left would count as zero in the "
+            "mean; say on_trainer_exit='drop'"
         )
     queue = queue_of(step, communicator) if runtime_split_send_recv and not sync_mode else None
     step = averaged(step, averages)
@@ -170,7 +170,7 @@ def pserver(
     startup = match_startup(step, startup)
     slicer = ServerUpdateBuilder(analysis, placement, merged)
     adapt = None if how is None else functools.partial(compensated, trainers=trainers, how=how, averages=averages)
-    servers = ServerProgramWriter(step, slicer, startup, trainers, sync_mode, leaver, adapt)
+    servers = ServerProgramWriter(step, slicer, startup, trainers, sync_mode, on_trainer_exit, adapt)
     plan = PServerPlan(
         main=step.program,
         startup=startup,
@@ -191,12 +191,15 @@ def pserver(
     return plan
 
 
-def check_leaver(leaver: Any, sync_mode: bool) -> None:
-    """Refuse what cannot become of updates after a trainer that leaves."""
-    if leaver not in LEAVERS:
-        raise ConfigError(f"leaver must be 'drop', 'paddle' or 'error', it is {leaver!r}")
-    if leaver != "drop" and not sync_mode:
-        raise ConfigError(f"leaver={leaver!r} is for sync_mode=True: no asynchronous update is of several gradients")
+def check_trainer_exit(on_trainer_exit: Any, sync_mode: bool) -> None:
+    """Check the `on_trainer_exit` option."""
+    if on_trainer_exit not in ON_TRAINER_EXIT:
+        raise ConfigError(f"on_trainer_exit must be 'drop', 'paddle' or 'error', it is {on_trainer_exit!r}")
+    if on_trainer_exit != "drop" and not sync_mode:
+        raise ConfigError(
+            f"on_trainer_exit={on_trainer_exit!r} is for sync_mode=True: "
+            "asynchronous updates never combine gradients of several trainers"
+        )
 
 
 def compensation(sync_mode: bool, enabled: Any, strength: Any, decay: Any) -> Compensation | None:

@@ -27,22 +27,22 @@ class PipelineOptions:
     chunks: int
     replicas: int
     policy: str | None
-    bytes_cost: float
+    flops_per_byte: float
     reduce: str
     merge: Mapping[str, str]
-    replicated: tuple[str, ...]
-    fuse_grad_size_in_MB: float
-    max_splits: int | None
+    unsplit_inputs: tuple[str, ...]
+    reduce_bucket_MB: float
+    max_buckets: int | None
     compress: str | None
     compress_scale: float
     clip_local_norm: float | None
-    nccl_comm_num: int | None
+    reduction_chains: int | None
     sharding_stage: int
     min_slice_size: int
     gradient_checkpoint: str | tuple[str, ...]
-    end_taskgraph: int
-    num_apply_group: int
-    offload: str
+    last_checkpointed_stage: int
+    update_groups: int
+    offload: bool
 
     @property
     def model_stages(self) -> int:
@@ -70,15 +70,15 @@ class PipelineOptions:
             axis_name=AXIS,
             reduce=self.reduce,
             merge=self.merge,
-            weight=None,
-            replicated=self.replicated,
-            fuse_grad_size_in_MB=self.fuse_grad_size_in_MB,
+            example_count=None,
+            unsplit_inputs=self.unsplit_inputs,
+            reduce_bucket_MB=self.reduce_bucket_MB,
             compress=self.compress,
             compress_scale=self.compress_scale,
-            inter=0,
-            accumulate_steps=micro_steps,
-            max_splits=self.max_splits,
-            nccl_comm_num=self.nccl_comm_num,
+            trainers_per_node=0,
+            num_micro_batch=micro_steps,
+            max_buckets=self.max_buckets,
+            reduction_chains=self.reduction_chains,
             clip_local_norm=self.clip_local_norm,
             local_sgd=None,
         )
@@ -86,15 +86,15 @@ class PipelineOptions:
 
 def check_pipeline(o: PipelineOptions) -> None:
     """Refuse what cannot be planned, by the option's name."""
-    for name in ("num_stages", "num_micro_batch", "replicas", "chunks", "num_apply_group"):
+    for name in ("num_stages", "num_micro_batch", "replicas", "chunks", "update_groups"):
         count: Any = getattr(o, name)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"{name} must be a positive number, it is {count!r}")
     if o.policy is not None and o.policy not in POLICIES:
         raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, it is {o.policy!r}")
-    cost: Any = o.bytes_cost
+    cost: Any = o.flops_per_byte
     if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not cost >= 0:
-        raise ConfigError(f"bytes_cost must be a number of flops for each byte, 0 or more; it is {cost!r}")
+        raise ConfigError(f"flops_per_byte must be a number of flops for each byte, 0 or more; it is {cost!r}")
     if isinstance(o.sharding_stage, bool) or o.sharding_stage not in (0, 1, 2):
         raise ConfigError(
             f"sharding_stage must be 0, 1 or 2, it is {o.sharding_stage!r}; parameters of a stage stay whole on its "
@@ -111,11 +111,11 @@ def check_pipeline(o: PipelineOptions) -> None:
             "gradient_checkpoint must be 'auto', or a collection of names that jax.ad_checkpoint.checkpoint_name gave; "
             f"it is {names!r}"
         )
-    end: Any = o.end_taskgraph
+    end: Any = o.last_checkpointed_stage
     if isinstance(end, bool) or not isinstance(end, int) or end < -1:
-        raise ConfigError(f"end_taskgraph must be the number of a stage, or -1 for all; it is {end!r}")
-    if o.offload not in ("", "v0"):
-        raise ConfigError(f"offload must be 'v0' or '', it is {o.offload!r}")
+        raise ConfigError(f"last_checkpointed_stage must be the number of a stage, or -1 for all; it is {end!r}")
+    if not isinstance(o.offload, bool):
+        raise ConfigError(f"offload must be True or False, it is {o.offload!r}")
     if o.offload and o.sharding_stage:
         raise ConfigError(
             f"offload={o.offload!r} and sharding_stage={o.sharding_stage}: what is on the host is there once, and "

@@ -6,11 +6,12 @@ depends on no micro-batch (masks, `iota`), stand right before what reads them fi
 the top would put all of them on the first stage. The same is tried with all elementwise work on inputs alone, and kept
 where the slowest stage gets faster by it.
 
-A stage costs its floating-point operations, and `bytes_cost` for each byte that it sends on: all values that were made
-before the cut and are read after it, also those that a stage only hands on (skip connections), each once. Inputs cross
-for free, since they are where they are read, and so do values that depend on no micro-batch, which are made there.
-Results need not be carried either: they stay where they are made. Every stage has at least one equation that costs
-something, if there are as many; what costs nothing is on the side of the cut where less crosses, else with its readers.
+A stage costs its floating-point operations, and `flops_per_byte` for each byte that it sends on: all values that were
+made before the cut and are read after it, also those that a stage only hands on (skip connections), each once. Inputs
+cross for free, since they are where they are read, and so do values that depend on no micro-batch, which are made
+there. Results need not be carried either: they stay where they are made. Every stage has at least one equation that
+costs something, if there are as many; what costs nothing is on the side of the cut where less crosses, else with its
+readers.
 
 Policies:
 
@@ -51,7 +52,7 @@ SLACK = 1.1
 
 # Operations that a device does in the time that one byte takes to the next: 100 Gflop/s over 10 GB/s. An accelerator on
 # a fast link has several hundred.
-BYTES_COST = 10.0
+FLOPS_PER_BYTE = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ def stages_of(
     num_stages: int,
     *,
     policy: str | None = None,
-    bytes_cost: float = BYTES_COST,
+    flops_per_byte: float = FLOPS_PER_BYTE,
     batch: Collection[Var] | None = None,
 ) -> tuple[int, ...]:
     """The stage of each top-level equation of a forward pass; never before the stage of what makes its operands.
@@ -83,7 +84,7 @@ def stages_of(
       forward: the loss function, not differentiated, its calls inlined (`dtrans.ir.builder.inline_calls`).
       num_stages: how many stages; each gets at least one equation.
       policy: one of `POLICIES`. None: as the user's scopes say if there are any, else HEURISTIC.
-      bytes_cost: floating-point operations that a device does in the time in which one byte goes to the next.
+      flops_per_byte: floating-point operations that a device does in the time in which one byte goes to the next.
       batch: the inputs that each micro-batch has its own of; what depends on none of them is made wherever it is read.
         None: all inputs.
 
@@ -106,8 +107,8 @@ def stages_of(
         raise ConfigError(f"policy={policy!r} is unknown; there are {', '.join(POLICIES)}")
     if num_stages < 1:
         raise ConfigError(f"num_stages={num_stages}: there must be one at least")
-    if bytes_cost < 0:
-        raise ConfigError(f"bytes_cost={bytes_cost}: it must not be negative")
+    if flops_per_byte < 0:
+        raise ConfigError(f"flops_per_byte={flops_per_byte}: it must not be negative")
     by_scope = scoped_stages(forward)
     if by_scope is not None:
         count = max(by_scope) + 1
@@ -122,7 +123,7 @@ def stages_of(
     costs = [flops(eqn) for eqn in eqns]
     if policy == "BALANCE_OP_NUM":
         return part_of_each(partition_balance([1] * len(eqns), num_stages), len(eqns))
-    rows = [_Row(forward, costs, order, bytes_cost, batch) for order in _orders(forward, costs, batch)]
+    rows = [_Row(forward, costs, order, flops_per_byte, batch) for order in _orders(forward, costs, batch)]
     cuts = [(row, row.cut(num_stages)) for row in rows]
     row, best = min(cuts, key=lambda cut: cut[0].slowest(cut[1]))
     if policy == "BALANCE_FLOPS":
@@ -178,7 +179,7 @@ class _Row:
         forward: ClosedJaxpr,
         costs: Sequence[int],
         order: Sequence[int],
-        bytes_cost: float,
+        flops_per_byte: float,
         batch: Collection[Var] | None,
     ) -> None:
         self.order = order
@@ -193,7 +194,7 @@ class _Row:
                 if v in dependent and last.get(v, i) > i:
                     changes[i + 1] += nbytes(v.aval)
                     changes[last[v] + 1] -= nbytes(v.aval)
-        self.crossing = [bytes_cost * alive for alive in itertools.accumulate(changes[:count])]
+        self.crossing = [flops_per_byte * alive for alive in itertools.accumulate(changes[:count])]
 
     def stages(self, starts: Sequence[int]) -> tuple[int, ...]:
         """The stage of each equation of the program."""

@@ -47,7 +47,7 @@ from dtrans.pipeline_parallel.stage_scan import (
     taken_apart,
     turned,
 )
-from dtrans.pipeline_parallel.stages import BYTES_COST, stages_of
+from dtrans.pipeline_parallel.stages import FLOPS_PER_BYTE, stages_of
 from dtrans.pipeline_parallel.update import slices_of_sums, update_of
 from dtrans.step.capture import captured, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
@@ -65,23 +65,23 @@ def pipeline(
     chunks: int | None = None,
     replicas: int = 1,
     policy: str | None = None,
-    bytes_cost: float = BYTES_COST,
+    flops_per_byte: float = FLOPS_PER_BYTE,
     cluster: Cluster | None = None,
     reduce: str = "mean",
     merge: Mapping[str, str] | None = None,
-    replicated: Collection[str] = (),
-    fuse_grad_size_in_MB: float = 32.0,
-    max_splits: int | None = None,
+    unsplit_inputs: Collection[str] = (),
+    reduce_bucket_MB: float = 32.0,
+    max_buckets: int | None = None,
     compress: str | None = None,
     compress_scale: float = 1.0,
     clip_local_norm: float | None = None,
-    nccl_comm_num: int | None = None,
+    reduction_chains: int | None = None,
     sharding_stage: int = 0,
     min_slice_size: int = 1024,
     gradient_checkpoint: str | Collection[str] = "",
-    end_taskgraph: int = -1,
-    num_apply_group: int = 1,
-    offload: str = "",
+    last_checkpointed_stage: int = -1,
+    update_groups: int = 1,
+    offload: bool = False,
     **unknown: Any,
 ) -> PipelinePlan:
     """Plan a pipeline: stages of the loss function on devices of their own, micro-batches that go through them.
@@ -103,11 +103,12 @@ def pipeline(
       policy: how stages are found: "BALANCE_FLOPS" (the slowest is as fast as can be), "REPEATED_LAYERS" (whole
         layers), "BALANCE_OP_NUM", or "HEURISTIC" (whole layers where that is nearly as fast). Scopes in the model
         (`dtrans.replicate`) say it by themselves.
-      bytes_cost: operations that a device does in the time in which a byte goes to the next: see `BYTES_COST`.
+      flops_per_byte: operations that a device does in the time in which a byte goes to the next: see `FLOPS_PER_BYTE`.
       cluster: how stages and replicas are laid out over devices.
       reduce: what becomes of gradients and losses of micro-batches and replicas: "mean" or "sum".
-      merge, replicated: as in `dtrans.nccl2`. Batch statistics are made by each micro-batch of those before the step.
-      fuse_grad_size_in_MB, max_splits, compress, compress_scale, clip_local_norm, nccl_comm_num: as in `dtrans.nccl2`,
+      merge, unsplit_inputs: as in `dtrans.nccl2`. Batch statistics are made by each micro-batch of those before the
+      step. reduce_bucket_MB, max_buckets, compress, compress_scale, clip_local_norm, reduction_chains: as in
+      `dtrans.nccl2`,
         for the replicas of a stage. A clip in the optimizer is of the reduced gradients (EPL's `clip_after_allreduce`).
       sharding_stage: 1 or 2: replicas of a stage keep slices of its optimizer state; 2: of its gradients too, which are
         then reduced for each micro-batch.
@@ -115,10 +116,10 @@ def pipeline(
       gradient_checkpoint: what stages keep of a micro-batch until its backward: "auto" what they were sent, or values
         by the names that `jax.ad_checkpoint.checkpoint_name` gave them, and what they were sent. All else is computed
         once more then, but for random numbers, which are kept as what was made of them (a dropout mask).
-      end_taskgraph: the last stage for which that holds; -1 for all.
-      num_apply_group: into how many parts of even size each stage takes its update apart, one after the other, so that
+      last_checkpointed_stage: the last stage for which that holds; -1 for all.
+      update_groups: into how many parts of even size each stage takes its update apart, one after the other, so that
         less is under way at a time.
-      offload: "v0": parameters, optimizer state and the update are on the host. Stages fetch a parameter for each task
+      offload: parameters, optimizer state and the update are on the host. Stages fetch a parameter for each task
         that reads it.
 
     Raises:
@@ -151,7 +152,7 @@ def pipeline(
     check_programs(main, startup)
     if unknown:
         raise ConfigError(_unknown(next(iter(unknown))))
-    check_names_given(replicated, merge)
+    check_names_given(unsplit_inputs, merge)
     timetable = _timetable(schedule, num_stages, num_micro_batch, chunks)
     options = PipelineOptions(
         num_stages=num_stages,
@@ -161,21 +162,21 @@ def pipeline(
         chunks=timetable.chunks,
         replicas=replicas,
         policy=policy,
-        bytes_cost=bytes_cost,
+        flops_per_byte=flops_per_byte,
         reduce=reduce,
         merge=dict(merge or {}),
-        replicated=tuple(replicated),
-        fuse_grad_size_in_MB=fuse_grad_size_in_MB,
-        max_splits=max_splits,
+        unsplit_inputs=tuple(unsplit_inputs),
+        reduce_bucket_MB=reduce_bucket_MB,
+        max_buckets=max_buckets,
         compress=compress,
         compress_scale=compress_scale,
         clip_local_norm=clip_local_norm,
-        nccl_comm_num=nccl_comm_num,
+        reduction_chains=reduction_chains,
         sharding_stage=sharding_stage,
         min_slice_size=min_slice_size,
         gradient_checkpoint=gradient_checkpoint if isinstance(gradient_checkpoint, str) else tuple(gradient_checkpoint),
-        end_taskgraph=end_taskgraph,
-        num_apply_group=num_apply_group,
+        last_checkpointed_stage=last_checkpointed_stage,
+        update_groups=update_groups,
         offload=offload,
     )
     return plan_pipeline(main, startup, options, timetable, cluster)
@@ -249,13 +250,15 @@ def _planned_stages(
 ) -> tuple[ForwardPass, tuple[int, ...], Turns, Mapping[str, tuple[StageRows, ...]]]:
     """The forward pass with its loops over layers in a part for each stage, and the stage of each of its equations."""
 
-    def plan_pipeline(f: ForwardPass) -> tuple[int, ...]:
-        return stages_of(f.jaxpr, o.model_stages, policy=o.policy, bytes_cost=o.bytes_cost, batch=f.of_micro_batches)
+    def stages_for(f: ForwardPass) -> tuple[int, ...]:
+        return stages_of(
+            f.jaxpr, o.model_stages, policy=o.policy, flops_per_byte=o.flops_per_byte, batch=f.of_micro_batches
+        )
 
     if o.model_stages == 1 or not loops_of(forward):
-        return forward, plan_pipeline(forward), (), {}
+        return forward, stages_for(forward), (), {}
     single, origin = turned(forward, single_turns(forward))
-    by_turn = plan_pipeline(single)
+    by_turn = stages_for(single)
     turns = merged_turns(forward, origin, by_turn)
     parts, parts_origin = turned(forward, turns)
     found = stages_of_parts(turns, forward, parts_origin, origin, by_turn)
@@ -338,13 +341,13 @@ def of_micro_batch(
     """
     given = []
     split = {n: t for n, t in zip(whole.in_names, types, strict=True)
-             if n in batch and t.shape and not is_under(n, o.replicated)}  # fmt: skip
+             if n in batch and t.shape and not is_under(n, o.unsplit_inputs)}  # fmt: skip
     rows = {t.shape[0]: n for n, t in split.items()}
     if len(rows) > 1 and o.parts > 1:
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise BatchError(
             f"the arrays of a batch are cut into micro-batches on dim 0, but {listed} rows; name what every "
-            "micro-batch needs whole in replicated=(...)"
+            "micro-batch needs whole in unsplit_inputs=(...)"
         )
     for n, t in zip(whole.in_names, types, strict=True):
         shape = t.shape

@@ -109,7 +109,7 @@ def update_of(
             home[n] = int(rest.removeprefix(".stage")) if rest else homes[leaf]
     out_at |= {n: o.model_stages - 1 for n in program.out_names if n not in out_at}
     placed = place(program, home, out_at, o.model_stages)
-    if o.num_apply_group > 1:
+    if o.update_groups > 1:
         leaf_of = {n: n for n in step.params} | {
             n: leaf
             for n in step.opt_state
@@ -136,7 +136,7 @@ def _apply_groups(
     group: dict[str, int] = {}
     for s in range(o.model_stages):
         mine = [n for n in step.optimized if homes[n] == s]
-        parts = min(o.num_apply_group, len(mine))
+        parts = min(o.update_groups, len(mine))
         if parts > 1:
             starts = contiguous([step.program.inputs[n].size for n in mine], [0.0] * len(mine), parts)
             group |= zip(mine, part_of_each(starts, len(mine)), strict=True)
@@ -175,9 +175,9 @@ class _SlicedSums(RankWriter):
         self.homes, self.users, self.options = homes, users, o
 
     def _reducer(
-        self, b: Builder, step: Cut, values: Mapping[str, Atom], weight: Atom | None, scattered: bool = False
+        self, b: Builder, step: Cut, values: Mapping[str, Atom], example_count: Atom | None, scattered: bool = False
     ) -> Scatterer:
-        return super()._reducer(b, step, values, weight, scattered=True)
+        return super()._reducer(b, step, values, example_count, scattered=True)
 
     def _half(
         self, b: Builder, step: Cut, results: Sequence[str], made: Any, local: Mapping[str, Atom]
@@ -206,7 +206,7 @@ def _sharding(o: PipelineOptions) -> ShardingOptions:
         prefetch=0,
         prefetch_in_loops=0,
         automatic=False,
-        segment_broadcast_MB=32.0,
+        gather_bucket_MB=32.0,
         min_slice_size=o.min_slice_size,
         partition="rows",
     )

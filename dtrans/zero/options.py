@@ -46,7 +46,7 @@ class ShardingOptions(Options):
     prefetch: int
     prefetch_in_loops: int
     automatic: bool  # whether both are as nobody said: `ShardingPlan.on` then sees where the plan is to run
-    segment_broadcast_MB: float
+    gather_bucket_MB: float
     min_slice_size: int
     partition: str
 
@@ -80,14 +80,14 @@ def check_sharding(o: Any) -> None:  # any: an option may be of any type before 
             f"amp={o.amp!r} and compress={o.compress!r}: with amp, gradients are reduced in its type already"
         )
     _check_scaling(o)
-    if o.weight is not None and o.accumulate_steps > 1 and o.stage > 1:
+    if o.example_count is not None and o.num_micro_batch > 1 and o.stage > 1:
         raise ConfigError(
-            f"weight={o.weight!r} and accumulate_steps={o.accumulate_steps} in stage {o.stage}: "
+            f"example_count={o.example_count!r} and num_micro_batch={o.num_micro_batch} in stage {o.stage}: "
             "gradients are scattered in each micro-step, before the weights of all are known; use stage 1"
         )
-    if o.clip_local_norm is not None and o.accumulate_steps > 1 and o.stage > 1:
+    if o.clip_local_norm is not None and o.num_micro_batch > 1 and o.stage > 1:
         raise ConfigError(
-            f"clip_local_norm={o.clip_local_norm!r} and accumulate_steps={o.accumulate_steps} in stage {o.stage}: "
+            f"clip_local_norm={o.clip_local_norm!r} and num_micro_batch={o.num_micro_batch} in stage {o.stage}: "
             "gradients are scattered in each micro-step, and no rank has the whole of its own; use stage 1"
         )
     if not isinstance(o.overlap, bool):
@@ -96,13 +96,14 @@ def check_sharding(o: Any) -> None:  # any: an option may be of any type before 
         raise ConfigError(f"prefetch must be a number of gathers, 0 or more; it is {o.prefetch!r}")
     if not o.overlap and o.prefetch:
         raise ConfigError(f"overlap=False and prefetch={o.prefetch}: what is gathered ahead of time overlaps")
-    if not o.overlap and o.nccl_comm_num is not None and o.nccl_comm_num > 1:
+    if not o.overlap and o.reduction_chains is not None and o.reduction_chains > 1:
         raise ConfigError(
-            f"overlap=False and nccl_comm_num={o.nccl_comm_num}: several chains of reductions are there to overlap"
+            f"overlap=False and reduction_chains={o.reduction_chains}: several "
+            "chains of reductions are there to overlap"
         )
-    size = o.segment_broadcast_MB
+    size = o.gather_bucket_MB
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not size >= 0:
-        raise ConfigError(f"segment_broadcast_MB must be a size in megabytes, 0 or more; it is {size!r}")
+        raise ConfigError(f"gather_bucket_MB must be a size in megabytes, 0 or more; it is {size!r}")
     least = o.min_slice_size
     if isinstance(least, bool) or not isinstance(least, int) or least < 0:
         raise ConfigError(f"min_slice_size must be a number of elements, 0 or more; it is {least!r}")
@@ -112,7 +113,7 @@ def check_sharding(o: Any) -> None:  # any: an option may be of any type before 
         others = {
             f"stage={o.stage}": o.stage == 3,
             f"amp={o.amp!r}": o.amp is not None,
-            f"accumulate_steps={o.accumulate_steps} in stage {o.stage}": o.stage > 1 and o.accumulate_steps > 1,
+            f"num_micro_batch={o.num_micro_batch} in stage {o.stage}": o.stage > 1 and o.num_micro_batch > 1,
         }
         for other, given in others.items():
             if given:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, JaxprEqn, Var, scan_counts
-from dtrans.data_parallel.accumulation import MicroSteps, write_accumulation
+from dtrans.data_parallel.accumulation import MicroSteps, write_micro_steps
 from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.replica import fold_keys, take_inputs
 from dtrans.ir.array_fns import rows_from, times, together
@@ -93,7 +93,7 @@ class RankLayout:
     def layers(self, step: Cut) -> dict[Var, str]:
         """The gradients that loops make layer by layer, and scatter there: stacks of what is cut in each layer."""
         o = self.o
-        if o.stage == 1 or o.weight is not None or o.clip_local_norm is not None or o.compress is not None:
+        if o.stage == 1 or o.example_count is not None or o.clip_local_norm is not None or o.compress is not None:
             return {}
         program, border = step.program, set(step.border.values())
         eqns = program.jaxpr.jaxpr.eqns
@@ -121,7 +121,7 @@ class RankLayout:
     @property
     def unreduced(self) -> Collection[str]:
         """Leaves whose gradients are the same on all ranks, and stay it: not where each weights or clips its own."""
-        return self.slices.unreduced if self.o.weight is None and self.o.clip_local_norm is None else ()
+        return self.slices.unreduced if self.o.example_count is None and self.o.clip_local_norm is None else ()
 
 
 def rewritten(step: Cut, layout: RankLayout) -> Program:
@@ -143,7 +143,7 @@ class RankWriter:
         self.vars_of = dict(zip(self.source.in_names, inner.invars, strict=True))
         self.kind = layout.kind(step)
         # reductions one after the other are one chain
-        self.reducing = o if o.overlap or o.nccl_comm_num else dataclasses.replace(o, nccl_comm_num=1)
+        self.reducing = o if o.overlap or o.reduction_chains else dataclasses.replace(o, reduction_chains=1)
         self._index: Atom | None = None  # of the rank, in a group
         self.scale = None if o.loss_scaling is None else scale_of(o.loss_scaling, self.vars_of)
         self.b = b = Builder(self.source.jaxpr)
@@ -162,13 +162,13 @@ class RankWriter:
         results = [n for n in step.results if n not in step.from_gradients]
         values: dict[str, Atom] = {n: step.gradients[n] for n in ready_order(step)}
         found = dict(self.outs)
-        if self.o.accumulate_steps == 1:
-            reducer = self._reducer(b, step, values, self.outs.get(self.o.weight or ""))
+        if self.o.num_micro_batch == 1:
+            reducer = self._reducer(b, step, values, self.outs.get(self.o.example_count or ""))
             found |= self._half(b, step, results, reducer.made, self.local)
         else:
             made = self._accumulated(results)
             found |= made
-            reducer = self._reducer(b, step, values, found.get(self.o.weight or ""), scattered=self.o.stage > 1)
+            reducer = self._reducer(b, step, values, found.get(self.o.example_count or ""), scattered=self.o.stage > 1)
             for leaf in values:
                 reducer.made(leaf, made[leaf + GRAD])
         reducer.finish()
@@ -202,13 +202,13 @@ class RankWriter:
     # -- forward and backward --------------------------------------------------------------------
 
     def _reducer(
-        self, b: Builder, step: Cut, values: Mapping[str, Atom], weight: Atom | None, scattered: bool = False
+        self, b: Builder, step: Cut, values: Mapping[str, Atom], example_count: Atom | None, scattered: bool = False
     ) -> Scatterer:
         if self.layout.owned is not None:
-            return self.layout.owned.reducer(b, values, self.reducing, weight)
+            return self.layout.owned.reducer(b, values, self.reducing, example_count)
         unreduced, groups = self.layout.unreduced, self.layout.groups
         kind = self.kind if not scattered else scatter_specs(self.leaves, self.leaves, {}, unreduced, groups)
-        return Scatterer(b, values, self.reducing, weight, GRAD, self.leaves, kind, self.scale)
+        return Scatterer(b, values, self.reducing, example_count, GRAD, self.leaves, kind, self.scale)
 
     def _half(
         self, b: Builder, step: Cut, results: Sequence[str], made: Any, local: Mapping[str, Atom]
@@ -236,7 +236,7 @@ class RankWriter:
             g: Scattered(self.leaves[n], COMPRESSED[o.amp] if o.amp and n in low else g.aval.dtype)
             for g, n in self.layout.layers(step).items()
         }
-        segment = (o.segment_broadcast_MB if o.stage == 3 else o.fuse_grad_size_in_MB) * 2**20
+        segment = (o.gather_bucket_MB if o.stage == 3 else o.reduce_bucket_MB) * 2**20
         how = Gathering(o.axis_name, o.degree, o.prefetch, o.prefetch_in_loops, segment, once=o.stage < 3)
 
         def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Sequence[tuple[int, Atom]]) -> HalfWriter:
@@ -247,8 +247,8 @@ class RankWriter:
     def _accumulated(self, results: Sequence[str]) -> dict[str, Atom]:
         """Write forward and backward of all micro-steps; their gradients are slices from stage 2 on."""
         o, step = self.o, self.step
-        whole = [n for n in step.batch if is_under(n, o.replicated)]
-        window = MicroSteps(o.accumulate_steps, o.reduce, self.layout.merges, o.weight, whole)
+        whole = [n for n in step.batch if is_under(n, o.unsplit_inputs)]
+        window = MicroSteps(o.num_micro_batch, o.reduce, self.layout.merges, o.example_count, whole)
         given = {n: self.local[n] for n in self.leaves} if o.slices_params else {}
 
         def half(inner: Builder, micro: Cut) -> dict[str, Atom]:
@@ -265,7 +265,7 @@ class RankWriter:
             scatterer.finish()
             return found | {n + GRAD: g for n, g in scatterer.means.items()}
 
-        return write_accumulation(self.b, step, window, results, given, half)
+        return write_micro_steps(self.b, step, window, results, given, half)
 
     # -- the update ------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class RankWriter:
         b.role = DIST
         found: dict[str, Atom] = {}
         before: Sequence[Atom] = ()
-        limit = o.fuse_grad_size_in_MB * 2**20
+        limit = o.reduce_bucket_MB * 2**20
         for i, bucket in enumerate(_buckets(slices, self.leaves, limit, self.layout.groups)):
             sent: Sequence[Atom] = [slices[n] for n in bucket]
             axis = self.leaves[bucket[0]].axis

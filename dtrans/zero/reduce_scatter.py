@@ -78,13 +78,13 @@ class Scatterer(Reducer):
         b: Builder,
         values: Mapping[str, Atom],
         o: ShardingOptions,
-        weight: Atom | None,
+        example_count: Atom | None,
         suffix: str,
         slices: Mapping[str, Sliced],
         kind: Callable[[str], ScatterSpec],
         scale: Atom | None = None,
     ) -> None:
-        super().__init__(b, values, o, weight, suffix, kind, scale)
+        super().__init__(b, values, o, example_count, suffix, kind, scale)
         self.scatter = kind
         self.slices = slices
         self.options = o

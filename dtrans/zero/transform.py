@@ -49,23 +49,23 @@ def sharding(
     dp_degree: int = 1,
     amp: str | None = None,
     loss_scaling: LossScaling | float | None = None,
-    fuse_grad_size_in_MB: float = 32,
+    reduce_bucket_MB: float = 32,
     overlap: bool = True,
     prefetch: int | None = None,
-    segment_broadcast_MB: float = 0,
+    gather_bucket_MB: float = 0,
     min_slice_size: int = 1024,
     partition: str = "rows",
     axis_name: str = "shard",
     dp_axis_name: str = "dp",
     reduce: str = "mean",
     merge: Mapping[str, str] | None = None,
-    weight: str | None = None,
-    replicated: Collection[str] = (),
+    example_count: str | None = None,
+    unsplit_inputs: Collection[str] = (),
     compress: str | None = None,
     compress_scale: float = 1.0,
-    accumulate_steps: int = 1,
-    max_splits: int | None = None,
-    nccl_comm_num: int | None = None,
+    num_micro_batch: int = 1,
+    max_buckets: int | None = None,
+    reduction_chains: int | None = None,
     clip_local_norm: float | None = None,
     **unknown: Any,
 ) -> ShardingPlan:
@@ -83,20 +83,21 @@ def sharding(
       loss_scaling: how the loss is scaled (`dtrans.LossScaling`), or a fixed scale. For "fp16" it is dynamic by
         default: from 2^15, halved by a step in which a gradient of any rank is not finite, which changes nothing else,
         and doubled after 2,000 others. "bf16" needs none.
-      fuse_grad_size_in_MB: gradients, and parameters behind an update, are moved together up to this size.
+      reduce_bucket_MB: gradients, and parameters behind an update, are moved together up to this size.
       overlap: let collectives run beside computation. Without, each begins when the one before has ended.
       prefetch: in stage 3, how many parameters are gathered ahead of time, the first one of the next layer in a loop;
         1 by default, 0 without `overlap`. On CPUs, where nothing is gathered beside computation, jobs do not gather
         ahead in loops by default: it costs the memory of a layer, and gains nothing.
-      segment_broadcast_MB: in stage 3, parameters that are read one after the other are gathered together up to this
+      gather_bucket_MB: in stage 3, parameters that are read one after the other are gathered together up to this
         size. 0 gathers each by itself.
       min_slice_size: a parameter of fewer elements stays whole on every rank.
       partition: "rows" cuts each parameter. "greedy_even" and "use_order" give whole ones to ranks, each of which alone
         updates what it owns and holds its state, for optimizers that cannot slice; see `dtrans.zero.by_leaf.layout`.
         That is for stages 1 and 2, and without `amp`; `min_slice_size` is not looked at.
       axis_name, dp_axis_name: of the axes that ranks of a group, and groups, are on.
-      reduce, merge, weight, replicated, compress, compress_scale, accumulate_steps, max_splits, nccl_comm_num,
-        clip_local_norm: as for `dtrans.nccl2`. In stages 2 and 3 each of `accumulate_steps` scatters its gradients,
+      reduce, merge, example_count, unsplit_inputs, compress, compress_scale, num_micro_batch, max_buckets,
+      reduction_chains,
+        clip_local_norm: as for `dtrans.nccl2`. In stages 2 and 3 each of `num_micro_batch` scatters its gradients,
         so that what is added up are slices.
 
     Raises:
@@ -126,21 +127,21 @@ def sharding(
     check_programs(main, startup)
     if unknown:
         raise ConfigError(_unknown(next(iter(unknown))))
-    check_names_given(replicated, merge)
+    check_names_given(unsplit_inputs, merge)
     options = ShardingOptions(
         trainers=_ranks(degree, dp_degree),
         axis_name=axis_name,
         reduce=reduce,
         merge=dict(merge or {}),
-        weight=weight,
-        replicated=tuple(replicated),
-        fuse_grad_size_in_MB=fuse_grad_size_in_MB,
+        example_count=example_count,
+        unsplit_inputs=tuple(unsplit_inputs),
+        reduce_bucket_MB=reduce_bucket_MB,
         compress=compress,
         compress_scale=compress_scale,
-        inter=0,
-        accumulate_steps=accumulate_steps,
-        max_splits=max_splits,
-        nccl_comm_num=nccl_comm_num,
+        trainers_per_node=0,
+        num_micro_batch=num_micro_batch,
+        max_buckets=max_buckets,
+        reduction_chains=reduction_chains,
         clip_local_norm=clip_local_norm,
         local_sgd=None,
         stage=stage,
@@ -153,7 +154,7 @@ def sharding(
         prefetch=(depth := int(bool(overlap)) if prefetch is None else prefetch),
         prefetch_in_loops=depth,
         automatic=prefetch is None,
-        segment_broadcast_MB=segment_broadcast_MB,
+        gather_bucket_MB=gather_bucket_MB,
         min_slice_size=min_slice_size,
         partition=partition,
     )

@@ -56,8 +56,8 @@ class ClusterTrainers(MeshTrainers):
 
     As `plan.on_mesh()`, but for the batch: each process gives its own part to `step`. Parts are of one size; process k
     of N has rows k*B/N to (k+1)*B/N of the global batch, and splits them over its devices if it has several. 0-d
-    arrays, and those that the plan has as replicated, must be the same in every process. Parameters, state and results
-    come whole, as arrays of this process's first device.
+    arrays, and those that the plan has as `unsplit_inputs`, must be the same in every process. Parameters, state and
+    results come whole, as arrays of this process's first device.
     """
 
     def __init__(self, plan: CollectivePlan, *, donate: bool = True) -> None:

@@ -32,7 +32,7 @@ class CollectiveJob(abc.ABC):
       plan: what to run.
     """
 
-    whole_option = "dtrans.nccl2(replicated=(...))"  # how a user says that every trainer gets an array whole
+    whole_option = "dtrans.nccl2(unsplit_inputs=(...))"  # how a user says that every trainer gets an array whole
 
     def __init__(self, plan: CollectivePlan, *, donate: bool = False) -> None:
         self._plan_for(plan, donate=donate)
@@ -43,7 +43,7 @@ class CollectiveJob(abc.ABC):
         self._donates = donate
         self._specs = plan.main.args[2:]
         self._names = [n for spec in self._specs for n in spec.names]
-        self._whole = {n for n in self._names if is_under(n, plan.replicated)}
+        self._whole = {n for n in self._names if is_under(n, plan.unsplit_inputs)}
         self._shares = [share_of(n, plan.main.inputs[n], plan.trainers, self._whole) for n in self._names]
         self._split = [n for n, share in zip(self._names, self._shares, strict=True) if share == "split"]
         self._last: list[Any] = []  # types of the last batch: one like it needs no second look
@@ -63,8 +63,8 @@ class CollectiveJob(abc.ABC):
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
 
-        Arrays of the batch are split over the trainers on dim 0; 0-d arrays, and those that the plan has as replicated,
-        go to every trainer whole. A PRNG key (`jax.random.key`) is folded with the trainer's number.
+        Arrays of the batch are split over the trainers on dim 0; 0-d arrays, and those that the plan has as
+        `unsplit_inputs`, go to every trainer whole. A PRNG key (`jax.random.key`) is folded with the trainer's number.
 
         Raises:
           BatchError: arrays that differ in their number of rows, or that the trainers do not divide.

@@ -40,7 +40,7 @@ class ShardedJob(CollectiveJob):
     """What all realisers of sharding have in common."""
 
     plan: ShardingPlan
-    whole_option = "dtrans.sharding(replicated=(...))"
+    whole_option = "dtrans.sharding(unsplit_inputs=(...))"
 
     def slice_axis(self, name: str) -> int | None:
         s = self.plan.cuts.get(name)

@@ -14,7 +14,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
     server to server                                   and back
     peer           endpoint, order, layout             welcome, waiting, refuse
-                   [, leaver]
+                   [, on_trainer_exit]
     partials       step, level, pieces + frames        refuse
 
     trainer 0 to trainer (nccl2 mode)                  and back
@@ -83,7 +83,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "send": {"steps": int, "blocks": list},
     "send_barrier": {"blocks": list},
     "recv": {"blocks": list},
-    "peer": {"leaver": str},
+    "peer": {"on_trainer_exit": str},
     "refuse": {"last": bool, "late": bool},
 }
 

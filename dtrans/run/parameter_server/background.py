@@ -110,13 +110,13 @@ class BackgroundComm:
 
     def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         params = eqn.params
-        if params["geo_sgd_need_push_nums"]:
+        if params["push_every"]:
             if self._geo is None:
                 raise StateError(
                     "GEO-SGD changes parameters that the servers know: run the trainer's startup program in this "
                     "executor first, and no other program that communicates between its steps"
                 )
-            return self._geo.step(values, params["geo_sgd_need_push_nums"], wait=params["wait"])
+            return self._geo.step(values, params["push_every"], block_on_pull=params["block_on_pull"])
         self.rest()
         rows = zip(params["epmap"], params["names"], params["sections"], eqn.invars, strict=True)
         table = [Leaf(eps, names, n, v.aval.shape, v.aval.dtype) for eps, names, n, v in rows]

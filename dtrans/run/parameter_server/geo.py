@@ -48,7 +48,7 @@ class GeoTrainer:
         self._pushed = 0
         self._taken = 0  # pushes whose answer is in the parameters
 
-    def step(self, values: Sequence[Any], every: int, *, wait: bool) -> Sequence[Any]:
+    def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
         """What a step goes on with that has made `values`; every so many steps they are pushed."""
         self._steps += 1
         values = self._pull(values)
@@ -57,7 +57,7 @@ class GeoTrainer:
                 self._communicator.barrier()
                 values = self._pull(values)
             self._push(values)
-            if wait:
+            if block_on_pull:
                 self._communicator.barrier()
                 values = self._pull(values)
         self._local = values

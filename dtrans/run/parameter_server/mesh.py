@@ -50,12 +50,12 @@ class MeshJob:
       plan: what to run.
       devices: trainers take the first, servers those after them, round-robin where there are fewer than
         roles; all of this process's by default.
-      replicated: names of batch arrays that every trainer gets whole, e.g. class weights.
+      unsplit_inputs: names of batch arrays that every trainer gets whole, e.g. class weights.
       donate: let updates reuse the memory of the optimizer state they replace. A state that was stepped
         from can then not be stepped from again; parameters are never donated.
 
     Raises:
-      ConfigError: no devices, or `replicated` names that the batch does not have.
+      ConfigError: no devices, or `unsplit_inputs` names that the batch does not have.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -76,7 +76,7 @@ class MeshJob:
         devices: Sequence[jax.Device] | None = None,
         *,
         donate: bool = True,
-        replicated: Collection[str] = (),
+        unsplit_inputs: Collection[str] = (),
     ) -> None:
         if not plan.sync_mode:
             raise ConfigError(
@@ -93,10 +93,10 @@ class MeshJob:
         self.donate = donate
         self.trainers = plan.trainers
         self._names = names = [n for spec in plan.main.args[2:] for n in spec.names]
-        self._whole = {n for n in names if is_under(n, replicated)}
-        unknown = [r for r in replicated if not any(is_under(n, [r]) for n in names)]
-        if isinstance(replicated, str) or unknown:
-            raise ConfigError(f"replicated={replicated!r} must name arrays of the batch: {', '.join(names)}")
+        self._whole = {n for n in names if is_under(n, unsplit_inputs)}
+        unknown = [r for r in unsplit_inputs if not any(is_under(n, [r]) for n in names)]
+        if isinstance(unsplit_inputs, str) or unknown:
+            raise ConfigError(f"unsplit_inputs={unsplit_inputs!r} must name arrays of the batch: {', '.join(names)}")
         count = max(d for d in range(1, min(len(devices), self.trainers) + 1) if self.trainers % d == 0)
         self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
         self.device_of = {ep: devices[(self.trainers + i) % len(devices)] for i, ep in enumerate(plan.servers)}
@@ -127,7 +127,7 @@ class MeshJob:
     def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
         """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
 
-        Arrays of the batch are split over the trainers on dim 0; 0-d arrays, and those named in `replicated`, go
+        Arrays of the batch are split over the trainers on dim 0; 0-d arrays, and those named in `unsplit_inputs`, go
         to every trainer whole. A PRNG key (`jax.random.key`) is folded with the trainer's number, so that noise
         differs between trainers, and from what one device would draw.
 
@@ -138,7 +138,7 @@ class MeshJob:
         """
         if not isinstance(state, MeshState):
             raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
-        option = "plan.on_mesh(replicated=(...))"
+        option = "plan.on_mesh(unsplit_inputs=(...))"
         given = batch_arrays(self.plan.main.args[2:], batch, self.plan.main.inputs)
         arrays = shared_batch(self._names, given, self.trainers, self._whole, option)
         runner = self._runner(arrays)

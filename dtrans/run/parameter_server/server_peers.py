@@ -105,18 +105,20 @@ class ServerPeers:
     Args:
       me: the server's endpoint.
       exchanges: that it takes part in, each step.
-      leaver: what becomes of updates when a trainer leaves; the same on all of them.
+      on_trainer_exit: what becomes of updates when a trainer leaves; the same on all of them.
     """
 
-    def __init__(self, context: zmq.Context[Any], me: str, exchanges: Sequence[Exchange], *, leaver: str) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], me: str, exchanges: Sequence[Exchange], *, on_trainer_exit: str
+    ) -> None:
         self.me = me
         self._levels = {x.level: x for x in exchanges}
         self._layouts = _layouts(exchanges)
         self._by_address: dict[bytes, str] = {}
         self._arrivals: dict[tuple[int, int, str], _Arrival] = {}
         self._pool = BufferPool()
-        self._leaver = leaver
-        greeting = {"endpoint": me, "order": sys.byteorder, "leaver": leaver}
+        self._on_trainer_exit = on_trainer_exit
+        greeting = {"endpoint": me, "order": sys.byteorder, "on_trainer_exit": on_trainer_exit}
         self._lines = {ep: PeerLine(context, me, ep, greeting | {"layout": told}) for ep, told in self._layouts.items()}
 
     # -- lines -----------------------------------------------------------------------------------
@@ -189,11 +191,11 @@ class ServerPeers:
             )
         if self._by_address.get(address, ep) != ep:
             raise WireError(f"pserver {ep} has already said that it is {self._by_address[address]}")
-        leaver = message.fields.get("leaver", self._leaver)
-        if leaver != self._leaver:
+        on_trainer_exit = message.fields.get("on_trainer_exit", self._on_trainer_exit)
+        if on_trainer_exit != self._on_trainer_exit:
             raise WireError(
-                f"pserver {ep} is planned with leaver={wire.brief(leaver)}, pserver {self.me} with {self._leaver!r}; "
-                "every role must plan the same step with the same options"
+                f"pserver {ep} is planned with on_trainer_exit={wire.brief(on_trainer_exit)}, pserver {self.me} "
+                f"with {self._on_trainer_exit!r}; every role must plan the same step with the same options"
             )
         if address not in self._by_address and ep in self._by_address.values():
             return False

@@ -7,8 +7,8 @@
 
 Gradients are kept as they come, in memory that is kept too. When all trainers have said `send_barrier`, one
 compiled call makes the new state, and the blocks that trainers asked for go out. Serving ends when every trainer
-has said `complete`. One that says so before the others has left: `leaver` of `dtrans.pserver` says what later updates
-are made of.
+has said `complete`. One that says so before the others has left: `on_trainer_exit` of `dtrans.pserver` says what later
+updates are made of.
 
     every other server:  peer                         once
                          partials...                  every step and level
@@ -46,7 +46,7 @@ class SyncServer(BaseServer):
 
     def _prepare(self, update: ServerUpdate) -> None:
         """Compile updates lazily, and make the memory that gradients come to."""
-        self.leaver: str = update.eqn.params["leaver"]
+        self.on_trainer_exit: str = update.eqn.params["on_trainer_exit"]
         self.step = 0
         self._late_since: float | None = None
         self._exchange: Exchange | None = None  # the one that the update waits for
@@ -62,7 +62,9 @@ class SyncServer(BaseServer):
         self._spent: set[int] = set()  # of those who left, whose last gradients have counted
 
     def _begin(self) -> None:
-        self._peers = ServerPeers(self._context, self.endpoint, self._whole.exchanges, leaver=self.leaver)
+        self._peers = ServerPeers(
+            self._context, self.endpoint, self._whole.exchanges, on_trainer_exit=self.on_trainer_exit
+        )
         self._publish()
 
     def _step_at(self, k: int) -> int:
@@ -96,7 +98,7 @@ class SyncServer(BaseServer):
             )
         t.at_barrier = True
         gone = sorted(i for i, other in self._trainers.items() if other.done)
-        if gone and self.leaver == "error":
+        if gone and self.on_trainer_exit == "error":
             raise PeerError(self._unequal(gone[0], k))
         self._step_if_all_sent()
 
@@ -114,7 +116,7 @@ class SyncServer(BaseServer):
 
     def _update_of_those_present(self) -> CompiledUpdate:
         """What makes the new state; of every set of trainers one is compiled."""
-        present = frozenset(self._trainers) if self.leaver == "paddle" else self._present()
+        present = frozenset(self._trainers) if self.on_trainer_exit == "paddle" else self._present()
         if present not in self._updates:
             gone = named(sorted(self._trainers.keys() - present))
             told = "pserver %s goes on without %s, which left: step %d and later ones are of %s"
@@ -162,8 +164,8 @@ class SyncServer(BaseServer):
                 self._answer(t, self.step)
 
     def _forget(self, trainers: Collection[int]) -> None:
-        """The gradients of those who left have counted once more (`leaver="paddle"`): from now on they are zero."""
-        for k in set(trainers) - self._spent if self.leaver == "paddle" else ():
+        """Zero the gradients of trainers that left: with `on_trainer_exit="paddle"` they have counted once more."""
+        for k in set(trainers) - self._spent if self.on_trainer_exit == "paddle" else ():
             for name in self._of[k]:
                 self._grads[name].fill(0)
             self._spent.add(k)
@@ -189,17 +191,17 @@ class SyncServer(BaseServer):
         if t.at_barrier or t.arrived:
             after = ", after its send_barrier" if t.at_barrier else ""
             raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}{after}")
-        if waiting and self.leaver == "error":
+        if waiting and self.on_trainer_exit == "error":
             raise PeerError(self._unequal(k, waiting[0]))
         if not self.step:
             self._forget([k])  # it never sent a gradient, and the memory for it holds anything
         self._step_if_all_sent()
 
     def _unequal(self, gone: int, sends: int) -> str:
-        """Why a job with leaver="error" ends."""
+        """Why a job with on_trainer_exit="error" ends."""
         return (
             f"trainer {gone} closed after step {self.step} while trainer {sends} sends step {self.step + 1}: "
-            "with leaver='error' all trainers make the same number of steps"
+            "with on_trainer_exit='error' all trainers make the same number of steps"
         )
 
     def _abort(self, k: int, message: wire.Message) -> None:

@@ -84,7 +84,7 @@ class PipelineJob:
         """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
 
         Arrays of the batch are cut on dim 0, first for replicas and then for micro-batches; 0-d arrays, and those that
-        the plan has as replicated, go to every micro-batch whole. A PRNG key is folded with the numbers of both.
+        the plan has as `unsplit_inputs`, go to every micro-batch whole. A PRNG key is folded with the numbers of both.
 
         Raises:
           BatchError: arrays that micro-batches and replicas do not divide.
@@ -230,7 +230,7 @@ class PipelineJob:
         return state_kind(self.plan, name)
 
     def _batch_kind(self, name: str, x: Any) -> StageSharding:
-        split = bool(x.shape) and not is_under(name, self.plan.options.replicated)
+        split = bool(x.shape) and not is_under(name, self.plan.options.unsplit_inputs)
         return ROWS if split and self.places.replicas > 1 else SAME
 
     def _startup(self, stage: int, names: Sequence[str]) -> Callable[..., Any]:

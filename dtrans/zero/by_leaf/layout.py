@@ -116,9 +116,11 @@ class Owned:
         b.invars[:] = [bins[n] if n in bins else own[n] for spec in self.args for n in spec.names]
         return {**bins}
 
-    def reducer(self, b: Builder, values: Mapping[str, Atom], o: ShardingOptions, weight: Atom | None) -> Scatterer:
+    def reducer(
+        self, b: Builder, values: Mapping[str, Atom], o: ShardingOptions, example_count: Atom | None
+    ) -> Scatterer:
         """Who reduces the step's gradients."""
-        return _BinScatterer(b, values, o, weight, self.grads)
+        return _BinScatterer(b, values, o, example_count, self.grads)
 
     def buckets(self, step: Cut, o: ShardingOptions) -> tuple[Bucket, ...]:
         """What it reduces together."""
@@ -173,11 +175,11 @@ class _BinScatterer(Scatterer):
     """
 
     def __init__(
-        self, b: Builder, values: Mapping[str, Atom], o: ShardingOptions, weight: Atom | None, bins: Bins
+        self, b: Builder, values: Mapping[str, Atom], o: ShardingOptions, example_count: Atom | None, bins: Bins
     ) -> None:
         self.parts = parts = _parts(bins, o)
         slices = {n: Sliced(0, (p.stop - p.start) * bins.ranks, p.stop - p.start, bins.ranks) for n, p in parts.items()}
-        super().__init__(b, _packed_values(values, bins, parts), o, weight, GRAD, slices, _kind(parts))
+        super().__init__(b, _packed_values(values, bins, parts), o, example_count, GRAD, slices, _kind(parts))
         self.bins = bins
         self.owned: dict[str, Atom] = {}
         self.lacking = {n: set(bins.inside(p)) for n, p in parts.items()}
@@ -225,7 +227,7 @@ def _behind(*xs: jax.Array) -> jax.Array:
 
 def _parts(bins: Bins, o: ShardingOptions) -> dict[str, BinPart]:
     """What is scattered at once, by name."""
-    return {p.name: p for p in bins.parts(o.fuse_grad_size_in_MB * 2**20)}
+    return {p.name: p for p in bins.parts(o.reduce_bucket_MB * 2**20)}
 
 
 def _packed_values(values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, BinPart]) -> dict[str, Atom]:

@@ -230,7 +230,7 @@ def gathered(b: Builder, bins: Bins, own: Mapping[str, Atom], o: ShardingOptions
       name: what the names of the gathers begin with.
     """
     b.role = DIST
-    parts = bins.parts(o.fuse_grad_size_in_MB * 2**20)
+    parts = bins.parts(o.reduce_bucket_MB * 2**20)
     found: list[Atom] = []
     for i, p in enumerate(parts):
         sent: Atom = own[p.bin]

@@ -1,0 +1,124 @@
+"""EPL's configuration: its keys, defaults and types, and the options of `dtrans.pipeline` that they are.
+
+A key is `category.attribute`. Nothing comes from the environment, and a key that does not exist is an error: EPL
+ignores one.
+
+Source: epl/config.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from dtrans.errors import ConfigError
+
+
+# Key to default, as EPL has them.
+DEFAULTS: dict[str, Any] = {
+    "auto.auto_parallel": False,
+    "pipeline.num_stages": -1,
+    "pipeline.num_micro_batch": 1,
+    "pipeline.strategy": "PreferBackward",
+    "gradient_checkpoint.type": "",
+    "gradient_checkpoint.end_taskgraph": -1,
+    "gradient_checkpoint.check_gradients": False,
+    "zero.level": "",
+    "offload.level": "",
+    "amp.level": "",
+    "amp.loss_scale": "dynamic",
+    "amp.debug_log": False,
+    "optimizer.num_apply_group": 1,
+    "cluster.device_place_prefer_intra_node": True,
+    "cluster.run_visible_devices": "",
+    "cluster.colocate_split_and_replicate": False,
+    "communication.sparse_as_dense": False,
+    "communication.max_splits": 5,
+    "communication.num_communicators": 2,
+    "communication.fp16": False,
+    "communication.fp16_scale": 128,
+    "communication.clip_after_allreduce": False,
+    "communication.gradients_reduce_method": "mean",
+    "io.slicing": False,
+    "io.unbalanced_io_slicing": False,
+    "io.drop_last_files": False,
+}
+
+# The options of `dtrans.pipeline` that are these keys.
+NAMES = {
+    "num_stages": "pipeline.num_stages",
+    "num_micro_batch": "pipeline.num_micro_batch",
+    "schedule": "pipeline.strategy",
+    "gradient_checkpoint": "gradient_checkpoint.type",
+    "last_checkpointed_stage": "gradient_checkpoint.end_taskgraph",
+    "sharding_stage": "zero.level",
+    "offload": "offload.level",
+    "update_groups": "optimizer.num_apply_group",
+    "max_buckets": "communication.max_splits",
+    "reduction_chains": "communication.num_communicators",
+    "compress": "communication.fp16",
+    "compress_scale": "communication.fp16_scale",
+    "reduce": "communication.gradients_reduce_method",
+}
+
+_CAST = "cast in the model, or plan without stages: dtrans.sharding(amp='fp16', loss_scaling=...)"
+_FILES = "call dtrans.epl.slice_files(files, worker, replicas), which has this option"
+
+# Keys that a plan does not look at: what to do in place of a value that is not the default.
+ELSEWHERE = {
+    "gradient_checkpoint.check_gradients": "compare numbers with those of plan.simulate()",
+    "amp.level": _CAST,
+    "amp.loss_scale": _CAST,
+    "amp.debug_log": _CAST,
+    "cluster.run_visible_devices": "plan.on_mesh(devices) says which devices are used",
+    "cluster.colocate_split_and_replicate": "stages have devices of their own; plan.simulate() has all on one",
+    "io.slicing": _FILES,
+    "io.unbalanced_io_slicing": _FILES,
+    "io.drop_last_files": _FILES,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """EPL's configuration, checked.
+
+    Attributes:
+      given: the keys that were given, with their values.
+
+    Raises:
+      ConfigError: a key that does not exist, a value of another type than the default's, or one that asks for what is
+        found elsewhere.
+
+    Source: `Config` of EPL (epl/config.py).
+
+    Example:
+      >>> from dtrans.epl import Config
+      >>> config = Config({"pipeline.num_stages": 2})
+      >>> config["pipeline.num_stages"], config["pipeline.num_micro_batch"]
+      (2, 1)
+      >>> Config({"pipeline.num_microbatch": 4})
+      Traceback (most recent call last):
+      ...
+      dtrans.errors.ConfigError: EPL's configuration has no key pipeline.num_microbatch; did you mean \
+pipeline.num_micro_batch?
+    """
+
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, value in self.given.items():
+            if key not in DEFAULTS:
+                close = difflib.get_close_matches(str(key), DEFAULTS, 1)
+                hint = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(DEFAULTS)}"
+                raise ConfigError(f"EPL's configuration has no key {key}; {hint}")
+            default = DEFAULTS[key]
+            if type(value) is not type(default) and key != "amp.loss_scale":
+                raise ConfigError(f"{key} must be of type {type(default).__name__}, it is {value!r}")
+            if key in ELSEWHERE and value != default:
+                raise ConfigError(f"{key}={value!r}: {ELSEWHERE[key]}; leave it out")
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a key. Raises KeyError for one that does not exist."""
+        return {**DEFAULTS, **self.given}[key]

@@ -1,0 +1,110 @@
+"""EPL's `Parallel` over `dtrans.pipeline`: a configuration with EPL's keys becomes the options of a plan.
+
+Most keys are an option under another name (`dtrans.epl.config.NAMES`). Levels and switches become the option that they
+stand for. Options that EPL has no key for keep their names.
+
+Source: epl/parallel/parallel.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dtrans.epl.config import NAMES, Config
+from dtrans.errors import ConfigError, options_named
+from dtrans.ir.program import Program
+from dtrans.pipeline_parallel.device_layout import Cluster
+from dtrans.pipeline_parallel.plan import PipelinePlan
+from dtrans.pipeline_parallel.transform import pipeline as pipeline_of
+
+
+ZERO_LEVELS = {"": 0, "v0": 1, "v1": 1}
+OFFLOAD_LEVELS = {"": False, "v0": True}
+
+
+def pipeline(
+    main: Program,
+    startup: Program,
+    config: Config | Mapping[str, Any],
+    *,
+    collection: Collection[str] = (),
+    cluster: Cluster | None = None,
+    **options: Any,
+) -> PipelinePlan:
+    """Plan a pipeline from a configuration with EPL's keys.
+
+    Args:
+      main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
+      startup: the traced init, -> (params, opt_state).
+      config: EPL's configuration, or its keys and values.
+      collection: the names of the values to keep with `gradient_checkpoint.type="collection"`, as
+        `jax.ad_checkpoint.checkpoint_name` gave them.
+      cluster: how stages and replicas are laid out; by default "auto", with `cluster.device_place_prefer_intra_node`.
+      **options: options of `dtrans.pipeline` that EPL has no key for, such as `replicas`.
+
+    Returns:
+      The plan that `dtrans.pipeline` makes.
+
+    Raises:
+      ConfigError: a key or an option that is out of range, unknown, or contradicts another, by EPL's key.
+      BatchError, GradientError, TraceError: as `dtrans.pipeline`.
+
+    Source: `Parallel` of EPL (epl/parallel/parallel.py).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> step = dtrans.make_train_step(lambda p, x: jnp.mean(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) ** 2), tx)
+      >>> init = lambda key: (p := {"a": jnp.eye(64), "b": jnp.eye(64)}, tx.init(p))
+      >>> key, x = jax.random.key(0), jnp.ones((8, 64))
+      >>> config = dtrans.epl.Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4})
+      >>> plan = dtrans.epl.pipeline(dtrans.trace(step, *init(key), x), dtrans.trace(init, key), config)
+      >>> [s.params for s in plan.stages], plan.schedule.name
+      ([('params/a',), ('params/b',)], 'PreferBackward')
+    """
+    if not isinstance(config, Config):
+        config = Config(config)
+    for name in options:
+        if name in NAMES:
+            raise ConfigError(
+                f"{name} is {NAMES[name]} in EPL's configuration; dtrans.pipeline has all by its own names"
+            )
+    if config["pipeline.num_stages"] == -1:
+        raise ConfigError("pipeline.num_stages must be given: how many stages; scopes in the model must be as many")
+    if config.given.get("communication.clip_after_allreduce") is False:
+        raise ConfigError(
+            "communication.clip_after_allreduce=False: a clip in the optimizer is always one of the reduced gradients; "
+            "clip_local_norm= clips those of each replica before. Leave it out"
+        )
+    chosen = {name: config[key] for name, key in NAMES.items()}
+    chosen |= {
+        "gradient_checkpoint": _kept(config["gradient_checkpoint.type"], collection),
+        "sharding_stage": _level("zero.level", config["zero.level"], ZERO_LEVELS),
+        "offload": _level("offload.level", config["offload.level"], OFFLOAD_LEVELS),
+        "compress": "fp16" if config["communication.fp16"] else None,
+        "compress_scale": float(config["communication.fp16_scale"]) if config["communication.fp16"] else 1.0,
+    }
+    if cluster is None:
+        cluster = Cluster(prefer_intra_node=config["cluster.device_place_prefer_intra_node"])
+    with options_named(NAMES):
+        return pipeline_of(main, startup, cluster=cluster, **chosen, **options)
+
+
+def _kept(kind: str, collection: Collection[str]) -> str | Collection[str]:
+    """The option `gradient_checkpoint`."""
+    if kind not in ("", "auto", "collection"):
+        raise ConfigError(f"gradient_checkpoint.type must be '', 'auto' or 'collection', it is {kind!r}")
+    if bool(collection) != (kind == "collection"):
+        raise ConfigError(
+            f"gradient_checkpoint.type={kind!r} and collection={collection!r}: the type 'collection' needs names, and "
+            "no other has any"
+        )
+    return collection if kind == "collection" else kind
+
+
+def _level(key: str, level: str, levels: Mapping[str, Any]) -> Any:
+    """What a level stands for; as in EPL, upper and lower case are the same."""
+    if level.lower() not in levels:
+        raise ConfigError(f"{key} must be one of {', '.join(map(repr, levels))}; it is {level!r}")
+    return levels[level.lower()]

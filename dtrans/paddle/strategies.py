@@ -1,0 +1,153 @@
+"""Paddle's names for sharding, over `dtrans.sharding`.
+
+The names are those of `DistributedStrategy.sharding_configs` (fleet), and of the `sharding`, `amp` and `gradient_merge`
+parts of `Strategy` (auto parallel). An option that has no name in Paddle keeps its own: `merge`, `prefetch`,
+`min_slice_size`. The module is a table of names, and the few options whose values differ.
+
+Source: python/paddle/distributed/fleet/meta_optimizers/sharding_optimizer.py and
+python/paddle/distributed/passes/auto_parallel_sharding.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dtrans.errors import ConfigError, options_named
+from dtrans.ir.program import Program
+from dtrans.zero.options import LossScaling
+from dtrans.zero.plan import ShardingPlan
+from dtrans.zero.transform import sharding as sharding_of
+
+
+# The options of `dtrans.sharding` that have other names in Paddle.
+NAMES = {
+    "degree": "sharding_degree",
+    "partition": "partition_algor",
+    "reduce_bucket_MB": "fuse_grad_size_in_MB",
+    "gather_bucket_MB": "segment_broadcast_MB",
+    "overlap": "enable_overlap",
+    "reduction_chains": "comm_stream_num",
+    "num_micro_batch": "gradient_merge_acc_step",
+    "loss_scaling": "init_loss_scaling",
+}
+
+AMP_TYPES = {"float16": "fp16", "bfloat16": "bf16"}
+
+# Paddle's other options: the value that asks for nothing, and what to use in place of any other.
+ELSEWHERE: dict[str, tuple[Any, str]] = {
+    "mp_degree": (1, "dtrans.pipeline has tensor parallelism: mark the layers with dtrans.split"),
+    "pp_degree": (1, "dtrans.pipeline has stages, and shards their state with sharding_stage="),
+    "hybrid_dp": (False, "dp_degree says how many groups of ranks there are"),
+    "sharding_segment_strategy": ("segment_broadcast_MB", "segments are always cut by segment_broadcast_MB"),
+    "segment_anchors": (None, "segments are always cut by segment_broadcast_MB"),
+    "optimize_cast": (False, "with amp=True parameters are gathered in 16 bits, and each rank casts its slices"),
+    "optimize_offload": (False, "dtrans.pipeline(offload=True) keeps parameters and state on the host"),
+    "decr_every_n_nan_or_inf": (1, "the scale decreases with each step that is not finite"),
+}
+
+
+def sharding(
+    main: Program,
+    startup: Program,
+    *,
+    stage: int = 1,
+    sharding_degree: int = 8,
+    dp_degree: int = 1,
+    partition_algor: str = "rows",
+    fuse_grad_size_in_MB: float = 32,
+    segment_broadcast_MB: float = 32,
+    enable_overlap: bool = True,
+    comm_stream_num: int = 1,
+    gradient_merge_acc_step: int = 1,
+    amp: bool = False,
+    amp_dtype: str = "float16",
+    init_loss_scaling: float = 32768.0,
+    use_dynamic_loss_scaling: bool = True,
+    incr_every_n_steps: int = 1000,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.5,
+    **options: Any,
+) -> ShardingPlan:
+    """Plan sharding (ZeRO) with Paddle's names for the options.
+
+    Args:
+      main: `dtrans.trace(step, params, opt_state, *batch)`.
+      startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
+      stage: 1, 2 or 3: ranks share the optimizer's state, gradients too, parameters too.
+      sharding_degree: the number of ranks of a group, which share one copy of the state.
+      dp_degree: the number of groups.
+      partition_algor: "rows" cuts each parameter; Paddle's "greedy_even" and "use_order" give whole ones to ranks.
+      fuse_grad_size_in_MB: gradients are reduced together up to this size.
+      segment_broadcast_MB: parameters are gathered together up to this size, in stage 3.
+      enable_overlap: let collectives run beside computation.
+      comm_stream_num: how many chains of reductions may run beside each other; 1 leaves that to XLA.
+      gradient_merge_acc_step: into how many micro-steps each rank cuts its part of the batch.
+      amp: compute products of matrices in 16 bits.
+      amp_dtype: "float16" or "bfloat16".
+      init_loss_scaling: the first scale of the loss; for "float16" alone.
+      use_dynamic_loss_scaling: let the scale follow the gradients.
+      incr_every_n_steps: after how many steps whose gradients are finite the scale grows.
+      incr_ratio: the factor by which it grows.
+      decr_ratio: the factor by which it shrinks after a step that is not finite: 1 / incr_ratio.
+      **options: other options of `dtrans.sharding` by their own names; Paddle's other options may be given with the
+        value that asks for nothing.
+
+    Returns:
+      The plan that `dtrans.sharding` makes.
+
+    Raises:
+      ConfigError: an option that is out of range, unknown, or found elsewhere, by Paddle's name.
+      GradientError, TraceError: as `dtrans.sharding`.
+
+    Source: `sharding_configs` and `amp_configs` of Paddle's DistributedStrategy.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.adam(0.5)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> init = lambda key: (p := {"w": jnp.ones((64, 32))}, tx.init(p))
+      >>> key = jax.random.key(0)
+      >>> main, startup = dtrans.trace(step, *init(key), jnp.ones((4, 64))), dtrans.trace(init, key)
+      >>> plan = dtrans.paddle.sharding(main, startup, stage=2, sharding_degree=4)
+      >>> plan.options.degree, plan.cuts["params/w"].size
+      (4, 64)
+      >>> dtrans.paddle.sharding(main, startup, optimize_cast=True)
+      Traceback (most recent call last):
+      ...
+      dtrans.errors.ConfigError: optimize_cast=True: with amp=True parameters are gathered in 16 bits, and each rank \
+casts its slices; leave it out
+    """
+    for name, (nothing, remedy) in ELSEWHERE.items():
+        if (given := options.pop(name, nothing)) != nothing:
+            raise ConfigError(f"{name}={given!r}: {remedy}; leave it out")
+    for name in options:
+        if name in NAMES:
+            raise ConfigError(f"{name} is {NAMES[name]} in dtrans.paddle.sharding; dtrans.sharding has both by its own")
+    if amp and amp_dtype not in AMP_TYPES:
+        raise ConfigError(f"amp_dtype must be {' or '.join(map(repr, AMP_TYPES))}, it is {amp_dtype!r}")
+    scaling = None
+    if amp and amp_dtype == "float16":
+        if use_dynamic_loss_scaling and not math.isclose(decr_ratio, 1 / incr_ratio):
+            raise ConfigError(
+                f"decr_ratio={decr_ratio!r} and incr_ratio={incr_ratio!r}: the scale shrinks by what it grows; "
+                f"say decr_ratio={1 / incr_ratio!r}"
+            )
+        scaling = LossScaling(init_loss_scaling, use_dynamic_loss_scaling, incr_ratio, incr_every_n_steps)
+    with options_named(NAMES):
+        return sharding_of(
+            main,
+            startup,
+            stage=stage,
+            degree=sharding_degree,
+            dp_degree=dp_degree,
+            partition=partition_algor,
+            reduce_bucket_MB=fuse_grad_size_in_MB,
+            gather_bucket_MB=segment_broadcast_MB,
+            overlap=enable_overlap,
+            reduction_chains=None if comm_stream_num == 1 else comm_stream_num,
+            num_micro_batch=gradient_merge_acc_step,
+            amp=AMP_TYPES[amp_dtype] if amp else None,
+            loss_scaling=scaling,
+            **options,
+        )
