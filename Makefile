@@ -24,7 +24,7 @@ test: $(STAMP) ## run the tests, a file to each core at a time
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 fuzz: $(STAMP) ## slice 2,000 random updates (takes minutes)
-	DTRANS_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_any_update.py
+	DTRANS_EXAMPLES=2000 $(BIN)/python -m pytest tests/slicing/test_any_update.py
 
 soak: $(STAMP) ## run the tests that take minutes: jobs of four processes, some of which die
 	$(BIN)/python -m pytest -m soak
@@ -46,7 +46,7 @@ notebooks: $(STAMP) ## run the notebooks from top to bottom
 	$(BIN)/python -m pytest notebooks --nbmake --nbmake-timeout=280
 
 docs: $(STAMP) ## write docs/optimizers.md anew, from the plans of all optimizers
-	$(BIN)/python tests/optimizer_zoo.py docs/optimizers.md
+	$(BIN)/python tests/support/optimizer_zoo.py docs/optimizers.md
 
 lock: ## write requirements.lock anew from pyproject.toml (needs uv); pins that still hold are kept
 	$(UV) pip compile --no-config --no-emit-index-url --universal --python-version 3.11 --generate-hashes \

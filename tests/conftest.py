@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 
 if TYPE_CHECKING:
-    from crew import Crew
+    from role_threads import RoleThreads
 
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -56,7 +56,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
         zmq_gc.start()
     sockets = open_sockets()
     yield where
-    left = [t.name for t in threading.enumerate() if t.name.startswith(("dtrans", "crew"))]
+    left = [t.name for t in threading.enumerate() if t.name.startswith(("dtrans", "role_threads"))]
     assert not left, f"threads that are left: {left}"
     assert os.listdir(where) == []
     shutil.rmtree(where)
@@ -72,10 +72,10 @@ def x64() -> Iterator[None]:
 
 
 @pytest.fixture
-def crew(folder: Path) -> Iterator[Crew]:
+def role_threads(folder: Path) -> Iterator[RoleThreads]:
     """Whose threads have ended when the test has."""
-    from crew import Crew
+    from role_threads import RoleThreads
 
-    made = Crew()
+    made = RoleThreads()
     yield made
     made.join()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
-
-
-DOCS = Path(__file__).parents[1] / "docs"
+from paths import DOCS
 
 
 @pytest.fixture

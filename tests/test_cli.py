@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 import dtrans
 from dtrans import cli
-
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -332,7 +330,7 @@ def test_train_simulated_and_out_of_bounds(
         (["--replicas", "3"], "of 3 replicas: give --batch-size a multiple of 24"),
         (["--engine", "simulate", "--plot", "x.png"], "--engine simulate has one device: use --engine mesh"),
         (["--plot", "/nowhere/at-all.png"], "there is no directory /nowhere"),
-        (["--schedule", "PreferNothing"], "there is no schedule 'PreferNothing': it is one of PreferForward"),
+        (["--schedule", "PreferNothing"], "schedule must be one of PreferForward"),
         (["--chunks", "2"], "PreferBackward has one model stage on each device, not chunks=2: use Interleaved"),
         (["--schedule", "Interleaved", "--chunks", "1"], "chunks=1"),
     ],

@@ -9,6 +9,7 @@ import inspect
 import io
 import os
 import pkgutil
+import pydoc
 import re
 import subprocess
 import sys
@@ -16,13 +17,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 from pipeline_models import compiled_quickly
 
 import dtrans
 
 
 MODULES = ["dtrans", *(m.name for m in pkgutil.walk_packages(dtrans.__path__, "dtrans.") if "__main__" not in m.name)]
-README = Path(__file__).parent.parent / "README.md"
+FILES = [n for n in MODULES if not hasattr(importlib.import_module(n), "__path__")]
+README = ROOT / "README.md"
 PUBLIC = [n for n in dir(dtrans) if not n.startswith("_") and callable(getattr(dtrans, n))]
 
 
@@ -40,6 +43,24 @@ def test_public_names_are_documented(name):
 @pytest.mark.parametrize("name", ["trace", "pserver", "make_train_step", "value_and_grad", "slice_variable", "Program"])
 def test_main_entry_points_have_an_example(name):
     assert ">>>" in getattr(dtrans, name).__doc__
+
+
+def names_in_texts() -> list[tuple[str, str]]:
+    """Where a name of the package stands in a docstring, a comment or a page, and the name."""
+    files = [README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "dtrans").rglob("*.py")]
+    named = re.compile(r"`(dtrans\.[\w.]+)")
+    return sorted({(str(f.relative_to(ROOT)), n) for f in files for n in named.findall(f.read_text())})
+
+
+@pytest.mark.parametrize(("where", "name"), names_in_texts())
+def test_names_in_texts_are_there(where, name):
+    """And where they are said to be: a name that another module imports is not its own."""
+    found = pydoc.locate(name.rstrip("."))
+    assert found is not None
+    home = name.rpartition(".")[0]
+    module = pydoc.locate(home)
+    if inspect.ismodule(module) and module.__name__ == home and home in FILES and hasattr(found, "__module__"):
+        assert found.__module__ == home or not found.__module__.startswith("dtrans.")
 
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
@@ -185,13 +206,13 @@ def test_the_chart_has_every_task_and_is_small():
 EPL_OPTIONS = {
     "auto": "auto_parallel",
     "pipeline": "num_stages num_micro_batch strategy",
-    "gradient_checkpoint": "type last_checkpointed_stage check_gradients",
+    "gradient_checkpoint": "type end_taskgraph check_gradients",
     "zero": "level",
     "offload": "level",
     "amp": "level debug_log loss_scale",
-    "optimizer": "update_groups",
+    "optimizer": "num_apply_group",
     "cluster": "device_place_prefer_intra_node run_visible_devices colocate_split_and_replicate",
-    "communication": "sparse_as_dense max_buckets num_communicators fp16 fp16_scale clip_after_allreduce "
+    "communication": "sparse_as_dense max_splits num_communicators fp16 fp16_scale clip_after_allreduce "
     "gradients_reduce_method",
     "io": "slicing unbalanced_io_slicing drop_last_files",
 }
@@ -202,10 +223,11 @@ def test_the_page_for_epls_users_has_every_option_and_every_call():
     from dtrans.step.collect import KEYS
 
     text = (README.parent / "docs" / "epl.md").read_text()
-    keys = [f"`{category}.{key}`" for category, of in EPL_OPTIONS.items() for key in of.split()]
+    keys = [f"{category}.{key}" for category, of in EPL_OPTIONS.items() for key in of.split()]
+    assert sorted(dtrans.epl.config.DEFAULTS) == sorted(keys)
     calls = ["init", "Config", "replicate", "split", "set_default_strategy", "add_to_collection", "get_collection"]
     calls += ["get_all_collections", "GraphKeys", "Cluster", "Graph", "Env"]
-    assert not [k for k in keys if k not in text]
+    assert not [k for k in keys if f"`{k}`" not in text]
     assert not [n for n in calls if f"`epl.{n}" not in text]
     assert not [n for n in (*KEYS, *LAYOUTS) if n not in text]
 

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from paths import ROOT
 
 import dtrans
 
-
-ROOT = Path(__file__).parents[1]
 
 STEP = """
 import dtrans, jax, jax.numpy as jnp, optax

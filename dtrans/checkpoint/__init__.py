@@ -3,7 +3,7 @@
     ckpt/300/pserver-0     what the first server holds: an orbax checkpoint {"params/w.block0": ..., ...},
                            and which rows of which array of the step each of them is (`plan.overview`)
     ckpt/300/pserver-1     ...
-    ckpt/300/trainer-0     what no server holds (`plan.held`): frozen leaves, batch statistics; where there is any
+    ckpt/300/trainer-0     what no server holds (`plan.frozen`): frozen leaves, batch statistics; where there is any
 
     ckpt/300/rank-0        of a job of `dtrans.sharding`: rows of each array, {"params/w": ...}, and what is not cut
     ckpt/300/rank-1        ...

@@ -98,7 +98,7 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
 def _layout(plan: PServerPlan) -> PieceLayout:
     who = {ep: f"pserver-{i}" for i, ep in enumerate(plan.servers)}
     return PieceLayout(
-        plan.main, (*plan.overview, *held_rows(plan)), who | ({TRAINER: "trainer-0"} if plan.held else {})
+        plan.main, (*plan.overview, *held_rows(plan)), who | ({TRAINER: "trainer-0"} if plan.frozen else {})
     )
 
 
@@ -112,7 +112,7 @@ def _save_job(path: Folder, job: SavedJob, state: Any, tag: str | None) -> None:
 def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | None = None) -> None:
     """Save what no server holds, in the process of trainer 0; nothing where the servers hold everything.
 
-    These are `plan.held`: leaves that nothing changes, and those of which each trainer makes its own, such as batch
+    These are `plan.frozen`: leaves that nothing changes, and those of which each trainer makes its own, such as batch
     statistics. Of the latter the checkpoint has those of trainer 0.
 
     Args:
@@ -133,7 +133,7 @@ def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | Non
       ...     return {"scale": params["scale"], "w": params["w"] + updates["w"]}, opt_state, value
       >>> init = lambda: (p := {"scale": jnp.ones(()), "w": jnp.arange(3.0)}, tx.init(p))
       >>> plan = dtrans.pserver(dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init))
-      >>> plan.held
+      >>> plan.frozen
       ('params/scale',)
       >>> with tempfile.TemporaryDirectory() as path:
       ...     dtrans.checkpoint.save(path, plan, "127.0.0.1:6174", {"params/w": jnp.ones(3)})
@@ -143,7 +143,7 @@ def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | Non
       (2.0, [0.0, 1.0, 2.0])
     """
     check_plan(plan)
-    if plan.held:
+    if plan.frozen:
         write(path, _layout(plan), TRAINER, checked_trainer(plan, params), run_of(TRAINER) if tag is None else tag)
 
 
@@ -214,7 +214,7 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
 
 
 def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
-    """The parameters of a trainer, with what no server holds (`plan.held`) taken from a checkpoint.
+    """The parameters of a trainer, with what no server holds (`plan.frozen`) taken from a checkpoint.
 
     The other leaves are the servers', and are as they were given.
 
@@ -230,10 +230,10 @@ def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
     check_plan(plan)
     spec = plan.main.args[0]
     now = named(spec, params, "params")
-    if not plan.held:
+    if not plan.frozen:
         return params
     saved = Checkpoint.at(path).of(plan.main)
-    now |= dict(zip(plan.held, saved.arrays(held_rows(plan)), strict=True))
+    now |= dict(zip(plan.frozen, saved.arrays(held_rows(plan)), strict=True))
     return spec.unflatten([now[n] for n in spec.names])
 
 

@@ -1,7 +1,7 @@
 """What servers hold and the pytrees that the step takes: each from the other, by the rows of the overview.
 
 What servers keep beside the arrays of the step (backups and mean squares of DC-ASGD) has no place in the pytrees, and
-begins anew where it is not there (`starts`). What no server holds (`plan.held`) is that of trainer 0.
+begins anew where it is not there (`starts`). What no server holds (`plan.frozen`) is that of trainer 0.
 
 A state that is given is checked against the plan by name, shape and dtype; what is returned shares no memory with what
 was given.
@@ -40,7 +40,7 @@ def gather(plan: PServerPlan, servers: Mapping[str, Mapping[str, Any]], trainer:
       servers: endpoint to the state of that server, by name, as `exe.run(pserver, ...)` returns it; `state.servers` of
         a mesh job.
       trainer: the parameters of trainer 0, the whole pytree (`job.params(state)`); needed where no server holds some
-        of them (`plan.held`).
+        of them (`plan.frozen`).
 
     Returns:
       New arrays on the default device, in the pytrees that the plan's step takes. The backups of DC-ASGD have no place
@@ -70,10 +70,10 @@ def gather(plan: PServerPlan, servers: Mapping[str, Mapping[str, Any]], trainer:
     gone = next((ep for ep in plan.servers if ep not in states and plan.overview.by_endpoint(ep)), None)
     if gone is not None:
         raise StateError(f"the state of pserver {gone} is not there: gather takes that of every server")
-    if plan.held:
+    if plan.frozen:
         if trainer is None:
             raise StateError(
-                f"{plan.held[0]} is on no server: gather(plan, servers, trainer) takes the parameters of trainer 0, "
+                f"{plan.frozen[0]} is on no server: gather(plan, servers, trainer) takes the parameters of trainer 0, "
                 "job.params(state) on a mesh"
             )
         states[TRAINER] = checked_trainer(plan, trainer)
@@ -167,7 +167,7 @@ def step_rows(main: Program) -> list[VarDistributed]:
 
 def held_rows(plan: PServerPlan) -> list[VarDistributed]:
     """What trainer 0 holds and no server, as rows of an overview."""
-    return [whole(n, plan.main.inputs[n], TRAINER) for n in plan.held]
+    return [whole(n, plan.main.inputs[n], TRAINER) for n in plan.frozen]
 
 
 def starts(plan: PServerPlan, endpoint: str, there: Collection[str] = ()) -> list[tuple[VarDistributed, str | None]]:
@@ -242,9 +242,9 @@ def checked(plan: PServerPlan, endpoint: str, state: Mapping[str, Any]) -> dict[
 def checked_trainer(plan: PServerPlan, params: Any) -> dict[str, Any]:
     """Of the parameters of trainer 0, those that no server holds. Raises StateError for another type than it takes."""
     values = named(plan.main.args[0], params, "params")
-    for name in plan.held:
+    for name in plan.frozen:
         check_type(values[name], plan.main.inputs[name], name, "a trainer holds")
-    return {name: values[name] for name in plan.held}
+    return {name: values[name] for name in plan.frozen}
 
 
 def check_type(x: Any, wanted: Any, name: str, who: str) -> None:

@@ -71,8 +71,8 @@ def write_micro_steps(
     Raises:
       BatchError: rows that the micro-steps do not divide.
     """
-    micro = cut(_micro_program(step.program, step.batch, window)).with_observed()
-    held = [n for n in step.held if n in window.ways]
+    micro = cut(_micro_program(step.program, step.batch, window)).with_reported()
+    held = [n for n in step.frozen if n in window.ways]
     source = micro.program
     vars_of = dict(zip(source.in_names, source.jaxpr.jaxpr.invars, strict=True))
     outs_of: dict[str, Atom] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
@@ -122,7 +122,7 @@ def _micro_program(source: Program, batch: Sequence[str], window: MicroSteps) ->
                 )
             shape = (shape[0] // window.count, *shape[1:])
         types.append(jax.ShapeDtypeStruct(shape, t.dtype))
-    return source.at_flat(types)
+    return source.specialize_flat(types)
 
 
 def _is_split(name: str, t: Any, batch: Collection[str], window: MicroSteps) -> bool:

@@ -116,7 +116,7 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
 
 def _made_by_trainers(step: Cut, o: Options) -> list[str]:
     """The state that trainers make of their own parts: batch statistics; with local steps, all that changes."""
-    state = step.held if o.local_sgd is None else (*step.params, *step.opt_state)
+    state = step.frozen if o.local_sgd is None else (*step.params, *step.opt_state)
     return [n for n in state if not _unchanged(step.program, n)]
 
 
@@ -133,7 +133,7 @@ def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program 
             f"{', '.join(asked)} may grow with the batch, whose arrays are split over the trainers on dim 0, but "
             f"{listed} rows; name what every trainer needs whole in unsplit_inputs=(...)"
         )
-    return program.at_flat(
+    return program.specialize_flat(
         [
             jax.ShapeDtypeStruct((t.shape[0] * parts, *t.shape[1:]) if n in split else t.shape, t.dtype)
             for n, t in program.inputs.items()
@@ -150,7 +150,7 @@ def _of_rows(step: Cut, whole: Program) -> dict[Var, int]:
     if [e.primitive for e in here] != [e.primitive for e in there]:
         return {}
     seeds = {v: 1 for x, y in zip(here, there, strict=True) if _told_apart(x, y) for v in x.outvars}
-    return propagate(here, seeds, dict.fromkeys(step.border.values(), 0))
+    return propagate(here, seeds, dict.fromkeys(step.boundary.values(), 0))
 
 
 def _told_apart(x: JaxprEqn, y: JaxprEqn) -> bool:
@@ -172,7 +172,7 @@ def _of_batch(step: Cut, o: Options) -> dict[Var, int]:
     outs = dict(zip(program.out_names, inner.outvars, strict=True))
     if o.local_sgd is None:
         # what is made of gradients is made of the reduced ones
-        return propagate(inner.eqns, {ins[n]: 1 for n in step.batch}, dict.fromkeys(step.border.values(), 0))
+        return propagate(inner.eqns, {ins[n]: 1 for n in step.batch}, dict.fromkeys(step.boundary.values(), 0))
     names = set(step.batch)
     while True:  # a local step goes on from the state that the one before has made
         found = propagate(inner.eqns, {ins[n]: 1 for n in names}, {})

@@ -62,7 +62,7 @@ class CollectivePlan:
       options: what it was planned with: see `dtrans.nccl2`.
       buckets: the gradients that are reduced together, in order; the state, after local steps.
       merges: result, or parameter that trainers make, to what becomes of it.
-      dropped: effects of the step that no trainer carries out, such as printing the optimizer's state.
+      unused_effects: effects of the step that no trainer carries out, such as printing the optimizer's state.
       replan: plans the same step with other options.
     """
 
@@ -72,7 +72,7 @@ class CollectivePlan:
     options: Options
     buckets: tuple[Bucket, ...]
     merges: Mapping[str, str]
-    dropped: tuple[str, ...]
+    unused_effects: tuple[str, ...]
     replan: Callable[[Any], Any] = dataclasses.field(repr=False)
 
     @property
@@ -113,7 +113,7 @@ class CollectivePlan:
 
         def function(*args: Any) -> Any:
             flat = self.program.flatten(*args)
-            program = self.program.at_flat(flat)
+            program = self.program.specialize_flat(flat)
             refusal = ConfigError(
                 f"plan.function needs jax.shard_map(..., check_vma=False): {self.main.name} was traced without the "
                 "types that shard_map checks"
@@ -219,8 +219,10 @@ class CollectivePlan:
             notes.append(f"after {self.options.local_sgd} steps of their own trainers average their state")
         averaged = {leaf for b in self.buckets for leaf in b.leaves}
         notes += [f"{name}: {way}" for name, way in self.merges.items() if name not in averaged or way != "mean"]
-        if self.dropped:
-            notes.append(f"not carried out, since it looks at what the optimizer makes: {', '.join(self.dropped)}")
+        if self.unused_effects:
+            notes.append(
+                f"not carried out, since it looks at what the optimizer makes: {', '.join(self.unused_effects)}"
+            )
         return notes
 
     @property

@@ -58,10 +58,10 @@ def write_from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means:
     if not step.from_gradients:
         return {}
     inner = step.program.jaxpr.jaxpr
-    border = {v: means[n] for n, v in step.border.items() if n in means}
-    env: dict[Var, Atom] = dict(border)
+    boundary = {v: means[n] for n, v in step.boundary.items() if n in means}
+    env: dict[Var, Atom] = dict(boundary)
     here = {v for e in b.eqns for v in e.outvars}
-    kept, _ = backward_slice(inner.eqns, [outs[n] for n in step.from_gradients], border)
+    kept, _ = backward_slice(inner.eqns, [outs[n] for n in step.from_gradients], boundary)
     for i in kept:
         eqn = inner.eqns[i]
         if any(isinstance(a, Var) and a in env for a in eqn.invars):

@@ -149,7 +149,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
     """What `nccl2` plans with these options."""
     check_options(options)
     refuse_collectives(main)
-    step = cut(main).with_observed()
+    step = cut(main).with_reported()
     if options.local_sgd is None:
         refuse_nested(step, options.trainers)
     check_names(step, options)
@@ -162,7 +162,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
         options=options,
         buckets=buckets_of(reduced_values(step, options, merges), options),
         merges=merges,
-        dropped=step.dropped if options.local_sgd is None else (),
+        unused_effects=step.unused_effects if options.local_sgd is None else (),
         replan=lambda other: plan_data_parallel(main, given, other),
     )
 
@@ -172,7 +172,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
 
 def check_names(step: Cut, o: Options) -> None:
     """Refuse names that the step does not have, and ways to merge that do not fit what they name."""
-    state = step.held if o.local_sgd is None else (*step.params, *step.opt_state)
+    state = step.frozen if o.local_sgd is None else (*step.params, *step.opt_state)
     mergeable = (*step.results, *state)
     for name, way in o.merge.items():
         if name not in mergeable:
@@ -192,7 +192,7 @@ def check_names(step: Cut, o: Options) -> None:
     kept, _ = backward_slice(
         source.jaxpr.jaxpr.eqns,
         [a for n, a in zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True) if n in step.from_gradients],
-        step.border.values(),
+        step.boundary.values(),
     )
     if any(source.roles[i] == BACKWARD for i in kept):
         raise GradientError(
@@ -257,8 +257,8 @@ def rewritten(
     else:
         outs |= _trained_apart(b, step, o, merges, outs)
 
-    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        return rewritten(cut(source.at_flat(types)).with_observed(), o, merges, kind)
+    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        return rewritten(cut(source.specialize_flat(types)).with_reported(), o, merges, kind)
 
     return Program(
         f"trainer of {source.name}",
@@ -267,7 +267,7 @@ def rewritten(
         source.out,
         tuple(b.roles),
         b.labels,
-        respecialise,
+        specializer,
     )
 
 

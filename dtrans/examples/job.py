@@ -21,11 +21,11 @@ class DigitsSettings:
     """The settings of a job. Written as arguments of a command, since roles are processes.
 
     Example:
-      >>> from dtrans.examples.job import Settings
-      >>> settings = Settings(optimizer="adam", epochs=3)
+      >>> from dtrans.examples.job import DigitsSettings
+      >>> settings = DigitsSettings(optimizer="adam", epochs=3)
       >>> settings.arguments()[:4]
       ['--optimizer', 'adam', '--epochs', '3']
-      >>> Settings.parse(settings.arguments()) == settings
+      >>> DigitsSettings.parse(settings.arguments()) == settings
       True
     """
 

@@ -11,7 +11,7 @@ Roles are those of Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.h):
     backward   makes gradients              rpc        communication
     optimize   makes new parameters         dist       what distribution adds: splitting, joining, averaging
 
-A jaxpr has fixed shapes, a program need not: `Program.at(*arguments)` gives the same program for another
+A jaxpr has fixed shapes, a program need not: `Program.specialize(*arguments)` gives the same program for another
 batch size, traced again when it must be and kept, as `jax.jit` does. State cannot change shape.
 """
 
@@ -79,8 +79,8 @@ class Program:
       out: the shape of the result.
       roles: one of `ROLES` for each equation.
       labels: names for values that are neither input nor output, e.g. `params/w@GRAD.block0`.
-      doubt: why it is a guess which output is the new value of which input, if it is.
-      respecialise: makes the same program for other input types (one `ShapeDtypeStruct` per input).
+      ambiguous_outputs: why it is a guess which output is the new value of which input, if it is.
+      specializer: makes the same program for other input types (one `ShapeDtypeStruct` per input).
 
     Example:
       >>> import jax.numpy as jnp, dtrans
@@ -97,10 +97,10 @@ class Program:
     out: TreeSpec
     roles: tuple[str, ...]
     labels: Mapping[Var, str] = dataclasses.field(default_factory=dict, repr=False)
-    respecialise: Callable[[Sequence[jax.ShapeDtypeStruct]], Program] | None = dataclasses.field(
+    specializer: Callable[[Sequence[jax.ShapeDtypeStruct]], Program] | None = dataclasses.field(
         default=None, repr=False
     )
-    doubt: str = ""
+    ambiguous_outputs: str = ""
 
     def __post_init__(self) -> None:
         inner = self.jaxpr.jaxpr
@@ -204,16 +204,16 @@ class Program:
             flat += spec.flatten(as_array(arg), f"argument {i} of program {self.name}")
         return flat
 
-    def at(self, *args: Any) -> Program:
+    def specialize(self, *args: Any) -> Program:
         """This program for the shapes of `args`: itself when they are those it was traced with.
 
         Raises:
           TraceError: state (parameters, optimizer state) of another shape or dtype, or a program that
             was not made from a function and so cannot be traced again.
         """
-        return self.at_flat(self.flatten(*args))
+        return self.specialize_flat(self.flatten(*args))
 
-    def at_flat(self, arrays: Sequence[Any]) -> Program:
+    def specialize_flat(self, arrays: Sequence[Any]) -> Program:
         """As `at`, for the arrays of `flatten`."""
         wanted = signature(arrays)
         if wanted == self._signature:
@@ -230,7 +230,7 @@ class Program:
           NotRealisedError: the program communicates.
         """
         flat = self.flatten(*args)
-        program = self.at_flat(flat)
+        program = self.specialize_flat(flat)
         if program.communicates:
             kinds = sorted({op.type for op in program.ops if op.role == RPC})
             raise NotRealisedError(
@@ -247,15 +247,15 @@ class Program:
     def _traced_again(self, wanted: Signature) -> Program:
         state = set(self.state)
         for name, (shape, dtype), (had, of) in zip(self.in_names, wanted, self._signature, strict=True):
-            if (shape, dtype) != (had, of) and (name in state or self.respecialise is None):
+            if (shape, dtype) != (had, of) and (name in state or self.specializer is None):
                 raise TraceError(
                     f"{name} is {dtype}{list(shape)}, program {self.name} was traced with {of}{list(had)}"
                     + ("; trace it again with these shapes" if name not in state else "")
                 )
-        assert self.respecialise is not None
+        assert self.specializer is not None
         # what is traced is kept: it must not remember a map that asks for it
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return self.respecialise([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted])
+            return self.specializer([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted])
 
     @cached_property
     def _signature(self) -> Signature:

@@ -9,7 +9,7 @@ reduces over rows, there is more than one level of this: the blocks of a level e
 holds its `all_reduce` equations, and those of the next level go on with what they gave.
 
 Trainers may leave a synchronous job before the others. `on_trainer_exit` says what updates are made of then: with
-"drop" of the gradients of those who are there, over their number (`dtrans.slicing.mean.merged_from`); with "paddle" its
+"drop" of the gradients of those who are there, over their number (`dtrans.slicing.mean.mean_over`); with "paddle" its
 last gradient counts once more, and then as zero, over the number of all; "error" ends the job.
 
 With sync_mode=False an update is made of one gradient. Blocks that read `params/w.block0.bak` are given that block as

@@ -110,8 +110,8 @@ def sharding(
       >>> key = jax.random.key(0)
       >>> main, startup = dtrans.trace(step, *init(key), jnp.ones((4, 64))), dtrans.trace(init, key)
       >>> plan = dtrans.paddle.sharding(main, startup, stage=2, sharding_degree=4)
-      >>> plan.options.degree, plan.cuts["params/w"].size
-      (4, 64)
+      >>> plan.options.stage, plan.options.degree
+      (2, 4)
       >>> dtrans.paddle.sharding(main, startup, optimize_cast=True)
       Traceback (most recent call last):
       ...

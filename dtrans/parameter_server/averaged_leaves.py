@@ -1,6 +1,6 @@
 """Leaves that trainers make themselves and servers average: batch statistics, above all.
 
-A leaf that no gradient enters (`Cut.held`) is each trainer's own. One that is to be averaged is treated as what it is
+A leaf that no gradient enters (`Cut.frozen`) is each trainer's own. One that is to be averaged is treated as what it is
 for a server: a parameter whose "gradient" is the value that a trainer made, and whose new value is the mean of these.
 So it is cut into blocks, sent, merged and received as any other; with asynchronous trainers the newest one counts.
 """
@@ -36,7 +36,7 @@ def averages_of(step: Cut, merge: Any) -> tuple[str, ...]:
     if not isinstance(merge, Mapping) or not all(isinstance(root, str) for root in merge):
         raise ConfigError(f"merge must be a dict of leaves to 'mean' or 'own', it is {merge!r}")
     outs = dict(zip(step.program.out_names, step.program.jaxpr.jaxpr.outvars, strict=True))
-    made_here = [n for n in step.held if outs[n] not in step.program.jaxpr.jaxpr.invars]
+    made_here = [n for n in step.frozen if outs[n] not in step.program.jaxpr.jaxpr.invars]
     for root, way in merge.items():
         if way not in ("mean", "own"):
             raise ConfigError(f"merge[{root!r}] must be 'mean' or 'own' with parameter servers, it is {way!r}")
@@ -76,7 +76,7 @@ def averaged(step: Cut, leaves: Sequence[str]) -> Cut:
             n: outs[n] if n in leaves else step.gradients[n] for n in step.params if n in leaves or n in step.gradients
         },
         optimized=optimized,
-        held=tuple(n for n in step.held if n not in leaves),
+        frozen=tuple(n for n in step.frozen if n not in leaves),
         optimize=OptimizeHalf(b.build([made[n] for n in names]), (*given, *fresh), names),
     )
 

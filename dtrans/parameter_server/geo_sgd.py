@@ -124,9 +124,9 @@ def geo_sgd(
         trainers=trainers,
         sync_mode=False,
         servers={ep: servers.programs(ep) for ep in endpoints},
-        held=step.held,
+        frozen=step.frozen,
         unsent=(),
-        dropped=(),
+        unused_effects=(),
         shared_state=(),
         runtime_split=True,
         push_every=nums,
@@ -138,13 +138,13 @@ def geo_sgd(
 def shared(step: Cut) -> Cut:
     """The step with only those parameters as `optimized` that gradients enter; the others are each trainer's own."""
     inner = step.program.jaxpr.jaxpr
-    enters = propagate(inner.eqns, {}, dict.fromkeys(step.border.values(), 1))
+    enters = propagate(inner.eqns, {}, dict.fromkeys(step.boundary.values(), 1))
     outs = dict(zip(step.program.out_names, inner.outvars, strict=True))
     chosen = tuple(n for n in step.optimized if isinstance(a := outs[n], Var) and enters.get(a))
     for n in chosen:
         if not jnp.issubdtype(t := step.program.outputs[n].dtype, jnp.inexact):
             raise ConfigError(f"{n} is of type {t}, of which servers cannot add up changes; GEO-SGD is for floats")
-    return dataclasses.replace(step, optimized=chosen, held=tuple(n for n in step.params if n not in chosen))
+    return dataclasses.replace(step, optimized=chosen, frozen=tuple(n for n in step.params if n not in chosen))
 
 
 def adds(step: Cut) -> Cut:
@@ -184,9 +184,9 @@ def _trainer_program(
         b.keep(eqn)
     outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, nums, block_on_pull)
 
-    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         return _trainer_program(
-            shared(cut(source.at_flat(types))), placement, trainer_id, trainers, nums, block_on_pull
+            shared(cut(source.specialize_flat(types))), placement, trainer_id, trainers, nums, block_on_pull
         )
 
     return Program(
@@ -196,7 +196,7 @@ def _trainer_program(
         source.out,
         tuple(b.roles),
         b.labels,
-        respecialise,
+        specializer,
     )
 
 

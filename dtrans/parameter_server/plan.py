@@ -81,9 +81,9 @@ class PServerPlan:
       trainers: how many trainers there are.
       sync_mode: whether updates wait for all of them.
       servers: endpoint to the programs of that server.
-      held: parameters that servers do not update: they never change, or each trainer makes its own.
+      frozen: parameters that servers do not update: they never change, or each trainer makes its own.
       unsent: parameters on the servers whose update uses no gradient.
-      dropped: effects of the step that no program carries out, such as printing the optimizer's state.
+      unused_effects: effects of the step that no program carries out, such as printing the optimizer's state.
       shared_state: optimizer state that lives with no leaf, since no row enters it, or only through reductions; it
         is on every server that needs it.
       runtime_split: leaves are cut into blocks when trainers run, not by their programs.
@@ -96,9 +96,9 @@ class PServerPlan:
     trainers: int
     sync_mode: bool
     servers: Mapping[str, ServerPrograms]
-    held: tuple[str, ...]
+    frozen: tuple[str, ...]
     unsent: tuple[str, ...]
-    dropped: tuple[str, ...]
+    unused_effects: tuple[str, ...]
     shared_state: tuple[str, ...]
     runtime_split: bool
     make_trainer: Callable[[int], Program] = dataclasses.field(repr=False)
@@ -291,10 +291,10 @@ class PServerPlan:
             where.setdefault("every server" if everywhere else " and ".join(holders), []).append(name)
         for servers, names in where.items():
             notes.append(f"on {servers}: {', '.join(names)}")
-        if self.dropped:
-            notes.append(f"not carried out, since it looks at what servers make: {', '.join(self.dropped)}")
-        if self.held:
-            notes.append(f"on the trainers only: {', '.join(self.held)}")
+        if self.unused_effects:
+            notes.append(f"not carried out, since it looks at what servers make: {', '.join(self.unused_effects)}")
+        if self.frozen:
+            notes.append(f"on the trainers only: {', '.join(self.frozen)}")
         return notes
 
     @property

@@ -65,10 +65,10 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
     out = without(source.out, source.args[1])
     param_args = (source.args[0], *source.args[2:])
 
-    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         count = len(step.params)
         state = [jax.ShapeDtypeStruct(source.inputs[n].shape, source.inputs[n].dtype) for n in step.opt_state]
-        again = averaged(cut(source.at_flat([*types[:count], *state, *types[count:]])), wiring.averages)
+        again = averaged(cut(source.specialize_flat([*types[:count], *state, *types[count:]])), wiring.averages)
         return trainer_program(again, placement, trainer_id, wiring)
 
     return Program(
@@ -78,7 +78,7 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
         out,
         tuple(b.roles),
         b.labels,
-        respecialise,
+        specializer,
     )
 
 
@@ -86,7 +86,7 @@ def trainer_startup_program(
     step: Cut, placement: Placement, startup: Program, trainer_id: int, wiring: TrainerCommConfig
 ) -> Program:
     """What a trainer starts from: parameters from the servers, and what only trainers hold from the init."""
-    b, outs = write_start(startup, step.held)
+    b, outs = write_start(startup, step.frozen)
     outs |= TrainerCommWriter(b, placement, trainer_id, wiring).start(step.optimized)
     spec = step.program.args[0]
     return Program(
@@ -133,8 +133,8 @@ class TrainerCommWriter:
     def send(self, leaf: str, grad: Any) -> None:
         """`split_byref` where the leaf has several blocks and is not cut later, and `send`."""
         blocks = self.placement.blocks[leaf]
-        merged = self.wiring.trainers if self.wiring.sync_mode else 1
-        names = tuple(x.gradient(self.me["trainer_id"], merged) for x in blocks)
+        gradients_per_update = self.wiring.trainers if self.wiring.sync_mode else 1
+        names = tuple(x.gradient(self.me["trainer_id"], gradients_per_update) for x in blocks)
         if isinstance(grad, Var):
             self.b.labels.setdefault(grad, leaf + GRAD)
         parts: list[Any] = [grad]

@@ -148,9 +148,9 @@ def pserver(
         )
     queue = queue_of(step, communicator) if runtime_split_send_recv and not sync_mode else None
     step = averaged(step, averages)
-    merged = trainers if sync_mode else 1  # how many gradients an update is made of
-    refuse_nested(step, merged)
-    if step.from_gradients and merged > 1:
+    gradients_per_update = trainers if sync_mode else 1
+    refuse_nested(step, gradients_per_update)
+    if step.from_gradients and gradients_per_update > 1:
         raise GradientError(
             f"{step.from_gradients[0]} is computed from gradients; with {trainers} trainers each would compute it "
             "from its own, not from their mean, which only the servers have. Leave it out of the step's results"
@@ -168,7 +168,7 @@ def pserver(
         seed=seed,
     )
     startup = match_startup(step, startup)
-    slicer = ServerUpdateBuilder(analysis, placement, merged)
+    slicer = ServerUpdateBuilder(analysis, placement, gradients_per_update)
     adapt = None if how is None else functools.partial(compensated, trainers=trainers, how=how, averages=averages)
     servers = ServerProgramWriter(step, slicer, startup, trainers, sync_mode, on_trainer_exit, adapt)
     plan = PServerPlan(
@@ -178,9 +178,9 @@ def pserver(
         trainers=trainers,
         sync_mode=sync_mode,
         servers={ep: servers.programs(ep) for ep in endpoints},
-        held=step.held,
+        frozen=step.frozen,
         unsent=tuple(n for n in step.optimized if n not in step.gradients),
-        dropped=step.dropped,
+        unused_effects=step.unused_effects,
         shared_state=slicer.shared_state,
         runtime_split=runtime_split_send_recv,
         make_trainer=lambda k: trainer_program(step, placement, k, wiring),

@@ -39,7 +39,7 @@ class ForwardPass:
       results: the results of the step that are made here, state that is (batch statistics), and summaries, by name.
       summaries: what the step shows (`dtrans.summary`); the values are results, by `summary_name`.
       collected: result, or summary, to the collection that it is in (`dtrans.collect`).
-      dropped: effects that no stage can carry out, since they look at gradients.
+      unused_effects: effects that no stage can carry out, since they look at gradients.
     """
 
     step: Cut
@@ -51,7 +51,7 @@ class ForwardPass:
     results: Mapping[str, Atom]
     summaries: Sequence[Summary]
     collected: Mapping[str, str]
-    dropped: tuple[str, ...]
+    unused_effects: tuple[str, ...]
 
     @property
     def eqns(self) -> Sequence[JaxprEqn]:
@@ -102,7 +102,7 @@ def forward_pass(step: Cut) -> ForwardPass:
         )
     at = inner.eqns.index(eqn)
     outs = dict(zip(source.out_names, inner.outvars, strict=True))
-    made_here = [n for n in step.held if outs[n] is not dict(zip(source.in_names, inner.invars, strict=True))[n]]
+    made_here = [n for n in step.frozen if outs[n] is not dict(zip(source.in_names, inner.invars, strict=True))[n]]
     names = [n for n in (*step.results, *made_here) if n not in step.from_gradients]
     count = len(opened(eqn.params["jaxpr"]).outvars)
     of_gradients = propagate(inner.eqns, dict.fromkeys(eqn.outvars[count:], 1), {})

@@ -84,7 +84,7 @@ class PipelinePlan:
       merges: result, or parameter that the forward pass makes, to what becomes of it.
       homes: the stage that holds each parameter.
       users: the stages that make gradients of a parameter.
-      dropped: effects of the step that are not carried out, such as printing the optimizer's state.
+      unused_effects: effects of the step that are not carried out, such as printing the optimizer's state.
       cluster: how stages and replicas are laid out over devices.
       programs_for: makes the programs for a batch of other types.
       cuts: over how many shards stages are split, and what of the state is cut.
@@ -106,7 +106,7 @@ class PipelinePlan:
     merges: Mapping[str, str]
     homes: Mapping[str, int]
     users: Mapping[str, tuple[int, ...]]
-    dropped: tuple[str, ...]
+    unused_effects: tuple[str, ...]
     cluster: Cluster
     cuts: Cuts
     programs_for: Callable[[PipelinePlan, Sequence[jax.ShapeDtypeStruct]], StepPrograms] = dataclasses.field(repr=False)
@@ -144,7 +144,7 @@ class PipelinePlan:
         """The device, or row of replicas, of a stage: with several stages on each they go round."""
         return stage % self.options.num_stages
 
-    def at(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
+    def specialize(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
         """The programs for a batch of these types, one for each input of the step. Errors as `dtrans.pipeline`."""
         key = tuple((t.shape, t.dtype) for t in types)
         if key not in self.known:
@@ -245,9 +245,9 @@ class PipelinePlan:
             if len(s) > 1
         ]
         notes += [f"{name}: {way}" for name, way in self.merges.items()]
-        if self.dropped:
+        if self.unused_effects:
             what = "gradients, or at what the optimizer makes"
-            notes.append(f"not carried out, since it looks at {what}: {', '.join(self.dropped)}")
+            notes.append(f"not carried out, since it looks at {what}: {', '.join(self.unused_effects)}")
         return notes
 
     @property

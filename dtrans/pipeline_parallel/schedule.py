@@ -363,7 +363,7 @@ def schedule(name: str, num_stages: int, num_micro_batch: int, chunks: int | Non
     """
     found = {n.lower(): n for n in _SCHEDULES}.get(str(name).lower())
     if found is None:
-        raise ConfigError(f"there is no schedule {name!r}: it is one of {', '.join(_SCHEDULES)}")
+        raise ConfigError(f"schedule must be one of {', '.join(_SCHEDULES)}, it is {name!r}")
     _check_count("num_stages", num_stages)
     _check_count("num_micro_batch", num_micro_batch)
     interleaved = found == "Interleaved"
@@ -442,7 +442,7 @@ _SCHEDULES: dict[str, Callable[[int, int, int], Iterator[tuple[Task, ...]]]] = {
 
 def _check_count(what: str, count: object) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{what}={count!r}: it is an int of at least 1")
+        raise ConfigError(f"{what} must be a positive number, it is {count!r}")
 
 
 def _check_cost(what: str, cost: object) -> float:

@@ -116,7 +116,7 @@ def _parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Any:
         yield k
 
 
-def merged_turns(forward: ForwardPass, origin: Sequence[tuple[int, int]], stage_of: Sequence[int]) -> Turns:
+def joined_turns(forward: ForwardPass, origin: Sequence[tuple[int, int]], stage_of: Sequence[int]) -> Turns:
     """Loops in parts of one stage each, as turns by themselves were planned.
 
     Args:
@@ -363,7 +363,7 @@ def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHa
         opt_state=specs[1].names,
         gradients={m: a for n, a in step.gradients.items() for m in named(n)},
         optimized=flat(step.optimized),
-        held=flat(step.held),
+        frozen=flat(step.frozen),
         optimize=half,
     )
 

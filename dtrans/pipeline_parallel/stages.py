@@ -81,7 +81,7 @@ def stages_of(
     """The stage of each top-level equation of a forward pass; never before the stage of what makes its operands.
 
     Args:
-      forward: the loss function, not differentiated, its calls inlined (`dtrans.ir.builder.inline_calls`).
+      forward: the loss function, not differentiated, its calls inlined (`dtrans.ir.inline.inline_calls`).
       num_stages: how many stages; each gets at least one equation.
       policy: one of `POLICIES`. None: as the user's scopes say if there are any, else HEURISTIC.
       flops_per_byte: floating-point operations that a device does in the time in which one byte goes to the next.

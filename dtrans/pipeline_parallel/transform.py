@@ -38,8 +38,8 @@ from dtrans.pipeline_parallel.stage_programs import StagePrograms, StageProgramW
 from dtrans.pipeline_parallel.stage_scan import (
     StageRows,
     Turns,
+    joined_turns,
     loops_of,
-    merged_turns,
     rows_of,
     single_turns,
     stages_of_parts,
@@ -238,7 +238,7 @@ def plan_pipeline(
         merges=merges,
         homes=homes,
         users=users,
-        dropped=(*step.dropped, *forward.dropped),
+        unused_effects=(*step.unused_effects, *forward.unused_effects),
         summaries=tuple(forward.summaries),
         collected=forward.collected,
         cluster=cluster or Cluster(),
@@ -259,7 +259,7 @@ def _planned_stages(
         return forward, stages_for(forward), (), {}
     single, origin = turned(forward, single_turns(forward))
     by_turn = stages_for(single)
-    turns = merged_turns(forward, origin, by_turn)
+    turns = joined_turns(forward, origin, by_turn)
     parts, parts_origin = turned(forward, turns)
     found = stages_of_parts(turns, forward, parts_origin, origin, by_turn)
     rows = rows_of(parts, found)
@@ -359,7 +359,7 @@ def of_micro_batch(
                 )
             shape = (shape[0] // o.parts, *shape[1:])
         given.append(jax.ShapeDtypeStruct(shape, t.dtype))
-    return cut(whole.at_flat(given)).with_observed()
+    return cut(whole.specialize_flat(given)).with_reported()
 
 
 def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:

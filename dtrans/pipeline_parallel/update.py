@@ -86,7 +86,7 @@ def update_of(
     """
     types = step.program.inputs
     whole_sums = {n: t.update(shape=types[n].shape) for n, t in sums.items()}
-    whole = cut(_step(step, whole_sums, homes, users, rows, o)).with_observed()
+    whole = cut(_step(step, whole_sums, homes, users, rows, o)).with_reported()
     layout = None
     if o.replicas > 1 and o.sharding_stage:
         layout = dataclasses.replace(RankLayout.of(whole, _sharding(o), {}), groups=homes)
@@ -275,8 +275,8 @@ def _of_gradients(
     outs = dict(zip(source.out_names, inner.outvars, strict=True))
     if not step.from_gradients:
         return {}
-    env: dict[Var, Atom] = {v: grads[n] for n, v in step.border.items() if n in grads}
-    for n, v in step.border.items():
+    env: dict[Var, Atom] = {v: grads[n] for n, v in step.boundary.items() if n in grads}
+    for n, v in step.boundary.items():
         if n in rows:
             (env[v],) = b.call(joined(0), *(grads[r.name] for r in rows[n]))
     read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)

@@ -29,7 +29,7 @@ class Step:
       outs: the layout of each output.
       reduce: the operation that makes the parts of several blocks one, for an equation that reduces over rows.
       params: the parameters that depend on shapes, from the types of its outputs on the block.
-      bodies: of a loop or a branch: what was found in its bodies (`dtrans.rows.analysis.Flow`).
+      bodies: of a loop or a branch: what was found in its bodies (`dtrans.rows.flow.Flow`).
     """
 
     operands: tuple[Rows | None, ...]

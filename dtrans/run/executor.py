@@ -80,7 +80,7 @@ class Executor:
           ConfigError: a program of nccl2 mode, and this process is not connected; see `dtrans.connect`.
         """
         flat = program.flatten(*args)
-        program = program.at_flat(flat)
+        program = program.specialize_flat(flat)
         if not program.communicates:
             return program.out.unflatten(program.compiled(*flat))
         pieces = self._pieces.get(program)

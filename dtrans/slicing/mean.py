@@ -1,6 +1,6 @@
 """The mean of what trainers send, as a server's blocks begin with it; and the same without those who have left.
 
-`sum` and `scale` in Paddle. `merged_from` is a rewrite of what `mean_of` has written: it stands beside it, since it has
+`sum` and `scale` in Paddle. `mean_over` is a rewrite of what `mean_of` has written: it stands beside it, since it has
 to find it again.
 """
 
@@ -27,11 +27,11 @@ def mean_of(*grads: jax.Array) -> jax.Array:
 _GRADIENT_OF = re.compile(rf"(.*{GRAD}.*)\.trainer_(\d+)")  # `Block.gradient`, with several trainers
 
 
-def merged_from(block: OptimizeBlock, present: Collection[int]) -> OptimizeBlock:
+def mean_over(block: OptimizeBlock, present: Collection[int]) -> OptimizeBlock:
     """A block on the gradients of some of the trainers: the `add` of the others' go, and 1/trainers follows.
 
     Args:
-      block: as `Slicer.work` wrote it, for several trainers.
+      block: as `ServerUpdateBuilder.work` wrote it, for several trainers.
       present: the trainers whose gradients there are, one at least.
 
     Returns:

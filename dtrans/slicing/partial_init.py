@@ -87,18 +87,19 @@ def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[
 
     Args:
       b: writes to a program that has the inputs of `jaxpr`, and is like it.
-      jaxpr: its calls inlined (`dtrans.ir.builder.inline_calls`).
+      jaxpr: its calls inlined (`dtrans.ir.inline.inline_calls`).
       wanted: variables of `jaxpr`, with the part that is wanted of each; None for the whole.
 
     Returns: what is wanted, in that order.
 
     Example:
       >>> import jax
-      >>> from dtrans.ir.builder import Builder, inline_calls
+      >>> from dtrans.ir.builder import Builder
+      >>> from dtrans.ir.inline import inline_calls
       >>> init = inline_calls(jax.make_jaxpr(lambda key: 0.1 * jax.random.normal(key, (6, 2)).T)(jax.random.key(0)))
       >>> b = Builder(init)
       >>> b.invars += init.jaxpr.invars
-      >>> made = write_parts(b, init, [(init.jaxpr.outvars[0], Part(axis=1, start=2, stop=5))])
+      >>> made = write_parts(b, init, [(init.jaxpr.outvars[0], InitSlice(axis=1, start=2, stop=5))])
       >>> [str(v.aval) for e in b.eqns for v in e.outvars][-3:]
       ['float32[3,2]', 'float32[2,3]', 'float32[2,3]']
     """
@@ -193,8 +194,8 @@ def recipe_of(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> eqn = jax.make_jaxpr(jnp.transpose)(jnp.ones((6, 2))).jaxpr.eqns[0]
-      >>> [part for _, part in recipe_of(eqn, 0, Part(axis=1, start=2, stop=5)).needs]
-      [Part(axis=0, start=2, stop=5)]
+      >>> [part for _, part in recipe_of(eqn, 0, InitSlice(axis=1, start=2, stop=5)).needs]
+      [InitSlice(axis=0, start=2, stop=5)]
     """
     rule = BACKWARD.get(eqn.primitive.name)
     found = rule(eqn, out, part) if rule is not None else None

@@ -78,15 +78,15 @@ def captured(program: Program) -> Program:
 
 
 def _again(program: Program, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-    if program.respecialise is None:
+    if program.specializer is None:
         raise GradientError(
             f"{program.name} was not traced from a function (dtrans.trace), so that its loss cannot be told apart "
             "from its derivative"
         )
-    trace = program.respecialise
+    trace = program.specializer
     with _captures(True):
         made = trace(types)
-    return dataclasses.replace(made, respecialise=lambda types: _again(program, types))
+    return dataclasses.replace(made, specializer=lambda types: _again(program, types))
 
 
 def loss_of(program: Program) -> JaxprEqn:

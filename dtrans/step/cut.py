@@ -49,14 +49,14 @@ class Cut:
       opt_state: the names of the leaves of the second.
       batch: the names of all other inputs.
       gradients: parameter name to the value that is its gradient, for leaves whose update uses one.
-      observed: the same, for leaves whose gradient only results use (the norm of all, where some are frozen).
-      border: parameter name to what stands for its gradient behind the cut: the output of its mark, if it has one.
+      reported: the same, for leaves whose gradient only results use (the norm of all, where some are frozen).
+      boundary: parameter name to what stands for its gradient behind the cut: the output of its mark, if it has one.
       optimized: the parameters that the optimize half makes.
-      held: the parameters that the trainer half makes, or that never change.
+      frozen: the parameters that the trainer half makes, or that never change.
       results: the names of all outputs that are not state, e.g. `loss`.
       from_gradients: those of them that are computed from gradients, e.g. a gradient norm.
       observers: positions of equations with effects (`jax.debug.print`) that trainers can carry out.
-      dropped: other equations with effects, by primitive; no half carries them out.
+      unused_effects: other equations with effects, by primitive; no half carries them out.
       nested: why gradients may be computed from another derivative, as a perturbed step does; each of several
         trainers would compute them from its own. Empty where they are not, or are marked.
       optimize: the optimize half. Inputs: gradients (`params/w@GRAD`), then parameters, then state; outputs:
@@ -68,20 +68,20 @@ class Cut:
     opt_state: tuple[str, ...]
     batch: tuple[str, ...]
     gradients: Mapping[str, Atom]
-    observed: Mapping[str, Atom]
-    border: Mapping[str, Var]
+    reported: Mapping[str, Atom]
+    boundary: Mapping[str, Var]
     optimized: tuple[str, ...]
-    held: tuple[str, ...]
+    frozen: tuple[str, ...]
     results: tuple[str, ...]
     from_gradients: tuple[str, ...]
     observers: tuple[int, ...]
-    dropped: tuple[str, ...]
+    unused_effects: tuple[str, ...]
     nested: str
     optimize: OptimizeHalf
 
-    def with_observed(self) -> Cut:
+    def with_reported(self) -> Cut:
         """The same, with all gradients that anything uses as `gradients`."""
-        return dataclasses.replace(self, gradients={**self.gradients, **self.observed})
+        return dataclasses.replace(self, gradients={**self.gradients, **self.reported})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,9 +129,9 @@ class _Cutter:
         self.results = tuple(n for n in program.out_names if n not in self.state)
         self.made_by = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.derived = [_is_derivative(e) for e in self.eqns]
-        if program.doubt:
+        if program.ambiguous_outputs:
             raise GradientError(
-                f"{program.name} returns its new state where it cannot be told: {program.doubt}. "
+                f"{program.name} returns its new state where it cannot be told: {program.ambiguous_outputs}. "
                 "Return (params, opt_state, loss, ...) in this order, or a dict with the keys of the arguments"
             )
         missing = [n for n in (*self.params, *self.opt_state) if n not in self.outs]
@@ -290,12 +290,12 @@ class _Cutter:
         enters = propagate(self.eqns, seeds, dict.fromkeys(boundary, by_gradient))
         bits: Callable[[Atom], int] = lambda a: enters.get(a, 0) if isinstance(a, Var) else 0
         optimized: list[str] = []
-        held: list[str] = []
+        frozen: list[str] = []
         for name in self.params:
             out = self.outs[name]
             # what splits a random key is no update: each trainer has its own
             is_key = jnp.issubdtype(self.vars[name].aval.dtype, jax.dtypes.extended) and not bits(out) & by_gradient
-            (held if out is self.vars[name] or bits(out) == by_batch or is_key else optimized).append(name)
+            (frozen if out is self.vars[name] or bits(out) == by_batch or is_key else optimized).append(name)
         if not optimized or not boundary:
             raise GradientError(
                 f"no gradient was found in {self.source.name}: none of its parameters "
@@ -303,11 +303,11 @@ class _Cutter:
                 "is updated from the derivative of a loss; candidates: none. Use dtrans.value_and_grad or "
                 "dtrans.make_train_step"
             )
-        made_here = [n for n in held if self.outs[n] is not self.vars[n]]
-        self.check_held(gradients, made_here)
+        made_here = [n for n in frozen if self.outs[n] is not self.vars[n]]
+        self.check_frozen(gradients, made_here)
         optimize, used, kept = self.optimize_half(gradients, optimized, made_here)
-        self.check_trainer_half(gradients, used, held)
-        observers, dropped = self.observers(kept)
+        self.check_trainer_half(gradients, used, frozen)
+        observers, unused = self.observers(kept)
         # the gradient proper is what the mark was put on
         atoms: dict[str, Atom] = {
             n: self.eqns[self.made_by[gradients[n]]].invars[0] if marked else gradients[n]
@@ -323,14 +323,14 @@ class _Cutter:
             opt_state=self.opt_state,
             batch=self.batch,
             gradients={n: a for n, a in atoms.items() if n in used},
-            observed={n: a for n, a in atoms.items() if gradients[n] in seen},
-            border=gradients,
+            reported={n: a for n, a in atoms.items() if gradients[n] in seen},
+            boundary=gradients,
             optimized=tuple(optimized),
-            held=tuple(held),
+            frozen=tuple(frozen),
             results=self.results,
             from_gradients=from_gradients,
             observers=observers,
-            dropped=dropped,
+            unused_effects=unused,
             nested="" if marked else self.nested(gradients),
             optimize=optimize,
         )
@@ -404,7 +404,7 @@ class _Cutter:
         first = next(iter(around))
         return name, f"a derivative that is not one of its gradients ({self.describe(first.outvars[0])})"
 
-    def check_held(self, gradients: Mapping[str, Var], made_here: Sequence[str]) -> None:
+    def check_frozen(self, gradients: Mapping[str, Var], made_here: Sequence[str]) -> None:
         """What each trainer makes for itself may be a statistic of its batch, but not an update by its own gradient."""
         outs = [self.outs[n] for n in made_here]
         around = [self.eqns[i] for i in backward_slice(self.eqns, outs, gradients.values())[0] if self.derived[i]]
@@ -416,10 +416,10 @@ class _Cutter:
                 "dtrans.make_train_step"
             )
 
-    def check_trainer_half(self, gradients: Mapping[str, Var], used: set[str], held: Sequence[str]) -> None:
+    def check_trainer_half(self, gradients: Mapping[str, Var], used: set[str], frozen: Sequence[str]) -> None:
         """The trainers have no optimizer state: neither the loss nor a gradient may need it."""
         outputs = {n: self.outs[n] for n in self.results}
-        outputs |= {n: self.outs[n] for n in held} | {n + GRAD: gradients[n] for n in used}
+        outputs |= {n: self.outs[n] for n in frozen} | {n + GRAD: gradients[n] for n in used}
         state = {self.vars[n]: n for n in self.opt_state}
         enters = propagate(self.eqns, dict.fromkeys(state, 1), {})
         for name, atom in outputs.items():

@@ -73,7 +73,7 @@ def write_trainer_half(
     source = step.program
     inner = source.jaxpr.jaxpr
     outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
-    wanted = [outs_of[n] for n in (*results, *step.held)] + list(step.gradients.values())
+    wanted = [outs_of[n] for n in (*results, *step.frozen)] + list(step.gradients.values())
     wanted += [a for i in step.observers for a in inner.eqns[i].invars]
     kept = sorted({*backward_slice(inner.eqns, wanted)[0], *step.observers})
 
@@ -86,7 +86,7 @@ def write_trainer_half(
         eqns, roles = straightened(eqns, roles, wanted)
     at = {v: k for k, e in enumerate(eqns) for v in e.outvars}
     maker: Callable[[Atom], int] = lambda a: at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns)
-    outs = {n: outs_of[n] for n in (*results, *step.held)}
+    outs = {n: outs_of[n] for n in (*results, *step.frozen)}
     ends = [(maker(a), a) for a in (*step.gradients.values(), *outs.values())]
     w: HalfWriter = _Copies(b) if writer is None else writer(eqns, roles, ends)
     for k, (eqn, role) in enumerate(zip(eqns, roles, strict=True)):

@@ -6,11 +6,11 @@
         loss = decode(params, h, y)
 
 A scope is EPL's taskgraph. It marks what is traced within it by its name stack, which `jit`, `grad`, `vmap`, `remat`
-and inlining keep, and which changes no equation. The text of a scope is `dtrans.KIND[PLACE:NAME:DEVICES]`:
+and inlining keep, and which changes no equation. The text of a scope is `dtrans.<kind>[<place>:<name>:<devices>]`:
 
-  - with a name, PLACE is empty: all scopes of one kind and name are one taskgraph;
-  - without, each entry is a taskgraph of its own, and PLACE says which: function and line of the `with`, a digest of
-    the lines on the way there from where JAX began to trace, and the number of the entry over this way, from 0.
+  - with a name, the place is empty: all scopes of one kind and name are one taskgraph;
+  - without, each entry is a taskgraph of its own, and the place says which: function and line of the `with`, a digest
+    of the lines on the way there from where JAX began to trace, and the number of the entry over this way, from 0.
 
 Places are counted anew inside `numbered`, in which programs are traced, so that a function that is traced twice gives
 the same text twice. A counter of all entries would not do: JAX keeps the trace of a jitted function, so the text that

@@ -59,7 +59,7 @@ def match_startup(step: Cut, startup: Program) -> Program:
     jaxpr = inline_calls(startup.jaxpr)
     out = TreeSpec(startup.out.treedef, _renamed(startup.out, flat))
     roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
-    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, roles=roles, respecialise=None)
+    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, roles=roles, specializer=None)
 
 
 def _typed(spec: TreeSpec, types: Mapping[str, Any]) -> Any:

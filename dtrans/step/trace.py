@@ -57,14 +57,16 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     flat = [x for spec, arg in zip(specs, args, strict=True) for x in spec.flatten(arg)]
     with numbered():
         jaxpr = lowered_jaxpr(on_arrays, *flat)
-    out, doubt = _result_spec(result[-1], args, roots)
+    out, ambiguous_outputs = _result_spec(result[-1], args, roots)
 
-    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         it = iter(types)
         return trace(fn, *(s.unflatten([next(it) for _ in s.names]) for s in specs), name=name)
 
     called = name or getattr(fn, "__name__", type(fn).__name__).strip("<>")
-    return Program(called, jaxpr, specs, out, guess_roles(jaxpr), respecialise=respecialise, doubt=doubt)
+    return Program(
+        called, jaxpr, specs, out, guess_roles(jaxpr), specializer=specializer, ambiguous_outputs=ambiguous_outputs
+    )
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
@@ -116,11 +118,11 @@ def _result_spec(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[T
             owner[key] = roots[match[0]]
             free.remove(match[0])
             places.append(key)
-    doubt = ""
+    ambiguous_outputs = ""
     if places not in ([], [0], [0, 1]):  # not the usual order: then nothing else may look like the parameters
         like = [key for key, part in parts if any(_alike(part, a) for a in args[:2] if jax.tree.leaves(a))]
         if len(like) > len([p for p in places if p in like]):
-            doubt = f"parts {', '.join(map(str, like))} of its result all have the structure of its state"
+            ambiguous_outputs = f"parts {', '.join(map(str, like))} of its result all have the structure of its state"
     unused = ["loss", "aux"] if owner else []
     for key, part in parts:
         if key not in owner:
@@ -130,7 +132,7 @@ def _result_spec(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[T
     leaves: list[str | Any] = []
     for key, part in parts:
         leaves += TreeSpec.of(part, owner[key]).leaves
-    return TreeSpec(jax.tree.structure(out), tuple(leaves)), doubt
+    return TreeSpec(jax.tree.structure(out), tuple(leaves)), ambiguous_outputs
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:

@@ -37,8 +37,8 @@ class Way:
       outs: how each output lies; where there is a reduction, once it is done.
       reduce: the operation that makes the parts of all shards one; "" where there are no parts.
       params: parameters that depend on shapes, from the types of its outputs on a shard.
-      write: what writes it, where that is not the equation itself on other operands: a name in `dtrans.transforms.
-        split_writer.WRITE`.
+      write: what writes it, where that is not the equation itself on other operands: a name in
+        `dtrans.tensor_parallel.writer._WRITE`.
       at: what `write` has to know: the component of an index, or the like.
       sends: bytes that it moves beside its reduction.
     """

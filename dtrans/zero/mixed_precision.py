@@ -125,12 +125,12 @@ def low_precision(main: Program, amp: str, scaling: LossScaling | None) -> Progr
     dynamic = scaling is not None and scaling.dynamic
     args = (*main.args[:2], *([scale_spec()] if dynamic else []), *main.args[2:])
 
-    def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         held = sum(len(spec.names) for spec in main.args[:2])
         extra = len(scale_spec().names) if dynamic else 0
-        return low_precision(main.at_flat([*types[:held], *types[held + extra :]]), amp, scaling)
+        return low_precision(main.specialize_flat([*types[:held], *types[held + extra :]]), amp, scaling)
 
-    return Program(main.name, b.build(outs), args, main.out, tuple(found), {}, respecialise, main.doubt)
+    return Program(main.name, b.build(outs), args, main.out, tuple(found), {}, specializer, main.ambiguous_outputs)
 
 
 def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprEqn], scaling: LossScaling) -> None:

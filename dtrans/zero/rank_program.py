@@ -95,11 +95,11 @@ class RankLayout:
         o = self.o
         if o.stage == 1 or o.example_count is not None or o.clip_local_norm is not None or o.compress is not None:
             return {}
-        program, border = step.program, set(step.border.values())
+        program, boundary = step.program, set(step.boundary.values())
         eqns = program.jaxpr.jaxpr.eqns
         trained = [e for e, role in zip(eqns, program.roles, strict=True) if role in (FORWARD, BACKWARD)]
         # what reads a gradient beside its mark needs all of it
-        read = {a for e in trained if not border.intersection(e.outvars) for a in e.invars if isinstance(a, Var)}
+        read = {a for e in trained if not boundary.intersection(e.outvars) for a in e.invars if isinstance(a, Var)}
         read |= {a for a in program.jaxpr.jaxpr.outvars if isinstance(a, Var)}
         made = {v for e in eqns if e.primitive.name == "scan" for v in e.outvars[scan_counts(e)[1] :]}
         found: dict[Var, str] = {}
@@ -182,9 +182,9 @@ class RankWriter:
         args, out = (owned.args, owned.out) if owned else (self.source.args, self.source.out)
         n_state, n_given = (sum(len(spec.names) for spec in of[:2]) for of in (self.source.args, args))
 
-        def respecialise(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
             held = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.source.jaxpr.jaxpr.invars[:n_state]]
-            other = cut(self.source.at_flat([*held, *types[n_given:]])).with_observed()
+            other = cut(self.source.specialize_flat([*held, *types[n_given:]])).with_reported()
             return rewritten(other, self.layout)
 
         if finite is not None:
@@ -196,7 +196,7 @@ class RankWriter:
             out,
             tuple(DIST if is_communication(e) else role for e, role in zip(b.eqns, b.roles, strict=True)),
             b.labels,
-            respecialise,
+            specializer,
         )
 
     # -- forward and backward --------------------------------------------------------------------

@@ -185,13 +185,13 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     """What `sharding` plans with these options."""
     check_sharding(options)
     refuse_collectives(main)
-    plain = cut(main).with_observed()
+    plain = cut(main).with_reported()
     refuse_nested(plain, options.trainers)
     check_names(plain, options)
     if options.amp is None:
         step = plain
     else:
-        step = cut(low_precision(main, options.amp, options.loss_scaling)).with_observed()
+        step = cut(low_precision(main, options.amp, options.loss_scaling)).with_reported()
     given, startup = startup, match_startup(plain, startup)
     merges = merges_of(step, options)
     layout = RankLayout.of(step, options, merges)
@@ -204,7 +204,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         options=options,
         buckets=owned.buckets(step, options) if owned else buckets_of(values, options, layout.kind(step)),
         merges=merges,
-        dropped=step.dropped,
+        unused_effects=step.unused_effects,
         slices=layout.slices,
         replan=lambda other: plan_sharding(main, given, other),
         owned=owned,

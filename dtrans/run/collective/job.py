@@ -155,7 +155,7 @@ class CollectiveJob(abc.ABC):
     def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
         """The program for a trainer's part of a batch."""
         types = [self._type_of(n, x) for n, x in zip(self._held_names, self._held(state), strict=True)]
-        return self.plan.program.at_flat(types + part_types(self._shared(arrays), self.plan.trainers))
+        return self.plan.program.specialize_flat(types + part_types(self._shared(arrays), self.plan.trainers))
 
     def _shared(self, arrays: Sequence[Any]) -> list[tuple[Any, str]]:
         """How trainers share a batch. Raises BatchError where they cannot."""

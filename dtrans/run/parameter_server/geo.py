@@ -89,9 +89,9 @@ class GeoTrainer:
         newest = self._communicator.newest()
         server = jax.device_put([newest[str(i)] for i in range(len(self._leaves))])
         self._taken = self._pushed
-        merged = _pulled(list(values), server, self._old)
+        pulled = _pulled(list(values), server, self._old)
         self._old = _copied(server)
-        return merged
+        return pulled
 
 
 @jax.jit

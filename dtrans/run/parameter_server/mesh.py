@@ -194,7 +194,7 @@ class MeshJob:
         inner = self.plan.main.jaxpr.jaxpr
         ins = dict(zip(self.plan.main.in_names, inner.invars, strict=True))
         made = dict(zip(outs, inner.outvars, strict=True))
-        return frozenset(n for n in self.plan.held if made[n] is not ins[n])
+        return frozenset(n for n in self.plan.frozen if made[n] is not ins[n])
 
     def _place(self, x: Any, share: str) -> Any:
         """One array of the batch on the trainers' devices."""
@@ -206,7 +206,7 @@ class MeshJob:
         """The trainer program for this batch, in pieces."""
         trainer = self.plan.trainer
         state = [trainer.inputs[n] for n in self.plan.main.args[0].names]
-        program = trainer.at_flat([*state, *part_types(arrays, self.trainers)])
+        program = trainer.specialize_flat([*state, *part_types(arrays, self.trainers)])
         if program not in self._pieces:
             self._pieces[program] = MeshTrainerPrograms(program, arrays, self.mesh, self.plan, self._local)
         return self._pieces[program]

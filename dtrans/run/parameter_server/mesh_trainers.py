@@ -116,7 +116,7 @@ class MeshTrainerPrograms:
         if any(t.ndim for t in local.values()):
             main = self.plan.main
             state = [main.inputs[n] for n in (*main.args[0].names, *main.args[1].names)]
-            whole = main.at_flat([*state, *batch]).outputs
+            whole = main.specialize_flat([*state, *batch]).outputs
         how: list[str | None] = []
         for n in self.result_names:
             if n not in local:

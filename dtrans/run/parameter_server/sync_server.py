@@ -121,7 +121,7 @@ class SyncServer(BaseServer):
             gone = named(sorted(self._trainers.keys() - present))
             told = "pserver %s goes on without %s, which left: step %d and later ones are of %s"
             log.warning(told, self.endpoint, gone, self.step + 1, named(sorted(present)))
-            self._updates[present] = CompiledUpdate(self._whole.merged_from(present))
+            self._updates[present] = CompiledUpdate(self._whole.mean_over(present))
         return self._updates[present]
 
     def _present(self) -> frozenset[int]:

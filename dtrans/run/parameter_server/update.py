@@ -21,7 +21,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.ops import BACKUP, OptimizeBlock, listen_and_serv_p
 from dtrans.run.parameter_server.exchange import Exchange
-from dtrans.slicing.mean import merged_from
+from dtrans.slicing.mean import mean_over
 
 
 Vectors = Mapping[str, Sequence[Any]]  # by endpoint: where they go, or where they came from
@@ -102,9 +102,9 @@ class ServerUpdate:
                 return cls(eqn)
         raise ConfigError(f"program {program.name} is not a pserver program: it has no listen_and_serv")
 
-    def merged_from(self, present: Collection[int]) -> ServerUpdate:
+    def mean_over(self, present: Collection[int]) -> ServerUpdate:
         """The update by the gradients of some of the trainers, over their number (`dtrans.slicing.mean`)."""
-        blocks = tuple(merged_from(block, present) for block in self.blocks)
+        blocks = tuple(mean_over(block, present) for block in self.blocks)
         return ServerUpdate(self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks}))
 
     @property

@@ -155,7 +155,7 @@ class PipelineJob:
         if known is None:
             types = {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in self.plan.main.inputs.items()}
             given = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
-            programs = self.plan.at([*{**types, **given}.values()])
+            programs = self.plan.specialize([*{**types, **given}.values()])
             known = self._tapes[key] = StepCompiler(
                 self.plan, programs, self.places, self.host, given, donate=self.donate
             ).tape()

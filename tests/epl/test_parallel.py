@@ -1,0 +1,118 @@
+"""EPL's configuration: the same plan as with the options of `dtrans.pipeline`, and errors that name EPL's keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+from paths import DOCS
+from pipeline_models import MODELS
+
+import dtrans
+from dtrans.epl import Config
+from dtrans.epl.config import DEFAULTS
+from dtrans.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def programs() -> Any:
+    return MODELS["transformer"].job(16).traced()
+
+
+ALWAYS = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4}
+USUAL = {"num_stages": 2, "num_micro_batch": 4, "max_buckets": 5, "reduction_chains": 2}
+
+# EPL's keys, other options, and the same in the package's own words
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "defaults": ({}, {}, {}),
+    "a schedule": ({"pipeline.strategy": "PreferForward"}, {}, {"schedule": "PreferForward"}),
+    "checkpoints": (
+        {"gradient_checkpoint.type": "auto", "gradient_checkpoint.end_taskgraph": 0},
+        {},
+        {"gradient_checkpoint": "auto", "last_checkpointed_stage": 0},
+    ),
+    "zero": ({"zero.level": "V1"}, {"replicas": 2}, {"sharding_stage": 1, "replicas": 2}),
+    "offload": ({"offload.level": "v0"}, {}, {"offload": True}),
+    "groups": ({"optimizer.num_apply_group": 3}, {}, {"update_groups": 3}),
+    "communication": (
+        {"communication.max_splits": 3, "communication.num_communicators": 1, "communication.fp16": True},
+        {"replicas": 2},
+        {"max_buckets": 3, "reduction_chains": 1, "compress": "fp16", "compress_scale": 128.0, "replicas": 2},
+    ),
+    "sums": ({"communication.gradients_reduce_method": "sum"}, {"replicas": 2}, {"reduce": "sum", "replicas": 2}),
+    "what holds anyway": ({"communication.clip_after_allreduce": True, "auto.auto_parallel": True}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) -> None:
+    keys, options, ours = SAME[name]
+    plan = dtrans.epl.pipeline(*programs, ALWAYS | keys, **options)
+    want = dtrans.pipeline(*programs, **USUAL | ours)
+    assert plan.options == want.options
+    assert str(plan) == str(want)
+
+
+def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
+    for given in (True, False):
+        plan = dtrans.epl.pipeline(*programs, ALWAYS | {"cluster.device_place_prefer_intra_node": given})
+        assert plan.cluster.prefer_intra_node is given
+    plan = dtrans.epl.pipeline(*programs, ALWAYS, cluster=dtrans.Cluster("aware_row"))
+    assert plan.cluster.layout == "aware_row"
+
+
+@pytest.mark.parametrize(
+    "keys, options, says",
+    [
+        ({"pipeline.num_stages": 0}, {}, "pipeline.num_stages must be a positive number, it is 0"),
+        ({"pipeline.num_stages": -1}, {}, "pipeline.num_stages must be given"),
+        ({"pipeline.num_stages": "2"}, {}, "pipeline.num_stages must be of type int, it is '2'"),
+        ({"pipeline.num_micro_batch": True}, {}, "pipeline.num_micro_batch must be of type int, it is True"),
+        (
+            {"pipeline.num_microbatch": 4},
+            {},
+            "EPL's configuration has no key pipeline.num_microbatch; did you mean pipe",
+        ),
+        ({"loss_scale": 128}, {}, "EPL's configuration has no key loss_scale; "),
+        ({"pipeline.strategy": "Prefer"}, {}, "pipeline.strategy must be one of PreferForward, .*, it is 'Prefer'"),
+        ({"zero.level": "v2"}, {}, "zero.level must be one of '', 'v0', 'v1'; it is 'v2'"),
+        ({"offload.level": "v1"}, {}, "offload.level must be one of '', 'v0'; it is 'v1'"),
+        ({"amp.level": "O1"}, {}, "amp.level='O1': cast in the model, or plan without stages"),
+        ({"io.slicing": True}, {}, "io.slicing=True: call dtrans.epl.slice_files"),
+        ({"cluster.run_visible_devices": "0,1"}, {}, "cluster.run_visible_devices='0,1': plan.on_mesh"),
+        ({"communication.clip_after_allreduce": False}, {}, "communication.clip_after_allreduce=False: "),
+        ({"communication.max_splits": 0}, {}, "communication.max_splits must be"),
+        ({"communication.gradients_reduce_method": "max"}, {}, "communication.gradients_reduce_method must be"),
+        ({"gradient_checkpoint.type": "collection"}, {}, "gradient_checkpoint.type='collection' and collection="),
+        ({}, {"collection": ("h",)}, r"gradient_checkpoint.type='' and collection=\('h',\)"),
+        ({"gradient_checkpoint.type": "collection"}, {"collection": ("h",)}, "gradient_checkpoint.type names 'h'"),
+        ({}, {"schedule": "PreferForward"}, "schedule is pipeline.strategy in EPL's configuration"),
+        ({}, {"replica": 2}, "replica is no option of pipeline; did you mean replicas"),
+    ],
+    ids=str,
+)
+def test_errors_name_epls_keys(keys: Any, options: Any, says: str, programs: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        dtrans.epl.pipeline(*programs, ALWAYS | keys, **options)
+
+
+def test_every_key_is_on_the_page() -> None:
+    page = (DOCS / "epl.md").read_text()
+    assert not [key for key in DEFAULTS if f"`{key}`" not in page]
+
+
+def test_a_configuration_has_epls_defaults() -> None:
+    config = Config({"pipeline.num_stages": 3})
+    assert config["pipeline.num_stages"] == 3 and config["communication.max_splits"] == 5
+    with pytest.raises(KeyError):
+        config["pipeline.stages"]
+
+
+def test_a_job_of_it_trains() -> None:
+    of = MODELS["mlp"].job(16)
+    plan = dtrans.epl.pipeline(*of.traced(), ALWAYS)
+    job = plan.simulate()
+    _, loss = job.step(job.init(jax.random.key(0)), *of.batch)[:2]
+    _, _, want = of.on_one_device(1)
+    assert abs(float(loss) - float(want)) < 1e-5

@@ -1,0 +1,372 @@
+"""Every program that was recorded of Paddle's DistributeTranspiler, against what dtrans makes of the same model: where
+blocks live, what a trainer says and when, what each server does with a gradient, and what it starts from.
+
+`golden/transpiled.json` has what paddlepaddle 1.8.5 did. Where dtrans differs, it is on purpose, and said here.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assemble, blocks_of, communication, distance, evaluate, plain_step, serve, start_servers
+from paddle_golden import CASES, GEO, KEY, L2, NETS, RECORDED, WITHOUT_CLIP, fc, programs, transpiled
+
+import dtrans
+from dtrans._jax import Literal, origin_of
+from dtrans.step.cut import GRAD
+
+
+# -- the models ------------------------------------------------------------------------------------
+
+
+# -- the cases -------------------------------------------------------------------------------------
+
+
+# a table that no trainer holds, whose rows go to the servers by id; there is no way yet to ask for one
+UNHEARD_OF = {"PATCHED_emb1_dist_sgd_sync"}
+
+# Here tables are dense: their gradient is cut as any other, and trainers receive them.
+DENSE = {"emb1_sparse_sgd_sync", "emb2_sparse_sgd_sync", "emb1_sparse_adam_async"}
+
+
+# Rounds of sums among the servers. Paddle took the norms of LARS over the rows of one server, which is another
+# optimizer, and could not clip by a global norm at all.
+ROUNDS = {"fc_lars_momentum": 1, "fc_sgd_clip_global_opt": 1}
+
+# Optimizer state in the shape of the parameter, as many for each.
+ACCUMULATORS = {"fc_momentum": 1, "fc_adam": 2, "mlp_adam_lr_exponential": 2, "fc_adagrad": 1, "fc_lars_momentum": 1,
+                "emb1_sparse_adam_async": 2, "mlp_adam_dcasgd": 2}  # fmt: skip
+
+# Adam's powers of beta: two numbers for each block in Paddle. Here they follow from one count of steps on each server.
+BETA_POWERS = {"fc_adam": 2, "mlp_adam_lr_exponential": 2, "emb1_sparse_adam_async": 2, "mlp_adam_dcasgd": 2}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: Any) -> SimpleNamespace:
+    """A recorded case, and the plan that dtrans makes for it."""
+    name, recorded = request.param, RECORDED[request.param]
+    assert ("error" in recorded) == (name in WITHOUT_CLIP)
+    recorded = {**RECORDED[WITHOUT_CLIP.get(name, name)], **recorded}
+    main, startup = programs(name)
+    t = transpiled(recorded, main, startup)
+    plan: Any = t.plan
+    assert t.get_trainer_program() is plan.trainer_program(recorded["trainer_id"])
+    return SimpleNamespace(
+        name=name,
+        recorded=recorded,
+        plan=plan,
+        # how many gradients an update is made of: an asynchronous one is made of one
+        merged=recorded["trainers"] if plan.sync_mode else 1,
+        trainer=plan.trainer_program(recorded["trainer_id"]),
+        trainer_startup=plan.trainer_startup_program(recorded["trainer_id"]),
+    )
+
+
+def short(name: str) -> str:
+    """`fc_w.block0` of `params/fc_w.block0`."""
+    return name.removeprefix("params/")
+
+
+def expected_trainer(case: Any, program: str) -> list[str]:
+    """What a trainer is to say: as recorded; a table as any other parameter."""
+    ops = case.recorded[program]
+    if case.name in DENSE:
+        of_a_table = ("distributed_lookup_table", "fake_init")
+        ops = ["split_byref" if op == "split_selected_rows" else op for op in ops if op not in of_a_table]
+        ops.insert(len(ops) - ops[::-1].index("recv"), "recv")
+        ops.append("concat")
+    return ops
+
+
+def test_every_recorded_case_is_accounted_for() -> None:
+    assert len(RECORDED) == 26
+    parts = [set(CASES), {GEO}, UNHEARD_OF]
+    assert set.union(*parts) == set(RECORDED)
+    assert sum(map(len, parts)) == len(RECORDED)
+
+
+def test_geo_sgd_is_as_recorded() -> None:
+    """Trainers keep their optimizer, and say one thing; servers add."""
+    recorded, (main, startup) = RECORDED[GEO], programs("fc_sgd")
+    t = transpiled(recorded, main, startup)
+    plan: Any = t.plan
+    mine: dict[str, list[Any]] = {ep: [] for ep in plan.servers}
+    for b in plan.placement.table:
+        mine[b.endpoint].append([short(b.name), list(b.shape)])
+    assert {ep: sorted(x) for ep, x in mine.items()} == {ep: sorted(x) for ep, x in recorded["placement"].items()}
+    assert communication(t.get_trainer_program()) == recorded["trainer"]
+    assert communication(t.get_trainer_startup_program()) == recorded["startup"]
+    assert t.get_trainer_program().ops[-1].type == "send", "after the optimizer"
+    for ep, there in recorded["servers"].items():
+        (serve_op,) = plan.servers[ep].main.jaxpr.jaxpr.eqns
+        blocks = serve_op.params["optimize_blocks"]
+        assert [[e.primitive.name for e in b.jaxpr.jaxpr.eqns] for b in blocks] == there["blocks"]
+        names = {f"params/{name}" for name, _ in recorded["placement"][ep]}
+        assert {b.name for b in blocks} == names == set(plan.servers[ep].startup.out_names)
+        assert serve_op.params["grad_to_block_id"] == tuple(f"{b.name}.delta:{i + 1}" for i, b in enumerate(blocks))
+
+
+# -- placement -------------------------------------------------------------------------------------
+
+
+def test_blocks_live_where_paddle_put_them(case: Any) -> None:
+    mine: dict[str, list[Any]] = {ep: [] for ep in case.plan.servers}
+    for b in case.plan.placement.table:
+        mine[b.endpoint].append([short(b.name), list(b.shape)])
+    recorded = {ep: sorted(blocks) for ep, blocks in case.recorded["placement"].items()}
+    assert {ep: sorted(blocks) for ep, blocks in mine.items()} == recorded
+    assert case.plan.placement.whole == {}
+
+
+def test_a_regularizer_does_not_come_first() -> None:
+    """Paddle dispatched a parameter that has one before all others; by name it comes second, as without."""
+    _, make, batch = NETS["fc"]
+    step = dtrans.make_train_step(fc, L2)
+    params = jax.eval_shape(make, KEY)
+    state = jax.eval_shape(L2.init, params)
+    startup = dtrans.trace(lambda key: (p := make(key), L2.init(p)), KEY)
+    plan: Any = transpiled(RECORDED["fc_sgd_l2_w"], dtrans.trace(step, params, state, *batch), startup).plan
+    mine = {ep: [short(b.name) for b in plan.placement.table if b.endpoint == ep] for ep in plan.servers}
+    assert mine == {ep: [n for n, _ in blocks] for ep, blocks in RECORDED["fc_sgd"]["placement"].items()}
+    assert mine != {ep: [n for n, _ in blocks] for ep, blocks in RECORDED["fc_sgd_l2_w"]["placement"].items()}
+
+
+# -- trainers --------------------------------------------------------------------------------------
+
+
+def test_a_trainer_says_what_paddles_said_in_that_order(case: Any) -> None:
+    assert communication(case.trainer) == expected_trainer(case, "trainer")
+
+
+def test_each_gradient_is_sent_as_soon_as_it_is_made(case: Any) -> None:
+    """In the order in which Paddle's backward pass made them; a split may come between, nothing else."""
+    ops = case.trainer.ops
+    at = [i for i, op in enumerate(ops) if op.type == "send"]
+    sent = []
+    for i in at:
+        (whole,) = ops[i - 1].inputs if ops[i - 1].type == "split_byref" else ops[i].inputs
+        maker = ops[i - 2] if ops[i - 1].type == "split_byref" else ops[i - 1]
+        assert whole in maker.outputs
+        assert maker.role == "backward"
+        sent.append(short(whole.removesuffix(GRAD)))
+    assert sent == case.recorded["sends"]
+    assert any(op.role == "backward" for op in ops[at[0] : at[-1]]), "no send waits for the end of the backward pass"
+
+
+def test_each_send_goes_where_its_block_lives(case: Any) -> None:
+    """Under the name of this trainer, where there are several."""
+    me, trainers = case.recorded["trainer_id"], case.merged
+    lives = {b.gradient(me, trainers): b.endpoint for b in case.plan.placement.table}
+    assert all(n.endswith(f".trainer_{me}") for n in lives) or trainers == 1
+    sends = [op.attrs for op in case.trainer.ops if op.type == "send"]
+    assert {n: ep for s in sends for n, ep in zip(s["names"], s["epmap"], strict=True)} == lives
+
+
+def test_there_is_one_recv_for_each_parameter_and_one_concat_for_each_that_was_cut(case: Any) -> None:
+    table = case.plan.placement.blocks
+    for program in (case.trainer, case.trainer_startup):
+        recvs = [op.attrs for op in program.ops if op.type == "recv"]
+        assert [r["names"] for r in recvs] == [tuple(b.name for b in blocks) for blocks in table.values()]
+        assert [r["epmap"] for r in recvs] == [tuple(b.endpoint for b in blocks) for blocks in table.values()]
+        concats = [op for op in program.ops if op.type == "concat"]
+        assert len(concats) == sum(len(blocks) > 1 for blocks in table.values())
+        assert {op.attrs["axis"] for op in concats} <= {0}
+    for op in ("recv", "concat"):
+        assert communication(case.trainer).count(op) == case.recorded["trainer"].count(op) + (case.name in DENSE)
+
+
+def test_a_trainer_starts_with_what_the_servers_made(case: Any) -> None:
+    """Paddle's made parameters of its own first, and wrote what it received over them; here it only receives."""
+    assert [op.type for op in case.trainer_startup.ops] == communication(case.trainer_startup)
+    assert communication(case.trainer_startup) == expected_trainer(case, "startup")
+
+
+# -- servers ---------------------------------------------------------------------------------------
+
+
+KINDS = {
+    "optax.add_decayed_weights": "regularize",
+    "optax.clip": "clip",
+    "optax.clip_by_global_norm": "clip",
+}
+
+
+def compensation(block: Any, grads: list[str]) -> int:
+    """How many equations compensate a gradient for its delay: up to the sum of it and what comes from the backup."""
+    inner = block.jaxpr.jaxpr
+    of_backup = {v for n, v in zip(block.in_names, inner.invars, strict=True) if n.endswith(".bak")}
+    grad_vars = {v for n, v in zip(block.in_names, inner.invars, strict=True) if n in grads}
+    for i, eqn in enumerate(inner.eqns):
+        read = {a for a in eqn.invars if not isinstance(a, Literal)}
+        if read & of_backup and read & grad_vars and eqn.primitive.name == "add":
+            return i + 1
+        if read & of_backup:
+            of_backup |= {*eqn.outvars}
+    return 0
+
+
+def kinds(blocks: list[Any], grads: list[str]) -> list[str]:
+    """What the blocks of one parameter do, in order, from the gradients of the trainers on."""
+    found: list[str] = []
+    for block in blocks:
+        inner = block.jaxpr.jaxpr
+        merged = {v for n, v in zip(block.in_names, inner.invars, strict=True) if n in grads}
+        compensating = compensation(block, grads)
+        for i, eqn in enumerate(inner.eqns):
+            if i < compensating:
+                found.append("compensate")
+                continue
+            read = [a for a in eqn.invars if not isinstance(a, Literal)]
+            if len(grads) > 1 and "mean" not in found and read and set(read) <= merged:
+                if eqn.primitive.name == "mul":
+                    assert [a.val for a in eqn.invars if isinstance(a, Literal)] == [1 / len(grads)]
+                    found.append("mean")
+                else:
+                    assert eqn.primitive.name == "add"
+                    found.append("merge")
+                    merged.update(eqn.outvars)
+                continue
+            assert len(grads) == 1 or not set(read) & merged, "after the mean nothing reads the gradient of one trainer"
+            found.append(KINDS.get(origin_of(eqn), "update"))
+    return [k for i, k in enumerate(found) if found[i - 1 : i] != [k]]
+
+
+def expected_kinds(case: Any) -> dict[str, dict[str, list[str]]]:
+    """Server to parameter block to what is to be done with it."""
+    expected: dict[str, dict[str, list[str]]] = {}
+    for endpoint, blocks in case.recorded["placement"].items():
+        names = sorted(n for n, _ in blocks)
+        does = [b for b in case.recorded["servers"][endpoint]["blocks"] if b != ["lr_sched"]]
+        if case.name in WITHOUT_CLIP:
+            does = [[*b[:-1], "clip", b[-1]] for b in does]
+        if case.recorded["trainers"] == 1:
+            # Paddle's server has a sum of g.trainer_0 here, and the trainer sends g: it never came. There is
+            # nothing to merge, so nothing merges
+            does = [[k for k in b if k not in ("merge", "mean")] for b in does]
+        expected[endpoint] = dict(zip(names, does, strict=True))
+    return expected
+
+
+def test_servers_do_with_each_block_what_paddles_did(case: Any) -> None:
+    """One optimize block for each parameter block: merge, mean, regularize, clip, update."""
+    trainers = case.recorded["trainers"]
+    mine: dict[str, dict[str, list[str]]] = {}
+    for endpoint, units in case.plan.placement.units.items():
+        main = case.plan.servers[endpoint].main
+        assert [op.type for op in main.ops] == ["listen_and_serv"]
+        assert main.ops[0].attrs["Fanin"] == trainers
+        optimize = [b for b in blocks_of(case.plan, endpoint) if b.role == "optimize"]
+        mine[endpoint] = {}
+        for unit in units:
+            (block,) = unit.blocks
+            grads = [block.gradient(k, case.merged) for k in range(case.merged)]
+            mine[endpoint][short(block.name)] = kinds([b for b in optimize if b.name == unit.name], grads)
+    assert mine == expected_kinds(case)
+
+
+def test_servers_have_as_many_blocks_as_paddles(case: Any) -> None:
+    """More only where servers have to tell one another something, as Paddle's did not."""
+    for endpoint, units in case.plan.placement.units.items():
+        blocks = blocks_of(case.plan, endpoint)
+        own = [b for b in blocks if b.level == 0 and b.role == "optimize"]
+        assert [b.name for b in own] == [u.name for u in units]
+        does = case.recorded["servers"][endpoint]["blocks"]
+        assert len(own) == len([b for b in does if b != ["lr_sched"]])
+        if case.name not in ROUNDS:
+            assert {b.level for b in blocks} == {0}
+            assert {b.role for b in blocks} <= {"lr_sched", "optimize"}
+    assert len(case.plan.rounds) == ROUNDS.get(case.name, 0)
+
+
+def test_a_schedule_is_one_block_on_each_server(case: Any) -> None:
+    """The first. Adam has one without a schedule too: of the count of its steps, which Paddle keeps with each block."""
+    for endpoint in case.plan.servers:
+        blocks = blocks_of(case.plan, endpoint)
+        scheduled = [b.role for b in blocks].count("lr_sched")
+        does = case.recorded["servers"][endpoint]["blocks"]
+        assert does.count(["lr_sched"]) == (does[0] == ["lr_sched"])
+        assert scheduled == (does[0] == ["lr_sched"] or case.name in BETA_POWERS)
+        (serve_op,) = case.plan.servers[endpoint].main.ops
+        assert serve_op.attrs["lr_decay_block_id"] == (1 if scheduled else -1)
+        assert [b.role for b in blocks[:scheduled]] == ["lr_sched"] * scheduled
+
+
+def test_optimizer_state_is_cut_as_its_parameter_is(case: Any) -> None:
+    for endpoint, units in case.plan.placement.units.items():
+        held = {n: t for n, t in case.plan.servers[endpoint].main.inputs.items() if not n.endswith("_bak")}
+        copies = len(case.plan.servers[endpoint].main.inputs) - len(held)
+        assert copies == case.recorded["servers"][endpoint].get("copies", 0), "one of each block for each trainer"
+        for unit in units:
+            (block,) = unit.blocks
+            suffix = short(block.leaf) if block.count == 1 else f"{short(block.leaf)}.block{block.index}"
+            mine = [t.shape for n, t in held.items() if n.startswith("opt_state/") and n.endswith("/" + suffix)]
+            assert mine == [block.shape] * ACCUMULATORS.get(case.name, 0)
+        rest = [n for n in held if n.endswith("/count")]
+        assert len(held) == len(units) * (1 + ACCUMULATORS.get(case.name, 0)) + len(rest)
+        assert all(held[n].shape == () for n in rest)
+
+
+def test_servers_start_with_what_paddles_started_with(case: Any) -> None:
+    """A value for each parameter block and accumulator; what else Paddle's made is a number, and told here."""
+    for endpoint, role in case.plan.servers.items():
+        recorded = case.recorded["servers"][endpoint]
+        assert role.startup.out_names == role.main.in_names
+        blocks = case.plan.placement.units[endpoint]
+        mine = [n for n in role.startup.out_names if not n.endswith(("/count", "_bak"))]
+        # its learning rate, or its counter of steps; here a literal, or a count
+        numbers = 1 + BETA_POWERS.get(case.name, 0) * len(blocks)
+        assert len(mine) == recorded["constants"] + recorded["random"] - numbers
+        weights = {"fc_w", "w1", "w2", "shared_w"}
+        assert sum(short(b.leaf) in weights for u in blocks for b in u.blocks) == recorded["random"]
+        makes_random = any(op.type == "random_bits" for op in role.startup.ops)
+        assert makes_random == bool(recorded["random"]), "nothing is made for another server"
+
+
+def test_servers_start_with_rows_of_what_one_device_would_make(case: Any) -> None:
+    """In Paddle each block was drawn by itself, with the same seed: all blocks of a parameter had the same rows."""
+    init = case.plan.startup
+    whole = dict(zip(init.out_names, evaluate(init.jaxpr, *init.flatten(KEY)), strict=True))
+    found = assemble(case.plan, start_servers(case.plan, KEY), list(whole))
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        assert np.array_equal(found[name], value), name
+
+
+def test_a_step_of_the_servers_is_one_of_one_device_on_the_mean_gradient(case: Any) -> None:
+    """Two of them, for the schedule to move: merge, mean, regularize, clip and update are in the right order."""
+    net, tx = CASES[case.name]
+    params = NETS[net][1](KEY)
+    state = tx.init(params)
+    held = start_servers(case.plan, KEY)
+    rng = np.random.default_rng(0)
+    step = jax.jit(plain_step(lambda p, g: sum(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.sum(a * b), p, g))), tx))
+    for _ in range(2):
+        of_trainers = [
+            jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) * 0.01, p.dtype), params)
+            for _ in range(case.merged)
+        ]
+        held = serve(case.plan, held, [{f"params/{n}": g for n, g in leaves(gs)} for gs in of_trainers])
+        mean = jax.tree.map(lambda *gs: sum(gs) / len(gs), *of_trainers)
+        params, state, _ = step(params, state, mean)
+    expected = dict(named((params, state)))
+    found = assemble(case.plan, held, list(expected))
+    for name, value in expected.items():
+        assert distance(found[name], value) < 1e-5, name
+
+
+def leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Path to leaf, as dtrans names them."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in found]
+
+
+def named(state: tuple[Any, Any]) -> list[tuple[str, Any]]:
+    """Name to array, of the parameters and the optimizer's state."""
+    return [
+        (f"{root}/{n}", x) for root, tree in zip(("params", "opt_state"), state, strict=True) for n, x in leaves(tree)
+    ]

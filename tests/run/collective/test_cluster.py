@@ -1,0 +1,460 @@
+"""nccl2 mode as real processes: the numbers of one device, the same on every trainer; and how jobs end that fail."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cluster_trainer as script
+import jax
+import numpy as np
+import pytest
+import trainer_processes
+from helpers import distance
+from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints
+from trainer_processes import ROOT, started
+
+import dtrans
+from dtrans.errors import ConfigError, DeadlineError, LaunchError, PeerError
+from dtrans.run.distributed.launcher import launch
+from dtrans.run.distributed.rendezvous import rendezvous
+from dtrans.run.distributed.role import trainer_roles
+from dtrans.run.net.sockets import LINGER
+
+
+PATIENCE = 120.0  # seconds for what takes ten on an idle machine
+COMMAND = [sys.executable, script.__file__]
+# the greeting of a ZeroMQ socket that wants a password
+OTHERWISE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(52, b"\0")
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def outcome(trainers: int, folder: Path, what: str = "numbers") -> list[dict[str, Any]]:
+    """What each trainer of a job found."""
+    return trainer_processes.outcome(trainers, folder, PATIENCE, [*COMMAND, what, str(folder)])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return outcome(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """One device on the whole batches."""
+    with jax.enable_x64(True):
+        params, opt_state = jax.jit(script.init)(jax.random.key(0))
+        found = script.flat(first=params, first_state=opt_state)
+        step = jax.jit(dtrans.make_train_step(script.loss_fn, script.optimizer(), has_aux=True))
+        for i, batch in enumerate(script.batches()):
+            params, opt_state, loss, aux = step(params, opt_state, *batch)
+            found |= script.flat(**{f"job{i}": {"loss": loss, "aux": aux}})
+        return found | script.flat(job=params, job_state=opt_state)
+
+
+def check_numbers(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> None:
+    counts = {n for n in alone if n.endswith("['wrong']")}
+    assert len(counts) == script.STEPS
+    for k, of in enumerate(found):
+        for name, want in alone.items():
+            if name in counts:  # an integer: a row for each trainer, or its own
+                assert of[name].shape == (len(found),) and of[name].sum() == want, name
+                assert of[name.replace("job", "exe", 1)] == of[name][k]
+                continue
+            assert distance(of[name], want) < 1e-12, name
+            assert name.startswith("first") or want.dtype in (np.float64, np.int32), name
+            if name.startswith("job"):
+                got = of[name.replace("job", "exe", 1)]
+                rows = len(want) // len(found) if name.endswith("['out']") else None
+                assert distance(got, want if rows is None else want[k * rows : (k + 1) * rows]) < 1e-12, name
+
+
+def test_two_trainers_are_one_device(two: Any, alone: Any) -> None:
+    check_numbers(two, alone)
+
+
+def test_trainers_have_the_same_bits(two: Any) -> None:
+    names = [n for n in two[0] if n != "said" and not (n.startswith("exe") and "aux" in n)]
+    assert len(names) > 30
+    for name in names:
+        assert np.array_equal(two[0][name], two[1][name]), name
+
+
+def test_keys_are_folded_as_on_one_device(two: Any) -> None:
+    with jax.enable_x64(True):
+        main, startup = script.programs(script.noisy_loss, 2, jax.random.key(0))
+        job = dtrans.nccl2(main, startup, trainers=2).simulate()
+        state = job.init(jax.random.key(0))
+        for batch in script.batches()[:2]:
+            state, _ = job.step(state, *batch, jax.random.key(7))
+        for name, want in script.flat(noisy=job.params(state)).items():
+            assert distance(two[0][name], want) < 1e-12
+
+
+@pytest.mark.slow
+def test_four_trainers_are_one_device(tmp_path: Path, alone: Any) -> None:
+    check_numbers(outcome(4, tmp_path), alone)
+
+
+def check_options(found: Sequence[dict[str, Any]], options: dict[str, Any], trainers: int) -> None:
+    """Every job of processes is what its plan is on one device, which is tested against the step itself elsewhere."""
+    with jax.enable_x64(True):
+        for name, given in options.items():
+            job = script.planned(given, trainers).simulate()
+            state = job.init(jax.random.key(0))
+            for batch in script.batches()[:2]:
+                state, loss, aux = job.step(state, *batch)
+            wanted = script.flat(**{name: (job.params(state), job.opt_state(state), loss, aux)})
+            assert len(wanted) > 6
+            for of in found:
+                for n, want in wanted.items():
+                    assert distance(of[n], want) < 1e-12, n
+
+
+def test_every_option_between_two_trainers(tmp_path: Path) -> None:
+    check_options(outcome(2, tmp_path, "options"), script.OPTIONS | script.OF_TWO, 2)
+
+
+@pytest.mark.slow
+def test_two_processes_of_two_devices_are_four_trainers(tmp_path: Path) -> None:
+    found = outcome(2, tmp_path, "devices")
+    check_options(found, script.OF_DEVICES, 4)
+    for of in found:
+        assert of["said"].tolist() == [
+            "BatchError: x has 3 rows, which the 2 devices of this process do not divide",
+            "ConfigError: the plan is for 8 trainers, 4 are connected: 2 processes with 2 devices each",
+        ]
+
+
+@pytest.mark.soak
+def test_every_option_between_four_trainers(tmp_path: Path) -> None:
+    found = outcome(4, tmp_path, "options")
+    check_options(found, script.OPTIONS | script.OF_FOUR, 4)
+    with jax.enable_x64(True):
+        job = script.planned({}, 4).simulate()  # also from trainer 0's parameters
+        state = job.init(jax.random.key(0))
+        for batch in script.batches()[:2]:
+            state, loss, _ = job.step(state, *batch)
+        for n, want in script.flat(config=(job.params(state), job.opt_state(state), loss)).items():
+            assert all(distance(of[n], want) < 1e-12 for of in found), n
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        (
+            "nobody",
+            "ConfigError: nothing says which trainer this process is: start it with `dtrans launch --mode nccl2`",
+        ),
+        ("pserver", "ConfigError: this is trainer 0 of a job with pservers; dtrans.connect() is for mode='nccl2'"),
+        ("unconnected", "ConfigError: this process is not connected to other trainers: call dtrans.connect() first"),
+        ("another role", "ConfigError: this process is connected as trainer {k} of 2 (127.0.0.1:"),
+        ("donated", "StateError: this state was already stepped from"),
+        ("rows", "BatchError: trainers must give parts of one size; of x trainer 0 gives 7, trainer 1 gives 8 rows"),
+        ("ragged", "BatchError: the arrays of a batch are split over the trainers on dim 0, but "),
+        ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
+        ("plan", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+        ("merge", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+        ("rate", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+        ("dtype", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+        ("init", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has parameters"),
+    ],
+)
+def test_what_is_refused(two: Any, what: str, message: str) -> None:
+    for k, of in enumerate(two):
+        said = dict(of["said"].tolist())
+        assert said[what].startswith(message.format(k=k)), said[what]
+
+
+# -- meeting ---------------------------------------------------------------------------------------
+
+
+def meeting(
+    role_threads: RoleThreads, trainers: Sequence[int], endpoints: Sequence[str], deadline: float = 20.0
+) -> dict[int, Any]:
+    """What becomes of these trainers of a job."""
+    for k in trainers:
+        role_threads.start(f"trainer {k}", rendezvous, k, endpoints, deadline=deadline)
+    return {k: role_threads.end(f"trainer {k}") for k in trainers}
+
+
+def test_trainers_meet_in_any_order(role_threads: RoleThreads) -> None:
+    assert meeting(role_threads, [2, 0, 1], free_endpoints(3)) == {0: None, 1: None, 2: None}
+
+
+def test_a_single_trainer_meets_nobody(role_threads: RoleThreads) -> None:
+    assert meeting(role_threads, [0], free_endpoints(1)) == {0: None}
+
+
+def test_trainers_that_do_not_come_are_named_to_all_that_did(role_threads: RoleThreads) -> None:
+    endpoints = free_endpoints(4)
+    found = meeting(role_threads, [0, 2], endpoints, 3.0)
+    message = f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) and trainer 3 ({endpoints[3]}) to come"
+    assert isinstance(found[0], DeadlineError) and str(found[0]) == message
+    assert isinstance(found[2], DeadlineError) and str(found[2]) == f"trainer 2 was told to give up: {message}"
+
+
+def test_trainer_0_that_does_not_come(role_threads: RoleThreads) -> None:
+    endpoints = free_endpoints(2)
+    found = meeting(role_threads, [1], endpoints, 0.5)
+    assert isinstance(found[1], DeadlineError)
+    assert str(found[1]) == f"trainer 1 waited 0.5 s at {endpoints[1]} for trainer 0 ({endpoints[0]}) to come"
+
+
+def test_trainers_with_other_endpoints(role_threads: RoleThreads) -> None:
+    endpoints = free_endpoints(3)
+    role_threads.start("trainer 0", rendezvous, 0, endpoints, deadline=20.0)
+    role_threads.start("trainer 1", rendezvous, 1, endpoints[:2], deadline=20.0)
+    role_threads.start("trainer 2", rendezvous, 2, endpoints, deadline=20.0)
+    errors = [role_threads.end(f"trainer {k}") for k in range(3)]
+    assert all(isinstance(e, PeerError) and not isinstance(e, DeadlineError) for e in errors[:2])
+    listed = ",".join(endpoints)
+    reason = f"this is trainer 1 of {','.join(endpoints[:2])}, and trainer 0 takes it for trainer 1 of '{listed}'"
+    assert str(errors[0]) == f"trainer 1 ({endpoints[1]}) refused trainer 0: {reason}"
+    assert str(errors[1]) == f"trainer 0 has other endpoints: {reason}"
+    assert isinstance(errors[2], PeerError)  # told, or left to wait: it depends on who was asked first
+
+
+def test_an_endpoint_in_use(role_threads: RoleThreads) -> None:
+    endpoints = free_endpoints(2)
+    for k in (0, 1):
+        host, port = endpoints[k].split(":")
+        with (
+            socket.create_server((host, int(port))),
+            pytest.raises(ConfigError, match=f"^trainer {k} cannot listen at {endpoints[k]}: Address already in use$"),
+        ):
+            rendezvous(k, endpoints, deadline=5.0)
+
+
+def test_endpoints_elsewhere_need_to_be_allowed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"trainer 0 is at 192.0.2.1:1, which is not on loopback; .*allow_remote=True"
+    ):
+        rendezvous(0, ["192.0.2.1:1", "192.0.2.2:1"], deadline=1.0)
+
+
+def test_something_else_in_the_place_of_a_trainer(role_threads: RoleThreads) -> None:
+    endpoints = free_endpoints(2)
+    role_threads.start("trainer 0", rendezvous, 0, endpoints, deadline=20.0)
+    with FakeServer(endpoints[1]) as fake_server:
+        assert fake_server.hear().op == "meet"
+        fake_server.say(b"what?")
+        error = role_threads.end("trainer 0")
+    assert isinstance(error, PeerError)
+    assert f"what answers in the place of trainer 1 ({endpoints[1]}) is not one of this job: " in str(error)
+
+
+def test_something_that_does_not_speak_as_trainers_do(role_threads: RoleThreads) -> None:
+    endpoints = free_endpoints(3)
+    host, port = endpoints[1].split(":")
+    with socket.create_server((host, int(port))) as server:
+        for k in (0, 2):
+            role_threads.start(f"trainer {k}", rendezvous, k, endpoints, deadline=3.0)
+        server.settimeout(HANG)
+        stranger, _ = server.accept()
+        with stranger:
+            stranger.sendall(OTHERWISE)
+            errors = [role_threads.end(f"trainer {k}") for k in (0, 2)]
+    message = f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) to come"
+    assert all(isinstance(e, DeadlineError) for e in errors)
+    assert [str(e) for e in errors] == [message, f"trainer 2 was told to give up: {message}"]
+
+
+def test_the_rest_is_told_where_one_refuses_and_one_speaks_otherwise(role_threads: RoleThreads) -> None:
+    endpoints = free_endpoints(4)
+    host, port = endpoints[1].split(":")
+    with socket.create_server((host, int(port))) as server, FakeServer(endpoints[2]) as refuser:
+        for k in (0, 3):
+            role_threads.start(f"trainer {k}", rendezvous, k, endpoints, deadline=20.0)
+        server.settimeout(HANG)
+        stranger, _ = server.accept()
+        with stranger:
+            stranger.settimeout(HANG)
+            stranger.sendall(OTHERWISE)
+            while stranger.recv(4096):
+                pass  # until ZeroMQ has given it up
+            assert refuser.hear().op == "meet"
+            refuser.tell("refuse", reason="this is something else")
+            errors = [role_threads.end(f"trainer {k}") for k in (0, 3)]
+    message = f"trainer 2 ({endpoints[2]}) refused trainer 0: this is something else"
+    assert [str(e) for e in errors] == [message, f"trainer 3 was told to give up: {message}"]
+
+
+def test_one_that_is_told_to_give_up_ends_at_once(role_threads: RoleThreads) -> None:
+    """Also where trainer 0 has gone before it hears `here`: ZeroMQ may then keep that for as long as it is allowed."""
+    for i in range(100):
+        endpoints = free_endpoints(2)
+        role_threads.start(f"trainer {i}", rendezvous, 1, endpoints, deadline=20.0)
+        first = Peer(endpoints[1])
+        first.tell("meet", trainer=1, endpoints=list(endpoints))
+        first.tell("abort", reason="no reason")
+        first.end()
+        since = time.monotonic()
+        assert str(role_threads.end(f"trainer {i}")) == "trainer 1 was told to give up: no reason"
+        assert time.monotonic() - since < LINGER
+
+
+def test_strangers_at_the_door_are_let_stand(role_threads: RoleThreads) -> None:
+    endpoints = free_endpoints(2)
+    role_threads.start("trainer 1", rendezvous, 1, endpoints, deadline=20.0)
+    with Peer(endpoints[1]) as stranger:
+        stranger.say(b"what?")
+        stranger.tell("go")  # it was not asked by this one
+        assert meeting(role_threads, [0], endpoints) == {0: None}
+    assert role_threads.end("trainer 1") is None
+
+
+# -- connecting ------------------------------------------------------------------------------------
+
+
+def test_jax_was_used_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax.devices()
+    (role,) = trainer_roles(free_endpoints(1))
+    with pytest.raises(ConfigError, match="^JAX was used already, .* call dtrans.connect\\(\\) before anything"):
+        dtrans.connect(role)
+    for n, v in role.environment().items():
+        monkeypatch.setenv(n, v)
+    with pytest.raises(ConfigError, match="^JAX was used already"):
+        dtrans.connect()
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
+def test_a_deadline_that_is_none(deadline: float) -> None:
+    with pytest.raises(ConfigError, match="^deadline must be a positive number of seconds"):
+        dtrans.connect(deadline=deadline)
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def launched(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> LaunchError:
+    """The error of a job of two trainers under the launcher."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(LaunchError) as e:
+        launch([*COMMAND, *arguments], trainers=2, mode="nccl2", deadline=PATIENCE)
+    return e.value
+
+
+def test_a_killed_trainer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = launched("endless", "kill", monkeypatch=monkeypatch)
+    assert (error.role, error.code) == ("trainer 1", 137)
+    assert str(error).startswith("trainer 1 failed with signal SIGKILL, and the other roles were ended")
+
+
+def test_a_trainer_that_raises_is_named_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = time.monotonic()
+    error = launched("endless", "raise", monkeypatch=monkeypatch)
+    assert (error.role, error.code) == ("trainer 1", 1)
+    assert str(error).splitlines()[-1] == "KeyError: 'this is why'"
+    assert time.monotonic() - started < 30.0  # it does not wait for the others at its end
+
+
+@pytest.mark.parametrize("fate", ["kill", "idle"])
+def test_survivors_end_without_a_launcher(fate: str) -> None:
+    """One that reduces gets an error, or is ended by JAX as one that does something else is, within the heartbeat."""
+    with started(2, *COMMAND, "endless", fate) as (first, second):
+        assert second.wait(timeout=PATIENCE) == -signal.SIGKILL
+        killed = time.monotonic()
+        said, _ = first.communicate(timeout=PATIENCE)
+        assert time.monotonic() - killed < 40.0
+    if first.returncode == 1 and fate == "kill":
+        assert "dtrans.errors.PeerError: trainer 0 lost trainer 1 in the middle of a reduction: it has ended" in said
+    else:
+        assert first.returncode == -signal.SIGABRT, said
+        assert "JAX distributed service detected fatal errors" in said
+
+
+def test_a_trainer_that_changes_its_part_alone_is_told_so() -> None:
+    with started(2, *COMMAND, "alone") as (first, second):
+        said, _ = first.communicate(timeout=PATIENCE)
+        second.wait(timeout=PATIENCE)
+    assert first.returncode == 1 and second.returncode != 0
+    want = (
+        "dtrans.errors.DeadlineError: trainer 0 waited 5 s for trainer 1 to start the same step: they are at another, "
+    )
+    assert want + "or give parts of the shape of before" in said
+
+
+# -- going on with those left ----------------------------------------------------------------------
+
+
+def with_those_left(trainers: int, fates: dict[tuple[int, int], str]) -> tuple[Any, Any, list[float], list[int]]:
+    """What one device computes from the rows of those who are there in each step."""
+    with jax.enable_x64(True):
+        params, opt_state = jax.jit(script.init)(jax.random.key(0))
+        step = jax.jit(dtrans.make_train_step(script.loss_fn, script.optimizer(), has_aux=True))
+        losses, counts, there = [], [], list(range(trainers))
+        for i in range(script.SURVIVED):
+            there = [k for k in there if (k, i) not in fates]
+            part = script.ROWS // trainers
+            rows = np.concatenate([np.arange(k * part, (k + 1) * part) for k in there])
+            batch = [x[rows] for x in script.batches()[i % script.STEPS]]
+            params, opt_state, loss, _ = step(params, opt_state, *batch)
+            losses.append(float(loss))
+            counts.append(len(there))
+        return params, opt_state, losses, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trainers, fates",
+    [
+        (2, {(1, 3): "raise"}),
+        (3, {(2, 0): "kill", (1, 6): "raise"}),
+        pytest.param(4, {(1, 2): "kill", (3, 2): "kill"}, marks=pytest.mark.soak),
+    ],
+)
+def test_those_left_go_on_with_the_mean_of_their_own(trainers: int, fates: Any, tmp_path: Path) -> None:
+    told = ",".join(f"{k}@{i}:{fate}" for (k, i), fate in fates.items())
+    with started(trainers, *COMMAND, "survive", str(tmp_path), told) as processes:
+        said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
+    ends = {k: {"raise": 1, "kill": -signal.SIGKILL}[fate] for (k, _), fate in fates.items()}
+    assert [p.returncode for p in processes] == [ends.get(k, 0) for k in range(trainers)], "\n".join(said)
+    params, opt_state, losses, counts = with_those_left(trainers, fates)
+    for k in range(trainers):
+        if k in ends:
+            continue
+        with np.load(tmp_path / f"trainer-{k}.npz") as found:
+            assert found["counts"].tolist() == counts
+            assert distance(found["losses"], np.array(losses)) < 1e-12
+            for name, want in script.flat(params=params, state=opt_state).items():
+                assert distance(found[name], want) < 1e-12, name
+        for lost, _ in fates:
+            assert f"trainer {lost}" in said[k] and "going on with" in said[k]
+
+
+@pytest.mark.slow
+def test_the_launcher_goes_on_with_those_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [*COMMAND, "survive", str(tmp_path), "1@2:raise"]
+    launch(command, trainers=3, mode="nccl2", on_trainer_loss="drop", deadline=PATIENCE)
+    assert "[launcher] trainer 1 failed with exit code 1; the others go on" in capfd.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["trainer-0.npz", "trainer-2.npz"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"on_trainer_loss": "wait", "mode": "nccl2"}, "on_trainer_loss must be 'abort' or 'drop', it is 'wait'"),
+        ({"on_trainer_loss": "drop"}, "on_trainer_loss='drop' is for mode='nccl2', it is 'pserver'"),
+    ],
+)
+def test_the_launcher_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        launch(COMMAND, trainers=2, **options)
+
+
+def test_going_on_must_be_one_of_two() -> None:
+    with pytest.raises(ConfigError, match="^on_trainer_loss must be 'abort' or 'drop', it is 'wait'$"):
+        dtrans.connect(on_trainer_loss="wait")

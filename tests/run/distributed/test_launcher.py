@@ -1,0 +1,559 @@
+"""Launching: what roles are told, whose error is shown, and that nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+import dtrans
+from dtrans.errors import ConfigError, DeadlineError, LaunchError
+from dtrans.run.distributed.launcher import free_endpoints, launch
+from dtrans.run.distributed.role import VARIABLES, roles_of, trainer_roles
+
+
+PATIENCE = 30.0  # seconds for something that takes milliseconds on an idle machine
+
+# what every test script begins with; roles do not import dtrans, so they start in milliseconds
+PRELUDE = """
+import json, os, signal, socket, subprocess, sys, threading
+kind = os.environ["DTRANS_ROLE"]
+index = os.environ.get("DTRANS_TRAINER_ID") or str(
+    os.environ["DTRANS_PSERVER_ENDPOINTS"].split(",").index(os.environ["DTRANS_CURRENT_ENDPOINT"]))
+name = kind + " " + index
+
+def report(who=name):
+    # tell the test that this process is here; it sees the connection end when the process does
+    s = socket.create_connection(("127.0.0.1", int(os.environ["TEST_PORT"])))
+    s.sendall(f"{who}:{os.getpid()}\\n".encode())
+    return s
+
+def forever():
+    threading.Event().wait()
+"""
+
+
+class Watch:
+    """Knows which processes are alive: each holds a connection, which ends with it, however it ends."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(PATIENCE)
+        self.port = self.listener.getsockname()[1]
+        self.pids: dict[str, int] = {}
+        self._connections: list[socket.socket] = []
+
+    def wait_for(self, count: int) -> None:
+        """Until so many processes have reported."""
+        for _ in range(count):
+            connection, _ = self.listener.accept()
+            connection.settimeout(PATIENCE)
+            self._connections.append(connection)
+            who, pid = connection.makefile().readline().strip().split(":")
+            self.pids[who] = int(pid)
+
+    def all_gone(self, patience: float = PATIENCE) -> None:
+        """Until every process that reported has ended; a timeout is the failure."""
+        for connection in self._connections:
+            connection.settimeout(patience)
+            with contextlib.suppress(ConnectionResetError):  # killed with unread input: gone as well
+                assert connection.recv(1) == b""
+
+    def close(self) -> None:
+        for s in (self.listener, *self._connections):
+            s.close()
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    made = Watch()
+    monkeypatch.setenv("TEST_PORT", str(made.port))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    def write(body: str) -> list[str]:
+        path = tmp_path / "script.py"
+        path.write_text(PRELUDE + textwrap.dedent(body))
+        return [sys.executable, str(path)]
+
+    return write
+
+
+def assert_reaped(watch: Watch) -> None:
+    for pid in watch.pids.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+# -- what roles are told ---------------------------------------------------------------------------
+
+
+def test_environment(script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRANS_CURRENT_ENDPOINT", "10.0.0.1:1")  # what this process was told is not theirs
+    monkeypatch.setenv("DTRANS_TRAINER_ID", "7")
+    monkeypatch.setenv("DTRANS_RUN", "of another launch")
+    command = script("""
+        found = {k: v for k, v in os.environ.items() if k.startswith("DTRANS_")}
+        print(json.dumps([found, os.environ["EXTRA"], sys.argv[1:], os.getpid() == os.getsid(0)]))
+    """)
+    launch([*command, "--trainers", "9", "a b"], trainers=3, pservers=2, env={"EXTRA": "x"})
+    lines = dict(line.split("] ", 1) for line in capsys.readouterr().out.splitlines())
+    assert sorted(lines) == ["[pserver 0", "[pserver 1", "[trainer 0", "[trainer 1", "[trainer 2"]
+    roles, runs = [], set()
+    for prefix, line in lines.items():
+        found, extra, arguments, leads_session = json.loads(line)
+        role = dtrans.Role.from_env(found)
+        assert (extra, arguments, leads_session) == ("x", ["--trainers", "9", "a b"], True)
+        assert f"[{role.name}" == prefix
+        runs.add(found.pop("DTRANS_RUN"))
+        assert found == role.environment()
+        roles.append(role)
+    assert len(runs) == 1 and runs != {"of another launch"}
+    assert {r.trainers for r in roles} == {3}
+    (endpoints,) = {r.pserver_endpoints for r in roles}
+    assert len(set(endpoints)) == 2 and all(e.startswith("127.0.0.1:") for e in endpoints)
+
+
+def test_roles_of_round_trip() -> None:
+    roles = roles_of(2, ("127.0.0.1:1", "127.0.0.1:2"))
+    assert [r.name for r in roles] == ["pserver 0", "pserver 1", "trainer 0", "trainer 1"]
+    assert [dtrans.Role.from_env(r.environment()) for r in roles] == list(roles)
+    assert all(set(r.environment()) <= set(VARIABLES) for r in roles)
+    assert [r.trainer_id for r in roles if r.is_pserver] == [0, 0]
+
+
+def test_trainer_roles_round_trip() -> None:
+    roles = trainer_roles(("127.0.0.1:1", "127.0.0.1:2"))
+    assert [r.name for r in roles] == ["trainer 0", "trainer 1"]
+    assert [dtrans.Role.from_env(r.environment()) for r in roles] == list(roles)
+    assert all(set(r.environment()) <= set(VARIABLES) and r.mode == "nccl2" for r in roles)
+    assert {r.mode for r in roles_of(1, ("127.0.0.1:1",))} == {"pserver"}
+
+
+def test_environment_in_nccl2_mode(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DTRANS_PSERVER_ENDPOINTS", "10.0.0.1:1")  # what this process was told is not theirs
+    monkeypatch.setenv("JAX_ENABLE_PREEMPTION_SERVICE", "1")  # what the user has set stays
+    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
+    command = script("""
+        of_jax = [os.environ[n] for n in ("JAX_ENABLE_PREEMPTION_SERVICE", "JAX_LOCAL_DEVICE_IDS")]
+        print(json.dumps([{k: v for k, v in os.environ.items() if k.startswith("DTRANS_")}, of_jax]))
+    """)
+    launch(command, trainers=3, mode="nccl2")
+    lines = dict(line.split("] ", 1) for line in capsys.readouterr().out.splitlines())
+    assert sorted(lines) == ["[trainer 0", "[trainer 1", "[trainer 2"]
+    runs: set[str] = set()
+    for prefix, line in lines.items():
+        found, of_jax = json.loads(line)
+        role = dtrans.Role.from_env(found)
+        runs.add(found.pop("DTRANS_RUN"))
+        assert (f"[{role.name}", found) == (prefix, role.environment())
+        assert of_jax == ["1", str(role.trainer_id)]
+        assert (role.trainers, len(set(role.trainer_endpoints))) == (3, 3)
+    assert len(runs) == 1
+
+
+GOOD_NCCL2 = {
+    "DTRANS_ROLE": "trainer",
+    "DTRANS_TRAINERS": "2",
+    "DTRANS_TRAINER_ID": "1",
+    "DTRANS_TRAINER_ENDPOINTS": "127.0.0.1:6174,127.0.0.1:6175",
+    "DTRANS_CURRENT_ENDPOINT": "127.0.0.1:6175",
+}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"DTRANS_ROLE": "pserver"}, "DTRANS_TRAINER_ENDPOINTS is for nccl2 mode, which has no pservers; this is a"),
+        ({"DTRANS_PSERVER_ENDPOINTS": "127.0.0.1:1"}, "and DTRANS_PSERVER_ENDPOINTS is '127.0.0.1:1'"),
+        ({"DTRANS_ROLE": "worker"}, "DTRANS_ROLE is 'worker'; it must be trainer or pserver"),
+        ({"DTRANS_TRAINERS": "3"}, "DTRANS_TRAINERS is 3, and DTRANS_TRAINER_ENDPOINTS has 2: 127.0.0.1:6174,127"),
+        ({"DTRANS_TRAINER_ID": "2"}, "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1"),
+        ({"DTRANS_TRAINER_ID": "0"}, "trainer 0 is at 127.0.0.1:6174; the current endpoint 127.0.0.1:6175 is that of"),
+        ({"DTRANS_CURRENT_ENDPOINT": "127.0.0.1:1"}, "the current endpoint '127.0.0.1:1' is not one of the trainers'"),
+        ({"DTRANS_CURRENT_ENDPOINT": None}, "DTRANS_CURRENT_ENDPOINT is not set"),
+        ({"DTRANS_TRAINER_ENDPOINTS": "x,y"}, "'x' is not an endpoint"),
+    ],
+)
+def test_bad_environment_in_nccl2_mode(change: dict[str, str | None], message: str) -> None:
+    assert dtrans.Role.from_env(GOOD_NCCL2).trainer_id == 1
+    with pytest.raises(ConfigError, match=message):
+        dtrans.Role.from_env({k: v for k, v in (GOOD_NCCL2 | change).items() if v is not None})
+
+
+GOOD = {
+    "DTRANS_ROLE": "trainer",
+    "DTRANS_TRAINERS": "2",
+    "DTRANS_TRAINER_ID": "1",
+    "DTRANS_PSERVER_ENDPOINTS": "127.0.0.1:6174,127.0.0.1:6175",
+    "DTRANS_CURRENT_ENDPOINT": "127.0.0.1:6174",
+}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"DTRANS_ROLE": None}, "DTRANS_ROLE is not set: start this script with `dtrans launch"),
+        ({"DTRANS_ROLE": "worker"}, "DTRANS_ROLE is 'worker'; it must be trainer or pserver"),
+        ({"DTRANS_TRAINERS": ""}, "DTRANS_TRAINERS is not set"),
+        ({"DTRANS_TRAINERS": "two"}, "DTRANS_TRAINERS is 'two'; it must be a number"),
+        ({"DTRANS_TRAINERS": "-2"}, "DTRANS_TRAINERS is '-2'; it must be a number"),
+        ({"DTRANS_TRAINERS": "0"}, "a job needs a trainer, DTRANS_TRAINERS is 0"),
+        ({"DTRANS_TRAINER_ID": None}, "DTRANS_TRAINER_ID is not set"),
+        ({"DTRANS_TRAINER_ID": "2"}, "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1"),
+        ({"DTRANS_PSERVER_ENDPOINTS": None}, "DTRANS_PSERVER_ENDPOINTS is not set"),
+        ({"DTRANS_PSERVER_ENDPOINTS": "here"}, "'here' is not an endpoint"),
+        ({"DTRANS_ROLE": "pserver", "DTRANS_CURRENT_ENDPOINT": None}, "DTRANS_CURRENT_ENDPOINT is not set"),
+        (
+            {"DTRANS_ROLE": "pserver", "DTRANS_CURRENT_ENDPOINT": "127.0.0.1:9"},
+            r"'127.0.0.1:9' \(DTRANS_CURRENT_ENDPOINT\) is not one of DTRANS_PSERVER_ENDPOINTS",
+        ),
+    ],
+)
+def test_bad_environment(change: dict[str, str | None], message: str) -> None:
+    env = {k: v for k, v in (GOOD | change).items() if v is not None}
+    with pytest.raises(ConfigError, match=message):
+        dtrans.Role.from_env(env)
+
+
+def test_free_endpoints_are_free_and_differ() -> None:
+    found = free_endpoints(20)
+    assert len(set(found)) == 20
+    for endpoint in found:
+        host, port = endpoint.split(":")
+        with socket.socket() as s:
+            s.bind((host, int(port)))
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+def test_output_by_line(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    command = script("""
+        if name == "trainer 0":
+            print("one\\ntwo"); print("no newline", end="")
+            sys.stderr.buffer.write(b"not \\xff utf-8\\n")
+    """)
+    launch(command)
+    out, err = capsys.readouterr()
+    assert out == "[trainer 0] one\n[trainer 0] two\n[trainer 0] no newline\n"
+    assert err == "[trainer 0] not � utf-8\n"
+
+
+def test_output_comes_when_it_is_printed(script: Any, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the role goes on only after the test has seen its line
+    command = script("""
+        if name == "trainer 0":
+            s = report()
+            print("here")
+            s.recv(1)
+    """)
+    seen = threading.Event()
+
+    class Out:
+        def write(self, text: str) -> None:
+            if text == "[trainer 0] here\n":
+                seen.set()
+
+        def flush(self) -> None:
+            pass
+
+    def answer() -> None:
+        watch.wait_for(1)
+        assert seen.wait(PATIENCE)
+        watch._connections[0].sendall(b"x")
+
+    monkeypatch.setattr(sys, "stdout", Out())
+    thread = threading.Thread(target=answer)
+    thread.start()
+    launch(command, deadline=PATIENCE)
+    thread.join()
+    assert seen.is_set()
+
+
+def test_trainer_0_keeps_stdout(script: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    launch(script("""print(name, end="|")"""), trainers=2, inherit_stdout=True)
+    out = capfd.readouterr().out
+    assert "trainer 0|" in out and "[trainer 0]" not in out
+    assert "[trainer 1] trainer 1|\n" in out and "[pserver 0] pserver 0|\n" in out
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def test_failure_ends_the_others(script: Any, watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
+    command = script("""
+        s = report()
+        if name == "trainer 1":
+            s.recv(1)
+            raise ValueError("this is why")
+        forever()
+    """)
+
+    def answer() -> None:
+        watch.wait_for(4)
+        for s in watch._connections:
+            s.sendall(b"x")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(LaunchError) as e:
+        launch(command, trainers=2, pservers=2)
+    thread.join()
+    message = str(e.value).splitlines()
+    assert message[0] == "trainer 1 failed with exit code 1, and the other roles were ended; it said:"
+    assert message[1] == "Traceback (most recent call last):"
+    assert message[-1] == "ValueError: this is why"
+    assert (e.value.role, e.value.code) == ("trainer 1", 1)
+    assert "[trainer 1] ValueError: this is why\n" in capsys.readouterr().err
+    assert len(watch.pids) == 4
+    watch.all_gone()
+    assert_reaped(watch)
+
+
+def test_failure_code_and_silence(script: Any) -> None:
+    command = script("""
+        if name == "pserver 0":
+            sys.exit(7)
+        forever()
+    """)
+    with pytest.raises(LaunchError, match="pserver 0 failed with exit code 7.*it wrote nothing to standard error") as e:
+        launch(command)
+    assert e.value.code == 7
+
+
+def test_failure_by_signal(script: Any) -> None:
+    command = script("""
+        if name == "trainer 0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        forever()
+    """)
+    with pytest.raises(LaunchError, match="trainer 0 failed with signal SIGKILL") as e:
+        launch(command)
+    assert e.value.code == 137
+
+
+def test_cause_before_consequence(script: Any, watch: Watch) -> None:
+    """A pserver that ends because a trainer failed does not hide that trainer, though it ends first."""
+    command = script("""
+        s = report()
+        if kind == "pserver":
+            sys.exit("dtrans.errors.PeerError: trainer 0 failed: ValueError: this is why")
+        s.recv(1)  # until the pserver has ended
+        sys.exit("ValueError: this is why")
+    """)
+
+    def answer() -> None:
+        watch.wait_for(2)
+        by_name = dict(zip(watch.pids, watch._connections, strict=True))
+        assert by_name["pserver 0"].recv(1) == b""
+        by_name["trainer 0"].sendall(b"x")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(LaunchError, match="^trainer 0 failed .*\nValueError: this is why$"):
+        launch(command)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "last_words",
+    [
+        "jax.errors.JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer",
+        "F1121 client.h:80] Terminating process because the JAX distributed service detected fatal errors. This most",
+    ],
+)
+def test_cause_before_consequence_in_nccl2_mode(script: Any, watch: Watch, last_words: str) -> None:
+    command = script(f"""
+        s = report()
+        if name == "trainer 0":
+            sys.exit({last_words!r})
+        s.recv(1)  # until trainer 0 has ended
+        sys.exit(9)
+    """)
+
+    def answer() -> None:
+        watch.wait_for(2)
+        by_name = dict(zip(watch.pids, watch._connections, strict=True))
+        assert by_name["trainer 0"].recv(1) == b""
+        by_name["trainer 1"].sendall(b"x")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(LaunchError, match="^trainer 1 failed with exit code 9"):
+        launch(command, trainers=2, mode="nccl2")
+    thread.join()
+
+
+def test_consequence_without_a_cause(script: Any) -> None:
+    command = script("""
+        if kind == "pserver":
+            sys.exit("dtrans.errors.PeerError: trainer 0 disagrees")
+    """)
+    with pytest.raises(LaunchError, match="^pserver 0 failed .*\ndtrans.errors.PeerError: trainer 0 disagrees$"):
+        launch(command)
+
+
+def test_role_that_ignores_sigterm_is_killed(script: Any, watch: Watch) -> None:
+    command = script("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        s = report()
+        if name == "trainer 0":
+            s.recv(1)
+            sys.exit(3)
+        forever()
+    """)
+
+    def answer() -> None:
+        watch.wait_for(2)
+        for s in watch._connections:
+            s.sendall(b"x")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match="trainer 0 failed with exit code 3"):
+        launch(command, grace=0.5)
+    assert time.monotonic() - started >= 0.5
+    thread.join()
+    assert_reaped(watch)
+
+
+def test_what_a_role_leaves_behind_is_ended(script: Any, watch: Watch) -> None:
+    command = script("""
+        if len(sys.argv) > 1:
+            s = report("grandchild")
+            forever()
+        if name == "trainer 0":
+            subprocess.Popen([sys.executable, __file__, "x"])
+            s = report()
+            s.recv(1)  # until the grandchild is there
+    """)
+
+    def answer() -> None:
+        watch.wait_for(2)
+        for s in watch._connections:
+            s.sendall(b"x")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    launch(command, deadline=PATIENCE)
+    thread.join()
+    assert set(watch.pids) == {"grandchild", "trainer 0"}
+    watch.all_gone()
+
+
+def test_deadline(script: Any) -> None:
+    command = script("""
+        if kind == "pserver":
+            forever()
+    """)
+    with pytest.raises(DeadlineError, match="the launcher waited 1 s for the job: pserver 0 had not ended"):
+        launch(command, deadline=1.0)
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="pserver 0 cannot be started: .*nothing-here: No such file"):
+        launch([str(tmp_path / "nothing-here")])
+    with pytest.raises(ConfigError, match="launch was given no command"):
+        launch([])
+    with pytest.raises(ConfigError, match="at least one of trainers, trainers=0"):
+        launch(["true"], trainers=0)
+    with pytest.raises(ConfigError, match="at least one of pservers, pservers=0"):
+        launch(["true"], pservers=0)
+    with pytest.raises(ConfigError, match="mode must be 'pserver' or 'nccl2', it is 'nccl'"):
+        launch(["true"], mode="nccl")
+    with pytest.raises(ConfigError, match="there are no pservers in mode='nccl2', pservers=2"):
+        launch(["true"], mode="nccl2", pservers=2)
+
+
+def test_leaves_signals_as_they_were(script: Any) -> None:
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    launch(script(""))
+    assert before == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+
+def test_from_another_thread(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    thread = threading.Thread(target=launch, args=(script("print(name)"),))
+    thread.start()
+    thread.join()
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[pserver 0] pserver 0", "[trainer 0] trainer 0"]
+
+
+# -- interruption ----------------------------------------------------------------------------------
+
+# The launcher as a process of its own. Tests may run where a shell has set SIGINT to be ignored.
+DRIVER = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from dtrans.run.distributed.launcher import launch
+launch(sys.argv[1:], trainers=2, pservers=2, grace=60)
+"""
+
+
+def start_launcher(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_interrupted_launcher_leaves_nothing(script: Any, watch: Watch, signum: int, code: int) -> None:
+    launcher = start_launcher(script("s = report(); forever()"))
+    with launcher:
+        watch.wait_for(4)
+        os.kill(launcher.pid, signum)
+        _, err = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == code
+    assert ("KeyboardInterrupt" in err) == (signum == signal.SIGINT)
+    watch.all_gone(0.0)
+    assert_reaped(watch)
+
+
+def test_second_interrupt_kills(script: Any, watch: Watch) -> None:
+    command = script("""
+        told = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: print("told to end"))
+        s = report()
+        while True:
+            signal.pause()
+    """)
+    launcher = start_launcher(command)
+    with launcher:
+        assert launcher.stdout is not None
+        watch.wait_for(4)
+        os.kill(launcher.pid, signal.SIGINT)
+        for _ in range(4):
+            assert launcher.stdout.readline().endswith("told to end\n")
+        os.kill(launcher.pid, signal.SIGINT)
+        launcher.communicate(timeout=PATIENCE)
+    watch.all_gone(0.0)
+    assert_reaped(watch)
+
+
+def test_killed_launcher_leaves_nothing(script: Any, watch: Watch) -> None:
+    command = script("signal.signal(signal.SIGTERM, signal.SIG_IGN); s = report(); forever()")
+    launcher = start_launcher(command)
+    with launcher:
+        watch.wait_for(4)
+        launcher.kill()
+        launcher.wait(timeout=PATIENCE)
+        watch.all_gone()

@@ -1,0 +1,447 @@
+"""Asynchronous parameter servers: every gradient is an update of its own. With one trainer that is sequential training;
+with several that take turns it is what is written out here; and nothing is lost where they take none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_close
+from role_threads import HANG, Peer, RoleThreads, StepOrder, check_state, free_endpoints, serve, until
+
+import dtrans
+from dtrans.errors import ConfigError, PeerError
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.parameter_server import base_server
+from dtrans.run.parameter_server.block_update import BlockUpdates
+from dtrans.run.parameter_server.update import ServerUpdate
+
+
+@pytest.fixture(autouse=True)
+def x64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+def plan_for(
+    servers: Sequence[str], tx: Any, params: Any, *batch: Any, trainers: int = 1, loss: Any = mlp_loss, **options: Any
+) -> Any:
+    return dtrans.pserver(
+        dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch),
+        dtrans.trace(init_of(tx), params),
+        pservers=servers,
+        trainers=trainers,
+        sync_mode=False,
+        min_block_size=1,
+        **options,
+    )
+
+
+def train(
+    plan: PServerPlan, k: int, batches: Sequence[Any], turns: StepOrder | None, *args: Any
+) -> tuple[Any, list[Any]]:
+    """One trainer on its own batches; its last parameters, and its losses."""
+    with dtrans.Executor(deadline=HANG) as exe:
+        params = exe.run(plan.trainer_startup_program(k), *args)
+        losses = []
+        for batch in batches:
+            step = lambda params=params, batch=batch: exe.run(plan.trainer_program(k), params, *batch)
+            params, loss = turns.take(k, step) if turns else step()
+            losses.append(loss)
+        return params, losses
+
+
+def run(
+    role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any], turns: StepOrder | None
+) -> tuple[Any, Any]:
+    """The states that servers end with, and what each trainer returned; trainer k has `batches[k]`."""
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, params)
+    for k in range(plan.trainers):
+        role_threads.start(f"trainer {k}", train, plan, k, batches[k], turns, params)
+    ended = role_threads.all()
+    return [ended[ep] for ep in plan.servers], [ended[f"trainer {k}"] for k in range(plan.trainers)]
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(optax.cosine_decay_schedule(1e-2, 20)),
+    "momentum, joined schedules": optax.sgd(
+        optax.join_schedules(
+            [optax.linear_schedule(0.0, 0.1, 3), optax.piecewise_constant_schedule(0.1, {2: 0.5})], [3]
+        ),
+        momentum=0.9,
+    ),
+    "decay and clip by value": optax.chain(optax.clip(0.05), optax.add_decayed_weights(0.01), optax.rmsprop(1e-2)),
+}
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_one_trainer_is_sequential_training(role_threads: RoleThreads, tx: Any, servers: int) -> None:
+    params = mlp_params(dtype=jnp.float64)
+    batches = [mlp_batch(4, dtype=jnp.float64, seed=s) for s in range(6)]
+    plan = plan_for(free_endpoints(servers), tx, params, *batches[0])
+    states, ((got, losses),) = run(role_threads, plan, params, [batches], None)
+    step, want, state = jax.jit(plain_step(mlp_loss, tx)), params, tx.init(params)
+    for batch, loss in zip(batches, losses, strict=True):
+        want, state, want_loss = step(want, state, *batch)
+        np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
+    tree_close(got, want, 1e-12)
+    check_state(plan, states, want, state)
+
+
+def lagging() -> optax.GradientTransformation:
+    """Steps by the rate of the step before, which is state that nobody but the update reads."""
+    return optax.GradientTransformation(
+        lambda p: {"count": jnp.zeros((), jnp.int32), "lr": jnp.asarray(0.1, jnp.float64)},
+        lambda g, s, p=None: (
+            jax.tree.map(lambda x: -x * s["lr"], g),
+            {"count": s["count"] + 1, "lr": jnp.asarray(0.1 / (s["count"] + 2), jnp.float64)},
+        ),
+    )
+
+
+def run_alone(
+    role_threads: RoleThreads, step: Any, init: Any, params: Any, batches: Sequence[Any], servers: int = 1
+) -> None:
+    """One trainer and its servers; they must end with what the step gives by itself."""
+    main = dtrans.trace(step, params, jax.eval_shape(init, params)[1], *batches[0])
+    plan = dtrans.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers), sync_mode=False,
+                          min_block_size=1)  # fmt: skip
+    states, ((got, _),) = run(role_threads, plan, params, [batches], None)
+    want, state = init(params)
+    for batch in batches:
+        want, state, *_ = step(want, state, *batch)
+    tree_close(got, want, 1e-12)
+    check_state(plan, states, {n: x for n, x in want.items() if f"params/{n}" not in plan.frozen}, state)
+
+
+def test_a_block_may_be_the_only_reader_of_what_the_schedule_replaces(role_threads: RoleThreads) -> None:
+    tx, params = lagging(), {"b": jnp.ones(())}
+    step = dtrans.make_train_step(lambda p, x: jnp.mean((x * p["b"] - 1) ** 2), tx)
+    run_alone(role_threads, step, init_of(tx), params, [(jnp.arange(4.0) + i,) for i in range(4)])
+
+
+def test_a_block_may_read_what_nobody_makes_anew(role_threads: RoleThreads) -> None:
+    def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
+        value, grads = dtrans.value_and_grad(lambda b: jnp.mean((x * b - 1) ** 2))(params["b"])
+        return {"b": params["b"] - params["scale"] * grads, "scale": params["scale"]}, opt_state, value
+
+    params = {"b": jnp.ones(()), "scale": jnp.asarray(0.01, jnp.float64)}
+    run_alone(role_threads, step, lambda p: (p, ()), params, [(jnp.arange(4.0) + i,) for i in range(4)])
+
+
+def test_leaves_that_are_set_to_zero_steps_stay(role_threads: RoleThreads) -> None:
+    labels = {"b1": "a", "b2": "b", "w1": "a", "w2": "b"}
+    tx = optax.multi_transform({"a": optax.adam(0.1), "b": optax.set_to_zero()}, labels)
+    params = mlp_params(dtype=jnp.float64)
+    batches = [mlp_batch(4, dtype=jnp.float64, seed=s) for s in range(3)]
+    run_alone(role_threads, dtrans.make_train_step(mlp_loss, tx), init_of(tx), params, batches)
+
+
+def test_blocks_of_one_shape_are_compiled_once() -> None:
+    params = {f"w{i}": jnp.ones((4, 2)) for i in range(6)} | {"b": jnp.ones(3)}
+    loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
+    plan = plan_for(("127.0.0.1:1",), optax.adam(0.1), params, jnp.ones(4), loss=loss)
+    blocks = BlockUpdates(ServerUpdate.of(plan.servers["127.0.0.1:1"].main))
+    assert len(blocks._jitted) == 8 and len(blocks._compiled) == 3  # lr_sched, w, b
+
+
+def test_a_step_of_several_trainers_is_the_sum_of_what_each_would_do(role_threads: RoleThreads) -> None:
+    """Each trainer's gradient is of the parameters it last received, and is applied to what is newest by then."""
+    order = [0, 1, 1, 2, 0, 0, 2, 1, 2, 0, 1, 2]
+    tx = OPTIMIZERS["adam"]
+    params = mlp_params(dtype=jnp.float64)
+    batches = [[mlp_batch(4, dtype=jnp.float64, seed=10 * k + s) for s in range(4)] for k in range(3)]
+    plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=3)
+    states, ended = run(role_threads, plan, params, batches, StepOrder(order))
+    newest, state, own, done = params, tx.init(params), [params] * 3, [0] * 3
+    grad = jax.jit(jax.value_and_grad(mlp_loss))
+    for k in order:
+        loss, g = grad(own[k], *batches[k][done[k]])
+        np.testing.assert_allclose(ended[k][1][done[k]], loss, rtol=1e-12)
+        updates, state = tx.update(g, state, newest)
+        newest = optax.apply_updates(newest, updates)
+        own[k] = newest
+        done[k] += 1
+    for k in range(3):
+        tree_close(ended[k][0], own[k], 1e-12)
+    assert int(jax.tree.leaves(state)[0]) == len(order)  # steps are counted over all trainers
+    check_state(plan, states, newest, state)
+
+
+def test_no_update_is_lost_where_nobody_waits(role_threads: RoleThreads) -> None:
+    """The gradient of a linear loss does not depend on the parameters, so that order does not matter: every gradient
+    counts once, whatever else comes meanwhile."""
+    loss = lambda p, x: jnp.sum(jnp.mean(x, 0) * p["w"]) + jnp.mean(x) * p["b"]
+    params = {"w": jnp.zeros(6), "b": jnp.zeros(())}
+    rng = np.random.default_rng(0)
+    batches = [[(jnp.asarray(rng.integers(-9, 9, (2, 6)), jnp.float64),) for _ in range(40)] for _ in range(3)]
+    tx = optax.sgd(1.0)
+    plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=3, loss=loss)
+    states, ended = run(role_threads, plan, params, batches, None)
+    every = [x for mine in batches for (x,) in mine]
+    want = {"w": -sum(jnp.mean(x, 0) for x in every), "b": -sum(jnp.mean(x) for x in every)}
+    check_state(plan, states, want, (), rtol=1e-9)
+    assert all(len(losses) == 40 for _, losses in ended)
+
+
+# -- delay compensation ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decay", [None, 0.95])
+@pytest.mark.parametrize("name", ["adam", "momentum, joined schedules"])
+def test_delayed_gradients_are_compensated_as_the_paper_says(
+    role_threads: RoleThreads, name: str, decay: float | None
+) -> None:
+    order, strength = [0, 1, 1, 2, 0, 0, 2, 1, 2, 0, 1, 2], 0.7
+    tx, params = OPTIMIZERS[name], mlp_params(dtype=jnp.float64)
+    batches = [[mlp_batch(4, dtype=jnp.float64, seed=10 * k + s) for s in range(4)] for k in range(3)]
+    options = {"enable_dc_asgd": True, "dc_asgd_lambda": strength, "dc_asgd_decay": decay}
+    plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=3, **options)
+    states, ended = run(role_threads, plan, params, batches, StepOrder(order))
+    newest, state, own, done = params, tx.init(params), [params] * 3, [0] * 3
+    square = jax.tree.map(jnp.zeros_like, params)
+    grad = jax.jit(jax.grad(mlp_loss))
+    moved = 0.0
+    for k in order:
+        g = grad(own[k], *batches[k][done[k]])
+        if decay is None:
+            strengths = jax.tree.map(lambda x: strength, g)
+        else:
+            square = jax.tree.map(lambda s, x: decay * s + (1 - decay) * x * x, square, g)
+            strengths = jax.tree.map(lambda s: strength / jnp.sqrt(s + 1e-7), square)
+        right = jax.tree.map(lambda x, by, w, bak: x + by * x * x * (w - bak), g, strengths, newest, own[k])
+        moved += sum(
+            float(jnp.abs(a - b).sum()) for a, b in zip(jax.tree.leaves(right), jax.tree.leaves(g), strict=True)
+        )
+        updates, state = tx.update(right, state, newest)
+        newest = own[k] = optax.apply_updates(newest, updates)
+        done[k] += 1
+    assert moved > 1e-3, "something was compensated"
+    for k in range(3):
+        tree_close(ended[k][0], own[k], 1e-12)
+    check_state(plan, states, newest, state)
+
+
+def test_one_trainer_has_no_delay_to_compensate(role_threads: RoleThreads) -> None:
+    tx, params = OPTIMIZERS["adam"], mlp_params(dtype=jnp.float64)
+    batches = [mlp_batch(4, dtype=jnp.float64, seed=s) for s in range(4)]
+    plan = plan_for(free_endpoints(2), tx, params, *batches[0], enable_dc_asgd=True)
+    _, ((got, _),) = run(role_threads, plan, params, [batches], None)
+    want, state = params, tx.init(params)
+    for batch in batches:
+        want, state, _ = plain_step(mlp_loss, tx)(want, state, *batch)
+    tree_close(got, want, 1e-12)
+
+
+def test_servers_keep_what_each_trainer_has() -> None:
+    params = mlp_params()
+    plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), params, *mlp_batch(4), trainers=2,
+                    enable_dc_asgd=True, dc_asgd_decay=0.9)  # fmt: skip
+    server = plan.servers["127.0.0.1:1"]
+    held = [n for n in server.main.in_names if "w1" in n]
+    suffixes = ("", ".trainer_0_bak", ".trainer_1_bak", "@GRAD.mean_square")
+    assert sorted(held) == sorted(f"params/w1{s}" for s in suffixes)
+    state = dict(zip(server.startup.out_names, server.startup(params).values(), strict=True))
+    assert np.array_equal(state["params/w1.trainer_1_bak"], params["w1"])
+    assert not np.any(state["params/w1@GRAD.mean_square"])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"enable_dc_asgd": 1}, "enable_dc_asgd must be True or False, it is 1"),
+        ({"enable_dc_asgd": True, "dc_asgd_lambda": -1}, "dc_asgd_lambda must be a number, 0 or more; it is -1"),
+        (
+            {"enable_dc_asgd": True, "dc_asgd_decay": 1.0},
+            "dc_asgd_decay must be a number from 0 to 1, or None; it is 1.0",
+        ),
+    ],
+)
+def test_compensation_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        plan_for(("127.0.0.1:1",), optax.sgd(0.1), mlp_params(), *mlp_batch(4), **options)
+
+
+def test_a_synchronous_gradient_has_no_delay() -> None:
+    plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), mlp_params(), *mlp_batch(4))
+    with pytest.raises(ConfigError, match="^dc_asgd_decay=0.9 is for enable_dc_asgd=True, which is False$"):
+        dtrans.pserver(plan.main, plan.startup, sync_mode=False, dc_asgd_decay=0.9)
+    with pytest.raises(AssertionError, match="^enable_dc_asgd=True is for sync_mode=False"):
+        dtrans.pserver(plan.main, plan.startup, enable_dc_asgd=True)
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def test_programs_have_no_barriers_and_one_gradient_for_each_block() -> None:
+    params = mlp_params()
+    plan = plan_for(("127.0.0.1:1", "127.0.0.1:2"), optax.adam(0.1), params, *mlp_batch(4), trainers=3)
+    ops = [op.type for op in plan.trainer_program(2).ops if op.role == "rpc"]
+    assert ops == ["send"] * 4 + ["recv"] * 4
+    startup = [op.type for op in plan.trainer_startup_program(2).ops if op.role == "rpc"]
+    assert startup == ["recv"] * 4 + ["fetch_barrier"]
+    for server in plan.servers.values():
+        (serve_op,) = server.main.ops
+        assert serve_op.attrs["sync_mode"] is False and serve_op.attrs["Fanin"] == 3
+        grads = {n for b in serve_op.attrs["optimize_blocks"] for n in b.in_names if "@GRAD" in n}
+        assert grads and not any("trainer_" in n for n in grads)
+    assert "pservers, async" in str(plan)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "apply_if_finite"])
+def test_what_takes_all_gradients_at_once_is_refused(name: str, servers: int) -> None:
+    tx = {
+        "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    }[name]
+    with pytest.raises(ConfigError, match="sync_mode=False: the optimizer reduces over rows of several blocks"):
+        plan_for([f"127.0.0.1:{i + 1}" for i in range(servers)], tx, mlp_params(), *mlp_batch(4), trainers=2)
+
+
+@pytest.mark.parametrize("other", ["w.trainer_0_bak", "w.bak", "w@GRAD.mean_square", "w@GRAD"])
+def test_leaves_that_are_called_as_copies_are_called(other: str) -> None:
+    params = {"w": jnp.ones(3), other: jnp.ones(3)}
+    loss = lambda p, x: jnp.mean(x) * (jnp.sum(p["w"] ** 2) + jnp.sum(p[other] ** 2))
+    with pytest.raises(ConfigError, match="rename"):
+        plan_for(
+            ("127.0.0.1:1",), optax.sgd(0.1), params, jnp.ones(4), loss=loss, enable_dc_asgd=True, dc_asgd_decay=0.9
+        )
+
+
+def test_what_else_is_refused() -> None:
+    params, batch = mlp_params(), mlp_batch(4)
+    plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), params, *batch)
+    with pytest.raises(ConfigError, match="^on_mesh runs all trainers at once"):
+        plan.on_mesh()
+    with pytest.raises(ConfigError, match="^sync_mode must be True or False, it is None$"):
+        dtrans.pserver(plan.main, plan.startup, sync_mode=None)  # type: ignore[arg-type]
+
+
+# -- who fails -------------------------------------------------------------------------------------
+
+
+def small(trainers: int) -> tuple[PServerPlan, Any, Any]:
+    params, batch = {"w": jnp.ones((4, 2))}, (jnp.ones((2, 4)),)
+    loss = lambda p, x: jnp.mean(x @ p["w"])
+    return plan_for(free_endpoints(1), optax.sgd(0.5), params, *batch, trainers=trainers, loss=loss), params, batch
+
+
+def one_step_was_taken(role_threads: RoleThreads, plan: PServerPlan, params: Any, batch: Any) -> None:
+    """Trainer 0 takes a step, and the server has made that one and no other."""
+    role_threads.start("trainer 0", train, plan, 0, [batch], None, params)
+    role_threads.end("trainer 0")
+    gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
+    np.testing.assert_allclose(role_threads.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12)
+
+
+def test_others_go_on_when_a_trainer_fails(role_threads: RoleThreads, caplog: pytest.LogCaptureFixture) -> None:
+    plan, params, batch = small(2)
+    (endpoint,) = plan.servers
+    role_threads.start("server", serve, plan, endpoint, params)
+
+    def fails() -> None:
+        with dtrans.Executor(deadline=HANG) as exe:
+            own = exe.run(plan.trainer_startup_program(1), params)
+            exe.run(plan.trainer_program(1), own, *batch)
+            raise KeyError("this is why")
+
+    role_threads.start("trainer 1", fails)
+    assert isinstance(role_threads.end("trainer 1"), KeyError)
+    until(lambda: "goes on without a trainer: trainer 1 failed: KeyError: 'this is why'" in caplog.text, "a warning")
+    role_threads.start("trainer 0", train, plan, 0, [batch] * 3, None, params)
+    got, _ = role_threads.end("trainer 0")
+    gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
+    np.testing.assert_allclose(role_threads.end("server")["params/w"], params["w"] - 0.5 * 4 * gradient, rtol=1e-12)
+    np.testing.assert_allclose(got["w"], params["w"] - 0.5 * 4 * gradient, rtol=1e-12)
+
+
+def test_a_server_that_is_left_by_failures_only_ends_with_the_last(role_threads: RoleThreads) -> None:
+    plan, params, _ = small(1)
+    (endpoint,) = plan.servers
+    role_threads.start("server", serve, plan, endpoint, params)
+
+    def fails() -> None:
+        with dtrans.Executor(deadline=HANG) as exe:
+            exe.run(plan.trainer_startup_program(0), params)
+            raise KeyError("this is why")
+
+    role_threads.start("trainer 0", fails)
+    error = role_threads.end("server")
+    assert isinstance(error, PeerError) and str(error) == "trainer 0 failed: KeyError: 'this is why'"
+
+
+def test_a_silent_trainer_is_left_behind(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(base_server, "SILENCE", 1.0)
+    plan, params, batch = small(2)
+    (endpoint,) = plan.servers
+    role_threads.start("server", serve, plan, endpoint, params)
+    with Peer(endpoint) as peer:
+        peer.hello(1, 2)
+        assert peer.hear().op == "welcome"
+        peer.tell("send", np.ones((2, 2)).tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 32]]])  # half of a gradient
+        until(lambda: "heard nothing from trainer 1 for" in caplog.text, "a warning")
+        role_threads.start("trainer 0", train, plan, 0, [batch], None, params)
+        role_threads.end("trainer 0")
+    gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
+    np.testing.assert_allclose(role_threads.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12)
+
+
+def test_roles_of_two_modes_are_told_so(role_threads: RoleThreads) -> None:
+    plan, params, batch = small(1)
+    sync = dtrans.pserver(plan.main, plan.startup, pservers=[*plan.servers], min_block_size=1)
+    (endpoint,) = plan.servers
+    role_threads.start("server", serve, plan, endpoint, params)
+    role_threads.start("trainer 0", train, sync, 0, [batch], None, params)
+    message = f"trainer 0 is synchronous, pserver {endpoint} asynchronous: every role must plan the same mode"
+    assert message in str(role_threads.end("trainer 0"))
+    role_threads.start("again", train, plan, 0, [batch], None, params)
+    role_threads.end("again")
+    role_threads.end("server")
+
+
+def test_who_has_left_is_not_served_any_more(role_threads: RoleThreads) -> None:
+    plan, params, batch = small(2)
+    (endpoint,) = plan.servers
+    role_threads.start("server", serve, plan, endpoint, params)
+    with Peer(endpoint) as peer:
+        peer.hello(1, 2)
+        assert peer.hear().op == "welcome"
+        peer.tell("abort", reason="because")
+        assert peer.hear().op == "goodbye"
+        peer.tell("send", np.ones((4, 2)).tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 64]]])
+        assert peer.refused() == "a `send` message of trainer 1, which has left"
+        peer.hello(1, 2, session="another")
+        assert peer.refused() == "trainer 1 has left, and cannot come back to this job"
+    one_step_was_taken(role_threads, plan, params, batch)
+
+
+def test_messages_out_of_turn_are_refused_and_change_nothing(role_threads: RoleThreads) -> None:
+    plan, params, batch = small(2)
+    (endpoint,) = plan.servers
+    role_threads.start("server", serve, plan, endpoint, params)
+    block = np.ones((4, 2))
+    with Peer(endpoint) as peer:
+        peer.hello(1, 2)
+        assert peer.hear().op == "welcome"
+        peer.tell("send", block.tobytes(), step=1, pieces=[[["params/w@GRAD", 0, 64]]])
+        assert peer.refused() == f"`send` of step 1, trainer 1 is at 0 on pserver {endpoint}"
+        peer.tell("send", block.tobytes(), step=0, pieces=[[["params/w@GRAD.trainer_1", 0, 64]]])
+        assert "is not a gradient that trainer 1 sends" in peer.refused()
+        peer.tell("send_barrier", step=0)
+        assert peer.refused().endswith("is asynchronous: every role must plan the same mode")
+        peer.tell("send", block[:2].tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 32]]])
+        peer.tell("recv", step=0, blocks=[["params/w", [4, 2], "float64"]])
+        assert peer.refused() == "`recv` of step 0, but not all of params/w@GRAD was sent"
+        peer.tell("complete")
+        assert peer.hear().op == "goodbye"
+    one_step_was_taken(role_threads, plan, params, batch)

@@ -1,0 +1,712 @@
+"""Trainers whose gradients and parameters travel beside their steps. Where a step waits for that, it is sequential
+training; where it does not, the servers end with what their updates make of all gradients, each used once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import communication, init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_close
+from role_threads import HANG, FakeServer, Peer, RoleThreads, check_state, free_endpoints, joined, serve, until
+
+import dtrans
+from dtrans.errors import ConfigError, DeadlineError, PeerError
+from dtrans.parameter_server.gradient_merging import merging
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.net import wire
+from dtrans.run.parameter_server.async_server import AsyncServer
+from dtrans.run.parameter_server.communicator import Communicator, merged
+from dtrans.step.cut import cut
+
+
+@pytest.fixture(autouse=True)
+def x64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+def batches_of(count: int, seed: int = 0) -> list[Any]:
+    return [mlp_batch(6, dtype=jnp.float64, seed=100 * seed + s) for s in range(count)]
+
+
+def plan_for(servers: int, trainers: int, tx: Any, *, params: Any = None, loss: Any = mlp_loss, rows: int = 6,
+             **options: Any) -> PServerPlan:  # fmt: skip
+    params = mlp_params(dtype=jnp.float64) if params is None else params
+    batch = mlp_batch(rows, dtype=jnp.float64)
+    return dtrans.pserver(
+        dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch),
+        dtrans.trace(init_of(tx), params),
+        pservers=free_endpoints(servers),
+        trainers=trainers,
+        **{"sync_mode": False, "runtime_split_send_recv": True, "min_block_size": 1, **options},
+    )
+
+
+def train(plan: PServerPlan, k: int, batches: Sequence[Any], *args: Any, **options: Any) -> tuple[Any, list[Any]]:
+    """One trainer on its own batches; its last parameters, and those of each step."""
+    with dtrans.Executor(**{"deadline": HANG, **options}) as exe:
+        params = exe.run(plan.trainer_startup_program(k), *args)
+        went_in = []
+        for batch in batches:
+            went_in.append(params)
+            params, _ = exe.run(plan.trainer_program(k), params, *batch)
+        return params, went_in
+
+
+def run(role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+    """The states that servers end with, and what each trainer returned; trainer k has `batches[k]`."""
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, params)
+    for k in range(plan.trainers):
+        role_threads.start(f"trainer {k}", train, plan, k, batches[k], params)
+    ended = role_threads.all()
+    return [ended[ep] for ep in plan.servers], [ended[f"trainer {k}"] for k in range(plan.trainers)]
+
+
+def sequential(tx: Any, params: Any, batches: Sequence[Any], loss: Any = mlp_loss) -> tuple[Any, Any]:
+    step, state = jax.jit(plain_step(loss, tx)), tx.init(params)
+    for batch in batches:
+        params, state, _ = step(params, state, *batch)
+    return params, state
+
+
+ADAM = optax.adam(optax.cosine_decay_schedule(1e-2, 20))
+
+
+# -- steps that wait -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_dc_asgd": True}], ids=["plain", "compensated"])
+@pytest.mark.parametrize("servers", [1, 3])
+def test_one_trainer_that_waits_is_sequential_training(
+    role_threads: RoleThreads, servers: int, options: dict[str, Any]
+) -> None:
+    """Leaves that are cut, have one row, or none; nothing is older than it should be, so nothing is compensated."""
+    params = {**mlp_params(dtype=jnp.float64), "scale": jnp.ones(()), "row": jnp.ones((1, 3))}
+
+    def loss(p: Any, x: Any, y: Any) -> Any:
+        return mlp_loss({n: p[n] for n in ("b1", "b2", "w1", "w2")}, x, y) * p["scale"] + jnp.sum(p["row"] ** 2)
+
+    batches = batches_of(5)
+    plan = plan_for(servers, 1, ADAM, params=params, loss=loss, half_async=True, **options)
+    states, ((got, _),) = run(role_threads, plan, params, [batches])
+    want, state = sequential(ADAM, params, batches, loss)
+    tree_close(got, want, 1e-12)
+    check_state(plan, states, want, state)
+
+
+@pytest.mark.parametrize("half_async", [True, False])
+def test_completely_not_async_is_synchronous(role_threads: RoleThreads, half_async: bool) -> None:
+    """Three trainers, on servers of which one has nothing; a clip by the norm of all gradients needs all servers."""
+    tx = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
+    params = {"w": jnp.ones((5, 3)) * 0.1}
+    loss = lambda p, x, y: jnp.mean((x @ p["w"] - y) ** 2)
+    whole = batches_of(4)
+    plan = plan_for(3, 3, tx, params=params, loss=loss, rows=2, completely_not_async=True, half_async=half_async,
+                    slice_var_up=False)  # fmt: skip
+    assert sum(not units for units in plan.placement.units.values()) == 2
+    parts = [[tuple(x[2 * k : 2 * k + 2] for x in batch) for batch in whole] for k in range(3)]
+    states, ended = run(role_threads, plan, params, parts)
+    want, state = sequential(tx, params, whole, loss)
+    for got, _ in ended:
+        tree_close(got, want, 1e-12)
+    check_state(plan, states, want, state)
+
+
+def test_completely_not_async_cuts_as_it_runs(role_threads: RoleThreads) -> None:
+    params, whole = mlp_params(dtype=jnp.float64), batches_of(3)
+    tx = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
+    plan = plan_for(2, 2, tx, rows=3, completely_not_async=True, half_async=True)
+    parts = [[tuple(x[3 * k : 3 * k + 3] for x in batch) for batch in whole] for k in range(2)]
+    states, ended = run(role_threads, plan, params, parts)
+    want, state = sequential(tx, params, whole)
+    for got, _ in ended:
+        tree_close(got, want, 1e-12)
+    check_state(plan, states, want, state)
+
+
+# -- steps that do not wait ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainers", [1, 3])
+@pytest.mark.parametrize("independent", [True, False])
+def test_every_gradient_is_used_once(role_threads: RoleThreads, trainers: int, independent: bool) -> None:
+    """However they were merged: plain SGD is a sum of gradients, each at the parameters that its step had."""
+    tx, params = optax.sgd(0.05), mlp_params(dtype=jnp.float64)
+    config = dtrans.CommunicatorConfig(max_merge_var_num=3, independent_recv_thread=independent)
+    plan = plan_for(2, trainers, tx, communicator=config)
+    batches = [batches_of(15, seed=k) for k in range(trainers)]
+    states, ended = run(role_threads, plan, params, batches)
+    grad, want = jax.jit(jax.grad(mlp_loss)), params
+    for (_, went_in), mine in zip(ended, batches, strict=True):
+        for p, batch in zip(went_in, mine, strict=True):
+            want = jax.tree.map(lambda w, g: w - 0.05 * g, want, grad(p, *batch))
+    tree_close({n: joined(plan, states, f"params/{n}") for n in params}, want, 1e-12)
+
+
+class Gate:
+    """Servers that do not answer a trainer that asks for parameters, but for the initial ones, until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.asked = threading.Event()
+        self.sent: list[int] = []  # of how many steps each message of gradients was
+        answer, take = AsyncServer._recv, AsyncServer._send
+
+        def recv(server: Any, k: int, message: Any) -> None:
+            if server._step_of(k).number:
+                self.asked.set()
+                assert self.opened.wait(HANG)
+            answer(server, k, message)
+
+        def send(server: Any, k: int, message: Any) -> None:
+            self.sent.append(message.fields.get("steps", 1))
+            take(server, k, message)
+
+        monkeypatch.setattr(AsyncServer, "_recv", recv)
+        monkeypatch.setattr(AsyncServer, "_send", send)
+
+    def stalled(self, role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any]) -> Any:
+        """The state of the one server, after steps that were all made with the initial parameters while it did not
+        answer; the first by itself, since it was asked for an answer after that."""
+        (ep,) = plan.servers
+        role_threads.start(ep, serve, plan, ep, params)
+
+        def trainer() -> None:
+            with dtrans.Executor(deadline=HANG) as exe:
+                p = exe.run(plan.trainer_startup, params)
+                for i, batch in enumerate(batches):
+                    exe.run(plan.trainer, p, *batch)
+                    assert i or self.asked.wait(HANG)
+                self.opened.set()
+
+        role_threads.start("trainer", trainer)
+        return role_threads.all()[ep]
+
+
+@pytest.mark.parametrize("tx, merge", [
+    (optax.sgd(optax.piecewise_constant_schedule(0.1, {4: 0.1})), "sum"),
+    (optax.sgd(0.1, momentum=0.9), "mean"),
+], ids=["sgd", "momentum"])  # fmt: skip
+def test_what_waits_is_merged(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, tx: Any, merge: str) -> None:
+    """While an answer is on its way one more group is sent; what is put meanwhile goes together, five steps at most.
+    Counts are of steps, so that the schedule is where it should be."""
+    gate = Gate(monkeypatch)
+    params, batches = mlp_params(dtype=jnp.float64), batches_of(10)
+    plan = plan_for(1, 1, tx, communicator=dtrans.CommunicatorConfig(max_merge_var_num=5))
+    ended = gate.stalled(role_threads, plan, params, batches)
+    assert sum(gate.sent) == 10
+    groups = gate.sent
+    assert groups[0] == 1
+    assert max(groups) == 5
+    grad = jax.jit(jax.grad(mlp_loss))
+    grads = [grad(params, *batch) for batch in batches]
+    want, state = params, tx.init(params)
+    for count in groups:
+        parts, grads = grads[:count], grads[count:]
+        g = jax.tree.map(lambda *xs: sum(xs) / (len(xs) if merge == "mean" else 1), *parts)
+        if merge == "sum":  # the rate is that of the group's last step
+            for _ in range(count - 1):
+                _, state = tx.update(g, state, want)
+        updates, state = tx.update(g, state, want)
+        want = optax.apply_updates(want, updates)
+    check_state(plan, [ended], want, state)
+
+
+def test_a_full_queue_is_waited_for(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    params, batches = mlp_params(dtype=jnp.float64), batches_of(9)
+    plan = plan_for(1, 1, optax.sgd(0.1), communicator=dtrans.CommunicatorConfig(send_queue_size=2))
+    (ep,) = plan.servers
+    lengths = []
+    put = Communicator.put
+
+    def noted(self: Communicator, group: Any) -> None:
+        put(self, group)
+        lengths.append(len(self._queue))
+
+    monkeypatch.setattr(Communicator, "put", noted)
+    role_threads.start(ep, serve, plan, ep, params)
+    role_threads.start("trainer", train, plan, 0, batches, params)
+    until(lambda: gate.asked.is_set() and lengths and lengths[-1] == 2, "the queue to be full")
+    gate.opened.set()
+    role_threads.all()
+    assert len(lengths) == 9
+    assert max(lengths) == 2
+
+
+def test_a_communicator_rests_for_a_program_of_another_kind(role_threads: RoleThreads) -> None:
+    """The startup program in the middle gives what all gradients until then have made."""
+    tx, params, batches = optax.sgd(0.05), mlp_params(dtype=jnp.float64), batches_of(6)
+    plan = plan_for(2, 1, tx)
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, params)
+    grad, want = jax.jit(jax.grad(mlp_loss)), params
+    with dtrans.Executor(deadline=HANG) as exe:
+        p = exe.run(plan.trainer_startup, params)
+        for i, batch in enumerate(batches):
+            want = jax.tree.map(lambda w, g: w - 0.05 * g, want, grad(p, *batch))
+            p, _ = exe.run(plan.trainer, p, *batch)
+            if i % 2:
+                p = exe.run(plan.trainer_startup, params)
+                tree_close(p, want, 1e-12)
+    role_threads.all()
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_server_that_ends_is_named_by_the_next_step(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = mlp_params(dtype=jnp.float64)
+    plan = plan_for(1, 1, ADAM)
+    (ep,) = plan.servers
+    take = AsyncServer._send
+
+    def broken(self: Any, k: int, message: Any) -> None:
+        if self._step_of(k).number == 2:
+            raise RuntimeError("out of order")
+        take(self, k, message)
+
+    monkeypatch.setattr(AsyncServer, "_send", broken)
+    role_threads.start(ep, serve, plan, ep, params)
+    role_threads.start("trainer", train, plan, 0, batches_of(400), params)
+    ended = role_threads.end("trainer")
+    assert isinstance(ended, PeerError)
+    assert str(ended) == f"pserver {ep} refused trainer 0: it ended: RuntimeError: out of order"
+    assert isinstance(role_threads.end(ep), RuntimeError)
+
+
+def test_a_server_that_does_not_answer_is_named(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    params = mlp_params(dtype=jnp.float64)
+    plan = plan_for(1, 1, ADAM, half_async=True)
+    (ep,) = plan.servers
+    role_threads.start(ep, serve, plan, ep, params)
+    role_threads.start("trainer", train, plan, 0, batches_of(3), params, deadline=1.0)
+    ended = role_threads.end("trainer")
+    gate.opened.set()
+    assert isinstance(ended, DeadlineError)
+    assert str(ended).startswith("trainer 0 waited 1.")
+    assert str(ended).endswith(f" s for pserver {ep}: parameters")
+    assert isinstance(role_threads.end(ep), PeerError)
+
+
+def test_a_trainer_that_fails_ends_only_itself(role_threads: RoleThreads) -> None:
+    params = mlp_params(dtype=jnp.float64)
+    plan = plan_for(1, 2, optax.sgd(0.1))
+    (ep,) = plan.servers
+    role_threads.start(ep, serve, plan, ep, params)
+    with pytest.raises(ZeroDivisionError), dtrans.Executor(deadline=HANG) as exe:
+        p = exe.run(plan.trainer_startup_program(0), params)
+        exe.run(plan.trainer_program(0), p, *batches_of(1)[0])
+        raise ZeroDivisionError
+    train(plan, 1, batches_of(2, seed=1), params)
+    assert not isinstance(role_threads.end(ep), BaseException)
+
+
+@pytest.mark.parametrize(
+    "steps, told",
+    [
+        (0, "gradients of 0 steps, which must be a number from 1 to 1000"),
+        (1001, "gradients of 1001 steps, which must be a number from 1 to 1000"),
+        ("two", "a `send` message without a proper steps"),
+        (True, "a `send` message without a proper steps"),
+    ],
+)
+def test_a_number_of_steps_that_cannot_be_is_refused(role_threads: RoleThreads, steps: Any, told: str) -> None:
+    params = {"b": jnp.zeros(())}
+    plan = plan_for(1, 1, optax.sgd(0.1), params=params, loss=lambda p, x, y: p["b"] * jnp.mean(x))
+    (ep,) = plan.servers
+    role_threads.start(ep, serve, plan, ep, params)
+    with Peer(ep) as peer:
+        peer.hello(sync_mode=False)
+        assert peer.hear().op == "welcome"
+        value = np.ones((), np.float64).tobytes()
+        peer.tell("send", value, step=0, pieces=[[["params/b@GRAD", 0, 8]]], steps=steps)
+        assert peer.refused() == told
+        peer.tell("send", value, step=0, pieces=[[["params/b@GRAD", 0, 8]]], steps=2)
+        peer.tell("complete")
+        assert peer.hear().op == "goodbye"
+    np.testing.assert_allclose(role_threads.end(ep)["params/b"], -0.1, rtol=1e-15)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"max_merge_var_num": 0}, "max_merge_var_num must be a positive number, it is 0"),
+    ({"max_merge_var_num": 2000}, "max_merge_var_num must be 1000 or less, it is 2000"),
+    ({"send_queue_size": True}, "send_queue_size must be a positive number, it is True"),
+    ({"min_send_grad_num_before_recv": "1"}, "min_send_grad_num_before_recv must be a positive number, it is '1'"),
+    ({"independent_recv_thread": 1}, "independent_recv_thread must be True or False, it is 1"),
+    ({"merge": "max"}, "merge must be 'auto', 'sum' or 'mean', it is 'max'"),
+])  # fmt: skip
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dtrans.CommunicatorConfig(**options)
+    assert str(caught.value) == message
+
+
+def test_the_mesh_has_none() -> None:
+    with pytest.raises(ConfigError, match="^on_mesh has no communicator; leave out runtime_split_send_recv"):
+        plan_for(1, 1, ADAM, completely_not_async=True).on_mesh()
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options, barrier", [({}, False), ({"half_async": True}, True),
+                                              ({"half_async": True, "completely_not_async": True}, True)],
+                         ids=["async", "half", "not async"])  # fmt: skip
+def test_leaves_are_sent_and_received_whole(options: dict[str, Any], barrier: bool) -> None:
+    """As Paddle's: nothing is split or concatenated, and only the startup program has a `fetch_barrier`."""
+    plan = plan_for(2, 2, ADAM, **options)
+    assert communication(plan.trainer) == ["send"] * 4 + ["send_barrier"] * barrier + ["recv"] * 4
+    assert communication(plan.trainer_startup) == ["recv"] * 4 + ["fetch_barrier"] + ["concat"] * 4
+    named = ".trainer_0" if "completely_not_async" in options else ""
+    for op in plan.trainer.ops:
+        if op.type == "send":
+            (whole,) = op.inputs
+            blocks = plan.placement.blocks[whole.removesuffix("@GRAD")]
+            assert op.attrs["sections"] == tuple(b.rows for b in blocks)
+            assert op.attrs["epmap"] == tuple(b.endpoint for b in blocks)
+            assert op.attrs["names"] == tuple(f"{whole}.block{b.index}{named}" for b in blocks)
+            assert ("communicator" in op.attrs) == (not named)
+
+
+def as_written(change: Any) -> Any:
+    """A step that makes new parameters by a function of (old, gradient), and not by an update that is added."""
+
+    def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+        value, grads = dtrans.value_and_grad(mlp_loss)(params, x, y)
+        return jax.tree.map(change, params, grads), opt_state, value
+
+    return step
+
+
+MERGING = {
+    "sgd": (optax.sgd(0.1), "sum"),
+    "scheduled": (optax.sgd(optax.cosine_decay_schedule(0.1, 10)), "sum"),
+    "masked": (optax.masked(optax.sgd(0.1), {"b1": True, "b2": False, "w1": True, "w2": True}), "sum"),
+    "frozen": (
+        optax.multi_transform(
+            {"a": optax.sgd(0.1), "b": optax.set_to_zero()}, {"b1": "a", "b2": "b", "w1": "a", "w2": "a"}
+        ),
+        "sum",
+    ),
+    "injected": (optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), "sum"),
+    "centralized": (optax.chain(optax.centralize(), optax.sgd(0.1)), "sum"),
+    "momentum": (optax.sgd(0.1, momentum=0.9), "mean"),
+    "adam": (optax.adam(0.1), "mean"),
+    "decay": (optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), "mean"),
+    "clip": (optax.chain(optax.clip(1.0), optax.sgd(0.1)), "mean"),
+    "sign": (optax.sign_sgd(0.1), "mean"),
+    "norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "mean"),
+    "noisy": (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), "mean"),
+    "accumulating": (optax.MultiSteps(optax.sgd(0.1), 2), "none"),
+    "written: sgd": (lambda w, g: w - 0.1 * g, "sum"),
+    "written: decoupled decay": (lambda w, g: w * 0.9 - 0.1 * g, "mean"),
+    "written: the same otherwise": (lambda w, g: (w - 0.01 * w) - 0.1 * g, "mean"),
+    "written: by the parameter": (lambda w, g: w - 0.1 * g * w, "mean"),
+    "written: another order": (lambda w, g: w[::-1] - 0.1 * g, "mean"),
+    "written: no parameter": (lambda w, g: 0 - 0.1 * g, "mean"),
+    "written: rounded": (lambda w, g: w - 0.1 * g.astype(jnp.int32).astype(w.dtype), "mean"),
+    "written: the other way": (lambda w, g: 0.1 * g - w, "mean"),
+}
+
+
+@pytest.mark.parametrize("name", MERGING)
+def test_what_may_be_made_of_several_gradients(name: str) -> None:
+    how, expected = MERGING[name]
+    params = mlp_params(dtype=jnp.float64)
+    batch = mlp_batch(6, dtype=jnp.float64)
+    if name.startswith("written"):
+        step, state = as_written(how), jnp.zeros(())
+    else:
+        step, state = dtrans.make_train_step(mlp_loss, how), how.init(params)
+    assert merging(cut(dtrans.trace(step, params, state, *batch))) == expected
+
+
+def test_a_parameter_that_changes_without_a_gradient_is_not_merged() -> None:
+    """It would change once for each group of steps."""
+    params = {**mlp_params(dtype=jnp.float64), "n": jnp.zeros(())}
+
+    def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+        net = {n: params[n] for n in ("b1", "b2", "w1", "w2")}
+        value, grads = dtrans.value_and_grad(mlp_loss)(net, x, y)
+        new = jax.tree.map(lambda w, g: w - 0.1 * g, net, grads)
+        return {**new, "n": params["n"] + 1}, opt_state, value
+
+    assert merging(cut(dtrans.trace(step, params, jnp.zeros(()), *mlp_batch(6, dtype=jnp.float64)))) == "none"
+
+
+def test_what_is_not_to_be_merged_goes_one_by_one(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accumulation over three steps: every third gradient makes an update, whatever waits."""
+    gate = Gate(monkeypatch)
+    tx = optax.MultiSteps(optax.sgd(0.1), 3)
+    params, batches = mlp_params(dtype=jnp.float64), batches_of(7)
+    plan = plan_for(1, 1, tx)
+    ended = gate.stalled(role_threads, plan, params, batches)
+    assert gate.sent == [1] * 7
+    grad, want, state = jax.jit(jax.grad(mlp_loss)), params, tx.init(params)
+    for batch in batches:
+        updates, state = tx.update(grad(params, *batch), state, want)
+        want = optax.apply_updates(want, updates)
+    check_state(plan, [ended], want, state)
+
+
+def test_of_averaged_state_the_newest_is_sent(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of steps that wait are added up; running statistics are not, and change nothing of that."""
+    gate = Gate(monkeypatch)
+    params = {"w": jnp.ones((5, 3)), "seen": jnp.zeros(3)}
+    loss = lambda w, x, y: jnp.mean((x @ w - y) ** 2)
+
+    def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+        value, g = dtrans.value_and_grad(loss)(params["w"], x, y)
+        return {"w": params["w"] - 0.1 * g, "seen": 0.5 * params["seen"] + 0.5 * y.mean(0)}, opt_state, value
+
+    init = lambda p: (p, jnp.zeros(()))
+    batches = batches_of(6)
+    plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
+                          pservers=free_endpoints(1), sync_mode=False, runtime_split_send_recv=True,
+                          merge={"params/seen": "mean"})  # fmt: skip
+    sends = {op.inputs[0]: op.attrs["merge"] for op in plan.trainer.ops if op.type == "send"}
+    assert sends == {"params/w@GRAD": "sum", "params/seen@GRAD": "newest"}
+    ended = gate.stalled(role_threads, plan, params, batches)
+    assert max(gate.sent) > 1
+    grad = jax.jit(jax.grad(loss))
+    want = params["w"] - 0.1 * sum(grad(params["w"], *batch) for batch in batches)
+    np.testing.assert_allclose(ended["params/w"], want, rtol=1e-12)
+    np.testing.assert_allclose(ended["params/seen"], 0.5 * batches[-1][1].mean(0), rtol=1e-12)
+
+
+def test_gradients_are_merged_in_their_own_type() -> None:
+    import ml_dtypes
+
+    parts = [np.full((3,), x, ml_dtypes.bfloat16) for x in (1, 2, 6)]
+    before = [p.copy() for p in parts]
+    for how, want in (("sum", 9), ("mean", 3)):
+        got = merged(parts, how)
+        assert got.dtype == parts[0].dtype
+        np.testing.assert_array_equal(got.astype(np.float32), np.full((3,), want))
+    assert all((p == b).all() for p, b in zip(parts, before, strict=True)), "they are JAX's memory"
+    assert merged([np.float64(2.0).reshape(())] * 2, "mean").shape == ()
+    assert float(merged([np.float64(2.0).reshape(())] * 2, "mean")) == 2.0
+
+
+# -- what was found by reading it again ------------------------------------------------------------
+
+
+def test_gradients_without_dims_are_merged_in_any_number() -> None:
+    parts = [np.float64(x).reshape(()) for x in (1, 2, 3, 6)]
+    assert float(merged(parts, "sum")) == 12
+    assert float(merged(parts, "mean")) == 3
+    assert merged(parts, "sum").shape == ()
+    assert merged(parts, "newest") is parts[-1]
+
+
+def test_leaves_are_merged_with_themselves_whatever_their_order(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shapes of a batch whose gradients are made in another order, in one executor."""
+    gate = Gate(monkeypatch)
+
+    def loss(p: Any, x: Any) -> Any:
+        a, b = (lambda: jnp.sum(x @ p["a"])), (lambda: 100 * jnp.sum(x @ p["b"]))
+        first, second = (a, b) if len(x) == 2 else (b, a)
+        return first() + second()
+
+    params, tx = {"a": jnp.zeros((3, 2)), "b": jnp.zeros((3, 2))}, optax.sgd(1.0)
+    batches = [jnp.ones((2, 3)), jnp.ones((4, 3))]
+    main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), batches[0])
+    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), sync_mode=False,
+                          runtime_split_send_recv=True)  # fmt: skip
+    order = lambda p: [op.inputs[0] for op in p.ops if op.type == "send"]
+    assert order(plan.trainer) == order(plan.trainer.specialize(params, batches[1]))[::-1], "else this shows nothing"
+    ended = gate.stalled(role_threads, plan, params, [(batches[i % 2],) for i in range(6)])
+    assert max(gate.sent) > 1
+    np.testing.assert_allclose(ended["params/a"], -(3 * 2.0 + 3 * 4))
+    np.testing.assert_allclose(ended["params/b"], -100 * (3 * 2.0 + 3 * 4))
+
+
+def test_only_what_is_computed_is_put_into_the_queue(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX dispatches steps before they are computed: they would all be of the same parameters."""
+    ready: list[bool] = []
+    put = Communicator.put
+
+    def noted(self: Communicator, group: Any) -> None:
+        ready.extend(x.is_ready() for _, x in group)
+        put(self, group)
+
+    monkeypatch.setattr(Communicator, "put", noted)
+    sizes = (256, 512, 512, 8)
+    params = mlp_params(sizes, jnp.float64)
+    loss = lambda p, x, y: mlp_loss(p, x, y)
+    tx, batch = optax.sgd(0.01), mlp_batch(256, sizes, jnp.float64)
+    main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), *batch)
+    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), sync_mode=False,
+                          runtime_split_send_recv=True)  # fmt: skip
+    (ep,) = plan.servers
+    role_threads.start(ep, serve, plan, ep, params)
+    train(plan, 0, [batch] * 3, params)
+    role_threads.all()
+    assert ready == [True] * 18
+
+
+def test_a_step_gives_arrays_of_its_own(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may donate what one step returned, though nothing new has come before the next."""
+    gate = Gate(monkeypatch)
+    params, batches = mlp_params(dtype=jnp.float64), batches_of(4)
+    plan = plan_for(1, 1, optax.sgd(0.1))
+    (ep,) = plan.servers
+    role_threads.start(ep, serve, plan, ep, params)
+    eat = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p), donate_argnums=0)
+    with dtrans.Executor(deadline=HANG) as exe:
+        first = exe.run(plan.trainer_startup, params)
+        for batch in batches:
+            p, _ = exe.run(plan.trainer, first, *batch)
+            tree_close(eat(p), jax.tree.map(lambda x: 2 * x, params), 1e-15)
+        gate.opened.set()
+    role_threads.all()
+
+
+def test_the_leaves_of_a_step_are_of_one_answer(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However answers come between the `recv` of one leaf and that of another: each counts its own updates."""
+    params = {f"w{i}": jnp.zeros(()) for i in range(20)}
+    tx = optax.sgd(1.0)
+    loss = lambda p, x: -sum(p.values()) * jnp.mean(x)
+    main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones(3))
+    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), sync_mode=False,
+                          runtime_split_send_recv=True)  # fmt: skip
+    newest = Communicator.newest
+
+    def after_the_next(self: Communicator) -> Any:
+        """What is newest when everything put has come back: another version than a step's first leaf could have."""
+        found = newest(self)
+        self.barrier()
+        return found
+
+    monkeypatch.setattr(Communicator, "newest", after_the_next)
+    (ep,) = plan.servers
+    role_threads.start(ep, serve, plan, ep, params)
+    got, went_in = train(plan, 0, [(jnp.ones(3),)] * 10, params)
+    role_threads.all()
+    for p in (*went_in, got):
+        assert len({float(x) for x in p.values()}) == 1
+
+
+def test_whatever_ends_a_communicator_ends_the_connections(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what is no error of ours: the server must hear of it."""
+    params = mlp_params(dtype=jnp.float64)
+    plan = plan_for(1, 1, optax.sgd(0.1))
+    (ep,) = plan.servers
+    role_threads.start(ep, serve, plan, ep, params)
+
+    def interrupted(self: Communicator, *, discard: bool = False) -> None:
+        stop(self, discard=True)
+        raise KeyboardInterrupt
+
+    stop = Communicator.stop
+    monkeypatch.setattr(Communicator, "stop", interrupted)
+    exe = dtrans.Executor(deadline=HANG)
+    p = exe.run(plan.trainer_startup, params)
+    exe.run(plan.trainer, p, *batches_of(1)[0])
+    with pytest.raises(KeyboardInterrupt):
+        exe.close()
+    ended = role_threads.end(ep)
+    assert isinstance(ended, PeerError)
+    assert str(ended) == "trainer 0 failed: KeyboardInterrupt: "
+
+
+def test_an_answer_that_is_here_is_not_late(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread was away, merging and sending, for longer than the deadline; meanwhile the answer came."""
+    from dtrans.run.parameter_server import communicator as module
+
+    params, batches = mlp_params(dtype=jnp.float64), batches_of(4)
+    plan = plan_for(1, 1, optax.sgd(0.1))
+    (ep,) = plan.servers
+    ahead = [0.0]
+    clock = type("Clock", (), {"monotonic": staticmethod(lambda: time.monotonic() + ahead[0])})
+    monkeypatch.setattr(module, "time", clock)
+    send = Communicator._send
+
+    def slow(self: Communicator, groups: Any) -> None:
+        send(self, groups)
+        (line,) = self._lines.values()
+        if line.step > 1:  # what was asked for after the first is on its way
+            assert line.sockets[0].poll(HANG * 1000)
+            ahead[0] += 10 * HANG
+
+    monkeypatch.setattr(Communicator, "_send", slow)
+    role_threads.start(ep, serve, plan, ep, params)
+    train(plan, 0, batches, params)
+    assert not isinstance(role_threads.end(ep), BaseException)
+    assert ahead[0] > 0
+
+
+def test_a_server_that_ends_behind_its_answer_is_found(
+    monkeypatch: pytest.MonkeyPatch, role_threads: RoleThreads
+) -> None:
+    """Its end and its last answer are both there when the thread looks; the end is told of once only."""
+    params = {"w": jnp.ones((4, 2))}
+    plan = plan_for(1, 1, optax.sgd(0.1), params=params, loss=lambda p, x, y: jnp.mean((x[:, :4] @ p["w"]) ** 2))
+    (ep,) = plan.servers
+    away, last, dead = threading.Event(), threading.Event(), threading.Event()
+    hear = Communicator._hear
+
+    def late(self: Communicator, line: Any, pull: Any) -> None:
+        if last.is_set():
+            assert dead.wait(HANG)
+            assert line.gone or line.sockets[1].poll(HANG * 1000)
+        hear(self, line, pull)
+
+    monkeypatch.setattr(Communicator, "_hear", late)
+    values = np.ones((4, 2)).tobytes()
+
+    def trainer() -> None:
+        with dtrans.Executor(deadline=HANG) as exe:
+            p = exe.run(plan.trainer_startup, params)
+            p, _ = exe.run(plan.trainer, p, *batches_of(1)[0])
+            away.set()
+            for batch in batches_of(1000, seed=1):
+                p, _ = exe.run(plan.trainer, p, *batch)
+                dead.wait(0.01)
+
+    fake_server = FakeServer(ep)
+    role_threads.start("trainer", trainer)
+    while True:
+        message = fake_server.hear()
+        if message.op == "hello":
+            fake_server.tell("welcome", step=0, local="", silence=30.0)
+        elif message.op == "recv":
+            head = wire.header("blocks", step=message["step"], pieces=[[["params/w", 0, 64]]])
+            if away.is_set():
+                last.set()
+            fake_server.say(head, values)
+            if last.is_set():
+                break
+    fake_server.end()
+    dead.set()
+    ended = role_threads.end("trainer")
+    assert isinstance(ended, PeerError)
+    assert not isinstance(ended, DeadlineError)
+    assert "went away" in str(ended)
+
+
+def test_what_is_under_way_is_bounded_by_the_queue() -> None:
+    with pytest.raises(ConfigError) as caught:
+        dtrans.CommunicatorConfig(min_send_grad_num_before_recv=21)
+    assert str(caught.value) == (
+        "min_send_grad_num_before_recv=21 must not be more than send_queue_size=20: an answer is what tells that "
+        "gradients have arrived"
+    )

@@ -1,0 +1,1109 @@
+"""Trainers and parameter servers as processes: the numbers of one device, and an answer to everything that goes
+wrong. Roles are threads with an executor each, which shares nothing; a few tests start real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    distance,
+    init_of,
+    mlp_batch,
+    mlp_loss,
+    mlp_params,
+    plain_run,
+    plain_step,
+    tree_close,
+    tree_equal,
+)
+from paths import ROOT, SUPPORT
+from role_threads import HANG, Peer, RoleThreads, free_endpoints, serve, train, until
+
+import dtrans
+from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.net import wire
+from dtrans.run.parameter_server import base_server, sync_server as server_module
+
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+# -- jobs ------------------------------------------------------------------------------------------
+
+
+def plan_for(
+    pservers: tuple[str, ...],
+    *,
+    trainers: int = 2,
+    tx: Any = None,
+    params: Any = None,
+    loss: Any = mlp_loss,
+    batch: Any = None,
+    min_block_size: int = 1,
+    **options: Any,
+) -> PServerPlan:
+    tx = tx or optax.adam(1e-2)
+    params = mlp_params() if params is None else params
+    batch = batch or mlp_batch(8)
+    return dtrans.pserver(
+        dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch),
+        dtrans.trace(init_of(tx), params),
+        pservers=pservers,
+        trainers=trainers,
+        min_block_size=min_block_size,
+        **options,
+    )
+
+
+def whole(plan: PServerPlan, states: list[dict[str, Any]], name: str) -> Any:
+    """A value put together from the blocks in the servers' final states."""
+    held = {n: x for state in states for n, x in state.items()}
+    if name in held:
+        return held[name]
+    count = sum(n.startswith(f"{name}.block") for n in held)
+    assert count, name
+    return jnp.concatenate([held[f"{name}.block{i}"] for i in range(count)])
+
+
+def job_equals_one_device(
+    role_threads: RoleThreads,
+    *,
+    trainers: int,
+    servers: int,
+    tx: Any,
+    dtype: Any,
+    rtol: float,
+    steps: int = 3,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Run a job; parameters, losses and the servers' final states must be those of one device. The states."""
+    pservers = free_endpoints(servers)
+    params = options.pop("params", None) or mlp_params(dtype=dtype)
+    loss = options.pop("loss", mlp_loss)
+    batches = [mlp_batch(4 * trainers, dtype=dtype, seed=s) for s in range(steps)]
+    plan = plan_for(pservers, trainers=trainers, tx=tx, params=params, loss=loss, batch=batches[0])
+    for ep in pservers:
+        role_threads.start(ep, serve, plan, ep, params)
+    for k in range(trainers):
+        role_threads.start(f"trainer {k}", train, plan, k, batches, params, **options)
+    ended = role_threads.all()
+    want, want_state, want_losses = plain_run(plain_step(loss, tx), params, tx.init(params), batches)
+    losses = []
+    for k in range(trainers):
+        got, mine = ended[f"trainer {k}"]
+        tree_close(got, want, rtol)
+        losses.append(mine)
+    for i, value in enumerate(want_losses):
+        assert distance(jnp.mean(jnp.stack([mine[i] for mine in losses])), value) <= rtol
+    states = [ended[ep] for ep in pservers]
+    # the states that `exe.run(pserver, ...)` returned, under their own paths
+    spec = dtrans.trace(init_of(tx), params)(params)
+    for root, tree in (("params", want), ("opt_state", want_state)):
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name = f"{root}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+            assert distance(whole(plan, states, name), x) <= rtol, name
+    assert jax.tree.structure(spec) == jax.tree.structure((want, want_state))
+    return states
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        pytest.param(optax.adam(1e-2), id="adam"),
+        pytest.param(optax.sgd(0.1, momentum=0.9), id="momentum"),
+        pytest.param(optax.sgd(optax.cosine_decay_schedule(0.1, 5)), id="sgd-schedule"),
+    ],
+)
+def test_two_trainers_and_two_pservers_equal_one_device_in_float64(role_threads: RoleThreads, tx: Any) -> None:
+    with jax.enable_x64(True):
+        job_equals_one_device(role_threads, trainers=2, servers=2, tx=tx, dtype=jnp.float64, rtol=1e-12)
+
+
+@pytest.mark.parametrize("trainers, servers", [(2, 2), (1, 1), (1, 2), (3, 1)])
+def test_a_job_equals_one_device_in_float32(role_threads: RoleThreads, trainers: int, servers: int) -> None:
+    job_equals_one_device(
+        role_threads, trainers=trainers, servers=servers, tx=optax.sgd(0.1, momentum=0.9), dtype=jnp.float32, rtol=1e-6
+    )
+
+
+def test_a_server_without_blocks_serves_and_ends_cleanly(role_threads: RoleThreads) -> None:
+    with jax.enable_x64(True):
+        params = {"s": jnp.float64(2.0), "w": jnp.arange(1.0, 4.0)[None]}  # two leaves that cannot be cut
+        loss = lambda params, x, y: jnp.mean((params["s"] * x[:, :3] * params["w"] - y) ** 2)
+        states = job_equals_one_device(
+            role_threads,
+            trainers=2,
+            servers=3,
+            tx=optax.adam(0.1),
+            dtype=jnp.float64,
+            rtol=1e-12,
+            params=params,
+            loss=loss,
+        )
+        assert [bool(state) for state in states] == [True, True, False]
+
+
+def test_odd_leaves_equal_one_device(role_threads: RoleThreads) -> None:
+    """0-d, one row, unused (its gradient is a constant), empty, bfloat16, larger than a message."""
+    with jax.enable_x64(True):
+        params = {
+            "big": jnp.linspace(-1, 1, 5 * 140_000).reshape(5, 140_000),  # 5.6 MB
+            "empty": jnp.zeros((0, 3)),
+            "half": jnp.ones((5, 3), jnp.bfloat16),
+            "idle": jnp.float32(2.0),
+            "idle16": jnp.bfloat16(2.0),
+            "row": jnp.ones((1, 3)),
+            "s": jnp.float64(0.5),
+        }
+
+        def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+            z = x @ params["big"][:, :3] * params["s"] + params["row"] + x @ params["half"]
+            return jnp.mean((z - y) ** 2) + jnp.mean(params["big"] ** 2) + jnp.sum(params["empty"])
+
+        tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.125))
+        job_equals_one_device(
+            role_threads, trainers=2, servers=2, tx=tx, dtype=jnp.float64, rtol=1e-12, params=params, loss=loss, steps=2
+        )
+
+
+def test_another_batch_size_in_a_later_step_is_traced_again(role_threads: RoleThreads) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params, batches = mlp_params(), [mlp_batch(8), mlp_batch(4), mlp_batch(8)]
+    plan = plan_for(pservers)
+    role_threads.start("server", serve, plan, ep, params)
+    for k in range(2):
+        role_threads.start(f"trainer {k}", train, plan, k, batches, params)
+    want, _, _ = plain_run(plain_step(mlp_loss, optax.adam(1e-2)), params, optax.adam(1e-2).init(params), batches)
+    tree_close(role_threads.all()["trainer 1"][0], want, 1e-6)
+
+
+def test_parameters_of_earlier_steps_keep_their_values(role_threads: RoleThreads) -> None:
+    """They lie in memory that is received into again, once nobody holds them."""
+    (ep,) = pservers = free_endpoints(1)
+    params, batch, tx = mlp_params((5, 64, 3)), mlp_batch(8), optax.adam(1e-2)
+    plan = plan_for(pservers, trainers=1, params=params)
+    role_threads.start("server", serve, plan, ep, params)
+    with dtrans.Executor(deadline=HANG) as exe:
+        kept = [exe.run(plan.trainer_startup, params)]
+        views = [np.asarray(kept[0]["w1"])]
+        for _ in range(4):
+            now, _ = exe.run(plan.trainer, kept[-1], *batch)
+            kept.append(now)
+            views.append(np.asarray(now["w1"]))
+    role_threads.all()
+    want = [params]
+    state = tx.init(params)
+    for _ in range(4):
+        now, state, _ = jax.jit(plain_step(mlp_loss, tx))(want[-1], state, *batch)
+        want.append(now)
+    for got, view, expected in zip(kept, views, want, strict=True):
+        tree_close(got, expected, 1e-5)
+        assert distance(view, np.asarray(expected["w1"])) < 1e-5
+    tree_equal(kept[0], params)
+
+
+def peer_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses that trainers connect to, as they do."""
+    from dtrans.run.parameter_server import client
+
+    seen: list[str] = []
+    real = client.Connection._open
+
+    def opening(self: Any, address: str) -> None:
+        seen.append(address)
+        real(self, address)
+
+    monkeypatch.setattr(client.Connection, "_open", opening)
+    return seen
+
+
+def one_trainer_job(role_threads: RoleThreads, tx: Any = None) -> str:
+    """A job of one trainer and one server that ends well. The endpoint."""
+    (ep,) = pservers = free_endpoints(1)
+    params, batches = mlp_params(), [mlp_batch(4)]
+    tx = tx or optax.sgd(0.1)
+    plan = plan_for(pservers, trainers=1, tx=tx, batch=batches[0])
+    role_threads.start("server", serve, plan, ep, params)
+    role_threads.start("trainer", train, plan, 0, batches, params)
+    want, _, _ = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), batches)
+    tree_close(role_threads.all()["trainer"][0], want, 1e-6)
+    return ep
+
+
+def test_a_trainer_on_the_same_host_moves_to_the_unix_socket(
+    role_threads: RoleThreads, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = peer_addresses(monkeypatch)
+    ep = one_trainer_job(role_threads)
+    assert seen[0] == f"tcp://{ep}"
+    assert seen[1].startswith(f"ipc://{folder}/dtrans-")
+    assert len(seen) == 2
+
+
+def test_where_no_unix_socket_fits_everything_goes_by_tcp(
+    role_threads: RoleThreads, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = folder / ("d" * 120)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    seen = peer_addresses(monkeypatch)
+    ep = one_trainer_job(role_threads)
+    assert seen == [f"tcp://{ep}"]
+    deep.rmdir()  # the server has left it empty
+
+
+def test_an_executor_that_is_closed_says_so(role_threads: RoleThreads) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    plan = plan_for(pservers, trainers=1)
+    role_threads.start("server", serve, plan, ep, params)
+    with dtrans.Executor(deadline=HANG) as exe:
+        exe.run(plan.trainer_startup, params)
+    exe.close()  # twice is once
+    with pytest.raises(StateError, match="^this executor is closed; make a new one$"):
+        exe.run(plan.trainer_startup, params)
+    role_threads.all()
+
+
+def test_an_executor_whose_step_was_interrupted_says_so(role_threads: RoleThreads) -> None:
+    params = mlp_params()
+    plan = plan_for(free_endpoints(1), trainers=1)
+    with dtrans.Executor(deadline=0.2) as exe:
+        with pytest.raises(DeadlineError):
+            exe.run(plan.trainer_startup, params)
+        with pytest.raises(StateError, match="^program trainer 0 startup ended in the middle of its communication"):
+            exe.run(plan.trainer_startup, params)
+
+
+def test_an_executor_is_one_trainer(role_threads: RoleThreads) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    plan = plan_for(pservers)
+    role_threads.start("server", serve, plan, ep, params)
+    role_threads.start("trainer 0", train, plan, 0, [], params)
+    with dtrans.Executor(deadline=HANG) as exe:
+        exe.run(plan.trainer_startup_program(1), params)
+        with pytest.raises(ConfigError, match="already ran programs of trainer 1, and cannot be trainer 0$"):
+            exe.run(plan.trainer_program(0), params, *mlp_batch(4))
+    role_threads.all()
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
+def test_a_deadline_that_is_not_a_time_is_refused(deadline: float) -> None:
+    with pytest.raises(ConfigError, match="^deadline must be a positive number of seconds, it is "):
+        dtrans.Executor(deadline=deadline)
+
+
+def test_an_endless_deadline_is_allowed(role_threads: RoleThreads) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    plan = plan_for(pservers, trainers=1)
+    role_threads.start("server", serve, plan, ep, params, deadline=float("inf"))
+    role_threads.start("trainer", train, plan, 0, [mlp_batch(4)], params, deadline=float("inf"))
+    role_threads.all()
+
+
+# -- real processes --------------------------------------------------------------------------------
+
+ROLE = """
+import os, sys
+sys.path[:0] = {path!r}
+import jax, numpy as np, optax
+import dtrans
+from helpers import init_of, mlp_batch, mlp_loss, mlp_params
+
+kind, index, pservers, trainers, steps, out = sys.argv[1:]
+index, trainers, steps = int(index), int(trainers), int(steps)
+params, tx, (x, y) = mlp_params(), optax.adam(1e-2), mlp_batch(8)
+t = dtrans.DistributeTranspiler()
+t.transpile(
+    trainer_id=index if kind == "trainer" else 0,
+    program=dtrans.trace(dtrans.make_train_step(mlp_loss, tx), params, tx.init(params), x, y),
+    startup_program=dtrans.trace(init_of(tx), params),
+    pservers=pservers,
+    trainers=trainers,
+)
+n = 8 // trainers
+with dtrans.Executor(deadline=60) as exe:
+    if kind == "pserver":
+        main, startup = t.get_pserver_programs(pservers.split(",")[index])
+        state = exe.run(startup, params)
+        print("ready", flush=True)
+        result = exe.run(main, state)
+    else:
+        params = exe.run(t.get_trainer_startup_program(), params)
+        print("ready", flush=True)
+        for i in range(steps):
+            mine = slice(index * n, index * n + n)
+            params, loss = exe.run(t.get_trainer_program(), params, x[mine], y[mine])
+        if steps < 0:
+            sys.stdin.read()  # alive, and with nothing to say
+        result = params
+np.savez(out, **result)
+"""
+
+
+class Role:
+    """One role as a process; killed at the end if it is still there."""
+
+    def __init__(
+        self, folder: Path, kind: str, index: int, pservers: tuple[str, ...], trainers: int, steps: int
+    ) -> None:
+
+        self.out = folder / f"{kind}{index}.npz"
+        script = ROLE.format(path=[str(SUPPORT), str(ROOT)])
+        arguments = [kind, str(index), ",".join(pservers), str(trainers), str(steps), str(self.out)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", script, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Role:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def ready(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n", self.process.communicate()[1]
+
+    def end(self) -> dict[str, np.ndarray]:
+        _, errors = self.process.communicate(timeout=HANG)
+        assert self.process.returncode == 0, errors
+        with np.load(self.out) as found:
+            return dict(found)
+
+
+@pytest.mark.slow
+def test_four_processes_equal_one_device(tmp_path: Path) -> None:
+    pservers, steps = free_endpoints(2), 5
+    kinds = [("pserver", 0), ("pserver", 1), ("trainer", 0), ("trainer", 1)]
+    roles = [Role(tmp_path, kind, i, pservers, 2, steps) for kind, i in kinds]
+    try:
+        got = [role.end() for role in roles]
+    finally:
+        for role in roles:
+            role.__exit__()
+    params, tx = mlp_params(), optax.adam(1e-2)
+    want, want_state, _ = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), [mlp_batch(8)] * steps)
+    for trained in got[2:]:
+        tree_close({n: trained[n] for n in want}, jax.tree.map(np.asarray, want), 1e-6)
+    held = got[0] | got[1]
+    for n, x in want_state[0].mu.items():
+        assert distance(held[f"opt_state/0/mu/{n}"], x) < 1e-6
+
+
+def test_a_trainer_of_a_killed_pserver_is_told_at_once(role_threads: RoleThreads, tmp_path: Path) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    with Role(tmp_path, "pserver", 0, pservers, 2, 0) as role:
+        role.ready()
+        plan = plan_for(pservers, min_block_size=8192)
+        started = threading.Event()
+        role_threads.start("trainer", train, plan, 0, [mlp_batch(8)], params, before=lambda i: started.set())
+        assert started.wait(HANG)
+        role.process.send_signal(signal.SIGKILL)
+        role.process.wait(HANG)
+        since = time.monotonic()
+        error = role_threads.end("trainer")
+        took = time.monotonic() - since
+    assert type(error) is PeerError
+    assert (
+        str(error)
+        == f"pserver {ep} went away while trainer 0 waited for `recv` of step 1 (params/b1, params/b2, params/w1, ...)"
+    )
+    assert took < 5, took
+
+
+def test_a_pserver_that_is_terminated_says_so_and_leaves_nothing(
+    role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folders))
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    with Role(tmp_path, "pserver", 0, pservers, 2, 0) as role:
+        role.ready()
+        started = threading.Event()
+        plan = plan_for(pservers, min_block_size=8192)
+        role_threads.start("trainer", train, plan, 0, [mlp_batch(8)], params, before=lambda i: started.set())
+        assert started.wait(HANG)
+        assert list(folders.iterdir())  # of the Unix socket
+        role.process.terminate()
+        assert role.process.wait(HANG) == 128 + signal.SIGTERM
+        error = role_threads.end("trainer")
+    assert str(error) == f"pserver {ep} refused trainer 0: it ended: SystemExit: 143"
+    assert not list(folders.iterdir())
+
+
+def test_a_killed_trainer_is_named_by_the_server_before_its_deadline(
+    role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_server, "SILENCE", 1.0)
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    plan = plan_for(pservers, min_block_size=8192)
+    role_threads.start("server", serve, plan, ep, params, deadline=HANG)
+    with Role(tmp_path, "trainer", 0, pservers, 2, -1) as role:
+        role.ready()
+        started = threading.Event()
+        role_threads.start("trainer 1", train, plan, 1, [mlp_batch(8)], params, before=lambda i: started.set())
+        assert started.wait(HANG)
+        role.process.send_signal(signal.SIGKILL)
+        role.process.wait(HANG)
+        since = time.monotonic()
+        error, other = role_threads.end("server"), role_threads.end("trainer 1")
+        took = time.monotonic() - since
+    assert isinstance(error, DeadlineError)
+    assert str(error).startswith(f"pserver {ep} heard nothing from trainer 0 for ")
+    assert str(error).endswith(" s; it is taken for dead")
+    assert isinstance(other, PeerError)
+    assert str(other) == f"pserver {ep} refused trainer 1: it ended: {error}"
+    assert took < HANG / 2, took
+
+
+# -- who leaves, and who does not come -------------------------------------------------------------
+
+
+def test_the_reason_for_which_a_trainer_failed_reaches_everybody_at_once(role_threads: RoleThreads) -> None:
+    pservers = free_endpoints(2)
+    params, batches = mlp_params(), [mlp_batch(8)] * 3
+    plan = plan_for(pservers)
+
+    def fails(i: int) -> None:
+        if i == 1:
+            raise ZeroDivisionError("the third image is blank")
+
+    since = time.monotonic()
+    for ep in pservers:
+        role_threads.start(ep, serve, plan, ep, params)
+    role_threads.start("trainer 0", train, plan, 0, batches, params, before=fails)
+    role_threads.start("trainer 1", train, plan, 1, batches, params)
+    assert isinstance(role_threads.end("trainer 0"), ZeroDivisionError)
+    reason = "trainer 0 failed: ZeroDivisionError: the third image is blank"
+    for ep in pservers:
+        error = role_threads.end(ep)
+        assert isinstance(error, PeerError)
+        assert reason in str(error)
+    error = role_threads.end("trainer 1")
+    assert isinstance(error, PeerError)
+    assert any(str(error) == f"pserver {ep} refused trainer 1: it ended: {reason}" for ep in pservers)
+    assert time.monotonic() - since < HANG / 2
+
+
+def test_a_trainer_that_makes_fewer_steps_than_another_is_named_beside_it(role_threads: RoleThreads) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params, batch = mlp_params(), mlp_batch(8)
+    plan = plan_for(pservers, on_trainer_exit="error")
+    role_threads.start("server", serve, plan, ep, params)
+    role_threads.start("trainer 0", train, plan, 0, [batch], params)
+    role_threads.start("trainer 1", train, plan, 1, [batch] * 3, params)
+    reason = (
+        "trainer 0 closed after step 1 while trainer 1 sends step 2: "
+        "with on_trainer_exit='error' all trainers make the same number of steps"
+    )
+    assert str(role_threads.end("server")) == reason
+    assert str(role_threads.end("trainer 1")) == f"pserver {ep} refused trainer 1: it ended: {reason}"
+    assert isinstance(role_threads.end("trainer 0"), tuple)  # it has done its part
+
+
+@pytest.mark.parametrize("leave", ["with", "close"])
+def test_a_pserver_that_is_not_there_is_named_after_the_deadline(leave: str) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    plan = plan_for(pservers)
+    since = time.monotonic()
+    if leave == "with":
+        with pytest.raises(DeadlineError) as caught, dtrans.Executor(deadline=0.5) as exe:
+            exe.run(plan.trainer_startup_program(1), params)
+    else:
+        exe = dtrans.Executor(deadline=0.5)
+        with pytest.raises(DeadlineError) as caught:
+            exe.run(plan.trainer_startup_program(1), params)
+        exe.close()
+    message = str(caught.value)
+    caught.value.__traceback__ = None
+    assert message == (
+        f"trainer 1 waited 0.5 s for pserver {ep}: an answer to `hello` (is it running, and is this its endpoint?)"
+    )
+    assert isinstance(caught.value, TimeoutError)
+    assert time.monotonic() - since < 4
+
+
+def test_an_error_that_was_dropped_leaves_nothing_that_closing_waits_for(role_threads: RoleThreads) -> None:
+    """The sockets of a connection that failed are not left to the garbage collector."""
+    plan = plan_for(free_endpoints(1), trainers=1)
+
+    def trainer() -> None:
+        exe = dtrans.Executor(deadline=0.2)
+        with contextlib.suppress(DeadlineError):
+            exe.run(plan.trainer_startup, mlp_params())
+        gc.collect()
+        exe.close()
+
+    since = time.monotonic()
+    role_threads.start("trainer", trainer)
+    assert role_threads.end("trainer") is None
+    assert time.monotonic() - since < 10
+
+
+def test_without_wait_port_a_pserver_that_is_not_there_is_an_error_at_once() -> None:
+    (ep,) = pservers = free_endpoints(1)
+    plan = plan_for(pservers, trainers=1)
+    since = time.monotonic()
+    with (
+        pytest.raises(PeerError, match=f"^trainer 0 finds no pserver at {ep}: Connection refused$"),
+        dtrans.Executor(deadline=HANG, wait_port=False) as exe,
+    ):
+        exe.run(plan.trainer_startup, mlp_params())
+    assert time.monotonic() - since < 5
+
+
+def test_trainers_may_start_before_their_pserver(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    plan = plan_for(pservers, trainers=1)
+    seen = peer_addresses(monkeypatch)
+    role_threads.start("trainer", train, plan, 0, [mlp_batch(4)], params)
+    until(lambda: seen, "the trainer to connect")
+    role_threads.start("server", serve, plan, ep, params)
+    role_threads.all()
+
+
+def test_trainers_that_never_come_are_named(role_threads: RoleThreads) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    plan = plan_for(pservers, trainers=3, batch=mlp_batch(6))
+    role_threads.start("server", serve, plan, ep, params, deadline=1.0)
+    role_threads.start("trainer 1", train, plan, 1, [mlp_batch(6)], params)
+    error, other = role_threads.end("server"), role_threads.end("trainer 1")
+    assert isinstance(error, DeadlineError)
+    waited = str(error).split()[3]
+    assert 1.0 <= float(waited) < 10
+    assert str(error) in (
+        f"pserver {ep} waited {waited} s for trainers 0, 2 to say hello",
+        f"pserver {ep} and trainer 1 waited {waited} s for gradients of step 1 from trainers 0, 2",
+    )
+    assert str(other) == f"pserver {ep} refused trainer 1: it ended: {error}"
+
+
+def test_a_trainer_that_falls_silent_is_taken_for_dead(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_server, "SILENCE", 1.0)
+    (ep,) = pservers = free_endpoints(1)
+    plan = plan_for(pservers)
+    role_threads.start("server", serve, plan, ep, mlp_params())
+    with Peer(ep) as peer:
+        peer.hello(trainer=1, trainers=2)
+        assert peer.hear().op == "welcome"
+        error = role_threads.end("server")
+        assert isinstance(error, DeadlineError)
+        assert str(error).startswith(f"pserver {ep} heard nothing from trainer 1 for 1.")
+        assert str(error).endswith(" s; it is taken for dead")
+        assert peer.refused() == f"it ended: {error}"
+
+
+def test_a_trainer_that_is_late_at_the_barrier_is_named_beside_those_who_wait(role_threads: RoleThreads) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    plan = plan_for(pservers)
+    ended = threading.Event()
+
+    def server() -> None:
+        try:
+            serve(plan, ep, params, deadline=1.5)
+        finally:
+            ended.set()
+
+    role_threads.start("server", server)
+    # its signs of life go on while it computes for longer than anybody waits
+    slow = lambda i: ended.wait(HANG)
+    role_threads.start("trainer 0", train, plan, 0, [mlp_batch(8)], params, deadline=1.5)
+    role_threads.start("trainer 1", train, plan, 1, [mlp_batch(8)], params, deadline=1.5, before=slow)
+    error = role_threads.end("server")
+    waited = str(error).split()[6]
+    assert isinstance(error, DeadlineError)
+    assert str(error) == f"pserver {ep} and trainer 0 waited {waited} s for gradients of step 1 from trainer 1"
+    assert 1.5 <= float(waited) < 10
+    # trainer 0 was told that there is somebody to wait for, so it waited as long as the server did
+    for k in (0, 1):
+        assert str(role_threads.end(f"trainer {k}")) == f"pserver {ep} refused trainer {k}: it ended: {error}"
+
+
+def test_a_trainer_that_is_a_little_late_at_every_step_is_not_too_late(role_threads: RoleThreads) -> None:
+    """The deadline is of one wait, also where somebody waits whenever the server looks."""
+    (ep,) = pservers = free_endpoints(1)
+    params, steps = mlp_params(), [mlp_batch(8)] * 8
+    plan = plan_for(pservers)
+    role_threads.start("server", serve, plan, ep, params, deadline=2.0)
+    role_threads.start("trainer 0", train, plan, 0, steps, params)
+    role_threads.start(
+        "trainer 1", train, plan, 1, steps, params, before=lambda i: time.sleep(0.5)
+    )  # what computing takes
+    role_threads.all()
+
+
+def test_signs_of_life_that_came_while_the_server_was_busy_count(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that takes longer than the silence that is taken for death kills nobody."""
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    plan = plan_for(pservers)
+    real = server_module.SyncServer._make_step
+
+    def busy(self: Any) -> None:
+        time.sleep(1.5)  # what a long compilation does
+        real(self)
+
+    monkeypatch.setattr(server_module.SyncServer, "_make_step", busy)
+    monkeypatch.setattr(base_server, "SILENCE", 1.0)
+    role_threads.start("server", serve, plan, ep, params, deadline=3.0)
+    for k in range(2):
+        role_threads.start(f"trainer {k}", train, plan, k, [mlp_batch(8)] * 2, params, deadline=3.0)
+    role_threads.all()
+
+
+def test_a_failed_server_tells_its_trainers_why(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any) -> None:
+        raise MemoryError("no room for the moments")
+
+    monkeypatch.setattr(server_module.SyncServer, "_make_step", fails)
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    plan = plan_for(pservers)
+    role_threads.start("server", serve, plan, ep, params)
+    for k in range(2):
+        role_threads.start(f"trainer {k}", train, plan, k, [mlp_batch(8)], params)
+    assert isinstance(role_threads.end("server"), MemoryError)
+    for k in range(2):
+        assert (
+            str(role_threads.end(f"trainer {k}"))
+            == f"pserver {ep} refused trainer {k}: it ended: MemoryError: no room for the moments"
+        )
+
+
+# -- roles that do not agree -----------------------------------------------------------------------
+
+
+def disagreement(role_threads: RoleThreads, mine: dict[str, Any]) -> tuple[str, str]:
+    """A trainer with a plan of its own meets a server, which ends with it. The trainer's error, and the endpoint."""
+    (ep,) = pservers = free_endpoints(1)
+    role_threads.start("server", serve, plan_for(pservers, trainers=1), ep, mlp_params())
+    role_threads.start("trainer", train, plan_for(pservers, trainers=1, **mine), 0, [], mine["params"])
+    error = role_threads.end("trainer")
+    assert isinstance(error, PeerError)
+    assert str(role_threads.end("server")) == f"trainer 0 failed: PeerError: {error}"
+    return str(error), ep
+
+
+def test_shapes_that_differ_name_the_leaf_and_both_shapes(role_threads: RoleThreads) -> None:
+    mine = {"params": mlp_params((5, 7, 3))}
+    error, ep = disagreement(role_threads, mine)
+    assert error == (
+        f"pserver {ep} refused trainer 0: trainer 0 has params/b1 as float32[7], pserver {ep} holds float32[6]; "
+        "every role must plan the same step with the same options"
+    )
+
+
+def test_types_that_differ_name_the_leaf_and_both_types(role_threads: RoleThreads) -> None:
+    mine = {"params": mlp_params(dtype=jnp.bfloat16), "batch": mlp_batch(8, dtype=jnp.bfloat16)}
+    error, ep = disagreement(role_threads, mine)
+    assert f"trainer 0 has params/b1 as bfloat16[6], pserver {ep} holds float32[6]" in error
+
+
+def test_a_leaf_that_the_server_does_not_hold_is_named(role_threads: RoleThreads) -> None:
+    mine = {"params": mlp_params() | {"a": jnp.ones(3)}}
+    mine["loss"] = lambda params, x, y: mlp_loss({n: p for n, p in params.items() if n != "a"}, x, y) + params["a"][0]
+    error, ep = disagreement(role_threads, mine)
+    assert error == (
+        f"pserver {ep} refused trainer 0: trainer 0 asks for params/a, which pserver {ep} does not hold; "
+        "every role must plan the same step"
+    )
+
+
+def test_another_number_of_trainers_is_refused(role_threads: RoleThreads) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params, batches = mlp_params(), [mlp_batch(8)]
+    plan = plan_for(pservers)
+    role_threads.start("server", serve, plan, ep, params)
+    role_threads.start("another", train, plan_for(pservers, trainers=4), 0, batches, params)
+    assert str(role_threads.end("another")) == (
+        f"pserver {ep} refused trainer 0: trainer 0 was planned with 4 trainers, pserver {ep} with 2"
+    )
+    for k in range(2):  # the server goes on
+        role_threads.start(f"trainer {k}", train, plan, k, batches, params)
+    assert isinstance(role_threads.end("server"), dict)
+
+
+def test_the_same_trainer_id_in_two_processes_is_refused(role_threads: RoleThreads) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params = mlp_params()
+    plan = plan_for(pservers)
+    first = threading.Event()
+    second = threading.Event()
+
+    def wait(i: int) -> None:
+        first.set()
+        assert second.wait(HANG)
+
+    role_threads.start("server", serve, plan, ep, params)
+    role_threads.start("trainer 0", train, plan, 0, [mlp_batch(8)], params, before=wait)
+    assert first.wait(HANG)
+    role_threads.start("again", train, plan, 0, [mlp_batch(8)], params)
+    assert str(role_threads.end("again")) == (
+        f"pserver {ep} refused trainer 0: trainer 0 is here already; is DTRANS_TRAINER_ID, or trainer_id, "
+        "the same in two processes?"
+    )
+    role_threads.start("trainer 1", train, plan, 1, [mlp_batch(8)], params)
+    second.set()
+    role_threads.end("trainer 0")
+    assert isinstance(role_threads.end("server"), dict)  # the job went on without the impostor
+
+
+# -- ports -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("endpoint", ["0.0.0.0:6174", "192.0.2.1:6174", "a.host.invalid:6174", "[::]:6174"])
+def test_binding_another_address_than_loopback_has_to_be_allowed(endpoint: str) -> None:
+    plan = plan_for((endpoint,), trainers=1)
+    with pytest.raises(ConfigError) as caught:
+        serve(plan, endpoint, mlp_params())
+    assert str(caught.value) == (
+        f"pserver {endpoint} is not on loopback; messages are neither encrypted nor authenticated, so binding it "
+        "needs Executor(allow_remote=True)"
+    )
+
+
+def test_an_address_that_is_not_this_machines_cannot_be_bound() -> None:
+    plan = plan_for(("192.0.2.1:6174",), trainers=1)
+    with pytest.raises(ConfigError, match="^pserver 192.0.2.1:6174 cannot be bound: "):
+        serve(plan, "192.0.2.1:6174", mlp_params(), allow_remote=True)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        ep = f"127.0.0.1:{held.getsockname()[1]}"
+        plan = plan_for((ep,), trainers=1)
+        with pytest.raises(ConfigError, match=f"^pserver {ep} cannot be bound: Address already in use$"):
+            serve(plan, ep, mlp_params())
+
+
+# -- messages that are not ours --------------------------------------------------------------------
+
+START = np.arange(8, dtype=np.float32).reshape(4, 2)
+GRAD = np.ones((4, 2), np.float32)
+
+
+def tiny_server(role_threads: RoleThreads, trainers: int = 1) -> str:
+    """A server of one leaf, `params/w`, 4 rows of 2; sgd with rate 0.5. Its endpoint."""
+    (ep,) = pservers = free_endpoints(1)
+    params = {"w": jnp.asarray(START)}
+    loss = lambda params, x: jnp.mean(x @ params["w"])
+    plan = plan_for(
+        pservers, trainers=trainers, tx=optax.sgd(0.5), params=params, loss=loss, batch=(jnp.ones((trainers, 4)),)
+    )
+    role_threads.start("server", serve, plan, ep, params)
+    return ep
+
+
+NAME = "params/w@GRAD"
+HEADER = {"order": sys.byteorder, "session": "s", "trainer": 0, "trainers": 1}
+
+
+@pytest.mark.parametrize(
+    "frames, reason",
+    [
+        ([b""], "a message whose header is not msgpack"),
+        ([b"\xc1"], "a message whose header is not msgpack"),
+        ([b"GET / HTTP/1.1\r\n\r\n"], "a message whose header is not msgpack"),
+        ([b"\x05"], "a message of protocol version None; this is version 1"),
+        ([b"\x93\x01\x02"], "a message whose header is not msgpack"),
+        ([wire.header("hello", **HEADER)[:-3]], "a message whose header is not msgpack"),
+        ([wire.header("hello", **HEADER, v=2)], "a message of protocol version 2; this is version 1"),
+        ([wire.header("frobnicate")], "a message of unknown kind 'frobnicate'"),
+        ([wire.header("hello", trainer=0)], "a `hello` message without a proper trainers"),
+        ([wire.header("hello", **(HEADER | {"trainer": True}))], "a `hello` message without a proper trainer"),
+        ([wire.header("hello", **(HEADER | {"trainer": 3}))], "trainer 3 of 1: ids are 0 to 0"),
+        ([wire.header("hello", **(HEADER | {"trainer": -1}))], "trainer -1 of 1: ids are 0 to 0"),
+        ([wire.header("hello", **(HEADER | {"order": "middle"}))], "trainer 0 is middle-endian, this server is"),
+        ([wire.header("send", step=0, pieces=[])], "a `send` message from a peer that has not said hello"),
+        ([wire.header("complete")], "a `complete` message from a peer that has not said hello"),
+        ([wire.header("abort", reason="no")], "a `abort` message from a peer that has not said hello"),
+        ([b"", wire.header("complete")], "a message whose header is not msgpack"),
+        ([b"\x81" + b"\x91" * 2000], "a message whose header is not msgpack"),
+        ([b"\xa1\xff"], "a message whose header is not msgpack"),
+    ],
+)
+def test_a_stranger_that_talks_nonsense_is_refused_and_logged(
+    role_threads: RoleThreads, caplog: pytest.LogCaptureFixture, strange_server: str, frames: list[bytes], reason: str
+) -> None:
+    caplog.set_level(logging.WARNING, "dtrans.pserver")
+    with Peer(strange_server) as peer:
+        peer.say(*frames)
+        assert reason in peer.refused()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"pserver {strange_server} refused a message of a stranger: ")
+    assert reason in record.getMessage()
+
+
+@pytest.fixture
+def strange_server(role_threads: RoleThreads) -> Iterator[str]:
+    """A server that goes on to serve its trainer rightly when the test is over."""
+    ep = tiny_server(role_threads)
+    yield ep
+    with Peer(ep) as peer:
+        peer.hello()
+        assert peer.hear().op == "welcome"
+        one_right_step(peer)
+        peer.tell("complete")
+        assert peer.hear().op == "goodbye"
+    (final,) = role_threads.all().values()
+    tree_equal(final, {"params/w": jnp.asarray(START - 0.5 * GRAD)})
+
+
+def one_right_step(peer: Peer, step: int = 0) -> None:
+    """Send the gradient of the only trainer of `tiny_server`, and check what comes back."""
+    peer.tell("send", GRAD.tobytes(), step=step, pieces=[[[NAME, 0, 32]]])
+    peer.tell("send_barrier", step=step)
+    peer.tell("recv", step=step + 1, blocks=[["params/w", [4, 2], "float32"]])
+    answer = peer.hear()
+    assert answer.op == "blocks" and answer["step"] == step + 1, answer
+    got = np.frombuffer(answer.frames[0], np.float32).reshape(4, 2)
+    np.testing.assert_array_equal(got, START - 0.5 * (step + 1) * GRAD)
+
+
+def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
+    role_threads: RoleThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "dtrans.pserver")
+    ep = tiny_server(role_threads)
+    noise = b"\x7f" * 32
+    one = lambda *piece: {"step": 0, "pieces": [[list(piece)]]}
+    table = ["params/w", [4, 2], "float32"]
+    wrong: list[tuple[str, list[bytes], dict[str, Any], str]] = [
+        ("send", [noise], one(NAME, 0, 32) | {"step": 1}, "`send` of step 1, pserver {ep} is at 0"),
+        ("send", [noise], one(NAME, 0, 32) | {"step": -1}, "`send` of step -1, pserver {ep} is at 0"),
+        ("send", [noise], one("params/v@GRAD", 0, 32), "params/v@GRAD is not a gradient that trainer 0 sends to"),
+        ("send", [noise], one(NAME, 1, 32), "bytes 1 to 33 of params/w@GRAD, which has 32"),
+        ("send", [noise], one(NAME, 2**62, 32), "of params/w@GRAD, which has 32"),
+        ("send", [noise], one(NAME, -8, 8), "a piece that is not [name, offset, nbytes]"),
+        ("send", [noise], one(NAME, 0, 2**64 - 1), "a piece that is not [name, offset, nbytes]"),
+        ("send", [noise], one(NAME, 0.0, 32), "a piece that is not [name, offset, nbytes]"),
+        ("send", [noise], one(["w"], 0, 32), "a piece that is not [name, offset, nbytes]"),
+        ("send", [noise[:20]], one(NAME, 0, 32), "a truncated frame: params/w@GRAD ends at byte 32 of 20"),
+        ("send", [noise + noise], one(NAME, 0, 32), "a frame of 64 bytes where its header lists 32"),
+        ("send", [], one(NAME, 0, 32), "a `send` message with 0 frames where its header lists 1"),
+        ("send", [noise], {"step": 0, "pieces": []}, "a `send` message with 1 frames where its header lists 0"),
+        ("send", [noise], {"step": 0, "pieces": [7]}, "pieces that are not a list"),
+        ("send", [noise], {"step": 0, "pieces": "all"}, "a `send` message without a proper pieces"),
+        # the first piece is right, the second is not: nothing of the message may stay
+        ("send", [noise], {"step": 0, "pieces": [[[NAME, 0, 16], ["params/v@GRAD", 0, 16]]]}, "is not a gradient"),
+        ("send", [noise[:8]], one(NAME, 8, 8), "bytes 8 to 16 of params/w@GRAD, of which 0 are here"),
+        ("send_barrier", [], {"step": 0}, "send_barrier of step 0, but params/w@GRAD has 0 of 32 bytes"),
+        ("send_barrier", [], {"step": 1}, "`send_barrier` of step 1, pserver {ep} is at 0"),
+        ("recv", [], {"step": 1}, "`recv` of step 1, pserver {ep} is at 0"),
+        ("recv", [], {"step": 0, "blocks": "w"}, "a `recv` message without a proper blocks"),
+        (
+            "recv",
+            [],
+            {"step": 0, "blocks": [["params/w", [4, 2]]]},
+            "`recv` of something that is not a list of [name, shape, dtype]",
+        ),
+        ("recv", [], {"step": 0, "blocks": [[["w"], [4, 2], "float32"]]}, "is not a list of [name, shape, dtype]"),
+        ("recv", [], {"step": 0, "blocks": [[{}, [4, 2], "float32"]]}, "is not a list of [name, shape, dtype]"),
+        ("recv", [], {"step": 0, "blocks": [["opt_state/0", [], "int32"]]}, "asks for opt_state/0, which pserver"),
+        (
+            "recv",
+            [],
+            {"step": 0, "blocks": [["params/w", [2, 4], "float32"]]},
+            "has params/w as float32[2, 4], pserver",
+        ),
+        ("recv", [], {"step": 9, "blocks": [table]}, "`recv` of step 9, pserver {ep} is at 0"),
+        ("fetch_barrier", [], {"step": 3}, "a message of unknown kind 'fetch_barrier'"),
+        # what follows in the same message: nothing of that may stay either
+        (
+            "send",
+            [noise],
+            one(NAME, 0, 32) | {"then": ["complete"]},
+            "a `send` message that ['complete'] cannot follow",
+        ),
+        ("send", [noise], one(NAME, 0, 32) | {"then": "recv"}, "a `send` message that 'recv' cannot follow"),
+        ("recv", [], {"step": 0, "then": ["recv", "recv"]}, "a `recv` message that ['recv', 'recv'] cannot follow"),
+        ("complete", [], {"then": ["recv"]}, "a `complete` message that ['recv'] cannot follow"),
+        ("complete", [], {"step": "x", "then": ["recv"]}, "a `complete` message that ['recv'] cannot follow"),
+        ("complete", [], {"step": 0, "then": ["recv"]}, "a `complete` message that ['recv'] cannot follow"),
+        (
+            "send_barrier",
+            [],
+            {"step": 0, "blocks": 3, "then": ["recv"]},
+            "`send_barrier` message without a proper blocks",
+        ),
+        ("welcome", [], {"step": 0, "local": "", "silence": 9}, "a `welcome` message, which servers do not take"),
+        ("abort", [], {"reason": 3}, "a `abort` message without a proper reason"),
+        ("hello", [], HEADER | {"session": "other"}, "trainer 0 is here already"),
+    ]
+    with Peer(ep) as peer:
+        peer.hello()
+        assert peer.hear().op == "welcome"
+        for op, frames, fields, reason in wrong:
+            caplog.clear()
+            peer.tell(op, *frames, **fields)
+            got = peer.refused()
+            assert reason.format(ep=ep) in got, (op, fields, got)
+            (record,) = caplog.records
+            assert record.getMessage() == f"pserver {ep} refused a message of trainer 0: {got}"
+        one_right_step(peer)
+        # after the barrier of a step comes the next one
+        peer.tell("send", noise, step=0, pieces=[[[NAME, 0, 32]]])
+        assert peer.refused() == f"`send` of step 0, pserver {ep} is at 1"
+        one_right_step(peer, 1)
+        peer.tell("complete")
+        assert peer.hear().op == "goodbye"
+    (final,) = role_threads.all().values()
+    tree_equal(final, {"params/w": jnp.asarray(START - GRAD)})
+
+
+def test_a_trainer_may_send_its_own_gradients_only_and_not_twice(role_threads: RoleThreads) -> None:
+    ep = tiny_server(role_threads, trainers=2)
+    noise = b"\x7f" * 32
+    with Peer(ep) as first, Peer(ep) as second:
+        for k, peer in enumerate((first, second)):
+            peer.hello(trainer=k, trainers=2, session=str(k))
+            assert peer.hear().op == "welcome"
+        first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_1", 0, 32]]])
+        assert first.refused() == f"{NAME}.trainer_1 is not a gradient that trainer 0 sends to pserver {ep}"
+        first.tell("send", GRAD.tobytes(), step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
+        first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
+        assert "of params/w@GRAD.trainer_0, of which 32 are here" in first.refused()
+        first.tell("send_barrier", step=0)
+        first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
+        until(lambda: "after its send_barrier" in first.hear().fields.get("reason", ""), "the refusal")
+        second.tell("send", GRAD.tobytes(), step=0, pieces=[[[f"{NAME}.trainer_1", 0, 32]]])
+        second.tell("send_barrier", step=0)
+        for peer in (first, second):
+            peer.tell("recv", step=1, blocks=[["params/w", [4, 2], "float32"]])
+            until(lambda peer=peer: peer.hear().op == "blocks", "the new blocks")
+            peer.tell("complete")
+            until(lambda peer=peer: peer.hear().op == "goodbye", "a goodbye")
+    (final,) = role_threads.all().values()
+    tree_equal(final, {"params/w": jnp.asarray(START - 0.5 * GRAD)})
+
+
+def test_one_connection_cannot_be_two_trainers(role_threads: RoleThreads) -> None:
+    ep = tiny_server(role_threads, trainers=2)
+    with Peer(ep) as one, Peer(ep) as other:
+        one.hello(trainer=0, trainers=2, session="a")
+        assert one.hear().op == "welcome"
+        one.hello(trainer=1, trainers=2, session="b")
+        assert "already said hello as trainer 0" in one.refused()
+        other.hello(trainer=0, trainers=2, session="a")  # as a trainer does that moves to the Unix socket
+        assert other.hear().op == "welcome"
+        one.hello(trainer=1, trainers=2, session="b")
+        assert one.hear().op == "welcome"  # it is nobody any more
+        for peer in (one, other):
+            peer.tell("complete")
+            assert peer.hear().op == "goodbye"
+    role_threads.all()
+
+
+def test_raw_bytes_on_the_port_are_refused_logged_and_change_nothing(
+    role_threads: RoleThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "dtrans.pserver")
+    (ep,) = pservers = free_endpoints(1)
+    host, port = ep.split(":")
+    params, batches = mlp_params(), [mlp_batch(8)] * 3
+    plan = plan_for(pservers)
+    role_threads.start("server", serve, plan, ep, params)
+    with Peer(ep) as peer:  # the server is up
+        peer.tell("alive?")
+        peer.refused()
+    caplog.clear()
+    greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 16 + b"\0" * 32
+    for garbage in (
+        os.urandom(4096) + b"\0",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        greeting + b"\x04\xff" + b"x" * 300,
+    ):
+        with socket.create_connection((host, int(port)), timeout=HANG) as line:
+            line.sendall(garbage)
+    role_threads.start("trainer 0", train, plan, 0, batches, params)
+    role_threads.start("trainer 1", train, plan, 1, batches, params)
+    tx = optax.adam(1e-2)
+    want, _, _ = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), batches)
+    tree_close(role_threads.all()["trainer 0"][0], want, 1e-6)
+    assert any("refused a" in r.getMessage() for r in caplog.records)
+
+
+def test_a_message_larger_than_any_of_ours_is_dropped_with_its_connection(
+    role_threads: RoleThreads, strange_server: str
+) -> None:
+    with Peer(strange_server) as peer:
+        peer.say(b"\0" * (wire.MAX_MESSAGE + 1))
+    # the fixture checks that the server goes on
+
+
+def test_strangers_do_not_disturb_a_job(role_threads: RoleThreads, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "dtrans.pserver")
+    (ep,) = pservers = free_endpoints(1)
+    params, batches = mlp_params(), [mlp_batch(8)] * 5
+    plan = plan_for(pservers)
+    rng = np.random.default_rng(0)
+    ended = threading.Event()
+    refusals = []
+
+    def pester() -> None:
+        with Peer(ep) as peer:
+            while not ended.is_set():
+                peer.say(rng.bytes(int(rng.integers(0, 60))))
+                peer.hello(trainer=int(rng.integers(0, 2)), trainers=2, session="stranger" + str(ended.is_set()))
+                peer.tell("abort", reason="I say so")
+                until(lambda: peer._socket.poll(10) or ended.is_set(), "a refusal")
+                while peer._socket.poll(0):
+                    refusals.append(peer.hear().op)
+
+    arrived = [threading.Event(), threading.Event()]
+    role_threads.start("server", serve, plan, ep, params)
+    both = lambda k: lambda i: arrived[k].set() or all(a.wait(HANG) for a in [*arrived, pestering])
+    pestering = threading.Event()
+    for k in range(2):
+        role_threads.start(f"trainer {k}", train, plan, k, batches, params, before=both(k))
+    assert all(a.wait(HANG) for a in arrived)
+    role_threads.start("stranger", pester)
+    until(lambda: len(refusals) > 5, "the stranger to be refused")
+    pestering.set()
+    got = role_threads.end("trainer 0")
+    ended.set()
+    tx = optax.adam(1e-2)
+    want, _, _ = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), batches)
+    tree_close(got[0], want, 1e-6)
+    role_threads.all()
+    # who says that it is a trainer that has left may be one of the next job, and is asked to wait for its end
+    assert "refuse" in refusals and set(refusals) <= {"refuse", "waiting"}

@@ -1,0 +1,354 @@
+"""What several test files share: small models, comparisons, the single-device reference, and parameter
+servers carried out by hand, one `OptimizeBlock` after the other, without any of `dtrans.run`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dtrans
+from dtrans._jax import Literal, jaxprs_in_params, opened
+from dtrans.ops import OptimizeBlock, all_reduce_p
+from dtrans.ops.collectives import COMBINE
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.rows.rules import ELEMENTWISE
+
+
+# -- comparisons -----------------------------------------------------------------------------------
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    """An array, random keys included."""
+    return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def distance(a: Any, b: Any) -> float:
+    """max|a - b| / max|b|, in float64; the absolute distance where b is zero, and 0 for exact equality."""
+    a, b = as_numpy(a), as_numpy(b)
+    assert a.shape == b.shape, (a.shape, b.shape)
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    if a.size == 0 or np.array_equal(a, b):
+        return 0.0
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    scale = np.abs(b).max()
+    worst = np.abs(a - b).max()
+    assert np.isfinite(worst), "not finite"
+    return float(worst / scale if scale else worst)
+
+
+def tree_close(a: Any, b: Any, rtol: float) -> None:
+    """Assert that two pytrees are of one structure and, leaf by leaf, max|a - b| <= rtol * max|b|."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(a)[0], jax.tree.leaves(b), strict=True):
+        far = distance(x, y)
+        assert far <= rtol, f"{jax.tree_util.keystr(path)}: {far:.3g} > {rtol}"
+
+
+def tree_equal(a: Any, b: Any) -> None:
+    """Assert that two pytrees are the same, bit for bit."""
+    tree_close(a, b, 0.0)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def mlp_params(sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 0) -> dict[str, jax.Array]:
+    """`b1, b2, ..., w1, w2, ...` of a multi-layer perceptron."""
+    rng = np.random.default_rng(seed)
+    params = {}
+    for i, (n, m) in enumerate(itertools.pairwise(sizes), 1):
+        params[f"w{i}"] = jnp.asarray(rng.normal(size=(n, m)) / np.sqrt(n), dtype)
+        params[f"b{i}"] = jnp.asarray(rng.normal(size=m) * 0.1, dtype)
+    return params
+
+
+def mlp_forward(params: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+    layers = len(params) // 2
+    for i in range(1, layers + 1):
+        x = x @ params[f"w{i}"] + params[f"b{i}"]
+        x = jnp.tanh(x) if i < layers else x
+    return x
+
+
+def mlp_loss(params: Mapping[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.mean((mlp_forward(params, x) - y) ** 2)
+
+
+def mlp_batch(
+    rows: int = 8, sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(rows, sizes[0])), dtype), jnp.asarray(rng.normal(size=(rows, sizes[-1])), dtype)
+
+
+def plain_step(loss: Callable[..., Any], tx: Any, grad: Callable[..., Any] = jax.value_and_grad) -> Callable[..., Any]:
+    """The training step as anybody writes it."""
+
+    def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, Any, Any]:
+        value, grads = grad(loss)(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step
+
+
+def plain_run(
+    step: Callable[..., Any], params: Any, opt_state: Any, batches: Sequence[tuple[Any, ...]]
+) -> tuple[Any, Any, list[Any]]:
+    """The single-device reference: the step, jitted, on each batch in turn."""
+    jitted, losses = jax.jit(step), []
+    for batch in batches:
+        params, opt_state, loss, *_ = jitted(params, opt_state, *batch)
+        losses.append(loss)
+    return params, opt_state, losses
+
+
+def init_of(tx: Any) -> Callable[[Any], tuple[Any, Any]]:
+    """`init(params) -> (params, opt_state)`."""
+
+    def init(params: Any) -> tuple[Any, Any]:
+        return params, tx.init(params)
+
+    return init
+
+
+def endpoints(count: int) -> tuple[str, ...]:
+    return tuple(f"127.0.0.1:{6170 + i}" for i in range(count))
+
+
+# -- parameter servers by hand ---------------------------------------------------------------------
+
+
+def blocks_of(plan: PServerPlan, endpoint: str) -> tuple[OptimizeBlock, ...]:
+    """The optimize blocks of one server."""
+    (eqn,) = plan.servers[endpoint].main.jaxpr.jaxpr.eqns
+    return eqn.params["optimize_blocks"]
+
+
+def quick(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit` that compiles fast, and rounds bfloat16 after each equation, as its types say."""
+    return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0})
+
+
+def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
+    """A closed jaxpr, equation by equation."""
+    return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
+
+
+def start_servers(
+    plan: PServerPlan, *args: Any, evaluate: Callable[..., list[Any]] = evaluate
+) -> dict[str, dict[str, Any]]:
+    """What each server's startup program makes."""
+    made = {}
+    for endpoint, programs in plan.servers.items():
+        start = programs.startup
+        made[endpoint] = dict(zip(start.out_names, evaluate(start.jaxpr, *start.flatten(*args)), strict=True))
+    return made
+
+
+def serve(
+    plan: PServerPlan,
+    held: Mapping[str, Mapping[str, Any]],
+    grads: Sequence[Mapping[str, Any]],
+    evaluate: Callable[..., list[Any]] = evaluate,
+    deaf: tuple[str, str] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """One round of every server, level by level. `grads`: for each trainer, leaf name to its whole gradient.
+
+    `deaf` is a server and an `all_reduce` of which it does not hear: it goes on with its own operand.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    new = {endpoint: dict(held[endpoint]) for endpoint in plan.servers}
+    for endpoint, units in plan.placement.units.items():
+        values[endpoint] = dict(held[endpoint])
+        for block in (b for unit in units for b in unit.blocks):
+            if f"{block.name}.trainer_0_bak" in held[endpoint]:  # a gradient of the newest parameters
+                values[endpoint][f"{block.name}.bak"] = held[endpoint][block.name]
+            for k, of in enumerate(grads):
+                if block.leaf in plan.unsent:
+                    continue
+                rows = of[block.leaf]
+                values[endpoint][block.gradient(k, plan.trainers if plan.sync_mode else 1)] = (
+                    rows if block.span is None else rows[block.span.start : block.span.stop]
+                )
+    levels = {b.level for endpoint in plan.servers for b in blocks_of(plan, endpoint)}
+    for level in sorted(levels):
+        here = [(ep, b) for ep in plan.servers for b in blocks_of(plan, ep) if b.level == level]
+        parts: dict[str, dict[str, Any]] = {}
+        for combining in (False, True):
+            for endpoint, block in here:
+                if block.role != "dist":
+                    if combining:
+                        continue
+                    outs = evaluate(block.jaxpr, *[values[endpoint][n] for n in block.in_names])
+                else:
+                    outs = exchange(block, values[endpoint], endpoint, parts, combining, deaf)
+                for name, value in zip(block.out_names, outs, strict=True):
+                    if name in held[endpoint]:
+                        new[endpoint][name] = value
+                    else:
+                        assert block.role == "dist" or name not in values[endpoint], f"{name} is made twice"
+                        values[endpoint][name] = value
+    return new
+
+
+def exchange(
+    block: OptimizeBlock,
+    values: Mapping[str, Any],
+    endpoint: str,
+    parts: dict[str, dict[str, Any]],
+    combining: bool,
+    deaf: tuple[str, str] | None = None,
+) -> list[Any]:
+    """A block that communicates: notes this server's parts or, once those of all are there, combines them."""
+    inner = block.jaxpr.jaxpr
+    env = dict(zip(inner.invars, [values[n] for n in block.in_names], strict=True))
+    env.update(zip(inner.constvars, block.jaxpr.consts, strict=True))
+    read = lambda a: a.val if hasattr(a, "val") else env[a]
+    for eqn in inner.eqns:
+        operands = [read(a) for a in eqn.invars]
+        if eqn.primitive is not all_reduce_p:
+            made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+            env.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made], strict=True))
+            continue
+        p = eqn.params
+        assert endpoint in p["over"]
+        found = parts.setdefault(p["name"], {})
+        found[endpoint] = operands[0]
+        if combining and deaf != (endpoint, p["name"]):
+            assert set(found) == set(p["over"]), f"{p['name']} is over {p['over']}, {list(found)} have it"
+            (env[eqn.outvars[0]],) = [functools.reduce(COMBINE[p["op"]], [found[ep] for ep in p["owners"]])]
+        else:
+            env[eqn.outvars[0]] = operands[0]
+    return [read(a) for a in inner.outvars]
+
+
+def assemble(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Whole leaves out of the servers' blocks. What several servers hold must be the same on each."""
+    found = {}
+    for name in names:
+        copies = [h[name] for h in held.values() if name in h]
+        if copies:
+            for other in copies[1:]:
+                assert np.array_equal(as_numpy(copies[0]), as_numpy(other)), name
+            found[name] = copies[0]
+            continue
+        parts, i = [], 0
+        while owners := [h for h in held.values() if f"{name}.block{i}" in h]:
+            assert len(owners) == 1, f"{name}.block{i} is on {len(owners)} servers"
+            parts.append(owners[0][f"{name}.block{i}"])
+            i += 1
+        if parts:
+            whole = plan.main.inputs[name].shape
+            axes = [a for a, n in enumerate(whole) if parts[0].shape[a] != n]
+            found[name] = jnp.concatenate(parts, axes[0])
+    return found
+
+
+def no_full_shapes(plan: PServerPlan) -> None:
+    """No equation of a cut leaf's block makes an array of the leaf's full shape out of rows, in bodies neither.
+
+    (A part of a reduction may have it: `a @ b.T @ a` with a shared `a` is a sum of such.)
+    Out of shared values it does only where that cannot be helped: it, or who reads it, is no equation that could
+    be carried out on some of the rows (random bits; a table that is sorted; an array that a loop reads).
+    """
+    moves = ELEMENTWISE | {"broadcast_in_dim", "iota", "slice"}
+
+    def look(jaxpr: Any, ours: set[int], full: tuple[int, ...], where: str, parts: Sequence[int] = ()) -> None:
+        inner = opened(jaxpr)
+        reduced = {inner.outvars[i] for i in parts}
+        rows = {v for i, v in enumerate(inner.invars) if i in ours}
+        needed = {
+            a for e in inner.eqns if e.primitive.name not in moves for a in e.invars if not isinstance(a, Literal)
+        }
+        for eqn in reversed(inner.eqns):
+            if any(v in needed for v in eqn.outvars):
+                needed |= {a for a in eqn.invars if not isinstance(a, Literal)}
+        for eqn in inner.eqns:
+            mine = {i for i, a in enumerate(eqn.invars) if not isinstance(a, Literal) and a in rows}
+            for v in eqn.outvars:
+                if v in reduced:
+                    continue
+                if mine:
+                    assert v.aval.shape not in (full, full[::-1]), f"{where}: {eqn}"
+                    rows.add(v)
+                elif eqn.primitive.name in moves and v not in needed:
+                    assert v.aval.shape != full, f"{where}: {eqn}"
+            for body in jaxprs_in_params(eqn.params) if mine else ():
+                skip = len(eqn.invars) - len(opened(body).invars)
+                offset = skip if eqn.primitive.name == "cond" else 0
+                if eqn.primitive.name != "while":
+                    look(body, {i - offset for i in mine}, full, where)
+
+    for endpoint, units in plan.placement.units.items():
+        blocks = blocks_of(plan, endpoint)
+        for unit in units:
+            block = unit.blocks[0]
+            if block.count == 1:
+                continue
+            full = plan.main.inputs[block.leaf].shape
+            for b in blocks:
+                if b.name == unit.name:
+                    cut = {i for i, n in enumerate(b.in_names) if f".block{block.index}" in n}
+                    parts = [i for i, n in enumerate(b.out_names) if "/all_reduce/" in n]
+                    look(b.jaxpr, cut, full, f"{block.name}, level {b.level}", parts)
+
+
+def reads_only_what_was_there_or_made_before(plan: PServerPlan) -> None:
+    """State is that of before the step, whoever makes the new one; other values are made once, by a block before."""
+    for endpoint, programs in plan.servers.items():
+        state = set(programs.main.in_names)
+        units = plan.placement.units[endpoint]
+        grads = {b.gradient(k, plan.trainers) for u in units for b in u.blocks for k in range(plan.trainers)}
+        made: set[str] = set()
+        new: set[str] = set()
+        for block in blocks_of(plan, endpoint):
+            assert set(block.in_names) <= state | grads | made, block
+            assert len(set(block.in_names)) == len(block.in_names), block
+            assert not set(block.out_names) & (made | new), block
+            made |= set(block.out_names) - state
+            new |= set(block.out_names) & state
+        assert new == state
+
+
+def plan_of(
+    loss: Callable[..., Any],
+    tx: Any,
+    params: Any,
+    *batch: Any,
+    servers: int = 3,
+    trainers: int = 1,
+    min_block_size: int = 1,
+    **options: Any,
+) -> PServerPlan:
+    """The pserver plan of a step made by `make_train_step`; its startup takes the params."""
+    step = dtrans.make_train_step(loss, tx)
+    main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *batch)
+    startup = dtrans.trace(init_of(tx), params)
+    return dtrans.pserver(
+        main, startup, pservers=endpoints(servers), trainers=trainers, min_block_size=min_block_size, **options
+    )
+
+
+def communication(program: Any) -> list[str]:
+    """The communication ops of a program, in order."""
+    return [op.type for op in program.ops if op.role in ("rpc", "dist")]
+
+
+def batch_statistics_step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
+    """A running mean of the batch, made in the forward pass, beside weights that are trained."""
+
+    def loss(w: jax.Array) -> jax.Array:
+        return jnp.mean(((x - x.mean(0)) @ w - y) ** 2)
+
+    value, g = dtrans.value_and_grad(loss)(params["w"])
+    stats = 0.5 * params["mean"] + 0.5 * x.mean(0)
+    return {"mean": stats, "w": params["w"] - 0.1 * g}, opt_state, value

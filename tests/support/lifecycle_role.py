@@ -1,0 +1,110 @@
+"""One role of the jobs in test_lifecycle.py and test_sync_matrix.py: a process that says on its standard output how far
+it is, and goes on past a gate when it is told to. Its argument is JSON: what to do, and the rest for that."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def say(what: str) -> None:
+    print(what, flush=True)
+
+
+def gate(what: str) -> None:
+    """Wait until the test says go."""
+    say(what)
+    assert sys.stdin.readline() == "go\n"
+
+
+def flat(tree: Any) -> dict[str, np.ndarray]:
+    """A tree as arrays under their paths, which npz can hold."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x)
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def pserver(job: dict[str, Any]) -> None:
+    """Serve so many jobs one after the other, each with the state that the one before left."""
+    from lifecycle_job import params_of, plan_for
+
+    import dtrans
+
+    plan = plan_for(job["pservers"], job["trainers"])
+    role = plan.servers[job["pservers"][job["index"]]]
+    with dtrans.Executor(deadline=60) as exe:
+        state = exe.run(role.startup, params_of())
+        for i in range(job["jobs"]):
+            say(f"serving {i}")
+            state = exe.run(role.main, state)
+    np.savez(job["out"], **state)
+
+
+def trainer(job: dict[str, Any]) -> None:
+    """Take the steps from `first` on, with gates before those that are named, and before closing with `stays`."""
+    from lifecycle_job import batch_of, params_of, plan_for, rows
+
+    import dtrans
+
+    k = job["index"]
+    plan = plan_for(job["pservers"], job["trainers"])
+    with dtrans.Executor(deadline=60) as exe:
+        say("connecting")
+        params = exe.run(plan.trainer_startup_program(k), params_of())
+        for i in range(job["first"], job["first"] + job["steps"]):
+            say(f"step {i}")
+            params, _ = exe.run(plan.trainer_program(k), params, *rows([k], batch_of(i, job["trainers"])))
+        jax.block_until_ready(params)
+        if job["stays"]:
+            gate("done")
+    np.savez(job["out"], **flat(params))
+
+
+def matrix_pserver(job: dict[str, Any]) -> None:
+    """Serve a job for each optimizer, in this process."""
+    from sync_matrix_job import OPTIMIZERS, init_of, plan_for
+
+    import dtrans
+
+    found: dict[str, np.ndarray] = {}
+    with dtrans.Executor(deadline=120) as exe:
+        for name in OPTIMIZERS:
+            plan = plan_for(name, job["pservers"], job["trainers"])
+            role = plan.servers[job["pservers"][job["index"]]]
+            state = exe.run(role.main, exe.run(role.startup, *init_of(name)[1]))
+            found |= {f"{name}/{n}": np.asarray(x) for n, x in state.items()}
+    np.savez(job["out"], **found)
+
+
+def matrix_trainer(job: dict[str, Any]) -> None:
+    """Train with each optimizer, in this process: a trainer has an executor for each job."""
+    from sync_matrix_job import OPTIMIZERS, STEPS, batch_of, init_of, part_of, plan_for
+
+    import dtrans
+
+    k, n = job["index"], job["trainers"]
+    found: dict[str, np.ndarray] = {}
+    for name in OPTIMIZERS:
+        plan = plan_for(name, job["pservers"], n)
+        program = plan.trainer_program(k)
+        with dtrans.Executor(deadline=120) as exe:
+            params = exe.run(plan.trainer_startup_program(k), *init_of(name)[1])
+            losses = []
+            for i in range(STEPS):
+                params, loss = exe.run(program, params, *part_of(batch_of(i, n), k, n))
+                losses.append(np.asarray(loss))
+        found |= {f"{name}/{path}": x for path, x in flat(params).items()} | {f"{name}/losses": np.stack(losses)}
+    np.savez(job["out"], **found)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent)]
+    what = json.loads(sys.argv[1])
+    jax.config.update("jax_enable_x64", what["x64"])
+    {fn.__name__: fn for fn in (pserver, trainer, matrix_pserver, matrix_trainer)}[what["do"]](what)

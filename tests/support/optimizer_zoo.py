@@ -1,0 +1,551 @@
+"""Every optimizer there is, as cases of one test (`test_optimizer_zoo.py`) and rows of one table (docs/optimizers.md).
+
+A `Case` is an optimizer, and what is particular about it. A `Refusal` is one that needs what no server has; it must
+be refused, by name. `table()` writes docs/optimizers.md from the plans of the cases, nothing in it by hand:
+`make docs`, or `python tests/support/optimizer_zoo.py docs/optimizers.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from helpers import endpoints
+
+import dtrans
+import dtrans.paddle.optimizers
+from dtrans.errors import OptimizerError
+from dtrans.parameter_server.plan import PServerPlan
+
+
+SERVERS, TRAINERS, STEPS = 3, 2, 5
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+# Few distinct shapes, of blocks too: each costs a compilation for each primitive.
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "embedding": (7, 2),
+    "few": (2,),
+    "half": (3, 2),
+    "kernel": (3, 1, 2, 2),
+    "one_row": (1, 2),
+    "scalar": (),
+}
+WHY: Mapping[str, str] = {
+    "embedding": "the last block has fewer rows than the others",
+    "few": "fewer rows than servers",
+    "half": "bfloat16, whatever the others are",
+    "kernel": "of a convolution",
+    "one_row": "nothing to cut",
+    "scalar": "no rows",
+}
+
+
+def leaves(dtype: Any, without: Collection[str] = (), complex_leaf: bool = False) -> dict[str, Any]:
+    """The parameters of the model."""
+    rng = np.random.default_rng(0)
+    params = {n: jnp.asarray(rng.normal(size=s), jnp.bfloat16 if n == "half" else dtype) for n, s in SHAPES.items()}
+    if complex_leaf:
+        kind = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
+        params["wave"] = jnp.asarray(rng.normal(size=(3, 2)) + 1j * rng.normal(size=(3, 2)), kind)
+    return {n: p for n, p in params.items() if n not in without}
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    """Something that has a gradient by every leaf. Its value is of no interest: gradients are given (`gradients`)."""
+    return jnp.mean(x) * sum(jnp.sum(jnp.abs(p).astype(x.dtype) ** 2) for p in jax.tree.leaves(params))
+
+
+def gradients(params: Any, step: int, trainer: int) -> Any:
+    """Numbers to be gradients.
+
+    Trainers agree about signs, and no number is near zero, nor is the mean: where it is, rounding would decide about
+    the sign of an update (sign_sgd, lion, rprop), and the limits would have to be wider than they are. The seed is one
+    whose sums over all leaves (of gradients times past gradients, in dadapt_adamw) do not happen to cancel, which
+    would leave of float32 what rounding left of it.
+    """
+    signs, rng = np.random.default_rng(130 + step), np.random.default_rng((step, trainer))
+
+    def one(p: Any) -> jax.Array:
+        def real() -> np.ndarray:
+            return rng.uniform(0.3, 1.5, size=p.shape) * signs.choice([-1, 1], size=p.shape)
+
+        return jnp.asarray(real() + 1j * real() if jnp.iscomplexobj(p) else real(), p.dtype)
+
+    return jax.tree.map(one, params)
+
+
+# -- cases -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An optimizer.
+
+    Attributes:
+      make: makes it.
+      without: the leaves that optax itself cannot train with it on one device, and why.
+      pair: whether its parameters are a pair, `optax.LookaheadParams`, of which gradients are by the first.
+      complex_leaf: whether the model gets a leaf of complex numbers.
+      still: the leaves that it leaves as they are.
+    """
+
+    make: Callable[[], Any]
+    without: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    pair: bool = False
+    complex_leaf: bool = False
+    still: Collection[str] = ()
+
+    def params(self, dtype: Any) -> Any:
+        """What it trains."""
+        params = leaves(dtype, self.without, self.complex_leaf)
+        return optax.LookaheadParams.init_synced(params) if self.pair else params
+
+    def trained(self, params: Any) -> Any:
+        """The part of them by which gradients are taken."""
+        return params.fast if self.pair else params
+
+    def step(self) -> Callable[..., Any]:
+        """The training step."""
+        tx = self.make()
+        if not self.pair:
+            return dtrans.make_train_step(loss, tx)
+
+        def step(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, Any, Any]:
+            value, grads = dtrans.value_and_grad(loss)(params.fast, x)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, value
+
+        return step
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """An optimizer that must be refused.
+
+    Attributes:
+      make: makes it.
+      needs: what it needs, and no server has.
+      instead: what to do.
+      match: what the error says: its name, or that of the part of it that asks, and what for.
+      error: its type.
+    """
+
+    make: Callable[[], Any]
+    needs: str
+    instead: str
+    match: str
+    error: type[Exception] = OptimizerError
+
+
+def plan_of(case: Case, dtype: Any = jnp.float32, **options: Any) -> PServerPlan:
+    """The plan of a case. Its startup program takes the parameters."""
+    params, tx, x = case.params(dtype), case.make(), jax.ShapeDtypeStruct((2,), dtype)
+    main = dtrans.trace(case.step(), params, jax.eval_shape(tx.init, params), x)
+    startup = dtrans.trace(lambda params: (params, tx.init(params)), params)
+    pservers = endpoints(SERVERS)
+    return dtrans.pserver(main, startup, pservers=pservers, trainers=TRAINERS, min_block_size=1, **options)
+
+
+def then_sgd(*transforms: Any) -> Any:
+    """Transformations of the gradient, then plain gradient descent."""
+    return optax.chain(*transforms, optax.sgd(0.1))
+
+
+def deprecated(make: Callable[..., Any], *args: Any) -> Any:
+    """What optax advises against, and still has."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return make(*args)
+
+
+def by_leaf(params: Any) -> Any:
+    """Matrices and above are one kind, the rest another."""
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+class _SlowState(NamedTuple):
+    inner: Any
+    slow: Any
+
+
+def slow_in_state(tx: Any) -> Any:
+    """`optax.lookahead` with the slow parameters in the state, where each lives beside the rows of its fast one."""
+
+    def init(params: Any) -> _SlowState:
+        return _SlowState(tx.init(optax.LookaheadParams.init_synced(params)), params)
+
+    def update(grads: Any, state: _SlowState, params: Any) -> tuple[Any, _SlowState]:
+        both = optax.LookaheadParams(fast=params, slow=state.slow)
+        updates, inner = tx.update(grads, state.inner, both)
+        return updates.fast, _SlowState(inner, optax.apply_updates(state.slow, updates.slow))
+
+    return optax.GradientTransformation(init, update)
+
+
+def squared_gradients() -> Any:
+    """Gauss and Newton's guess at the diagonal of a Hessian, for sophia: it needs no loss function."""
+    return optax.stateless(lambda updates, params: jax.tree.map(jnp.square, updates))
+
+
+SCHEDULES: Mapping[str, Callable[[], Any]] = {
+    "constant_schedule": lambda: optax.constant_schedule(0.1),
+    "cosine_decay_schedule": lambda: optax.cosine_decay_schedule(0.1, 4),
+    "cosine_onecycle_schedule": lambda: optax.cosine_onecycle_schedule(5, 0.1),
+    "exponential_decay": lambda: optax.exponential_decay(0.1, 2, 0.5, staircase=True),
+    "join_schedules": lambda: optax.join_schedules(
+        [optax.constant_schedule(0.1), optax.linear_schedule(0.2, 0, 3)], [2]
+    ),
+    "linear_onecycle_schedule": lambda: optax.linear_onecycle_schedule(5, 0.1),
+    "linear_schedule": lambda: optax.linear_schedule(0.1, 0.01, 4),
+    "piecewise_constant_schedule": lambda: optax.piecewise_constant_schedule(0.1, {2: 0.5, 4: 0.5}),
+    "piecewise_interpolate_schedule": lambda: optax.piecewise_interpolate_schedule("cosine", 0.1, {2: 0.5, 4: 0.5}),
+    "polynomial_schedule": lambda: optax.polynomial_schedule(0.1, 0.01, 2, 4),
+    "sgdr_schedule": lambda: optax.sgdr_schedule(
+        [dict(init_value=0.0, peak_value=0.1, decay_steps=3, warmup_steps=1, end_value=0.01)] * 2
+    ),
+    "warmup_constant_schedule": lambda: optax.warmup_constant_schedule(0.0, 0.1, 2),
+    "warmup_cosine_decay_schedule": lambda: optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 4),
+    "warmup_exponential_decay_schedule": lambda: optax.warmup_exponential_decay_schedule(0.0, 0.1, 2, 2, 0.5),
+}
+
+# Why optax cannot train a leaf on one device; `test_what_is_left_out_is_what_optax_cannot_train` tries.
+PROMOTES = {"half": "optax makes its bfloat16 state wider in an update"}
+NO_ROWS = {"scalar": "optax raises an IndexError"}
+NO_MIX = {"half": "optax raises a TypeError for leaves of two types"}
+
+ALIASES: Mapping[str, Case] = {
+    "adabelief": Case(lambda: optax.adabelief(0.1)),
+    "adadelta": Case(lambda: optax.adadelta(10.0)),
+    "adafactor": Case(lambda: optax.adafactor(0.1, min_dim_size_to_factor=2)),
+    "adafactor, momentum, nothing factored": Case(lambda: optax.adafactor(0.1, momentum=0.9, weight_decay_rate=0.01)),
+    "adagrad": Case(lambda: optax.adagrad(0.1)),
+    "adam": Case(lambda: optax.adam(0.1)),
+    "adam, bfloat16 momentum": Case(lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16)),
+    "adamax": Case(lambda: optax.adamax(0.1)),
+    "adamaxw": Case(lambda: optax.adamaxw(0.1, weight_decay=0.01)),
+    "adamw": Case(lambda: optax.adamw(0.1, weight_decay=0.01)),
+    "adamw, masked decay and a schedule": Case(
+        lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10), weight_decay=0.01, mask=by_leaf)
+    ),
+    "adan": Case(lambda: optax.adan(0.1, weight_decay=0.01)),
+    "amsgrad": Case(lambda: optax.amsgrad(0.1)),
+    "fromage": Case(lambda: optax.fromage(0.1)),
+    "lamb": Case(lambda: optax.lamb(0.1, weight_decay=0.01)),
+    "lars": Case(lambda: optax.lars(0.1, weight_decay=0.01, trust_coefficient=0.5)),
+    "lbfgs, linesearch=None": Case(lambda: optax.lbfgs(0.1, memory_size=2, linesearch=None)),
+    "lion": Case(lambda: optax.lion(0.1, weight_decay=0.01)),
+    "nadam": Case(lambda: optax.nadam(0.1)),
+    "nadamw": Case(lambda: optax.nadamw(0.1, weight_decay=0.01)),
+    "noisy_sgd": Case(lambda: optax.noisy_sgd(0.1, key=0)),
+    "novograd": Case(lambda: optax.novograd(0.1, weight_decay=0.01)),
+    "optimistic_adam": Case(lambda: deprecated(optax.optimistic_adam, 0.1)),
+    "optimistic_adam_v2": Case(lambda: optax.optimistic_adam_v2(0.1)),
+    "optimistic_gradient_descent": Case(lambda: optax.optimistic_gradient_descent(0.1)),
+    "radam": Case(lambda: optax.radam(0.1, threshold=4.5)),
+    "rmsprop": Case(lambda: optax.rmsprop(0.1)),
+    "rmsprop, centered, momentum": Case(lambda: optax.rmsprop(0.1, centered=True, momentum=0.9, nesterov=True)),
+    # the scalar's gradient never keeps its sign for three steps, as it has to for rprop to move it
+    "rprop": Case(lambda: optax.rprop(0.1), still={"scalar"}),
+    "sgd": Case(lambda: optax.sgd(0.1)),
+    "sgd, momentum": Case(lambda: optax.sgd(0.1, momentum=0.9)),
+    "sgd, nesterov": Case(lambda: optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    "sign_sgd": Case(lambda: optax.sign_sgd(0.1)),
+    "signum": Case(lambda: optax.signum(0.1)),
+    "sm3": Case(lambda: optax.sm3(0.1), without=NO_ROWS),
+    "yogi": Case(lambda: optax.yogi(0.1)),
+}
+
+CONTRIB: Mapping[str, Case] = {
+    "acprop": Case(lambda: optax.contrib.acprop(0.1)),
+    "ademamix": Case(lambda: optax.contrib.ademamix(0.1)),
+    "adopt": Case(lambda: optax.contrib.adopt(0.1)),
+    "cocob": Case(lambda: optax.contrib.cocob()),
+    "dadapt_adamw": Case(lambda: optax.contrib.dadapt_adamw(1.0, estim_lr0=0.1), without=PROMOTES),
+    "dog": Case(lambda: optax.contrib.dog(1.0, init_step=("heuristic", 0.1)), without=PROMOTES),
+    "dog, first step given": Case(
+        lambda: optax.contrib.dog(1.0, init_step=("learning_rate", 0.1), weight_decay=0.01), without=PROMOTES
+    ),
+    "dowg": Case(lambda: optax.contrib.dowg(1.0, init_estim_sq_dist=0.1), without=PROMOTES),
+    "galore": Case(lambda: optax.contrib.galore(0.1, rank=1, update_proj_gap=2, weight_decay=0.01)),
+    "madgrad": Case(lambda: optax.contrib.madgrad(0.1)),
+    "mechanize": Case(lambda: optax.contrib.mechanize(optax.sgd(0.1), s_init=0.1), without=NO_MIX),
+    "muon": Case(lambda: optax.contrib.muon(0.1)),
+    "normalize": Case(lambda: then_sgd(optax.contrib.normalize())),
+    "prodigy": Case(lambda: optax.contrib.prodigy(1.0, estim_lr0=0.1), without=PROMOTES),
+    "sam": Case(
+        lambda: optax.contrib.sam(optax.sgd(0.1, momentum=0.9), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))
+    ),
+    "schedule_free": Case(lambda: optax.contrib.schedule_free(optax.adam(0.1, b1=0.0), 0.1)),
+    "schedule_free_adamw": Case(lambda: optax.contrib.schedule_free_adamw(0.1, warmup_steps=2, weight_decay=0.01)),
+    "schedule_free_sgd": Case(lambda: optax.contrib.schedule_free_sgd(0.1, warmup_steps=2)),
+    "simplified_ademamix": Case(lambda: optax.contrib.simplified_ademamix(0.01)),
+    "sophia, own Hessian": Case(
+        lambda: optax.contrib.sophia(0.1, update_interval=2, hessian_diagonal_fn=squared_gradients())
+    ),
+    "split_real_and_imaginary": Case(
+        lambda: optax.contrib.split_real_and_imaginary(optax.adam(0.1)), complex_leaf=True
+    ),
+}
+
+PADDLE: Mapping[str, Case] = {
+    "ftrl": Case(lambda: dtrans.paddle.optimizers.ftrl(0.1, l1=0.01, l2=0.01)),
+    "decayed_adagrad": Case(lambda: dtrans.paddle.optimizers.decayed_adagrad(0.1)),
+    "lars_momentum": Case(lambda: dtrans.paddle.optimizers.lars_momentum(0.1, 0.9, lars_coeff=0.5)),
+}
+
+TRANSFORMS: Mapping[str, Case] = {
+    "clip": Case(lambda: then_sgd(optax.clip(0.8))),
+    "clip_by_global_norm": Case(lambda: then_sgd(optax.clip_by_global_norm(5.6))),
+    "adaptive_grad_clip": Case(lambda: then_sgd(optax.adaptive_grad_clip(1.0))),
+    "clip_by_block_rms": Case(lambda: then_sgd(optax.clip_by_block_rms(0.9))),
+    "add_noise": Case(lambda: then_sgd(optax.add_noise(0.01, 0.5, key=0))),
+    "centralize": Case(lambda: then_sgd(optax.centralize())),
+    "scale_by_trust_ratio": Case(lambda: then_sgd(optax.scale_by_trust_ratio())),
+}
+
+WRAPPERS: Mapping[str, Case] = {
+    "MultiSteps": Case(lambda: optax.MultiSteps(optax.adam(0.1), 2)),
+    "MultiSteps, global norm inside": Case(
+        lambda: optax.MultiSteps(optax.chain(optax.clip_by_global_norm(4.0), optax.sgd(0.1)), 2)
+    ),
+    "MultiSteps, skip_large_updates": Case(
+        lambda: optax.MultiSteps(
+            optax.adam(0.1), 2, should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=31.0)
+        )
+    ),
+    "apply_if_finite": Case(lambda: optax.apply_if_finite(optax.adam(0.1), 2)),
+    "lookahead": Case(lambda: optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5), pair=True),
+    "lookahead, slow parameters in the state": Case(
+        lambda: slow_in_state(optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5))
+    ),
+    "lookahead, resetting the state": Case(
+        lambda: slow_in_state(optax.lookahead(optax.adam(0.1), 2, 0.5, reset_state=True))
+    ),
+    "inject_hyperparams, adam": Case(lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1), without=PROMOTES),
+    "multi_transform": Case(
+        lambda: optax.multi_transform(
+            {"a": optax.adam(0.1), "s": then_sgd(optax.clip_by_global_norm(1.5)), "z": optax.set_to_zero()},
+            lambda params: {n: "z" if n == "kernel" else "a" if p.ndim > 1 else "s" for n, p in params.items()},
+        ),
+        still={"kernel"},
+    ),
+    "masked": Case(lambda: then_sgd(optax.masked(optax.scale_by_adam(), by_leaf))),
+    "masked, global norm": Case(lambda: then_sgd(optax.masked(optax.clip_by_global_norm(5.3), by_leaf))),
+    "flatten": Case(lambda: optax.flatten(optax.adam(0.1))),
+}
+
+INJECTED: Mapping[str, Case] = {
+    f"inject_hyperparams, {name}": Case(
+        functools.partial(lambda make: optax.inject_hyperparams(optax.sgd)(learning_rate=make()), make)
+    )
+    for name, make in SCHEDULES.items()
+}
+
+CHAINS: Mapping[str, Case] = {
+    "clip_by_global_norm, scale_by_adam, scale_by_trust_ratio": Case(
+        lambda: then_sgd(optax.clip_by_global_norm(5.6), optax.scale_by_adam(), optax.scale_by_trust_ratio())
+    ),
+    "centralize, adaptive_grad_clip, add_noise": Case(
+        lambda: then_sgd(optax.centralize(), optax.adaptive_grad_clip(1.0), optax.add_noise(0.01, 0.5, key=0))
+    ),
+    "scale_by_trust_ratio, clip_by_global_norm, clip_by_block_rms": Case(
+        lambda: then_sgd(optax.scale_by_trust_ratio(), optax.clip_by_global_norm(4.5), optax.clip_by_block_rms(0.9))
+    ),
+    "MultiSteps of apply_if_finite of clip_by_global_norm": Case(
+        lambda: optax.MultiSteps(
+            optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(4.0), optax.adam(0.1)), 2), 2
+        )
+    ),
+}
+
+GROUPS: Mapping[str, Mapping[str, Case]] = {
+    "Optimizers of optax": ALIASES,
+    "Optimizers of optax.contrib": CONTRIB,
+    "Optimizers of dtrans.paddle.optimizers": PADDLE,
+    "Transformations of gradients (before `sgd`)": TRANSFORMS,
+    "Wrappers": WRAPPERS,
+    "Schedules": INJECTED,
+    "Chains": CHAINS,
+}
+CASES: Mapping[str, Case] = {n: c for cases in GROUPS.values() for n, c in cases.items()}
+
+A_SCHEDULE = "a learning-rate schedule: a function of the count of steps"
+BATCHED = "the gradient of each example; trainers send the mean over theirs"
+REFUSED: Mapping[str, Refusal] = {
+    "polyak_sgd": Refusal(optax.polyak_sgd, "the loss (`value`)", A_SCHEDULE, "scale_by_polyak needs 'value'"),
+    "lbfgs": Refusal(
+        optax.lbfgs,
+        "a line search: the loss, and the function that makes it (`value`, `value_fn`)",
+        "`lbfgs(linesearch=None)`",
+        "scale_by_zoom_linesearch needs 'value', 'grad', and 'value_fn'",
+    ),
+    "reduce_on_plateau": Refusal(
+        lambda: optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()),
+        "the loss (`value`)",
+        A_SCHEDULE,
+        "reduce_on_plateau needs 'value'",
+    ),
+    "momo": Refusal(optax.contrib.momo, "the loss (`value`)", "`dog`, `prodigy`", "momo needs 'value'"),
+    "momo_adam": Refusal(optax.contrib.momo_adam, "the loss (`value`)", "`prodigy`", "momo_adam needs 'value'"),
+    "sophia": Refusal(
+        lambda: optax.contrib.sophia(0.1),
+        "the loss as a function of parameters (`obj_fn`), for Hutchinson's estimate of the Hessian",
+        "a `hessian_diagonal_fn` that makes do with gradients",
+        "hutchinson needs obj_fn",
+    ),
+    "hutchinson_estimator_diag_hessian": Refusal(
+        optax.contrib.hutchinson_estimator_diag_hessian,
+        "the loss as a function of parameters (`obj_fn`)",
+        "another estimate",
+        "hutchinson needs obj_fn",
+    ),
+    "sam, opaque_mode=True": Refusal(
+        lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+        "a function that makes gradients (`grad_fn`)",
+        "`sam(opaque_mode=False)`, which takes as many steps of the job instead",
+        "opaque_mode=True needs grad_fn in its update",
+    ),
+    "dpsgd": Refusal(
+        lambda: deprecated(optax.contrib.dpsgd, 0.1, 1.0, 1.0, 0),
+        BATCHED,
+        "one device",
+        "expects `grads` to have a batch dimension",
+        ValueError,
+    ),
+    "differentially_private_aggregate": Refusal(
+        lambda: optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0),
+        BATCHED,
+        "one device",
+        "expects `grads` to have a batch dimension",
+        ValueError,
+    ),
+}
+
+
+# -- what must be in it ----------------------------------------------------------------------------
+
+
+def exported() -> Iterator[str]:
+    """The names of the optimizers that optax exports, of optax.contrib's functions, and of dtrans.paddle.optimizers."""
+    for name, made in vars(optax).items():
+        fn = getattr(made, "func", made)  # nadam is a partial of adam
+        if inspect.isfunction(fn) and fn.__module__ == "optax._src.alias":
+            yield name
+    for name, fn in vars(optax.contrib).items():
+        # the parts that its own optimizers are made of, and a function of parameters, are no optimizers
+        if inspect.isfunction(fn) and not name.startswith("scale_by_") and name != "schedule_free_eval_params":
+            yield name
+    for name, fn in vars(dtrans.paddle.optimizers).items():
+        if inspect.isfunction(fn) and fn.__module__ == dtrans.paddle.optimizers.__name__ and not name.startswith("_"):
+            yield name
+
+
+def exported_schedules() -> Iterator[str]:
+    """The name of every schedule that optax exports."""
+    for name, fn in vars(optax).items():
+        if inspect.isfunction(fn) and inspect.signature(fn).return_annotation in (optax.Schedule, "base.Schedule"):
+            yield name
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+INTRODUCTION = f"""# Optimizers
+
+<!-- Written by tests/support/optimizer_zoo.py: `make docs`. -->
+
+What becomes of each optimizer on parameter servers. An optimizer is *sliced* where it can be: every server updates
+blocks of rows of the leaves, with the optimizer's state for those rows. A leaf whose rows an optimizer mixes lives
+whole on one server, and the plan says which leaves do, and why.
+
+An optimizer that reduces over rows (a norm of a leaf, or of all of them; a maximum; "is everything finite?") needs
+parts from several servers. Each makes its own, and an *all_reduce* joins them. All that can be reduced by then goes
+into one *round*: the norms of all leaves are one round, and a norm of what was scaled by those is the next. A step
+waits for other servers as often as the table has rounds; each round is one exchange, however many values are
+reduced in it. Each value is a number, or as small as one row. Where the table has 0, servers do not hear from
+each other.
+
+The numbers are those of a small model on {SERVERS} servers, cut as finely as it can be:
+
+{{model}}
+
+For each row of the tables a test carries out {STEPS} steps with {TRAINERS} trainers, and compares parameters and
+optimizer state with one device: the largest difference in a leaf is below 1e-12 of its largest number in float64, and
+below 1e-5 in float32, and what is bfloat16 is equal, bit for bit. The tables are made by the same code from the same
+plans. Sliced leaves are counted among those that have rows. A leaf that optax itself cannot train with an optimizer on
+one device is left out of the model, and the last column says so.
+"""
+
+HEADER = "| optimizer | sliced leaves | rounds | all_reduces | whole leaves, and why |\n| --- | --- | --- | --- | --- |"
+
+LOOKAHEAD = """
+`lookahead` takes a pair of parameters, `optax.LookaheadParams`. In a step of one's own, with the gradient by
+`params.fast`, it trains as it is; but of a fast leaf and its slow one each is updated with the other, so that both
+stay whole. Kept in the optimizer's state, slow parameters are cut as the fast ones are:
+
+```python
+"""
+
+REFUSALS = """
+## Refused
+
+Servers have gradients, parameters and the optimizer's state. An optimizer that needs more is refused when its step is
+traced, by its name; a step of one's own that hands the loss to an update is refused by `dtrans.pserver`.
+
+| optimizer | needs | use |
+| --- | --- | --- |
+"""
+
+
+def row(name: str, plan: PServerPlan) -> str:
+    """The row of one optimizer."""
+    case = CASES[name]
+    with_rows = [n for n in plan.placement.blocks if plan.main.inputs[n].shape]
+    sliced = [n for n in with_rows if n not in plan.placement.whole]
+    whole: dict[str, list[str]] = {}
+    for leaf, reason in plan.placement.whole.items():
+        # `svd mixes rows of f32[7,2] (optax.contrib.scale_by_galore)`: the first two words say it
+        found = re.fullmatch(r"(\w+) (.*?)( of \S+)?( \(.*\))?", reason)
+        why = f"`{found[1]}` {found[2]}" if found else reason
+        whole.setdefault(why, []).append(leaf.removeprefix("params/"))
+    everything = {n.removeprefix("params/") for n in with_rows}
+    notes = [f"{'every leaf' if everything <= set(names) else ', '.join(names)}: {why}" for why, names in whole.items()]
+    notes += [f"without {leaf}: {why}" for leaf, why in case.without.items()]
+    values = sum(len(values) for values in plan.rounds)
+    function, _, detail = name.partition(", ")
+    shown = name if case in CHAINS.values() else f"`{function}`" + (f", {detail}" if detail else "")
+    return f"| {shown} | {len(sliced)} of {len(with_rows)} | {len(plan.rounds)} | {values} | {'; '.join(notes)} |"
+
+
+def document() -> str:
+    """All of docs/optimizers.md."""
+    model = "\n".join(f"- `{n}`, {p.dtype.name}{list(p.shape)}: {WHY[n]}" for n, p in leaves(jnp.float32).items())
+    parts = [INTRODUCTION.replace("{model}", model)]
+    for title, cases in GROUPS.items():
+        rows = [row(name, plan_of(case)) for name, case in cases.items()]
+        parts.append("\n".join([f"\n## {title}\n", HEADER, *rows, ""]))
+        if cases is WRAPPERS:
+            source = [inspect.getsource(x) for x in (_SlowState, slow_in_state)]
+            parts.append(LOOKAHEAD + "\n\n".join(source) + "```\n")
+    parts.append(REFUSALS)
+    for name, refusal in REFUSED.items():
+        function, _, detail = name.partition(", ")
+        parts.append(f"| `{function}`{f', `{detail}`' if detail else ''} | {refusal.needs} | {refusal.instead} |\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(document())

@@ -1,0 +1,94 @@
+"""Roles as real processes, each of which runs `lifecycle_role.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from role_threads import HANG
+
+
+SCRIPT = Path(__file__).with_name("lifecycle_role.py")
+PATIENCE = 4 * HANG  # seconds: processes start slowly on a busy machine
+
+
+class Process:
+    """A role that was started; see `lifecycle_role.py` for what it does with its arguments."""
+
+    def __init__(self, do: str, out: Path, **job: Any) -> None:
+        self.out = out
+        told = json.dumps({"do": do, "out": str(out), "x64": True} | job)
+        path = [str(SCRIPT.parent), *sys.path]
+        self._popen = subprocess.Popen(
+            [sys.executable, "-W", "error", str(SCRIPT), told],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(p for p in path if p)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def until(self, said: str) -> None:
+        """Wait until it says that it is so far."""
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            if line == f"{said}\n":
+                return
+        raise AssertionError(f"it never said {said!r}: {self._popen.communicate()[1]}")
+
+    def go(self) -> None:
+        """Let it pass the gate."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.write("go\n")
+        self._popen.stdin.flush()
+
+    def end(self) -> dict[str, np.ndarray]:
+        """What it found, once it has ended well."""
+        _, errors = self._popen.communicate(timeout=PATIENCE)
+        assert self._popen.returncode == 0, errors
+        with np.load(self.out) as found:
+            return dict(found)
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.communicate()
+
+
+class Roles:
+    """The roles of a test, by name; each of its own process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._by_name: dict[str, Process] = {}
+
+    def start(self, name: str, do: str, **job: Any) -> Process:
+        self._by_name[name] = Process(do, self._folder / f"{name}.npz", **job)
+        return self._by_name[name]
+
+    def __getitem__(self, name: str) -> Process:
+        return self._by_name[name]
+
+    def end(self) -> dict[str, dict[str, np.ndarray]]:
+        """What each found."""
+        return {name: process.end() for name, process in self._by_name.items()}
+
+    def kill(self) -> None:
+        for process in self._by_name.values():
+            process.kill()
+
+
+@contextlib.contextmanager
+def roles(folder: Path) -> Iterator[Roles]:
+    """Roles that have ended when the block has."""
+    made = Roles(folder)
+    try:
+        yield made
+    finally:
+        made.kill()

@@ -1,0 +1,230 @@
+"""What the tests of the endpoints share: the roles of a job in threads of this process, ports, and a peer that
+says whatever it is told to."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import zmq
+
+import dtrans
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.net import wire
+
+
+HANG = 25.0  # seconds; longer than anything here takes on a busy machine
+
+
+def free_endpoints(count: int) -> tuple[str, ...]:
+    """Endpoints on loopback whose ports the system says are free."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    names = tuple(f"127.0.0.1:{s.getsockname()[1]}" for s in held)
+    for s in held:
+        s.close()
+    return names
+
+
+class RoleThreads:
+    """Functions that run in threads; what each returned or raised, by name. Never waits for ever."""
+
+    def __init__(self) -> None:
+        self._threads: dict[str, threading.Thread] = {}
+        self._ended: dict[str, Any] = {}
+
+    def start(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        x64 = jax.config.jax_enable_x64  # of this thread; a new one has the default
+
+        def body() -> None:
+            try:
+                with jax.enable_x64(x64):
+                    self._ended[name] = fn(*args, **kwargs)
+            except BaseException as e:
+                self._ended[name] = e.with_traceback(None)  # whose frames would hold sockets
+
+        self._threads[name] = threading.Thread(target=body, name=f"role_threads {name}", daemon=True)
+        self._threads[name].start()
+
+    def end(self, name: str) -> Any:
+        """What one returned, or the exception it raised."""
+        self._threads[name].join(2 * HANG)  # it may find only after HANG that another does not come, and has yet to end
+        assert not self._threads[name].is_alive(), f"{name} hangs"
+        return self._ended[name]
+
+    def all(self) -> dict[str, Any]:
+        """What each returned; raises what the first of them raised."""
+        ended = {name: self.end(name) for name in self._threads}
+        for what in ended.values():
+            if isinstance(what, BaseException):
+                raise what
+        return ended
+
+    def join(self) -> None:
+        for name in self._threads:
+            self.end(name)
+
+
+def serve(plan: PServerPlan, endpoint: str, *args: Any, **options: Any) -> dict[str, jax.Array]:
+    """One pserver, as its process would run it."""
+    with dtrans.Executor(**{"deadline": HANG, **options}) as exe:
+        role = plan.servers[endpoint]
+        return exe.run(role.main, exe.run(role.startup, *args))
+
+
+def train(
+    plan: PServerPlan, k: int, batches: Sequence[Sequence[Any]], *args: Any, before: Any = None, **options: Any
+) -> tuple[Any, list[Any]]:
+    """One trainer, as its process would run it, on its rows of each batch.
+
+    Args:
+      before: called with the number of the step before each of them.
+    """
+    with dtrans.Executor(**{"deadline": HANG, **options}) as exe:
+        params = exe.run(plan.trainer_startup_program(k), *args)
+        program, losses = plan.trainer_program(k), []
+        for i, batch in enumerate(batches):
+            if before:
+                before(i)
+            n = len(batch[0]) // plan.trainers
+            params, loss = exe.run(program, params, *(x[k * n : (k + 1) * n] for x in batch))
+            losses.append(loss)
+        return params, losses
+
+
+class StepOrder:
+    """Lets trainers step in a given order, from when all of them are there: all begin with the same parameters."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = list(order)
+        self._at = 0
+        self._there: set[int] = set()
+        self._changed = threading.Condition()
+
+    def take(self, k: int, step: Callable[[], Any]) -> Any:
+        """Step when it is this trainer's turn."""
+        with self._changed:
+            self._there.add(k)
+            self._changed.notify_all()
+            its_turn = lambda: self._there.issuperset(self._order) and self._order[self._at] == k
+            assert self._changed.wait_for(its_turn, HANG), f"trainer {k} never had its turn"
+            made = step()
+            self._at += 1
+            self._changed.notify_all()
+            return made
+
+    def end(self) -> None:
+        """Wait until all turns were taken."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._at == len(self._order), HANG), "some turns were never taken"
+
+
+def joined(plan: PServerPlan, states: Sequence[dict[str, Any]], name: str) -> Any:
+    """A value put together from its blocks on the servers."""
+    held = {n: x for state in states for n, x in state.items()}
+    if name in held:
+        return held[name]
+    count = sum(n.startswith(f"{name}.block") and n.rpartition(".block")[2].isdigit() for n in held)
+    return jnp.concatenate([held[f"{name}.block{i}"] for i in range(count)])
+
+
+def check_state(plan: PServerPlan, states: Any, params: Any, opt_state: Any, rtol: float = 1e-12) -> None:
+    for root, tree in (("params", params), ("opt_state", opt_state)):
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name = f"{root}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+            np.testing.assert_allclose(joined(plan, states, name), x, rtol=rtol, atol=rtol, err_msg=name)
+
+
+class Peer:
+    """A ZeroMQ peer of a pserver that may say anything."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(f"tcp://{endpoint}")
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._context.destroy(linger=0)
+
+    def end(self) -> None:
+        """Be gone when all that was said has been sent."""
+        self._context.destroy(linger=int(HANG * 1000))
+
+    def say(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def tell(self, op: str, *frames: bytes, **fields: Any) -> None:
+        self.say(wire.header(op, **fields), *frames)
+
+    def hear(self) -> wire.Message:
+        """The next message."""
+        assert self._socket.poll(HANG * 1000), "no answer"
+        return wire.parse(self._socket.recv_multipart())
+
+    def refused(self) -> str:
+        """The reason in the next message, which must be a refusal."""
+        message = self.hear()
+        assert message.op == "refuse", message
+        return message["reason"]
+
+    def hello(self, trainer: int = 0, trainers: int = 1, **fields: Any) -> None:
+        self.tell(
+            "hello", **{"trainer": trainer, "trainers": trainers, "session": "peer", "order": sys.byteorder} | fields
+        )
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """The first true value of `condition`; fails when there is none for long."""
+    end = time.monotonic() + HANG
+    while not (found := condition()):
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.01)
+    return found
+
+
+class FakeServer:
+    """What listens where a pserver should, and answers whatever it is told to."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0  # when it is bound already: see new_socket
+        self._socket.bind(f"tcp://{endpoint}")
+        self._last = b""
+
+    def __enter__(self) -> FakeServer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Be gone."""
+        self._context.destroy(linger=0)
+
+    def end(self) -> None:
+        """Be gone when all that was said has been sent."""
+        self._context.destroy(linger=int(HANG * 1000))
+
+    def hear(self) -> wire.Message:
+        """The next message."""
+        assert self._socket.poll(HANG * 1000), "nobody spoke"
+        self._last, *parts = self._socket.recv_multipart()
+        return wire.parse(parts)
+
+    def say(self, *frames: bytes) -> None:
+        """To who spoke last."""
+        self._socket.send_multipart([self._last, *frames])
+
+    def tell(self, op: str, **fields: Any) -> None:
+        self.say(wire.header(op, **fields))

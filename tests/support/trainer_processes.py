@@ -1,0 +1,48 @@
+"""Trainers as real processes, and what each of them found."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from paths import ROOT
+from role_threads import free_endpoints
+
+from dtrans.run.distributed.role import Role, trainer_roles
+
+
+def environment(role: Role) -> dict[str, str]:
+    """That of a trainer, and nothing of ours but its role."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_"))}
+    return env | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | role.environment()
+
+
+@contextlib.contextmanager
+def started(trainers: int, *command: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The processes of a job. None outlives the block."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for role in trainer_roles(free_endpoints(trainers)):
+            process = subprocess.Popen(
+                command, env=environment(role), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        yield processes
+
+
+def outcome(trainers: int, folder: Path, patience: float, command: Sequence[str]) -> list[dict[str, Any]]:
+    """What each trainer of a job wrote into the folder."""
+    with started(trainers, *command) as processes:
+        said = [p.communicate(timeout=patience)[0] for p in processes]
+    assert [p.returncode for p in processes] == [0] * trainers, "\n".join(said)
+    found = []
+    for k in range(trainers):
+        with np.load(folder / f"trainer-{k}.npz") as file:
+            found.append({n: file[n] for n in file.files})
+    return found
