@@ -10,10 +10,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test fuzz soak lint format bench notebooks docs lock clean
+.PHONY: help venv demo test fuzz soak lint format bench notebooks docs architecture lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## make the environment in .venv
 
@@ -47,6 +47,9 @@ notebooks: $(STAMP) ## run the notebooks from top to bottom
 
 docs: $(STAMP) ## write docs/optimizers.md anew, from the plans of all optimizers
 	$(BIN)/python tests/support/optimizer_zoo.py docs/optimizers.md
+
+architecture: $(STAMP) ## write docs/architecture.md and its drawing anew, from the imports and a profiler hook
+	$(BIN)/python docs/architecture.py docs
 
 lock: ## write requirements.lock anew from pyproject.toml (needs uv); pins that still hold are kept
 	$(UV) pip compile --no-config --no-emit-index-url --universal --python-version 3.11 --generate-hashes \

@@ -194,8 +194,8 @@ ADAPTIVE = Mode("DC-ASGD, adaptive", {**DC, "dc_asgd_decay": DECAY}, grid=(0.5, 
 BESIDE = {"sync_mode": False, "runtime_split_send_recv": True}
 HALF = Mode("half-asynchronous", {**BESIDE, "half_async": True}, few=True)
 GEO = {"sync_mode": False, "geo_sgd_mode": True, "geo_sgd_block_on_pull": True}
-OFTEN = Mode("GEO-SGD, every 3 steps", {**GEO, "push_every": 3}, few=True)
-SELDOM = Mode("GEO-SGD, every 10 steps", {**GEO, "push_every": 10}, few=True)
+OFTEN = Mode("GEO-SGD, every 3 steps", {**GEO, "geo_sgd_need_push_nums": 3}, few=True)
+SELDOM = Mode("GEO-SGD, every 10 steps", {**GEO, "geo_sgd_need_push_nums": 10}, few=True)
 MODES = (ASYNC, HALF, OFTEN, SELDOM, CONSTANT, ADAPTIVE)
 COMMUNICATOR = Mode("communicator", BESIDE)  # steps do not wait for it
 

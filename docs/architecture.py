@@ -10,8 +10,9 @@ The value is known by its name, and by a size that nothing else has.
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 
@@ -20,7 +21,7 @@ PACKAGE = ROOT / "dtrans"
 
 # from the ground up: a layer may import from those before it, and a folder from none beside it
 LAYERS = (
-    ("_jax", "errors", "checks"),
+    ("_jax", "errors"),
     ("ir", "ops", "endpoints"),
     ("step",),
     ("rows",),
@@ -107,8 +108,200 @@ def climbs() -> list[str]:
     return sorted(found)
 
 
+def between_folders(inside: str = "") -> list[tuple[str, str]]:
+    """Each folder with each that it imports from; those in `run` where `inside` is "run"."""
+    depth = 1 if inside else 0
+    found = set()
+    for module, targets in arrows().items():
+        for target in targets:
+            names = module.split("."), target.split(".")
+            deep = min(map(len, names)) > depth and all(n[:depth] == [inside][:depth] for n in names)
+            if module and target and deep and (module, target) != ("plan", "run.realisers"):
+                found.add((names[0][depth], names[1][depth]))
+    return sorted(pair for pair in found if pair[0] != pair[1])
+
+
+def shortest(edges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The arrows that no way over other arrows says already."""
+
+    def reached(start: str, without: tuple[str, str]) -> set[str]:
+        found: set[str] = set()
+        todo = [start]
+        while todo:
+            at = todo.pop()
+            new = {b for a, b in edges if a == at and (a, b) != without} - found
+            found |= new
+            todo += new
+        return found
+
+    return [e for e in edges if e[1] not in reached(e[0], e)]
+
+
+# -- the drawing -----------------------------------------------------------------------------------
+
+WIDE, HIGH, GAP, STEP = 148, 40, 22, 74
+
+
+def drawn(edges: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]:
+    """Boxes in rows, each above all that it imports, and the arrows between; and how high that is.
+
+    An arrow over several rows has a place of its own in each, so that none goes through a box.
+    """
+    below: dict[str, list[str]] = {}
+    for a, b in edges:
+        below.setdefault(a, []).append(b)
+        below.setdefault(b, [])
+
+    def height(box: str) -> int:
+        return max((height(b) + 1 for b in below[box]), default=0)
+
+    level = {box: height(box) for box in below}
+    rows: list[list[str]] = [sorted(b for b in below if level[b] == i) for i in range(max(level.values()) + 1)]
+    ways: list[list[str]] = []
+    for a, b in edges:
+        bends = [f"{a}>{b}@{i}" for i in range(level[a] - 1, level[b], -1)]
+        for bend in bends:
+            rows[int(bend.rpartition("@")[2])].append(bend)
+        ways.append([a, *bends, b])
+    x = {n: float(i) for row in rows for i, n in enumerate(row)}
+    near: dict[str, list[str]] = {n: [] for n in x}
+    for way in ways:
+        for one, other in itertools.pairwise(way):
+            near[one].append(other)
+            near[other].append(one)
+    for _ in range(40):
+        for row in rows:
+            row.sort(key=lambda n: (sum(x[m] for m in near[n]) / len(near[n]), n))
+            sizes = [GAP if "@" in n else WIDE + GAP for n in row]
+            left = (width - sum(sizes)) / 2
+            for n, size in zip(row, sizes, strict=True):
+                x[n] = left + size / 2
+                left += size
+    top = {i: 10 + (len(rows) - 1 - i) * STEP for i in range(len(rows))}
+    lines = []
+    for way in ways:
+        a, b = way[0], way[-1]
+        path = f"M{x[a]:.0f} {top[level[a]] + HIGH}"
+        y = top[level[a]] + HIGH
+        for n in way[1:]:
+            to = top[level[a] - way.index(n)]
+            path += f" C{x[way[way.index(n) - 1]]:.0f} {y + 18} {x[n]:.0f} {to - 18} {x[n]:.0f} {to}"
+            y = to
+            if n != b:
+                y = to + HIGH
+                path += f" L{x[n]:.0f} {y}"
+        lines.append(f'<path d="{path}" fill="none" stroke="#57606a" stroke-width="1.3" marker-end="url(#a)"/>')
+    for box in sorted(below):
+        left, y = x[box] - WIDE / 2, top[level[box]]
+        lines.append(
+            f'<rect x="{left:.0f}" y="{y}" width="{WIDE}" height="{HIGH}" rx="6" fill="#ddf4ff" stroke="#1f6feb"/>'
+        )
+        lines.append(f'<text x="{x[box]:.0f}" y="{y + 25}" text-anchor="middle">{box}</text>')
+    return lines, len(rows) * STEP - STEP + HIGH + 20
+
+
+def drawing() -> str:
+    """The folders of the package, and those of `run`, as a picture."""
+    outer, high = drawn(shortest(between_folders()), 800)
+    inner, inside = drawn(shortest(between_folders("run")), 400)
+    width = 1220
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {high}" '
+            'font-family="Menlo, Consolas, monospace" font-size="13" fill="#24292f">',
+            '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            'orient="auto"><path d="M0 0L8 4L0 8z" fill="#57606a"/></marker></defs>',
+            f'<rect width="{width}" height="{high}" fill="#ffffff"/>',
+            *outer,
+            f'<g transform="translate(810 {high - inside - 20})">',
+            f'<rect x="-4" y="-24" width="408" height="{inside + 34}" rx="8" fill="#f6f8fa" stroke="#8c959f"/>',
+            '<text x="10" y="-4" font-weight="bold">inside run</text>',
+            *inner,
+            "</g>",
+            "</svg>\n",
+        ]
+    )
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+PAGE = """\
+# The architecture of dtrans
+
+<!-- Made from the code by `make architecture`: change that, or docs/architecture.py, and not this page. -->
+
+A step becomes a program, a transform makes a plan of it, and a realiser runs the plan:
+
+    step, a function  --trace-->  Program  --pserver | nccl2 | sharding | pipeline-->  a plan  --run/-->  a job
+
+Everything but `run` is pure: it reads programs and returns programs, and neither starts anything nor asks for a device.
+There is a folder for each layer, and one for each strategy. A layer imports only from those below it: an arrow of the
+picture is an import, and those that follow from others are left out. The one exception is a plan that looks for
+its realiser (`plan.on_mesh()`): `dtrans.plan` imports `run.realisers` when it is called.
+
+![The folders and their imports](architecture.svg)
+
+## The folders
+
+{folders}
+
+## Three ways through the files
+
+What follows was recorded by a profiler hook while a plan was made and took one step. A station is a function that the
+value enters from another file; it counts the first time. {language} are left out: they are the
+language that all files speak.
+
+{walks}
+"""
+
+
+def first_line(module: str, known: Mapping[str, Path]) -> str:
+    """The first line of what a module says of itself."""
+    said = ast.get_docstring(ast.parse(known[module].read_text())) or ""
+    return said.splitlines()[0].strip() if said else ""
+
+
+def folders() -> str:
+    """The table of folders, from the top of the picture down."""
+    known = modules()
+    rows = ["| folder | what it is | imports from |", "|---|---|---|"]
+    for inside, layers in (("", LAYERS), ("run", RUN_LAYERS)):
+        pairs = between_folders(inside)
+        for name in (n for layer in reversed(layers) for n in layer):
+            full = f"{inside}.{name}".strip(".")
+            targets = ", ".join(b for a, b in pairs if a == name)
+            path = f"{full.replace('.', '/')}" + ("" if known[full].name == full.split(".")[-1] + ".py" else "/")
+            rows.append(f"| `{path}` | {first_line(full, known)} | {targets or 'none'} |")
+    return "\n".join(rows)
+
+
+def walked() -> str:
+    """The walks, as lists of stations."""
+    import walks  # imports JAX, which the tests of layers do without
+
+    parts = []
+    for walk in walks.WALKS:
+        stations = walk.stations()
+        files = walks.files_of(stations)
+        parts.append(
+            f"### {walk.value}\n\n{walk.how}: {len(set(files))} files, "
+            f"{walks.returns(stations)} returns to one of them.\n"
+        )
+        for file, group in itertools.groupby(stations, key=lambda s: s.file):
+            parts.append(f"- `{file}`: " + ", ".join(f"`{s.function}`" for s in group))
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+LANGUAGE = "`_jax`, `errors`, `ir` and `ops`"
+
+
 def main(folder: str) -> None:
-    raise NotImplementedError(folder)
+    """Write the page and its drawing into a folder."""
+    where = Path(folder)
+    (where / "architecture.svg").write_text(drawing())
+    page = PAGE.format(folders=folders(), walks=walked(), language=LANGUAGE)
+    (where / "architecture.md").write_text(page)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import collections
 import importlib
+import inspect
+import re
+import subprocess
 import sys
 
+import jax
 import pytest
-from paths import DOCS
+from paths import DOCS, ROOT
 
 
 @pytest.fixture
@@ -45,3 +51,67 @@ def test_there_are_no_circles(architecture):
     for module in arrows:
         if module:
             visit(module, [])
+
+
+def test_each_layer_is_there(architecture):
+    known = architecture.modules()
+    layers = {n for layer in architecture.LAYERS for n in layer}
+    rooms = {f"run.{n}" for layer in architecture.RUN_LAYERS for n in layer}
+    assert layers | rooms <= set(known)
+
+
+def test_no_name_of_a_package_hides_a_module(architecture):
+    """`dtrans.checkpoint.load` the function, and not a file load.py beside it."""
+    for module, path in architecture.modules().items():
+        package = importlib.import_module(f"dtrans.{module}".rstrip("."))
+        if path.name == "__init__.py":
+            for inner in set(path.parent.glob("*.py")) - {path}:
+                found = getattr(package, inner.stem, None)
+                assert found is None or inspect.ismodule(found), f"dtrans.{module}: {inner.stem} is {found!r}"
+
+
+def test_public_classes_have_names_of_their_own(architecture):
+    where = collections.defaultdict(list)
+    for module, path in architecture.modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(module)
+    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
+
+
+SAME_PART = {  # a file's name, and what such a file is in each folder that has one
+    "array_fns": "small functions of arrays that equations are written with",
+    "cluster": "the job as processes",
+    "config": "options as the original has them",
+    "job": "the job of a strategy",
+    "layout": "where the parts of a value are",
+    "mesh": "the job in this process",
+    "options": "what may be asked of a strategy",
+    "plan": "the plan of a strategy",
+    "rules": "what each primitive does",
+    "startup": "programs that run before the first step",
+    "state": "what a job hands from step to step",
+    "transform": "the transform of a strategy",
+    "update": "the update of a strategy",
+    "writer": "writes the equations of a layout",
+}
+
+
+def test_files_of_one_name_are_the_same_part_of_different_strategies(architecture):
+    names = collections.Counter(p.stem for p in architecture.modules().values() if p.stem != "__init__")
+    assert {n for n, count in names.items() if count > 1} <= set(SAME_PART)
+
+
+def test_the_page_is_what_the_code_says(architecture, tmp_path):
+    """`make architecture` writes it; walks are functions of JAX too, and are compared on the locked one."""
+    made = subprocess.run(
+        [sys.executable, DOCS / "architecture.py", tmp_path], capture_output=True, text=True, timeout=200
+    )
+    assert made.returncode == 0, made.stderr
+    assert (tmp_path / "architecture.svg").read_text() == (DOCS / "architecture.svg").read_text()
+    page, wanted = (folder.joinpath("architecture.md").read_text() for folder in (tmp_path, DOCS))
+    if f"\njax=={jax.__version__} " in ROOT.joinpath("requirements.lock").read_text():
+        assert page == wanted
+    assert page.split("### ")[0] == wanted.split("### ")[0]
+    for files, returns in re.findall(r"(\d+) files, (\d+) returns", page):
+        assert int(returns) <= int(files)

@@ -53,12 +53,12 @@ Example:
 
 Source files, from the top; none imports one below it:
 
-    runs     which run a process is in
-    slices   an array out of slices of it
-    values   what servers hold, and the pytrees of the step: without files
-    ranks    what trainers and ranks hold: without files
-    pieces   one piece, and what pieces make up: the only file that knows orbax
-    files    save, restore and load
+    runs               which run a process is in
+    assemble           an array out of slices of it
+    pserver_state      what servers hold, and the pytrees of the step: without files
+    collective_state   what trainers and ranks hold: without files
+    orbax_io           one piece, and what pieces make up: the only file that knows orbax
+    api                save, restore and load
 """
 
 from dtrans.checkpoint.api import (

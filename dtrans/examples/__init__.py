@@ -1,13 +1,13 @@
 """Example models, and the jobs of `dtrans train`.
 
-    digits        data, model, batches: all that a training script needs to know
-    optimizers    optax optimizers by name, each with a learning rate that suits the digits
-    job           the settings that all roles agree on, and what a trainer hands back
-    role          one process of the job, in Paddle's words; run by `dtrans launch`
-    train         the whole job, on either engine, compared with one device
-    characters    the source of Python's standard library, and a transformer that reads it
-    pipelined     the job of pipeline mode: in stages, compared with one device
-    report        what jobs show: tables, progress and the plot
+    digits              data, model, batches: all that a training script needs to know
+    optimizer_choice    optax optimizers by name, each with a learning rate that suits the digits
+    job                 the settings that all roles agree on, and what a trainer hands back
+    train_role          one process of the job, in Paddle's words; run by `dtrans launch`
+    train               the whole job, on either engine, compared with one device
+    characters          the source of Python's standard library, and a transformer that reads it
+    pipelined           the job of pipeline mode: in stages, compared with one device
+    report              what jobs show: tables, progress and the plot
 
 They need the extra `examples`: scikit-learn for the data, matplotlib for the plot.
 """

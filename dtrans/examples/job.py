@@ -13,7 +13,7 @@ import numpy as np
 
 import dtrans
 from dtrans.examples import digits
-from dtrans.examples.optimizers import make_optimizer
+from dtrans.examples.optimizer_choice import make_optimizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The main job: train on the digits with trainers, distributed, and compare with one device on the same global batches.
 
 Two engines: `processes` starts trainers and pservers with `dtrans.run.distributed.launcher`, each running
-`dtrans.examples.role`; `mesh` runs the whole plan in this process. In nccl2 mode there are no pservers.
+`dtrans.examples.train_role`; `mesh` runs the whole plan in this process. In nccl2 mode there are no pservers.
 
 In exact arithmetic the two trainings are the same. Floating-point sums are rounded in another order, and the
 difference that remains is the figure this job reports: over all leaves, the largest max|a - b| / max|b|.
@@ -168,7 +168,7 @@ def _as_processes(settings: DigitsSettings, mode: str, trainers: int, pservers: 
     env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64")))}
     env["XLA_PYTHON_CLIENT_PREALLOCATE"] = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
-        command = [sys.executable, "-m", "dtrans.examples.role", directory, *settings.arguments()]
+        command = [sys.executable, "-m", "dtrans.examples.train_role", directory, *settings.arguments()]
         try:
             launch(command, trainers=trainers, pservers=pservers or None, mode=mode, env=env, inherit_stdout=True)
         finally:

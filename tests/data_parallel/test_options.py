@@ -610,7 +610,7 @@ def test_results_from_gradients_and_the_batch_are_weighted_as_they_are_without_a
 
 def test_the_weight_is_added_up_and_nothing_else():
     options = {"example_count": "aux/count", "merge": {"aux/count": "max"}, "trainers": 2}
-    with pytest.raises(ConfigError, match=r"^merge\['aux/count'\]='max': it is the weight, which is added up"):
+    with pytest.raises(ConfigError, match=r"^merge\['aux/count'\]='max': it is example_count, which is added up"):
         planned(optax.sgd(0.1), {"w": jnp.ones(2)}, of_counted, True, [jnp.ones((8, 2)), jnp.ones(8)], **options)
 
 

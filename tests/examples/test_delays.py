@@ -1,4 +1,4 @@
-"""What docs/delays.md says, in the small: on a part of its budget. StepOrder decide how old gradients are, no clock."""
+"""What docs/delays.md says, on a part of its budget. `StepOrder` decides how old gradients are, no clock."""
 
 from __future__ import annotations
 

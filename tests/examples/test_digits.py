@@ -14,7 +14,7 @@ from helpers import distance
 from dtrans.errors import BatchError, ConfigError
 from dtrans.examples import digits
 from dtrans.examples.job import DigitsSettings, Outcome, training
-from dtrans.examples.optimizers import OPTIMIZERS, make_optimizer
+from dtrans.examples.optimizer_choice import OPTIMIZERS, make_optimizer
 from dtrans.examples.train import difference
 
 

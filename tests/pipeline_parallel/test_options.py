@@ -454,11 +454,11 @@ def test_gradients_come_to_the_host_once_a_step():
     assert sorted(sent) == sorted(f"params/{n}{GRAD}" for n in SIX)
 
 
-def test_offload_is_v0_or_nothing():
+def test_offload_is_a_flag():
     of = job_of(square, SIX, rows())
-    with pytest.raises(ConfigError, match="offload must be 'v0' or '', it is 'v1'"):
+    with pytest.raises(ConfigError, match="offload must be True or False, it is 'v1'"):
         planned(of, offload="v1")
-    with pytest.raises(ConfigError, match="offload='v0' and sharding_stage=1: what is on the host is there once"):
+    with pytest.raises(ConfigError, match="offload=True and sharding_stage=1: what is on the host is there once"):
         planned(of, offload=True, sharding_stage=1)
 
 

@@ -344,7 +344,7 @@ def test_a_split_must_say_over_how_many_devices():
     [
         ({"sharding_stage": 1, "replicas": 2}, "sharding_stage=1 beside split\\(name='head'\\)"),
         ({"sharding_stage": 2, "replicas": 2}, "sharding_stage=2 beside split\\(name='head'\\)"),
-        ({"offload": True}, "offload='v0' beside split\\(name='head'\\): a stage that is split keeps its pieces"),
+        ({"offload": True}, "offload=True beside split\\(name='head'\\): a stage that is split keeps its pieces"),
         (
             {"schedule": "Interleaved", "num_stages": 1},
             "chunks=2 beside split\\(name='head'\\): a device has one stage",

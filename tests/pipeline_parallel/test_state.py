@@ -209,5 +209,5 @@ def test_instructions_are_the_same_in_all_processes():
         assert made.returncode == 0, made.stderr
         said.append(made.stdout.splitlines())
     assert said[0] == said[1]
-    back = [line for line in said[0] if line.startswith("Move") and line.endswith("@GRAD")]
+    back = [line for line in said[0] if line.startswith("Transfer") and line.endswith("@GRAD")]
     assert len(back) > 2 * len({line.split()[1] for line in back}), "several cotangents must cross"

@@ -33,7 +33,7 @@ from dtrans.plan import realises
 from dtrans.run.base.batch import batch_arrays, part_types, shared_batch
 from dtrans.run.base.segments import COMPUTED, Segments, cut_program
 from dtrans.run.parameter_server.exchange import Exchange
-from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms, shards, unstacked
+from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors, own_buffers
 
 
@@ -159,7 +159,7 @@ class MeshJob:
                 strict=True,
             )
         )
-        results = runner.results(values)
+        results = runner.results({n: values[n] for n in runner.result_names})
         values |= {n: self._to_each(values[n]) for n in self._local if not runner.is_stacked(runner.outs[n])}
         return (MeshState({n: values[n] for n in state.params}, servers), *results)
 
@@ -230,7 +230,7 @@ class MeshJob:
             if eqn.primitive is send_p:
                 assert runner is not None
                 for atom, x, ep, name in zip(eqn.invars, values, eqn.params["epmap"], eqn.params["names"], strict=True):
-                    grads[ep][name] = shards(x) if runner.is_stacked(atom) else x
+                    grads[ep][name] = _shards(x) if runner.is_stacked(atom) else x
                 outs = [None]
             elif eqn.primitive is send_barrier_p:
                 self._update(servers, grads)
@@ -278,11 +278,28 @@ class MeshJob:
 
     @cached_property
     def _servers(self) -> dict[str, CompiledUpdate]:
-        each = partial(unstacked, trainers=self.trainers)
+        each = partial(_unstacked, trainers=self.trainers)
         return {
             ep: CompiledUpdate(ServerUpdate.of(s.main), donate=self.donate, prepare=each)
             for ep, s in self.plan.servers.items()
         }
+
+
+def _shards(x: jax.Array) -> list[jax.Array]:
+    """The parts of a stacked array, in the order of the trainers."""
+    return [s.data for s in sorted(x.addressable_shards, key=lambda s: s.index[0].start or 0)]
+
+
+def _unstacked(grads: Mapping[str, Any], trainers: int) -> dict[str, Any]:
+    """Each trainer's gradients by name, from those of all: stacked shards, or one that all trainers share."""
+    if trainers == 1:
+        return dict(grads)
+    each: dict[str, Any] = {}
+    for name, x in grads.items():
+        base = name.removesuffix(".trainer_0")
+        parts = [row for shard in x for row in shard] if isinstance(x, list) else [x] * trainers
+        each |= {f"{base}.trainer_{k}": g for k, g in enumerate(parts)}
+    return each
 
 
 def _put(x: Any, where: Sharding) -> Any:

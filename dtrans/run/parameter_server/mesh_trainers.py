@@ -150,20 +150,3 @@ class MeshTrainerPrograms:
         rest = self.rest
         tree = rest.unflatten([merged[n] for n in rest.names])
         return tuple(tree) if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)
-
-
-def shards(x: jax.Array) -> list[jax.Array]:
-    """The parts of a stacked array, in the order of the trainers."""
-    return [s.data for s in sorted(x.addressable_shards, key=lambda s: s.index[0].start or 0)]
-
-
-def unstacked(grads: Mapping[str, Any], trainers: int) -> dict[str, Any]:
-    """Each trainer's gradients by name, from those of all: stacked shards, or one that all trainers share."""
-    if trainers == 1:
-        return dict(grads)
-    each: dict[str, Any] = {}
-    for name, x in grads.items():
-        base = name.removesuffix(".trainer_0")
-        parts = [row for shard in x for row in shard] if isinstance(x, list) else [x] * trainers
-        each |= {f"{base}.trainer_{k}": g for k, g in enumerate(parts)}
-    return each

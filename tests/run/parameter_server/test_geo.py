@@ -462,7 +462,7 @@ def test_leaves_that_are_called_as_messages_are_are_named(params: Any, message: 
 
 
 def test_the_transpiler_takes_a_config_as_geo_sgds() -> None:
-    config = dtrans.DistributeTranspilerConfig(push_every=3)
+    config = dtrans.DistributeTranspilerConfig(geo_sgd_need_push_nums=3)
     params = params_of()
     main = dtrans.trace(dtrans.make_train_step(mlp_loss, TX), params, TX.init(params), *batches_of(1)[0])
     t = dtrans.GeoSgdTranspiler(config)

@@ -2,8 +2,8 @@
 
 Written as a user of Paddle's interface would. Started by `dtrans train --engine processes`, or by hand:
 
-    dtrans launch --trainers 2 --pservers 2 -m dtrans.examples.role runs/digits --optimizer adam
-    dtrans launch --mode nccl2 --trainers 2 -m dtrans.examples.role runs/digits --optimizer adam
+    dtrans launch --trainers 2 --pservers 2 -m dtrans.examples.train_role runs/digits --optimizer adam
+    dtrans launch --mode nccl2 --trainers 2 -m dtrans.examples.train_role runs/digits --optimizer adam
 """
 
 from __future__ import annotations
