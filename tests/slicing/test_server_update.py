@@ -253,6 +253,19 @@ def test_a_table_of_the_leaf_shape_is_cut_with_it():
                 assert all(np.shape(c)[0] == unit.blocks[0].rows for c in of[unit.name].jaxpr.consts)
 
 
+def test_a_flat_view_of_a_leaf_is_cut_where_its_rows_begin():
+    """An entry of `g.ravel()` is a part of a row: rows 1 and 2 of two columns are its entries 2 to 5."""
+    tables = {n: np.random.default_rng(4).normal(size=np.prod(s, dtype=int)) for n, s in SHAPES.items()}
+
+    def update(grads, state, params):
+        flat = {n: g.ravel() * tables[n] + jax.lax.iota(g.dtype, g.size) * params[n].ravel() for n, g in grads.items()}
+        return {n: flat[n].reshape(g.shape) for n, g in grads.items()}, state
+
+    plan = agree(update)
+    assert plan.placement.whole == {}
+    no_full_shapes(plan)
+
+
 def test_a_mask_broadcast_along_rows_and_along_columns():
     def fn(g, p, m, count):
         if g.ndim != 2:
