@@ -25,6 +25,7 @@ from helpers import (
     start_servers,
 )
 
+import dtrans
 from dtrans.ops import all_reduce_p
 
 
@@ -176,6 +177,24 @@ def test_three_servers_compute_what_whole_arrays_compute(case):
         for leaf, reason in plan.placement.whole.items():
             assert plan.placement.blocks[leaf][0].count == 1
             assert f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}" in str(plan)
+
+
+class TwoOnTheFirst(dtrans.PSDispatcher):
+    """The first two blocks of a leaf together on the first server, the third on the next."""
+
+    def dispatch(self, varlist):
+        return [self.eps[b.index // 2] for b in varlist]
+
+
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb", "adafactor", "apply_if_finite"])
+def test_a_server_that_has_two_blocks_of_a_leaf_joins_their_parts_of_a_reduction(name):
+    with jax.enable_x64(True):
+        tx, _ = OPTIMIZERS[name]
+        params = leaves()
+        plan = plan_of(loss, tx, params, jnp.ones(2, jnp.float64), split_method=TwoOnTheFirst)
+        first, second, _ = plan.placement.blocks["params/embedding"]
+        assert first.endpoint == second.endpoint
+        check(tx, params, plan, trainers=1)
 
 
 # -- updates that no optimizer has -----------------------------------------------------------------
