@@ -69,4 +69,4 @@ from dtrans.checkpoint.api import (
     save as save,
     save_trainer as save_trainer,
 )
-from dtrans.checkpoint.pserver_state import gather as gather, mesh_state as mesh_state, scatter as scatter
+from dtrans.checkpoint.pserver_state import gather as gather, scatter as scatter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from dtrans.checkpoint import collective_state
 from dtrans.checkpoint.orbax_io import Checkpoint, Folder, PieceLayout, write
 from dtrans.checkpoint.pserver_state import (
     TRAINER,
+    arrays_of,
     as_trees,
     check_plan,
     check_step,
@@ -25,14 +26,11 @@ from dtrans.checkpoint.pserver_state import (
     step_rows,
 )
 from dtrans.checkpoint.runs import run_of
+from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import StateError
 from dtrans.ir.program import Program
 from dtrans.parameter_server.plan import PServerPlan
-
-
-if TYPE_CHECKING:
-    from dtrans.checkpoint.collective_state import SavedJob
-    from dtrans.data_parallel.state import CollectiveState
+from dtrans.plan import Job
 
 
 @overload
@@ -42,14 +40,14 @@ def save(
 
 
 @overload
-def save(path: Folder, job: SavedJob, state: CollectiveState, /, *, tag: str | None = None) -> None: ...
+def save(path: Folder, job: Job, state: Any, /, *, tag: str | None = None) -> None: ...
 
 
 def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str | None = None) -> None:
     """Save what this process holds: one server, or the trainers or ranks here; others save theirs to the same path.
 
         save(path, plan, endpoint, state)     a server, in its process
-        save(path, job, state)                a job of `dtrans.nccl2` or `dtrans.sharding`; in each of its processes
+        save(path, job, state)                a job, in each of its processes
 
     Args:
       path: a folder that all processes see, one for each checkpoint: `ckpt/300`.
@@ -87,7 +85,7 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
       ...     sorted(os.listdir(f"{folder}/300"))
       ['rank-0', 'rank-1']
     """
-    if collective_state.is_job(plan):
+    if isinstance(plan, Job):
         _save_job(path, plan, endpoint if state is None else state, tag)
         return
     check_plan(plan)
@@ -102,11 +100,25 @@ def _layout(plan: PServerPlan) -> PieceLayout:
     )
 
 
-def _save_job(path: Folder, job: SavedJob, state: Any, tag: str | None) -> None:
+def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
+    tag = job.run_id if tag is None else tag
+    if isinstance(job.plan, PServerPlan):
+        check_plan(job.plan)
+        job.check(state)
+        for ep, held in state.servers.items():
+            save(path, job.plan, ep, held, tag=tag)
+        save_trainer(path, job.plan, job.params(state), tag=tag)
+        return
+    if not isinstance(job.plan, CollectivePlan):
+        main = job.plan.main
+        values = arrays_of(main, job.params(state), job.opt_state(state))
+        if job.saves:
+            write(path, PieceLayout(main, step_rows(main, TRAINER), {TRAINER: "trainer-0"}), TRAINER, values, tag)
+        return
     held = collective_state.checked_state(job, state)
     layout = PieceLayout(job.plan.main, collective_state.rows_of(job.plan), collective_state.pieces_of(job.plan))
     for who in collective_state.savers(job):
-        write(path, layout, who, collective_state.values_of(job.plan, who, held), job.run_id if tag is None else tag)
+        write(path, layout, who, collective_state.values_of(job.plan, who, held), tag)
 
 
 def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | None = None) -> None:
@@ -152,14 +164,14 @@ def restore(path: Folder, plan: PServerPlan, endpoint: str) -> dict[str, jax.Arr
 
 
 @overload
-def restore(path: Folder, job: SavedJob, /) -> CollectiveState: ...
+def restore(path: Folder, job: Job, /) -> Any: ...
 
 
 def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
     """What this process is to hold, from a checkpoint of any job of the same step: a server, or trainers or ranks.
 
         restore(path, plan, endpoint)     what a server holds, in its process
-        restore(path, job)                the state of a job of `dtrans.nccl2` or `dtrans.sharding`; in each process
+        restore(path, job)                the state of a job, in each of its processes
 
     `exe.run(pserver, restore(path, plan, endpoint))`, or `job.step(restore(path, job), *batch)`, goes on where the
     saved job ended; it may have been one of servers, trainers or ranks, whichever this is. Of the saved arrays those
@@ -198,9 +210,11 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
       {'params/w.block1': Array([9.], dtype=float32)}
       {'w': Array([7., 8., 9.], dtype=float32)}
     """
-    if collective_state.is_job(plan):
+    if isinstance(plan, Job) and isinstance(plan.plan, CollectivePlan):
         saved = Checkpoint.at(path).of(plan.plan.main)
         return collective_state.state_of(plan, saved.rows, saved.on_host)
+    if isinstance(plan, Job):
+        return plan.state_of(*load(path, plan.plan.main))
     check_plan(plan)
     plan.servers[endpoint]  # raises UnknownEndpointError
     saved = Checkpoint.at(path).of(plan.main)

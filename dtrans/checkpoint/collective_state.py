@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from dtrans.checkpoint.assemble import as_jax, as_numpy, stored, whole
 from dtrans.checkpoint.pserver_state import TRAINER, check_type
@@ -35,23 +34,16 @@ if TYPE_CHECKING:
 
 
 class SavedJob(Protocol):
-    """What a checkpoint asks of a job: `dtrans.run.collective` has them."""
+    """What is asked of a job of `dtrans.run.collective`, beside what all jobs have."""
 
-    @property
-    def plan(self) -> Any:
-        """What it runs."""
-
-    @property
-    def run_id(self) -> str:
-        """Which run of the job it is."""
+    plan: Any
+    mesh: jax.sharding.Mesh | None
 
     def slice_axis(self, name: str) -> int | None:
         """The dimension along which ranks have slices of an array; None for no slices."""
 
-
-def is_job(x: Any) -> bool:
-    """Whether it runs a plan of `dtrans.nccl2` or `dtrans.sharding`."""
-    return isinstance(getattr(x, "plan", None), CollectivePlan)
+    def sharding_of(self, name: str) -> Any:
+        """Where an array of the state is."""
 
 
 def pieces_of(plan: CollectivePlan) -> dict[str, str]:
@@ -134,7 +126,7 @@ def held_types(plan: CollectivePlan) -> dict[str, Any]:
 
 def savers(job: SavedJob) -> list[str]:
     """Those who save that are in this process."""
-    who, mesh = list(pieces_of(job.plan)), getattr(job, "mesh", None)
+    who, mesh = list(pieces_of(job.plan)), job.mesh
     if mesh is None:
         return who
     first = mesh.devices.reshape(-1)[: len(who)]  # a group's ranks are next to each other
@@ -224,16 +216,12 @@ Part = tuple[int, ...]
 
 def _parts(job: SavedJob, name: str, held: Any) -> dict[Any, Part]:
     """What each device of this process has of an array; the default device is None."""
-    axis, mesh = job.slice_axis(name), getattr(job, "mesh", None)
+    axis, mesh = job.slice_axis(name), job.mesh
     whole = () if axis is None else (0, held.shape[axis])
     if mesh is None:
         return {None: whole}
-    indices: Any = _sharding(job, name).addressable_devices_indices_map(held.shape)
+    indices: Any = job.sharding_of(name).addressable_devices_indices_map(held.shape)
     return {d: whole if axis is None else index[axis].indices(held.shape[axis])[:2] for d, index in indices.items()}
-
-
-def _sharding(job: Any, name: str) -> NamedSharding:
-    return NamedSharding(job.mesh, job.placed(name))
 
 
 def _contents(plan: CollectivePlan, name: str, axis: int | None, part: Part) -> list[tuple[VarDistributed, int]]:
@@ -265,6 +253,6 @@ def _filled_up(found: Sequence[tuple[np.ndarray, int]], held: Any, axis: int | N
 
 def _one_array(job: SavedJob, name: str, held: Any, pieces: list[jax.Array]) -> jax.Array:
     """The pieces of the devices here, as their part of one array of all devices."""
-    if getattr(job, "mesh", None) is None:
+    if job.mesh is None:
         return pieces[0]
-    return jax.make_array_from_single_device_arrays(held.shape, _sharding(job, name), pieces)
+    return jax.make_array_from_single_device_arrays(held.shape, job.sharding_of(name), pieces)

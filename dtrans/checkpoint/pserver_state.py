@@ -9,9 +9,8 @@ was given.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +24,6 @@ from dtrans.parameter_server.dc_asgd import MEAN_SQUARE
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 
-
-if TYPE_CHECKING:
-    from dtrans.parameter_server.state import MeshState
 
 TRAINER = "trainer 0"
 
@@ -111,58 +107,19 @@ def scatter(plan: PServerPlan, endpoint: str, params: Any, opt_state: Any) -> di
     """
     check_plan(plan)
     plan.servers[endpoint]  # raises UnknownEndpointError
-    given: dict[str, Any] = {}
-    for spec, tree, what in zip(plan.main.args[:2], (params, opt_state), ("params", "opt_state"), strict=True):
-        given |= named(spec, tree, what)
-    for name, x in given.items():
-        check_type(x, plan.main.inputs[name], name, f"the step of this plan, {plan.main.name}, takes")
+    given = arrays_of(plan.main, params, opt_state)
     return {
         row.slice_name: jnp.zeros(row.slice_shape, row.dtype) if origin is None else copied(given[origin][row.index])
         for row, origin in starts(plan, endpoint)
     }
 
 
-def mesh_state(plan: PServerPlan, like: MeshState, params: Any, opt_state: Any) -> MeshState:
-    """The state of a mesh job that goes on from a single-device `(params, opt_state)`.
-
-    Args:
-      plan: of the job.
-      like: a state of that job, `job.init(...)`; its values are not used, only where they are. A leaf of which each
-        trainer has its own (batch statistics) is given to each of them.
-      params, opt_state: as `load` or `gather` return them.
-
-    Raises:
-      TraceError, StateError: as `scatter`.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, dtrans
-      >>> tx = optax.sgd(0.5)
-      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx)
-      >>> init = lambda: (p := {"w": jnp.zeros(2)}, tx.init(p))
-      >>> plan = dtrans.pserver(dtrans.trace(step, *init(), jnp.ones((4, 2))), dtrans.trace(init))
-      >>> job = plan.on_mesh()
-      >>> params = {"w": jnp.array([1.0, 3.0])}
-      >>> state = dtrans.checkpoint.mesh_state(plan, job.init(), params, tx.init(params))
-      >>> job.params(state)["w"].tolist()
-      [1.0, 3.0]
-    """
-    servers = {
-        ep: {n: jax.device_put(x, held[n].sharding) for n, x in scatter(plan, ep, params, opt_state).items()}
-        for ep, held in like.servers.items()
-    }
-    new = {}
-    for name, x in named(plan.main.args[0], params, "params").items():
-        there = like.params[name]
-        new[name] = jax.device_put(jnp.broadcast_to(copied(x), there.shape), there.sharding)
-    return dataclasses.replace(like, params=new, servers=servers)
-
-
 # -- what is there ---------------------------------------------------------------------------------
 
 
-def step_rows(main: Program) -> list[VarDistributed]:
+def step_rows(main: Program, who: str = "") -> list[VarDistributed]:
     """The arrays that a step takes and makes anew, as rows of an overview."""
-    return [whole(n, main.inputs[n]) for spec in main.args[:2] for n in spec.names]
+    return [whole(n, main.inputs[n], who) for spec in main.args[:2] for n in spec.names]
 
 
 def held_rows(plan: PServerPlan) -> list[VarDistributed]:
@@ -191,6 +148,14 @@ def starts(plan: PServerPlan, endpoint: str, there: Collection[str] = ()) -> lis
 def named(spec: TreeSpec, tree: Any, what: str) -> dict[str, Any]:
     """The arrays of a pytree, by name."""
     return dict(zip(spec.names, spec.flatten(tree, what), strict=True))
+
+
+def arrays_of(main: Program, params: Any, opt_state: Any) -> dict[str, Any]:
+    """The arrays of `(params, opt_state)`, by name. Raises TraceError, StateError for others than the step takes."""
+    given = named(main.args[0], params, "params") | named(main.args[1], opt_state, "opt_state")
+    for name, x in given.items():
+        check_type(x, main.inputs[name], name, f"the step of this plan, {main.name}, takes")
+    return given
 
 
 def as_trees(main: Program, arrays: Iterable[Any]) -> tuple[Any, Any]:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from dtrans._jax import JaxprEqn, is_varying, jaxprs_in_params, opened
 from dtrans.errors import ConfigError
-from dtrans.ir import display
+from dtrans.ir.cost import nbytes
 from dtrans.ir.program import Program
 from dtrans.ops import all_gather_p, all_reduce_p, all_to_all_p, reduce_scatter_p
-from dtrans.plan import Job, realiser
+from dtrans.plan import Costs, Plan, RoleCost, program_flops, realiser
 
 
 if TYPE_CHECKING:
-    import jax
-
     from dtrans.data_parallel.options import Options
 
 
@@ -50,8 +48,8 @@ def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
             yield from collectives(body, turns)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class CollectivePlan:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class CollectivePlan(Plan):
     """Data-parallel training of one step; made by `dtrans.nccl2`.
 
     Attributes:
@@ -74,6 +72,27 @@ class CollectivePlan:
     merges: Mapping[str, str]
     unused_effects: tuple[str, ...]
     replan: Callable[[Any], Any] = dataclasses.field(repr=False)
+
+    _right, _code = (3,), 1
+    made_by: ClassVar = "nccl2"
+
+    @property
+    def owned(self) -> Any:
+        """Who owns which leaf, where leaves are given to ranks: nobody but in sharding."""
+        return None
+
+    @property
+    def cuts(self) -> Mapping[str, Any]:
+        """The arrays of the state of which trainers hold slices between steps, by name: none but in sharding."""
+        return {}
+
+    def on(self, platform: str = "") -> CollectivePlan:
+        """The same plan as a job on a platform runs it ("cpu", "gpu", "tpu", ...): what was left open is chosen."""
+        return self
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        return {"trainer": self.program}
 
     @property
     def trainers(self) -> int:
@@ -129,35 +148,6 @@ class CollectivePlan:
 
         return function
 
-    def on_mesh(self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> Job:
-        """Run the whole job in this process, one trainer on each device; see `dtrans.run.collective.job`.
-
-        Args:
-          devices: the trainers take the first. All of this process's by default.
-          donate: let each step reuse the memory of the state it was given, which cannot be used again.
-
-        Raises:
-          ConfigError: fewer devices than trainers.
-        """
-        job: Job = realiser(self, "mesh")(self, devices, donate=donate)
-        return job
-
-    def on_cluster(self, *, donate: bool = True) -> Job:
-        """Run this process's trainer, or one on each of its devices, in a job of processes; see
-        `dtrans.run.collective.cluster`.
-
-        `dtrans.connect()` comes first. All processes call this, then `init` and, with their own parts of each batch,
-        `step`; the first parameters are trainer 0's.
-
-        Args:
-          donate: as in `on_mesh`; never where the job goes on when trainers are lost.
-
-        Raises:
-          ConfigError: not connected, or to another number of trainers.
-        """
-        job: Job = realiser(self, "cluster")(self, donate=donate)
-        return job
-
     def for_trainers(self, trainers: int) -> CollectivePlan:
         """The same plan for another number of trainers.
 
@@ -169,17 +159,21 @@ class CollectivePlan:
         fits = node and not trainers % node and trainers > node
         return self.replan(dataclasses.replace(self.options, trainers=trainers, trainers_per_node=node if fits else 0))
 
-    def simulate(self) -> Job:
-        """Run all trainers on one device, with `jax.vmap` in the place of a mesh."""
-        job: Job = realiser(self, "simulate")(self)
-        return job
-
     # -- cost ------------------------------------------------------------------------------------
 
     @property
     def axis_names(self) -> tuple[str, ...]:
         """The names of the axes."""
         return tuple(name for name, _ in self.axes)
+
+    def costs(self) -> Costs:
+        held = {n: nbytes(t) for n, t in self.program.inputs.items()}
+        moved = list(collectives(self.program.jaxpr))
+        sent = sum(times * sum(nbytes(a.aval) for a in eqn.invars) for eqn, times in moved)
+        received = sum(times * sum(nbytes(a.aval) for a in eqn.outvars) for eqn, times in moved)
+        state = sum(held[n] for spec in self.program.args[:2] for n in spec.names)
+        rounds = sum(times for _, times in moved)
+        return Costs([RoleCost("trainer", self.trainers, state, sent, received, rounds, program_flops(self.program))])
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
@@ -232,15 +226,3 @@ class CollectivePlan:
     @property
     def _header(self) -> tuple[str, ...]:
         return ("bucket", "gradients of" if self.options.local_sgd is None else "state", "type", "bytes")
-
-    def __str__(self) -> str:
-        return display.plan_text(self._title, self._header, self.rows, self.notes, right=(3,))
-
-    def __repr__(self) -> str:
-        return f"<CollectivePlan of {self.main.name}: {self.trainers} trainers, {len(self.buckets)} buckets>"
-
-    def _repr_html_(self) -> str:
-        return display.plan_html(self._title, self._header, self.rows, self.notes, code=1)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self) if cycle else str(self))

@@ -192,7 +192,7 @@ def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Play:
     # where backward is split: the first stage has no cotangents to send back, and all that it does is for its weights
     weight = [
         half if s.backward.out_names else whole
-        for s, half, whole in zip(plan.programs.stages, forward, backward, strict=True)
+        for s, half, whole in zip(plan.step_programs.stages, forward, backward, strict=True)
     ]
     play = plan.schedule.play(forward, backward, weight)
     return _scaled(play, work / sum(t.end - t.start for t in play))

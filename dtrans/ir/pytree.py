@@ -158,6 +158,12 @@ def both(first: TreeSpec, second: TreeSpec) -> TreeSpec:
     return TreeSpec(treedef, (*first.leaves, *second.leaves))
 
 
+def result_of(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What a step returns beside its state, as what follows the state: one value, or those of a tuple."""
+    tree = spec.unflatten(leaves)
+    return tuple(tree) if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)
+
+
 def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
     """A tuple, list, dict or NamedTuple without the first of its parts that is `part` (None in a NamedTuple)."""
     whole = jax.tree.unflatten(spec.treedef, spec.leaves)

@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dtrans.errors import ConfigError, UnknownEndpointError
-from dtrans.ir import display
+from dtrans.ir.cost import flops, nbytes
 from dtrans.ir.program import DIST, OPTIMIZE, Program
 from dtrans.ops import OptimizeBlock, all_reduce_p, backup_of
 from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin, SizeBalanced
 from dtrans.parameter_server.overview import VarsDistributed, overview_of
 from dtrans.parameter_server.placement import dispatched
-from dtrans.plan import Job, realiser
+from dtrans.plan import Costs, Plan, RoleCost, program_flops
 from dtrans.slicing.blocks import Placement
-
-
-if TYPE_CHECKING:
-    import jax
-
-
-_HEADER = ("block", "rows", "bytes", "endpoint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +63,8 @@ class ServerPrograms:
     startup: Program
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PServerPlan:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PServerPlan(Plan):
     """Parameter-server training of one step; made by `dtrans.pserver`.
 
     Attributes:
@@ -105,10 +98,17 @@ class PServerPlan:
     make_trainer_startup: Callable[[int], Program] = dataclasses.field(repr=False)
     push_every: int = 0
 
+    _right, _code, _header = (1, 2), 0, ("block", "rows", "bytes", "endpoint")
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "servers", _Servers(self.servers))
 
     # -- programs --------------------------------------------------------------------------------
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        trainers = {f"trainer {k}": self.trainer_program(k) for k in range(self.trainers)}
+        return trainers | {ep: programs.main for ep, programs in self.servers.items()}
 
     @property
     def trainer(self) -> Program:
@@ -139,23 +139,6 @@ class PServerPlan:
     @cached_property
     def _programs(self) -> dict[tuple[Callable[[int], Program], int], Program]:
         return {}
-
-    # -- running ---------------------------------------------------------------------------------
-
-    def on_mesh(
-        self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True, unsplit_inputs: Collection[str] = ()
-    ) -> Job:
-        """Run the whole job in this process; see `dtrans.run.parameter_server.mesh.MeshJob`.
-
-        Args:
-          devices: trainers take the first, pservers those after them, round-robin where there are
-            fewer than roles. All of this process's by default.
-          donate: let each update reuse the memory of the optimizer state it replaces. A state that was
-            stepped from cannot be stepped from again.
-          unsplit_inputs: names of batch arrays that every trainer gets whole; others are split on dim 0.
-        """
-        job: Job = realiser(self, "mesh")(self, devices, donate=donate, unsplit_inputs=unsplit_inputs)
-        return job
 
     # -- what servers hold -----------------------------------------------------------------------
 
@@ -227,6 +210,27 @@ class PServerPlan:
         return found
 
     # -- cost ------------------------------------------------------------------------------------
+
+    def costs(self) -> Costs:
+        step, unsent = self.bytes_per_step, set(self.unsent)
+        held = sum(nbytes(self.trainer.inputs[n]) for spec in self.trainer.args[:1] for n in spec.names)
+        own = program_flops(self.trainer)
+        found = [RoleCost("trainer", self.trainers, held, step["send"], step["recv"], 1, own)]
+        for ep, programs in self.servers.items():
+            blocks = [b for b in self.placement.table if b.endpoint == ep]
+            told = [r for values in self.rounds for r in values if ep in r.over]
+            sent = sum(r.nbytes * (len(r.over) - 1) for r in told if ep in r.owners)
+            heard = sum(r.nbytes * (len(r.owners) - (ep in r.owners)) for r in told)
+            grads = sum(b.nbytes for b in blocks if b.leaf not in unsent)
+            (serve,) = programs.main.jaxpr.jaxpr.eqns
+            work = sum(flops(e) for block in serve.params["optimize_blocks"] for e in block.jaxpr.jaxpr.eqns)
+            params = sum(b.nbytes for b in blocks)
+            rounds = 1 + sum(any(ep in r.over for r in values) for values in self.rounds)
+            size = sum(self.server_bytes[ep].values())
+            found.append(
+                RoleCost(ep, 1, size, self.trainers * params + sent, self.trainers * grads + heard, rounds, work)
+            )
+        return Costs(found)
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
@@ -301,19 +305,6 @@ class PServerPlan:
     def _title(self) -> str:
         mode = "geo" if self.push_every else "sync" if self.sync_mode else "async"
         return f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, {mode}"
-
-    def __str__(self) -> str:
-        return display.plan_text(self._title, _HEADER, self.rows, self.notes, right=(1, 2))
-
-    def __repr__(self) -> str:
-        roles = f"{self.trainers} trainers, {len(self.servers)} pservers"
-        return f"<PServerPlan of {self.main.name}: {roles}, {len(self.rows)} blocks>"
-
-    def _repr_html_(self) -> str:
-        return display.plan_html(self._title, _HEADER, self.rows, self.notes, code=0)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self) if cycle else str(self))
 
 
 def _unevenness(sizes: Sequence[int]) -> float:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+
 from dtrans.errors import ConfigError
-from dtrans.ir import display
-from dtrans.ir.cost import flops
+from dtrans.ir.cost import flops, nbytes
 from dtrans.pipeline_parallel.schedule import Schedule, schedule
-from dtrans.plan import Job, realiser
+from dtrans.plan import Costs, Plan, RoleCost, program_flops
 
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class StepPrograms:
     results: tuple[Program | None, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PipelinePlan:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PipelinePlan(Plan):
     """Pipelined training of one step; made by `dtrans.pipeline`.
 
     Attributes:
@@ -79,7 +79,7 @@ class PipelinePlan:
       options: what it was planned with: see `dtrans.pipeline`.
       schedule: what each device does when.
       stage_of: the stage of each equation of the loss function.
-      programs: forward and backward of each stage, for a micro-batch of the batch that was traced.
+      step_programs: forward and backward of each stage, for a micro-batch of the batch that was traced.
       update: from sums of gradients to new parameters.
       merges: result, or parameter that the forward pass makes, to what becomes of it.
       homes: the stage that holds each parameter.
@@ -101,7 +101,7 @@ class PipelinePlan:
     options: PipelineOptions
     schedule: Schedule
     stage_of: tuple[int, ...]
-    programs: StepPrograms
+    step_programs: StepPrograms
     update: Update
     merges: Mapping[str, str]
     homes: Mapping[str, int]
@@ -115,6 +115,16 @@ class PipelinePlan:
     summaries: tuple[Summary, ...] = ()
     collected: Mapping[str, str] = dataclasses.field(default_factory=dict)
     known: dict[Any, StepPrograms] = dataclasses.field(default_factory=dict, repr=False)
+
+    _right, _code = (0, 1, 3, 4, 5, 6, 7), 2
+    _header = ("stage", "ops", "parameters", "flops", "bytes sent", "bytes kept", "peak", "bytes held")
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        found: dict[str, Program] = {}
+        for s in self.step_programs.stages:
+            found |= {f"stage {s.index} forward": s.forward, f"stage {s.index} backward": s.backward}
+        return found | {"update": self.update.program}
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -171,7 +181,7 @@ class PipelinePlan:
         """What each stage does, holds and sends."""
         peaks = self.schedule.peak
         found = []
-        for s in self.programs.stages:
+        for s in self.step_programs.stages:
             types = {**s.forward.inputs, **s.forward.outputs}
             held = [n for n in self.state if self.home(n) in (s.index, None)]
             found.append(
@@ -180,22 +190,45 @@ class PipelinePlan:
                     s.eqns,
                     tuple(n for n, at in self.homes.items() if at == s.index),
                     sum(flops(e) for e in s.forward.jaxpr.jaxpr.eqns),
-                    sum(_nbytes(types[n]) for n in s.sends),
-                    sum(_nbytes(types[n]) for n in s.kept),
+                    sum(nbytes(types[n]) for n in s.sends),
+                    sum(nbytes(types[n]) for n in s.kept),
                     peaks[self.device_of(s.index)],
                     sum(self.held_bytes(n) for n in held),
                 )
             )
         return tuple(found)
 
+    def costs(self) -> Costs:
+        o = self.options
+        found = []
+        for s, p in zip(self.stages, self.step_programs.stages, strict=True):
+            types = {**p.forward.inputs, **p.forward.outputs}
+            passes = [q for q in (p.forward, p.backward, p.weights) if q is not None]
+            ahead, back = (sum(nbytes(types[n]) for n in names) for names in (p.sends, p.receives))
+            # the cotangents of what is differentiable go the other way
+            cotangents = [
+                sum(nbytes(types[n]) for n in of if jnp.issubdtype(types[n].dtype, jnp.inexact))
+                for of in (p.receives, p.sends)
+            ]
+            many = o.num_micro_batch
+            sent, received = many * (ahead + cotangents[0]), many * (back + cotangents[1])
+            rounds = many * (bool(p.receives) + bool(p.sends))
+            work = many * sum(map(program_flops, passes))
+            for part in self.update.placed.pieces:
+                if part.place == self.device_of(s.index):
+                    work += sum(flops(e) for e in part.jaxpr.jaxpr.eqns)
+            count = o.replicas * self.cuts.shards[s.index]
+            found.append(RoleCost(f"stage {s.index}", count, s.held, sent, received, rounds, work))
+        return Costs(found)
+
     def held_bytes(self, name: str) -> int:
         """Bytes that a device of an array's stage holds of it."""
         t = self.update.program.inputs[name]
         if name not in self.cuts.state:
-            return _nbytes(t)
+            return nbytes(t)
         home, d = self.home(name), self.cuts.state[name]
         assert home is not None
-        return _nbytes(t) // t.shape[d] * -(-t.shape[d] // self.cuts.shards[home])
+        return nbytes(t) // t.shape[d] * -(-t.shape[d] // self.cuts.shards[home])
 
     def padded(self, name: str) -> tuple[int, int] | None:
         """The dimension of an array of the state that is padded, and its size with padding; None for one that is whole.
@@ -256,53 +289,3 @@ class PipelinePlan:
         each = f", {o.chunks} on each device" if o.chunks > 1 else ""
         also = f", {o.replicas} replicas" if o.replicas > 1 else ""
         return f"pipeline plan of {self.main.name}: {o.model_stages} stages{each}{also}"
-
-    _header = ("stage", "ops", "parameters", "flops", "bytes sent", "bytes kept", "peak", "bytes held")
-
-    def __str__(self) -> str:
-        return display.plan_text(self._title, self._header, self.rows, self.notes, right=(0, 1, 3, 4, 5, 6, 7))
-
-    def __repr__(self) -> str:
-        return f"<PipelinePlan of {self.main.name}: {self.options.model_stages} stages, {self.schedule.name}>"
-
-    def _repr_html_(self) -> str:
-        return display.plan_html(self._title, self._header, self.rows, self.notes, code=2)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self) if cycle else str(self))
-
-    # -- running ---------------------------------------------------------------------------------
-
-    def on_mesh(self, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> Job:
-        """Run the whole job in this process, each stage on devices of its own; see `dtrans.run.pipeline_parallel`.
-
-        Args:
-          devices: replicas x stages of them, laid out by `cluster`. All of this process's by default.
-          donate: let each step reuse the memory of the state it was given, which cannot be used again.
-
-        Raises:
-          ConfigError: fewer devices than stages and replicas need.
-        """
-        job: Job = realiser(self, "mesh")(self, devices, donate=donate)
-        return job
-
-    def on_cluster(self, *, donate: bool = True) -> Job:
-        """Run this process's stages, in a job of processes; see `dtrans.run.pipeline_parallel.cluster`.
-
-        `dtrans.connect()` comes first. All processes call this, then `init` with the same arguments, and `step` with
-        the same, whole batches.
-
-        Raises:
-          ConfigError: not connected, or to a number of processes that does not divide the stages.
-        """
-        job: Job = realiser(self, "cluster")(self, donate=donate)
-        return job
-
-    def simulate(self) -> Job:
-        """Run all stages and replicas on one device, with `jax.vmap` in the place of replicas."""
-        job: Job = realiser(self, "simulate")(self)
-        return job
-
-
-def _nbytes(t: Any) -> int:
-    return math.prod(t.shape) * int(t.dtype.itemsize)

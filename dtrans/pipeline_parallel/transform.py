@@ -229,7 +229,7 @@ def plan_pipeline(
         options=o,
         schedule=timetable,
         stage_of=tuple(found),
-        programs=programs,
+        step_programs=programs,
         update=update_of(step, sums_of(stages), homes, users, cuts, rows, o),
         cuts=cuts,
         programs_for=programs_for,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dtrans.data_parallel.plan import CollectivePlan, collectives
 from dtrans.errors import ConfigError
+from dtrans.ir.cost import nbytes
 from dtrans.ops import all_gather_p
 from dtrans.zero.mixed_precision import scale_types
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dtrans.zero.slices import Sliced, Slices
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardingPlan(CollectivePlan):
     """Sharded data-parallel training of one step; made by `dtrans.sharding`.
 
@@ -32,6 +32,7 @@ class ShardingPlan(CollectivePlan):
     options: ShardingOptions
     slices: Slices
     owned: Owned | None = None
+    made_by = "sharding"
 
     @cached_property
     def cuts(self) -> dict[str, Sliced]:
@@ -75,7 +76,7 @@ class ShardingPlan(CollectivePlan):
     def memory(self) -> dict[str, int]:
         """Bytes that a rank holds between steps, by kind: `params`, `opt_state`, and what of these is `padding`."""
         params, opt_state = (spec.names for spec in self.program.args[:2])
-        held = {n: _nbytes(t) for n, t in self.program.inputs.items()}
+        held = {n: nbytes(t) for n, t in self.program.inputs.items()}
         padding = sum(
             s.padding(self.main.inputs[n]) * self.main.inputs[n].dtype.itemsize // s.degree
             for n, s in self.cuts.items()
@@ -99,7 +100,7 @@ class ShardingPlan(CollectivePlan):
         for eqn, times in collectives(self.program.jaxpr):
             key = (eqn.primitive.name, " and ".join(eqn.params["over"]))
             moved = eqn.outvars if eqn.primitive is all_gather_p else eqn.invars
-            found[key] = found.get(key, 0) + times * sum(_nbytes(a.aval) for a in moved)
+            found[key] = found.get(key, 0) + times * sum(nbytes(a.aval) for a in moved)
         return found
 
     # -- showing ---------------------------------------------------------------------------------
@@ -125,10 +126,3 @@ class ShardingPlan(CollectivePlan):
         o = self.options
         groups = f", {o.dp_degree} groups of {o.degree} ranks" if o.dp_degree > 1 else f", {o.degree} ranks"
         return f"sharding plan of {self.main.name}: stage {o.stage}{groups}"
-
-    def __repr__(self) -> str:
-        return f"<ShardingPlan of {self.main.name}: stage {self.options.stage}, {self.trainers} ranks>"
-
-
-def _nbytes(t: Any) -> int:
-    return math.prod(t.shape) * int(t.dtype.itemsize)

@@ -338,7 +338,7 @@ def test_what_trainers_hold_is_saved_by_trainer_0(tmp_path: Path) -> None:
     other = statistics_plan(params, batch, 3)
     job = other.on_mesh(jax.devices()[:5])
     like = job.init(params)
-    again = checkpoint.mesh_state(other, like, *checkpoint.load(tmp_path / "1", other.main))
+    again = job.state_of(*checkpoint.load(tmp_path / "1", other.main))
     assert np.array_equal(again.params["params/mean"], np.stack([trained["mean"]] * 2))
     for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(like), strict=True):
         assert (x.sharding, x.shape) == (y.sharding, y.shape)
@@ -375,7 +375,7 @@ def test_statistics_that_servers_average_are_saved_by_servers(tmp_path: Path) ->
                 tree_equal(got, spec.unflatten(want))
         # a job with other servers goes on
         again = other.on_mesh()
-        after = checkpoint.mesh_state(other, again.init(params), *whole)
+        after = again.state_of(*whole)
         for batch in batches[2:]:
             state, _ = job.step(state, *batch)
             after, _ = again.step(after, *batch)
@@ -453,14 +453,14 @@ def test_a_job_that_goes_on_with_other_servers_computes_what_one_device_does(
         tree_close(plain_run(plain_step(mlp_loss, TX), *loaded, batches[3:])[:2], want, 1e-12)
         # other servers go on
         job = plans[1].on_mesh()
-        state = checkpoint.mesh_state(plans[1], job.init(params), *loaded)
+        state = job.state_of(*loaded)
         for batch in batches[3:]:
             state, _ = job.step(state, *batch)
         tree_close((job.params(state), job.opt_state(state)), want, 1e-12)
         tree_close(checkpoint.gather(plans[1], state.servers), want, 1e-12)
         # that this can fail: without the state, or without its count
         for wrong in (TX.init(loaded[0]), jax.tree.map(lambda x: x * (x.ndim > 0), loaded[1])):
-            state = checkpoint.mesh_state(plans[1], job.init(params), loaded[0], wrong)
+            state = job.state_of(loaded[0], wrong)
             for batch in batches[3:]:
                 state, _ = job.step(state, *batch)
             with pytest.raises(AssertionError):

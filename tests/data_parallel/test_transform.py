@@ -1123,7 +1123,7 @@ def test_a_plan_shows_buckets_bytes_and_what_becomes_of_results() -> None:
     assert plan.notes[-1] == "loss: mean"
     for kind, n in plan.bytes_per_step.items():
         assert f"{n:,} bytes of {kind}" in plan.notes[0]
-    assert repr(plan) == "<CollectivePlan of step: 4 trainers, 3 buckets>"
+    assert repr(plan) == "<nccl2 plan of step: 4 trainers>"
     html = plan._repr_html_()
     for text in ("bucket/2", "<code>params/low</code>", "bfloat16", "loss: mean"):
         assert text in html

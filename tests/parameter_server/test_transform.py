@@ -326,7 +326,7 @@ def test_bytes_per_step_are_those_of_the_parameters():
 def test_the_plan_prints_and_renders_each_block():
     plan = dtrans.pserver(*programs("mlp", TX["sgd"]), pservers=endpoints(3), trainers=2)
     assert str(plan).splitlines()[0] == "pserver plan of step: 2 trainers, 3 pservers, sync"
-    assert repr(plan) == "<PServerPlan of step: 2 trainers, 3 pservers, 6 blocks>"
+    assert repr(plan) == "<pserver plan of step: 2 trainers, 3 pservers, sync>"
     html = plan._repr_html_()
     for b in plan.placement.table:
         row = f"{b.span.start}:{b.span.stop}"

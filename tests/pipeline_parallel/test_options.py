@@ -81,7 +81,7 @@ def check(of, way="simulate", **options):
 
 def backwards(plan):
     """The programs that a stage runs after its forward."""
-    return [p for s in plan.programs.stages for p in (s.backward, s.weights) if p is not None]
+    return [p for s in plan.step_programs.stages for p in (s.backward, s.weights) if p is not None]
 
 
 def primitives(*programs):
@@ -205,7 +205,7 @@ def test_a_backward_in_two_computes_nothing_twice(names):
     of = job_of(blocks, BLOCKS, rows())
     one = planned(of, gradient_checkpoint=names)
     two = planned(of, gradient_checkpoint=names, schedule="ZeroBubble")
-    for a, b in zip(one.programs.stages, two.programs.stages, strict=True):
+    for a, b in zip(one.step_programs.stages, two.programs.stages, strict=True):
         whole, parts = primitives(a.backward), primitives(b.backward, b.weights)
         for name in ("dot_general", "sin", "cos", "name"):
             assert whole[name] == parts[name], name
@@ -214,7 +214,7 @@ def test_a_backward_in_two_computes_nothing_twice(names):
 def test_replicas_compute_once_more_by_themselves():
     of = job_of(blocks, BLOCKS, rows())
     plan = planned(of, replicas=2, gradient_checkpoint="auto")
-    for s in plan.programs.stages:
+    for s in plan.step_programs.stages:
         assert not [*collectives(s.forward.jaxpr)] and not [*collectives(s.backward.jaxpr)]
 
 
@@ -255,7 +255,7 @@ def test_masks_are_drawn_once(schedule, replicas):
     found = []
     for names in ("", "auto"):
         plan = planned(of, replicas=replicas, schedule=schedule, gradient_checkpoint=names)
-        assert draws(*(s.forward for s in plan.programs.stages))
+        assert draws(*(s.forward for s in plan.step_programs.stages))
         assert not draws(*backwards(plan))
         assert not any("key" in n for p in backwards(plan) for n in p.in_names)
         found.append(of.of(plan.simulate(), 1))
@@ -417,7 +417,7 @@ def test_parameters_are_fetched_for_each_task_and_nothing_stays(options):
     fetched = collections.Counter((m.what, m.stage) for m, _ in tape.instructions if is_fetch(m, plan))
     wanted = collections.Counter()
     for task in plan.schedule.sequence():
-        s = plan.programs.stages[task.stage]
+        s = plan.step_programs.stages[task.stage]
         program = {"F": s.forward, "B": s.backward, "W": s.weights}[task.kind]
         if program is not None and program.out_names:
             wanted.update((n, task.stage) for n in program.in_names if n in s.params)
@@ -492,7 +492,7 @@ def test_sums_of_gradients_are_slices(least, replicas, schedule):
     sliced = {f"params/{n}" for n, w in UNEVEN.items() if w.size >= least}
     assert len(sliced) == (3 if least == 1 else 2), sliced
     of_whole = []
-    for s in plan.programs.stages:
+    for s in plan.step_programs.stages:
         makes = s.weights or s.backward
         scattered = []
         for eqn, _ in collectives(makes.jaxpr):

@@ -263,7 +263,7 @@ def test_logits_are_never_whole(schedule):
     """No program of the stage has an array of all classes, and none gathers; what is reduced is of rows."""
     shards, classes, per = 2, 51, ROWS // 2
     plan = planned(classifier(shards, classes), schedule=schedule)
-    s = plan.programs.stages[1]
+    s = plan.step_programs.stages[1]
     programs = [p for p in (s.forward, s.backward, s.weights) if p is not None]
     padded = shards * -(-classes // shards)
     for p in programs:

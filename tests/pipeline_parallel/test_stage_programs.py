@@ -47,7 +47,7 @@ def planned(name="mlp", num_stages=4, rows=16, *, stacked=False, optimizer=optax
 
 
 def programs(plan):
-    return [p for s in plan.programs.stages for p in (s.forward, s.backward, s.weights) if p is not None]
+    return [p for s in plan.step_programs.stages for p in (s.forward, s.backward, s.weights) if p is not None]
 
 
 def primitives(*found):
@@ -69,9 +69,9 @@ def test_everything_is_computed_once(name, stages, split):
     """Stages together have all equations of the loss, and their programs the products that one device computes."""
     of, _ = traced(name)
     plan = planned(name, stages, num_micro_batch=2, schedule="ZeroBubble" if split else "PreferBackward")
-    assert sum(s.eqns for s in plan.programs.stages) == len(plan.stage_of)
-    assert [s.eqns for s in plan.programs.stages] == [plan.stage_of.count(k) for k in range(stages)]
-    assert min(s.eqns for s in plan.programs.stages) > 0
+    assert sum(s.eqns for s in plan.step_programs.stages) == len(plan.stage_of)
+    assert [s.eqns for s in plan.step_programs.stages] == [plan.stage_of.count(k) for k in range(stages)]
+    assert min(s.eqns for s in plan.step_programs.stages) > 0
     params, batch = jax.eval_shape(of.init, jax.random.key(0))[0], MODELS[name].batch(8)
     whole = Counter(
         e.primitive.name for e in equations(jax.make_jaxpr(jax.value_and_grad(MODELS[name].loss))(params, *batch))
@@ -88,8 +88,8 @@ def test_everything_is_computed_once(name, stages, split):
 @pytest.mark.parametrize("name", MODELS)
 def test_cotangents_and_weights_together_are_the_backward(name, stages):
     """Zero-bubble's two programs have the equations of the one, and its products are in one of them."""
-    one = planned(name, stages, num_micro_batch=2).programs.stages
-    two = planned(name, stages, num_micro_batch=2, schedule="ZeroBubble").programs.stages
+    one = planned(name, stages, num_micro_batch=2).step_programs.stages
+    two = planned(name, stages, num_micro_batch=2, schedule="ZeroBubble").step_programs.stages
     for whole, parts in zip(one, two, strict=True):
         assert whole.weights is None and parts.weights is not None
         first, second = primitives(parts.backward), primitives(parts.weights)
@@ -109,7 +109,7 @@ CASES = [(name, options) for name in MODELS for options in ({}, {"schedule": "Ze
 
 @pytest.mark.parametrize("name,options", CASES)
 def test_backward_reads_what_forward_kept_and_what_comes_back(name, options):
-    stages = planned(name, 4, num_micro_batch=2, **options).programs.stages
+    stages = planned(name, 4, num_micro_batch=2, **options).step_programs.stages
     for s, after in zip(stages, [*stages[1:], None], strict=True):
         there = {*s.forward.in_names, *s.forward.out_names, *s.receives, *(n + GRAD for n in s.leaves)}
         back = {n for n in after.backward.out_names if n.startswith("@value/")} if after else set()
@@ -140,7 +140,7 @@ def test_no_weights_are_kept_for_each_micro_batch(name, cast):
     model = MODELS[name]
     of = Model(low(model.loss) if cast else model.loss, model.params, model.batch).job(26)
     plan = dtrans.pipeline(*of.traced(), num_stages=3, num_micro_batch=2)
-    for s in plan.programs.stages:
+    for s in plan.step_programs.stages:
         types = {**s.forward.inputs, **s.forward.outputs}
         assert not {*s.kept} & {*s.params}
         for n in s.kept:
@@ -345,7 +345,7 @@ def test_the_table_of_stages():
         (line,) = [row for row in text.splitlines() if re.match(rf"\s*{k}\s+{s.ops}\s", row)]
         assert all(f"{n:,}" in line for n in (s.flops, s.sends, s.kept, s.peak, s.held)) and s.params[0] in line
     assert "schedule PreferBackward: 8 micro-batches, bubble 3/11" in text
-    assert repr(plan) == "<PipelinePlan of step: 4 stages, PreferBackward>"
+    assert repr(plan) == "<pipeline plan of step: 4 stages>"
     html = plan._repr_html_()
     assert html.count("<tr") == 5 and "bubble 3/11" in html
     tied = str(planned("transformer", 4, num_micro_batch=2, replicas=2))

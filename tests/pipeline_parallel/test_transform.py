@@ -335,8 +335,8 @@ def test_a_result_of_the_first_stage_is_merged_there(way):
         lambda p, v: (jnp.mean((v["h"] @ p["w2"] - v["y"]) ** 2), v["seen"]),
     )
     plan = check(job_of(loss, net(4, 4, 4, 4), TARGETS, has_aux=True), way, num_stages=3)
-    assert [[*s.results] for s in plan.programs.stages] == [["aux/each", "aux/mean"], [], ["loss"]]
-    assert [len(s.sends) for s in plan.programs.stages] == [1, 1, 0]
+    assert [[*s.results] for s in plan.step_programs.stages] == [["aux/each", "aux/mean"], [], ["loss"]]
+    assert [len(s.sends) for s in plan.step_programs.stages] == [1, 1, 0]
 
 
 def test_a_result_that_nobody_can_merge_is_each_replicas_own():
@@ -562,7 +562,7 @@ def test_a_value_that_skips_two_stages():
         lambda p, v: jnp.mean((v["h"] @ p["w3"] + v["skip"] - v["y"]) ** 2),
     )
     plan = check(job_of(loss, SQUARES, TARGETS), num_stages=4, replicas=1)
-    sent = [s.sends for s in plan.programs.stages]
+    sent = [s.sends for s in plan.step_programs.stages]
     assert [len(s) for s in sent] == [2, 2, 2, 0]
     assert set(sent[0]) & set(sent[1]) & set(sent[2]), "one value goes all the way"
     check(job_of(loss, SQUARES, TARGETS), "on_mesh", num_stages=4)
@@ -612,7 +612,7 @@ def test_a_loss_that_is_made_before_the_last_stage():
         merge = {"aux/root": "mean"}
         of = job_of(loss, SQUARES, TARGETS, has_aux=True)
         plan = planned(of, num_stages=3, merge=merge, **options)
-        assert ["loss" in s.results for s in plan.programs.stages] == [False, True, False]
+        assert ["loss" in s.results for s in plan.step_programs.stages] == [False, True, False]
         got, want = of.of(getattr(plan, way)()), of.on_one_device()
         tree_close(got[:3], want[:3], 1e-12)
         tree_close(got[3]["late"], want[3]["late"], 1e-12)  # the mean of roots is not the root of the mean
@@ -715,7 +715,7 @@ def test_a_scan_over_layers_is_cut(optimizer, way, options):
     """Stages have their rows of the stack; where the optimizer does not let it be cut, one stage holds it all."""
     of = job_of(looped, LAYERS, rows(), OPTIMIZERS[optimizer]())
     plan = check(of, way, rtol=1e-11 if optimizer == "muon" else 1e-12, flops_per_byte=0.0, **options)
-    loops = [[e.primitive.name for e in s.forward.jaxpr.jaxpr.eqns].count("scan") for s in plan.programs.stages]
+    loops = [[e.primitive.name for e in s.forward.jaxpr.jaxpr.eqns].count("scan") for s in plan.step_programs.stages]
     assert max(loops) == 1 and sum(loops) > 1
     owners = lambda leaf: len({home for n, home in plan.homes.items() if n.startswith(f"params/layers/{leaf}")})
     # Muon is for matrices: to it, biases of layers are one, and weights are for Adam

@@ -157,7 +157,7 @@ def of_stages(plan: Any) -> list[str]:
         found.append(f"device {k}: " + " ".join(f"{t.kind}{t.micro}.{t.stage}" for t in order))
     if plan.schedule.name in SAME_PROGRAMS:
         return found
-    for s in plan.programs.stages:
+    for s in plan.step_programs.stages:
         found += [f"program forward {s.index}", *lines_of(s.forward)]
         found += [f"program backward {s.index}", *lines_of(s.backward)]
     return [*found, "program update", *lines_of(plan.update.program)]

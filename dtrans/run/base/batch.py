@@ -49,10 +49,15 @@ def shared_batch(
       BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
     """
     shared = [(x, share_of(name, x, trainers, whole)) for name, x in zip(names, arrays, strict=True)]
+    check_rows({n: x for n, (x, share) in zip(names, shared, strict=True) if share == "split"}, trainers, whole_option)
+    return shared
+
+
+def check_rows(split: Mapping[str, Any], trainers: int, whole_option: str) -> None:
+    """Raises BatchError for arrays that differ in their number of rows, or that the trainers do not divide."""
     rows: dict[int, str] = {}
-    for name, (x, share) in zip(names, shared, strict=True):
-        if share == "split":
-            rows.setdefault(x.shape[0], name)
+    for name, x in split.items():
+        rows.setdefault(x.shape[0], name)
     for count, name in rows.items():
         if count % trainers:
             raise BatchError(
@@ -65,7 +70,6 @@ def shared_batch(
             f"the arrays of a batch are split over the trainers on dim 0, but {listed} rows; "
             f"name what every trainer needs whole in {whole_option}"
         )
-    return shared
 
 
 def share_of(name: str, x: Any, trainers: int, whole: Collection[str]) -> str:

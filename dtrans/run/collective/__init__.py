@@ -1,6 +1,7 @@
 """Jobs whose reductions XLA carries out: nccl2 mode and sharding.
 
-job       what all of them have in common; on a mesh, or simulated on one device
-sharded   the same with slices
-cluster   as processes
+job        a plan, running, wherever its trainers are
+mesh       trainers on devices of this process
+simulate   trainers on one device
+cluster    trainers in processes
 """

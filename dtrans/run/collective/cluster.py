@@ -1,8 +1,8 @@
 """nccl2 mode as processes: each trainer is a device of a `jax.distributed` job, most often the one of its process.
 
-    ClusterTrainers     a plan over the job; made by `plan.on_cluster()`
-    SurvivingTrainers   the same, that goes on when trainers are lost
-    ClusterFabric       the programs of the job, one by one; `Executor` has it
+    ClusterTrainers   where the trainers of such a job are; `plan.on_cluster()` makes it
+    SurvivingJob      a job that goes on when trainers are lost
+    ClusterFabric     the programs of the job, one by one; `Executor` has it
 
 Every process runs the same compiled program, and XLA carries out the reductions: with Gloo on CPUs, with NCCL on GPUs.
 The first state is trainer 0's, whatever the others made. How processes are connected, and what becomes of the job when
@@ -14,29 +14,33 @@ the parts of the batch get other types; a trainer that does so alone waits for t
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from dtrans._jax import JaxprEqn
+from dtrans._jax import ClosedJaxpr, JaxprEqn
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
-from dtrans.errors import BatchError, ConfigError, StateError
-from dtrans.ir.program import Program
+from dtrans.errors import ConfigError, PeerError, StateError
+from dtrans.ir.program import Program, without_addresses
 from dtrans.ops import all_gather_p, all_reduce_p, broadcast_p, reduce_scatter_p, trainer_index_p
-from dtrans.plan import realises
-from dtrans.run.base.batch import batch_arrays
+from dtrans.plan import Job, realises
 from dtrans.run.base.lowering import per_trainer
-from dtrans.run.collective.mesh import MeshTrainers
+from dtrans.run.collective.job import CollectiveJob
+from dtrans.run.collective.mesh import MeshTrainers, mesh_of
 from dtrans.run.distributed.connect import connect, connected
 from dtrans.run.distributed.elastic import Loss, all_or_none
 from dtrans.run.distributed.membership import lost
 from dtrans.run.distributed.multihost import (
+    all_reduce_sum,
     broadcast,
     check_consistent,
     local_shard,
@@ -45,6 +49,7 @@ from dtrans.run.distributed.multihost import (
     trainer_devices,
 )
 from dtrans.run.distributed.role import Role
+from dtrans.zero.plan import ShardingPlan
 
 
 OVER_AXES = (all_reduce_p, reduce_scatter_p, all_gather_p, trainer_index_p)
@@ -52,107 +57,120 @@ logger = logging.getLogger(__name__)
 
 
 class ClusterTrainers(MeshTrainers):
-    """Trainers that are processes; made by `plan.on_cluster()`, in each of them.
+    """Trainers that are processes; each has some of the devices of one mesh.
 
-    As `plan.on_mesh()`, but for the batch: each process gives its own part to `step`. Parts are of one size; process k
-    of N has rows k*B/N to (k+1)*B/N of the global batch, and splits them over its devices if it has several. 0-d
-    arrays, and those that the plan has as `unsplit_inputs`, must be the same in every process. Parameters, state and
-    results come whole, as arrays of this process's first device.
+    Each process gives its own part of a batch. Parts are of one size; process k of N has rows k*B/N to (k+1)*B/N of the
+    global batch, and splits them over its devices if it has several. 0-d arrays, and those that the plan has as
+    `unsplit_inputs`, must be the same in every process. Parameters, state and results come whole, as arrays of this
+    process's first device.
     """
 
-    def __init__(self, plan: CollectivePlan, *, donate: bool = True) -> None:
-        devices = trainer_devices()
-        if plan.trainers not in (len(devices), jax.device_count()):
-            each = jax.local_device_count()
-            many = f": {len(connected().members)} processes with {each} devices each" if each > 1 else ""
-            raise ConfigError(f"the plan is for {plan.trainers} trainers, {len(devices)} are connected{many}")
-        super().__init__(plan.for_trainers(len(devices)), devices, donate=donate)
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.run_id, self.here = connected().run, jax.local_device_count()
 
-    @property
-    def run_id(self) -> str:
-        return connected().run
+    def everywhere(self, xs: Sequence[Any]) -> list[Any]:
+        return [to_global_array(x, self.at(None)) for x in broadcast(xs)]
 
-    def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
-        """One step on this trainer's part of the batch: (state, loss[, aux]), merged over all trainers.
+    def state(self, x: Any, axis: int | None) -> Any:
+        where = self.at(axis)
+        if isinstance(x, jax.Array) and x.sharding == where:
+            return x
+        if axis is None:
+            return to_global_array(own_of(x), where)
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 
-        Raises:
-          BatchError: arrays of the batch that differ in their number of rows, or parts of trainers that do.
-          StateError: not a state of this job, or one that was already stepped from, and was donated.
-          PeerError: another trainer has ended, or trains something else.
-          DeadlineError: parts of another shape, and a trainer that goes on with those of before.
-        """
-        with peers():
-            state, *results = super().step(state, *batch)
-        return (state, *jax.tree.map(own_of, results))
+    def batch(self, arrays: Sequence[Any], shares: Sequence[str]) -> list[Any]:
+        return [to_global_array(x, self.of_batch(share)) for x, share in zip(arrays, shares, strict=True)]
 
-    def params(self, state: CollectiveState) -> Any:
-        """The parameters, as the pytree that they were given in."""
-        return jax.tree.map(own_of, super().params(state))
+    def check_start(self, startup: ClosedJaxpr) -> None:
+        text = without_addresses(str(startup.jaxpr)).encode()
+        mine = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+        (first,) = broadcast([mine])
+        told = np.zeros(jax.process_count(), np.int32)
+        told[jax.process_index()] = not np.array_equal(np.asarray(first), mine)
+        (told,) = all_reduce_sum(told)
+        if told.any():
+            who = " and ".join(f"trainer {k}" for k in np.flatnonzero(told))
+            raise PeerError(f"{who} disagrees with trainer 0 about how training starts: it has another init")
 
-    def opt_state(self, state: CollectiveState) -> Any:
-        """The optimizer's state, as the pytree that it was given in."""
-        return jax.tree.map(own_of, super().opt_state(state))
+    def check_step(self, program: Program, split: Sequence[str], merges: Mapping[str, str]) -> None:
+        check_consistent(program, split, merges)
 
-    def _start(self, startup: Program, args: list[Any]) -> list[Any]:
-        return [to_global_array(x, self._everywhere) for x in broadcast(startup.compiled(*args))]
+    def whole(self, x: Any, axis: int | None, size: int) -> Any:
+        return own_of(x if axis is None else self._gathering(x, axis, size))
 
-    def _start_extra(self, extra: dict[str, Any]) -> dict[str, Any]:
-        return {n: to_global_array(x, self._everywhere) for n, x in extra.items()}
+    @cached_property
+    def _gathering(self) -> Callable[[jax.Array, int, int], jax.Array]:
+        """An array of slices as a whole one, without padding, in every process; all of them call it."""
+        gather = lambda x, axis, size: jax.lax.slice_in_dim(x, 0, size, axis=axis)
+        return jax.jit(gather, static_argnums=(1, 2), out_shardings=self.at(None))
 
-    def _here(self, state: CollectiveState) -> CollectiveState:
-        return jax.tree.map(
-            lambda x: to_global_array(local_shard(x) if isinstance(x, jax.Array) else x, self._everywhere), state
-        )
+    def results(self, tree: Any) -> Any:
+        return jax.tree.map(own_of, tree)
 
-    def _arrays(self, batch: Sequence[Any]) -> list[Any]:
-        parts = batch_arrays(self._specs, batch, self.plan.main.inputs)
-        each = jax.local_device_count()
-        for name, x in zip(self._names, parts, strict=True):
-            if name in self._split and x.shape[0] % each:
-                raise BatchError(
-                    f"{name} has {x.shape[0]} rows, which the {each} devices of this process do not divide"
-                )
-        return [to_global_array(x, where) for x, where in zip(parts, self._places, strict=True)]
+    def stepping(self) -> contextlib.AbstractContextManager[Any]:
+        return peers()
 
-    def _check(self, state: CollectiveState, arrays: list[Any]) -> None:
-        super()._check(state, arrays)
-        program = self._program(state, arrays)
-        check_consistent(program, self._split, self.plan.merges)
+    def told(self, x: Any, way: str) -> Any:
+        if way not in ("concat", "each"):
+            return x
+        return jax.lax.all_gather(x, self.mesh.axis_names, tiled=way == "concat")
 
-    def _told(self, x: Any, way: str) -> Any:
-        return x if way == "same" else jax.lax.all_gather(x, self.plan.axis_names, tiled=way == "concat")
-
-    def _spec(self, way: str) -> P:
+    def spec(self, way: str) -> P:
         return P()  # every process has the whole
 
 
-class SurvivingTrainers(ClusterTrainers):
-    """The same, that goes on with the trainers that are left; made where `connect(on_trainer_loss="drop")` was said.
+class SurvivingJob(Job):
+    """A job that goes on with the trainers that are left; made where `connect(on_trainer_loss="drop")` was said.
 
     Nothing is donated: a step that fails is taken again, from the same state. `plan` is that of those left.
     """
 
     def __init__(self, plan: CollectivePlan) -> None:
-        super().__init__(plan, donate=False)
+        self._job = job_of(plan, donate=False)
+
+    @property
+    def plan(self) -> CollectivePlan:
+        return self._job.plan
+
+    def init(self, *args: Any) -> CollectiveState:
+        return self._with_those_left(lambda job: job.init(*args))
 
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
-        """As `ClusterTrainers.step`; with the trainers that are left, when some have ended."""
-        self._refuse(state)
-        self._shared(self._arrays(batch))  # a batch is refused here, where nobody waits for this trainer yet
-        return self._with_those_left(lambda: super(SurvivingTrainers, self).step(self._here(state), *batch))
+        self._check_open()
+        self._job.check(state)
+        self._job.arrays(batch)  # a batch is refused here, where nobody waits for this trainer yet
+        return self._with_those_left(lambda job: job.step(job.here(state), *batch))
 
-    def _start(self, startup: Program, args: list[Any]) -> list[Any]:
-        return self._with_those_left(lambda: super(SurvivingTrainers, self)._start(startup, args))
+    def lower(self, state: CollectiveState, *batch: Any) -> Any:
+        return self._job.lower(state, *batch)
 
-    def _with_those_left(self, run: Callable[[], Any]) -> Any:
+    def state_of(self, params: Any, opt_state: Any) -> CollectiveState:
+        return self._job.state_of(params, opt_state)
+
+    def params(self, state: CollectiveState) -> Any:
+        return self._job.params(state)
+
+    def opt_state(self, state: CollectiveState) -> Any:
+        return self._job.opt_state(state)
+
+    def check(self, state: Any) -> None:
+        self._job.check(state)
+
+    def __getattr__(self, name: str) -> Any:
+        """What checkpoints ask of a job: `mesh`, `run_id`, `slice_axis`, `sharding_of`."""
+        return getattr(self._job, name)
+
+    def _with_those_left(self, run: Callable[[CollectiveJob], Any]) -> Any:
         """What a function of all trainers gives; anew, with those left, when some have ended meanwhile."""
         while True:
-            devices = trainer_devices()
-            if len(devices) != self.plan.trainers:
-                self._build(self.plan.for_trainers(len(devices)), devices, donate=False)
+            if len(trainer_devices()) != self.plan.trainers:
+                self._job = job_of(self.plan, donate=False)
             try:
                 with all_or_none():
-                    made = run()
+                    made = run(self._job)
                     jax.block_until_ready(made)
             except Loss as loss:
                 left = lost(loss.trainers)
@@ -164,11 +182,26 @@ class SurvivingTrainers(ClusterTrainers):
 
 
 @realises(CollectivePlan, "cluster")
-def cluster_job(plan: CollectivePlan, *, donate: bool) -> ClusterTrainers:
-    """What `plan.on_cluster()` makes."""
-    if connected().on_trainer_loss == "drop":
-        return SurvivingTrainers(plan)
-    return ClusterTrainers(plan, donate=donate)
+def on_cluster(plan: CollectivePlan, *, donate: bool) -> Job:
+    """This process's trainers, as they run best on their platform."""
+    devices, drop = trainer_devices(), connected().on_trainer_loss == "drop"
+    if drop and isinstance(plan, ShardingPlan):
+        raise ConfigError(
+            "a sharded job cannot go on without the ranks that are lost, whose slices nobody else has: connect "
+            'without on_trainer_loss="drop", and go on from a checkpoint'
+        )
+    if plan.trainers not in (len(devices), jax.device_count()):
+        each = jax.local_device_count()
+        many = f": {len(connected().members)} processes with {each} devices each" if each > 1 else ""
+        raise ConfigError(f"the plan is for {plan.trainers} trainers, {len(devices)} are connected{many}")
+    return SurvivingJob(plan) if drop else job_of(plan.on(jax.default_backend()), donate=donate)
+
+
+def job_of(plan: CollectivePlan, *, donate: bool) -> CollectiveJob:
+    """A job of all trainers that are there."""
+    devices = trainer_devices()
+    plan = plan.for_trainers(len(devices))
+    return CollectiveJob(plan, ClusterTrainers(mesh_of(plan, devices)), donate=donate)
 
 
 def own_of(x: Any) -> Any:

@@ -1,51 +1,135 @@
-"""Realisers of data-parallel plans: all trainers on a mesh of this process's devices, or on one device.
+"""Jobs of data-parallel plans and of sharding: one program for all trainers, whose reductions XLA carries out.
 
-    mesh       jit(shard_map) over the axis; XLA carries out the reductions
-    simulate   jit(vmap) with the axis name, on one device: for tests, notebooks, and machines one does not have
+A job has a plan and a place where its trainers are:
 
-Each makes one function of a step, compiled once for each batch shape.
+    MeshTrainers        on devices of this process: jit(shard_map) over the axis
+    SimulatedTrainers   on one device: jit(vmap) with the axis name
+    ClusterTrainers     in processes, each with some of the devices of one mesh
+
+Each makes one function of a step, compiled once for each batch shape. An array of the state that is sliced
+(`dtrans.sharding`) is one array over the whole mesh, padded, with each rank's slice on its device; any other is whole
+on every device.
+
+The first state comes from the startup program. Where something is sliced it is compiled for slices: XLA makes each
+device's part on that device, so that none ever holds a whole leaf (but for what an initialiser needs whole: an
+orthogonal matrix, a permutation).
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
-from dtrans.checkpoint.runs import THIS_PROCESS
+from dtrans._jax import ClosedJaxpr, Literal, closed, jaxpr_as_fun
+from dtrans.checkpoint.assemble import as_numpy
+from dtrans.checkpoint.collective_state import state_of
+from dtrans.checkpoint.pserver_state import arrays_of
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import StateError
+from dtrans.ir.array_fns import padded_to
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import TreeSpec, is_under, without
-from dtrans.run.base.batch import batch_arrays, part_types, share_of, shared_batch
+from dtrans.ir.pytree import is_under, result_of, without
+from dtrans.plan import Job
+from dtrans.run.base.batch import batch_arrays, check_rows, part_types, share_of
+from dtrans.run.base.state import check_arrays, check_kind, check_types
 
 
-class CollectiveJob(abc.ABC):
+class Trainers(abc.ABC):
+    """Where the trainers of a job are: how arrays get there, and how a program is run by all of them.
+
+    Attributes:
+      mesh: Their devices; None where one device stands for all.
+      run_id: Which run of the job it is: the default tag of its checkpoints.
+      here: How many of them get their part of the batch from this process.
+    """
+
+    mesh: Mesh | None
+    run_id: str
+    here: int
+
+    def at(self, axis: int | None) -> NamedSharding | None:
+        """Where an array of the state is, which is sliced along a dimension, or whole everywhere."""
+        return None
+
+    @abc.abstractmethod
+    def everywhere(self, xs: Sequence[Any]) -> list[Any]:
+        """Arrays of this process, whole where all trainers are."""
+
+    @abc.abstractmethod
+    def state(self, x: Any, axis: int | None) -> Any:
+        """An array of a state from elsewhere, a checkpoint perhaps, where steps want it."""
+
+    def batch(self, arrays: Sequence[Any], shares: Sequence[str]) -> Sequence[Any]:
+        """What this process is given of a batch, where steps want it: `split`, `key` or `replicated`."""
+        return arrays
+
+    def check_start(self, startup: ClosedJaxpr) -> None:  # noqa: B027
+        """Check that all processes start with the same program, where each makes its own slices with it."""
+
+    def check_step(self, program: Program, split: Sequence[str], merges: Mapping[str, str]) -> None:  # noqa: B027
+        """Check that all processes mean to run the same program."""
+
+    def whole(self, x: Any, axis: int | None, size: int) -> Any:
+        """An array of the state without its padding, in this process."""
+        return x if axis is None or x.shape[axis] == size else jax.lax.slice_in_dim(x, 0, size, axis=axis)
+
+    def results(self, tree: Any) -> Any:
+        """Results, in this process."""
+        return tree
+
+    def stepping(self) -> contextlib.AbstractContextManager[Any]:
+        """What a step is taken in."""
+        return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def mapped(
+        self,
+        plan: CollectivePlan,
+        program: Program,
+        sliced: Sequence[int | None],
+        shares: Sequence[str],
+        ways: Sequence[tuple[str, int | None]],
+    ) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]:
+        """A program for all trainers, as a function of (state, batch) that gives its outputs, merged.
+
+        Args:
+          sliced: the dimension of slices of each array of the state; None where it is whole.
+          shares: how trainers share each array of the batch.
+          ways: what becomes of each output: it is the `same` on all trainers, or that of the `first`; `concat` puts
+            their rows behind each other, `each` gives each a row; or a `slice` along a dimension.
+        """
+
+
+class CollectiveJob(Job):
     """A plan, running. `init` and `step` are functions of a state; the job itself holds what it compiled.
 
     Args:
       plan: what to run.
+      trainers: where.
+      donate: whether a step may reuse the memory of the state that it is given.
     """
 
-    whole_option = "dtrans.nccl2(unsplit_inputs=(...))"  # how a user says that every trainer gets an array whole
-
-    def __init__(self, plan: CollectivePlan, *, donate: bool = False) -> None:
-        self._plan_for(plan, donate=donate)
-
-    def _plan_for(self, plan: CollectivePlan, *, donate: bool) -> None:
-        """Take a plan."""
-        self.plan = plan
-        self._donates = donate
-        self._specs = plan.main.args[2:]
+    def __init__(self, plan: CollectivePlan, trainers: Trainers, *, donate: bool) -> None:
+        self.plan, self.trainers, self.donate = plan, trainers, donate
+        self.mesh, self.run_id = trainers.mesh, trainers.run_id
+        main, program = plan.main, plan.program
+        self._specs = main.args[2:]
         self._names = [n for spec in self._specs for n in spec.names]
-        self._whole = {n for n in self._names if is_under(n, plan.unsplit_inputs)}
-        self._shares = [share_of(n, plan.main.inputs[n], plan.trainers, self._whole) for n in self._names]
-        self._split = [n for n, share in zip(self._names, self._shares, strict=True) if share == "split"]
+        unsplit = {n for n in self._names if is_under(n, plan.unsplit_inputs)}
+        self._shares = [share_of(n, main.inputs[n], plan.trainers, unsplit) for n in self._names]
+        self._split = self._split_of(self._names)
+        params, opt_state = program.args[:2]
+        self._state = params.names, opt_state.names, tuple(plan.extra_state)
+        self._held_names = [n for names in self._state for n in names]
+        self._rest = without(without(main.out, main.args[0]), main.args[1])
         self._last: list[Any] = []  # types of the last batch: one like it needs no second look
         # state goes through jit as a whole: to take it apart here would cost more than a small step
         self._jitted = jax.jit(self._traced, donate_argnums=0 if donate else ())
@@ -53,113 +137,154 @@ class CollectiveJob(abc.ABC):
     # -- what a user calls -----------------------------------------------------------------------
 
     def init(self, *args: Any) -> CollectiveState:
-        """The first state, from the arguments of `init`."""
-        startup = self.startup
-        made = dict(zip(startup.out_names, self._start(startup, startup.flatten(*args)), strict=True))
-        params, opt_state, _ = self._state
-        extra = self._start_extra({n: jnp.asarray(x) for n, x in self.plan.extra_state.items()})
-        return CollectiveState({n: made[n] for n in params}, {n: made[n] for n in opt_state}, extra)
+        """The first state, from the arguments of `init`; among processes, from those of trainer 0."""
+        self._check_open()
+        made = dict(zip(self._startup.out_names, self._started(self._startup.flatten(*args)), strict=True))
+        extra = {n: jnp.asarray(x) for n, x in self.plan.extra_state.items()}
+        if extra:
+            made |= zip(extra, self.trainers.everywhere([*extra.values()]), strict=True)
+        return CollectiveState(*({n: made[n] for n in names} for names in self._state))
 
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
-        """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
+        """One step: (state, loss[, aux]), or whatever else the step returns beside its state.
 
-        Arrays of the batch are split over the trainers on dim 0; 0-d arrays, and those that the plan has as
-        `unsplit_inputs`, go to every trainer whole. A PRNG key (`jax.random.key`) is folded with the trainer's number.
+        The batch is the global one, or this process's part of it in a job of processes. Its arrays are split over
+        the trainers on dim 0; 0-d arrays, and those that the plan has as `unsplit_inputs`, go to every trainer whole. A
+        PRNG key (`jax.random.key`) is folded with the trainer's number.
 
         Raises:
           BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
           StateError: not a state of this job, or one that was already stepped from, and was donated.
+          PeerError: another trainer has ended, or trains something else.
+          DeadlineError: parts of another shape, and a trainer that goes on with those of before.
         """
-        self._refuse(state)
-        arrays = self._arrays(batch)
-        types = [(x.shape, x.dtype) for x in arrays]
-        if types != self._last:
-            self._check(state, arrays)
-            self._last = types
-        arrays = self._placed(arrays)
-        try:
-            new, rest = self._jitted(state, arrays)
-        except ValueError as e:
-            if "incompatible devices" not in str(e):
-                raise
-            new, rest = self._jitted(self._here(state), arrays)  # it comes from elsewhere, from a checkpoint perhaps
-        tree = self._rest.unflatten(rest)
-        return (new, *(tree if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)))
+        self.check(state)
+        with self.trainers.stepping():
+            arrays: Sequence[Any] = batch_arrays(self._specs, batch, self.plan.main.inputs)
+            types = [(x.shape, x.dtype) for x in arrays]
+            if types == self._last:
+                arrays = self.trainers.batch(arrays, self._shares)
+            else:
+                arrays = self._checked(arrays)
+                self.trainers.check_step(self._program(state, arrays), self._split, self.plan.merges)
+                self._last = types
+            try:
+                new, rest = self._jitted(state, arrays)
+            except ValueError as e:
+                if "incompatible devices" not in str(e):
+                    raise
+                new, rest = self._jitted(self.here(state), arrays)
+            return (new, *self.trainers.results(result_of(self._rest, rest)))
+
+    def state_of(self, params: Any, opt_state: Any) -> CollectiveState:
+        given = arrays_of(self.plan.main, params, opt_state)
+        return state_of(self, given, lambda rows: [as_numpy(given[row.origin_name][row.index]) for row in rows])
 
     def lower(self, state: CollectiveState, *batch: Any) -> Any:
-        """What `step` compiles for these arguments, as `jax.jit(...).lower` gives it: read it with `.as_text()`."""
-        return self._jitted.lower(state, self._placed(self._arrays(batch)))
+        return self._jitted.lower(state, self.arrays(batch))
 
     def params(self, state: CollectiveState) -> Any:
-        """The parameters, as the pytree that they were given in."""
-        spec = self.plan.main.args[0]
-        return spec.unflatten([state.params[n] for n in spec.names])
+        """The parameters, whole, as the pytree that they were given in; in a job of processes, called by all."""
+        return self._whole_tree(self.plan.main.args[0], state.params)
 
     def opt_state(self, state: CollectiveState) -> Any:
-        """The optimizer's state, as the pytree that it was given in."""
-        spec = self.plan.main.args[1]
-        return spec.unflatten([state.opt_state[n] for n in spec.names])
+        """The optimizer's state, likewise."""
+        return self._whole_tree(self.plan.main.args[1], state.opt_state)
 
-    # -- how it runs -----------------------------------------------------------------------------
+    # -- for checkpoints, and jobs that go on with other trainers --------------------------------
 
-    @property
-    def run_id(self) -> str:
-        """Which run of this job it is: the default tag of its checkpoints."""
-        return THIS_PROCESS
+    def slice_axis(self, name: str) -> int | None:
+        """The dimension along which trainers on the last axis have slices of an array of the state; None for no slices.
 
-    @property
-    def startup(self) -> Program:
-        """What makes the first state."""
-        return self.plan.startup
+        The array itself is of all slices, one behind the other.
+        """
+        s = self.plan.cuts.get(name)
+        return None if s is None else s.axis
 
-    def _refuse(self, state: Any) -> None:
-        """Refuse what is no state, or none any more."""
-        if not isinstance(state, CollectiveState):
-            raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
-        seen: dict[int, str] = {}
-        held: Sequence[dict[str, Any]] = (
-            state.params,
-            state.opt_state,
-            state.extra,
-        )  # NumPy's arrays if it comes from a checkpoint
-        for n, x in (item for of in held for item in of.items()):
-            if not isinstance(x, jax.Array):
-                continue
-            if x.is_deleted():  # JAX would look for its memory, and not always find out
-                raise StateError(
-                    f"this state was already stepped from, and {n} in it was donated to that step; "
-                    "use the state that step returned, or a job with donate=False"
-                )
-            if seen.setdefault(id(x), n) != n and self._donates:  # nor that it was to give its memory twice
-                raise StateError(
-                    f"{n} and {seen[id(x)]} are one array, whose memory cannot be donated twice: copy one of them "
-                    "(jnp.copy), or use a job with donate=False"
-                )
+    def sharding_of(self, name: str) -> NamedSharding | None:
+        """Where an array of the state is."""
+        return self.trainers.at(self.slice_axis(name))
 
-    def _arrays(self, batch: Sequence[Any]) -> list[Any]:
-        """The arrays of a global batch."""
-        return batch_arrays(self._specs, batch, self.plan.main.inputs)
+    def check(self, state: Any) -> None:
+        """Raises StateError for what is no state of this job, or none any more."""
+        self._check_open()
+        check_kind(state, CollectiveState)
+        held = (state.params, state.opt_state, state.extra)
+        check_arrays((item for of in held for item in of.items()), donates=self.donate)
 
-    def _check(self, state: CollectiveState, arrays: list[Any]) -> None:
-        """Refuse a batch that cannot be shared."""
-        self._shared(arrays)
+    def arrays(self, batch: Sequence[Any]) -> Sequence[Any]:
+        """The arrays of a batch where steps want them. Raises BatchError where trainers cannot share them."""
+        return self._checked(batch_arrays(self._specs, batch, self.plan.main.inputs))
+
+    def here(self, state: CollectiveState) -> CollectiveState:
+        """A state where steps want it."""
+        held = (state.params, state.opt_state, state.extra)
+        put = lambda of: {n: self.trainers.state(x, self.slice_axis(n)) for n, x in of.items()}
+        return CollectiveState(*map(put, held))
+
+    # -- the first state -------------------------------------------------------------------------
+
+    @cached_property
+    def _startup(self) -> Program:
+        owned = self.plan.owned
+        return self.plan.startup if owned is None else owned.startup(self.plan.startup)
+
+    @cached_property
+    def _opened_startup(self) -> ClosedJaxpr:
+        """The startup program, whose first inputs are its constants: of processes, those of rank 0 are everybody's."""
+        inner = self._startup.jaxpr.jaxpr
+        return closed([], [], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner)
+
+    @cached_property
+    def starting(self) -> Any:
+        """The same for all ranks, jitted: from flat arrays to what it makes, padded, where ranks have it."""
+        names, run = self._startup.out_names, jaxpr_as_fun(self._opened_startup)
+
+        def padded(name: str, x: Any) -> Any:
+            s = self.plan.cuts.get(name)
+            return x if s is None else padded_to(x, s.axis, s.padded)
+
+        places = None if self.mesh is None else [self.sharding_of(n) for n in names]
+        return jax.jit(
+            lambda *args: [padded(n, x) for n, x in zip(names, run(*args), strict=True)], out_shardings=places
+        )
+
+    def _started(self, args: list[Any]) -> list[Any]:
+        if not self.plan.cuts:
+            if self.mesh is not None:
+                args = jax.device_put(args, self.mesh.local_devices[0])
+            made = self._startup.compiled(*args)
+            # copies: a state may be donated, and init may return one array twice
+            return self.trainers.everywhere([jnp.copy(x) for x in made] if self.donate else made)
+        self.trainers.check_start(self._opened_startup)
+        made = self.starting(*self.trainers.everywhere([*self._startup.jaxpr.consts, *args]))
+        # what init returns twice, or was given, is one array: a copy of it may be donated
+        inner = self._opened_startup.jaxpr
+        seen = {id(v) for v in inner.invars}
+        found = []
+        for v, x in zip(inner.outvars, made, strict=True):
+            found.append(jnp.copy(x) if isinstance(v, Literal) or id(v) in seen else x)
+            seen.add(id(v))
+        return found
+
+    # -- a step ----------------------------------------------------------------------------------
 
     def _traced(self, state: CollectiveState, arrays: Sequence[Any]) -> tuple[CollectiveState, list[Any]]:
         """A step of all trainers, as `jax.jit` traces it, once for each batch shape."""
         program = self._program(state, arrays)
-        made = self._mapped(program)(self._held(state), arrays)
+        sliced = [self.slice_axis(n) for n in self._held_names]
+        ways = [self._way(n) for n in program.out_names]
+        made = self.trainers.mapped(self.plan, program, sliced, self._shares, ways)(self._held(state), arrays)
         values = dict(zip(program.out_names, made, strict=True))
         new = CollectiveState(*({n: values[n] for n in names} for names in self._state))
         return new, [values[n] for n in self._rest.names]
 
     def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
         """The program for a trainer's part of a batch."""
-        types = [self._type_of(n, x) for n, x in zip(self._held_names, self._held(state), strict=True)]
-        return self.plan.program.specialize_flat(types + part_types(self._shared(arrays), self.plan.trainers))
-
-    def _shared(self, arrays: Sequence[Any]) -> list[tuple[Any, str]]:
-        """How trainers share a batch. Raises BatchError where they cannot."""
-        return shared_batch(self._names, arrays, self.plan.trainers, self._whole, self.whole_option)
+        parts = part_types(list(zip(arrays, self._shares, strict=True)), self.plan.trainers)
+        held = dict(zip(self._held_names, self._held(state), strict=True))
+        check_types(held, self._types)
+        return self.plan.program.specialize_flat([*(self.plan.program.inputs[n] for n in self._held_names), *parts])
 
     def _held(self, state: CollectiveState) -> list[Any]:
         """The arrays of a state, in the order of the program. Raises StateError for that of another job."""
@@ -169,61 +294,33 @@ class CollectiveJob(abc.ABC):
         except KeyError as e:
             raise StateError(f"this is not a state of this job: it has no {e.args[0]}") from e
 
-    def _type_of(self, name: str, x: Any) -> jax.ShapeDtypeStruct:
-        """The type of what a trainer has of an array of the state."""
-        axis = self.slice_axis(name)
-        shape = list(x.shape)
-        if axis is not None:
-            shape[axis] //= self.plan.axes[-1][1]
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-    def slice_axis(self, name: str) -> int | None:
-        """The dimension along which trainers on the last axis have slices of an array of the state; None for no slices.
-
-        The array itself is of all slices, one behind the other.
-        """
-        return None
-
-    def _here(self, state: CollectiveState) -> CollectiveState:
-        """A state where steps want it."""
-        return state
-
     @cached_property
-    def _held_names(self) -> list[str]:
-        """The names of the arrays of the state, in the order of the program."""
-        return [n for names in self._state for n in names]
+    def _types(self) -> dict[str, Any]:
+        """Name to type of each array of the state, of all slices together."""
+        main, program, cuts = self.plan.main.inputs, self.plan.program.inputs, self.plan.cuts
+        whole = {n: main.get(n, program[n]) for n in self._held_names}
+        return {n: cuts[n].of_all(t) if n in cuts else t for n, t in whole.items()}
 
-    @property
-    def _state(self) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-        """The names of parameters, of the optimizer's state, and of what the plan keeps beside."""
-        params, opt_state = self.plan.program.args[:2]
-        return params.names, opt_state.names, tuple(self.plan.extra_state)
+    def _checked(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        option = f"dtrans.{self.plan.made_by}(unsplit_inputs=(...))"
+        check_rows(dict(zip(self._split, self._split_of(arrays), strict=True)), self.trainers.here, option)
+        return self.trainers.batch(arrays, self._shares)
 
-    @cached_property
-    def _rest(self) -> TreeSpec:
-        """What the step returns beside its state."""
-        main = self.plan.main
-        return without(without(main.out, main.args[0]), main.args[1])
+    def _split_of(self, xs: Sequence[Any]) -> list[Any]:
+        """Those of the arrays of a batch that trainers have parts of."""
+        return [x for x, share in zip(xs, self._shares, strict=True) if share == "split"]
 
-    def _way(self, name: str) -> str:
+    def _way(self, name: str) -> tuple[str, int | None]:
         """What becomes of an output: of state, all trainers have the same, or slices."""
-        if self.slice_axis(name) is not None:
-            return "slice"
-        way = self.plan.merges.get(name, "same")
-        return way if way in ("concat", "each") else "same"
+        axis = self.slice_axis(name)
+        if axis is not None:
+            return "slice", axis
+        way = self.plan.merges.get(name, "")
+        return {"concat": "concat", "each": "each", "same": "first"}.get(way, "same"), None
 
-    def _start_extra(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """What the plan keeps beside, where steps want it."""
-        return extra
-
-    @abc.abstractmethod
-    def _start(self, startup: Program, args: list[Any]) -> list[Any]:
-        """The outputs of the startup program, where steps want them."""
-
-    @abc.abstractmethod
-    def _mapped(self, program: Program) -> Callable[[list[Any], Sequence[Any]], Sequence[Any]]:
-        """A program for all trainers, as a function of (state, batch) that gives its outputs, merged."""
-
-    def _placed(self, arrays: list[Any]) -> list[Any]:
-        """A batch where steps want it."""
-        return arrays
+    def _whole_tree(self, spec: Any, held: Mapping[str, Any]) -> Any:
+        cuts, whole = self.plan.cuts, self.trainers.whole
+        found = {n: whole(x, cuts[n].axis, cuts[n].size) if n in cuts else whole(x, None, 0) for n, x in held.items()}
+        if self.plan.owned is not None:
+            found = self.plan.owned.opened(found)
+        return spec.unflatten([found[n] for n in spec.names])

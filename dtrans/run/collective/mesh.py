@@ -1,4 +1,4 @@
-"""Data-parallel trainers on a mesh of this process's devices: `jit(shard_map)`; XLA carries out the reductions."""
+"""Trainers on a mesh of this process's devices: `jit(shard_map)`; XLA carries out the reductions."""
 
 from __future__ import annotations
 
@@ -6,97 +6,108 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.data_parallel.plan import CollectivePlan
-from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.plan import realises
 from dtrans.run.base.lowering import per_trainer
-from dtrans.run.collective.job import CollectiveJob
+from dtrans.run.collective.job import CollectiveJob, Trainers
+from dtrans.zero.plan import ShardingPlan
 
 
-@realises(CollectivePlan, "mesh")
-class MeshTrainers(CollectiveJob):
-    """Trainers on a mesh of devices; made by `plan.on_mesh()`."""
+class MeshTrainers(Trainers):
+    """Trainers on the devices of a mesh.
 
-    def __init__(
-        self, plan: CollectivePlan, devices: Sequence[jax.Device] | None = None, *, donate: bool = True
-    ) -> None:
-        self._build(plan, devices, donate=donate)
+    Args:
+      mesh: the axes of the plan.
+    """
 
-    def _build(self, plan: CollectivePlan, devices: Sequence[jax.Device] | None, *, donate: bool) -> None:
-        """Take a plan, and make the mesh that it is for."""
-        self._plan_for(plan, donate=donate)
-        devices = list(jax.devices() if devices is None else devices)
-        if not all(isinstance(d, jax.Device) for d in devices) or len({*devices}) < len(devices):
-            raise ConfigError(f"on_mesh takes JAX's devices, each once; it was given {devices}")
-        if len(devices) < plan.trainers:
-            hint = (
-                f'; set CPU devices with jax.config.update("jax_num_cpu_devices", {plan.trainers}) before JAX is used'
-                if not devices or devices[0].platform == "cpu"
-                else ""
-            )
-            raise ConfigError(
-                f"{plan.trainers} trainers need as many devices, on_mesh has {len(devices)}{hint}; "
-                "plan.simulate() runs any number on one"
-            )
-        sizes = [size for _, size in plan.axes]
-        self.mesh = Mesh(np.array(devices[: plan.trainers]).reshape(sizes), plan.axis_names)
-        self._everywhere = NamedSharding(self.mesh, P())
-        split = NamedSharding(self.mesh, P(plan.axis_names))
-        self._places = [split if share == "split" else self._everywhere for share in self._shares]
+    run_id = THIS_PROCESS
 
-    def _start(self, startup: Program, args: list[Any]) -> list[Any]:
-        made = startup.compiled(*jax.device_put(args, self.mesh.devices.flat[0]))
-        # copies: a state may be donated, and init may return one array twice
-        return jax.device_put([jnp.copy(x) for x in made], self._everywhere)
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh: Mesh = mesh
+        self.here = mesh.size
+        self._everywhere = NamedSharding(mesh, P())
 
-    def _start_extra(self, extra: dict[str, Any]) -> dict[str, Any]:
-        placed: dict[str, Any] = jax.device_put(extra, self._everywhere)
-        return placed
+    def at(self, axis: int | None) -> NamedSharding:
+        return self._everywhere if axis is None else NamedSharding(self.mesh, self._sliced(axis))
 
-    def _mapped(self, program: Program) -> Callable[[list[Any], Sequence[Any]], Sequence[Any]]:
-        axes = self.plan.axis_names
-        ways = [self._way(n) for n in program.out_names]
+    def everywhere(self, xs: Sequence[Any]) -> list[Any]:
+        return list(jax.device_put(list(xs), self._everywhere))
+
+    def state(self, x: Any, axis: int | None) -> Any:
+        return jax.device_put(x, self.at(axis))
+
+    def batch(self, arrays: Sequence[Any], shares: Sequence[str]) -> list[Any]:
+        return [_put(x, self.of_batch(share)) for x, share in zip(arrays, shares, strict=True)]
+
+    def of_batch(self, share: str) -> NamedSharding:
+        """Where an array of the batch is."""
+        return NamedSharding(self.mesh, P(self.mesh.axis_names)) if share == "split" else self._everywhere
+
+    def mapped(
+        self,
+        plan: CollectivePlan,
+        program: Program,
+        sliced: Sequence[int | None],
+        shares: Sequence[str],
+        ways: Sequence[tuple[str, int | None]],
+    ) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]:
         one = per_trainer(program)
 
         def trainer(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            outs = one(*held, *batch)
-            return [self._told(x, way) for x, way in zip(outs, ways, strict=True)]
+            return [self.told(x, way) for x, (way, _) in zip(one(*held, *batch), ways, strict=True)]
 
-        specs = (
-            [self.placed(n) for n in self._held_names],
-            [P(axes) if s == "split" else P() for s in self._shares],
-        )
-        outs = [
-            self.placed(n) if way == "slice" else self._spec(way)
-            for n, way in zip(program.out_names, ways, strict=True)
-        ]
+        specs = [self._sliced(a) for a in sliced], [self.of_batch(s).spec for s in shares]
+        outs = [self._sliced(axis) if way == "slice" else self.spec(way) for way, axis in ways]
         # check_vma: the equations were traced without varying types, and replay only without the check
         return jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
 
-    def placed(self, name: str) -> P:
-        """Where an array of the state is on the mesh."""
-        axis = self.slice_axis(name)
-        return P() if axis is None else P(*[None] * axis, self.plan.axis_names[-1])
-
-    def _told(self, x: Any, way: str) -> Any:
+    def told(self, x: Any, way: str) -> Any:
         """What a trainer gives of an output."""
         return x[None] if way == "each" else x
 
-    def _spec(self, way: str) -> P:
+    def spec(self, way: str) -> P:
         """Where that is of the output of all."""
-        return P() if way == "same" else P(self.plan.axis_names)
+        return P(self.mesh.axis_names) if way in ("concat", "each") else P()
 
-    def _here(self, state: CollectiveState) -> CollectiveState:
-        return jax.device_put(state, self._everywhere)
+    def _sliced(self, axis: int | None) -> P:
+        return P() if axis is None else P(*[None] * axis, self.mesh.axis_names[-1])
 
-    def _placed(self, arrays: list[Any]) -> list[Any]:
-        return [_put(x, where) for x, where in zip(arrays, self._places, strict=True)]
+
+@realises(CollectivePlan, "mesh")
+def on_mesh(plan: CollectivePlan, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> CollectiveJob:
+    """Trainers on devices, as they run best on their platform."""
+    given = list(jax.devices() if devices is None else devices)
+    if not all(isinstance(d, jax.Device) for d in given) or len({*given}) < len(given):
+        raise ConfigError(f"on_mesh takes JAX's devices, each once; it was given {given}")
+    if isinstance(plan, ShardingPlan) and devices is not None and len(given) != plan.trainers:
+        o = plan.options
+        raise ConfigError(
+            f"degree={o.degree} and dp_degree={o.dp_degree} are {plan.trainers} ranks, on_mesh was given "
+            f"{len(given)} devices"
+        )
+    if len(given) < plan.trainers:
+        hint = (
+            f'; set CPU devices with jax.config.update("jax_num_cpu_devices", {plan.trainers}) before JAX is used'
+            if not given or given[0].platform == "cpu"
+            else ""
+        )
+        raise ConfigError(
+            f"{plan.trainers} trainers need as many devices, on_mesh has {len(given)}{hint}; "
+            "plan.simulate() runs any number on one"
+        )
+    return CollectiveJob(plan.on(given[0].platform), MeshTrainers(mesh_of(plan, given)), donate=donate)
+
+
+def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:
+    """The first of the devices on the axes of a plan."""
+    sizes = [size for _, size in plan.axes]
+    return Mesh(np.array(devices[: plan.trainers]).reshape(sizes), plan.axis_names)
 
 
 def _put(x: Any, where: NamedSharding) -> Any:

@@ -23,22 +23,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
-from dtrans.errors import ConfigError, StateError
+from dtrans.checkpoint.pserver_state import arrays_of, scatter
+from dtrans.checkpoint.runs import THIS_PROCESS
+from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
-from dtrans.plan import realises
+from dtrans.plan import Job, realises
 from dtrans.run.base.batch import batch_arrays, part_types, shared_batch
+from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.segments import COMPUTED, Segments, cut_program
+from dtrans.run.base.state import check_arrays, check_kind, check_types
 from dtrans.run.parameter_server.exchange import Exchange
 from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors, own_buffers
 
 
 @realises(PServerPlan, "mesh")
-class MeshJob:
+class MeshJob(Job):
     """A plan, running in this process.
 
     `init` and `step` are functions of a state; the job itself holds only compiled code. What comes out of
@@ -90,6 +94,7 @@ class MeshJob:
         if not devices:
             raise ConfigError("on_mesh was given no devices")
         self.plan = plan
+        self.run_id = THIS_PROCESS
         self.donate = donate
         self.trainers = plan.trainers
         self._names = names = [n for spec in plan.main.args[2:] for n in spec.names]
@@ -110,6 +115,7 @@ class MeshJob:
 
     def init(self, *args: Any) -> MeshState:
         """The first state, from the arguments of `init`."""
+        self._check_open()
         servers = {}
         for ep, programs in self.plan.servers.items():
             args_there = jax.device_put(programs.startup.flatten(*args), self.device_of[ep])
@@ -136,20 +142,12 @@ class MeshJob:
           StateError: not a state of this job, or one that was already stepped from, and whose optimizer state
             was donated.
         """
-        if not isinstance(state, MeshState):
-            raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
+        self.check(state)
         option = "plan.on_mesh(unsplit_inputs=(...))"
         given = batch_arrays(self.plan.main.args[2:], batch, self.plan.main.inputs)
         arrays = shared_batch(self._names, given, self.trainers, self._whole, option)
         runner = self._runner(arrays)
         servers = {ep: dict(held) for ep, held in state.servers.items()}
-        for held in servers.values():
-            gone = next((n for n, x in held.items() if x.is_deleted()), None)
-            if gone:
-                raise StateError(
-                    f"this state was already stepped from, and {gone} in it was donated to that step; "
-                    "use the state that step returned, or plan.on_mesh(donate=False)"
-                )
         params = [state.params[n] for n in runner.param_names]
         shared = [self._place(x, share) for x, share in arrays]
         values = dict(
@@ -183,7 +181,37 @@ class MeshJob:
         joined = [_joined(found[n], types[n].shape) for n in spec.names]
         return spec.unflatten(joined)
 
+    def check(self, state: Any) -> None:
+        self._check_open()
+        check_kind(state, MeshState)
+        check_types(state.params, self._param_types)
+        for ep, held in state.servers.items():
+            check_arrays(held.items(), donates=self.donate)
+            check_types(held, self.plan.servers[ep].main.inputs)
+
+    def state_of(self, params: Any, opt_state: Any) -> MeshState:
+        given = arrays_of(self.plan.main, params, opt_state)
+        held = {ep: jax.device_put(scatter(self.plan, ep, params, opt_state), self._at[ep]) for ep in self.plan.servers}
+        own = {n: jax.device_put(jnp.copy(given[n]), self._replicated) for n in self.plan.main.args[0].names}
+        own |= {n: self._to_each(own[n]) for n in self._local}
+        return MeshState(own, held)
+
+    def lower(self, state: MeshState, *batch: Any) -> LoweredStep:
+        """What `step` compiles for these arguments: the pieces of trainers, and the phases of each server.
+
+        It makes a step from a copy of the state.
+        """
+        with recording() as parts:
+            self.step(jax.tree.map(jnp.copy, state), *batch)
+        return LoweredStep(parts)
+
     # -- how it runs -----------------------------------------------------------------------------
+
+    @cached_property
+    def _param_types(self) -> dict[str, Any]:
+        """Of the parameters, as a state has them."""
+        types = {n: self.plan.main.inputs[n] for n in self.plan.main.args[0].names}
+        return types | {n: types[n].update(shape=(self.trainers, *types[n].shape)) for n in self._local}
 
     @cached_property
     def _local(self) -> frozenset[str]:
@@ -300,6 +328,12 @@ def _unstacked(grads: Mapping[str, Any], trainers: int) -> dict[str, Any]:
         parts = [row for shard in x for row in shard] if isinstance(x, list) else [x] * trainers
         each |= {f"{base}.trainer_{k}": g for k, g in enumerate(parts)}
     return each
+
+
+@realises(PServerPlan, "simulate")
+def simulated(plan: PServerPlan) -> MeshJob:
+    """The whole job on one device, which stands for all trainers and servers in turn."""
+    return MeshJob(plan, jax.devices()[:1], donate=False)
 
 
 def _put(x: Any, where: Sharding) -> Any:

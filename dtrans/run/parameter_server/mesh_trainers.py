@@ -20,8 +20,9 @@ from jax.sharding import Mesh, PartitionSpec as P
 from dtrans._jax import Var
 from dtrans.errors import BatchError
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import without
+from dtrans.ir.pytree import result_of, without
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.base.lowered import called
 from dtrans.run.base.segments import COMPUTED, Compute, cut_program
 
 
@@ -66,7 +67,8 @@ class MeshTrainerPrograms:
                 assert isinstance(step, Compute)
                 self.kinds |= dict.fromkeys(step.makes, "stacked")
         self.outs = dict(zip(program.out_names, inner.outvars, strict=True))
-        self.compiled = {s: self._compile(s) for s in self.pieces.steps if isinstance(s, Compute)}
+        self.steps = [s for s in self.pieces.steps if isinstance(s, Compute)]
+        self.compiled = {s: self._compile(s) for s in self.steps}
         self.rest = without(program.out, plan.main.args[0])
         self.merge = self._merger([x for x, _ in batch])
 
@@ -76,7 +78,8 @@ class MeshTrainerPrograms:
 
     def compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
         """Run one piece for all trainers."""
-        return self.compiled[piece](*values)
+        made: Sequence[Any] = called(lambda: f"trainers {self.steps.index(piece)}", self.compiled[piece], *values)
+        return made
 
     def _compile(self, piece: Compute) -> Callable[..., Sequence[Any]]:
         kinds = [self.kinds.get(v) for v in piece.reads]
@@ -147,6 +150,4 @@ class MeshTrainerPrograms:
         if self.merge is not None:
             found = self.merge(found)
         merged = dict(zip(self.result_names, found, strict=True))
-        rest = self.rest
-        tree = rest.unflatten([merged[n] for n in rest.names])
-        return tuple(tree) if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)
+        return result_of(self.rest, [merged[n] for n in self.rest.names])

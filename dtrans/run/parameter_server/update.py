@@ -20,6 +20,7 @@ from dtrans._jax import JaxprEqn, evaluate
 from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.ops import BACKUP, OptimizeBlock, listen_and_serv_p
+from dtrans.run.base.lowered import called
 from dtrans.run.parameter_server.exchange import Exchange
 from dtrans.slicing.mean import mean_over
 
@@ -222,8 +223,10 @@ class CompiledUpdate:
         """
         new, values = dict(state), dict[str, Any]()
         arrived: Vectors = {}
-        for phase, jitted in self._jitted:
-            made, given, packed = jitted(
+        for i, (phase, jitted) in enumerate(self._jitted):
+            made, given, packed = called(
+                lambda i=i: f"{self.update.endpoint} phase {i}",  # type: ignore[misc]
+                jitted,
                 grads if phase.grads else {},
                 {n: state[n] for n in phase.kept},
                 {n: state[n] for n in phase.spent},

@@ -1,0 +1,157 @@
+"""The surface that all plans and jobs have, each in each way of running in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import endpoints, tree_close
+from jax.sharding import Mesh
+
+import dtrans
+from dtrans.errors import ConfigError, StateError
+from dtrans.plan import Costs, Job, Plan
+
+
+KEY = jax.random.key(0)
+X, Y = jnp.linspace(-1, 1, 32).reshape(8, 4), jnp.ones((8, 2))
+
+
+def loss(params: Any, x: Any, y: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] - y) ** 2)
+
+
+TX = optax.adam(1e-2)
+STEP = dtrans.make_train_step(loss, TX)
+
+
+def init(key: Any) -> Any:
+    one, two = jax.random.split(key)
+    params = {"w1": jax.random.normal(one, (4, 6)), "w2": jax.random.normal(two, (6, 2))}
+    return params, TX.init(params)
+
+
+def planned(name: str) -> Plan:
+    main, startup = dtrans.trace(STEP, *init(KEY), X, Y), dtrans.trace(init, KEY)
+    if name == "pserver":
+        return dtrans.pserver(main, startup, pservers=endpoints(2), trainers=2, min_block_size=1)
+    if name == "nccl2":
+        return dtrans.nccl2(main, startup, trainers=2)
+    if name == "sharding":
+        return dtrans.sharding(main, startup, stage=3, degree=2, min_slice_size=0)
+    return dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=2)
+
+
+PLANS = ("pserver", "nccl2", "sharding", "pipeline")
+WAYS = ("on_mesh", "simulate")
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return planned(request.param)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_trains_as_one_device_and_says_what_it_is(plan: Plan, way: str) -> None:
+    with getattr(plan, way)() as job:
+        assert isinstance(job, Job) and type(job.plan) is type(plan)
+        state, want = job.init(KEY), init(KEY)
+        for _ in range(3):
+            state, value = job.step(state, X, Y)
+            *want, expected = STEP(*want, X, Y)
+        tree_close((job.params(state), job.opt_state(state), value), (*want, expected), 1e-6)
+        assert "tanh" in job.lower(state, X, Y).as_text()
+        job.step(state, X, Y)  # to lower a step is not to take it
+        assert repr(plan) in repr(job) and "closed" not in repr(job)
+    assert "closed" in repr(job)
+    for call in (lambda: job.step(state, X, Y), lambda: job.init(KEY)):
+        with pytest.raises(StateError, match="^this job is closed: make another of its plan, <.* plan of step"):
+            call()
+
+
+def test_a_plan_says_what_it_is_and_what_it_costs(plan: Plan) -> None:
+    assert isinstance(plan, Plan)
+    assert repr(plan) == f"<{str(plan).splitlines()[0]}>"
+    html = plan._repr_html_()
+    assert html.startswith("<b>") and all(cell in html for row in plan.rows for cell in row if "<" not in cell)
+    assert all(isinstance(p, dtrans.Program) for p in plan.programs.values())
+    costs = plan.costs()
+    assert isinstance(costs, Costs) and all(c.role in str(costs) and c.role in costs._repr_html_() for c in costs)
+    assert sum(c.count for c in costs) == {"PServerPlan": 4}.get(type(plan).__name__, 2)
+    assert all(c.held > 0 and c.flops > 0 and c.rounds > 0 for c in costs)
+
+
+def test_what_is_sent_is_received() -> None:
+    """Between two stages, and between trainers and servers, all that one gives another takes."""
+    for name in ("pserver", "pipeline"):
+        costs = planned(name).costs()
+        assert sum(c.count * c.sent for c in costs) == sum(c.count * c.received for c in costs) > 0
+
+
+def test_costs_are_those_counted_by_hand() -> None:
+    w1, w2 = 4 * 6 * 4, 6 * 2 * 4
+    trainer, *servers = planned("pserver").costs()
+    assert (trainer.held, trainer.sent, trainer.received, trainer.rounds) == (w1 + w2, w1 + w2, w1 + w2, 1)
+    # of each parameter its two moments, and a count on each server
+    assert sum(s.held for s in servers) == 3 * (w1 + w2) + 2 * 4
+    (rank,) = planned("nccl2").costs()
+    assert (rank.held, rank.sent) == (3 * (w1 + w2) + 4, w1 + w2 + 4)  # the gradients, and the loss
+    first, last = planned("pipeline").costs()
+    sent = planned("pipeline").stages[0].sends
+    assert (first.sent, first.received, last.sent, last.received) == (2 * sent,) * 4  # of two micro-batches
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_states_that_are_not_of_the_job_are_refused(plan: Plan, way: str) -> None:
+    job = getattr(plan, way)()
+    with pytest.raises(StateError, match="^step takes the state that init or step returned, not dict$"):
+        job.step({}, X, Y)
+    state = job.init(KEY)
+    narrow = dataclasses.replace(state, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params))
+    with pytest.raises(StateError, match=r"^this is not a state of this job: params/w\d is bfloat16\[.*\] in it"):
+        job.step(narrow, X, Y)
+    with pytest.raises(StateError, match="^this is not a state of this job: it has no params/w"):
+        job.step(dataclasses.replace(state, params={}), X, Y)
+    job.step(state, X, Y)
+
+
+def test_a_state_that_was_donated_is_refused(plan: Plan) -> None:
+    job = plan.on_mesh()
+    state = job.init(KEY)
+    job.step(state, X, Y)
+    with pytest.raises(StateError, match="this state was already stepped from, and .* was donated to that step"):
+        job.step(state, X, Y)
+    kept = plan.on_mesh(donate=False)
+    state = kept.init(KEY)
+    tree_close(kept.step(state, X, Y), kept.step(state, X, Y), 0)
+
+
+def test_a_mesh_stands_for_its_devices(plan: Plan) -> None:
+    devices = np.array(jax.devices()[: 4 if type(plan).__name__ == "PServerPlan" else 2])
+    one, other = plan.on_mesh(Mesh(devices, ("any",))), plan.on_mesh(list(devices))
+    tree_close(*(job.params(job.step(job.init(KEY), X, Y)[0]) for job in (one, other)), 0)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_job_goes_on_from_a_checkpoint(name: str, tmp_path: Any) -> None:
+    job = planned(name).on_mesh()
+    state, _ = job.step(job.init(KEY), X, Y)
+    dtrans.checkpoint.save(tmp_path / "1", job, state)
+    params, opt_state = dtrans.checkpoint.load(tmp_path / "1", job.plan.main)
+    tree_close((params, opt_state), (job.params(state), job.opt_state(state)), 0)
+    other = planned(name).on_mesh()
+    restored = dtrans.checkpoint.restore(tmp_path / "1", other)
+    tree_close(other.params(other.step(restored, X, Y)[0]), job.params(job.step(state, X, Y)[0]), 0)
+
+
+def test_what_runs_no_plan_says_so() -> None:
+    class Nothing(Plan):
+        main = programs = costs = notes = rows = _title = _header = None
+
+    with pytest.raises(ConfigError, match="^nothing runs a Nothing by 'mesh'$"):
+        Nothing().on_mesh()
