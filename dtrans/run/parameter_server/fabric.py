@@ -30,17 +30,17 @@ import zmq
 from dtrans._jax import JaxprEqn, Primitive
 from dtrans.checkpoint.pserver_state import TRAINER
 from dtrans.checkpoint.runs import new_run, note
-from dtrans.errors import ConfigError, PeerError, StateError, WireError
+from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.ir.program import Program
 from dtrans.ops import concat_p, fetch_barrier_p, listen_and_serv_p, recv_p, send_barrier_p, send_p, split_byref_p
 from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
+from dtrans.run.net.inbox import Inbox
 from dtrans.run.net.sockets import LINGER
-from dtrans.run.parameter_server.async_server import AsyncServer
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
 from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.communicator import rows_of
-from dtrans.run.parameter_server.sync_server import SyncServer
+from dtrans.run.parameter_server.server import Server
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -196,22 +196,15 @@ class EndpointFabric:
     def _land(self, endpoint: str, blocks: dict[str, np.ndarray]) -> None:
         """Receive blocks until all bytes of all of them are here."""
         line = self._connection(endpoint)
-        memory = {n: b.reshape(-1).view(np.uint8) for n, b in blocks.items()}
-
-        def target(name: str) -> np.ndarray:
-            if name not in memory:
-                raise WireError(f"pserver {endpoint} sent {name}, which was not asked for")
-            return memory[name]
-
-        arrived: dict[str, int] = {}
-        missing = list(memory)
+        inbox = Inbox(blocks, lambda name: f"pserver {endpoint} sent {name}, which was not asked for")
+        missing = list(blocks)
         while True:  # there is an answer also where nothing was asked for
             some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             message = line.receive(f"`recv` of step {line.step} ({some or 'no blocks'})")
             if message.op != "blocks" or message["step"] != line.step:
                 raise PeerError(f"pserver {endpoint} answered `recv` of step {line.step} with `{message.op}`")
-            wire.unpack(message, target, arrived)
-            missing = [n for n, b in memory.items() if arrived.get(n) != b.nbytes]
+            inbox.take(message)
+            missing = inbox.missing()
             if not missing:
                 return
 
@@ -257,8 +250,7 @@ class EndpointFabric:
 
     def _serve(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         names = eqn.params["state_names"]
-        kind = SyncServer if eqn.params["sync_mode"] else AsyncServer
-        server = kind(
+        server = Server(
             ServerUpdate(eqn),
             dict(zip(names, values, strict=True)),
             self._zmq(),
