@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgpack
@@ -101,29 +101,6 @@ class Message:
 
     def __getitem__(self, field: str) -> Any:
         return self.fields[field]
-
-
-@dataclasses.dataclass(frozen=True)
-class Outgoing:
-    """A message of a server.
-
-    Attributes:
-      to: the address of who has spoken to it, or the endpoint of another server.
-      op, fields: as in `Message`.
-      blocks: named arrays that it carries; where they are large, as several messages.
-    """
-
-    to: bytes | str
-    op: str
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    blocks: Sequence[tuple[str, Any]] = ()
-
-    def frames(self) -> Iterator[list[Any]]:
-        """The frames of each message that is sent."""
-        if not self.blocks:
-            yield [header(self.op, **self.fields)]
-        for pieces, frames in messages(self.blocks):
-            yield [header(self.op, **self.fields, pieces=pieces), *frames]
 
 
 def header(op: str, **fields: Any) -> bytes:
@@ -214,6 +191,14 @@ def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piec
     close_small()
     if pieces:
         yield pieces, frames
+
+
+def framed(op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> Iterator[list[Any]]:
+    """The frames of a message, and of those that follow where it carries many bytes of named arrays."""
+    if not blocks:
+        yield [header(op, **fields)]
+    for pieces, frames in messages(blocks):
+        yield [header(op, **fields, pieces=pieces), *frames]
 
 
 def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[str, int]) -> None:

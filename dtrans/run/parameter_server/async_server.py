@@ -36,7 +36,7 @@ from dtrans.run.net.buffers import BufferPool
 from dtrans.run.net.inbox import Inbox
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.server_peers import ServerPeers
-from dtrans.run.parameter_server.trainers import Post, Trainers, log, wanted
+from dtrans.run.parameter_server.trainers import Say, Trainers, answer, log, wanted
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -51,17 +51,16 @@ class _Step:
 
 
 class AsyncServer:
-    """What becomes of messages where trainers do not wait for each other: a `ServerKind`.
+    """What becomes of messages where trainers do not wait for each other. Arguments are those of `SyncServer`."""
 
-    Arguments are those of `SyncServer`.
-    """
+    step = 0  # that trainers are welcomed at; each counts its own
 
-    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Trainers, post: Post) -> None:
+    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Trainers, say: Say) -> None:
         self.endpoint = update.endpoint
         self.state = state
         self.peers = ServerPeers(update.endpoint, (), on_trainer_exit="")
         self._trainers = trainers
-        self._post = post
+        self._say = say
         self._update = update
         self._blocks = BlockUpdates(update)
         self._steps: dict[int, _Step] = {}
@@ -69,10 +68,6 @@ class AsyncServer:
         self._failed: set[int] = set()
         # the blocks of which it keeps what each trainer has
         self._backed = {n for n in update.params if backup_of(n, 0) in update.types}
-
-    def step_at(self, k: int) -> int:
-        """The step that trainer k is welcomed at."""
-        return 0
 
     # -- what trainers say -----------------------------------------------------------------------
 
@@ -117,12 +112,12 @@ class AsyncServer:
 
     def recv(self, k: int, message: wire.Message) -> None:
         """Answer a request for parameters."""
-        t = self._trainers[k]
+        t = self._trainers.known[k]
         self._check_step(k, message)
         t.wants = wanted(self._update, k, message["blocks"]) if "blocks" in message.fields else t.wants
         values = {n: np.asarray(self.state[n]) for n in t.wants}
         self.state |= {backup_of(n, k): self.state[n] for n in self._backed.intersection(t.wants)}
-        self._post(t.answer(message["step"], values))
+        answer(self._say, t, message["step"], values)
 
     def _check_step(self, k: int, message: wire.Message) -> None:
         step = self._step_of(k)
@@ -136,20 +131,20 @@ class AsyncServer:
 
     def complete(self, k: int, message: wire.Message) -> None:
         """Let a trainer leave that is done."""
-        t = self._trainers[k]
+        t = self._trainers.known[k]
         t.done = True
-        self._post(t.say("goodbye"))
+        self._say(t.address, "goodbye")
         if self._step_of(k).grads.begun:
             log.warning("pserver %s used only what was whole of the last step of trainer %d", self.endpoint, k)
 
     def abort(self, k: int, message: wire.Message) -> None:
         """Let a trainer leave that has failed."""
-        self._post(self._trainers[k].say("goodbye"))
+        self._say(self._trainers.known[k].address, "goodbye")
         self._leave(k, f"trainer {k} failed: {message['reason']}")
 
     def _leave(self, k: int, reason: str) -> None:
         """A trainer has failed: the others go on, if there are any."""
-        self._trainers[k].done = self._trainers[k].failed = True
+        self._trainers.known[k].done = self._trainers.known[k].failed = True
         self._failed.add(k)
         if len(self._failed) == self._trainers.count:
             raise PeerError(reason)

@@ -17,8 +17,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import zmq
 
@@ -26,7 +26,6 @@ from dtrans.checkpoint.runs import note
 from dtrans.errors import DtransError, WireError
 from dtrans.run.net import wire
 from dtrans.run.parameter_server.async_server import AsyncServer
-from dtrans.run.parameter_server.server_peers import ServerPeers
 from dtrans.run.parameter_server.server_sockets import ServerSockets
 from dtrans.run.parameter_server.sync_server import SyncServer
 from dtrans.run.parameter_server.trainers import Trainers, log
@@ -37,38 +36,7 @@ TICK = 1.0  # seconds between two looks at who is late
 SILENCE = 30.0  # seconds without a sign of life after which a trainer is taken for dead (they come every 2 s)
 
 
-class ServerKind(Protocol):
-    """What servers differ in. Methods raise WireError for a message that is refused, and anything else to end."""
-
-    peers: ServerPeers
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Name to array."""
-
-    def step_at(self, k: int) -> int:
-        """The step that trainer k is welcomed at."""
-
-    def send(self, k: int, message: wire.Message) -> None:
-        """Take gradients of trainer k."""
-
-    def send_barrier(self, k: int, message: wire.Message) -> None:
-        """All gradients of a step were sent."""
-
-    def recv(self, k: int, message: wire.Message) -> None:
-        """Take a request for parameters."""
-
-    def complete(self, k: int, message: wire.Message) -> None:
-        """A trainer is done."""
-
-    def abort(self, k: int, message: wire.Message) -> None:
-        """A trainer has failed."""
-
-    def take_peer(self, address: bytes, message: wire.Message) -> bool:
-        """Take a message of another server; False if it is of none."""
-
-    def look(self, now: float) -> None:
-        """Called every `TICK`: see who is late."""
+TRAINER_OPS = ("send", "send_barrier", "recv", "complete", "abort")  # what trainers may say: methods of each kind
 
 
 class Server:
@@ -93,25 +61,11 @@ class Server:
         deadline: float,
         allow_remote: bool,
     ) -> None:
-        params = update.eqn.params
         self.endpoint = update.endpoint
-        self._trainers = Trainers(
-            update.endpoint,
-            params["Fanin"],
-            sync_mode=params["sync_mode"],
-            deadline=deadline,
-            silence=min(SILENCE, deadline),
-        )
+        self._trainers = Trainers(update, deadline=deadline, silence=min(SILENCE, deadline))
         self._sockets = ServerSockets(context, update.endpoint)
-        kind = SyncServer if params["sync_mode"] else AsyncServer
-        self._kind: ServerKind = kind(update, own_buffers(state), self._trainers, self._sockets.send)
-        self._rules = {
-            "send": self._kind.send,
-            "send_barrier": self._kind.send_barrier,
-            "recv": self._kind.recv,
-            "complete": self._kind.complete,
-            "abort": self._kind.abort,
-        }
+        kind = SyncServer if update.eqn.params["sync_mode"] else AsyncServer
+        self._kind = kind(update, own_buffers(state), self._trainers, self._sockets.say)
         self._sockets.bind(allow_remote=allow_remote)
 
     # -- serving ---------------------------------------------------------------------------------
@@ -131,7 +85,7 @@ class Server:
             ending = signal.signal(signal.SIGTERM, _ended) if _decides_signals() else None
             self._loop()
             failed = False
-            note(self.endpoint, self._trainers[0].session)
+            note(self.endpoint, self._trainers.known[0].session)
             return self._kind.state
         except BaseException as e:
             self._say_why(e)
@@ -144,39 +98,36 @@ class Server:
     def _loop(self) -> None:
         look = time.monotonic() + TICK
         while not self._trainers.served or self._kind.peers.unsettled:
-            if self._sockets.poll(look - time.monotonic()):
-                self._take(self._sockets.receive())
+            if frames := self._sockets.poll(look - time.monotonic()):
+                self._take(frames)
             self._sockets.listen()
             if time.monotonic() >= look:
-                self._catch_up()
+                # what came while an update was made may be the signs of life that are about to be missed
+                for _ in range(1000 * self._trainers.count):  # and no more, whoever is flooding us
+                    if frames := self._sockets.poll(0):
+                        self._take(frames)
+                    else:
+                        break
                 self._kind.look(time.monotonic())
                 look = time.monotonic() + TICK
-
-    def _catch_up(self) -> None:
-        """Take what came while an update was made: it may be the signs of life that are about to be missed."""
-        for _ in range(1000 * self._trainers.count):  # and no more, whoever is flooding us
-            if not self._sockets.has_message:
-                return
-            self._take(self._sockets.receive())
 
     def _say_why(self, e: BaseException) -> None:
         """Tell all who are still there that this server ends."""
         reason = str(e) if isinstance(e, DtransError) else f"{type(e).__name__}: {e}"
-        trainers = [self._trainers[k].address for k in self._trainers.present]
+        trainers = [self._trainers.known[k].address for k in self._trainers.present]
         for address in (*trainers, *self._kind.peers.addresses):
-            self._sockets.send(wire.Outgoing(address, "refuse", {"reason": f"it ended: {reason}", "last": True}))
+            self._sockets.say(address, "refuse", reason=f"it ended: {reason}", last=True)
 
     # -- messages --------------------------------------------------------------------------------
 
-    def _take(self, frames: list[Any]) -> None:
+    def _take(self, frames: Sequence[Any]) -> None:
         """One message. What is malformed, or out of turn, is refused; nothing of it is kept."""
         address = bytes(frames[0].buffer)
-        now = time.monotonic()
         try:
-            self._dispatch(address, wire.parse(frames[1:]), now)
+            self._dispatch(address, wire.parse(frames[1:]), time.monotonic())
         except WireError as e:
             log.warning("pserver %s refused a message of %s: %s", self.endpoint, self._who(address), e)
-            self._sockets.send(wire.Outgoing(address, "refuse", {"reason": str(e)}))
+            self._sockets.say(address, "refuse", reason=str(e))
 
     def _dispatch(self, address: bytes, message: wire.Message, now: float) -> None:
         """Let those who are concerned take a message. Raises WireError for one that is refused."""
@@ -186,26 +137,22 @@ class Server:
             self._hello(address, message, now)
         elif not self._kind.take_peer(address, message):
             k = self._trainers.speaker(address, message, now)
-            if message.op not in self._rules:
+            if message.op not in TRAINER_OPS:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
             for part in (message, *_following(message)):
-                self._rules[part.op](k, part)
+                getattr(self._kind, part.op)(k, part)
 
     def _hello(self, address: bytes, message: wire.Message, now: float) -> None:
         before = self._trainers.hello(address, message, now, self._kind.peers.name(address))
         if before:
-            self._sockets.send(wire.Outgoing(address, "waiting", {"reason": before}))
-            return
-        fields = {
-            "step": self._kind.step_at(message["trainer"]),
-            "local": self._sockets.local,
-            "silence": self._trainers.silence,
-        }
-        self._sockets.send(wire.Outgoing(address, "welcome", fields))
+            self._sockets.say(address, "waiting", reason=before)
+        else:
+            step, local, silence = self._kind.step, self._sockets.local, self._trainers.silence
+            self._sockets.say(address, "welcome", step=step, local=local, silence=silence)
 
     def _who(self, address: bytes) -> str:
         """Who speaks from there, for the log."""
-        k, peer = self._trainers.at(address), self._kind.peers.name(address)
+        k, peer = self._trainers.by_address.get(address), self._kind.peers.name(address)
         if k is not None:
             return f"trainer {k}"
         return "a stranger" if peer is None else f"pserver {peer}"

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,11 @@ class PeerLine:
         )
         self.socket.connect(tcp_address(peer.endpoint))
 
-    def send(self, message: wire.Outgoing) -> None:
-        """Send the vectors of one exchange; waits until they are computed."""
+    def send(self, step: int, messages: Iterable[list[Any]]) -> None:
+        """Send the vectors of one exchange."""
         if self.peer.gone:
-            step = message.fields["step"] + 1
-            raise PeerError(f"pserver {self.peer.endpoint} went away before pserver {self.me} came to step {step}")
-        self._outbox += message.frames()
+            raise PeerError(f"pserver {self.peer.endpoint} went away before pserver {self.me} came to step {step + 1}")
+        self._outbox += messages
         self._empty()
 
     def _empty(self) -> None:
@@ -131,19 +130,10 @@ class ServerSockets:
         for s in (self._socket, self._monitor, *lines):
             self._poller.register(s, zmq.POLLIN)
 
-    def poll(self, seconds: float) -> bool:
-        """Wait until something is here; whether it is a message to this server."""
+    def poll(self, seconds: float) -> list[Any] | None:
+        """Wait until something is here. The frames of a message to this server: first the address of who says it."""
         self._ready = dict(self._poller.poll(max(0, int(seconds * 1000))))
-        return self._socket in self._ready
-
-    def receive(self) -> list[Any]:
-        """The frames of a message that is here, or comes: first the address of who says it."""
-        return self._socket.recv_multipart(copy=False)
-
-    @property
-    def has_message(self) -> bool:
-        """Whether a message to this server is here."""
-        return bool(self._socket.poll(0))
+        return self._socket.recv_multipart(copy=False) if self._socket in self._ready else None
 
     def listen(self) -> None:
         """Take what else `poll` has found. Raises PeerError where a peer refuses, or says that it has ended."""
@@ -153,13 +143,14 @@ class ServerSockets:
             for line in self._lines.values():
                 line.listen()
 
-    def send(self, message: wire.Outgoing) -> None:
-        """Send a message, at once. Raises PeerError for another server that is gone."""
-        if isinstance(message.to, str):
-            self._lines[message.to].send(message)
+    def say(self, to: bytes | str, op: str, /, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> None:
+        """As `trainers.Say` is. Raises PeerError for another server that is gone."""
+        messages = wire.framed(op, blocks, **fields)  # an iterator, which waits until arrays are computed
+        if isinstance(to, str):
+            self._lines[to].send(fields["step"], messages)
             return
-        for frames in message.frames():
-            self._socket.send_multipart([message.to, *frames], copy=not message.blocks)
+        for frames in messages:
+            self._socket.send_multipart([to, *frames], copy=not blocks)
 
     def close(self, *, failed: bool) -> None:
         """Close all; last words go out."""

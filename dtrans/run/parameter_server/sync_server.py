@@ -34,7 +34,7 @@ from dtrans.run.net.buffers import BufferPool
 from dtrans.run.net.inbox import Inbox
 from dtrans.run.parameter_server.server_peers import ServerPeers
 from dtrans.run.parameter_server.sync_update import SyncUpdate
-from dtrans.run.parameter_server.trainers import Post, Trainers, named, wanted
+from dtrans.run.parameter_server.trainers import Say, Trainers, answer, named, wanted
 from dtrans.run.parameter_server.update import ServerUpdate, Vectors
 
 
@@ -48,23 +48,23 @@ class _Turn:
 
 
 class SyncServer:
-    """What becomes of messages where updates are of all trainers: a `ServerKind`.
+    """What becomes of messages where updates are of all trainers.
 
     Args:
       update: what to do with gradients.
       state: name to array; the initial values.
       trainers: of the server.
-      post: sends a message.
+      say: sends a message.
     """
 
-    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Trainers, post: Post) -> None:
+    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Trainers, say: Say) -> None:
         self.endpoint = update.endpoint
         self.on_trainer_exit: str = update.eqn.params["on_trainer_exit"]
         self.peers = ServerPeers(update.endpoint, update.exchanges, on_trainer_exit=self.on_trainer_exit)
         self.step = 0
         self._late_since: float | None = None
         self._trainers = trainers
-        self._post = post
+        self._say = say
         self._whole = update
         self._update = SyncUpdate(update, state, trainers.count)
         pool = BufferPool()
@@ -86,10 +86,6 @@ class SyncServer:
     def state(self) -> dict[str, Any]:
         """Name to array."""
         return self._update.state
-
-    def step_at(self, k: int) -> int:
-        """The step that trainer k is welcomed at."""
-        return self.step
 
     # -- what trainers say -----------------------------------------------------------------------
 
@@ -115,7 +111,7 @@ class SyncServer:
 
     def recv(self, k: int, message: wire.Message) -> None:
         """Take a request for parameters."""
-        t, turn, step = self._trainers[k], self._turns[k], message["step"]
+        t, turn, step = self._trainers.known[k], self._turns[k], message["step"]
         wants = wanted(self._whole, k, message["blocks"]) if "blocks" in message.fields else t.wants
         if step not in (self.step, self.step + 1) or (step > self.step and not turn.at_barrier):
             raise WireError(f"`recv` of step {step}, pserver {self.endpoint} is at {self.step}")
@@ -125,9 +121,9 @@ class SyncServer:
 
     def complete(self, k: int, message: wire.Message) -> None:
         """Let a trainer leave that is done."""
-        t, turn = self._trainers[k], self._turns[k]
+        t, turn = self._trainers.known[k], self._turns[k]
         t.done = True
-        self._post(t.say("goodbye"))
+        self._say(t.address, "goodbye")
         waiting = [i for i in self._at_barrier() if i != k]
         if turn.at_barrier or turn.grads.begun:
             after = ", after its send_barrier" if turn.at_barrier else ""
@@ -140,7 +136,7 @@ class SyncServer:
 
     def abort(self, k: int, message: wire.Message) -> None:
         """End with a trainer that has failed."""
-        self._trainers[k].done = self._trainers[k].failed = True
+        self._trainers.known[k].done = self._trainers.known[k].failed = True
         raise PeerError(f"trainer {k} failed: {message['reason']}")
 
     def _in_turn(self, k: int, message: wire.Message) -> _Turn:
@@ -149,7 +145,7 @@ class SyncServer:
         return self._turns[k]
 
     def _at_barrier(self) -> list[int]:
-        return [k for k in self._trainers.come if self._turns[k].at_barrier]
+        return [k for k in self._trainers.known if self._turns[k].at_barrier]
 
     def _unequal(self, gone: int, sends: int) -> str:
         """Why a job with on_trainer_exit="error" ends."""
@@ -163,13 +159,13 @@ class SyncServer:
     def _step_if_all_sent(self) -> None:
         """Make the step when all trainers have come, and those who have not left are at the barrier."""
         present = self._trainers.present
-        here = len(self._trainers.come) == self._trainers.count
+        here = len(self._trainers.known) == self._trainers.count
         if here and present and all(self._turns[k].at_barrier for k in present):
             self._make_step()
 
     def _make_step(self) -> None:
         """All gradients are here."""
-        of = self._trainers.come if self.on_trainer_exit == "paddle" else self._trainers.present
+        of = self._trainers.known if self.on_trainer_exit == "paddle" else self._trainers.present
         self._go_on(self._update.begin(self._grads, frozenset(of), self.step))
 
     def _go_on(self, outgoing: Vectors | None) -> None:
@@ -179,7 +175,7 @@ class SyncServer:
             assert exchange is not None
             for ep, vectors in outgoing.items():
                 blocks = [(v.dtype.name, v) for v in vectors]
-                self._post(wire.Outgoing(ep, "partials", {"step": self.step, "level": exchange.level}, blocks))
+                self._say(ep, "partials", blocks, step=self.step, level=exchange.level)
             if self.peers.missing(self.step, exchange):
                 return
             outgoing = self._update.go_on(self.peers.collected(self.step, exchange))
@@ -194,7 +190,7 @@ class SyncServer:
             turn.at_barrier = False
             turn.grads.clear()
         self._forget(self._trainers.left)
-        for k in self._trainers.come:
+        for k in self._trainers.known:
             if self._turns[k].waits:
                 self._answer(k)
 
@@ -207,7 +203,7 @@ class SyncServer:
 
     def _answer(self, k: int) -> None:
         self._turns[k].waits = False
-        self._post(self._trainers[k].answer(self.step, self._update.values))
+        answer(self._say, self._trainers.known[k], self.step, self._update.values)
 
     # -- what servers say ------------------------------------------------------------------------
 
@@ -227,15 +223,13 @@ class SyncServer:
         return True
 
     def _meet(self, address: bytes, message: wire.Message) -> None:
-        k = self._trainers.at(address)
+        k = self._trainers.by_address.get(address)
         if k is not None:
             raise WireError(f"trainer {k} cannot be a pserver too")
         if self.peers.meet(address, message):
-            fields = {"step": self.step, "local": "", "silence": self._trainers.silence}
-            self._post(wire.Outgoing(address, "welcome", fields))
+            self._say(address, "welcome", step=self.step, local="", silence=self._trainers.silence)
         else:
-            reason = f"the end of a job that pserver {message['endpoint']} is in already"
-            self._post(wire.Outgoing(address, "waiting", {"reason": reason}))
+            self._say(address, "waiting", reason=f"the end of a job that pserver {message['endpoint']} is in already")
 
     # -- who is late -----------------------------------------------------------------------------
 
@@ -269,4 +263,4 @@ class SyncServer:
         if waited > deadline:
             raise DeadlineError(f"pserver {self.endpoint} and {named(waiting)} waited {waited:.1f} s for {what}")
         for k in waiting:
-            self._post(self._trainers[k].say("waiting", reason=f"{waited:.1f} s for {what}"))
+            self._say(self._trainers.known[k].address, "waiting", reason=f"{waited:.1f} s for {what}")

@@ -18,7 +18,9 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 log = logging.getLogger("dtrans.pserver")
 
-Post = Callable[[wire.Outgoing], None]  # sends a message, at once
+
+# sends a message at once, to an address that has spoken, or to another server by its endpoint
+Say = Callable[..., None]  # (to, op, blocks=(), **fields)
 
 
 @dataclasses.dataclass
@@ -32,64 +34,45 @@ class Trainer:
     done: bool = False
     failed: bool = False  # done, and not because it said so
 
-    def say(self, op: str, **fields: Any) -> wire.Outgoing:
-        """A message to it."""
-        return wire.Outgoing(self.address, op, fields)
-
-    def answer(self, step: int, values: Mapping[str, Any]) -> wire.Outgoing:
-        """The parameters that it wants; there is an answer also where it wants none."""
-        fields = {"step": step} if self.wants else {"step": step, "pieces": []}
-        return wire.Outgoing(self.address, "blocks", fields, [(n, values[n]) for n in self.wants])
-
 
 class Trainers:
-    """The trainers of one server that have come, by their ids.
+    """The trainers of one server.
 
     Args:
-      count: how many there are to be.
+      update: of the server.
       deadline: seconds that they may take to come.
       silence: seconds without a sign of life after which one is taken for dead.
 
     Attributes:
+      count: how many there are to be.
       started: when the server began to wait for them.
+      known: those that have come, by their ids and in that order; `by_address` has the ids.
     """
 
-    def __init__(self, endpoint: str, count: int, *, sync_mode: bool, deadline: float, silence: float) -> None:
-        self.endpoint = endpoint
-        self.count = count
+    def __init__(self, update: ServerUpdate, *, deadline: float, silence: float) -> None:
+        self.endpoint = update.endpoint
+        self.count: int = update.eqn.params["Fanin"]
         self.deadline = deadline
         self.silence = silence
         self.started = 0.0
-        self._sync_mode = sync_mode
-        self._known: dict[int, Trainer] = {}
-        self._by_address: dict[bytes, int] = {}
-
-    def __getitem__(self, k: int) -> Trainer:
-        return self._known[k]
-
-    @property
-    def come(self) -> list[int]:
-        """Those that have come, in the order in which they came."""
-        return list(self._known)
+        self._sync_mode: bool = update.eqn.params["sync_mode"]
+        self.known: dict[int, Trainer] = {}
+        self.by_address: dict[bytes, int] = {}
 
     @property
     def present(self) -> list[int]:
         """Those that have come, and have not left."""
-        return [k for k, t in self._known.items() if not t.done]
+        return [k for k, t in self.known.items() if not t.done]
 
     @property
     def left(self) -> list[int]:
         """Those that have left."""
-        return [k for k, t in self._known.items() if t.done]
+        return [k for k, t in self.known.items() if t.done]
 
     @property
     def served(self) -> bool:
         """Whether all have come, and left."""
-        return len(self._known) == self.count and all(t.done for t in self._known.values())
-
-    def at(self, address: bytes) -> int | None:
-        """Who speaks from there."""
-        return self._by_address.get(address)
+        return len(self.known) == self.count and all(t.done for t in self.known.values())
 
     # -- what they say ---------------------------------------------------------------------------
 
@@ -111,7 +94,7 @@ class Trainers:
             )
         if not 0 <= k < self.count:
             raise WireError(f"trainer {k} of {self.count}: ids are 0 to {self.count - 1}")
-        known = self._known.get(k)
+        known = self.known.get(k)
         if message.fields.get("sync_mode", self._sync_mode) != self._sync_mode:
             modes = {True: "synchronous", False: "asynchronous"}
             raise WireError(
@@ -129,43 +112,43 @@ class Trainers:
             )
         if peer is not None:
             raise WireError(f"pserver {peer} cannot be trainer {k} too")
-        if self._by_address.get(address, k) != k:
-            raise WireError(f"trainer {k} has already said hello as trainer {self._by_address[address]}")
+        if self.by_address.get(address, k) != k:
+            raise WireError(f"trainer {k} has already said hello as trainer {self.by_address[address]}")
         if known is None:
-            self._known[k] = Trainer(message["session"], address, now)
+            self.known[k] = Trainer(message["session"], address, now)
         else:  # it moves to the Unix socket
-            del self._by_address[known.address]
+            del self.by_address[known.address]
             known.address, known.heard = address, now
-        self._by_address[address] = k
+        self.by_address[address] = k
         return ""
 
     def hear(self, message: wire.Message, now: float) -> None:
         """A sign of life, which comes by a socket of its own."""
-        known = self._known.get(message["trainer"])
+        known = self.known.get(message["trainer"])
         if known and known.session == message["session"]:
             known.heard = now
 
     def speaker(self, address: bytes, message: wire.Message, now: float) -> int:
         """Who says something. Raises WireError where nobody may."""
-        if address not in self._by_address:
+        if address not in self.by_address:
             raise WireError(f"a `{message.op}` message from a peer that has not said hello")
-        k = self._by_address[address]
-        if self._known[k].done:
+        k = self.by_address[address]
+        if self.known[k].done:
             raise WireError(f"a `{message.op}` message of trainer {k}, which has left")
-        self._known[k].heard = now
+        self.known[k].heard = now
         return k
 
     # -- who is late -----------------------------------------------------------------------------
 
     def silent(self, now: float) -> dict[int, str]:
         """Those to be taken for dead, and why."""
-        since = {k: now - t.heard for k, t in self._known.items() if not t.done}
+        since = {k: now - t.heard for k, t in self.known.items() if not t.done}
         why = "heard nothing from trainer {} for {:.1f} s; it is taken for dead"
         return {k: why.format(k, s) for k, s in since.items() if s > self.silence}
 
     def absent(self, now: float) -> list[int]:
         """Those that have not come yet. Raises DeadlineError when they should have."""
-        absent = [k for k in range(self.count) if k not in self._known]
+        absent = [k for k in range(self.count) if k not in self.known]
         if absent and now - self.started > self.deadline:
             raise DeadlineError(
                 f"pserver {self.endpoint} waited {now - self.started:.1f} s for {named(absent)} to say hello"
@@ -198,3 +181,9 @@ def wanted(update: ServerUpdate, k: int, table: Any) -> tuple[str, ...]:
                 "every role must plan the same step with the same options"
             )
     return tuple(row[0] for row in table)
+
+
+def answer(say: Say, t: Trainer, step: int, values: Mapping[str, Any]) -> None:
+    """Send a trainer what it wants; there is an answer also where it wants nothing."""
+    nothing = {} if t.wants else {"pieces": list[Any]()}
+    say(t.address, "blocks", [(n, values[n]) for n in t.wants], step=step, **nothing)
