@@ -34,8 +34,6 @@ from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
 TICK = 1.0  # seconds between two looks at who is late
 SILENCE = 30.0  # seconds without a sign of life after which a trainer is taken for dead (they come every 2 s)
-
-
 TRAINER_OPS = ("send", "send_barrier", "recv", "complete", "abort")  # what trainers may say: methods of each kind
 
 
@@ -98,15 +96,12 @@ class Server:
     def _loop(self) -> None:
         look = time.monotonic() + TICK
         while not self._trainers.served or self._kind.peers.unsettled:
-            if frames := self._sockets.poll(look - time.monotonic()):
-                self._take(frames)
+            self._sockets.poll(look - time.monotonic(), self._take)
             self._sockets.listen()
             if time.monotonic() >= look:
                 # what came while an update was made may be the signs of life that are about to be missed
                 for _ in range(1000 * self._trainers.count):  # and no more, whoever is flooding us
-                    if frames := self._sockets.poll(0):
-                        self._take(frames)
-                    else:
+                    if not self._sockets.poll(0, self._take):
                         break
                 self._kind.look(time.monotonic())
                 look = time.monotonic() + TICK
@@ -121,7 +116,7 @@ class Server:
     # -- messages --------------------------------------------------------------------------------
 
     def _take(self, frames: Sequence[Any]) -> None:
-        """One message. What is malformed, or out of turn, is refused; nothing of it is kept."""
+        """The address of who speaks, and a message. One that is malformed, or out of turn, is refused, and not kept."""
         address = bytes(frames[0].buffer)
         try:
             self._dispatch(address, wire.parse(frames[1:]), time.monotonic())

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +130,13 @@ class ServerSockets:
         for s in (self._socket, self._monitor, *lines):
             self._poller.register(s, zmq.POLLIN)
 
-    def poll(self, seconds: float) -> list[Any] | None:
-        """Wait until something is here. The frames of a message to this server: first the address of who says it."""
+    def poll(self, seconds: float, take: Callable[[list[Any]], None]) -> bool:
+        """Wait until something is here; whether that was a message to this server, whose frames `take` is given."""
         self._ready = dict(self._poller.poll(max(0, int(seconds * 1000))))
-        return self._socket.recv_multipart(copy=False) if self._socket in self._ready else None
+        if self._socket not in self._ready:
+            return False
+        take(self._socket.recv_multipart(copy=False))  # and nobody keeps them: they have much memory
+        return True
 
     def listen(self) -> None:
         """Take what else `poll` has found. Raises PeerError where a peer refuses, or says that it has ended."""
