@@ -18,9 +18,8 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 log = logging.getLogger("dtrans.pserver")
 
-
-# sends a message at once, to an address that has spoken, or to another server by its endpoint
-Say = Callable[..., None]  # (to, op, blocks=(), **fields)
+# (to, op, blocks=(), **fields): sends a message at once, to an address that has spoken or to a server by its endpoint
+Say = Callable[..., None]
 
 
 @dataclasses.dataclass
