@@ -46,12 +46,12 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     """A folder for temporary files, which must be empty again at the end; so must the lists of threads and sockets."""
     from zmq.utils.garbage import gc as zmq_gc
 
-    from dtrans.run.parameter_server import base_server
+    from dtrans.run.parameter_server import server
 
     tmp_path_factory.getbasetemp()  # not below ours
     where = Path(tempfile.mkdtemp(prefix="t"))  # a short path: sockets have room for 107 characters
     monkeypatch.setattr(tempfile, "tempdir", str(where))
-    monkeypatch.setattr(base_server, "TICK", 0.1)
+    monkeypatch.setattr(server, "TICK", 0.1)
     if zmq_gc.thread is None:  # it frees what was sent without a copy; one for the whole process
         zmq_gc.start()
     sockets = open_sockets()

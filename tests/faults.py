@@ -179,7 +179,7 @@ FAULTS = (
     ),
     Fault(
         "run/parameter_server/sync_server.py",
-        "            t.arrived.clear()\n",
+        "            turn.grads.clear()\n",
         "",
         ("run/parameter_server/test_endpoints.py", "run/parameter_server/test_exchange.py"),
     ),

@@ -193,6 +193,14 @@ def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piec
         yield pieces, frames
 
 
+def framed(op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> Iterator[list[Any]]:
+    """The frames of a message, and of those that follow where it carries many bytes of named arrays."""
+    if not blocks:
+        yield [header(op, **fields)]
+    for pieces, frames in messages(blocks):
+        yield [header(op, **fields, pieces=pieces), *frames]
+
+
 def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[str, int]) -> None:
     """Copy the pieces of a message to where they belong: all of them, or none where it raises.
 

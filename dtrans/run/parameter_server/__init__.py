@@ -1,11 +1,13 @@
 """Parameter servers, running: in one process on a mesh of devices, or as one process per role over ZeroMQ.
 
     mesh            the whole job in this process; mesh_trainers: all trainers of it at once
-    update          what a server does with gradients, compiled; block_update: block by block
+    update          what a server does with gradients, compiled; block_update: block by block, for async_server
     exchange        what servers give each other in the middle of an update, packed
     client          a trainer's connection to one server
-    base_server     what all servers have in common; sync_server, async_server: the two kinds
-    server_peers    a server's lines to other servers
+    server          the loop of every server; server_sockets: its sockets
+    trainers        who is present; server_peers: the other servers, and what they have sent
+    sync_server     what becomes of messages where updates are of all trainers; sync_update: the update of a step
+    async_server    the same, where no trainer waits
     fabric          carries out the equations of `dtrans.ops` with the above
     background      what a trainer does beside its steps: communicator, geo
 

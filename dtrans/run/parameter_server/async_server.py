@@ -23,7 +23,6 @@ Source of the behaviour: `RunAsyncLoop` in paddle/fluid/operators/distributed_op
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,8 +33,10 @@ from dtrans.errors import PeerError, WireError
 from dtrans.ops import BACKUP, MAX_MERGED, backup_of
 from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
-from dtrans.run.parameter_server.base_server import BaseServer, log
+from dtrans.run.net.inbox import Inbox
 from dtrans.run.parameter_server.block_update import BlockUpdates
+from dtrans.run.parameter_server.server_peers import ServerPeers
+from dtrans.run.parameter_server.trainers import Say, Trainers, answer, log, wanted
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -43,21 +44,28 @@ from dtrans.run.parameter_server.update import ServerUpdate
 class _Step:
     """What a trainer has sent of the step it is at."""
 
-    grads: dict[str, np.ndarray]
+    grads: Inbox
     number: int = 0
-    arrived: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes of each gradient
     values: Mapping[str, Any] | None = None  # what the lr_sched block made for it
     used: set[str] = dataclasses.field(default_factory=set)  # blocks that are updated
 
 
-class AsyncServer(BaseServer):
-    """Serves one `listen_and_serv` whose trainers do not wait for each other; arguments are those of `BaseServer`."""
+class AsyncServer:
+    """What becomes of messages where trainers do not wait for each other. Arguments are those of `SyncServer`."""
 
-    def _prepare(self, update: ServerUpdate) -> None:
+    step = 0  # that trainers are welcomed at; each counts its own
+
+    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Trainers, say: Say) -> None:
+        self.endpoint = update.endpoint
+        self.state = state
+        self.peers = ServerPeers(update.endpoint, (), on_trainer_exit="")
+        self._trainers = trainers
+        self._say = say
+        self._update = update
         self._blocks = BlockUpdates(update)
         self._steps: dict[int, _Step] = {}
         self._pool = BufferPool()
-        self._failed: dict[int, str] = {}
+        self._failed: set[int] = set()
         # the blocks of which it keeps what each trainer has
         self._backed = {n for n in update.params if backup_of(n, 0) in update.types}
 
@@ -65,51 +73,51 @@ class AsyncServer(BaseServer):
 
     def _step_of(self, k: int) -> _Step:
         if k not in self._steps:
-            types = self._blocks.update.grad_types
-            self._steps[k] = _Step({n: self._pool.take(f"{n} of {k}", t.shape, t.dtype) for n, t in types.items()})
+            types = self._update.grad_types.items()
+            told = f"is not a gradient that trainer {k} sends to pserver {self.endpoint}"
+            memory = {n: self._pool.take(f"{n} of {k}", t.shape, t.dtype) for n, t in types}
+            self._steps[k] = _Step(Inbox(memory, lambda name: f"{name} {told}"))
         return self._steps[k]
 
-    def _send(self, k: int, message: wire.Message) -> None:
+    def send(self, k: int, message: wire.Message) -> None:
+        """Take gradients, and update the blocks that have all of theirs."""
         step = self._step_of(k)
         self._check_step(k, message)
         steps: Any = message.fields.get("steps", 1)
         if not 1 <= steps <= MAX_MERGED:
             raise WireError(f"gradients of {steps} steps, which must be a number from 1 to {MAX_MERGED}")
-
-        def target(name: str) -> np.ndarray:
-            if name not in step.grads:
-                raise WireError(f"{name} is not a gradient that trainer {k} sends to pserver {self.endpoint}")
-            return step.grads[name].reshape(-1).view(np.uint8)
-
-        wire.unpack(message, target, step.arrived)
-        full = {n for n, g in step.grads.items() if step.arrived.get(n) == g.nbytes}
+        step.grads.take(message)
+        full = step.grads.memory.keys() - step.grads.missing()
         ready = self._blocks.ready(full, step.used)
         if ready and step.values is None:
             for _ in range(steps):  # a count is of steps, also where their gradients are merged
                 made, step.values = self._blocks.begin(self.state)
                 self.state |= made
-        given = step.grads | {n + BACKUP: self.state[backup_of(n, k)] for n in self._backed}
+        given = {**step.grads.memory, **{n + BACKUP: self.state[backup_of(n, k)] for n in self._backed}}
         for block in ready:
             assert step.values is not None
             made = self._blocks.apply(block, given, self.state, step.values)
             self.state |= jax.block_until_ready(made)  # the memory of gradients is written again with the next step
             step.used.add(block)
-        if len(full) == len(step.grads):
+        if len(full) == len(step.grads.memory):
             step.number += 1
-            step.arrived, step.values, step.used = {}, None, set()
+            step.grads.clear()
+            step.values, step.used = None, set()
 
-    def _send_barrier(self, k: int, message: wire.Message) -> None:
+    def send_barrier(self, k: int, message: wire.Message) -> None:
+        """Refuse what only synchronous trainers say."""
         raise WireError(
             f"send_barrier, and pserver {self.endpoint} is asynchronous: every role must plan the same mode"
         )
 
-    def _recv(self, k: int, message: wire.Message) -> None:
-        t = self._trainers[k]
+    def recv(self, k: int, message: wire.Message) -> None:
+        """Answer a request for parameters."""
+        t = self._trainers.known[k]
         self._check_step(k, message)
-        t.wants = self._wanted(k, message["blocks"]) if "blocks" in message.fields else t.wants
-        self._values = {n: np.asarray(self.state[n]) for n in t.wants}
+        t.wants = wanted(self._update, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        values = {n: np.asarray(self.state[n]) for n in t.wants}
         self.state |= {backup_of(n, k): self.state[n] for n in self._backed.intersection(t.wants)}
-        self._answer(t, message["step"])
+        answer(self._say, t, message["step"], values)
 
     def _check_step(self, k: int, message: wire.Message) -> None:
         step = self._step_of(k)
@@ -117,35 +125,39 @@ class AsyncServer(BaseServer):
             raise WireError(
                 f"`{message.op}` of step {message['step']}, trainer {k} is at {step.number} on pserver {self.endpoint}"
             )
-        if message.op != "send" and step.arrived:
-            short = sorted(n for n, g in step.grads.items() if step.arrived.get(n) != g.nbytes)
-            raise WireError(f"`{message.op}` of step {step.number}, but not all of {short[0]} was sent")
+        if message.op != "send" and step.grads.begun:
+            short = min(step.grads.missing())
+            raise WireError(f"`{message.op}` of step {step.number}, but not all of {short} was sent")
 
-    def _complete(self, k: int, message: wire.Message) -> None:
-        t = self._trainers[k]
+    def complete(self, k: int, message: wire.Message) -> None:
+        """Let a trainer leave that is done."""
+        t = self._trainers.known[k]
         t.done = True
         self._say(t.address, "goodbye")
-        if self._step_of(k).arrived:
+        if self._step_of(k).grads.begun:
             log.warning("pserver %s used only what was whole of the last step of trainer %d", self.endpoint, k)
 
-    def _abort(self, k: int, message: wire.Message) -> None:
-        self._say(self._trainers[k].address, "goodbye")
+    def abort(self, k: int, message: wire.Message) -> None:
+        """Let a trainer leave that has failed."""
+        self._say(self._trainers.known[k].address, "goodbye")
         self._leave(k, f"trainer {k} failed: {message['reason']}")
 
     def _leave(self, k: int, reason: str) -> None:
         """A trainer has failed: the others go on, if there are any."""
-        self._trainers[k].done = self._trainers[k].failed = True
-        self._failed[k] = reason
-        if len(self._failed) == self.count:
+        self._trainers.known[k].done = self._trainers.known[k].failed = True
+        self._failed.add(k)
+        if len(self._failed) == self._trainers.count:
             raise PeerError(reason)
         log.warning("pserver %s goes on without a trainer: %s", self.endpoint, reason)
 
-    # -- who is late -----------------------------------------------------------------------------
+    # -- others ----------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def take_peer(self, address: bytes, message: wire.Message) -> bool:
+        """Take a message of another server; False, since there is none that it needs."""
+        return False
+
+    def look(self, now: float) -> None:
         """Go on without whoever has fallen silent; raise for those who never came."""
-        now = time.monotonic()
-        for k, t in self._trainers.items():
-            if not t.done and now - t.heard > self._silence:
-                self._leave(k, f"heard nothing from trainer {k} for {now - t.heard:.1f} s; it is taken for dead")
-        self._absent(now)
+        for k, why in self._trainers.silent(now).items():
+            self._leave(k, why)
+        self._trainers.absent(now)

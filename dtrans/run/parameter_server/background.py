@@ -130,6 +130,6 @@ class BackgroundComm:
 
 
 def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
-    """The leaf that a `send` or a `recv` with `sections` is of."""
+    """The leaf that a `send` or a `recv` of one operand is of."""
     p = eqn.params
-    return Leaf(p["epmap"], p["names"], p["sections"], t.shape, t.dtype, p.get("merge", "sum"))
+    return Leaf(p["epmap"], p["names"], p.get("sections", ()), t.shape, t.dtype, p.get("merge", "sum"))

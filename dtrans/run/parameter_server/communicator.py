@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -29,10 +30,10 @@ from typing import Any
 import numpy as np
 import zmq
 
-from dtrans.errors import DeadlineError, PeerError, WireError
+from dtrans.errors import DeadlineError, PeerError
 from dtrans.ops import CommunicatorConfig
-from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
+from dtrans.run.net.inbox import Inbox
 from dtrans.run.parameter_server.client import Connection
 
 
@@ -73,9 +74,8 @@ class _Pull:
     since: float
     steps: int  # that were sent before
     whole: dict[str, np.ndarray]
-    missing: dict[str, dict[str, np.ndarray]]  # endpoint to the bytes of its blocks
+    missing: dict[str, Inbox]  # the endpoints whose blocks are not all here
     at: dict[str, int]  # the step that each endpoint was asked at
-    arrived: dict[str, dict[str, int]]
 
 
 Group = Sequence[tuple[Leaf, Any]]  # what a step sends: leaves with their values
@@ -262,9 +262,9 @@ class Communicator:
             table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
             line.tell("recv", step=line.step, **({} if endpoint in self._asked else {"blocks": table}))
             self._asked.add(endpoint)
-        memory = {ep: {n: b.reshape(-1).view(np.uint8) for n, b in blocks.items()} for ep, blocks in wanted.items()}
-        at = {ep: self._lines[ep].step for ep in wanted}
-        return _Pull(time.monotonic(), steps, whole, memory, at, {ep: {} for ep in wanted})
+        told = "pserver {} sent {}, which was not asked for".format
+        inboxes = {ep: Inbox(blocks, functools.partial(told, ep)) for ep, blocks in wanted.items()}
+        return _Pull(time.monotonic(), steps, whole, inboxes, {ep: self._lines[ep].step for ep in wanted})
 
     def _hear(self, line: Connection, pull: _Pull | None) -> None:
         """Take what a server says, which is parameters that were asked for, or an error."""
@@ -273,17 +273,10 @@ class Communicator:
             return
         if pull is None or line.endpoint not in pull.missing:
             raise PeerError(f"pserver {line.endpoint} sent {self.name} a `{message.op}` that it did not ask for")
-        memory, arrived = pull.missing[line.endpoint], pull.arrived[line.endpoint]
-
-        def target(name: str) -> np.ndarray:
-            if name not in memory:
-                raise WireError(f"pserver {line.endpoint} sent {name}, which was not asked for")
-            return memory[name]
-
         if message.op != "blocks" or message["step"] != pull.at[line.endpoint]:
             raise PeerError(f"pserver {line.endpoint} answered `recv` of {self.name} with `{message.op}`")
-        wire.unpack(message, target, arrived)
-        if all(arrived.get(n) == b.nbytes for n, b in memory.items()):
+        pull.missing[line.endpoint].take(message)
+        if not pull.missing[line.endpoint].missing():
             del pull.missing[line.endpoint]
 
     def _publish(self, pull: _Pull) -> None:

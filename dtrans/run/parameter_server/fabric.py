@@ -20,7 +20,6 @@ is copied once, from ZeroMQ's frame into its parameter, which JAX takes without 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,26 +29,18 @@ import zmq
 from dtrans._jax import JaxprEqn, Primitive
 from dtrans.checkpoint.pserver_state import TRAINER
 from dtrans.checkpoint.runs import new_run, note
-from dtrans.errors import ConfigError, PeerError, StateError, WireError
+from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.ir.program import Program
 from dtrans.ops import concat_p, fetch_barrier_p, listen_and_serv_p, recv_p, send_barrier_p, send_p, split_byref_p
 from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
+from dtrans.run.net.inbox import Inbox
 from dtrans.run.net.sockets import LINGER
-from dtrans.run.parameter_server.async_server import AsyncServer
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
 from dtrans.run.parameter_server.client import Connection
-from dtrans.run.parameter_server.communicator import rows_of
-from dtrans.run.parameter_server.sync_server import SyncServer
+from dtrans.run.parameter_server.communicator import Leaf, rows_of
+from dtrans.run.parameter_server.server import Server
 from dtrans.run.parameter_server.update import ServerUpdate
-
-
-@dataclasses.dataclass(eq=False)
-class _Landing:
-    """A parameter that is being received: its whole memory, and for each block its server, name and rows."""
-
-    whole: np.ndarray
-    blocks: list[tuple[str, str, np.ndarray]]
 
 
 class EndpointFabric:
@@ -70,7 +61,7 @@ class EndpointFabric:
         self._outbox_bytes: dict[str, int] = {}
         self._sent_to: set[str] = set()  # the servers that were, or are to be, sent something in this step
         self._in_step = False  # a synchronous one, from its first gradient to its last block
-        self._landings: list[_Landing] = []
+        self._landings: list[tuple[str, str, np.ndarray]] = []  # the blocks being received: server, name and rows
         self._asked: dict[str, list[Any]] = {}
         self._barriered: tuple[str, ...] = ()  # the servers of a send_barrier that no fetch_barrier follows
         self._pool = BufferPool()
@@ -149,36 +140,27 @@ class EndpointFabric:
     def _recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
         types, names = eqn.params["types"], eqn.params["names"]
-        if "sections" in eqn.params:
-            whole = self._pool.take(names[0], types[0].shape, types[0].dtype)
-            self._landings.append(_Landing(whole, leaf_of(eqn, types[0]).blocks(whole)))
-            return [whole]
         if len(types) == 1:
-            whole = self._pool.take(names[0], types[0].shape, types[0].dtype)
-            rows = [whole]
+            leaf = leaf_of(eqn, types[0])
         else:
-            sections = [t.shape[0] for t in types]
-            whole = self._pool.take(names[0], (sum(sections), *types[0].shape[1:]), types[0].dtype)
-            rows = rows_of(whole, sections)
-        self._landings.append(_Landing(whole, list(zip(eqn.params["epmap"], names, rows, strict=True))))
-        return rows
+            rows = [t.shape[0] for t in types]
+            leaf = Leaf(eqn.params["epmap"], names, tuple(rows), (sum(rows), *types[0].shape[1:]), types[0].dtype)
+        whole = self._pool.take(names[0], leaf.shape, leaf.dtype)
+        blocks = leaf.blocks(whole)
+        self._landings += blocks
+        return [whole] if len(types) == 1 else [rows for _, _, rows in blocks]
 
     def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         landings, self._landings = self._landings, []
         # also of a server that has nothing for us: it answers when all trainers are there, and nobody runs ahead
         self._request(landings, eqn.params["endpoints"])
-        outs: list[Any] = []
-        for landing in landings:
-            arrived: list[Any] = [rows for _, _, rows in landing.blocks]
-            outs += [landing.whole] if len(arrived) == 1 else arrived
-        return outs
+        return [rows for _, _, rows in landings]
 
-    def _request(self, landings: Sequence[_Landing], endpoints: Sequence[str]) -> None:
+    def _request(self, landings: Sequence[tuple[str, str, np.ndarray]], endpoints: Sequence[str]) -> None:
         """End the step, and receive blocks; `endpoints` are asked also for nothing. One message to each server."""
         wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in (*endpoints, *self._sent_to)}
-        for landing in landings:
-            for endpoint, name, rows in landing.blocks:
-                wanted.setdefault(endpoint, {})[name] = rows
+        for endpoint, name, rows in landings:
+            wanted.setdefault(endpoint, {})[name] = rows
         for endpoint, blocks in wanted.items():
             line = self._connection(endpoint)
             table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
@@ -196,22 +178,15 @@ class EndpointFabric:
     def _land(self, endpoint: str, blocks: dict[str, np.ndarray]) -> None:
         """Receive blocks until all bytes of all of them are here."""
         line = self._connection(endpoint)
-        memory = {n: b.reshape(-1).view(np.uint8) for n, b in blocks.items()}
-
-        def target(name: str) -> np.ndarray:
-            if name not in memory:
-                raise WireError(f"pserver {endpoint} sent {name}, which was not asked for")
-            return memory[name]
-
-        arrived: dict[str, int] = {}
-        missing = list(memory)
+        inbox = Inbox(blocks, lambda name: f"pserver {endpoint} sent {name}, which was not asked for")
+        missing = list(blocks)
         while True:  # there is an answer also where nothing was asked for
             some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             message = line.receive(f"`recv` of step {line.step} ({some or 'no blocks'})")
             if message.op != "blocks" or message["step"] != line.step:
                 raise PeerError(f"pserver {endpoint} answered `recv` of step {line.step} with `{message.op}`")
-            wire.unpack(message, target, arrived)
-            missing = [n for n, b in memory.items() if arrived.get(n) != b.nbytes]
+            inbox.take(message)
+            missing = inbox.missing()
             if not missing:
                 return
 
@@ -257,8 +232,7 @@ class EndpointFabric:
 
     def _serve(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         names = eqn.params["state_names"]
-        kind = SyncServer if eqn.params["sync_mode"] else AsyncServer
-        server = kind(
+        server = Server(
             ServerUpdate(eqn),
             dict(zip(names, values, strict=True)),
             self._zmq(),

@@ -24,178 +24,128 @@ protocol is refused and logged, and changes nothing.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Sequence
+import dataclasses
+from collections.abc import Collection
 from typing import Any
-
-import jax
-import numpy as np
-import zmq
 
 from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
-from dtrans.run.parameter_server.base_server import BaseServer, log, named
-from dtrans.run.parameter_server.exchange import Exchange
+from dtrans.run.net.inbox import Inbox
 from dtrans.run.parameter_server.server_peers import ServerPeers
-from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors
+from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.trainers import Say, Trainers, answer, named, wanted
+from dtrans.run.parameter_server.update import ServerUpdate, Vectors
 
 
-class SyncServer(BaseServer):
-    """Serves one `listen_and_serv` whose updates are of all trainers; arguments are those of `BaseServer`."""
+@dataclasses.dataclass
+class _Turn:
+    """What a trainer has done in this step."""
 
-    def _prepare(self, update: ServerUpdate) -> None:
-        """Compile updates lazily, and make the memory that gradients come to."""
+    grads: Inbox
+    at_barrier: bool = False
+    waits: bool = False
+
+
+class SyncServer:
+    """What becomes of messages where updates are of all trainers.
+
+    Args:
+      update: what to do with gradients.
+      state: name to array; the initial values.
+      trainers: of the server.
+      say: sends a message.
+    """
+
+    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Trainers, say: Say) -> None:
+        self.endpoint = update.endpoint
         self.on_trainer_exit: str = update.eqn.params["on_trainer_exit"]
+        self.peers = ServerPeers(update.endpoint, update.exchanges, on_trainer_exit=self.on_trainer_exit)
         self.step = 0
         self._late_since: float | None = None
-        self._exchange: Exchange | None = None  # the one that the update waits for
+        self._trainers = trainers
+        self._say = say
         self._whole = update
-        self._updates = {frozenset(range(self.count)): CompiledUpdate(update)}  # by whose gradients they are made of
+        self._update = SyncUpdate(update, state, trainers.count)
         pool = BufferPool()
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in update.grad_types.items()}
-        self._bytes = {n: g.reshape(-1).view(np.uint8) for n, g in self._grads.items()}
         # a trainer may send its own gradients only
-        self._of = {
-            k: {n for n in self._grads if self.count == 1 or n.endswith(f".trainer_{k}")} for k in range(self.count)
+        of = {
+            k: {n for n in self._grads if trainers.count == 1 or n.endswith(f".trainer_{k}")}
+            for k in range(trainers.count)
         }
+        self._turns = {k: _Turn(self._inbox(k, names)) for k, names in of.items()}
         self._spent: set[int] = set()  # of those who left, whose last gradients have counted
 
-    def _begin(self) -> None:
-        self._peers = ServerPeers(
-            self._context, self.endpoint, self._whole.exchanges, on_trainer_exit=self.on_trainer_exit
-        )
-        self._publish()
+    def _inbox(self, k: int, names: Collection[str]) -> Inbox:
+        """The memory that the gradients of one trainer come to."""
+        told = f"is not a gradient that trainer {k} sends to pserver {self.endpoint}"
+        return Inbox({n: self._grads[n] for n in names}, lambda name: f"{name} {told}")
 
-    def _step_at(self, k: int) -> int:
-        return self.step
+    @property
+    def state(self) -> dict[str, Any]:
+        """Name to array."""
+        return self._update.state
 
     # -- what trainers say -----------------------------------------------------------------------
 
-    def _send(self, k: int, message: wire.Message) -> None:
-        t = self._trainers[k]
-        self._in_turn(k, message)
-        if t.at_barrier:
+    def send(self, k: int, message: wire.Message) -> None:
+        """Take gradients."""
+        turn = self._in_turn(k, message)
+        if turn.at_barrier:
             raise WireError(f"gradients of step {self.step} after its send_barrier")
+        turn.grads.take(message)
 
-        def target(name: str) -> np.ndarray:
-            if name not in self._of[k]:
-                raise WireError(f"{name} is not a gradient that trainer {k} sends to pserver {self.endpoint}")
-            return self._bytes[name]
-
-        wire.unpack(message, target, t.arrived)
-
-    def _send_barrier(self, k: int, message: wire.Message) -> None:
-        t = self._trainers[k]
-        self._in_turn(k, message)
-        if t.at_barrier:
+    def send_barrier(self, k: int, message: wire.Message) -> None:
+        """All gradients of a step were sent."""
+        turn = self._in_turn(k, message)
+        if turn.at_barrier:
             raise WireError(f"a second send_barrier of step {self.step}")
-        short = sorted(n for n in self._of[k] if t.arrived.get(n, 0) != self._bytes[n].nbytes)
+        short = sorted(turn.grads.missing())
         if short:
-            raise WireError(
-                f"send_barrier of step {self.step}, but {short[0]} has {t.arrived.get(short[0], 0)} of "
-                f"{self._bytes[short[0]].nbytes} bytes"
-            )
-        t.at_barrier = True
-        gone = sorted(i for i, other in self._trainers.items() if other.done)
-        if gone and self.on_trainer_exit == "error":
-            raise PeerError(self._unequal(gone[0], k))
+            raise WireError(f"send_barrier of step {self.step}, but {short[0]} has {turn.grads.progress(short[0])}")
+        turn.at_barrier = True
+        if self._trainers.left and self.on_trainer_exit == "error":
+            raise PeerError(self._unequal(min(self._trainers.left), k))
         self._step_if_all_sent()
 
-    def _step_if_all_sent(self) -> None:
-        """Make the step when all trainers have come, and those who have not left are at the barrier."""
-        present = [t for t in self._trainers.values() if not t.done]
-        if len(self._trainers) == self.count and present and all(t.at_barrier for t in present):
-            self._make_step()
+    def recv(self, k: int, message: wire.Message) -> None:
+        """Take a request for parameters."""
+        t, turn, step = self._trainers.known[k], self._turns[k], message["step"]
+        wants = wanted(self._whole, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        if step not in (self.step, self.step + 1) or (step > self.step and not turn.at_barrier):
+            raise WireError(f"`recv` of step {step}, pserver {self.endpoint} is at {self.step}")
+        t.wants, turn.waits = wants, True
+        if step == self.step:
+            self._answer(k)
 
-    def _make_step(self) -> None:
-        """All gradients are here."""
-        update = self._update_of_those_present()
-        self._run = update.run({n: self._grads[n] for n in update.update.grad_types}, self.state)
-        self._go_on({})
-
-    def _update_of_those_present(self) -> CompiledUpdate:
-        """What makes the new state; of every set of trainers one is compiled."""
-        present = frozenset(self._trainers) if self.on_trainer_exit == "paddle" else self._present()
-        if present not in self._updates:
-            gone = named(sorted(self._trainers.keys() - present))
-            told = "pserver %s goes on without %s, which left: step %d and later ones are of %s"
-            log.warning(told, self.endpoint, gone, self.step + 1, named(sorted(present)))
-            self._updates[present] = CompiledUpdate(self._whole.mean_over(present))
-        return self._updates[present]
-
-    def _present(self) -> frozenset[int]:
-        """The trainers that have not left."""
-        return frozenset(k for k, t in self._trainers.items() if not t.done)
-
-    def _go_on(self, arrived: Vectors | None) -> None:
-        """Make the step as far as what came from other servers allows."""
-        while arrived is not None:
-            try:
-                self._exchange, parcels = self._run.send(arrived) if self._exchange else next(self._run)
-            except StopIteration as done:
-                self._exchange = None
-                self._finish(done.value)
-                return
-            self._exchange_since = time.monotonic()
-            self._peers.send(self.step, self._exchange, parcels)
-            arrived = self._arrived()
-
-    def _arrived(self) -> Vectors | None:
-        """What the update waits for, if all of it is here."""
-        if self._exchange is None or self._peers.missing(self.step, self._exchange):
-            return None
-        return self._peers.collected(self.step, self._exchange)
-
-    def _finish(self, state: dict[str, Any]) -> None:
-        """A step is made."""
-        # the memory of its gradients and of what other servers sent is written again, so nothing may still read it
-        self.state = jax.block_until_ready(state) if self._whole.exchanges else state
-        self._peers.made(self.step)
-        self.step += 1
-        self._late_since = None
-        for t in self._trainers.values():
-            t.at_barrier = False
-            t.arrived.clear()
-        self._publish()
-        self._forget(self._trainers.keys() - self._present())
-        for t in self._trainers.values():
-            if t.waits:
-                self._answer(t, self.step)
-
-    def _forget(self, trainers: Collection[int]) -> None:
-        """Zero the gradients of trainers that left: with `on_trainer_exit="paddle"` they have counted once more."""
-        for k in set(trainers) - self._spent if self.on_trainer_exit == "paddle" else ():
-            for name in self._of[k]:
-                self._grads[name].fill(0)
-            self._spent.add(k)
-
-    def _publish(self) -> None:
-        """The parameters as memory to send from; waits until they are made."""
-        self._values = {n: np.asarray(self.state[n]) for n in self._types}
-
-    def _recv(self, k: int, message: wire.Message) -> None:
-        t = self._trainers[k]
-        wants = self._wanted(k, message["blocks"]) if "blocks" in message.fields else t.wants
-        if message["step"] not in (self.step, self.step + 1) or (message["step"] > self.step and not t.at_barrier):
-            raise WireError(f"`recv` of step {message['step']}, pserver {self.endpoint} is at {self.step}")
-        t.wants, t.waits = wants, True
-        if message["step"] == self.step:
-            self._answer(t, self.step)
-
-    def _complete(self, k: int, message: wire.Message) -> None:
-        t = self._trainers[k]
+    def complete(self, k: int, message: wire.Message) -> None:
+        """Let a trainer leave that is done."""
+        t, turn = self._trainers.known[k], self._turns[k]
         t.done = True
         self._say(t.address, "goodbye")
-        waiting = sorted(i for i, other in self._trainers.items() if other.at_barrier and i != k)
-        if t.at_barrier or t.arrived:
-            after = ", after its send_barrier" if t.at_barrier else ""
+        waiting = [i for i in self._at_barrier() if i != k]
+        if turn.at_barrier or turn.grads.begun:
+            after = ", after its send_barrier" if turn.at_barrier else ""
             raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}{after}")
         if waiting and self.on_trainer_exit == "error":
-            raise PeerError(self._unequal(k, waiting[0]))
+            raise PeerError(self._unequal(k, min(waiting)))
         if not self.step:
             self._forget([k])  # it never sent a gradient, and the memory for it holds anything
         self._step_if_all_sent()
+
+    def abort(self, k: int, message: wire.Message) -> None:
+        """End with a trainer that has failed."""
+        self._trainers.known[k].done = self._trainers.known[k].failed = True
+        raise PeerError(f"trainer {k} failed: {message['reason']}")
+
+    def _in_turn(self, k: int, message: wire.Message) -> _Turn:
+        if message["step"] != self.step:
+            raise WireError(f"`{message.op}` of step {message['step']}, pserver {self.endpoint} is at {self.step}")
+        return self._turns[k]
+
+    def _at_barrier(self) -> list[int]:
+        return [k for k in self._trainers.known if self._turns[k].at_barrier]
 
     def _unequal(self, gone: int, sends: int) -> str:
         """Why a job with on_trainer_exit="error" ends."""
@@ -204,95 +154,113 @@ class SyncServer(BaseServer):
             "with on_trainer_exit='error' all trainers make the same number of steps"
         )
 
-    def _abort(self, k: int, message: wire.Message) -> None:
-        self._trainers[k].done = self._trainers[k].failed = True
-        raise PeerError(f"trainer {k} failed: {message['reason']}")
+    # -- steps -----------------------------------------------------------------------------------
 
-    def _in_turn(self, k: int, message: wire.Message) -> None:
-        if message["step"] != self.step:
-            raise WireError(f"`{message.op}` of step {message['step']}, pserver {self.endpoint} is at {self.step}")
+    def _step_if_all_sent(self) -> None:
+        """Make the step when all trainers have come, and those who have not left are at the barrier."""
+        present = self._trainers.present
+        here = len(self._trainers.known) == self._trainers.count
+        if here and present and all(self._turns[k].at_barrier for k in present):
+            self._make_step()
+
+    def _make_step(self) -> None:
+        """All gradients are here."""
+        of = self._trainers.known if self.on_trainer_exit == "paddle" else self._trainers.present
+        self._go_on(self._update.begin(self._grads, frozenset(of), self.step))
+
+    def _go_on(self, outgoing: Vectors | None) -> None:
+        """Send what other servers need, and make the step as far as what came from them allows."""
+        while outgoing is not None:
+            exchange = self._update.exchange
+            assert exchange is not None
+            for ep, vectors in outgoing.items():
+                blocks = [(v.dtype.name, v) for v in vectors]
+                self._say(ep, "partials", blocks, step=self.step, level=exchange.level)
+            if self.peers.missing(self.step, exchange):
+                return
+            outgoing = self._update.go_on(self.peers.collected(self.step, exchange))
+        self._finish()
+
+    def _finish(self) -> None:
+        """A step is made."""
+        self.peers.made(self.step)
+        self.step += 1
+        self._late_since = None
+        for turn in self._turns.values():
+            turn.at_barrier = False
+            turn.grads.clear()
+        self._forget(self._trainers.left)
+        for k in self._trainers.known:
+            if self._turns[k].waits:
+                self._answer(k)
+
+    def _forget(self, trainers: Collection[int]) -> None:
+        """Zero the gradients of trainers that left: with `on_trainer_exit="paddle"` they have counted once more."""
+        for k in set(trainers) - self._spent if self.on_trainer_exit == "paddle" else ():
+            for x in self._turns[k].grads.memory.values():
+                x.fill(0)
+            self._spent.add(k)
+
+    def _answer(self, k: int) -> None:
+        self._turns[k].waits = False
+        answer(self._say, self._trainers.known[k], self.step, self._update.values)
 
     # -- what servers say ------------------------------------------------------------------------
 
-    @property
-    def _lines(self) -> Sequence[zmq.Socket[Any]]:
-        return self._peers.sockets
-
-    def _listen(self) -> None:
-        self._peers.listen()
-
-    @property
-    def _settled(self) -> bool:
-        return self._peers.settled
-
-    @property
-    def _others(self) -> Sequence[bytes]:
-        return self._peers.addresses
-
-    def _other(self, address: bytes) -> str:
-        peer = self._peers.name(address)
-        return super()._other(address) if peer is None else f"pserver {peer}"
-
-    def _end(self, *, failed: bool) -> None:
-        self._peers.close(failed=failed)
-
-    def _of_others(self, address: bytes, message: wire.Message) -> bool:
+    def take_peer(self, address: bytes, message: wire.Message) -> bool:
+        """Take a message of another server; False if it is of none."""
         if message.op == "peer":
             self._meet(address, message)
-        elif address in self._others:
-            self._partials(address, message)
-        else:
+            return True
+        if self.peers.name(address) is None:
             return False
+        if message.op != "partials":
+            raise WireError(f"a `{message.op}` message, which servers do not take from each other")
+        self.peers.take(address, message, self.step)
+        exchange = self._update.exchange
+        if exchange is not None and not self.peers.missing(self.step, exchange):
+            self._go_on(self._update.go_on(self.peers.collected(self.step, exchange)))
         return True
 
     def _meet(self, address: bytes, message: wire.Message) -> None:
-        if address in self._by_address:
-            raise WireError(f"trainer {self._by_address[address]} cannot be a pserver too")
-        if self._peers.meet(address, message):
-            self._say(address, "welcome", step=self.step, local="", silence=self._silence)
+        k = self._trainers.by_address.get(address)
+        if k is not None:
+            raise WireError(f"trainer {k} cannot be a pserver too")
+        if self.peers.meet(address, message):
+            self._say(address, "welcome", step=self.step, local="", silence=self._trainers.silence)
         else:
             self._say(address, "waiting", reason=f"the end of a job that pserver {message['endpoint']} is in already")
 
-    def _partials(self, address: bytes, message: wire.Message) -> None:
-        if message.op != "partials":
-            raise WireError(f"a `{message.op}` message, which servers do not take from each other")
-        self._peers.take(address, message, self.step)
-        self._go_on(self._arrived())
-
     # -- who is late -----------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def look(self, now: float) -> None:
         """Raise for whoever is too late, and tell those who wait whom they wait for."""
-        now = time.monotonic()
-        for k, t in self._trainers.items():
-            if not t.done and now - t.heard > self._silence:
-                raise DeadlineError(
-                    f"pserver {self.endpoint} heard nothing from trainer {k} for {now - t.heard:.1f} s; it is "
-                    "taken for dead"
-                )
-        absent = self._absent(now)
-        late = absent + [k for k, t in self._trainers.items() if not t.at_barrier and not t.done]
-        waiting = [k for k, t in self._trainers.items() if t.at_barrier]
+        for why in self._trainers.silent(now).values():
+            raise DeadlineError(f"pserver {self.endpoint} {why}")
+        absent = self._trainers.absent(now)
+        waiting = self._at_barrier()
+        deadline = self._trainers.deadline
         if not waiting:
             # at the end servers wait for each other only where one has not heard yet that the other is there
-            self._late_since = (self._late_since or now) if self._served() else None
-            if self._late_since is not None and now - self._late_since > self.deadline:
+            self._late_since = (self._late_since or now) if self._trainers.served else None
+            if self._late_since is not None and now - self._late_since > deadline:
                 raise DeadlineError(
                     f"pserver {self.endpoint}, whose trainers have closed, waited {now - self._late_since:.1f} s for "
-                    f"{self._peers.named(self._peers.unsettled)} to greet it"
+                    f"{self.peers.named(self.peers.unsettled)} to greet it"
                 )
             return
-        if self._exchange is None:
+        exchange = self._update.exchange
+        if exchange is None:
+            late = absent + [k for k in self._trainers.present if not self._turns[k].at_barrier]
             self._late_since = self._late_since or now
             what = f"gradients of step {self.step + 1} from {named(late)}"
         else:
-            self._late_since = self._exchange_since
-            missing = self._peers.missing(self.step, self._exchange)
-            what = f"partial results of step {self.step + 1}, level {self._exchange.level}, from "
-            what += self._peers.named(missing)
-            self._peers.check(missing, what)
+            self._late_since = self._update.since
+            missing = self.peers.missing(self.step, exchange)
+            what = f"partial results of step {self.step + 1}, level {exchange.level}, from {self.peers.named(missing)}"
+            self.peers.check(missing, what)
         waited = now - self._late_since
-        if waited > self.deadline:
+        if waited > deadline:
             raise DeadlineError(f"pserver {self.endpoint} and {named(waiting)} waited {waited:.1f} s for {what}")
         for k in waiting:
-            self._say(self._trainers[k].address, "waiting", reason=f"{waited:.1f} s for {what}")
+            self._say(self._trainers.known[k].address, "waiting", reason=f"{waited:.1f} s for {what}")

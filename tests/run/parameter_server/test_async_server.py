@@ -17,7 +17,7 @@ from role_threads import HANG, Peer, RoleThreads, StepOrder, check_state, free_e
 import dtrans
 from dtrans.errors import ConfigError, PeerError
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.run.parameter_server import base_server
+from dtrans.run.parameter_server import server as server_module
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -381,7 +381,7 @@ def test_a_server_that_is_left_by_failures_only_ends_with_the_last(role_threads:
 def test_a_silent_trainer_is_left_behind(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(base_server, "SILENCE", 1.0)
+    monkeypatch.setattr(server_module, "SILENCE", 1.0)
     plan, params, batch = small(2)
     (endpoint,) = plan.servers
     role_threads.start("server", serve, plan, endpoint, params)

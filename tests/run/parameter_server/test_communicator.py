@@ -158,7 +158,7 @@ class Gate:
         self.opened = threading.Event()
         self.asked = threading.Event()
         self.sent: list[int] = []  # of how many steps each message of gradients was
-        answer, take = AsyncServer._recv, AsyncServer._send
+        answer, take = AsyncServer.recv, AsyncServer.send
 
         def recv(server: Any, k: int, message: Any) -> None:
             if server._step_of(k).number:
@@ -170,8 +170,8 @@ class Gate:
             self.sent.append(message.fields.get("steps", 1))
             take(server, k, message)
 
-        monkeypatch.setattr(AsyncServer, "_recv", recv)
-        monkeypatch.setattr(AsyncServer, "_send", send)
+        monkeypatch.setattr(AsyncServer, "recv", recv)
+        monkeypatch.setattr(AsyncServer, "send", send)
 
     def stalled(self, role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any]) -> Any:
         """The state of the one server, after steps that were all made with the initial parameters while it did not
@@ -269,14 +269,14 @@ def test_a_server_that_ends_is_named_by_the_next_step(
     params = mlp_params(dtype=jnp.float64)
     plan = plan_for(1, 1, ADAM)
     (ep,) = plan.servers
-    take = AsyncServer._send
+    take = AsyncServer.send
 
     def broken(self: Any, k: int, message: Any) -> None:
         if self._step_of(k).number == 2:
             raise RuntimeError("out of order")
         take(self, k, message)
 
-    monkeypatch.setattr(AsyncServer, "_send", broken)
+    monkeypatch.setattr(AsyncServer, "send", broken)
     role_threads.start(ep, serve, plan, ep, params)
     role_threads.start("trainer", train, plan, 0, batches_of(400), params)
     ended = role_threads.end("trainer")

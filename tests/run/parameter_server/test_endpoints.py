@@ -41,7 +41,7 @@ import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.net import wire
-from dtrans.run.parameter_server import base_server, sync_server as server_module
+from dtrans.run.parameter_server import server as server_module, sync_server
 
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -464,7 +464,7 @@ def test_a_pserver_that_is_terminated_says_so_and_leaves_nothing(
 def test_a_killed_trainer_is_named_by_the_server_before_its_deadline(
     role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_server, "SILENCE", 1.0)
+    monkeypatch.setattr(server_module, "SILENCE", 1.0)
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     plan = plan_for(pservers, min_block_size=8192)
@@ -615,7 +615,7 @@ def test_trainers_that_never_come_are_named(role_threads: RoleThreads) -> None:
 def test_a_trainer_that_falls_silent_is_taken_for_dead(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_server, "SILENCE", 1.0)
+    monkeypatch.setattr(server_module, "SILENCE", 1.0)
     (ep,) = pservers = free_endpoints(1)
     plan = plan_for(pservers)
     role_threads.start("server", serve, plan, ep, mlp_params())
@@ -676,14 +676,14 @@ def test_signs_of_life_that_came_while_the_server_was_busy_count(
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     plan = plan_for(pservers)
-    real = server_module.SyncServer._make_step
+    real = sync_server.SyncServer._make_step
 
     def busy(self: Any) -> None:
         time.sleep(1.5)  # what a long compilation does
         real(self)
 
-    monkeypatch.setattr(server_module.SyncServer, "_make_step", busy)
-    monkeypatch.setattr(base_server, "SILENCE", 1.0)
+    monkeypatch.setattr(sync_server.SyncServer, "_make_step", busy)
+    monkeypatch.setattr(server_module, "SILENCE", 1.0)
     role_threads.start("server", serve, plan, ep, params, deadline=3.0)
     for k in range(2):
         role_threads.start(f"trainer {k}", train, plan, k, [mlp_batch(8)] * 2, params, deadline=3.0)
@@ -694,7 +694,7 @@ def test_a_failed_server_tells_its_trainers_why(role_threads: RoleThreads, monke
     def fails(self: Any) -> None:
         raise MemoryError("no room for the moments")
 
-    monkeypatch.setattr(server_module.SyncServer, "_make_step", fails)
+    monkeypatch.setattr(sync_server.SyncServer, "_make_step", fails)
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     plan = plan_for(pservers)

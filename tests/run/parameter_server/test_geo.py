@@ -208,7 +208,7 @@ def test_a_step_does_not_wait_for_what_it_pushed(role_threads: RoleThreads, monk
     params, batches = params_of(), batches_of(8)
     plan = plan_for(1, 2, 2)
     gate, asked = threading.Event(), threading.Event()
-    answer = AsyncServer._recv
+    answer = AsyncServer.recv
 
     def late(self: Any, k: int, message: Any) -> None:
         if k == 0 and self._step_of(0).number:  # not the initial values
@@ -216,7 +216,7 @@ def test_a_step_does_not_wait_for_what_it_pushed(role_threads: RoleThreads, monk
             assert gate.wait(HANG)
         answer(self, k, message)
 
-    monkeypatch.setattr(AsyncServer, "_recv", late)
+    monkeypatch.setattr(AsyncServer, "recv", late)
     (ep,) = plan.servers
     role_threads.start(ep, serve, plan, ep, params)
     pushed = threading.Event()
@@ -366,14 +366,14 @@ def test_a_trainer_that_fails_ends_only_itself(role_threads: RoleThreads) -> Non
 def test_a_server_that_ends_is_named(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, params = plan_for(1, 1, 1, block_on_pull=True), params_of()
     (ep,) = plan.servers
-    begin = AsyncServer._send
+    begin = AsyncServer.send
 
     def broken(self: Any, k: int, message: Any) -> None:
         if self._steps[k].number == 2:
             raise RuntimeError("out of order")
         begin(self, k, message)
 
-    monkeypatch.setattr(AsyncServer, "_send", broken)
+    monkeypatch.setattr(AsyncServer, "send", broken)
     role_threads.start(ep, serve, plan, ep, params)
     role_threads.start("trainer", train, plan, 0, batches_of(5), params)
     ended = role_threads.end("trainer")

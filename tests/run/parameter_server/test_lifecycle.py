@@ -19,7 +19,7 @@ from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints, se
 import dtrans
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.run.parameter_server import sync_server as server_module
+from dtrans.run.parameter_server import server_sockets
 
 
 @pytest.fixture(autouse=True)
@@ -163,14 +163,14 @@ def test_a_trainer_of_the_next_job_waits_for_the_end_of_the_first(
 ) -> None:
     """What it says reaches the server of the first job, in which one of its number has been."""
     told = threading.Event()
-    real = server_module.SyncServer._say
+    real = server_sockets.ServerSockets.say
 
-    def says(self: Any, address: bytes, op: str, **fields: Any) -> None:
-        real(self, address, op, **fields)
+    def says(self: Any, to: bytes | str, op: str, /, *blocks: Any, **fields: Any) -> None:
+        real(self, to, op, *blocks, **fields)
         if op == "waiting" and fields["reason"] == "the end of a job of 2 trainers, which trainer 0 has left":
             told.set()
 
-    monkeypatch.setattr(server_module.SyncServer, "_say", says)
+    monkeypatch.setattr(server_sockets.ServerSockets, "say", says)
     (ep,) = pservers = free_endpoints(1)
     plan = plan_for(pservers, 2)
     role_threads.start("server", serves, plan, ep, 2)

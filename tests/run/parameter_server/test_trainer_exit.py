@@ -20,7 +20,7 @@ from dtrans.errors import ConfigError, PeerError
 from dtrans.ir.program import without_addresses
 from dtrans.ops import send_barrier_p
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.run.parameter_server import sync_server as server_module
+from dtrans.run.parameter_server import sync_update
 from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.slicing.mean import mean_over
 
@@ -361,13 +361,13 @@ def test_an_update_is_compiled_once_for_each_set_of_trainers(
 ) -> None:
     caplog.set_level(logging.WARNING, "dtrans.pserver")
     made: list[set[str]] = []
-    real = server_module.CompiledUpdate
+    real = sync_update.CompiledUpdate
 
     def compiled(update: ServerUpdate) -> Any:
         made.append({n.rpartition("_")[2] for n in update.grad_types})
         return real(update)
 
-    monkeypatch.setattr(server_module, "CompiledUpdate", compiled)
+    monkeypatch.setattr(sync_update, "CompiledUpdate", compiled)
     (ep,) = pservers = free_endpoints(1)
     run(role_threads, plan_for(pservers, 3, optax.adam(1e-2)), (2, 7, 4))
     assert made == [{"0", "1", "2"}, {"1", "2"}, {"1"}]

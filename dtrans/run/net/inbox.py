@@ -1,0 +1,51 @@
+"""Blocks as they come: named memory, and how much of each block is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from dtrans.errors import WireError
+from dtrans.run.net import wire
+
+
+class Inbox:
+    """Memory that the blocks of several messages are received into.
+
+    Args:
+      memory: of each block, contiguous, by name.
+      refusal: what is wrong with a block that has no memory here, by its name.
+    """
+
+    def __init__(self, memory: Mapping[str, np.ndarray], refusal: Callable[[str], str]) -> None:
+        self.memory = memory
+        self._bytes = {n: x.reshape(-1).view(np.uint8) for n, x in memory.items()}
+        self._arrived: dict[str, int] = {}
+        self._refusal = refusal
+
+    def take(self, message: wire.Message) -> None:
+        """Copy what a message has to where it belongs. Raises WireError, and copies nothing, for what is not due."""
+        wire.unpack(message, self._target, self._arrived)
+
+    def _target(self, name: str) -> np.ndarray:
+        if name not in self._bytes:
+            raise WireError(self._refusal(name))
+        return self._bytes[name]
+
+    @property
+    def begun(self) -> bool:
+        """Whether any block has come."""
+        return bool(self._arrived)
+
+    def missing(self) -> list[str]:
+        """The blocks that are not whole."""
+        return [n for n, x in self._bytes.items() if self._arrived.get(n) != x.nbytes]
+
+    def progress(self, name: str) -> str:
+        """How much of a block is here: `8 of 32 bytes`."""
+        return f"{self._arrived.get(name, 0)} of {self._bytes[name].nbytes} bytes"
+
+    def clear(self) -> None:
+        """Begin anew: nothing has come."""
+        self._arrived.clear()

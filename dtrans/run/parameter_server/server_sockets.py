@@ -1,0 +1,177 @@
+"""The sockets of one server: the one that it is spoken to by, and its lines to other servers.
+
+The first is bound twice: to the endpoint, and to a Unix socket for trainers on the same host.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dtrans.endpoints import is_loopback, split_endpoint
+from dtrans.errors import ConfigError, PeerError, WireError
+from dtrans.run.net import wire
+from dtrans.run.net.sockets import LINGER, new_socket, tcp_address
+from dtrans.run.parameter_server.server_peers import ServerPeer, ServerPeers
+from dtrans.run.parameter_server.trainers import log
+
+
+_REFUSED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class PeerLine:
+    """What one server says to another; notes in `peer` whether it is there."""
+
+    def __init__(self, context: zmq.Context[Any], me: str, peer: ServerPeer, greeting: Mapping[str, Any]) -> None:
+        self.me = me
+        self.peer = peer
+        self._greeting = wire.header("peer", **greeting)
+        self._outbox: list[list[Any]] = []  # what was to be said before the welcome
+        self.socket = new_socket(context, zmq.DEALER)
+        self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self.socket.connect(tcp_address(peer.endpoint))
+
+    def send(self, step: int, messages: Iterable[list[Any]]) -> None:
+        """Send the vectors of one exchange."""
+        if self.peer.gone:
+            raise PeerError(f"pserver {self.peer.endpoint} went away before pserver {self.me} came to step {step + 1}")
+        self._outbox += messages
+        self._empty()
+
+    def _empty(self) -> None:
+        """Let go what is to be said, once there is who hears it: what another server took would be lost."""
+        while self.peer.welcomed and self._outbox:
+            self.socket.send_multipart(self._outbox.pop(0), copy=False)
+
+    def listen(self) -> None:
+        """Take what is here. Raises PeerError for a refusal."""
+        peer, events = self.peer, []
+        # the connection first: the last words of a peer come before its end
+        while self.monitor.poll(0):
+            events.append(recv_monitor_message(self.monitor)["event"])
+        while self.socket.poll(0):
+            try:
+                message = wire.parse(self.socket.recv_multipart(copy=False))
+            except WireError as e:
+                raise PeerError(f"pserver {peer.endpoint} answered pserver {self.me} with {e}") from e
+            if message.op == "refuse":
+                raise PeerError(f"pserver {peer.endpoint} refused pserver {self.me}: {message['reason']}")
+            peer.welcomed = peer.welcomed or message.op == "welcome"
+        if peer.welcomed:
+            # a connection that breaks has lost what was on its way, also when ZeroMQ makes it anew
+            peer.gone = peer.gone or zmq.EVENT_DISCONNECTED in events
+        elif zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
+            self.socket.send(self._greeting)  # once more, where the server that was there has ended
+        self._empty()
+
+    def close(self, *, failed: bool) -> None:
+        """End it. Where the job has ended well, nobody waits for anything that was said here."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0 if failed or self.peer.gone else int(LINGER * 1000))
+
+
+class ServerSockets:
+    """The sockets of one server, none of which is there before `bind`.
+
+    Attributes:
+      local: the path of the Unix socket; empty, where paths are too long for one.
+    """
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.local = ""
+        self._context = context
+        self._bound = ""
+        self._lines: dict[str, PeerLine] = {}
+        self._ready: dict[Any, int] = {}
+        self._poller = zmq.Poller()
+
+    def bind(self, *, allow_remote: bool) -> None:
+        """Raises ConfigError for an endpoint that may not be, or cannot be bound."""
+        host, _ = split_endpoint(self.endpoint)
+        if not is_loopback(host) and not allow_remote:
+            raise ConfigError(
+                f"pserver {self.endpoint} is not on loopback; messages are neither encrypted nor authenticated, "
+                "so binding it "
+                "needs Executor(allow_remote=True)"
+            )
+        self._socket = new_socket(self._context, zmq.ROUTER)
+        self._monitor = self._socket.get_monitor_socket(_REFUSED_HANDSHAKES | zmq.EVENT_CLOSED)
+        self._folder = Path(tempfile.mkdtemp(prefix="dtrans-"))  # readable by this user only
+        local = str(self._folder / "socket")
+        try:
+            self._socket.bind(tcp_address(self.endpoint))
+            self._bound = self._socket.get_string(zmq.LAST_ENDPOINT)  # as ZeroMQ names it
+            if len(os.fsencode(local)) <= zmq.IPC_PATH_MAX_LEN:
+                self._socket.bind(f"ipc://{local}")
+                self.local = local
+        except zmq.ZMQError as e:
+            self.close(failed=True)
+            raise ConfigError(f"pserver {self.endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}") from e
+
+    def connect(self, peers: ServerPeers) -> None:
+        """Open the lines to other servers, and listen to all."""
+        for peer in peers.known.values():
+            self._lines[peer.endpoint] = PeerLine(self._context, self.endpoint, peer, peers.greeting(peer))
+        lines = [s for line in self._lines.values() for s in (line.socket, line.monitor)]
+        for s in (self._socket, self._monitor, *lines):
+            self._poller.register(s, zmq.POLLIN)
+
+    def poll(self, seconds: float, take: Callable[[list[Any]], None]) -> bool:
+        """Wait until something is here; whether that was a message to this server, whose frames `take` is given."""
+        self._ready = dict(self._poller.poll(max(0, int(seconds * 1000))))
+        if self._socket not in self._ready:
+            return False
+        take(self._socket.recv_multipart(copy=False))  # and nobody keeps them: they have much memory
+        return True
+
+    def listen(self) -> None:
+        """Take what else `poll` has found. Raises PeerError where a peer refuses, or says that it has ended."""
+        if self._monitor in self._ready and recv_monitor_message(self._monitor)["event"] & _REFUSED_HANDSHAKES:
+            log.warning("pserver %s refused a connection that does not speak the protocol", self.endpoint)
+        if not self._ready.keys() <= {self._socket, self._monitor}:
+            for line in self._lines.values():
+                line.listen()
+
+    def say(self, to: bytes | str, op: str, /, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> None:
+        """As `trainers.Say` is. Raises PeerError for another server that is gone."""
+        messages = wire.framed(op, blocks, **fields)  # an iterator, which waits until arrays are computed
+        if isinstance(to, str):
+            self._lines[to].send(fields["step"], messages)
+            return
+        for frames in messages:
+            self._socket.send_multipart([to, *frames], copy=not blocks)
+
+    def close(self, *, failed: bool) -> None:
+        """Close all; last words go out."""
+        for line in self._lines.values():
+            line.close(failed=failed)
+        self._let_go()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(LINGER * 1000))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _let_go(self) -> None:
+        """Stop listening, and wait until the endpoint can be bound again: ZeroMQ closes sockets in its own time."""
+        if not self._bound:
+            return
+        self._socket.linger = int(LINGER * 1000)
+        limit = time.monotonic() + LINGER
+        self._socket.unbind(self._bound)
+        while self._monitor.poll(max(0, int((limit - time.monotonic()) * 1000))):
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_CLOSED:
+                return

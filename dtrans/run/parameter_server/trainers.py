@@ -1,0 +1,188 @@
+"""Who is present: the trainers of one server, whether they may come, and who of them is late.
+
+Decides, and does nothing: times are arguments, and what is to be said is returned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dtrans.errors import DeadlineError, WireError
+from dtrans.run.net import wire
+from dtrans.run.parameter_server.update import ServerUpdate
+
+
+log = logging.getLogger("dtrans.pserver")
+
+# (to, op, blocks=(), **fields): sends a message at once, to an address that has spoken or to a server by its endpoint
+Say = Callable[..., None]
+
+
+@dataclasses.dataclass
+class Trainer:
+    """What a server knows of one trainer."""
+
+    session: str
+    address: bytes
+    heard: float
+    wants: tuple[str, ...] = ()
+    done: bool = False
+    failed: bool = False  # done, and not because it said so
+
+
+class Trainers:
+    """The trainers of one server.
+
+    Args:
+      update: of the server.
+      deadline: seconds that they may take to come.
+      silence: seconds without a sign of life after which one is taken for dead.
+
+    Attributes:
+      count: how many there are to be.
+      started: when the server began to wait for them.
+      known: those that have come, by their ids and in that order; `by_address` has the ids.
+    """
+
+    def __init__(self, update: ServerUpdate, *, deadline: float, silence: float) -> None:
+        self.endpoint = update.endpoint
+        self.count: int = update.eqn.params["Fanin"]
+        self.deadline = deadline
+        self.silence = silence
+        self.started = 0.0
+        self._sync_mode: bool = update.eqn.params["sync_mode"]
+        self.known: dict[int, Trainer] = {}
+        self.by_address: dict[bytes, int] = {}
+
+    @property
+    def present(self) -> list[int]:
+        """Those that have come, and have not left."""
+        return [k for k, t in self.known.items() if not t.done]
+
+    @property
+    def left(self) -> list[int]:
+        """Those that have left."""
+        return [k for k, t in self.known.items() if t.done]
+
+    @property
+    def served(self) -> bool:
+        """Whether all have come, and left."""
+        return len(self.known) == self.count and all(t.done for t in self.known.values())
+
+    # -- what they say ---------------------------------------------------------------------------
+
+    def hello(self, address: bytes, message: wire.Message, now: float, peer: str | None) -> str:
+        """Let a trainer come, or move to another socket; or what has to end before.
+
+        Args:
+          peer: the server that has said that it speaks from there.
+
+        Raises:
+          WireError: it may not.
+        """
+        k, trainers = message["trainer"], message["trainers"]
+        if message["order"] != sys.byteorder:
+            raise WireError(f"trainer {k} is {message['order']}-endian, this server is {sys.byteorder}-endian")
+        if trainers != self.count:
+            raise WireError(
+                f"trainer {k} was planned with {trainers} trainers, pserver {self.endpoint} with {self.count}"
+            )
+        if not 0 <= k < self.count:
+            raise WireError(f"trainer {k} of {self.count}: ids are 0 to {self.count - 1}")
+        known = self.known.get(k)
+        if message.fields.get("sync_mode", self._sync_mode) != self._sync_mode:
+            modes = {True: "synchronous", False: "asynchronous"}
+            raise WireError(
+                f"trainer {k} is {modes[not self._sync_mode]}, pserver {self.endpoint} {modes[self._sync_mode]}: "
+                "every role must plan the same mode"
+            )
+        if known is not None and known.done:
+            if known.failed or known.session == message["session"]:
+                raise WireError(f"trainer {k} has left, and cannot come back to this job")
+            # it is of the next job on this endpoint: this server's end breaks its connection, and it says hello anew
+            return f"the end of a job of {self.count} trainers, which trainer {k} has left"
+        if known is not None and known.session != message["session"]:
+            raise WireError(
+                f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in two processes?"
+            )
+        if peer is not None:
+            raise WireError(f"pserver {peer} cannot be trainer {k} too")
+        if self.by_address.get(address, k) != k:
+            raise WireError(f"trainer {k} has already said hello as trainer {self.by_address[address]}")
+        if known is None:
+            self.known[k] = Trainer(message["session"], address, now)
+        else:  # it moves to the Unix socket
+            del self.by_address[known.address]
+            known.address, known.heard = address, now
+        self.by_address[address] = k
+        return ""
+
+    def hear(self, message: wire.Message, now: float) -> None:
+        """A sign of life, which comes by a socket of its own."""
+        known = self.known.get(message["trainer"])
+        if known and known.session == message["session"]:
+            known.heard = now
+
+    def speaker(self, address: bytes, message: wire.Message, now: float) -> int:
+        """Who says something. Raises WireError where nobody may."""
+        if address not in self.by_address:
+            raise WireError(f"a `{message.op}` message from a peer that has not said hello")
+        k = self.by_address[address]
+        if self.known[k].done:
+            raise WireError(f"a `{message.op}` message of trainer {k}, which has left")
+        self.known[k].heard = now
+        return k
+
+    # -- who is late -----------------------------------------------------------------------------
+
+    def silent(self, now: float) -> dict[int, str]:
+        """Those to be taken for dead, and why."""
+        since = {k: now - t.heard for k, t in self.known.items() if not t.done}
+        why = "heard nothing from trainer {} for {:.1f} s; it is taken for dead"
+        return {k: why.format(k, s) for k, s in since.items() if s > self.silence}
+
+    def absent(self, now: float) -> list[int]:
+        """Those that have not come yet. Raises DeadlineError when they should have."""
+        absent = [k for k in range(self.count) if k not in self.known]
+        if absent and now - self.started > self.deadline:
+            raise DeadlineError(
+                f"pserver {self.endpoint} waited {now - self.started:.1f} s for {named(absent)} to say hello"
+            )
+        return absent
+
+
+def named(trainers: Sequence[int]) -> str:
+    """Trainers, as messages call them."""
+    return ("trainer " if len(trainers) == 1 else "trainers ") + ", ".join(map(str, trainers))
+
+
+def wanted(update: ServerUpdate, k: int, table: Any) -> tuple[str, ...]:
+    """The blocks that trainer k asks for. Raises WireError for one that the server does not hold like that."""
+    rows = table if isinstance(table, list) else [None]
+    if not all(isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) for row in rows):
+        raise WireError("`recv` of something that is not a list of [name, shape, dtype]")
+    types = {n: update.types[n] for n in update.params}
+    for name, shape, dtype in table:
+        held = types.get(name)
+        if held is None:
+            raise WireError(
+                f"trainer {k} asks for {name}, which pserver {update.endpoint} does not hold; every role must "
+                "plan the same step"
+            )
+        if shape != list(held.shape) or dtype != held.dtype.name:
+            raise WireError(
+                f"trainer {k} has {name} as {dtype}{shape}, pserver {update.endpoint} holds "
+                f"{held.dtype.name}{list(held.shape)}; "
+                "every role must plan the same step with the same options"
+            )
+    return tuple(row[0] for row in table)
+
+
+def answer(say: Say, t: Trainer, step: int, values: Mapping[str, Any]) -> None:
+    """Send a trainer what it wants; there is an answer also where it wants nothing."""
+    nothing = {} if t.wants else {"pieces": list[Any]()}
+    say(t.address, "blocks", [(n, values[n]) for n in t.wants], step=step, **nothing)

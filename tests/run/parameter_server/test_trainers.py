@@ -1,0 +1,131 @@
+"""What servers decide, without a socket and without a clock: messages and times are made up."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import mlp_batch, mlp_loss, mlp_params
+
+import dtrans
+from dtrans.errors import DeadlineError, WireError
+from dtrans.run.net import wire
+from dtrans.run.parameter_server import trainers as trainers_module
+from dtrans.run.parameter_server.async_server import AsyncServer
+from dtrans.run.parameter_server.sync_server import SyncServer
+from dtrans.run.parameter_server.trainers import Trainers, named
+from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
+
+
+FOLDER = Path(trainers_module.__file__).parent
+
+
+class Job:
+    """A server without a socket; what it has said, by address."""
+
+    def __init__(self, count: int, *, sync_mode: bool = True) -> None:
+        self.params, tx = mlp_params(), optax.sgd(0.5)
+        step = dtrans.make_train_step(mlp_loss, tx)
+        self.plan = dtrans.pserver(
+            dtrans.trace(step, self.params, jax.eval_shape(tx.init, self.params), *mlp_batch(6)),
+            dtrans.trace(lambda p: (p, tx.init(p)), self.params),
+            pservers="127.0.0.1:1",
+            trainers=count,
+            sync_mode=sync_mode,
+            min_block_size=1,
+        )
+        (role,) = self.plan.servers.values()
+        self.update = ServerUpdate.of(role.main)
+        self.trainers = Trainers(self.update, deadline=10.0, silence=3.0)
+        self.said: list[tuple[Any, str, dict[str, Any]]] = []
+        kind = SyncServer if sync_mode else AsyncServer
+        state = own_buffers({n: np.ones(t.shape, t.dtype) for n, t in self.update.types.items()})
+        self.server = kind(self.update, state, self.trainers, self.say)
+
+    def say(self, to: Any, op: str, /, blocks: Any = (), **fields: Any) -> None:
+        self.said.append((to, op, fields | {n: np.array(x) for n, x in blocks}))
+
+    def hello(self, k: int, now: float, *, session: str = "", address: bytes = b"") -> str:
+        fields = {"trainer": k, "trainers": self.trainers.count, "session": session, "order": sys.byteorder}
+        return self.trainers.hello(address or b"%d" % k, wire.Message("hello", fields), now, None)
+
+    def send(self, k: int, value: float) -> None:
+        """All gradients of trainer k, each full of a number."""
+        types = self.update.grad_types.items()
+        grads = [(n, np.full(t.shape, value, t.dtype)) for n, t in types if n.endswith(f".trainer_{k}")]
+        for head, *frames in wire.framed("send", grads, step=self.server.step):
+            self.server.send(k, wire.parse([head, *map(bytes, frames)]))
+        self.server.send_barrier(k, wire.Message("send_barrier", {"step": self.server.step}))
+
+
+def test_a_synchronous_step_is_made_of_messages_alone() -> None:
+    job = Job(2)
+    for k in (1, 0):
+        assert job.hello(k, 0.0) == ""
+    table = [[n, list(job.update.types[n].shape), job.update.types[n].dtype.name] for n in job.update.params]
+    job.send(0, 1.0)
+    for k in range(2):
+        job.server.recv(k, wire.Message("recv", {"step": k == 0, "blocks": table}))
+    assert [said[:2] for said in job.said] == [(b"1", "blocks")]  # trainer 0 has asked for the step after this one
+    job.server.recv(1, wire.Message("recv", {"step": 0}))
+    job.said.clear()
+    job.send(1, 3.0)
+    assert [said[:2] for said in job.said] == [(b"0", "blocks")]
+    assert job.server.step == 1
+    for n in job.update.params:
+        np.testing.assert_array_equal(job.said[0][2][n], np.zeros(job.update.types[n].shape))  # 1 - 0.5 * (1 + 3) / 2
+
+
+def test_who_is_late_is_told_by_the_time_that_is_given() -> None:
+    job = Job(2)
+    job.hello(0, 1.0)
+    job.server.look(4.0)
+    assert job.said == []
+    job.send(0, 1.0)
+    job.server.look(4.0)
+    assert job.said == [(b"0", "waiting", {"reason": "0.0 s for gradients of step 1 from trainer 1"})]
+    with pytest.raises(DeadlineError, match=r"^pserver 127.0.0.1:1 heard nothing from trainer 0 for 3.5 s; it is"):
+        job.server.look(4.5)
+    job.trainers.hear(wire.Message("alive", {"trainer": 0, "session": ""}), 9.0)
+    with pytest.raises(DeadlineError, match=r"^pserver 127.0.0.1:1 waited 10.5 s for trainer 1 to say hello$"):
+        job.server.look(10.5)
+
+
+def test_an_asynchronous_server_goes_on_without_who_is_silent() -> None:
+    job = Job(2, sync_mode=False)
+    job.hello(0, 0.0)
+    job.hello(1, 2.0)
+    job.server.look(4.0)
+    assert job.trainers.present == [1]
+    assert job.trainers.left == [0]
+    with pytest.raises(WireError, match="trainer 0 has left, and cannot come back to this job"):
+        job.hello(0, 5.0)
+    with pytest.raises(WireError, match="a `recv` message of trainer 0, which has left"):
+        job.trainers.speaker(b"0", wire.Message("recv", {}), 5.0)
+
+
+def test_a_trainer_moves_to_another_socket_and_is_replaced_by_nobody() -> None:
+    job = Job(2)
+    job.hello(0, 0.0)
+    job.hello(0, 1.0, address=b"local")
+    assert job.trainers.by_address == {b"local": 0}
+    with pytest.raises(WireError, match="trainer 0 is here already"):
+        job.hello(0, 2.0, session="another")
+    job.trainers.known[0].done = True
+    assert job.hello(0, 3.0, session="another") == "the end of a job of 2 trainers, which trainer 0 has left"
+    assert not job.trainers.served
+    assert named([2, 0]) == "trainers 2, 0"
+
+
+@pytest.mark.parametrize("name", ["trainers", "server_peers", "sync_server", "async_server"])
+def test_who_decides_has_no_socket_and_no_clock(name: str) -> None:
+    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    found = {a.name for x in ast.walk(tree) if isinstance(x, ast.Import) for a in x.names}
+    found |= {x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
+    assert found.isdisjoint({"zmq", "time", "threading", "dtrans.run.net.sockets"})
