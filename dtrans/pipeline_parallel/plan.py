@@ -290,7 +290,7 @@ class PipelinePlan:
         """Run this process's stages, in a job of processes; see `dtrans.run.pipeline_parallel.cluster`.
 
         `dtrans.connect()` comes first. All processes call this, then `init` with the same arguments, and `step` with
-        the same, whole batches.
+        this process's part of the batch: process k of N has rows k*B/N to (k+1)*B/N of the global one.
 
         Raises:
           ConfigError: not connected, or to a number of processes that does not divide the stages.
