@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import re
 import sys
@@ -22,7 +23,7 @@ from halves import CASES, TINY, Case, ours, planned
 
 import dtrans
 from dtrans.pipeline_parallel.schedule import schedule
-from dtrans.run.pipeline_parallel.instructions import RunStage, Transfer
+from dtrans.run.pipeline_parallel.instructions import Instruction, Transfer
 from dtrans.run.pipeline_parallel.job import PipelineJob
 from dtrans.run.pipeline_parallel.profile import Measured, measured
 
@@ -51,7 +52,7 @@ def instructions(job: PipelineJob, case: Case, count: int) -> dict[str, tuple[fl
         tape, env = job.ready(state, *case.batch)
         note("before the first task")
 
-        def look(ins: RunStage | Transfer, note: Callable[[str], None] = note) -> None:
+        def look(ins: Instruction, note: Callable[[str], None] = note) -> None:
             note("moves" if isinstance(ins, Transfer) else "tasks" if ins.task else "zeros, update, results")
 
         job.play(tape, env, look)
@@ -150,7 +151,9 @@ def process(name: str) -> None:
     """One of two: for each number on the input, as many steps; then the seconds that they took."""
     dtrans.connect(deadline=120)
     case = {**CASES, **TINY}[name]()
-    run = ours(case, planned(case).on_cluster())
+    job, k, n = planned(case).on_cluster(), jax.process_index(), jax.process_count()
+    inputs, targets = (x[k * len(x) // n : (k + 1) * len(x) // n] for x in case.batch)
+    run = ours(dataclasses.replace(case, batch=(inputs, targets)), job)
     jax.block_until_ready(run())
     print("ready", flush=True)
     for line in sys.stdin:

@@ -172,7 +172,7 @@ FAULTS = (
         ("pipeline_parallel/test_stages.py",),
     ),
     Fault(
-        "pipeline_parallel/schedule.py",
+        "pipeline_parallel/orders.py",
         'if task.kind == "B" and task.micro >= device:',
         'if task.kind == "B" and task.micro > device:',
         ("pipeline_parallel/test_schedule.py", "pipeline_parallel/test_stage_programs.py"),

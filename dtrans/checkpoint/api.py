@@ -210,11 +210,8 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
       {'params/w.block1': Array([9.], dtype=float32)}
       {'w': Array([7., 8., 9.], dtype=float32)}
     """
-    if isinstance(plan, Job) and isinstance(plan.plan, CollectivePlan):
-        saved = Checkpoint.at(path).of(plan.plan.main)
-        return collective_state.state_of(plan, saved.rows, saved.on_host)
     if isinstance(plan, Job):
-        return plan.state_of(*load(path, plan.plan.main))
+        return _restored_job(path, plan)
     check_plan(plan)
     plan.servers[endpoint]  # raises UnknownEndpointError
     saved = Checkpoint.at(path).of(plan.main)
@@ -225,6 +222,13 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
         row.slice_name: jnp.zeros(row.slice_shape, row.dtype) if origin is None else next(found)
         for row, origin in sources
     }
+
+
+def _restored_job(path: Folder, job: Any) -> Any:
+    if not isinstance(job.plan, CollectivePlan):
+        return job.state_of(*load(path, job.plan.main))
+    saved = Checkpoint.at(path).of(job.plan.main)
+    return collective_state.state_of(job, saved.rows, saved.on_host)
 
 
 def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:

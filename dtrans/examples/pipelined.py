@@ -26,8 +26,9 @@ from dtrans.errors import BatchError, ConfigError
 from dtrans.examples import characters, report
 from dtrans.examples.train import bound, difference, virtual_devices
 from dtrans.pipeline_parallel.task import Play, TimedTask
-from dtrans.run.pipeline_parallel.job import PipelineJob, PipelineState
+from dtrans.run.pipeline_parallel.job import PipelineJob
 from dtrans.run.pipeline_parallel.profile import Measured, measured, timed
+from dtrans.run.pipeline_parallel.state import PipelineState
 
 
 ENGINES = ("mesh", "simulate")

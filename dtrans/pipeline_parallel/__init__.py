@@ -15,6 +15,10 @@ results            what becomes of what micro-batches make
 update             from sums of gradients to new parameters
 update_by_stage    the update, cut by where its inputs live
 schedule           what each device does when, as a value
+orders             those of the schedules that have a name
+order_checks       whether orders are a schedule
+playing            what orders cost: times, ticks, what is in flight
+task               a task of a schedule, and when it ran
 gantt              schedules, and what really ran, drawn
 device_layout      which devices each stage and replica has
 """

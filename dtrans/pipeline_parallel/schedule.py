@@ -4,32 +4,32 @@ A step of `num_micro_batch` micro-batches through `K` model stages is made of ta
 micro-batch; B, its backward; and, where backward is split, B for the cotangents of inputs only and W for the gradients
 of weights. What a task needs is the same in all schedules (`Schedule.needs`); a schedule adds the order in which each
 device does its own. The rest is read off these orders: what is in flight without any clock, makespan and bubble by
-playing the orders with costs, one global sequence from a play in which every task takes one tick. Timed tasks, and
-how they are shown, are in `dtrans.pipeline_parallel.gantt`.
+playing the orders with costs, one global sequence from a play in which every task takes one tick.
+
+    orders         those of the schedules that have a name
+    order_checks   whether orders are a schedule
+    playing        what orders cost
+    gantt          how timed tasks are shown
 
 Backward goes through micro-batches in ascending order in all schedules, so that gradients are added up in one order
-and all schedules give the same numbers. All but PreferForward are one forward, one backward (1F1B): some forwards
-ahead, then by turns a backward and a forward, then what is left. They differ in how many are ahead.
-
-Sources: EPL, its pipeline's scheduler.py (the first three); Narayanan et al., arXiv 2104.04473 (Interleaved); Qi et
-al., arXiv 2401.10241 (ZeroBubble).
+and all schedules give the same numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import cached_property
-from numbers import Integral, Real
 from typing import Any
 
 from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel import gantt
-from dtrans.pipeline_parallel.task import Costs, Play, Task, TimedTask
+from dtrans.pipeline_parallel.order_checks import check_count, check_tasks, in_turn
+from dtrans.pipeline_parallel.orders import ORDERS
+from dtrans.pipeline_parallel.playing import checked_cost, peak_in_flight, play_tasks, task_costs, tick_table
+from dtrans.pipeline_parallel.task import Costs, Play, Task, TimedTask, needs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -96,12 +96,7 @@ class Schedule:
 
         F at stage k needs F at k - 1; B needs F at its own stage and B at k + 1; W needs B at its own stage.
         """
-        kind, k, m = task.kind, task.stage, task.micro
-        if kind == "F":
-            return (Task("F", k - 1, m),) if k else ()
-        if kind == "W":
-            return (Task("B", k, m),)
-        return (Task("F", k, m), Task("B", k + 1, m)) if k + 1 < self.num_model_stages else (Task("F", k, m),)
+        return needs(task, self.num_model_stages)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
         """All tasks that end before a task begins: what it needs, and last the one before it on its device.
@@ -124,38 +119,9 @@ class Schedule:
             or not one of this pipeline at all; W tasks are there for some only; or devices wait for each other.
         """
         for what in ("num_stages", "num_micro_batch", "chunks"):
-            _check_count(what, getattr(self, what))
-        if len(self.orders) != self.num_stages:
-            raise ConfigError(
-                f"the schedule {self.name} has orders of {len(self.orders)} devices, and num_stages={self.num_stages}"
-            )
-        seen: set[Task] = set()
-        for device, task in ((d, t) for d, order in enumerate(self.orders) for t in order):
-            if task not in self._tasks:
-                raise ConfigError(
-                    f"the schedule {self.name} has {task} on device {device}, which is no task of "
-                    f"{self.num_model_stages} model stages and {self.num_micro_batch} micro-batches"
-                )
-            if task in seen:
-                raise ConfigError(f"the schedule {self.name} has {task} twice")
-            if device != self.device_of(task.stage):
-                raise ConfigError(
-                    f"the schedule {self.name} has {task} on device {device}: its stage is on device "
-                    f"{self.device_of(task.stage)}"
-                )
-            seen.add(task)
-        missing = sorted(t for t in self._tasks - seen if t.kind != "W" or self.splits_backward)
-        if missing:
-            nor = len(missing) - 1
-            others = f", nor {nor} other task{'s' if nor > 1 else ''}" if nor else ""
-            raise ConfigError(f"the schedule {self.name} has no {missing[0]}{others}")
-        assert len(self._started) == len(seen)  # or it raises
-
-    @cached_property
-    def _tasks(self) -> frozenset[Task]:
-        """All tasks that there can be."""
-        stages, micros = range(self.num_model_stages), range(self.num_micro_batch)
-        return frozenset(Task(kind, k, m) for kind in "FBW" for k in stages for m in micros)
+            check_count(what, getattr(self, what))
+        check_tasks(self.name, self.orders, self.num_stages, self.num_model_stages, self.num_micro_batch)
+        assert self._started  # or it raises
 
     @cached_property
     def _position(self) -> dict[Task, tuple[int, int]]:
@@ -164,25 +130,8 @@ class Schedule:
 
     @cached_property
     def _started(self) -> tuple[Task, ...]:
-        """All tasks, each after its dependencies: every device goes on until it waits, then the next has its turn."""
-        done: dict[Task, None] = {}
-        heads = [0] * self.num_stages
-        while True:
-            before = len(done)
-            for device, order in enumerate(self.orders):
-                while heads[device] < len(order) and all(t in done for t in self.needs(order[heads[device]])):
-                    done[order[heads[device]]] = None
-                    heads[device] += 1
-            if len(done) == before:
-                break
-        waits = [
-            f"device {device} waits with {order[i]} for {next(t for t in self.needs(order[i]) if t not in done)}"
-            for device, (order, i) in enumerate(zip(self.orders, heads, strict=True))
-            if i < len(order)
-        ]
-        if waits:
-            raise ConfigError(f"the schedule {self.name} cannot go on: {', '.join(waits)}")
-        return tuple(done)
+        """All tasks, each after its dependencies."""
+        return in_turn(self.name, self.orders, self.num_model_stages)
 
     # -- what it costs ---------------------------------------------------------------------------
 
@@ -202,24 +151,8 @@ class Schedule:
           ConfigError: a cost that is not a finite number of at least 0, as many costs as there are not model stages,
             or a weight that costs more than the backward that it is a part of.
         """
-        costs = {"F": self._costs("forward", forward), "B": self._costs("backward", backward)}
-        if self.splits_backward:
-            costs["W"] = self._costs("weight", weight)
-            for k, (whole, part) in enumerate(zip(costs["B"], costs["W"], strict=True)):
-                if part > whole:
-                    raise ConfigError(f"at model stage {k} weight={part} is more than backward={whole}, which it is in")
-            costs["B"] = [whole - part for whole, part in zip(costs["B"], costs["W"], strict=True)]
-        latency = _check_cost("transfer", transfer)
-        free: list[float] = [0] * self.num_stages
-        ends: dict[Task, float] = {}
-        timed = []
-        for task in self._started:
-            device = self.device_of(task.stage)
-            there = [ends[t] + (latency if self.device_of(t.stage) != device else 0) for t in self.needs(task)]
-            start = max([free[device], *there])
-            free[device] = ends[task] = start + costs[task.kind][task.stage]
-            timed.append(TimedTask(task, device, start, ends[task]))
-        return Play(sorted(timed, key=lambda t: (t.start, t.device)))
+        costs = task_costs(self.num_model_stages, self.splits_backward, forward, backward, weight)
+        return play_tasks(self._started, self.num_stages, costs, checked_cost("transfer", transfer))
 
     def makespan(self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0) -> float:
         """How long a step takes; see `play` for the costs. An int where all of them are."""
@@ -237,16 +170,7 @@ class Schedule:
         One is in flight from the beginning of its F to the end of its B, or of its W where backward is split: the
         time for which the device keeps what the forward left for it. It follows from the order alone.
         """
-        last = "W" if self.splits_backward else "B"
-        peaks = []
-        for order in self.orders:
-            now = most = 0
-            for task in order:
-                now += task.kind == "F"
-                most = max(most, now)
-                now -= task.kind == last
-            peaks.append(most)
-        return tuple(peaks)
+        return tuple(peak_in_flight(order, self.splits_backward) for order in self.orders)
 
     def sequence(self) -> tuple[Task, ...]:
         """All tasks in the order in which one process dispatches them: tick by tick, in a tick device by device."""
@@ -254,21 +178,11 @@ class Schedule:
 
     def ticks(self) -> tuple[tuple[Task | None, ...], ...]:
         """The tick table: rows are devices, columns ticks, None is idle. Every task takes one tick."""
-        table: list[list[Task | None]] = [[None] * int(self._ticked.makespan) for _ in self.orders]
-        for task, device, start, _ in self._ticked:
-            table[device][int(start)] = task
-        return tuple(map(tuple, table))
+        return tick_table(self._ticked, self.num_stages)
 
     @cached_property
     def _ticked(self) -> Play:
         return self.play(forward=1, backward=2 if self.splits_backward else 1, weight=1)
-
-    def _costs(self, what: str, given: Costs) -> list[float]:
-        """What each model stage costs."""
-        each = list(given) if isinstance(given, Iterable) else [given] * self.num_model_stages
-        if len(each) != self.num_model_stages:
-            raise ConfigError(f"{what} has {len(each)} costs, and the schedule {self.num_model_stages} model stages")
-        return [_check_cost(what, cost) for cost in each]
 
     # -- showing ---------------------------------------------------------------------------------
 
@@ -361,92 +275,18 @@ def schedule(name: str, num_stages: int, num_micro_batch: int, chunks: int | Non
       >>> schedule("ZeroBubble", 3, 4).bubble, schedule("Interleaved", 3, 4, chunks=2).bubble
       (Fraction(1, 7), Fraction(1, 5))
     """
-    found = {n.lower(): n for n in _SCHEDULES}.get(str(name).lower())
+    found = {n.lower(): n for n in ORDERS}.get(str(name).lower())
     if found is None:
-        raise ConfigError(f"schedule must be one of {', '.join(_SCHEDULES)}, it is {name!r}")
-    _check_count("num_stages", num_stages)
-    _check_count("num_micro_batch", num_micro_batch)
+        raise ConfigError(f"schedule must be one of {', '.join(ORDERS)}, it is {name!r}")
+    check_count("num_stages", num_stages)
+    check_count("num_micro_batch", num_micro_batch)
     interleaved = found == "Interleaved"
     if chunks is None:
         chunks = 2 if interleaved else 1
-    _check_count("chunks", chunks)
+    check_count("chunks", chunks)
     if interleaved and chunks == 1:
         raise ConfigError("chunks=1 is PreferBackward: Interleaved needs at least 2 model stages on each device")
     if not interleaved and chunks > 1:
         raise ConfigError(f"{found} has one model stage on each device, not chunks={chunks}: use Interleaved")
-    orders = tuple(_SCHEDULES[found](num_stages, num_micro_batch, chunks))
+    orders = tuple(ORDERS[found](num_stages, num_micro_batch, chunks))
     return Schedule(found, num_stages, num_micro_batch, chunks, orders)
-
-
-def _by_turns(forwards: Sequence[Task], backwards: Sequence[Task], ahead: int) -> tuple[Task, ...]:
-    """Some forwards ahead, then by turns a backward and a forward, then the backwards that are left."""
-    order = list(forwards[:ahead])
-    for i, backward in enumerate(backwards):
-        order += [backward, *forwards[ahead + i : ahead + i + 1]]
-    return tuple(order)
-
-
-def _with_ahead(ahead: Callable[[int, int, int], int]) -> Callable[[int, int, int], Iterator[tuple[Task, ...]]]:
-    """1F1B of one model stage per device, with `ahead(device, S, M)` forwards before the first backward."""
-
-    def orders(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
-        for device in range(num_stages):
-            forwards, backwards = ([Task(kind, device, m) for m in range(num_micro_batch)] for kind in "FB")
-            yield _by_turns(forwards, backwards, ahead(device, num_stages, num_micro_batch))
-
-    return orders
-
-
-def _interleaved(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
-    """Rounds of micro-batches go through all chunks, each round through one chunk after the other.
-
-    A round of fewer than S leaves devices idle between chunks, so what is over is shared out among the rounds. Until
-    its first backward a device has the forwards of the longest round through all chunks but one, and two for each
-    device after it: one for the way there, one for the way back.
-    """
-    num_rounds = max(1, num_micro_batch // num_stages)
-    edges = [i * num_micro_batch // num_rounds for i in range(num_rounds + 1)]
-    rounds = [range(a, b) for a, b in itertools.pairwise(edges)]
-    longest = max(map(len, rounds))
-    for device in range(num_stages):
-        stages = range(device, num_stages * chunks, num_stages)
-        forwards = [Task("F", k, m) for turn in rounds for k in stages for m in turn]
-        backwards = [Task("B", k, m) for turn in rounds for k in reversed(stages) for m in turn]
-        yield _by_turns(forwards, backwards, 2 * (num_stages - device - 1) + (chunks - 1) * longest + 1)
-
-
-_one_forward_one_backward = _with_ahead(lambda device, stages, micros: stages - device)
-
-
-def _zero_bubble(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
-    """1F1B; W comes as many micro-batches after its B as there are devices before, so that all keep equally many."""
-    for device, order in enumerate(_one_forward_one_backward(num_stages, num_micro_batch, chunks)):
-        weights = [Task("W", device, m) for m in range(num_micro_batch)]
-        split: list[Task] = []
-        for task in order:
-            split.append(task)
-            if task.kind == "B" and task.micro >= device:
-                split.append(weights.pop(0))
-        yield (*split, *weights)
-
-
-_SCHEDULES: dict[str, Callable[[int, int, int], Iterator[tuple[Task, ...]]]] = {
-    "PreferForward": _with_ahead(lambda device, stages, micros: micros),
-    "PreferBackward": _one_forward_one_backward,
-    # one more would gain the last device nothing: what its backward needs is there
-    "PreferBackwardOptimizer": _with_ahead(lambda device, stages, micros: stages - device + (device < stages - 1)),
-    "Interleaved": _interleaved,
-    "ZeroBubble": _zero_bubble,
-}
-
-
-def _check_count(what: str, count: object) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{what} must be a positive number, it is {count!r}")
-
-
-def _check_cost(what: str, cost: object) -> float:
-    """A cost as an int where it is one, else a float."""
-    if isinstance(cost, bool) or not isinstance(cost, Real) or not math.isfinite(cost) or cost < 0:
-        raise ConfigError(f"{what}={cost!r}: a cost is a finite number of at least 0")
-    return int(cost) if isinstance(cost, Integral) else float(cost)

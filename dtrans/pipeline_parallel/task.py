@@ -30,6 +30,16 @@ class Task:
         return f"{self.kind}{self.micro}@{self.stage}"
 
 
+def needs(task: Task, num_model_stages: int) -> tuple[Task, ...]:
+    """The tasks that make what a task reads: see `Schedule.needs`."""
+    kind, k, m = task.kind, task.stage, task.micro
+    if kind == "F":
+        return (Task("F", k - 1, m),) if k else ()
+    if kind == "W":
+        return (Task("B", k, m),)
+    return (Task("F", k, m), Task("B", k + 1, m)) if k + 1 < num_model_stages else (Task("F", k, m),)
+
+
 class TimedTask(NamedTuple):
     """A task with the times at which its device begins and ends it."""
 

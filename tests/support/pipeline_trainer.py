@@ -1,5 +1,5 @@
-"""One process of the jobs in test_pipeline_cluster.py: a script that `dtrans.Role` tells who it is. Its arguments are a
-folder and options of the plan. What it finds goes to `trainer-K.npz` in the folder."""
+"""One process of the jobs in test_cluster.py: a script that `dtrans.Role` tells who it is. Its arguments are what it
+does, a folder, and options. What it finds goes to `trainer-K.npz` in the folder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from cluster_trainer import flat, refused
-from pipeline_models import MODELS
+from pipeline_models import MODELS, Job, Model
 
 import dtrans
 
@@ -22,10 +23,7 @@ STEPS, ROWS = 3, 8
 
 def main(folder: Path, given: dict[str, Any]) -> None:
     """Train, and say what was found."""
-    jax.config.update("jax_num_cpu_devices", given.pop("devices"))
-    jax.config.update("jax_enable_x64", True)
-    cluster = dtrans.connect(deadline=given.pop("deadline", 30))
-    k = cluster.trainer_id
+    cluster = connected(given.pop("devices"), given.pop("deadline", 30))
     clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
     one = MODELS[given.pop("model")].job(ROWS, clipped)
     step, init = one.traced()
@@ -35,13 +33,80 @@ def main(folder: Path, given: dict[str, Any]) -> None:
     state = job.init(jax.random.key(0))
     found: dict[str, Any] = {}
     for i in range(STEPS):
-        state, loss = job.step(state, *one.batch)
+        state, loss = job.step(state, *part(one.batch))
         found |= flat(**{f"loss {i}": loss})
+    said["rows"] = refused(job.step, state, *(x[: cluster.trainer_id + 1] for x in one.batch))
+    said["few"] = refused(job.step, state, *(x[:1] for x in one.batch))
     found |= flat(last=(job.params(state), job.opt_state(state)))
     held = sorted({**state.params, **state.opt_state})
     said["odd"] = refused(dtrans.pipeline(step, init, num_stages=cluster.trainers + 1).on_cluster)
-    np.savez(folder / f"trainer-{k}.npz", said=np.array(list(said.items())), held=np.array(held), **found)
+    save(folder, said=np.array(list(said.items())), held=np.array(held), **found)
+
+
+def parts(folder: Path, given: dict[str, Any]) -> None:
+    """Train a model that tells rows apart, on arrays of every kind, in a buffer that is used again."""
+    k = connected(1, 60).trainer_id
+    one = noisy()
+    job = planned_noisy(one).on_cluster(donate=False)
+    state = job.init(jax.random.key(0))
+    x, key, shift, y = one.batch
+    buffer, found = np.empty((ROWS // 2, *x.shape[1:])), {}
+    for i in range(STEPS):
+        buffer[:] = part([x + i])[0]
+        state, *results = job.step(state, buffer, key, shift, *part([y]))
+        buffer[:] = np.nan
+        found |= flat(**{f"results {i}": results})
+    job.step(state, x, key, shift, y)  # now both sizes are known
+    rows = ROWS // 2 if k else ROWS
+    said = refused(job.step, state, x[:rows], key, shift, y[:rows])
+    found |= flat(last=job.params(state), again=job.step(state, *part([x]), key, shift, *part([y]))[1])
+    save(folder, said=np.array([["sizes", said]]), **found)
+    job.close()
+
+
+def noisy() -> Job:
+    """Results by row, noise that depends on where a row is, and an input that every micro-batch gets whole."""
+
+    def params(key: jax.Array) -> Any:
+        return [jax.random.normal(k, (4, 4)) for k in jax.random.split(key, 4)]
+
+    def loss(params: Any, x: jax.Array, key: jax.Array, shift: jax.Array, y: jax.Array) -> Any:
+        h = jnp.tanh(x @ params[0])
+        h = jnp.tanh(jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0.0) @ params[1])
+        h = jnp.tanh(h @ params[2] + shift)
+        rows = jnp.sum((h @ params[3] - y) ** 2, -1)
+        return jnp.mean(rows), {"rows": rows}
+
+    def batch(rows: int) -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(1), 3)
+        x, y = (np.asarray(jax.random.normal(k, (rows, 4))) for k in keys[:2])
+        return x, jax.random.key(5), jnp.arange(4.0), y
+
+    return Model(loss, params, batch).job(ROWS, optax.sgd(0.1), has_aux=True)
+
+
+def planned_noisy(one: Job) -> dtrans.PipelinePlan:
+    """In two stages, of which the second reads what is whole and the labels."""
+    name = dtrans.trace(one.step, *jax.eval_shape(one.init, jax.random.key(0)), *one.batch).args[4].names
+    return dtrans.pipeline(*one.traced(), num_stages=2, num_micro_batch=2, unsplit_inputs=name, policy="BALANCE_OP_NUM")
+
+
+def connected(devices: int, deadline: float) -> Any:
+    """The job, with devices of this process's own."""
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_enable_x64", True)
+    return dtrans.connect(deadline=deadline)
+
+
+def part(batch: Any) -> list[Any]:
+    """This process's rows of each array."""
+    k, n = jax.process_index(), jax.process_count()
+    return [x[k * len(x) // n : (k + 1) * len(x) // n] for x in batch]
+
+
+def save(folder: Path, **found: Any) -> None:
+    np.savez(folder / f"trainer-{jax.process_index()}.npz", **found)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    {job.__name__: job for job in (main, parts)}[sys.argv[1]](Path(sys.argv[2]), json.loads(sys.argv[3]))

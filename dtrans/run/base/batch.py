@@ -87,3 +87,11 @@ def part_types(arrays: Sequence[tuple[Any, str]], trainers: int) -> list[jax.Sha
         jax.ShapeDtypeStruct((x.shape[0] // trainers, *x.shape[1:]) if share == "split" else x.shape, x.dtype)
         for x, share in arrays
     ]
+
+
+def whole_types(parts: Sequence[tuple[Any, str]], trainers: int) -> list[jax.ShapeDtypeStruct]:
+    """The types of a global batch of which each trainer gives such a part."""
+    return [
+        jax.ShapeDtypeStruct((x.shape[0] * trainers, *x.shape[1:]) if share == "split" else x.shape, x.dtype)
+        for x, share in parts
+    ]

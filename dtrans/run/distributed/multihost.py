@@ -25,6 +25,7 @@ from dtrans.run.distributed.membership import current
 
 
 OTHER_STATE = "parameters or an optimizer state of other shapes"
+PARTS_DIFFER = "trainers must give parts of one size"
 
 
 def trainer_devices() -> list[jax.Device]:
@@ -97,7 +98,9 @@ def broadcast(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
     return made
 
 
-def check_consistent(program: Program, split: Collection[str], merges: Mapping[str, str] | None = None) -> None:
+def check_consistent(
+    program: Program, split: Collection[str], merges: Mapping[str, str] | None = None, *, rows: int | None = None
+) -> None:
     """Check that all trainers are about to run the same program on parts of one size.
 
     Each says what it is about to run, where all can read it; this is not a reduction, so that a trainer that runs
@@ -106,6 +109,7 @@ def check_consistent(program: Program, split: Collection[str], merges: Mapping[s
     Args:
       split: the names of what trainers have parts of.
       merges: what else is done to results, by name.
+      rows: of this trainer's part, if not those that the program was traced with.
 
     Raises:
       PeerError, BatchError: they are not; the message says who differs from trainer 0.
@@ -113,7 +117,8 @@ def check_consistent(program: Program, split: Collection[str], merges: Mapping[s
     """
     held = [f"{n} {program.inputs[n].str_short()}" for spec in program.args[:2] for n in spec.names]
     first = next(iter(split), "the batch")
-    rows = program.inputs[first].shape[0] if split else 0
+    if rows is None:
+        rows = program.inputs[first].shape[0] if split else 0
     digest = _digest([program.fingerprint, *sorted(f"{n} {way}" for n, way in (merges or {}).items())])
     said = _told([_digest(held), str(rows), digest])
     # held first: a trainer with other parameters runs another program too, and so does one with other rows
@@ -121,7 +126,7 @@ def check_consistent(program: Program, split: Collection[str], merges: Mapping[s
     counts = {k: words[1] for k, words in said.items()}
     if len({*counts.values()}) > 1:
         listed = ", ".join(f"trainer {k} gives {n}" for k, n in counts.items())
-        raise BatchError(f"trainers must give parts of one size; of {first} {listed} rows")
+        raise BatchError(f"{PARTS_DIFFER}; of {first} {listed} rows")
     _refuse(said, 2, "another step, or other options")
 
 

@@ -3,25 +3,35 @@
 Every process goes through the same list of instructions, carries out those of its stages, and sends or receives where a
 value goes from a stage of one process to that of another (`dtrans.run.pipeline_parallel.p2p`). The processes are the
 trainers that `dtrans.connect()` connected; process k of N has the stages k*S/N to (k+1)*S/N.
+
+Each gives its part of a batch: process k has rows k*B/N to (k+1)*B/N of the global one. A stage reads whole arrays, so
+each part of an array is sent to the processes whose stages read it: tokens to the first, labels to the last.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from dtrans.errors import ConfigError
+from dtrans.errors import BatchError, ConfigError
+from dtrans.ir.pytree import is_under
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
+from dtrans.run.base.batch import share_of, whole_types
 from dtrans.run.distributed.connect import connected
-from dtrans.run.distributed.multihost import check_consistent
-from dtrans.run.pipeline_parallel.instructions import RunStage, StepProgram, Transfer
-from dtrans.run.pipeline_parallel.job import PipelineJob, PipelineState
+from dtrans.run.distributed.membership import Membership
+from dtrans.run.distributed.multihost import PARTS_DIFFER, check_consistent
+from dtrans.run.pipeline_parallel.deployment import Deployment
+from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
+from dtrans.run.pipeline_parallel.job import PipelineJob
 from dtrans.run.pipeline_parallel.p2p import P2PChannels
+from dtrans.run.pipeline_parallel.processes import OneProcess
 from dtrans.run.pipeline_parallel.stage_devices import Function, OnDevices, Places, StageSharding
 
 
@@ -29,129 +39,152 @@ _jobs = itertools.count()
 
 
 @realises(PipelinePlan, "cluster")
-class ProcessJob(PipelineJob):
-    """The stages of one process; made by `plan.on_cluster()`, in each of them.
+def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
+    """The stages of this process; what `plan.on_cluster()` makes, in each of the processes.
 
-    As `plan.on_mesh()`: every process gives the whole batch to `step`, and gets all results. A state has the arrays of
-    the process's own stages; `params` and `opt_state` collect all, and must be called by all processes.
+    As `plan.on_mesh()`, but for the batch: each process gives its own part to `step`, and all get all results. A state
+    has the arrays of the process's own stages; `params` and `opt_state` collect all, and must be called by all.
+    """
+    cluster = connected()
+    stages, count, me = plan.options.num_stages, cluster.trainers, cluster.trainer_id
+    if cluster.on_trainer_loss == "drop":
+        raise ConfigError("on_trainer_loss='drop': a pipeline cannot go on without its stages")
+    if stages % count:
+        raise ConfigError(
+            f"the plan has {stages} stages, which {count} processes do not divide: plan a multiple of {count}"
+        )
+    each, local, replicas = stages // count, jax.local_devices(), plan.options.replicas
+    shards = plan.cuts.shards[me * each :][:each]
+    if len(local) < sum(shards) * replicas:
+        raise ConfigError(
+            f"the {each} stages of trainer {me} need {sum(shards) * replicas} devices for {replicas} replicas, it has "
+            f"{len(local)}"
+        )
+    grids = dataclasses.replace(plan.cluster, devices=local).virtual_devices(shards, replicas)
+    mine = frozenset(k for k in range(plan.options.model_stages) if plan.device_of(k) // each == me)
+    at = Deployment(plan, _Local(grids, me * each, stages), mine, donate)
+    return PipelineJob(ConnectedProcesses(at, cluster))
+
+
+class ConnectedProcesses(OneProcess):
+    """The processes of a job, as one of them has them.
+
+    Args:
+      at: what this one runs.
+      cluster: the job that it is connected to.
+
+    Raises:
+      PeerError, DeadlineError: other processes run another pipeline, or none.
     """
 
-    def __init__(self, plan: PipelinePlan, *, donate: bool) -> None:
-        cluster = connected()
-        stages, count = plan.options.num_stages, cluster.trainers
-        if cluster.on_trainer_loss == "drop":
-            raise ConfigError("on_trainer_loss='drop': a pipeline cannot go on without its stages")
-        if stages % count:
-            raise ConfigError(
-                f"the plan has {stages} stages, which {count} processes do not divide: plan a multiple of {count}"
-            )
-        self.each, self.me = stages // count, cluster.trainer_id
-        local, replicas = jax.local_devices(), plan.options.replicas
-        shards = plan.cuts.shards[self.me * self.each :][: self.each]
-        if len(local) < sum(shards) * replicas:
-            raise ConfigError(
-                f"the {self.each} stages of trainer {self.me} need {sum(shards) * replicas} devices for {replicas} "
-                f"replicas, it has {len(local)}"
-            )
-        grids = dataclasses.replace(plan.cluster, devices=local).virtual_devices(shards, replicas)
-        super().__init__(plan, _Local(grids, self.me * self.each, stages), donate=donate)
-        o = plan.options
-        self._how = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)}
-        self._how |= {"orders": repr(plan.schedule.orders), "stages": str(plan.stage_of)}
-        self._agree(self._how)
-        self.links = P2PChannels(cluster, str(next(_jobs)))
-        self._step = 0
-
-    def _agree(self, on: dict[str, str]) -> None:
-        """Check that all processes mean to run the same. Raises PeerError, DeadlineError."""
-        split = [n for n in self.plan.batch if self.plan.main.inputs[n].shape][:1]
-        check_consistent(self.plan.main, split, {**on, **self.plan.merges})
-
-    def _tape(self, arrays: dict[str, Any]) -> StepProgram:
-        known = len(self._tapes)
-        tape = super()._tape(arrays)
-        if len(self._tapes) > known:  # what is sent is named by its place in this list
-            shapes = "; ".join(f"{n} {x.shape} {x.dtype}" for n, x in arrays.items())
-            self._agree({**self._how, "batch": shapes, "tape": "\n".join(tape.lines)})
-        return tape
-
-    def scheduled(self, name: str) -> ProcessJob:
-        raise ConfigError(f"in a job of processes, plan.scheduled({name!r}).on_cluster() runs another schedule")
+    def __init__(self, at: Deployment, cluster: Membership) -> None:
+        super().__init__(at)
+        self.me, self.count = cluster.trainer_id, cluster.trainers
+        self.run_id, self.saves = cluster.run, self.me == 0
+        o = at.plan.options
+        self._whole = {n for n in at.plan.batch if is_under(n, o.unsplit_inputs)}
+        self._same = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)} | {**at.plan.merges}
+        self._same |= {"orders": repr(at.plan.schedule.orders), "stages": str(at.plan.stage_of)}
+        check_consistent(at.plan.main, (), self._same)
+        self._links = P2PChannels(cluster, str(next(_jobs)))
+        self._round = 0  # of messages: what is sent is named by its round, and by its place in it
 
     def process_of(self, stage: int) -> int:
         """Which process has a stage."""
-        return self.plan.device_of(stage) // self.each
+        return self.at.plan.device_of(stage) // (self.at.plan.options.num_stages // self.count)
 
-    def is_mine(self, stage: int) -> bool:
-        return self.process_of(stage) == self.me
-
-    def play(
-        self, tape: StepProgram, env: list[Any], look: Callable[[RunStage | Transfer], None] | None = None
-    ) -> None:
-        self._step += 1
-        for number, (ins, empty) in enumerate(tape.instructions):
-            if isinstance(ins, Transfer):
-                self._move(number, ins, env)
-            elif self.is_mine(ins.stage):
-                for slot, x in zip(ins.makes, ins.fn(*[env[i] for i in ins.reads]), strict=True):
-                    env[slot] = x
-            if look is not None:
-                look(ins)
-            for slot in empty:
-                env[slot] = None
-        self._share(tape, env, len(tape.instructions))
-
-    def _move(self, number: int, ins: Transfer, env: list[Any]) -> None:
-        origin, target = self.process_of(ins.origin), self.process_of(ins.stage)
-        if origin == target == self.me:
-            env[ins.target] = self.put(ins, env[ins.source])
-        elif origin == self.me:
-            self.links.send(target, self._step, number, env[ins.source])
-        elif target == self.me:
-            x = self.links.receive(origin, self._step, number, f"{ins.what} for stage {ins.stage}")
-            env[ins.target] = self.put(ins, x)
-
-    def _share(self, tape: StepProgram, env: list[Any], first: int) -> None:
-        """Let every process have all results."""
-        for number, (n, (slot, _, stage)) in enumerate(tape.results.items()):
-            origin = self.process_of(stage)
-            if origin == self.me:
-                self._tell(first + number, env[slot])
-            else:
-                x = self.links.receive(origin, self._step, first + number, n)
-                env[slot] = jax.device_put(x)
-
-    def _tell(self, key: int, x: Any) -> None:
-        for k in range(self.links.count):
-            if k != self.me:
-                self.links.send(k, self._step, key, x)
-
-    def params(self, state: PipelineState) -> Any:
-        """The parameters, as the pytree that they were given in. All processes must ask for them together."""
-        everything = self._collected(self.plan.update.program.args[0].names, state.params)
-        return self._tree(self.plan.main.args[0], everything.__getitem__)
-
-    def opt_state(self, state: PipelineState) -> Any:
-        """The optimizer's state, likewise."""
-        everything = self._collected(self.plan.update.program.args[1].names, state.opt_state)
-        return self._tree(self.plan.main.args[1], everything.__getitem__)
-
-    def _collected(self, names: Sequence[str], held: dict[str, Any]) -> dict[str, Any]:
-        """Arrays of the state, of all processes."""
-        self._step += 1
-        found = {}
-        for key, n in enumerate(names):
-            origin = self.process_of(self._first(n))
-            if origin == self.me:
-                self._tell(key, held[n])
-                found[n] = jax.device_put(held[n], jax.local_devices()[0])
-            else:
-                found[n] = jax.device_put(self.links.receive(origin, self._step, key, n), jax.local_devices()[0])
-        return found
+    def check_reorder(self, name: str) -> None:
+        raise ConfigError(f"in a job of processes, plan.scheduled({name!r}).on_cluster() runs another schedule")
 
     def close(self) -> None:
-        """End the lines to other processes. It is done at exit, too."""
-        self.links.close()
+        self._links.close()
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    def whole_types(self, arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        split = {n: x.shape[0] for n, x in arrays.items() if self._share(n, x) == "split"}
+        shapes = "; ".join(f"{n} {x.shape} {x.dtype}" for n, x in arrays.items())
+        rows = next(iter(split.values()), 0)
+        check_consistent(self.at.plan.main, split, {**self._same, "batch": shapes}, rows=rows)
+        o = self.at.plan.options
+        for n, rows in split.items():
+            if rows * self.count % o.parts:
+                raise BatchError(
+                    f"{n} has {rows} rows in each of {self.count} processes, {rows * self.count} in all, which "
+                    f"{o.num_micro_batch} micro-batches of {o.replicas} replicas do not divide: give parts that make a "
+                    f"multiple of {o.parts} rows"
+                )
+        types = whole_types([(x, self._share(n, x)) for n, x in arrays.items()], self.count)
+        return dict(zip(arrays, types, strict=True))
+
+    def check_tape(self, tape: StepProgram) -> None:
+        check_consistent(self.at.plan.main, (), {**self._same, "tape": "\n".join(tape.lines)})
+
+    def whole_batch(self, tape: StepProgram, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._round += 1
+        readers: dict[str, set[int]] = {}
+        for place, n in tape.given:
+            readers.setdefault(n, set()).add(self.process_of(place))
+        first = len(tape.instructions) + len(tape.results)  # the numbers before are theirs
+        split = {n: (first + i, x) for i, (n, x) in enumerate(arrays.items()) if self._share(n, x) == "split"}
+        for n, (key, x) in split.items():
+            others = readers.get(n, set()) - {self.me}
+            # a copy: it is sent later, and an array of NumPy may be written to meanwhile
+            part = np.array(x) if others and isinstance(x, np.ndarray) else x
+            for k in others:
+                self._links.send(k, self._round, key, part)
+        return {**arrays} | {
+            n: jnp.concatenate([x if k == self.me else self._part(k, key, n, x) for k in range(self.count)])
+            for n, (key, x) in split.items()
+            if self.me in readers.get(n, ())
+        }
+
+    def _part(self, origin: int, key: int, name: str, mine: Any) -> Any:
+        """The part of an array that another process gives."""
+        x = self._links.receive(origin, self._round, key, name)
+        if x.shape != mine.shape:
+            raise BatchError(
+                f"{PARTS_DIFFER}; trainer {origin} gives {name} as {list(x.shape)}, trainer {self.me} as "
+                f"{list(mine.shape)}"
+            )
+        return x
+
+    def _share(self, name: str, x: Any) -> str:
+        """How processes share an array of the batch: see `share_of`."""
+        return share_of(name, x, self.count, self._whole)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def move(self, number: int, ins: Transfer, env: list[Any]) -> None:
+        origin, target = self.process_of(ins.origin), self.process_of(ins.stage)
+        if origin == target == self.me:
+            super().move(number, ins, env)
+        elif origin == self.me:
+            self._links.send(target, self._round, number, env[ins.source])
+        elif target == self.me:
+            x = self._links.receive(origin, self._round, number, f"{ins.what} for stage {ins.stage}")
+            env[ins.target] = self.at.put(ins, x)
+
+    def share_results(self, tape: StepProgram, env: list[Any]) -> None:
+        for key, (n, (slot, _, stage)) in enumerate(tape.results.items(), len(tape.instructions)):
+            env[slot] = self._shared(self.process_of(stage), key, n, env[slot])
+
+    def collected(self, names: Sequence[str], held: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._round += 1
+        found = {}
+        for key, n in enumerate(names):
+            x = self._shared(self.process_of(self.at.first_place(n)), key, n, held.get(n))
+            found[n] = jax.device_put(x, jax.local_devices()[0])
+        return found
+
+    def _shared(self, origin: int, key: int, name: str, x: Any) -> Any:
+        """What one process has, in all."""
+        if origin != self.me:
+            return jax.device_put(self._links.receive(origin, self._round, key, name))
+        for k in range(self.count):
+            if k != self.me:
+                self._links.send(k, self._round, key, x)
+        return x
 
 
 class _Local(Places):

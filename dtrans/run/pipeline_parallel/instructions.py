@@ -1,14 +1,14 @@
 """A pipelined step as a list of instructions, on values in numbered slots.
 
-Run     a compiled program of a stage, on values that are there
-Move    a value from one stage to another
+RunStage    a compiled program of a stage, on values that are there
+Transfer    a value from one stage to another
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from dtrans.pipeline_parallel.task import Task
 from dtrans.run.pipeline_parallel.stage_devices import StageSharding
@@ -62,6 +62,9 @@ class Transfer:
         return (self.target,)
 
 
+Instruction: TypeAlias = RunStage | Transfer
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepProgram:
     """A step.
@@ -77,7 +80,7 @@ class StepProgram:
       passing: the stage of each slot that is of one micro-batch.
     """
 
-    instructions: tuple[tuple[RunStage | Transfer, tuple[int, ...]], ...]
+    instructions: tuple[tuple[Instruction, tuple[int, ...]], ...]
     size: int
     given: dict[tuple[int, str], int]
     fixed: dict[int, Any]

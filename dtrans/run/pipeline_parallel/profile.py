@@ -18,8 +18,9 @@ import jax
 
 from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel.task import Play, TimedTask
-from dtrans.run.pipeline_parallel.instructions import RunStage, StepProgram, Transfer
-from dtrans.run.pipeline_parallel.job import PipelineJob, PipelineState
+from dtrans.run.pipeline_parallel.instructions import Instruction, RunStage, StepProgram, Transfer
+from dtrans.run.pipeline_parallel.job import PipelineJob
+from dtrans.run.pipeline_parallel.state import PipelineState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ def measured(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple
     begun: set[tuple[int, int]] = set()
     passing = {slot: job.plan.device_of(stage) for slot, stage in tape.passing.items()}
 
-    def look(ins: RunStage | Transfer) -> None:
+    def look(ins: Instruction) -> None:
         if isinstance(ins, RunStage) and ins.task is not None and ins.task.kind == "F":
             begun.add((ins.task.stage, ins.task.micro))
         now, size = [0] * count, [0] * count
@@ -69,7 +70,7 @@ def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[An
     Raises:
       ConfigError: the job has stages in other processes.
     """
-    if not all(map(job.is_mine, range(job.plan.options.model_stages))):
+    if len(job.at.mine) < job.plan.options.model_stages:
         raise ConfigError("timed() is for a job whose stages are all in this process: plan.on_mesh()")
     tape, env = job.ready(state, *batch)
     jax.block_until_ready(env)
@@ -127,11 +128,11 @@ class _Threads:
             for i in mine:
                 self.done[i].set()
 
-    def _carry_out(self, ins: RunStage | Transfer) -> None:
+    def _carry_out(self, ins: Instruction) -> None:
         env = self.env
         start = time.perf_counter()
         if isinstance(ins, Transfer):
-            env[ins.target] = jax.block_until_ready(self.job.put(ins, env[ins.source]))
+            env[ins.target] = jax.block_until_ready(self.job.at.put(ins, env[ins.source]))
             return
         made = jax.block_until_ready(ins.fn(*[env[i] for i in ins.reads]))
         end = time.perf_counter()

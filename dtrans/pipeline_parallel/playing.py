@@ -1,0 +1,82 @@
+"""Orders of tasks, played: when each task begins and ends, what is in flight meanwhile, and at which tick it comes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+
+from dtrans.errors import ConfigError
+from dtrans.pipeline_parallel.task import Costs, Play, Task, TimedTask, needs
+
+
+def task_costs(
+    num_model_stages: int, splits_backward: bool, forward: Costs, backward: Costs, weight: Costs
+) -> dict[str, list[float]]:
+    """What tasks of each kind cost, by model stage. Costs, and errors, are as in `Schedule.play`."""
+    costs = {
+        "F": _by_stage("forward", forward, num_model_stages),
+        "B": _by_stage("backward", backward, num_model_stages),
+    }
+    if splits_backward:
+        costs["W"] = _by_stage("weight", weight, num_model_stages)
+        for k, (whole, part) in enumerate(zip(costs["B"], costs["W"], strict=True)):
+            if part > whole:
+                raise ConfigError(f"at model stage {k} weight={part} is more than backward={whole}, which it is in")
+        costs["B"] = [whole - part for whole, part in zip(costs["B"], costs["W"], strict=True)]
+    return costs
+
+
+def _by_stage(what: str, given: Costs, num_model_stages: int) -> list[float]:
+    each = list(given) if isinstance(given, Iterable) else [given] * num_model_stages
+    if len(each) != num_model_stages:
+        raise ConfigError(f"{what} has {len(each)} costs, and the schedule {num_model_stages} model stages")
+    return [checked_cost(what, cost) for cost in each]
+
+
+def checked_cost(what: str, cost: object) -> float:
+    """A cost as an int where it is one, else a float. Raises ConfigError for what is none."""
+    if isinstance(cost, bool) or not isinstance(cost, Real) or not math.isfinite(cost) or cost < 0:
+        raise ConfigError(f"{what}={cost!r}: a cost is a finite number of at least 0")
+    return int(cost) if isinstance(cost, Integral) else float(cost)
+
+
+def play_tasks(tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Sequence[float]], transfer: float) -> Play:
+    """When each task begins and ends, if each device begins its next task as soon as it can.
+
+    Args:
+      tasks: each after those that it needs, and those of a device in its order.
+      num_stages: how many devices there are.
+      costs: by kind of task, what it costs at each model stage.
+      transfer: how long what a task makes is on its way to another device.
+    """
+    free: list[float] = [0] * num_stages
+    ends: dict[Task, float] = {}
+    timed = []
+    for task in tasks:
+        device = task.stage % num_stages
+        before = needs(task, len(costs["F"]))
+        there = [ends[t] + (transfer if t.stage % num_stages != device else 0) for t in before]
+        start = max([free[device], *there])
+        free[device] = ends[task] = start + costs[task.kind][task.stage]
+        timed.append(TimedTask(task, device, start, ends[task]))
+    return Play(sorted(timed, key=lambda t: (t.start, t.device)))
+
+
+def peak_in_flight(order: Sequence[Task], splits_backward: bool) -> int:
+    """How many micro-batches a device has in flight at most, counted once for each of its chunks."""
+    last = "W" if splits_backward else "B"
+    now = most = 0
+    for task in order:
+        now += task.kind == "F"
+        most = max(most, now)
+        now -= task.kind == last
+    return most
+
+
+def tick_table(ticked: Play, num_stages: int) -> tuple[tuple[Task | None, ...], ...]:
+    """Tasks that take one tick each, as a table: rows are devices, columns ticks, None is idle."""
+    table: list[list[Task | None]] = [[None] * int(ticked.makespan) for _ in range(num_stages)]
+    for task, device, start, _ in ticked:
+        table[device][int(start)] = task
+    return tuple(map(tuple, table))
