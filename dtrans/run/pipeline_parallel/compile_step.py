@@ -25,7 +25,7 @@ from dtrans.pipeline_parallel.task import Task
 from dtrans.run.pipeline_parallel.compile_update import write_results, write_update
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.draft import Draft
-from dtrans.run.pipeline_parallel.instructions import StepProgram
+from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 from dtrans.run.pipeline_parallel.micro_batch import is_numbered, of_micro_batch
 from dtrans.run.pipeline_parallel.slots import Slots, with_releases
 from dtrans.run.pipeline_parallel.stage_devices import SAME
@@ -71,7 +71,7 @@ def _send_params(d: Draft) -> None:
             target, home = d.slots.param(s.index, n), plan.homes[n]
             device = plan.device_of(home)
             if device != plan.device_of(s.index) and target not in sent:
-                d.move(d.slots.state(device, n), target, home, s.index, SAME, n)
+                d.instructions.append(Transfer(d.slots.state(device, n), target, home, s.index, SAME, n))
                 sent.add(target)
 
 
@@ -81,7 +81,7 @@ def _fetch_params(d: Draft, p: Program, s: StagePrograms) -> None:
         if n in s.params:
             home = d.at.plan.homes[n]
             held = d.slots.state(d.at.plan.device_of(home), n)
-            d.move(held, d.slots.param(s.index, n), home, s.index, SAME, n)
+            d.instructions.append(Transfer(held, d.slots.param(s.index, n), home, s.index, SAME, n))
 
 
 def _write_zeros(d: Draft, s: StagePrograms) -> None:
@@ -101,7 +101,9 @@ def _write_forward(d: Draft, s: StagePrograms, task: Task) -> None:
     k, m, own = s.index, task.micro, d.at.own
     _write_task(d, s.forward, s, task, lambda n: d.slots.value(k, n, m))
     for n in s.sends:
-        d.move(d.slots.of(own, "value", k, n, m), d.slots.of(own, "value", k + 1, n, m), k, k + 1, own, n)
+        d.instructions.append(
+            Transfer(d.slots.of(own, "value", k, n, m), d.slots.of(own, "value", k + 1, n, m), k, k + 1, own, n)
+        )
 
 
 def _write_backward(d: Draft, s: StagePrograms, task: Task) -> None:
@@ -109,7 +111,9 @@ def _write_backward(d: Draft, s: StagePrograms, task: Task) -> None:
     _write_task(d, s.backward, s, task, lambda n: d.slots.made(s, n, m))
     for n in s.backward.out_names:
         if n.endswith(GRAD) and n.removesuffix(GRAD) in s.receives:
-            d.move(d.slots.of(own, "back", k, n, m), d.slots.of(own, "cotangent", k - 1, n, m), k, k - 1, own, n)
+            d.instructions.append(
+                Transfer(d.slots.of(own, "back", k, n, m), d.slots.of(own, "cotangent", k - 1, n, m), k, k - 1, own, n)
+            )
 
 
 def _write_weights(d: Draft, s: StagePrograms, task: Task) -> None:

@@ -14,6 +14,7 @@ from dtrans.run.base.lowering import OVER_AXIS, per_trainer
 from dtrans.run.base.segments import interpret
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.draft import Draft
+from dtrans.run.pipeline_parallel.instructions import Transfer
 from dtrans.run.pipeline_parallel.stage_devices import EACH, SAME, StageSharding
 from dtrans.step.cut import GRAD
 
@@ -81,7 +82,7 @@ def _sums_to_host(d: Draft) -> None:
     for s in d.programs.stages:
         for n in s.leaves:
             here, there = (d.slots.of(own, which, s.index, n) for which in ("sum", "sum on the host"))
-            d.move(here, there, s.index, s.index, own, n + GRAD, to_host=True)
+            d.instructions.append(Transfer(here, there, s.index, s.index, own, n + GRAD, to_host=True))
 
 
 def _send(values: _UpdateValues, v: Var, stage: int, targets: Mapping[tuple[Var, int], Sequence[int]]) -> None:
@@ -91,7 +92,7 @@ def _send(values: _UpdateValues, v: Var, stage: int, targets: Mapping[tuple[Var,
         a, b = values.slot(v, stage), values.slot(v, target)
         if a != b:
             what = values.name_of.get(v, "update")
-            d.move(a, b, stage, target, values.kinds[v], what, to_host=d.at.host is not None)
+            d.instructions.append(Transfer(a, b, stage, target, values.kinds[v], what, to_host=d.at.host is not None))
 
 
 def _write_piece(values: _UpdateValues, piece: StagePart, later: Sequence[StagePart]) -> None:
@@ -180,7 +181,7 @@ def _to_home(d: Draft, name: str, slot: int, kind: StageSharding, stage: int) ->
     if plan.device_of(home) == plan.device_of(stage) and d.at.host is None:
         return slot
     target = d.slots.of(kind, "moved", name)
-    d.move(slot, target, stage, home, kind, name, to_host=d.at.host is not None)
+    d.instructions.append(Transfer(slot, target, stage, home, kind, name, to_host=d.at.host is not None))
     return target
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from dtrans.pipeline_parallel.plan import StepPrograms
 from dtrans.pipeline_parallel.task import Task
 from dtrans.run.pipeline_parallel.deployment import Deployment
-from dtrans.run.pipeline_parallel.instructions import Instruction, RunStage, Transfer
+from dtrans.run.pipeline_parallel.instructions import Instruction, RunStage
 from dtrans.run.pipeline_parallel.slots import Slots
-from dtrans.run.pipeline_parallel.stage_devices import Places, StageSharding
+from dtrans.run.pipeline_parallel.stage_devices import Places
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,20 +30,6 @@ class Draft:
     batch: Mapping[str, Any]
     slots: Slots
     instructions: list[Instruction] = dataclasses.field(default_factory=list)
-
-    def move(
-        self,
-        source: int,
-        target: int,
-        origin: int,
-        stage: int,
-        kind: StageSharding,
-        what: str,
-        *,
-        to_host: bool = False,
-    ) -> None:
-        """Write a transfer."""
-        self.instructions.append(Transfer(source, target, origin, stage, kind, what, to_host))
 
     def run(
         self,
