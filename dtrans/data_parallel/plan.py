@@ -88,7 +88,7 @@ class CollectivePlan:
     @property
     def unsplit_inputs(self) -> tuple[str, ...]:
         """Names of batch arrays that every trainer gets whole."""
-        return self.options.unsplit_inputs
+        return tuple(self.options.batch.unsplit_inputs)
 
     @property
     def extra_state(self) -> Mapping[str, Any]:

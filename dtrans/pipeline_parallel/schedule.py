@@ -27,6 +27,7 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
+from dtrans.checks import check_int
 from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel import gantt
 from dtrans.pipeline_parallel.task import Costs, Play, Task, TimedTask
@@ -124,7 +125,7 @@ class Schedule:
             or not one of this pipeline at all; W tasks are there for some only; or devices wait for each other.
         """
         for what in ("num_stages", "num_micro_batch", "chunks"):
-            _check_count(what, getattr(self, what))
+            check_int(what, getattr(self, what))
         if len(self.orders) != self.num_stages:
             raise ConfigError(
                 f"the schedule {self.name} has orders of {len(self.orders)} devices, and num_stages={self.num_stages}"
@@ -364,12 +365,12 @@ def schedule(name: str, num_stages: int, num_micro_batch: int, chunks: int | Non
     found = {n.lower(): n for n in _SCHEDULES}.get(str(name).lower())
     if found is None:
         raise ConfigError(f"schedule must be one of {', '.join(_SCHEDULES)}, it is {name!r}")
-    _check_count("num_stages", num_stages)
-    _check_count("num_micro_batch", num_micro_batch)
+    check_int("num_stages", num_stages)
+    check_int("num_micro_batch", num_micro_batch)
     interleaved = found == "Interleaved"
     if chunks is None:
         chunks = 2 if interleaved else 1
-    _check_count("chunks", chunks)
+    check_int("chunks", chunks)
     if interleaved and chunks == 1:
         raise ConfigError("chunks=1 is PreferBackward: Interleaved needs at least 2 model stages on each device")
     if not interleaved and chunks > 1:
@@ -438,11 +439,6 @@ _SCHEDULES: dict[str, Callable[[int, int, int], Iterator[tuple[Task, ...]]]] = {
     "Interleaved": _interleaved,
     "ZeroBubble": _zero_bubble,
 }
-
-
-def _check_count(what: str, count: object) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{what} must be a positive number, it is {count!r}")
 
 
 def _check_cost(what: str, cost: object) -> float:

@@ -32,7 +32,7 @@ class CollectiveJob(abc.ABC):
       plan: what to run.
     """
 
-    whole_option = "dtrans.nccl2(unsplit_inputs=(...))"  # how a user says that every trainer gets an array whole
+    whole_option = "dtrans.nccl2(batch=dtrans.Batch(unsplit_inputs=(...)))"  # how a user asks for whole arrays
 
     def __init__(self, plan: CollectivePlan, *, donate: bool = False) -> None:
         self._plan_for(plan, donate=donate)

@@ -27,6 +27,7 @@ from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.ir.array_fns import padded_to
 from dtrans.ir.program import Program, without_addresses
 from dtrans.plan import realises
+from dtrans.run.base.platforms import as_run_on
 from dtrans.run.collective.cluster import ClusterTrainers, own_of
 from dtrans.run.collective.job import CollectiveJob
 from dtrans.run.collective.mesh import MeshTrainers
@@ -40,7 +41,7 @@ class ShardedJob(CollectiveJob):
     """What all realisers of sharding have in common."""
 
     plan: ShardingPlan
-    whole_option = "dtrans.sharding(unsplit_inputs=(...))"
+    whole_option = "dtrans.sharding(batch=dtrans.Batch(unsplit_inputs=(...)))"
 
     def slice_axis(self, name: str) -> int | None:
         s = self.plan.cuts.get(name)
@@ -114,7 +115,7 @@ class MeshRanks(ShardedJob, MeshTrainers):
         if devices is not None and len(devices) != plan.trainers:
             o = plan.options
             raise ConfigError(
-                f"degree={o.degree} and dp_degree={o.dp_degree} are {plan.trainers} ranks, on_mesh was given "
+                f"degree={o.degree} and replicas={o.replicas} are {plan.trainers} ranks, on_mesh was given "
                 f"{len(devices)} devices"
             )
         super().__init__(plan, devices, donate=donate)
@@ -220,10 +221,10 @@ class ClusterRanks(MeshRanks, ClusterTrainers):
 def on_mesh(plan: ShardingPlan, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> MeshRanks:
     """Ranks on a mesh, as they run best on its platform."""
     first = (jax.devices() if devices is None else devices)[:1]
-    return MeshRanks(plan.on(*(d.platform for d in first)), devices, donate=donate)
+    return MeshRanks(as_run_on(plan, *(d.platform for d in first)), devices, donate=donate)
 
 
 @realises(ShardingPlan, "cluster")
 def on_cluster(plan: ShardingPlan, *, donate: bool = True) -> ClusterRanks:
     """This process's ranks, as they run best on its platform."""
-    return ClusterRanks(plan.on(jax.default_backend()), donate=donate)
+    return ClusterRanks(as_run_on(plan, jax.default_backend()), donate=donate)

@@ -98,13 +98,15 @@ class StepCompiler:
 
     def is_split(self, name: str) -> bool:
         """Whether micro-batches have parts of an array of the batch."""
-        return bool(self.batch[name].shape) and not is_under(name, self.o.unsplit_inputs)
+        return bool(self.batch[name].shape) and not is_under(name, self.o.batch.unsplit_inputs)
 
     def is_key(self, name: str) -> bool:
         """Whether each micro-batch gets a key of its own."""
         t = self.batch[name]
         return (
-            not t.shape and jnp.issubdtype(t.dtype, jax.dtypes.prng_key) and not is_under(name, self.o.unsplit_inputs)
+            not t.shape
+            and jnp.issubdtype(t.dtype, jax.dtypes.prng_key)
+            and not is_under(name, self.o.batch.unsplit_inputs)
         )
 
     def array(self, stage: int, name: str) -> int:

@@ -55,7 +55,7 @@ class PipelineJob:
         self.plan = plan
         self.places = places
         self.donate = donate
-        self.host = Host(places.replicas) if plan.options.offload else None
+        self.host = Host(places.replicas) if plan.options.memory.offload else None
         self._specs = plan.main.args[2:]
         self._tapes: dict[Any, StepProgram] = {}
         self._shown: dict[str, Any] = {}
@@ -230,7 +230,7 @@ class PipelineJob:
         return state_kind(self.plan, name)
 
     def _batch_kind(self, name: str, x: Any) -> StageSharding:
-        split = bool(x.shape) and not is_under(name, self.plan.options.unsplit_inputs)
+        split = bool(x.shape) and not is_under(name, self.plan.options.batch.unsplit_inputs)
         return ROWS if split and self.places.replicas > 1 else SAME
 
     def _startup(self, stage: int, names: Sequence[str]) -> Callable[..., Any]:
