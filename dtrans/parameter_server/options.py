@@ -33,6 +33,9 @@ class DelayCompensation:
         check_number("decay", self.decay, "a number from 0 to 1", lambda x: 0 <= x < 1, or_none=True)
 
 
+OPTIONAL_DELAY = (DelayCompensation, type(None))
+
+
 @dataclasses.dataclass(frozen=True)
 class Sync:
     """Every update uses the gradients of all trainers.
@@ -76,7 +79,9 @@ class Async:
     communicator: CommunicatorConfig | None = None
 
     def __post_init__(self) -> None:
-        _check_async(self.delay, self.communicator)
+        check_type("delay", self.delay, OPTIONAL_DELAY, "a dtrans.DelayCompensation or None")
+        if self.communicator is not None:
+            check_type("communicator", self.communicator, CommunicatorConfig)
         if self.delay is not None and self.communicator is not None:
             raise ConfigError(
                 "delay and communicator: a server knows what a trainer has received, not which of that a step has that "
@@ -100,7 +105,8 @@ class HalfAsync:
     communicator: CommunicatorConfig = CommunicatorConfig()
 
     def __post_init__(self) -> None:
-        _check_async(self.delay, self.communicator)
+        check_type("delay", self.delay, OPTIONAL_DELAY, "a dtrans.DelayCompensation or None")
+        check_type("communicator", self.communicator, CommunicatorConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +185,3 @@ def check_options(trainers: Any, mode: Any, placement: Any, on_trainer_exit: Any
     if batch.merge and isinstance(mode, Geo):
         raise ConfigError(f"merge={batch.merge!r} with dtrans.Geo: what no gradient enters is each trainer's own")
     batch.check_merge(("mean", "own"))
-
-
-def _check_async(delay: Any, communicator: Any) -> None:
-    check_type("delay", delay, (DelayCompensation, type(None)), "a dtrans.DelayCompensation or None")
-    check_type("communicator", communicator, (CommunicatorConfig, type(None)), "a dtrans.CommunicatorConfig")
