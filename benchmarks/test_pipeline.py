@@ -19,6 +19,7 @@ from halves import CASES, MICRO, NOTHING, PEERS, TINY, agreeing, ours, planned
 from pipeline import SCHEDULES, instructions
 from test_endpoints import free_endpoints
 
+import dtrans
 from dtrans.run.distributed.role import trainer_roles
 
 
@@ -65,7 +66,11 @@ def test_schedules(benchmark, ratio, model, schedule):
 
 @pytest.mark.parametrize(
     "options",
-    [{"replicas": 2, "num_micro_batch": MICRO // 2}, {"gradient_checkpoint": "auto"}, {"offload": True}],
+    [
+        {"replicas": 2, "num_micro_batch": MICRO // 2},
+        {"memory": dtrans.StageMemory(gradient_checkpoint="auto")},
+        {"memory": dtrans.StageMemory(offload=True)},
+    ],
     ids=["two replicas, four micro-batches each", "gradient_checkpoint", "offload"],
 )
 @pytest.mark.parametrize("model", CASES)

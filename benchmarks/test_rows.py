@@ -12,7 +12,6 @@ import pytest
 from models import mlp, programs
 
 import dtrans
-from dtrans.parameter_server.dispatch import RoundRobin
 from dtrans.parameter_server.placement import place
 from dtrans.rows.analysis import analyse
 from dtrans.slicing.server_update import ServerUpdateBuilder
@@ -53,7 +52,7 @@ def test_slicing_over_trace(benchmark, ratio, name, leaves):
     trace, step = deep(name, leaves)
     analysis = analyse(step.optimize, step.optimized)
     types = {n: step.program.inputs[n] for n in step.optimized}
-    placement = place(analysis, types, ENDPOINTS, slice_var_up=True, split_method=RoundRobin, min_block_size=8)
+    placement = place(analysis, types, ENDPOINTS, dtrans.BlockPlacement(min_block_size=8))
 
     def ours():
         slicer = ServerUpdateBuilder(analysis, placement, trainers=2)

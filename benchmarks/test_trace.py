@@ -23,7 +23,9 @@ def deep(leaves: int):
 
 
 def transform(main: dtrans.Program, startup: dtrans.Program):
-    plan = dtrans.pserver(main, startup, pservers=PSERVERS, trainers=2, min_block_size=64)
+    plan = dtrans.pserver(
+        main, startup, pservers=PSERVERS, trainers=2, placement=dtrans.BlockPlacement(min_block_size=64)
+    )
     return [len(p.jaxpr.jaxpr.eqns) for p in (plan.trainer, plan.trainer_startup)]
 
 

@@ -22,12 +22,12 @@ import dtrans
 
 
 tx = optax.sgd(0.1)
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "async": {"sync_mode": False},
-    "half-async, communicator": {"sync_mode": False, "runtime_split_send_recv": True, "half_async": True},
-    "async, communicator": {"sync_mode": False, "runtime_split_send_recv": True},
-    "GEO-SGD, every 5": {"push_every": 5},
+MODES: dict[str, Any] = {
+    "sync": dtrans.Sync(),
+    "async": dtrans.Async(),
+    "half-async, communicator": dtrans.HalfAsync(),
+    "async, communicator": dtrans.Async(communicator=dtrans.CommunicatorConfig()),
+    "GEO-SGD, every 5": dtrans.Geo(push_every=5),
 }
 
 
@@ -58,8 +58,7 @@ def plan_for(mode: str, endpoints: str) -> dtrans.PServerPlan:
     """The plan of the job."""
     main = dtrans.trace(step, *jax.eval_shape(init, jax.random.key(0)), *batch(0))
     startup = dtrans.trace(init, jax.random.key(0))
-    transform = dtrans.geo_sgd if "push_every" in MODES[mode] else dtrans.pserver
-    return transform(main, startup, pservers=endpoints, trainers=2, **MODES[mode])
+    return dtrans.pserver(main, startup, pservers=endpoints, trainers=2, mode=MODES[mode])
 
 
 def stepping(exe: dtrans.Executor, plan: dtrans.PServerPlan, k: int) -> Callable[[int], float]:

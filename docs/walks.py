@@ -153,7 +153,9 @@ def _stepped(plan: Any) -> object:
 
 def _pserver() -> object:
     pservers = "127.0.0.1:1,127.0.0.1:2"
-    return _stepped(dtrans.pserver(*_programs(), pservers=pservers, trainers=2, min_block_size=16))
+    return _stepped(
+        dtrans.pserver(*_programs(), pservers=pservers, trainers=2, placement=dtrans.BlockPlacement(min_block_size=16))
+    )
 
 
 WALKS = (
@@ -167,7 +169,7 @@ WALKS = (
     Walk(
         "A parameter of which each rank has a slice",
         "`dtrans.sharding(stage=3)` with two ranks, `params/w1`",
-        lambda: _stepped(dtrans.sharding(*_programs(), stage=3, degree=2, min_slice_size=0)),
+        lambda: _stepped(dtrans.sharding(*_programs(), stage=3, degree=2, slices=dtrans.Slicing(min_slice_size=0))),
         "params/w1",
         HIDDEN,
     ),

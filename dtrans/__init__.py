@@ -7,6 +7,7 @@ it), run it in this process (`plan.on_mesh()`) or as processes (`Executor`, `pla
 """
 
 from dtrans import checkpoint as checkpoint, epl as epl, errors as errors, paddle as paddle
+from dtrans.data_parallel.options import Reduce as Reduce
 from dtrans.data_parallel.plan import CollectivePlan as CollectivePlan
 from dtrans.data_parallel.transform import nccl2 as nccl2
 from dtrans.ir.program import Op as Op, Program as Program
@@ -21,11 +22,19 @@ from dtrans.parameter_server.dispatch import (
     VarBlock as VarBlock,
     slice_variable as slice_variable,
 )
-from dtrans.parameter_server.geo_sgd import geo_sgd as geo_sgd
+from dtrans.parameter_server.options import (
+    Async as Async,
+    BlockPlacement as BlockPlacement,
+    DelayCompensation as DelayCompensation,
+    Geo as Geo,
+    HalfAsync as HalfAsync,
+    Sync as Sync,
+)
 from dtrans.parameter_server.overview import VarDistributed as VarDistributed, VarsDistributed as VarsDistributed
 from dtrans.parameter_server.plan import PServerPlan as PServerPlan
 from dtrans.parameter_server.transform import pserver as pserver
 from dtrans.pipeline_parallel.device_layout import Cluster as Cluster
+from dtrans.pipeline_parallel.options import StageMemory as StageMemory, Stages as Stages
 from dtrans.pipeline_parallel.plan import PipelinePlan as PipelinePlan
 from dtrans.pipeline_parallel.schedule import Schedule as Schedule
 from dtrans.pipeline_parallel.transform import pipeline as pipeline
@@ -34,11 +43,12 @@ from dtrans.run.distributed.connect import connect as connect
 from dtrans.run.distributed.role import Role as Role
 from dtrans.run.executor import Executor as Executor
 from dtrans.step import summary as summary
+from dtrans.step.batch_sharing import Batch as Batch
 from dtrans.step.collect import collect as collect
 from dtrans.step.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
 from dtrans.step.scopes import replicate as replicate, split as split
 from dtrans.step.trace import trace as trace
-from dtrans.zero.options import LossScaling as LossScaling
+from dtrans.zero.options import LossScaling as LossScaling, Precision as Precision, Slicing as Slicing
 from dtrans.zero.plan import ShardingPlan as ShardingPlan
 from dtrans.zero.transform import sharding as sharding
 

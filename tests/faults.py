@@ -155,7 +155,7 @@ FAULTS = (
     ),
     Fault(
         "zero/reduce_scatter.py",
-        "return self._sum(bucket.name, mine, (o.dp_axis_name,)) if o.dp_degree > 1 else mine",
+        "return self._sum(bucket.name, mine, (o.slices.replica_axis_name,)) if o.replicas > 1 else mine",
         "return mine",
         ("zero/test_plan.py", "zero/test_transform.py"),
     ),

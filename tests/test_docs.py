@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -235,4 +236,5 @@ def test_the_page_for_epls_users_has_every_option_and_every_call():
 def test_pages_on_pipelines_name_every_option():
     text = "".join((README.parent / "docs" / page).read_text() for page in PAGES)
     options = [p.name for p in inspect.signature(dtrans.pipeline).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    options += [f.name for record in (dtrans.Stages, dtrans.StageMemory) for f in dataclasses.fields(record)]
     assert not [n for n in options if not re.search(rf"`{n}\b|\b{n}=", text)]

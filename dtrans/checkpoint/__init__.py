@@ -37,7 +37,8 @@ Example:
   >>> init = lambda key: (p := {"w": jax.random.normal(key, (5, 2))}, tx.init(p))
   >>> key, x = jax.random.key(0), jnp.ones((4, 5))
   >>> main, startup = dtrans.trace(step, *init(key), x), dtrans.trace(init, key)
-  >>> plan = dtrans.pserver(main, startup, pservers="127.0.0.1:6174,127.0.0.1:6175", min_block_size=1)
+  >>> plan = dtrans.pserver(main, startup, pservers="127.0.0.1:6174,127.0.0.1:6175",
+  ...                       placement=dtrans.BlockPlacement(min_block_size=1))
   >>> job = plan.on_mesh()
   >>> state, loss = job.step(job.init(key), x)
   >>> with tempfile.TemporaryDirectory() as folder:

@@ -79,7 +79,8 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
       ...     dtrans.checkpoint.save(f"{folder}/300", plan, "127.0.0.1:6174", {"params/w": jnp.ones(3)})
       ...     os.listdir(f"{folder}/300")
       ['pserver-0']
-      >>> job = dtrans.sharding(plan.main, plan.startup, degree=2, min_slice_size=0).simulate()
+      >>> slices = dtrans.Slicing(min_slice_size=0)
+      >>> job = dtrans.sharding(plan.main, plan.startup, degree=2, slices=slices).simulate()
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     dtrans.checkpoint.save(f"{folder}/300", job, job.init())
       ...     sorted(os.listdir(f"{folder}/300"))
@@ -201,11 +202,13 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
       >>> init = lambda: (p := {"w": jnp.arange(3.0)}, tx.init(p))
       >>> main, startup = dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init)
       >>> one, two = "127.0.0.1:6174", "127.0.0.1:6174,127.0.0.1:6175"
-      >>> saved, plan = (dtrans.pserver(main, startup, pservers=ps, min_block_size=1) for ps in (one, two))
+      >>> rows = dtrans.BlockPlacement(min_block_size=1)
+      >>> saved, plan = (dtrans.pserver(main, startup, pservers=ps, placement=rows) for ps in (one, two))
       >>> with tempfile.TemporaryDirectory() as path:
       ...     dtrans.checkpoint.save(path, saved, one, {"params/w": jnp.array([7.0, 8.0, 9.0])})
       ...     dtrans.checkpoint.restore(path, plan, "127.0.0.1:6175")
-      ...     job = dtrans.sharding(main, startup, degree=2, stage=3, min_slice_size=0).simulate()
+      ...     slices = dtrans.Slicing(min_slice_size=0)
+      ...     job = dtrans.sharding(main, startup, degree=2, stage=3, slices=slices).simulate()
       ...     job.params(dtrans.checkpoint.restore(path, job))
       {'params/w.block1': Array([9.], dtype=float32)}
       {'w': Array([7., 8., 9.], dtype=float32)}

@@ -55,7 +55,8 @@ def gather(plan: PServerPlan, servers: Mapping[str, Mapping[str, Any]], trainer:
       >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
       >>> init = lambda: (p := {"w": jnp.arange(3.0)}, tx.init(p))
       >>> plan = dtrans.pserver(dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init),
-      ...                       pservers="127.0.0.1:6174,127.0.0.1:6175", min_block_size=1)
+      ...                       pservers="127.0.0.1:6174,127.0.0.1:6175",
+      ...                       placement=dtrans.BlockPlacement(min_block_size=1))
       >>> servers = {"127.0.0.1:6174": {"params/w.block0": jnp.array([7.0, 8.0])},
       ...            "127.0.0.1:6175": {"params/w.block1": jnp.array([9.0])}}
       >>> dtrans.checkpoint.gather(plan, servers)[0]["w"].tolist()
@@ -101,7 +102,8 @@ def scatter(plan: PServerPlan, endpoint: str, params: Any, opt_state: Any) -> di
       >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
       >>> init = lambda: (p := {"w": jnp.arange(3.0)}, tx.init(p))
       >>> plan = dtrans.pserver(dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init),
-      ...                       pservers="127.0.0.1:6174,127.0.0.1:6175", min_block_size=1)
+      ...                       pservers="127.0.0.1:6174,127.0.0.1:6175",
+      ...                       placement=dtrans.BlockPlacement(min_block_size=1))
       >>> dtrans.checkpoint.scatter(plan, "127.0.0.1:6175", *init())
       {'params/w.block1': Array([2.], dtype=float32)}
     """

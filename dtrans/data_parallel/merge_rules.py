@@ -35,7 +35,7 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> N
             f"merge[{name!r}]='each': a trainer makes it in each of {o.micro_steps} micro-steps; say 'mean', "
             "'sum', 'max', 'concat', or 'same' (the last one)"
         )
-    if name == o.example_count and way != "sum":
+    if name == o.batch.example_count and way != "sum":
         raise ConfigError(
             f"merge[{name!r}]={way!r}: it is example_count, which is added up; leave it out, or say 'sum'"
         )
@@ -56,11 +56,11 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
     made_here = _made_by_trainers(step, o)
     parts = o.trainers * o.micro_steps
     if parts == 1:
-        found = {n: "each" if o.merge.get(n) == "each" else "same" for n in (*step.results, *made_here)}
-        return found if o.example_count is None else found | {o.example_count: "sum"}
+        found = {n: "each" if o.batch.merge.get(n) == "each" else "same" for n in (*step.results, *made_here)}
+        return found if o.batch.example_count is None else found | {o.batch.example_count: "sum"}
     outs = dict(zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True))
     of_batch = _of_batch(step, o)
-    named = [n for n in (*step.results, *made_here) if n not in o.merge and n != o.example_count]
+    named = [n for n in (*step.results, *made_here) if n not in o.batch.merge and n != o.batch.example_count]
     still = [n for n in named if isinstance(a := outs[n], Var) and not of_batch.get(a)]
     asked = [n for n in named if (program.outputs[n].ndim and n in step.results) or isinstance(outs[n], Literal)]
     whole = _of_all(step, o, parts, asked) if asked or still else None
@@ -72,14 +72,14 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
     found = {}
     for n in (*step.results, *made_here):
         t, out = program.outputs[n], outs[n]
-        if n in o.merge:
-            if n in made_here and o.merge[n] == "same" and isinstance(out, Var) and of_batch.get(out):
+        if n in o.batch.merge:
+            if n in made_here and o.batch.merge[n] == "same" and isinstance(out, Var) and of_batch.get(out):
                 raise ConfigError(
                     f"merge[{n!r}]='same': it is made of a trainer's part of the batch, and every trainer has the same "
                     "state; say 'mean', 'sum' or 'max'"
                 )
-            found[n] = o.merge[n]
-        elif n == o.example_count:
+            found[n] = o.batch.merge[n]
+        elif n == o.batch.example_count:
             found[n] = "sum"
         elif n in grown and grown[n].shape != t.shape:
             if grown[n].shape != (parts * t.shape[0], *t.shape[1:]):
@@ -98,7 +98,7 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
                 )
             found[n] = "same"
         elif jnp.issubdtype(t.dtype, jnp.inexact):
-            found[n] = o.reduce if n in step.results else "mean"
+            found[n] = o.reduce.op if n in step.results else "mean"
         elif n in made_here:
             raise ConfigError(
                 f"{n} is {t.str_short()} and made of a trainer's part of the batch: say what becomes of it, "
@@ -123,7 +123,7 @@ def _made_by_trainers(step: Cut, o: Options) -> list[str]:
 def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program | None:
     """The step, traced on a batch of all trainers; None where that cannot be and nobody `asked`."""
     program = step.program
-    split = [n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.unsplit_inputs)]
+    split = [n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs)]
     rows = {program.inputs[n].shape[0]: n for n in split}
     if len(rows) > 1:
         if not asked:

@@ -1,14 +1,15 @@
-"""The options of nccl2 mode, and which of them can be."""
+"""A record of how gradients are reduced; the options of nccl2 mode, and which of them can be."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
+from dtrans.checks import check_int, check_name, check_number, check_one_of, check_size, check_together, check_type
 from dtrans.errors import ConfigError
+from dtrans.step.batch_sharing import Batch
 
 
 COMPRESSED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -17,24 +18,109 @@ MERGES = (*REDUCED, "concat", "each", "same")
 
 
 @dataclasses.dataclass(frozen=True)
+class Reduce:
+    """How gradients are reduced over trainers, the ranks of a sharded job, or the replicas of a stage.
+
+    Attributes:
+      op: "mean", or "sum" for a loss that is a sum over the batch.
+      bucket_MB: the size up to which gradients are reduced together; 0 reduces each by itself.
+      max_buckets: EPL's rule of buckets in the place of `bucket_MB`: at most about so many, of even size.
+      chains: how many chains of reductions may run beside each other; within a chain each waits for the one before. By
+        default XLA decides.
+      compress: "bf16" or "fp16": gradients are reduced in this type, multiplied by `compress_scale` before and divided
+        by it after. A sum that overflows is not hidden: it arrives as infinity.
+      compress_scale: see `compress`.
+      clip_local_norm: clip each trainer's own gradients to this global norm *before* they are reduced, as EPL does by
+        default. (A clip in the optimizer is one of the reduced gradients.) All reductions then wait for the last
+        gradient.
+
+    Raises:
+      ConfigError: a value that is out of range, or a scale without a type.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.Reduce(compress="bf16").bucket_MB
+      32
+      >>> dtrans.Reduce("max")
+      Traceback (most recent call last):
+      ...
+      dtrans.errors.ConfigError: op must be 'mean' or 'sum', it is 'max'
+    """
+
+    op: str = "mean"
+    bucket_MB: float = 32
+    max_buckets: int | None = None
+    chains: int | None = None
+    compress: str | None = None
+    compress_scale: float = 1.0
+    clip_local_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_one_of("op", self.op, ("mean", "sum"))
+        check_size("bucket_MB", self.bucket_MB)
+        check_int("max_buckets", self.max_buckets, or_none=True)
+        check_int("chains", self.chains, or_none=True)
+        check_one_of("compress", self.compress, (*COMPRESSED, None))
+        check_number("compress_scale", self.compress_scale, "a positive number", lambda x: x > 0)
+        if self.compress is None and self.compress_scale != 1.0:
+            raise ConfigError(f"compress_scale={self.compress_scale!r} is for compress='bf16' or 'fp16', which is None")
+        check_number("clip_local_norm", self.clip_local_norm, "a positive number", lambda x: x > 0, or_none=True)
+
+    @classmethod
+    def of(cls, given: Any) -> Reduce:
+        """What is given as `reduce`: a record, or its `op`."""
+        if given in ("mean", "sum"):
+            return cls(given)
+        check_type("reduce", given, cls, "'mean', 'sum' or a dtrans.Reduce")
+        found: Reduce = given
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of `nccl2`, which says what they are."""
 
     trainers: int
     axis_name: str
-    reduce: str
-    merge: Mapping[str, str]
-    example_count: str | None
-    unsplit_inputs: tuple[str, ...]
-    reduce_bucket_MB: float
-    compress: str | None
-    compress_scale: float
-    trainers_per_node: int  # trainers in a node; 0 where reductions are not hierarchical
-    num_micro_batch: int
-    max_buckets: int | None
-    reduction_chains: int | None
-    clip_local_norm: float | None
-    local_sgd: int | None
+    num_micro_batch: int = 1
+    local_sgd: int | None = None
+    trainers_per_node: int = 0  # 0 where reductions are not hierarchical
+    reduce: Reduce = Reduce()
+    batch: Batch = Batch()
+
+    def __post_init__(self) -> None:
+        check_int(
+            "trainers",
+            self.trainers,
+            "a positive number of trainers (endpoints are for DistributeTranspiler.transpile)",
+        )
+        check_name("axis_name", self.axis_name, "the name of an axis")
+        check_type("batch", self.batch, Batch)
+        check_int("num_micro_batch", self.num_micro_batch, "a positive number of micro-steps")
+        check_int("local_sgd", self.local_sgd, or_none=True)
+        self.batch.check_merge(MERGES)
+        count, reduce = self.batch.example_count, self.reduce
+        if count is not None and reduce.op != "mean":
+            raise ConfigError(f"example_count={count!r} is for reduce='mean', it is {reduce.op!r}")
+        if self.local_sgd is not None:
+            others = {
+                f"reduce={reduce.op!r}": reduce.op != "mean",
+                f"compress={reduce.compress!r}": reduce.compress is not None,
+                f"num_micro_batch={self.num_micro_batch}": self.num_micro_batch > 1,
+                f"clip_local_norm={reduce.clip_local_norm!r}": reduce.clip_local_norm is not None,
+            }
+            why = (
+                "the one averages parameters, which trainers update by their own gradients; the other is about "
+                "gradients that trainers share"
+            )
+            check_together(others, why, f"local_sgd={self.local_sgd}")
+        node = self.trainers_per_node
+        check_int("trainers_per_node", node, "a number of trainers", least=0)
+        if node and (self.trainers % node or not 1 < node < self.trainers):
+            raise ConfigError(
+                f"trainers_per_node={node} must divide the {self.trainers} trainers into several nodes of several "
+                "trainers each"
+            )
 
     @property
     def micro_steps(self) -> int:
@@ -55,67 +141,3 @@ class Options:
     def over(self) -> tuple[str, ...]:
         """The names of the axes."""
         return tuple(name for name, _ in self.axes)
-
-
-def check_names_given(unsplit_inputs: Any, merge: Any) -> None:
-    """Refuse what are no names, before they are taken apart."""
-    if isinstance(unsplit_inputs, str) or not isinstance(unsplit_inputs, Collection):
-        raise ConfigError(f"unsplit_inputs={unsplit_inputs!r} must be a collection of names of batch arrays")
-    if merge is not None and not isinstance(merge, Mapping):
-        raise ConfigError(f"merge={merge!r} must say for each name what becomes of it, such as {{'aux': 'sum'}}")
-
-
-def check_options(o: Any) -> None:  # any: an option may be of any type before it is checked
-    """Refuse what cannot be planned, by the option's name."""
-    if isinstance(o.trainers, bool) or not isinstance(o.trainers, int) or o.trainers < 1:
-        raise ConfigError(
-            f"trainers must be a positive number of trainers, it is {o.trainers!r}; endpoints are for "
-            "DistributeTranspiler.transpile"
-        )
-    if not isinstance(o.axis_name, str) or not o.axis_name:
-        raise ConfigError(f"axis_name must be the name of an axis, it is {o.axis_name!r}")
-    if o.reduce not in ("mean", "sum"):
-        raise ConfigError(f"reduce must be 'mean' or 'sum', it is {o.reduce!r}")
-    if o.example_count is not None and o.reduce != "mean":
-        raise ConfigError(f"example_count={o.example_count!r} is for reduce='mean', it is {o.reduce!r}")
-    size = o.reduce_bucket_MB
-    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size >= 0:
-        raise ConfigError(f"reduce_bucket_MB must be a size in megabytes, 0 or more; it is {size!r}")
-    if o.compress is not None and o.compress not in COMPRESSED:
-        raise ConfigError(f"compress must be 'bf16', 'fp16' or None, it is {o.compress!r}")
-    if isinstance(o.compress_scale, bool) or not isinstance(o.compress_scale, (int, float)) or not o.compress_scale > 0:
-        raise ConfigError(f"compress_scale must be a positive number, it is {o.compress_scale!r}")
-    if o.compress is None and o.compress_scale != 1.0:
-        raise ConfigError(f"compress_scale={o.compress_scale!r} is for compress='bf16' or 'fp16', which is None")
-    for name in ("max_buckets", "reduction_chains", "local_sgd"):
-        count = getattr(o, name)
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise ConfigError(f"{name} must be a positive number, or None; it is {count!r}")
-    norm = o.clip_local_norm
-    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0):
-        raise ConfigError(f"clip_local_norm must be a positive number, or None; it is {norm!r}")
-    if isinstance(o.num_micro_batch, bool) or not isinstance(o.num_micro_batch, int) or o.num_micro_batch < 1:
-        raise ConfigError(f"num_micro_batch must be a positive number of micro-steps, it is {o.num_micro_batch!r}")
-    if o.local_sgd is not None:
-        others = {
-            f"reduce={o.reduce!r}": o.reduce != "mean",
-            f"compress={o.compress!r}": o.compress is not None,
-            f"num_micro_batch={o.num_micro_batch}": o.num_micro_batch > 1,
-            f"clip_local_norm={o.clip_local_norm!r}": norm is not None,
-        }
-        for other, given in others.items():
-            if given:
-                raise ConfigError(
-                    f"local_sgd={o.local_sgd} and {other}: the one averages parameters, which trainers update by their "
-                    "own gradients; the other is about gradients that trainers share"
-                )
-    if isinstance(o.trainers_per_node, bool) or not isinstance(o.trainers_per_node, int) or o.trainers_per_node < 0:
-        raise ConfigError(f"trainers_per_node must be a number of trainers, it is {o.trainers_per_node!r}")
-    if o.trainers_per_node and (o.trainers % o.trainers_per_node or not 1 < o.trainers_per_node < o.trainers):
-        raise ConfigError(
-            f"trainers_per_node={o.trainers_per_node} must divide the {o.trainers} trainers into several nodes "
-            "of several trainers each"
-        )
-    for name, way in o.merge.items():
-        if way not in MERGES:
-            raise ConfigError(f"merge[{name!r}] must be one of {', '.join(MERGES)}; it is {way!r}")

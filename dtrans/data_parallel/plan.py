@@ -86,10 +86,6 @@ class CollectivePlan(Plan):
         """The arrays of the state of which trainers hold slices between steps, by name: none but in sharding."""
         return {}
 
-    def on(self, platform: str = "") -> CollectivePlan:
-        """The same plan as a job on a platform runs it ("cpu", "gpu", "tpu", ...): what was left open is chosen."""
-        return self
-
     @property
     def programs(self) -> dict[str, Program]:
         return {"trainer": self.program}
@@ -107,7 +103,7 @@ class CollectivePlan(Plan):
     @property
     def unsplit_inputs(self) -> tuple[str, ...]:
         """Names of batch arrays that every trainer gets whole."""
-        return self.options.unsplit_inputs
+        return tuple(self.options.batch.unsplit_inputs)
 
     @property
     def extra_state(self) -> Mapping[str, Any]:

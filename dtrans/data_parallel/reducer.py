@@ -98,20 +98,20 @@ def bucket_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
     dtypes = sorted({t.dtype for t in types}, key=str)
     if not dtypes:
         return {}
-    if o.max_buckets is None:
-        return dict.fromkeys(dtypes, o.reduce_bucket_MB * 2**20)
-    if len(dtypes) >= o.max_buckets:
+    if o.reduce.max_buckets is None:
+        return dict.fromkeys(dtypes, o.reduce.bucket_MB * 2**20)
+    if len(dtypes) >= o.reduce.max_buckets:
         return dict.fromkeys(dtypes, math.inf)
     counts = {d: sum(t.dtype == d for t in types) for d in dtypes}
-    splits = {d: max(1, o.max_buckets * counts[d] // len(types)) for d in dtypes}
-    splits[dtypes[0]] += max(0, o.max_buckets - sum(splits.values()))
+    splits = {d: max(1, o.reduce.max_buckets * counts[d] // len(types)) for d in dtypes}
+    splits[dtypes[0]] += max(0, o.reduce.max_buckets - sum(splits.values()))
     total = {d: sum(t.size * t.dtype.itemsize for t in types if t.dtype == d) for d in dtypes}
     return {d: math.inf if splits[d] == 1 else total[d] / (splits[d] - 1) for d in dtypes}
 
 
 def sent_type(dtype: Any, kind: ReduceSpec, o: Options) -> Any:
     """The type in which gradients of a type are reduced."""
-    to = kind.compress or o.compress
+    to = kind.compress or o.reduce.compress
     return dtype if to is None else COMPRESSED[to]
 
 
@@ -169,14 +169,14 @@ class Reducer:
         self.missing[bucket.name].discard(leaf)
         if not self.missing[bucket.name]:
             self.waiting.append(bucket)
-        if self._count_is_there() and self.o.clip_local_norm is None:
+        if self._count_is_there() and self.o.reduce.clip_local_norm is None:
             self._flush()
 
     def finish(self) -> None:
         """Reduce what is left."""
-        if self.o.clip_local_norm is not None and self.grads:
+        if self.o.reduce.clip_local_norm is not None and self.grads:
             names = list(self.grads)
-            grads, bound = [self.grads[n] for n in names], float(self.o.clip_local_norm)
+            grads, bound = [self.grads[n] for n in names], float(self.o.reduce.clip_local_norm)
             if self.scale is None:
                 clipped = self.b.call(_clipped(bound), *grads)
             else:
@@ -215,23 +215,23 @@ class Reducer:
         for g in parts:
             if self._divides_first(g):
                 g = b.call(_divided(o.trainers), g)[0]
-            elif o.reduce == "mean":
+            elif o.reduce.op == "mean":
                 g = self._by_count(g)
             if (to := self._compress(bucket)) is not None:
-                g = b.call(_compressed(to, o.compress_scale), g)[0]
+                g = b.call(_compressed(to, o.reduce.compress_scale), g)[0]
             sent.append(g)
         sent = self._chained(sent)
         sums = self.sums(bucket, sent)
-        if o.reduction_chains is not None:
-            self._chains[self._reduced % o.reduction_chains] = sums
+        if o.reduce.chains is not None:
+            self._chains[self._reduced % o.reduce.chains] = sums
         self._reduced += 1
         for g, total in zip(parts, sums, strict=True):
             if isinstance(total, Var):
                 b.labels[total] = f"{names[id(g)]}{self._suffix}.sum"
             back: Atom = total
             if self._compress(bucket) is not None:
-                back = b.call(_restored(g.aval.dtype, o.compress_scale), back)[0]
-            back = self._averaged(back) if o.reduce == "mean" and not self._divides_first(g) else back
+                back = b.call(_restored(g.aval.dtype, o.reduce.compress_scale), back)[0]
+            back = self._averaged(back) if o.reduce.op == "mean" and not self._divides_first(g) else back
             self.means |= {n: back for n in bucket.leaves if self.grads[n] is g}
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
@@ -244,13 +244,13 @@ class Reducer:
 
     def _compress(self, bucket: Bucket) -> str | None:
         """The type that a bucket is reduced in, if not its own."""
-        return self.kind(bucket.leaves[0]).compress or self.o.compress
+        return self.kind(bucket.leaves[0]).compress or self.o.reduce.compress
 
     def _chained(self, parts: list[Atom]) -> list[Atom]:
         """What is reduced next in a chain, after what was reduced last in it."""
-        if self.o.reduction_chains is None:
+        if self.o.reduce.chains is None:
             return parts
-        before = self._chains.get(self._reduced % self.o.reduction_chains, ())
+        before = self._chains.get(self._reduced % self.o.reduce.chains, ())
         return self.b.call(together, *parts, *before)[: len(parts)] if before else parts
 
     def _divides_first(self, x: Atom) -> bool:
@@ -272,7 +272,7 @@ class Reducer:
             assert self.example_count is not None
             (self._total,) = self._sum("example_count", [self.example_count], self.o.over)
             if self.o.trainers > 1 and isinstance(self._total, Var):
-                self.b.labels[self._total] = f"{self.o.example_count}.sum"
+                self.b.labels[self._total] = f"{self.o.batch.example_count}.sum"
         return self._total
 
     def _sum(self, name: str, parts: Sequence[Atom], over: Sequence[str]) -> Sequence[Atom]:
@@ -302,9 +302,9 @@ class Reducer:
         found: dict[str, Atom] = {}
         for op in dict.fromkeys(REDUCED.values()):
             names = [n for n, way in merges.items() if REDUCED.get(way) == op]
-            if o.example_count in names and merges[o.example_count] == "sum":
-                found[o.example_count] = self._total_count()
-                names.remove(o.example_count)
+            if o.batch.example_count in names and merges[o.batch.example_count] == "sum":
+                found[o.batch.example_count] = self._total_count()
+                names.remove(o.batch.example_count)
             if not names:
                 continue
             sent: list[Atom] = []

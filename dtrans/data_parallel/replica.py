@@ -34,7 +34,13 @@ def take_inputs(b: Builder, step: Cut, o: Options, cut: Mapping[str, Any] | None
     cut = cut or {}
     for n, v in zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True):
         is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
-        if o.trainers > 1 and n in step.batch and is_key and not v.aval.ndim and not is_under(n, o.unsplit_inputs):
+        if (
+            o.trainers > 1
+            and n in step.batch
+            and is_key
+            and not v.aval.ndim
+            and not is_under(n, o.batch.unsplit_inputs)
+        ):
             keys[v] = b.input(v.aval)
         elif n in cut:
             keys[v] = b.input(cut[n])

@@ -6,14 +6,14 @@
     optimize              as it was, on the averaged gradients: the same on every trainer
 
 The program is one for all trainers (SPMD). With a loss that is a mean over the batch, and trainers that see equal
-shares of it, it computes what one device computes on the whole batch. With an `example_count` (a count of examples that
-the step returns) shares need not be equal: gradients and averaged results are weighted by it.
+shares of it, it computes what one device computes on the whole batch. With a `Batch.example_count` (a
+count of examples that the step returns) shares need not be equal: gradients and averaged results are weighted by it.
 
 With `local_sgd` trainers take whole steps by themselves, and what is reduced after them is parameters and optimizer
 state. All trainers have the same state before and after each step of the job, whichever way.
 
 A *bucket* is a run of gradients of one dtype, in the order in which the backward pass makes them, up to
-`reduce_bucket_MB`. It is one equation with many operands; nothing is copied together. JAX lowers it to one
+`Reduce.bucket_MB`. It is one equation with many operands; nothing is copied together. JAX lowers it to one
 `stablehlo.all_reduce` for each operand, side by side, and XLA's combiner makes those one again (also across buckets,
 where it finds that better; its thresholds are XLA's flags).
 
@@ -22,7 +22,7 @@ Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of Para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ import numpy as np
 from dtrans._jax import Atom, equations
 from dtrans.data_parallel.accumulation import MicroSteps, write_local_steps, write_micro_steps
 from dtrans.data_parallel.merge_rules import check_merge, merges_of
-from dtrans.data_parallel.options import Options, check_names_given, check_options
+from dtrans.data_parallel.options import Options, Reduce
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.reducer import SAME_FOR_ALL, Reducer, ReduceSpec, buckets_of
 from dtrans.data_parallel.replica import fold_keys, take_inputs, write_from_gradients
@@ -40,6 +40,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import is_under
+from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import ready_order, refuse_nested, write_trainer_half
 from dtrans.step.startup import check_programs, match_startup
@@ -50,20 +51,12 @@ def nccl2(
     startup: Program,
     *,
     trainers: int,
-    axis_name: str = "trainers",
-    reduce: str = "mean",
-    merge: Mapping[str, str] | None = None,
-    example_count: str | None = None,
-    unsplit_inputs: Collection[str] = (),
-    reduce_bucket_MB: float = 32,
-    compress: str | None = None,
-    compress_scale: float = 1.0,
-    trainers_per_node: int = 0,
     num_micro_batch: int = 1,
-    max_buckets: int | None = None,
-    reduction_chains: int | None = None,
-    clip_local_norm: float | None = None,
     local_sgd: int | None = None,
+    trainers_per_node: int = 0,
+    reduce: Reduce | str = Reduce(),
+    batch: Batch = Batch(),
+    axis_name: str = "trainers",
 ) -> CollectivePlan:
     """Plan data-parallel training of a traced step over collectives.
 
@@ -71,36 +64,17 @@ def nccl2(
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       trainers: how many trainers share each global batch.
-      axis_name: of the axis that they are on.
-      reduce: "mean" or "sum" of the gradients over trainers; "sum" for a loss that is a sum over the batch.
-      merge: what becomes of results, and of parameters that the optimizer does not make (batch statistics), by name:
-        "mean", "sum" (of parameters: of what trainers add to them), "max", "concat" (on dim 0), "each" (a leading axis,
-        one row per trainer), or "same" (they are equal anyway). By default what grows with the batch is concatenated,
-        other floating-point results are reduced as gradients are, and parameters averaged; other results get a row per
-        trainer. What is computed from gradients is computed from the reduced ones, or with `local_sgd` in each step
-        from its own.
-      example_count: the name of a result, a scalar that says how many examples a trainer's part of the batch has. It is
-        itself added up.
-      unsplit_inputs: names of batch arrays that every trainer gets whole. Others are split on dim 0; 0-d arrays go to
-        every trainer, a `jax.random.key` folded with the trainer's number unless it is named here.
-      reduce_bucket_MB: the size up to which gradients are reduced together; 0 reduces each by itself.
-      compress: "bf16" or "fp16": gradients are reduced in this type, multiplied by `compress_scale` before and divided
-        by it after. A sum that overflows is not hidden: it arrives as infinity.
-      compress_scale: see `compress`.
+      num_micro_batch: into how many micro-steps each trainer divides its part of the batch. Their gradients are added
+        up by a scan, and reduced once.
+      local_sgd: how many steps of its own each trainer takes, one after the other on so many parts of its part of the
+        batch, before trainers average their parameters and optimizer state (local SGD): one reduction in so many steps.
+        What the optimizer counts, other than steps, must be named in `batch.merge`.
       trainers_per_node: how many trainers a node has, if gradients are to be reduced inside each
         node, then across nodes, then gathered inside again, so that 1/n of the bytes go between nodes. Trainers are
         then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
-      num_micro_batch: into how many micro-steps each trainer divides its part of the batch. Their gradients are added
-        up by a scan, and reduced once.
-      max_buckets: EPL's rule of buckets in the place of `reduce_bucket_MB`: at most about so many, of even size.
-      reduction_chains: how many chains of reductions may run beside each other; within a chain each waits for the one
-        before. By default XLA decides.
-      clip_local_norm: clip each trainer's own gradients to this global norm *before* they are reduced, as EPL does by
-        default. (A clip in the optimizer is one of the reduced gradients.) All reductions then wait for the last
-        gradient.
-      local_sgd: how many steps of its own each trainer takes, one after the other on so many parts of its part of the
-        batch, before trainers average their parameters and optimizer state (local SGD): one reduction in so many steps.
-        What the optimizer counts, other than steps, must be named in `merge`.
+      reduce: how gradients are reduced over trainers: a `dtrans.Reduce`, or its `op`, "mean" or "sum".
+      batch: how a batch is shared, and what becomes of results: a `dtrans.Batch`.
+      axis_name: of the axis that trainers are on.
 
     Raises:
       ConfigError: an option that is out of range, or names that the step does not have.
@@ -124,30 +98,20 @@ def nccl2(
       ([1.0, 2.0], 11.0)
     """
     check_programs(main, startup)
-    check_names_given(unsplit_inputs, merge)
     options = Options(
         trainers=trainers,
         axis_name=axis_name,
-        reduce=reduce,
-        merge=dict(merge or {}),
-        example_count=example_count,
-        unsplit_inputs=tuple(unsplit_inputs),
-        reduce_bucket_MB=reduce_bucket_MB,
-        compress=compress,
-        compress_scale=compress_scale,
-        trainers_per_node=trainers_per_node,
         num_micro_batch=num_micro_batch,
-        max_buckets=max_buckets,
-        reduction_chains=reduction_chains,
-        clip_local_norm=clip_local_norm,
         local_sgd=local_sgd,
+        trainers_per_node=trainers_per_node,
+        reduce=Reduce.of(reduce),
+        batch=batch,
     )
     return plan_data_parallel(main, startup, options)
 
 
 def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
     """What `nccl2` plans with these options."""
-    check_options(options)
     refuse_collectives(main)
     step = cut(main).with_reported()
     if options.local_sgd is None:
@@ -174,20 +138,19 @@ def check_names(step: Cut, o: Options) -> None:
     """Refuse names that the step does not have, and ways to merge that do not fit what they name."""
     state = step.frozen if o.local_sgd is None else (*step.params, *step.opt_state)
     mergeable = (*step.results, *state)
-    for name, way in o.merge.items():
+    for name, way in o.batch.merge.items():
         if name not in mergeable:
             raise ConfigError(f"merge names {name!r}; what trainers make and can be merged is {', '.join(mergeable)}")
         check_merge(name, way, step.program.outputs[name], is_state=name in state, o=o)
-    for name in o.unsplit_inputs:
+    for name in o.batch.unsplit_inputs:
         if not any(is_under(n, [name]) for n in step.batch):
             raise ConfigError(f"unsplit_inputs names {name!r}; the arrays of the batch are {', '.join(step.batch)}")
-    if o.example_count is not None:
-        check_example_count(step, o, o.example_count)
+    if o.batch.example_count is not None:
+        check_example_count(step, o, o.batch.example_count)
+    to = o.reduce.compress
     for name, g in step.gradients.items():
-        if o.compress is not None and jnp.issubdtype(g.aval.dtype, jnp.complexfloating):
-            raise ConfigError(
-                f"compress={o.compress!r}: the gradient of {name} is {g.aval.str_short()}, and {o.compress} is real"
-            )
+        if to is not None and jnp.issubdtype(g.aval.dtype, jnp.complexfloating):
+            raise ConfigError(f"compress={to!r}: the gradient of {name} is {g.aval.str_short()}, and {to} is real")
     source = step.program
     kept, _ = backward_slice(
         source.jaxpr.jaxpr.eqns,
@@ -285,11 +248,11 @@ def _trained_together(
     found = dict(outs)
     values = reduced_values(step, o, merges)
     if o.num_micro_batch == 1:
-        reducer = Reducer(b, values, o, outs.get(o.example_count or ""), GRAD, kind)
+        reducer = Reducer(b, values, o, outs.get(o.batch.example_count or ""), GRAD, kind)
         write_trainer_half(b, step, results, reducer.made)
     else:
         found |= write_micro_steps(b, step, _window(step, o, merges), results)
-        reducer = Reducer(b, values, o, found.get(o.example_count or ""), GRAD, kind)
+        reducer = Reducer(b, values, o, found.get(o.batch.example_count or ""), GRAD, kind)
         for leaf in values:
             reducer.made(leaf, found[leaf + GRAD])
     reducer.finish()
@@ -308,7 +271,7 @@ def _trained_apart(
     """Write local steps, and the mean of what they make; its outputs by name."""
     found = {**outs, **write_local_steps(b, step, _window(step, o, merges))}
     values = reduced_values(step, o, merges)
-    reducer = Reducer(b, values, o, found.get(o.example_count or ""))
+    reducer = Reducer(b, values, o, found.get(o.batch.example_count or ""))
     for leaf in values:
         reducer.made(leaf, found[leaf])
     reducer.finish()
@@ -318,5 +281,5 @@ def _trained_apart(
 
 
 def _window(step: Cut, o: Options, merges: Mapping[str, str]) -> MicroSteps:
-    whole = [n for n in step.batch if is_under(n, o.unsplit_inputs)]
-    return MicroSteps(o.micro_steps, o.reduce, merges, o.example_count, whole)
+    whole = [n for n in step.batch if is_under(n, o.batch.unsplit_inputs)]
+    return MicroSteps(o.micro_steps, o.reduce.op, merges, o.batch.example_count, whole)

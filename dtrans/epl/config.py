@@ -9,10 +9,10 @@ Source: epl/config.py.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from dtrans.checks import did_you_mean
 from dtrans.errors import ConfigError
 
 
@@ -57,13 +57,13 @@ NAMES = {
     "offload": "offload.level",
     "update_groups": "optimizer.num_apply_group",
     "max_buckets": "communication.max_splits",
-    "reduction_chains": "communication.num_communicators",
+    "chains": "communication.num_communicators",
     "compress": "communication.fp16",
     "compress_scale": "communication.fp16_scale",
     "reduce": "communication.gradients_reduce_method",
 }
 
-_CAST = "cast in the model, or plan without stages: dtrans.sharding(amp='fp16', loss_scaling=...)"
+_CAST = "cast in the model, or plan without stages: dtrans.sharding(precision='fp16')"
 _FILES = "call dtrans.epl.slice_files(files, worker, replicas), which has this option"
 
 # Keys that a plan does not look at: what to do in place of a value that is not the default.
@@ -110,9 +110,9 @@ pipeline.num_micro_batch?
     def __post_init__(self) -> None:
         for key, value in self.given.items():
             if key not in DEFAULTS:
-                close = difflib.get_close_matches(str(key), DEFAULTS, 1)
-                hint = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(DEFAULTS)}"
-                raise ConfigError(f"EPL's configuration has no key {key}; {hint}")
+                raise ConfigError(
+                    f"EPL's configuration has no key {key}; {did_you_mean(key, DEFAULTS, 'its keys are')}"
+                )
             default = DEFAULTS[key]
             if type(value) is not type(default) and key != "amp.loss_scale":
                 raise ConfigError(f"{key} must be of type {type(default).__name__}, it is {value!r}")

@@ -8,17 +8,23 @@ Source: epl/parallel/parallel.py.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from dtrans.checks import check_known, check_one_of, grouped
+from dtrans.data_parallel.options import Reduce
 from dtrans.epl.config import NAMES, Config
 from dtrans.errors import ConfigError, options_named
 from dtrans.ir.program import Program
 from dtrans.pipeline_parallel.device_layout import Cluster
+from dtrans.pipeline_parallel.options import StageMemory, Stages
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.transform import pipeline as pipeline_of
+from dtrans.step.batch_sharing import Batch
 
 
+RECORDS = {"stages": Stages(), "memory": StageMemory(), "reduce": Reduce(), "batch": Batch()}
 ZERO_LEVELS = {"": 0, "v0": 1, "v1": 1}
 OFFLOAD_LEVELS = {"": False, "v0": True}
 
@@ -41,7 +47,8 @@ def pipeline(
       collection: the names of the values to keep with `gradient_checkpoint.type="collection"`, as
         `jax.ad_checkpoint.checkpoint_name` gave them.
       cluster: how stages and replicas are laid out; by default "auto", with `cluster.device_place_prefer_intra_node`.
-      **options: options of `dtrans.pipeline` that EPL has no key for, such as `replicas`.
+      **options: options of `dtrans.pipeline` that EPL has no key for, such as `replicas`, and fields of its records, as
+        `min_slice_size`.
 
     Returns:
       The plan that `dtrans.pipeline` makes.
@@ -65,11 +72,7 @@ def pipeline(
     """
     if not isinstance(config, Config):
         config = Config(config)
-    for name in options:
-        if name in NAMES:
-            raise ConfigError(
-                f"{name} is {NAMES[name]} in EPL's configuration; dtrans.pipeline has all by its own names"
-            )
+    check_known("EPL's configuration", options, inspect.signature(pipeline_of).parameters, RECORDS, NAMES)
     if config["pipeline.num_stages"] == -1:
         raise ConfigError("pipeline.num_stages must be given: how many stages; scopes in the model must be as many")
     if config.given.get("communication.clip_after_allreduce") is False:
@@ -85,16 +88,17 @@ def pipeline(
         "compress": "fp16" if config["communication.fp16"] else None,
         "compress_scale": float(config["communication.fp16_scale"]) if config["communication.fp16"] else 1.0,
     }
-    if cluster is None:
-        cluster = Cluster(prefer_intra_node=config["cluster.device_place_prefer_intra_node"])
-    with options_named(NAMES):
-        return pipeline_of(main, startup, cluster=cluster, **chosen, **options)
+    if cluster is None and not config["cluster.device_place_prefer_intra_node"]:
+        cluster = Cluster(prefer_intra_node=False)
+    if cluster is not None:
+        options["cluster"] = cluster
+    with options_named(NAMES | {"op": NAMES["reduce"]}):
+        return pipeline_of(main, startup, **grouped({**options, **chosen}, RECORDS))
 
 
 def _kept(kind: str, collection: Collection[str]) -> str | Collection[str]:
     """The option `gradient_checkpoint`."""
-    if kind not in ("", "auto", "collection"):
-        raise ConfigError(f"gradient_checkpoint.type must be '', 'auto' or 'collection', it is {kind!r}")
+    check_one_of("gradient_checkpoint.type", kind, ("", "auto", "collection"))
     if bool(collection) != (kind == "collection"):
         raise ConfigError(
             f"gradient_checkpoint.type={kind!r} and collection={collection!r}: the type 'collection' needs names, and "
@@ -105,6 +109,5 @@ def _kept(kind: str, collection: Collection[str]) -> str | Collection[str]:
 
 def _level(key: str, level: str, levels: Mapping[str, Any]) -> Any:
     """What a level stands for; as in EPL, upper and lower case are the same."""
-    if level.lower() not in levels:
-        raise ConfigError(f"{key} must be one of {', '.join(map(repr, levels))}; it is {level!r}")
+    check_one_of(key, level.lower(), levels)
     return levels[level.lower()]

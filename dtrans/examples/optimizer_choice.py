@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
 import optax
 
+from dtrans.checks import did_you_mean
 from dtrans.errors import ConfigError
 
 
@@ -35,7 +35,5 @@ def make_optimizer(name: str) -> Any:
       ConfigError: there is none.
     """
     if name not in OPTIMIZERS:
-        close = difflib.get_close_matches(name, OPTIMIZERS, 1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(OPTIMIZERS)}"
-        raise ConfigError(f"there is no optimizer {name!r}; {hint}")
+        raise ConfigError(f"there is no optimizer {name!r}; {did_you_mean(name, OPTIMIZERS, 'there are')}")
     return OPTIMIZERS[name]()

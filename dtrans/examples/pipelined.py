@@ -136,7 +136,7 @@ def plan_characters(settings: CharactersSettings, text: characters.Text) -> dtra
         num_micro_batch=settings.micro_batches,
         schedule=settings.schedule,
         replicas=settings.replicas,
-        chunks=settings.chunks,
+        stages=dtrans.Stages(chunks=settings.chunks),
     )
 
 

@@ -28,6 +28,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from dtrans.checks import check_flag, check_int, check_one_of
 from dtrans.errors import ConfigError
 from dtrans.ops.primitive import communication, token
 
@@ -73,9 +74,7 @@ class CommunicatorConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_merge_var_num", "send_queue_size", "min_send_grad_num_before_recv"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive number, it is {value!r}")
+            check_int(name, getattr(self, name))
         if self.min_send_grad_num_before_recv > self.send_queue_size:
             raise ConfigError(
                 f"min_send_grad_num_before_recv={self.min_send_grad_num_before_recv} must not be more than "
@@ -83,10 +82,8 @@ class CommunicatorConfig:
             )
         if self.max_merge_var_num > MAX_MERGED:
             raise ConfigError(f"max_merge_var_num must be {MAX_MERGED} or less, it is {self.max_merge_var_num}")
-        if not isinstance(self.independent_recv_thread, bool):
-            raise ConfigError(f"independent_recv_thread must be True or False, it is {self.independent_recv_thread!r}")
-        if self.merge not in ("auto", "sum", "mean"):
-            raise ConfigError(f"merge must be 'auto', 'sum' or 'mean', it is {self.merge!r}")
+        check_flag("independent_recv_thread", self.independent_recv_thread)
+        check_one_of("merge", self.merge, ("auto", "sum", "mean"))
 
 
 def _send(

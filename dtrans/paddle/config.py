@@ -5,13 +5,14 @@ What only `transpile` knows (its arguments) it checks itself, and so do the tran
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from dtrans.checks import check_flag, check_one_of, check_type, did_you_mean, is_int
 from dtrans.errors import ConfigAssertionError, ConfigError
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin, check_dispatcher
+from dtrans.parameter_server.options import Async, BlockPlacement, DelayCompensation, Geo, HalfAsync, Mode, Sync
 
 
 MIN_BLOCK_SIZE = 8192
@@ -41,11 +42,13 @@ DEFAULTS: dict[str, Any] = {
 BEYOND: dict[str, Any] = {"dc_asgd_lambda": 1.0, "dc_asgd_decay": None, "on_trainer_exit": "drop", "communicator": None,
                           "geo_sgd_block_on_pull": False, "merge": None}  # fmt: skip
 
-# The options of `dtrans.nccl2` and `dtrans.geo_sgd` that have other names here.
+# The options of `dtrans.nccl2` and `dtrans.pserver`, and the fields of their records, that have other names here.
 OPTIONS = {
+    "strength": "dc_asgd_lambda",
+    "decay": "dc_asgd_decay",
     "push_every": "geo_sgd_need_push_nums",
     "block_on_pull": "geo_sgd_block_on_pull",
-    "reduction_chains": "nccl_comm_num",
+    "chains": "nccl_comm_num",
     "trainers_per_node": "hierarchical_allreduce_inter_nranks",
 }
 
@@ -55,12 +58,7 @@ _OF_SERVERS = ("enable_dc_asgd", "dc_asgd_lambda", "dc_asgd_decay", "half_async"
 _OF_GEO = ("geo_sgd_mode", "geo_sgd_need_push_nums", "geo_sgd_block_on_pull")
 _OF_TRAINERS = ("nccl_comm_num", "hierarchical_allreduce_inter_nranks")
 
-# What `collective_mode` is, as options of `dtrans.nccl2`: Paddle's transpiler/collective.py reduces each gradient by
-# itself, and averages parameters after each local step.
-COLLECTIVE_MODES: dict[str, dict[str, Any]] = {
-    "grad_allreduce": {"reduce_bucket_MB": 0},
-    "local_sgd": {"local_sgd": 1},
-}
+COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
 
 
 class DistributeTranspilerConfig:
@@ -80,7 +78,7 @@ class DistributeTranspilerConfig:
       sync_mode: every update uses the gradients of all trainers; otherwise each gradient is an update of its own.
         Either this or the argument of `transpile` turns it off.
       enable_dc_asgd: with sync_mode=False, compensate gradients for their delay.
-      dc_asgd_lambda, dc_asgd_decay: how, which Paddle has no attributes for; see `dtrans.pserver`.
+      dc_asgd_lambda, dc_asgd_decay: how, which Paddle has no attributes for; see `dtrans.DelayCompensation`.
       on_trainer_exit: what becomes of synchronous updates after a trainer that closes before the others, which Paddle
         has no attribute for: "drop" it from them, "paddle", or "error"; see `dtrans.pserver`.
       runtime_split_send_recv: with sync_mode=False, trainers have a communicator, and steps wait for nothing.
@@ -89,7 +87,7 @@ class DistributeTranspilerConfig:
         trainer has one here.) Without a communicator steps wait anyhow, and this changes nothing.
       completely_not_async: with both, updates are made of the gradients of all trainers, as with sync_mode=True.
       geo_sgd_mode: with sync_mode=False, trainers train by themselves, and servers add up what has changed; see
-        `dtrans.geo_sgd`. `GeoSgdTranspiler` does so whatever this is.
+        `dtrans.Geo`. `GeoSgdTranspiler` does so whatever this is.
       geo_sgd_need_push_nums: after how many steps a trainer gives the servers what has changed.
       geo_sgd_block_on_pull: let that step wait for what others have changed, which Paddle has no attribute for.
       merge: what becomes of state that trainers make themselves, which Paddle has no attribute for; see
@@ -147,7 +145,10 @@ class DistributeTranspilerConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in DEFAULTS and name not in BEYOND:
-            raise ConfigError(f"DistributeTranspilerConfig has no option {name}{_similar(name)}")
+            known = [*DEFAULTS, *BEYOND]
+            raise ConfigError(
+                f"DistributeTranspilerConfig has no option {name}; {did_you_mean(name, known, 'its options are')}"
+            )
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -159,13 +160,65 @@ class DistributeTranspilerConfig:
         """`split_method`, or what None stands for."""
         return RoundRobin if self.split_method is None else self.split_method
 
+    def placement(self, seed: int = 0) -> BlockPlacement:
+        """How leaves are cut, and placed."""
+        return BlockPlacement(self.slice_var_up, self.dispatcher, self.min_block_size, seed)
+
+    def when_updated(self, sync_mode: bool) -> Mode:
+        """When servers update, and what trainers wait for.
+
+        Args:
+          sync_mode: the argument of `transpile`.
+
+        Raises:
+          ConfigError: options that contradict each other.
+        """
+        if self.geo_sgd_mode:
+            return Geo(self.geo_sgd_need_push_nums, self.geo_sgd_block_on_pull)
+        self._check_async()
+        communicator = self.communicator or CommunicatorConfig()
+        delay = DelayCompensation(self.dc_asgd_lambda, self.dc_asgd_decay)
+        if sync_mode and self.sync_mode:
+            if self.enable_dc_asgd:
+                raise ConfigAssertionError(
+                    "enable_dc_asgd=True is for sync_mode=False: a synchronous gradient has no delay"
+                )
+            return Sync()
+        if self.completely_not_async:
+            return Sync(runtime_split=True)
+        how = delay if self.enable_dc_asgd else None
+        if not self.runtime_split_send_recv:
+            return Async(how)
+        return HalfAsync(how, communicator) if self.half_async else Async(how, communicator)
+
+    def _check_async(self) -> None:
+        """Refuse options of asynchronous modes that contradict each other."""
+        if not self.enable_dc_asgd:
+            self._refuse(("dc_asgd_lambda", "dc_asgd_decay"), "enable_dc_asgd=True, which is False")
+        if self.completely_not_async and not self.runtime_split_send_recv:
+            raise ConfigError(
+                "completely_not_async=True is for runtime_split_send_recv=True, which is False; sync_mode=True is the "
+                "same without a communicator"
+            )
+        if self.completely_not_async and self.enable_dc_asgd:
+            raise ConfigAssertionError(
+                "enable_dc_asgd=True is for gradients with a delay, which completely_not_async=True has not"
+            )
+        check_type("communicator", self.communicator, (CommunicatorConfig, type(None)), "a CommunicatorConfig")
+        if self.communicator is not None and not (self.runtime_split_send_recv and not self.completely_not_async):
+            raise ConfigError("communicator is for runtime_split_send_recv=True without completely_not_async=True")
+        if self.enable_dc_asgd and self.runtime_split_send_recv and not self.half_async:
+            raise ConfigError(
+                "enable_dc_asgd=True with runtime_split_send_recv=True is for half_async=True, which is False: a "
+                "server knows what a trainer has received, not which of that a step has that does not wait"
+            )
+
     def check(self) -> None:
         """Refuse options that are out of range or contradict each other, by name. Raises ConfigError."""
         check_dispatcher(self.dispatcher)
-        if self.mode not in ("pserver", "nccl2", "collective"):
-            raise ConfigError(f"mode must be 'pserver', 'nccl2' or 'collective', it is {self.mode!r}")
+        check_one_of("mode", self.mode, ("pserver", "nccl2", "collective"))
         size: Any = self.min_block_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < MIN_BLOCK_SIZE:
+        if not is_int(size) or size < MIN_BLOCK_SIZE:
             raise ConfigAssertionError(
                 f"min_block_size must be {MIN_BLOCK_SIZE} or more, it is {size!r}; dtrans.pserver takes any "
                 "positive number"
@@ -173,15 +226,14 @@ class DistributeTranspilerConfig:
         if self.mode != "nccl2" and self.use_hierarchical_allreduce:
             raise ConfigError("use_hierarchical_allreduce=True is for mode='nccl2', it is " + repr(self.mode))
         for name, default in DEFAULTS.items():
-            value = getattr(self, name)
-            if isinstance(default, bool) and not isinstance(value, bool) and name != "slice_var_up":
-                raise ConfigError(f"{name} must be True or False, it is {value!r}")
+            if isinstance(default, bool) and name != "slice_var_up":
+                check_flag(name, getattr(self, name))
         if self.runtime_split_send_recv and self.sync_mode:
             raise ConfigError("runtime_split_send_recv=True is for sync_mode=False, which is True")
         kind: Any = self.collective_mode
         if self.mode != "collective" and kind is not None:
             raise ConfigError(f"collective_mode={kind!r} is for mode='collective', it is {self.mode!r}")
-        if self.mode == "collective" and kind not in (*COLLECTIVE_MODES,):
+        if self.mode == "collective" and kind not in COLLECTIVE_MODES:
             known = " or ".join(map(repr, COLLECTIVE_MODES))
             raise ConfigError(f"collective_mode must be {known} with mode='collective', it is {kind!r}")
         if self.mode != "pserver":
@@ -190,17 +242,11 @@ class DistributeTranspilerConfig:
         self._refuse(_OF_TRAINERS, "mode='nccl2', it is 'pserver'")
         if self.geo_sgd_mode:
             self._refuse((*_OF_SERVERS, "merge"), "geo_sgd_mode=False: in GEO-SGD trainers update by themselves")
-        else:
-            self._refuse(_OF_GEO, "geo_sgd_mode=True, which is False")
+            return
+        self._refuse(_OF_GEO, "geo_sgd_mode=True, which is False")
 
     def _refuse(self, names: Sequence[str], where: str) -> None:
         """Raise for the first of these options that is not at its default."""
         for name in names:
             if getattr(self, name) != (DEFAULTS | BEYOND)[name]:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is for {where}")
-
-
-def _similar(name: str) -> str:
-    known = [*DEFAULTS, *BEYOND]
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]}?" if close else f"; its options are {', '.join(known)}"

@@ -1,7 +1,7 @@
 """Paddle's names for sharding, over `dtrans.sharding`.
 
 The names are those of `DistributedStrategy.sharding_configs` (fleet), and of the `sharding`, `amp` and `gradient_merge`
-parts of `Strategy` (auto parallel). An option that has no name in Paddle keeps its own: `merge`, `prefetch`,
+parts of `Strategy` (auto parallel). What has no name in Paddle keeps its own: `merge`, `prefetch`,
 `min_slice_size`. The module is a table of names, and the few options whose values differ.
 
 Source: python/paddle/distributed/fleet/meta_optimizers/sharding_optimizer.py and
@@ -10,39 +10,52 @@ python/paddle/distributed/passes/auto_parallel_sharding.py.
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
+from dtrans.checks import check_known, check_one_of, grouped
+from dtrans.data_parallel.options import Reduce
 from dtrans.errors import ConfigError, options_named
 from dtrans.ir.program import Program
-from dtrans.zero.options import LossScaling
+from dtrans.step.batch_sharing import Batch
+from dtrans.zero.options import LossScaling, Precision, Slicing
 from dtrans.zero.plan import ShardingPlan
 from dtrans.zero.transform import sharding as sharding_of
 
 
-# The options of `dtrans.sharding` that have other names in Paddle.
+# The options of `dtrans.sharding`, and the fields of its records, that have other names in Paddle.
 NAMES = {
     "degree": "sharding_degree",
+    "replicas": "dp_degree",
+    "num_micro_batch": "gradient_merge_acc_step",
+    "precision": "amp_dtype",
     "partition": "partition_algor",
-    "reduce_bucket_MB": "fuse_grad_size_in_MB",
     "gather_bucket_MB": "segment_broadcast_MB",
     "overlap": "enable_overlap",
-    "reduction_chains": "comm_stream_num",
-    "num_micro_batch": "gradient_merge_acc_step",
+    "bucket_MB": "fuse_grad_size_in_MB",
+    "chains": "comm_stream_num",
     "loss_scaling": "init_loss_scaling",
+    "initial": "init_loss_scaling",
+    "factor": "incr_ratio",
+    "interval": "incr_every_n_steps",
 }
 
-AMP_TYPES = {"float16": "fp16", "bfloat16": "bf16"}
+RECORDS = {"slices": Slicing(), "reduce": Reduce(), "batch": Batch()}
+
 
 # Paddle's other options: the value that asks for nothing, and what to use in place of any other.
 ELSEWHERE: dict[str, tuple[Any, str]] = {
     "mp_degree": (1, "dtrans.pipeline has tensor parallelism: mark the layers with dtrans.split"),
-    "pp_degree": (1, "dtrans.pipeline has stages, and shards their state with sharding_stage="),
+    "pp_degree": (1, "dtrans.pipeline has stages, and shards their state with StageMemory(sharding_stage=...)"),
     "hybrid_dp": (False, "dp_degree says how many groups of ranks there are"),
     "sharding_segment_strategy": ("segment_broadcast_MB", "segments are always cut by segment_broadcast_MB"),
     "segment_anchors": (None, "segments are always cut by segment_broadcast_MB"),
     "optimize_cast": (False, "with amp=True parameters are gathered in 16 bits, and each rank casts its slices"),
-    "optimize_offload": (False, "dtrans.pipeline(offload=True) keeps parameters and state on the host"),
+    "optimize_offload": (
+        False,
+        "dtrans.pipeline(memory=dtrans.StageMemory(offload=True)) keeps parameters and state on the host",
+    ),
     "decr_every_n_nan_or_inf": (1, "the scale decreases with each step that is not finite"),
 }
 
@@ -90,8 +103,8 @@ def sharding(
       incr_every_n_steps: after how many steps whose gradients are finite the scale grows.
       incr_ratio: the factor by which it grows.
       decr_ratio: the factor by which it shrinks after a step that is not finite: 1 / incr_ratio.
-      **options: other options of `dtrans.sharding` by their own names; Paddle's other options may be given with the
-        value that asks for nothing.
+      **options: `reduce` ("mean" or "sum") and `batch` of `dtrans.sharding`, and the fields of its records that Paddle
+        has no name for; Paddle's other options may be given with the value that asks for nothing.
 
     Returns:
       The plan that `dtrans.sharding` makes.
@@ -121,33 +134,30 @@ casts its slices; leave it out
     for name, (nothing, remedy) in ELSEWHERE.items():
         if (given := options.pop(name, nothing)) != nothing:
             raise ConfigError(f"{name}={given!r}: {remedy}; leave it out")
-    for name in options:
-        if name in NAMES:
-            raise ConfigError(f"{name} is {NAMES[name]} in dtrans.paddle.sharding; dtrans.sharding has both by its own")
-    if amp and amp_dtype not in AMP_TYPES:
-        raise ConfigError(f"amp_dtype must be {' or '.join(map(repr, AMP_TYPES))}, it is {amp_dtype!r}")
-    scaling = None
-    if amp and amp_dtype == "float16":
-        if use_dynamic_loss_scaling and not math.isclose(decr_ratio, 1 / incr_ratio):
-            raise ConfigError(
-                f"decr_ratio={decr_ratio!r} and incr_ratio={incr_ratio!r}: the scale shrinks by what it grows; "
-                f"say decr_ratio={1 / incr_ratio!r}"
-            )
-        scaling = LossScaling(init_loss_scaling, use_dynamic_loss_scaling, incr_ratio, incr_every_n_steps)
-    with options_named(NAMES):
-        return sharding_of(
-            main,
-            startup,
-            stage=stage,
-            degree=sharding_degree,
-            dp_degree=dp_degree,
-            partition=partition_algor,
-            reduce_bucket_MB=fuse_grad_size_in_MB,
-            gather_bucket_MB=segment_broadcast_MB,
-            overlap=enable_overlap,
-            reduction_chains=None if comm_stream_num == 1 else comm_stream_num,
-            num_micro_batch=gradient_merge_acc_step,
-            amp=AMP_TYPES[amp_dtype] if amp else None,
-            loss_scaling=scaling,
-            **options,
+    check_known("dtrans.paddle.sharding", options, inspect.signature(sharding).parameters, RECORDS, NAMES)
+    if amp:
+        check_one_of("amp_dtype", amp_dtype, ("float16", "bfloat16"))
+    if amp and use_dynamic_loss_scaling and not math.isclose(decr_ratio, 1 / incr_ratio) and amp_dtype == "float16":
+        raise ConfigError(
+            f"decr_ratio={decr_ratio!r} and incr_ratio={incr_ratio!r}: the scale shrinks by what it grows; "
+            f"say decr_ratio={1 / incr_ratio!r}"
         )
+    flat = {
+        **options,
+        "stage": stage,
+        "degree": sharding_degree,
+        "replicas": dp_degree,
+        "partition": partition_algor,
+        "bucket_MB": fuse_grad_size_in_MB,
+        "gather_bucket_MB": segment_broadcast_MB,
+        "overlap": enable_overlap,
+        "chains": None if comm_stream_num == 1 else comm_stream_num,
+        "num_micro_batch": gradient_merge_acc_step,
+    }
+    with options_named(NAMES):
+        if amp and amp_dtype == "float16":
+            scaling = LossScaling(init_loss_scaling, use_dynamic_loss_scaling, incr_ratio, incr_every_n_steps)
+            flat["precision"] = Precision("fp16", scaling)
+        elif amp:
+            flat["precision"] = "bf16"
+        return sharding_of(main, startup, **grouped(flat, RECORDS))

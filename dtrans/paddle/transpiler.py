@@ -11,17 +11,18 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from dtrans.checks import check_flag, check_int
+from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.startup import joining_startup
 from dtrans.data_parallel.transform import nccl2
 from dtrans.endpoints import parse_endpoints, split_endpoint
 from dtrans.errors import ConfigAssertionError, ConfigError, ConfigTypeError, options_named
 from dtrans.ir.program import Program
-from dtrans.paddle.config import COLLECTIVE_MODES, OPTIONS, DistributeTranspilerConfig
-from dtrans.parameter_server.geo_sgd import geo_sgd
-from dtrans.parameter_server.placement import check_seed
+from dtrans.paddle.config import OPTIONS, DistributeTranspilerConfig
 from dtrans.parameter_server.plan import PServerPlan, ServerPrograms, check_trainer_endpoint, check_trainer_id
 from dtrans.parameter_server.transform import pserver
+from dtrans.step.batch_sharing import Batch
 
 
 # print_log asks to be seen: the level of the root logger, by default WARNING, does not hold it back; one set here does
@@ -88,9 +89,8 @@ class DistributeTranspiler:
           GradientError, TraceError: as `dtrans.pserver` and `dtrans.nccl2`.
         """
         self.config.check()
-        check_seed(seed)
-        if not isinstance(sync_mode, bool):
-            raise ConfigError(f"sync_mode must be True or False, it is {sync_mode!r}")
+        self.config.placement(seed)
+        check_flag("sync_mode", sync_mode)
         for name in ("half_async", "completely_not_async", "geo_sgd_mode"):
             if getattr(self.config, name) and sync_mode and self.config.sync_mode:
                 raise ConfigError(f"{name}=True is for sync_mode=False, which is True")
@@ -121,39 +121,15 @@ class DistributeTranspiler:
                 f"trainers must be a number in pserver mode, it is {trainers!r}; a list of endpoints belongs to "
                 "mode='nccl2'"
             )
-        placed: dict[str, Any] = {
-            "pservers": pservers,
-            "trainers": trainers,
-            "slice_var_up": self.config.slice_var_up,
-            "split_method": self.config.dispatcher,
-            "min_block_size": self.config.min_block_size,
-            "seed": seed,
-        }
-        if self.config.geo_sgd_mode:
-            plan = geo_sgd(
-                program,
-                startup_program,
-                push_every=self.config.geo_sgd_need_push_nums,
-                block_on_pull=self.config.geo_sgd_block_on_pull,
-                **placed,
-            )
-            check_trainer_id(trainer_id, plan.trainers)
-            self._plan, self._trainer_id = plan, trainer_id
-            return
         plan = pserver(
             program,
             startup_program,
-            sync_mode=sync_mode and self.config.sync_mode,
+            pservers=pservers,
+            trainers=trainers,
+            mode=self.config.when_updated(sync_mode),
+            placement=self.config.placement(seed),
             on_trainer_exit=self.config.on_trainer_exit,
-            runtime_split_send_recv=self.config.runtime_split_send_recv,
-            half_async=self.config.half_async,
-            completely_not_async=self.config.completely_not_async,
-            communicator=self.config.communicator,
-            merge=self.config.merge,
-            enable_dc_asgd=self.config.enable_dc_asgd,
-            dc_asgd_lambda=self.config.dc_asgd_lambda,
-            dc_asgd_decay=self.config.dc_asgd_decay,
-            **placed,
+            batch=Batch(merge=self.config.merge or {}),
         )
         check_trainer_id(trainer_id, plan.trainers)
         self._plan, self._trainer_id = plan, trainer_id
@@ -178,14 +154,16 @@ class DistributeTranspiler:
             raise ConfigError(f"sync_mode=False: mode={self.config.mode!r} is synchronous; leave sync_mode=True")
         endpoints = parse_endpoints(trainers, "trainer")
         check_trainer_endpoint(trainer_id, current_endpoint, endpoints)
+        kind, chains = self.config.collective_mode, self.config.nccl_comm_num
         self._plan = nccl2(
             program,
             startup_program,
             trainers=len(endpoints),
-            reduction_chains=None if self.config.nccl_comm_num == 1 else self.config.nccl_comm_num,
             trainers_per_node=self._trainers_of_a_node(endpoints),
-            merge=self.config.merge,
-            **COLLECTIVE_MODES.get(self.config.collective_mode or "", {}),
+            local_sgd=1 if kind == "local_sgd" else None,
+            # Paddle's transpiler/collective.py reduces each gradient by itself
+            reduce=Reduce(bucket_MB=0 if kind == "grad_allreduce" else 32, chains=None if chains == 1 else chains),
+            batch=Batch(merge=self.config.merge or {}),
         )
         self._trainer_id, self._endpoints = trainer_id, endpoints
 
@@ -193,8 +171,7 @@ class DistributeTranspiler:
         """How many trainers a node has; 0 where reductions are not hierarchical."""
         inter: Any = self.config.hierarchical_allreduce_inter_nranks
         count = len(endpoints)
-        if isinstance(inter, bool) or not isinstance(inter, int) or inter < 0:
-            raise ConfigError(f"hierarchical_allreduce_inter_nranks must be a number of trainers, it is {inter!r}")
+        check_int("hierarchical_allreduce_inter_nranks", inter, "a number of trainers", least=0)
         if not self.config.use_hierarchical_allreduce:
             if inter:
                 raise ConfigError(
@@ -272,7 +249,7 @@ class DistributeTranspiler:
 
 
 class GeoSgdTranspiler(DistributeTranspiler):
-    """Rewrites a traced step into the programs of GEO-SGD: see `dtrans.geo_sgd`.
+    """Rewrites a traced step into the programs of GEO-SGD: see `dtrans.Geo`.
 
     A config is taken as if it had geo_sgd_mode=True and sync_mode=False; the one that is handed in is neither changed
     nor looked at again.

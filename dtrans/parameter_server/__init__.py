@@ -1,13 +1,14 @@
 """Parameter servers: what Paddle's DistributeTranspiler did to static graphs.
 
 transform          `pserver`: a step to a plan
+options            its options: records
 plan               the plan: one program for each role
 dispatch           Paddle's slice rule and dispatchers
 placement          which block lives where
 overview           which rows of which array each server stores
 trainer_program    the programs of trainers
 server_program     the programs of servers
-geo_sgd            servers that add up what trainers have changed
+geo_sgd            `mode=Geo(...)`: servers that add up what trainers have changed
 dc_asgd            gradients compensated for their delay
 averaged_leaves    leaves that trainers make and servers average
 gradient_merging   what an update allows to be made of several steps' gradients

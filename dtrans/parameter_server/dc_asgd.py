@@ -26,6 +26,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import OPTIMIZE
 from dtrans.ops import BACKUP, OptimizeBlock, backup_of
+from dtrans.parameter_server.options import DelayCompensation
 from dtrans.slicing.blocks import Block, Unit
 from dtrans.slicing.server_update import ServerWork
 
@@ -34,21 +35,8 @@ MEAN_SQUARE = "@GRAD.mean_square"
 EPSILON = 1e-7
 
 
-@dataclasses.dataclass(frozen=True)
-class Compensation:
-    """How gradients are compensated.
-
-    Attributes:
-      strength: lambda, or lambda0 of the adaptive variant.
-      decay: m of the adaptive variant; None for a fixed lambda.
-    """
-
-    strength: float = 1.0
-    decay: float | None = None
-
-
 def compensated(
-    work: ServerWork, units: Sequence[Unit], trainers: int, how: Compensation, averages: Sequence[str] = ()
+    work: ServerWork, units: Sequence[Unit], trainers: int, how: DelayCompensation, averages: Sequence[str] = ()
 ) -> ServerWork:
     """The work of a server whose blocks compensate the gradients that they are given.
 
@@ -76,7 +64,9 @@ def _gradient(block: Block) -> str:
     return block.gradient(0, 1)
 
 
-def _compensating(block: OptimizeBlock, blocks: Sequence[Block], work: ServerWork, how: Compensation) -> OptimizeBlock:
+def _compensating(
+    block: OptimizeBlock, blocks: Sequence[Block], work: ServerWork, how: DelayCompensation
+) -> OptimizeBlock:
     """An optimize block on compensated gradients."""
     b = Builder(block.jaxpr)
     given = {n: b.input(v.aval) for n, v in zip(block.in_names, block.jaxpr.jaxpr.invars, strict=True)}

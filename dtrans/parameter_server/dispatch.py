@@ -229,7 +229,7 @@ def check_dispatcher(split_method: Any) -> None:
 def _size(var: Any) -> int:
     """What a block weighs: its bytes; its elements where it does not say."""
     size = getattr(var, "nbytes", getattr(var, "size", None))
-    if isinstance(size, bool) or not isinstance(size, int):
+    if not isinstance(size, int) or isinstance(size, bool):
         raise ConfigError(f"dtrans.SizeBalanced weighs blocks by their nbytes or size; {var!r} has neither")
     return size
 

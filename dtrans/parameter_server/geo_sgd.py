@@ -19,24 +19,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Var
-from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import RPC, Program
 from dtrans.ops import DELTA, geo_send_p
-from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin
+from dtrans.parameter_server.options import BlockPlacement, Geo
 from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.server_program import ServerProgramWriter
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerCommWriter, write_start
-from dtrans.parameter_server.transform import check_names, check_options
 from dtrans.rows.analysis import analyse
 from dtrans.slicing.blocks import Placement, Unit
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
@@ -44,75 +42,25 @@ from dtrans.step.cut import GRAD, Cut, OptimizeHalf, cut
 from dtrans.step.startup import match_startup
 
 
-def geo_sgd(
-    main: Program,
-    startup: Program,
-    *,
-    pservers: str | Sequence[str] = ("127.0.0.1:6174",),
-    trainers: int = 1,
-    push_every: int = 100,
-    block_on_pull: bool = False,
-    slice_var_up: bool | Literal["require"] = True,
-    split_method: type[PSDispatcher] = RoundRobin,
-    min_block_size: int = 8192,
-    seed: int = 0,
+def plan_geo_sgd(
+    step: Cut, startup: Program, endpoints: Sequence[str], trainers: int, mode: Geo, options: BlockPlacement
 ) -> PServerPlan:
-    """Plan GEO-SGD training of a traced step.
-
-    Args:
-      main: `dtrans.trace(step, params, opt_state, *batch)`.
-      startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
-      pservers: the servers' endpoints, `host:port`, as a sequence or separated by commas.
-      trainers: how many trainers there are; each has batches of its own.
-      push_every: after how many steps a trainer gives the servers what has changed.
-      block_on_pull: let that step wait for what others have changed; otherwise it is in the results of the first step
-        that finds it there.
-      slice_var_up, split_method, min_block_size, seed: as in `dtrans.pserver`. Every leaf with rows can be cut,
-        whatever its optimizer.
+    """What `dtrans.pserver` plans with `mode=Geo(...)`. Every leaf with rows can be cut, whatever its optimizer.
 
     Returns:
       A plan whose trainer programs are (params, opt_state, *batch) -> what the step returns, and whose trainer startup
       programs return both params and opt_state.
 
     Raises:
-      ConfigError: an option that is out of range.
-      GradientError: not a training step.
-      TraceError: `startup` does not make what `main` takes.
+      ConfigError: a parameter of whole numbers.
+      TraceError: `startup` does not make what the step takes.
 
     Source: `GeoSgdTranspiler` in Paddle's geo_sgd_transpiler.py.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax, dtrans
-      >>> tx = optax.sgd(0.1)
-      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
-      >>> init = lambda: (p := {"w": jnp.ones((6, 2))}, tx.init(p))
-      >>> plan = dtrans.geo_sgd(dtrans.trace(step, *init(), jnp.ones((4, 6))), dtrans.trace(init),
-      ...                       pservers="127.0.0.1:6174,127.0.0.1:6175", trainers=2, min_block_size=1)
-      >>> [op.type for op in plan.trainer.ops if op.role == "rpc"], plan.trainer.out_names
-      (['send'], ('params/w', 'loss'))
-      >>> plan.servers["127.0.0.1:6174"].main.ops[0].attrs["grad_to_block_id"]
-      ('params/w.block0.delta:1',)
     """
-    endpoints = parse_endpoints(pservers)
-    check_options(main, startup, trainers, False, slice_var_up, split_method, min_block_size)
-    nums: Any = push_every
-    if isinstance(nums, bool) or not isinstance(nums, int) or nums < 1:
-        raise ConfigError(f"push_every must be a positive number of steps, it is {nums!r}")
-    if not isinstance(block_on_pull, bool):
-        raise ConfigError(f"block_on_pull must be True or False, it is {block_on_pull!r}")
-    step = shared(cut(main))
-    check_names(step.params)
+    step = shared(step)
     adding = adds(step)
     analysis = analyse(adding.optimize, adding.optimized)
-    placement = place(
-        analysis,
-        {n: step.program.inputs[n] for n in step.optimized},
-        endpoints,
-        slice_var_up=slice_var_up,
-        split_method=split_method,
-        min_block_size=min_block_size,
-        seed=seed,
-    )
+    placement = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, options)
     startup = match_startup(step, startup)
     servers = ServerProgramWriter(
         adding, ServerUpdateBuilder(analysis, placement, 1), startup, trainers, sync_mode=False, adapt=with_deltas
@@ -129,9 +77,9 @@ def geo_sgd(
         unused_effects=(),
         shared_state=(),
         runtime_split=True,
-        push_every=nums,
-        make_trainer=lambda k: _trainer_program(step, placement, k, trainers, nums, block_on_pull),
-        make_trainer_startup=lambda k: _trainer_startup_program(step, placement, startup, k, trainers, block_on_pull),
+        push_every=mode.push_every,
+        make_trainer=lambda k: _trainer_program(step, placement, k, trainers, mode),
+        make_trainer_startup=lambda k: _trainer_startup_program(step, placement, startup, k, trainers, mode),
     )
 
 
@@ -171,9 +119,7 @@ def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
     return dataclasses.replace(work, blocks=blocks, grads={names[n]: i for n, i in work.grads.items()})
 
 
-def _trainer_program(
-    step: Cut, placement: Placement, trainer_id: int, trainers: int, nums: int, block_on_pull: bool
-) -> Program:
+def _trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers: int, mode: Geo) -> Program:
     """The program of one trainer: the step, and a `send` of its parameters."""
     source = step.program
     outs: dict[str, Any] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
@@ -182,12 +128,10 @@ def _trainer_program(
     for eqn, role in zip(source.jaxpr.jaxpr.eqns, source.roles, strict=True):
         b.role = role
         b.keep(eqn)
-    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, nums, block_on_pull)
+    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, mode)
 
     def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        return _trainer_program(
-            shared(cut(source.specialize_flat(types))), placement, trainer_id, trainers, nums, block_on_pull
-        )
+        return _trainer_program(shared(cut(source.specialize_flat(types))), placement, trainer_id, trainers, mode)
 
     return Program(
         f"trainer {trainer_id}",
@@ -201,14 +145,14 @@ def _trainer_program(
 
 
 def _trainer_startup_program(
-    step: Cut, placement: Placement, startup: Program, trainer_id: int, trainers: int, block_on_pull: bool
+    step: Cut, placement: Placement, startup: Program, trainer_id: int, trainers: int, mode: Geo
 ) -> Program:
     """What a trainer starts from: parameters from the servers, and the rest from the init."""
     b, outs = write_start(startup, [n for n in startup.out_names if n not in step.optimized])
     outs |= TrainerCommWriter(b, placement, trainer_id, TrainerCommConfig(trainers, sync_mode=False)).start(
         step.optimized
     )
-    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, 0, block_on_pull)
+    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, mode, starts=True)
     return Program(
         f"trainer {trainer_id} startup",
         b.build([outs[n] for n in startup.out_names]),
@@ -226,8 +170,8 @@ def _send(
     placement: Placement,
     trainer_id: int,
     trainers: int,
-    nums: int,
-    block_on_pull: bool,
+    mode: Geo,
+    starts: bool = False,
 ) -> dict[str, Any]:
     """One `send` of parameters; what it gives back."""
     b.role = RPC
@@ -238,8 +182,8 @@ def _send(
         epmap=tuple(tuple(x.endpoint for x in blocks) for blocks in table),
         names=tuple(tuple(x.name for x in blocks) for blocks in table),
         sections=tuple(tuple(x.rows for x in blocks) for blocks in table),
-        push_every=nums,
-        block_on_pull=block_on_pull,
+        push_every=0 if starts else mode.push_every,
+        block_on_pull=mode.block_on_pull,
         trainer_id=trainer_id,
         trainers=trainers,
         sync_mode=False,

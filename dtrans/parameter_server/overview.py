@@ -72,7 +72,8 @@ class VarsDistributed(tuple[VarDistributed, ...]):
       >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
       >>> init = lambda key: (p := {"w": jnp.ones((5, 2))}, tx.init(p))
       >>> main, startup = dtrans.trace(step, *init(None), jnp.ones((8, 5))), dtrans.trace(init, jax.random.key(0))
-      >>> plan = dtrans.pserver(main, startup, pservers="127.0.0.1:6174,127.0.0.1:6175", min_block_size=1)
+      >>> plan = dtrans.pserver(main, startup, pservers="127.0.0.1:6174,127.0.0.1:6175",
+      ...                       placement=dtrans.BlockPlacement(min_block_size=1))
       >>> print(plan.overview)
       Optimizer opt_state/0/trace/w.block0[3, 2] on 127.0.0.1:6174: opt_state/0/trace/w[5, 2] from 0 along axis 0
       Param params/w.block0[3, 2] on 127.0.0.1:6174: params/w[5, 2] from 0 along axis 0

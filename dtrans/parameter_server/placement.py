@@ -19,6 +19,7 @@ import numpy as np
 
 from dtrans.errors import ConfigError, OptimizerError
 from dtrans.parameter_server.dispatch import PSDispatcher, SizeBalanced, check_dispatcher, slice_variable
+from dtrans.parameter_server.options import BlockPlacement
 from dtrans.rows.analysis import Group, RowAnalysis
 from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement, Unit
@@ -31,11 +32,7 @@ def place(
     analysis: RowAnalysis,
     leaves: Mapping[str, Any],
     endpoints: Sequence[str],
-    *,
-    slice_var_up: bool | str,
-    split_method: type[PSDispatcher],
-    min_block_size: int,
-    seed: int = 0,
+    options: BlockPlacement,
 ) -> Placement:
     """Cut `leaves` (name to type, in leaf order) and place the blocks on `endpoints`.
 
@@ -43,13 +40,11 @@ def place(
     dispatched in an order shuffled by `seed`, from a generator of its own: NumPy's global one is not touched.
 
     Raises:
-      ConfigError: a dispatcher that answers with something else than one known endpoint for each block; a seed that is
-        none.
+      ConfigError: a dispatcher that answers with something else than one known endpoint for each block.
       OptimizerError: with `slice_var_up="require"`, an optimizer that does not let a leaf be cut.
     """
-    check_seed(seed)
     bound = {n: g for n, g in analysis.groups.items() if n in leaves and (len(g.leaves) > 1 or g.reason)}
-    if slice_var_up == "require" and bound:
+    if options.slice_var_up == "require" and bound:
         listed = "; ".join(f"{n}: {g.reason or TIED}" for n, g in list(bound.items())[:5])
         more = f"; and {len(bound) - 5} more" if len(bound) > 5 else ""
         raise OptimizerError(
@@ -57,9 +52,10 @@ def place(
             "another optimizer (optax.multi_transform), or let them live whole on one server (slice_var_up=True)"
         )
     free = [n for n in leaves if n not in bound]
-    if not slice_var_up:
-        np.random.RandomState(seed).shuffle(free)
-    blocks = [b for n in free for b in _cut(n, leaves[n], len(endpoints) if slice_var_up else 1, min_block_size)]
+    if not options.slice_var_up:
+        np.random.RandomState(options.seed).shuffle(free)
+    parts = len(endpoints) if options.slice_var_up else 1
+    blocks = [b for n in free for b in _cut(n, leaves[n], parts, options.min_block_size)]
     for b in blocks:
         if b.name != b.leaf and b.name in leaves:
             raise ConfigError(f"{b.name} is a leaf, and would be the name of a block of {b.leaf}: rename the leaf")
@@ -71,7 +67,7 @@ def place(
         {n: g.reason or TIED for n, g in bound.items()},
         tuple(free),
     )
-    return _placed(nowhere, split_method, blocks, tied)
+    return _placed(nowhere, options.split_method, blocks, tied)
 
 
 def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placement:
@@ -86,12 +82,6 @@ def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placem
     tied = [members[n] for n in placement.blocks if n in placement.whole and n in members]
     blocks = [dataclasses.replace(b, endpoint="") for leaf in placement.order for b in placement.blocks[leaf]]
     return _placed(placement, split_method, blocks, tied)
-
-
-def check_seed(seed: Any) -> None:
-    """Raises ConfigError for what is not the seed of a generator: an integer from 0 to 2**32 - 1."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ConfigError(f"seed must be an integer from 0 to 2**32 - 1, it is {seed!r}")
 
 
 def _leads(leaf: str, bound: Mapping[str, Group]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrans.checks import is_int
 from dtrans.errors import ConfigError, UnknownEndpointError
 from dtrans.ir.cost import flops, nbytes
 from dtrans.ir.program import DIST, OPTIMIZE, Program
@@ -321,7 +322,7 @@ class _Servers(dict[str, ServerPrograms]):
 
 def check_trainer_id(trainer_id: Any, trainers: int) -> None:
     """Raises ConfigError unless 0 <= trainer_id < trainers."""
-    if isinstance(trainer_id, bool) or not isinstance(trainer_id, int) or not 0 <= trainer_id < trainers:
+    if not is_int(trainer_id) or not 0 <= trainer_id < trainers:
         raise ConfigError(
             f"trainer_id {trainer_id!r} is out of range: with {trainers} trainers it is one of 0 to {trainers - 1}"
         )

@@ -4,7 +4,7 @@
     and `send`; at the end `send_barrier`, a `recv` for each parameter, `fetch_barrier`, and `concat` for leaves of
     several blocks
 
-Asynchronous trainers have no barriers. With `runtime_split_send_recv` a `send` and a `recv` are of a whole leaf, and
+Asynchronous trainers have no barriers. With `runtime_split` a `send` and a `recv` are of a whole leaf, and
 there is nothing to split or to concatenate.
 """
 

@@ -1,19 +1,113 @@
-"""The options of pipelines, and which of them can be."""
+"""The options of pipelines: records of how stages are found and what they keep, and which of them can be."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection
 from functools import cached_property
-from typing import Any
 
-from dtrans.data_parallel.options import Options, check_options
+from dtrans.checks import check_flag, check_int, check_number, check_one_of, check_type
+from dtrans.data_parallel.options import Options, Reduce
 from dtrans.errors import ConfigError
-from dtrans.pipeline_parallel.stages import POLICIES
+from dtrans.pipeline_parallel.device_layout import Cluster
+from dtrans.pipeline_parallel.stages import FLOPS_PER_BYTE, POLICIES
+from dtrans.step.batch_sharing import Batch
 
 
 AXIS = "replica"
 SPLIT = "split"  # the axis of the shards of a stage that is split
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """How stages are found, and where they are.
+
+    Attributes:
+      policy: "BALANCE_FLOPS" (the slowest is as fast as can be), "REPEATED_LAYERS" (whole layers), "BALANCE_OP_NUM", or
+        "HEURISTIC" (whole layers where that is nearly as fast), the default. Scopes in the model (`dtrans.replicate`)
+        say it by themselves.
+      flops_per_byte: operations that a device does in the time in which a byte goes to the next: see `FLOPS_PER_BYTE`.
+      chunks: stages on each device, for the schedule "Interleaved": 2 if nothing is said.
+      cluster: how stages and replicas are laid out over devices.
+
+    Raises:
+      ConfigError: a value that is out of range.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.Stages("REPEATED_LAYERS").flops_per_byte
+      10.0
+    """
+
+    policy: str | None = None
+    flops_per_byte: float = FLOPS_PER_BYTE
+    chunks: int | None = None
+    cluster: Cluster = Cluster()
+
+    def __post_init__(self) -> None:
+        check_one_of("policy", self.policy, (*POLICIES, None))
+        what = "a number of flops for each byte, 0 or more"
+        check_number("flops_per_byte", self.flops_per_byte, what, lambda x: x >= 0)
+        check_int("chunks", self.chunks, or_none=True)
+        check_type("cluster", self.cluster, Cluster)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """What stages and their replicas keep, where, and for how long.
+
+    Attributes:
+      sharding_stage: 1 or 2: replicas of a stage keep slices of its optimizer state; 2: of its gradients too, which are
+        then reduced for each micro-batch.
+      min_slice_size: leaves of fewer elements are not sliced.
+      gradient_checkpoint: what stages keep of a micro-batch until its backward: "auto" what they were sent, or values
+        by the names that `jax.ad_checkpoint.checkpoint_name` gave them, and what they were sent. All else is computed
+        once more then, but for random numbers, which are kept as what was made of them (a dropout mask).
+      last_checkpointed_stage: the last stage for which that holds; -1 for all.
+      update_groups: into how many parts of even size each stage takes its update apart, one after the other, so that
+        less is under way at a time.
+      offload: parameters, optimizer state and the update are on the host. Stages fetch a parameter for each task
+        that reads it.
+
+    Raises:
+      ConfigError: a value that is out of range, or slices of what is on the host.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.StageMemory(gradient_checkpoint=["attention"]).gradient_checkpoint
+      ('attention',)
+    """
+
+    sharding_stage: int = 0
+    min_slice_size: int = 1024
+    gradient_checkpoint: str | Collection[str] = ""
+    last_checkpointed_stage: int = -1
+    update_groups: int = 1
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        stage = self.sharding_stage
+        if isinstance(stage, bool) or stage not in (0, 1, 2):
+            raise ConfigError(
+                f"sharding_stage must be 0, 1 or 2, it is {stage!r}; parameters of a stage stay whole on its replicas"
+            )
+        check_int("min_slice_size", self.min_slice_size, "a number of elements, 0 or more", least=0)
+        names = self.gradient_checkpoint
+        if isinstance(names, str) and names not in ("", "auto"):
+            raise ConfigError(
+                "gradient_checkpoint must be 'auto', or a collection of names that jax.ad_checkpoint.checkpoint_name "
+                f"gave; it is {names!r}"
+            )
+        object.__setattr__(self, "gradient_checkpoint", names if isinstance(names, str) else tuple(names))
+        end, what = self.last_checkpointed_stage, "the number of a stage, or -1 for all"
+        check_int("last_checkpointed_stage", end, what, least=-1)
+        check_int("update_groups", self.update_groups)
+        check_flag("offload", self.offload)
+        if self.offload and stage:
+            raise ConfigError(
+                f"offload={self.offload!r} and sharding_stage={stage}: what is on the host is there once, and cannot "
+                "be shared out among replicas"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,25 +118,27 @@ class PipelineOptions:
     num_micro_batch: int
     schedule: str
     splits_backward: bool  # whether gradients of weights are made apart from cotangents
-    chunks: int
+    chunks: int  # of the schedule
     replicas: int
-    policy: str | None
-    flops_per_byte: float
-    reduce: str
-    merge: Mapping[str, str]
-    unsplit_inputs: tuple[str, ...]
-    reduce_bucket_MB: float
-    max_buckets: int | None
-    compress: str | None
-    compress_scale: float
-    clip_local_norm: float | None
-    reduction_chains: int | None
-    sharding_stage: int
-    min_slice_size: int
-    gradient_checkpoint: str | tuple[str, ...]
-    last_checkpointed_stage: int
-    update_groups: int
-    offload: bool
+    stages: Stages
+    memory: StageMemory
+    reduce: Reduce
+    batch: Batch
+
+    def __post_init__(self) -> None:
+        for name in ("num_stages", "num_micro_batch", "replicas"):
+            check_int(name, getattr(self, name))
+        check_type("memory", self.memory, StageMemory)
+        stage, norm = self.memory.sharding_stage, self.reduce.clip_local_norm
+        if stage and norm is not None:
+            raise ConfigError(
+                f"clip_local_norm={norm!r} and sharding_stage={stage}: a replica's own gradients are clipped whole; "
+                "leave one of them out"
+            )
+        if self.of_parts.batch.example_count is not None:
+            raise ConfigError(
+                f"example_count={self.batch.example_count!r}: micro-batches of a pipeline count the same; leave it out"
+            )
 
     @property
     def model_stages(self) -> int:
@@ -57,68 +153,9 @@ class PipelineOptions:
     @cached_property
     def over_replicas(self) -> Options:
         """What replicas do with their gradients, as trainers of nccl2 mode."""
-        return self._options(1)
+        return Options(trainers=self.replicas, axis_name=AXIS, reduce=self.reduce, batch=self.batch)
 
     @cached_property
     def of_parts(self) -> Options:
         """The same, of what becomes of results: they are of micro-batches of replicas."""
-        return self._options(self.num_micro_batch)
-
-    def _options(self, micro_steps: int) -> Options:
-        return Options(
-            trainers=self.replicas,
-            axis_name=AXIS,
-            reduce=self.reduce,
-            merge=self.merge,
-            example_count=None,
-            unsplit_inputs=self.unsplit_inputs,
-            reduce_bucket_MB=self.reduce_bucket_MB,
-            compress=self.compress,
-            compress_scale=self.compress_scale,
-            trainers_per_node=0,
-            num_micro_batch=micro_steps,
-            max_buckets=self.max_buckets,
-            reduction_chains=self.reduction_chains,
-            clip_local_norm=self.clip_local_norm,
-            local_sgd=None,
-        )
-
-
-def check_pipeline(o: PipelineOptions) -> None:
-    """Refuse what cannot be planned, by the option's name."""
-    for name in ("num_stages", "num_micro_batch", "replicas", "chunks", "update_groups"):
-        count: Any = getattr(o, name)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"{name} must be a positive number, it is {count!r}")
-    if o.policy is not None and o.policy not in POLICIES:
-        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, it is {o.policy!r}")
-    cost: Any = o.flops_per_byte
-    if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not cost >= 0:
-        raise ConfigError(f"flops_per_byte must be a number of flops for each byte, 0 or more; it is {cost!r}")
-    if isinstance(o.sharding_stage, bool) or o.sharding_stage not in (0, 1, 2):
-        raise ConfigError(
-            f"sharding_stage must be 0, 1 or 2, it is {o.sharding_stage!r}; parameters of a stage stay whole on its "
-            "replicas"
-        )
-    if o.sharding_stage and o.clip_local_norm is not None:
-        raise ConfigError(
-            f"clip_local_norm={o.clip_local_norm!r} and sharding_stage={o.sharding_stage}: a replica's own gradients "
-            "are clipped whole; leave one of them out"
-        )
-    names = o.gradient_checkpoint
-    if isinstance(names, str) and names not in ("", "auto"):
-        raise ConfigError(
-            "gradient_checkpoint must be 'auto', or a collection of names that jax.ad_checkpoint.checkpoint_name gave; "
-            f"it is {names!r}"
-        )
-    end: Any = o.last_checkpointed_stage
-    if isinstance(end, bool) or not isinstance(end, int) or end < -1:
-        raise ConfigError(f"last_checkpointed_stage must be the number of a stage, or -1 for all; it is {end!r}")
-    if not isinstance(o.offload, bool):
-        raise ConfigError(f"offload must be True or False, it is {o.offload!r}")
-    if o.offload and o.sharding_stage:
-        raise ConfigError(
-            f"offload={o.offload!r} and sharding_stage={o.sharding_stage}: what is on the host is there once, and "
-            "cannot be shared out among replicas"
-        )
-    check_options(o.of_parts)
+        return dataclasses.replace(self.over_replicas, num_micro_batch=self.num_micro_batch)

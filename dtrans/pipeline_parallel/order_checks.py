@@ -8,12 +8,6 @@ from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel.task import Task, needs
 
 
-def check_count(what: str, count: object) -> None:
-    """Raise ConfigError for what is not a positive int."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{what} must be a positive number, it is {count!r}")
-
-
 def check_tasks(
     name: str, orders: Sequence[Sequence[Task]], num_stages: int, num_model_stages: int, num_micro_batch: int
 ) -> None:

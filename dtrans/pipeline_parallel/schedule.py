@@ -24,9 +24,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
+from dtrans.checks import check_int
 from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel import gantt
-from dtrans.pipeline_parallel.order_checks import check_count, check_tasks, in_turn
+from dtrans.pipeline_parallel.order_checks import check_tasks, in_turn
 from dtrans.pipeline_parallel.orders import ORDERS
 from dtrans.pipeline_parallel.playing import checked_cost, peak_in_flight, play_tasks, task_costs, tick_table
 from dtrans.pipeline_parallel.task import Costs, Play, Task, TimedTask, needs
@@ -119,7 +120,7 @@ class Schedule:
             or not one of this pipeline at all; W tasks are there for some only; or devices wait for each other.
         """
         for what in ("num_stages", "num_micro_batch", "chunks"):
-            check_count(what, getattr(self, what))
+            check_int(what, getattr(self, what))
         check_tasks(self.name, self.orders, self.num_stages, self.num_model_stages, self.num_micro_batch)
         assert self._started  # or it raises
 
@@ -278,12 +279,12 @@ def schedule(name: str, num_stages: int, num_micro_batch: int, chunks: int | Non
     found = {n.lower(): n for n in ORDERS}.get(str(name).lower())
     if found is None:
         raise ConfigError(f"schedule must be one of {', '.join(ORDERS)}, it is {name!r}")
-    check_count("num_stages", num_stages)
-    check_count("num_micro_batch", num_micro_batch)
+    check_int("num_stages", num_stages)
+    check_int("num_micro_batch", num_micro_batch)
     interleaved = found == "Interleaved"
     if chunks is None:
         chunks = 2 if interleaved else 1
-    check_count("chunks", chunks)
+    check_int("chunks", chunks)
     if interleaved and chunks == 1:
         raise ConfigError("chunks=1 is PreferBackward: Interleaved needs at least 2 model stages on each device")
     if not interleaved and chunks > 1:

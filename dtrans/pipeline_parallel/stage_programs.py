@@ -288,7 +288,7 @@ class StageProgramWriter:
 
     def _checkpoints(self, s: int) -> Collection[str] | None:
         """The names of what a stage keeps beside what it was sent; None where it keeps all that its backward reads."""
-        names, end = self.o.gradient_checkpoint, self.o.last_checkpointed_stage
+        names, end = self.o.memory.gradient_checkpoint, self.o.memory.last_checkpointed_stage
         if not names or (end >= 0 and s > end):
             return None
         return () if isinstance(names, str) else names

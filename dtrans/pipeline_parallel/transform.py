@@ -12,24 +12,21 @@ update     gradients to new parameters, each where it lives              pipelin
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from dtrans._jax import Var, closed, equations
+from dtrans.checks import check_type
 from dtrans.data_parallel.merge_rules import merges_of
-from dtrans.data_parallel.options import check_names_given
+from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.transform import check_names, refuse_collectives
 from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
-from dtrans.pipeline_parallel.device_layout import Cluster
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
-from dtrans.pipeline_parallel.options import PipelineOptions, check_pipeline
+from dtrans.pipeline_parallel.options import PipelineOptions, StageMemory, Stages
 from dtrans.pipeline_parallel.plan import PipelinePlan, StepPrograms
 from dtrans.pipeline_parallel.results import STACK, check_state, results_program
 from dtrans.pipeline_parallel.schedule import Schedule, schedule as schedule_of
@@ -47,8 +44,9 @@ from dtrans.pipeline_parallel.stage_scan import (
     taken_apart,
     turned,
 )
-from dtrans.pipeline_parallel.stages import FLOPS_PER_BYTE, stages_of
+from dtrans.pipeline_parallel.stages import stages_of
 from dtrans.pipeline_parallel.update import slices_of_sums, update_of
+from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
 from dtrans.step.cut import Cut, cut
@@ -62,27 +60,11 @@ def pipeline(
     num_stages: int,
     num_micro_batch: int = 1,
     schedule: str | Schedule = "PreferBackward",
-    chunks: int | None = None,
     replicas: int = 1,
-    policy: str | None = None,
-    flops_per_byte: float = FLOPS_PER_BYTE,
-    cluster: Cluster | None = None,
-    reduce: str = "mean",
-    merge: Mapping[str, str] | None = None,
-    unsplit_inputs: Collection[str] = (),
-    reduce_bucket_MB: float = 32.0,
-    max_buckets: int | None = None,
-    compress: str | None = None,
-    compress_scale: float = 1.0,
-    clip_local_norm: float | None = None,
-    reduction_chains: int | None = None,
-    sharding_stage: int = 0,
-    min_slice_size: int = 1024,
-    gradient_checkpoint: str | Collection[str] = "",
-    last_checkpointed_stage: int = -1,
-    update_groups: int = 1,
-    offload: bool = False,
-    **unknown: Any,
+    stages: Stages = Stages(),
+    memory: StageMemory = StageMemory(),
+    reduce: Reduce | str = Reduce(),
+    batch: Batch = Batch(),
 ) -> PipelinePlan:
     """Plan a pipeline: stages of the loss function on devices of their own, micro-batches that go through them.
 
@@ -92,38 +74,21 @@ def pipeline(
     Args:
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
       startup: the traced init, -> (params, opt_state).
-      num_stages: how many devices a replica has, each with a stage (or `chunks` of them).
+      num_stages: how many devices a replica has, each with a stage (or `stages.chunks` of them).
       num_micro_batch: how many parts a replica cuts its part of the batch into. Parameters are updated once, after all.
       schedule: what each device does when: "PreferForward" (all forwards, then all backwards), "PreferBackward" (1F1B),
         "PreferBackwardOptimizer" (one micro-batch more under way, which hides transfers), "Interleaved" (several stages
-        on each device), "ZeroBubble" (gradients of weights fill the gaps), or a
-        `dtrans.pipeline_parallel.schedule.Schedule`.
-      chunks: stages on each device, for "Interleaved": 2 if nothing is said.
+        on each device), "ZeroBubble" (gradients of weights fill the gaps), or a `dtrans.Schedule`.
       replicas: how many copies of the pipeline share the batch. Those of a stage reduce their gradients.
-      policy: how stages are found: "BALANCE_FLOPS" (the slowest is as fast as can be), "REPEATED_LAYERS" (whole
-        layers), "BALANCE_OP_NUM", or "HEURISTIC" (whole layers where that is nearly as fast). Scopes in the model
-        (`dtrans.replicate`) say it by themselves.
-      flops_per_byte: operations that a device does in the time in which a byte goes to the next: see `FLOPS_PER_BYTE`.
-      cluster: how stages and replicas are laid out over devices.
-      reduce: what becomes of gradients and losses of micro-batches and replicas: "mean" or "sum".
-      merge, unsplit_inputs: as in `dtrans.nccl2`. Batch statistics are made by each micro-batch of those before the
-      step. reduce_bucket_MB, max_buckets, compress, compress_scale, clip_local_norm, reduction_chains: as in
-      `dtrans.nccl2`,
-        for the replicas of a stage. A clip in the optimizer is of the reduced gradients (EPL's `clip_after_allreduce`).
-      sharding_stage: 1 or 2: replicas of a stage keep slices of its optimizer state; 2: of its gradients too, which are
-        then reduced for each micro-batch.
-      min_slice_size: leaves of fewer elements are not sliced.
-      gradient_checkpoint: what stages keep of a micro-batch until its backward: "auto" what they were sent, or values
-        by the names that `jax.ad_checkpoint.checkpoint_name` gave them, and what they were sent. All else is computed
-        once more then, but for random numbers, which are kept as what was made of them (a dropout mask).
-      last_checkpointed_stage: the last stage for which that holds; -1 for all.
-      update_groups: into how many parts of even size each stage takes its update apart, one after the other, so that
-        less is under way at a time.
-      offload: parameters, optimizer state and the update are on the host. Stages fetch a parameter for each task
-        that reads it.
+      stages: how stages are found, and laid out over devices: a `dtrans.Stages`.
+      memory: what stages and their replicas keep: a `dtrans.StageMemory`.
+      reduce: how gradients are reduced over micro-batches and the replicas of a stage: a `dtrans.Reduce`, or its `op`.
+        A clip in the optimizer is of the reduced gradients (EPL's `clip_after_allreduce`).
+      batch: how a batch is shared, and what becomes of results: a `dtrans.Batch`, without `example_count`. Batch
+        statistics are made by each micro-batch of those before the step.
 
     Raises:
-      ConfigError: an option that is out of range or unknown, more stages than equations, scopes that contradict.
+      ConfigError: an option that is out of range, more stages than equations, scopes that contradict.
       BatchError: a batch that micro-batches and replicas do not divide.
       GradientError: gradients that were not taken with `dtrans.value_and_grad`, or in a loop.
       TraceError: `startup` does not make what `main` takes.
@@ -150,10 +115,8 @@ def pipeline(
       True
     """
     check_programs(main, startup)
-    if unknown:
-        raise ConfigError(_unknown(next(iter(unknown))))
-    check_names_given(unsplit_inputs, merge)
-    timetable = _timetable(schedule, num_stages, num_micro_batch, chunks)
+    check_type("stages", stages, Stages)
+    timetable = _timetable(schedule, num_stages, num_micro_batch, stages.chunks)
     options = PipelineOptions(
         num_stages=num_stages,
         num_micro_batch=num_micro_batch,
@@ -161,25 +124,12 @@ def pipeline(
         splits_backward=timetable.splits_backward,
         chunks=timetable.chunks,
         replicas=replicas,
-        policy=policy,
-        flops_per_byte=flops_per_byte,
-        reduce=reduce,
-        merge=dict(merge or {}),
-        unsplit_inputs=tuple(unsplit_inputs),
-        reduce_bucket_MB=reduce_bucket_MB,
-        max_buckets=max_buckets,
-        compress=compress,
-        compress_scale=compress_scale,
-        clip_local_norm=clip_local_norm,
-        reduction_chains=reduction_chains,
-        sharding_stage=sharding_stage,
-        min_slice_size=min_slice_size,
-        gradient_checkpoint=gradient_checkpoint if isinstance(gradient_checkpoint, str) else tuple(gradient_checkpoint),
-        last_checkpointed_stage=last_checkpointed_stage,
-        update_groups=update_groups,
-        offload=offload,
+        stages=stages,
+        memory=memory,
+        reduce=Reduce.of(reduce),
+        batch=batch,
     )
-    return plan_pipeline(main, startup, options, timetable, cluster)
+    return plan_pipeline(main, startup, options, timetable)
 
 
 def _timetable(given: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None) -> Schedule:
@@ -195,17 +145,8 @@ def _timetable(given: str | Schedule, num_stages: int, num_micro_batch: int, chu
     return given
 
 
-def _unknown(name: str) -> str:
-    known = [p.name for p in inspect.signature(pipeline).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    close = difflib.get_close_matches(name, known, 1)
-    return f"{name} is no option of pipeline" + (f"; did you mean {close[0]}?" if close else f": {', '.join(known)}")
-
-
-def plan_pipeline(
-    main: Program, startup: Program, o: PipelineOptions, timetable: Schedule, cluster: Cluster | None = None
-) -> PipelinePlan:
+def plan_pipeline(main: Program, startup: Program, o: PipelineOptions, timetable: Schedule) -> PipelinePlan:
     """What `pipeline` plans with these options."""
-    check_pipeline(o)
     refuse_collectives(main)
     plain = cut(main)
     whole = captured(main)
@@ -241,7 +182,7 @@ def plan_pipeline(
         unused_effects=(*step.unused_effects, *forward.unused_effects),
         summaries=tuple(forward.summaries),
         collected=forward.collected,
-        cluster=cluster or Cluster(),
+        cluster=o.stages.cluster,
     )
 
 
@@ -252,7 +193,11 @@ def _planned_stages(
 
     def stages_for(f: ForwardPass) -> tuple[int, ...]:
         return stages_of(
-            f.jaxpr, o.model_stages, policy=o.policy, flops_per_byte=o.flops_per_byte, batch=f.of_micro_batches
+            f.jaxpr,
+            o.model_stages,
+            policy=o.stages.policy,
+            flops_per_byte=o.stages.flops_per_byte,
+            batch=f.of_micro_batches,
         )
 
     if o.model_stages == 1 or not loops_of(forward):
@@ -271,7 +216,7 @@ def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
     """Refuse names of values to keep that no value has."""
     there = {e.params["name"] for e in forward.eqns if e.primitive.name == "name"}
     inside = {e.params["name"] for e in equations(forward.jaxpr) if e.primitive.name == "name"} - there
-    for n in () if isinstance(o.gradient_checkpoint, str) else o.gradient_checkpoint:
+    for n in () if isinstance(o.memory.gradient_checkpoint, str) else o.memory.gradient_checkpoint:
         if n in inside:
             raise ConfigError(
                 f"gradient_checkpoint names {n!r}, which is inside a loop, a branch or jax.checkpoint, where nothing "
@@ -296,8 +241,8 @@ def _merges(main: Program, whole: Program, step: Cut, forward: ForwardPass, o: P
         if keys.setdefault(n, key) != key:
             raise ConfigError(f"{n} is collected under {keys[n]} in the loss, and under {key} outside of it")
     for n, key in keys.items():
-        if n in o.merge:
-            raise ConfigError(f"{n} is collected under {key}, and merge[{n!r}]={o.merge[n]!r}: say one of them")
+        if n in o.batch.merge:
+            raise ConfigError(f"{n} is collected under {key}, and merge[{n!r}]={o.batch.merge[n]!r}: say one of them")
         if key.endswith("CONCAT") and not step.program.outputs[n].ndim:
             raise ConfigError(f"{n} is collected under {key}; it is 0-d, and has no dim 0 to be concatenated along")
         if n in step.params and key != "GLOBAL_MEAN":
@@ -306,7 +251,9 @@ def _merges(main: Program, whole: Program, step: Cut, forward: ForwardPass, o: P
             )
     given = {n: "mean" if n in step.params else "same" for n in keys}
     plain = of_micro_batch(main, step.batch, o, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()])
-    merges = merges_of(plain, dataclasses.replace(o.of_parts, merge={**o.merge, **given}))
+    merges = merges_of(
+        plain, dataclasses.replace(o.of_parts, batch=dataclasses.replace(o.batch, merge={**o.batch.merge, **given}))
+    )
     # state that no micro-batch enters: the loss makes it, and all make the same
     merges |= {n: "same" for n in forward.results if n in step.params and n not in merges}
     shown = [n for n in forward.results if n not in merges]
@@ -341,7 +288,7 @@ def of_micro_batch(
     """
     given = []
     split = {n: t for n, t in zip(whole.in_names, types, strict=True)
-             if n in batch and t.shape and not is_under(n, o.unsplit_inputs)}  # fmt: skip
+             if n in batch and t.shape and not is_under(n, o.batch.unsplit_inputs)}  # fmt: skip
     rows = {t.shape[0]: n for n, t in split.items()}
     if len(rows) > 1 and o.parts > 1:
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
@@ -381,7 +328,7 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
 
 
 def _stages(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions) -> tuple[StagePrograms, ...]:
-    scatter = slices_of_sums(forward.step, o) if o.sharding_stage == 2 else {}
+    scatter = slices_of_sums(forward.step, o) if o.memory.sharding_stage == 2 else {}
     return StageProgramWriter(forward, stage_of, o, scatter).stages()
 
 

@@ -31,7 +31,7 @@ from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, grouped, plac
 from dtrans.rows.analysis import analyse
 from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.marks import mark_p
-from dtrans.zero.options import ShardingOptions
+from dtrans.zero.options import ShardingOptions, Slicing
 from dtrans.zero.rank_program import RankLayout, RankWriter
 from dtrans.zero.reduce_scatter import Scatterer
 from dtrans.zero.slices import Sliced, slices_of
@@ -88,9 +88,9 @@ def update_of(
     whole_sums = {n: t.update(shape=types[n].shape) for n, t in sums.items()}
     whole = cut(_step(step, whole_sums, homes, users, rows, o)).with_reported()
     layout = None
-    if o.replicas > 1 and o.sharding_stage:
+    if o.replicas > 1 and o.memory.sharding_stage:
         layout = dataclasses.replace(RankLayout.of(whole, _sharding(o), {}), groups=homes)
-        if o.sharding_stage == 2:
+        if o.memory.sharding_stage == 2:
             program = _SlicedSums(whole, _with_sums(layout, whole), homes, users, o).program()
         else:
             program = RankWriter(whole, layout).program()
@@ -109,7 +109,7 @@ def update_of(
             home[n] = int(rest.removeprefix(".stage")) if rest else homes[leaf]
     out_at |= {n: o.model_stages - 1 for n in program.out_names if n not in out_at}
     placed = place(program, home, out_at, o.model_stages)
-    if o.update_groups > 1:
+    if o.memory.update_groups > 1:
         leaf_of = {n: n for n in step.params} | {
             n: leaf
             for n in step.opt_state
@@ -123,7 +123,7 @@ def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
     """The leaves of whose gradients each replica adds up a slice, in stage 2 of sharding."""
     if o.replicas == 1:
         return {}
-    return dict(slices_of(step, o.replicas, least=o.min_slice_size, stacked=(), sliced_in_use=False).leaves)
+    return dict(slices_of(step, o.replicas, least=o.memory.min_slice_size, stacked=(), sliced_in_use=False).leaves)
 
 
 def _apply_groups(
@@ -136,7 +136,7 @@ def _apply_groups(
     group: dict[str, int] = {}
     for s in range(o.model_stages):
         mine = [n for n in step.optimized if homes[n] == s]
-        parts = min(o.update_groups, len(mine))
+        parts = min(o.memory.update_groups, len(mine))
         if parts > 1:
             starts = contiguous([step.program.inputs[n].size for n in mine], [0.0] * len(mine), parts)
             group |= zip(mine, part_of_each(starts, len(mine)), strict=True)
@@ -198,17 +198,7 @@ def _sharding(o: PipelineOptions) -> ShardingOptions:
         **{f.name: getattr(over, f.name) for f in dataclasses.fields(over)},
         stage=1,
         degree=o.replicas,
-        dp_degree=1,
-        dp_axis_name="dp",
-        amp=None,
-        loss_scaling=None,
-        overlap=True,
-        prefetch=0,
-        prefetch_in_loops=0,
-        automatic=False,
-        gather_bucket_MB=32.0,
-        min_slice_size=o.min_slice_size,
-        partition="rows",
+        slices=Slicing(min_slice_size=o.memory.min_slice_size, prefetch=0, axis_name=over.axis_name),
     )
 
 
@@ -263,7 +253,7 @@ def _step(
 def mean_of(b: Builder, sums: Sequence[Atom], dtype: Any, o: PipelineOptions) -> Atom:
     """Write the gradient of a leaf, of the sums that stages made over micro-batches."""
     total = functools.reduce(lambda x, y: b.call(jax.lax.add, x, y)[0], sums)
-    return b.call(_mean(o.num_micro_batch if o.reduce == "mean" else 1, dtype), total)[0]
+    return b.call(_mean(o.num_micro_batch if o.reduce.op == "mean" else 1, dtype), total)[0]
 
 
 def _of_gradients(

@@ -5,6 +5,7 @@ marks              gradients, marked by identities: `value_and_grad`, `make_trai
 capture            the loss function as one equation, before it is differentiated
 cut                the two halves of a step: forward and backward, and the update
 startup            which output of init is the first value of which input of the step
+batch_sharing      how a batch is shared: the record of options
 forward_backward   the first half, written with something to do at each gradient
 weight_gradients   products that make gradients of weights the way round in which weights are kept
 scopes             what a user marks inside a model: stages, and layers that are split

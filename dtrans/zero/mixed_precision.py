@@ -138,8 +138,8 @@ def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprE
     if not seeds:
         raise GradientError(
             f"the loss of {main.name} cannot be scaled, since it is not known where its derivative begins: take "
-            "gradients with dtrans.value_and_grad (or dtrans.make_train_step), outside of loops; or use amp='bf16', "
-            "which needs no scale"
+            "gradients with dtrans.value_and_grad (or dtrans.make_train_step), outside of loops; or use "
+            "precision='bf16', which needs no scale"
         )
     for t in {e.outvars[0].aval.dtype for e in seeds}:
         if not scaling.dynamic and scaling.initial > float(jnp.finfo(t).max):
@@ -151,7 +151,7 @@ def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprE
     if any(isinstance(a, Var) and reached.get(a) for e in seeds for a in e.invars):
         raise GradientError(
             f"{main.name} takes a derivative of a derivative, and the scale of the one would enter the other: use "
-            "amp='bf16', which needs no scale"
+            "precision='bf16', which needs no scale"
         )
 
 

@@ -1,4 +1,4 @@
-"""The options of sharding, beside those that it shares with nccl2 mode, and which of them can be."""
+"""The options of sharding: records of how state is sliced and in what types steps compute, and which of them can be."""
 
 from __future__ import annotations
 
@@ -7,9 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.data_parallel.options import COMPRESSED, Options, check_options
+from dtrans.checks import (
+    check_flag,
+    check_int,
+    check_name,
+    check_number,
+    check_one_of,
+    check_size,
+    check_together,
+    check_type,
+    is_number,
+)
+from dtrans.data_parallel.options import Options
 from dtrans.errors import ConfigError
 from dtrans.zero.by_leaf.assign import RULES
+
+
+PARTITIONS = ("rows", *RULES)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +38,9 @@ class LossScaling:
         nothing.
       factor, interval: see there.
 
+    Raises:
+      ConfigError: a value that is out of range.
+
     Source: `update_loss_scaling` of Paddle (operators/amp/update_loss_scaling_op.h).
     """
 
@@ -31,115 +49,169 @@ class LossScaling:
     factor: float = 2.0
     interval: int = 2000
 
+    def __post_init__(self) -> None:
+        # a dynamic scale is never less than 1
+        check_number("initial", self.initial, "a number from 1 to 3.4e38", lambda x: 1 <= x <= _LARGEST)
+        check_number("factor", self.factor, "a finite number above 1", lambda x: 1 < x <= _LARGEST)
+        check_int("interval", self.interval, "a positive number of steps")
+
 
 @dataclasses.dataclass(frozen=True)
+class Precision:
+    """In what types a step computes.
+
+    Attributes:
+      dtype: "bf16" or "fp16": products of matrices in that type (`dtrans.zero.mixed_precision`), parameters gathered,
+        and gradients reduced, in it where products alone read them. Parameters that are updated stay as they are; each
+        rank has slices of them, in every stage. In stages 1 and 2 they are gathered once in a step (or micro-step).
+        None computes as the step does.
+      loss_scaling: how the loss is scaled, or a fixed scale. For "fp16" it is dynamic by default: from 2^15, halved by
+        a step in which a gradient of any rank is not finite, which changes nothing else, and doubled after 2,000
+        others. "bf16" needs none.
+
+    Raises:
+      ConfigError: a value that is out of range, or a scale without a type.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.Precision("fp16", loss_scaling=128).loss_scaling
+      LossScaling(initial=128.0, dynamic=False, factor=2.0, interval=2000)
+    """
+
+    dtype: str | None = None
+    loss_scaling: LossScaling | float | None = None
+
+    def __post_init__(self) -> None:
+        check_one_of("precision", self.dtype, ("fp16", "bf16", None))
+        given = self.loss_scaling
+        if is_number(given):
+            object.__setattr__(self, "loss_scaling", LossScaling(float(given), dynamic=False))  # type: ignore[arg-type]
+        elif given is None and self.dtype == "fp16":
+            object.__setattr__(self, "loss_scaling", LossScaling())
+        elif given is not None:
+            check_type("loss_scaling", given, LossScaling, "a number, a LossScaling or None")
+        if given is not None and self.dtype is None:
+            raise ConfigError(f"loss_scaling={given!r} is for precision='fp16' or 'bf16', which is None")
+
+    @classmethod
+    def of(cls, given: Any) -> Precision:
+        """What is given as `precision`: a record, its `dtype`, or None."""
+        return given if isinstance(given, cls) else cls(given)
+
+    @property
+    def scaling(self) -> LossScaling | None:
+        """How the loss is scaled, if it is."""
+        assert self.loss_scaling is None or isinstance(self.loss_scaling, LossScaling)
+        return self.loss_scaling
+
+
+@dataclasses.dataclass(frozen=True)
+class Slicing:
+    """How ranks share leaves, and get whole ones from the slices.
+
+    Attributes:
+      partition: "rows" cuts each parameter. "greedy_even" and "use_order" give whole ones to ranks, each of which alone
+        updates what it owns and holds its state, for optimizers that cannot slice; see `dtrans.zero.by_leaf.layout`.
+        That is for stages 1 and 2, and without `precision`; `min_slice_size` is not looked at.
+      min_slice_size: a parameter of fewer elements stays whole on every rank.
+      gather_bucket_MB: in stage 3, parameters that are read one after the other are gathered together up to this
+        size. 0 gathers each by itself.
+      prefetch: in stage 3, how many parameters are gathered ahead of time, the first one of the next layer in a loop;
+        1 by default, 0 without `overlap`. By default jobs do not gather ahead in loops where nothing is gathered beside
+        computation (`dtrans.run.base.platforms`).
+      overlap: let collectives run beside computation. Without, each begins when the one before has ended.
+      axis_name, replica_axis_name: of the axes that ranks of a group, and groups, are on.
+
+    Raises:
+      ConfigError: a value that is out of range, or a prefetch without overlap.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.Slicing("greedy_even").axis_name
+      'shard'
+    """
+
+    partition: str = "rows"
+    min_slice_size: int = 1024
+    gather_bucket_MB: float = 0
+    prefetch: int | None = None
+    overlap: bool = True
+    axis_name: str = "shard"
+    replica_axis_name: str = "dp"
+
+    def __post_init__(self) -> None:
+        check_one_of("partition", self.partition, PARTITIONS)
+        check_int("min_slice_size", self.min_slice_size, "a number of elements, 0 or more", least=0)
+        check_size("gather_bucket_MB", self.gather_bucket_MB)
+        check_flag("overlap", self.overlap)
+        check_int("prefetch", self.prefetch, "a number of gathers, 0 or more", least=0, or_none=True)
+        if not self.overlap and self.prefetch:
+            raise ConfigError(f"overlap=False and prefetch={self.prefetch}: what is gathered ahead of time overlaps")
+        check_name("axis_name", self.axis_name, "the name of an axis")
+        check_name("replica_axis_name", self.replica_axis_name, "the name of an axis")
+        if self.axis_name == self.replica_axis_name:
+            raise ConfigError(f"axis_name and replica_axis_name are both {self.axis_name!r}: give two names")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingOptions(Options):
     """The options of `dtrans.sharding`, which says what they are."""
 
     stage: int
     degree: int
-    dp_degree: int
-    dp_axis_name: str
-    amp: str | None
-    loss_scaling: LossScaling | None
-    overlap: bool
-    prefetch: int
-    prefetch_in_loops: int
-    automatic: bool  # whether both are as nobody said: `ShardingPlan.on` then sees where the plan is to run
-    gather_bucket_MB: float
-    min_slice_size: int
-    partition: str
+    replicas: int = 1
+    precision: Precision = Precision()
+    slices: Slicing = Slicing()
+    prefetches_in_loops: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_one_of("stage", self.stage, (1, 2, 3))
+        dtype, compress, slices = self.precision.dtype, self.reduce.compress, self.slices
+        scattered_early = self.num_micro_batch > 1 and self.stage > 1
+        if dtype is not None and compress is not None:
+            raise ConfigError(
+                f"precision={dtype!r} and compress={compress!r}: gradients are reduced in the type of precision already"
+            )
+        if self.batch.example_count is not None and scattered_early:
+            raise ConfigError(
+                f"example_count={self.batch.example_count!r} and num_micro_batch={self.num_micro_batch} in stage "
+                f"{self.stage}: gradients are scattered in each micro-step, before the weights of all are known; use "
+                "stage 1"
+            )
+        if self.reduce.clip_local_norm is not None and scattered_early:
+            raise ConfigError(
+                f"clip_local_norm={self.reduce.clip_local_norm!r} and num_micro_batch={self.num_micro_batch} in stage "
+                f"{self.stage}: gradients are scattered in each micro-step, and no rank has the whole of its own; use "
+                "stage 1"
+            )
+        chains = self.reduce.chains
+        if not slices.overlap and chains is not None and chains > 1:
+            raise ConfigError(f"overlap=False and chains={chains}: several chains of reductions are there to overlap")
+        if slices.partition != "rows":
+            others = {
+                f"stage={self.stage}": self.stage == 3,
+                f"precision={dtype!r}": dtype is not None,
+                f"num_micro_batch={self.num_micro_batch} in stage {self.stage}": scattered_early,
+            }
+            why = (
+                "ranks own whole leaves and their state, while each has all parameters, and all gradients of a "
+                "micro-step; use partition='rows'"
+            )
+            check_together(others, why, f"partition={slices.partition!r}")
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The axes that ranks are on, with their sizes: groups, and the ranks of a group."""
-        outer = ((self.dp_axis_name, self.dp_degree),) if self.dp_degree > 1 else ()
+        outer = ((self.slices.replica_axis_name, self.replicas),) if self.replicas > 1 else ()
         return (*outer, (self.axis_name, self.degree)) if self.degree > 1 or not outer else outer
+
+    @property
+    def prefetch(self) -> int:
+        """How many parameters are gathered ahead of time."""
+        return int(self.slices.overlap) if self.slices.prefetch is None else self.slices.prefetch
 
     @property
     def slices_params(self) -> bool:
         """Whether parameters are slices between steps: in stage 3, and where ranks work with copies in 16 bits."""
-        return self.stage == 3 or self.amp is not None
-
-
-def check_sharding(o: Any) -> None:  # any: an option may be of any type before it is checked
-    """Refuse what cannot be planned, by the option's name."""
-    if isinstance(o.stage, bool) or o.stage not in (1, 2, 3):
-        raise ConfigError(f"stage must be 1, 2 or 3, it is {o.stage!r}")
-    for name in ("degree", "dp_degree"):
-        count = getattr(o, name)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"{name} must be a positive number of ranks, it is {count!r}")
-    check_options(o)
-    if not isinstance(o.dp_axis_name, str) or not o.dp_axis_name or o.dp_axis_name == o.axis_name:
-        raise ConfigError(f"dp_axis_name must be the name of another axis, it is {o.dp_axis_name!r}")
-    if o.amp is not None and o.amp not in COMPRESSED:
-        raise ConfigError(f"amp must be 'fp16', 'bf16' or None, it is {o.amp!r}")
-    if o.amp is not None and o.compress is not None:
-        raise ConfigError(
-            f"amp={o.amp!r} and compress={o.compress!r}: with amp, gradients are reduced in its type already"
-        )
-    _check_scaling(o)
-    if o.example_count is not None and o.num_micro_batch > 1 and o.stage > 1:
-        raise ConfigError(
-            f"example_count={o.example_count!r} and num_micro_batch={o.num_micro_batch} in stage {o.stage}: "
-            "gradients are scattered in each micro-step, before the weights of all are known; use stage 1"
-        )
-    if o.clip_local_norm is not None and o.num_micro_batch > 1 and o.stage > 1:
-        raise ConfigError(
-            f"clip_local_norm={o.clip_local_norm!r} and num_micro_batch={o.num_micro_batch} in stage {o.stage}: "
-            "gradients are scattered in each micro-step, and no rank has the whole of its own; use stage 1"
-        )
-    if not isinstance(o.overlap, bool):
-        raise ConfigError(f"overlap must be True or False, it is {o.overlap!r}")
-    if isinstance(o.prefetch, bool) or not isinstance(o.prefetch, int) or o.prefetch < 0:
-        raise ConfigError(f"prefetch must be a number of gathers, 0 or more; it is {o.prefetch!r}")
-    if not o.overlap and o.prefetch:
-        raise ConfigError(f"overlap=False and prefetch={o.prefetch}: what is gathered ahead of time overlaps")
-    if not o.overlap and o.reduction_chains is not None and o.reduction_chains > 1:
-        raise ConfigError(
-            f"overlap=False and reduction_chains={o.reduction_chains}: several "
-            "chains of reductions are there to overlap"
-        )
-    size = o.gather_bucket_MB
-    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size >= 0:
-        raise ConfigError(f"gather_bucket_MB must be a size in megabytes, 0 or more; it is {size!r}")
-    least = o.min_slice_size
-    if isinstance(least, bool) or not isinstance(least, int) or least < 0:
-        raise ConfigError(f"min_slice_size must be a number of elements, 0 or more; it is {least!r}")
-    if o.partition not in PARTITIONS:
-        raise ConfigError(f"partition must be one of {', '.join(PARTITIONS)}; it is {o.partition!r}")
-    if o.partition != "rows":
-        others = {
-            f"stage={o.stage}": o.stage == 3,
-            f"amp={o.amp!r}": o.amp is not None,
-            f"num_micro_batch={o.num_micro_batch} in stage {o.stage}": o.stage > 1 and o.num_micro_batch > 1,
-        }
-        for other, given in others.items():
-            if given:
-                raise ConfigError(
-                    f"partition={o.partition!r} and {other}: ranks own whole leaves and their state, while each has "
-                    "all parameters, and all gradients of a micro-step; use partition='rows'"
-                )
-
-
-PARTITIONS = ("rows", *RULES)
-
-
-def _check_scaling(o: Any) -> None:
-    s = o.loss_scaling
-    if s is None:
-        return
-    if not isinstance(s, LossScaling):
-        raise ConfigError(f"loss_scaling must be a number, a LossScaling or None; it is {s!r}")
-    if o.amp is None:
-        raise ConfigError(f"loss_scaling={s!r} is for amp='fp16' or 'bf16', which is None")
-    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
-    largest = float(np.finfo(np.float32).max)
-    if not is_number(s.initial) or not 1 <= s.initial <= largest:  # a dynamic scale is never less than 1
-        raise ConfigError(f"loss_scaling: initial must be a number from 1 to 3.4e38, it is {s.initial!r}")
-    if not is_number(s.factor) or not 1 < s.factor <= largest:
-        raise ConfigError(f"loss_scaling: factor must be a finite number above 1, it is {s.factor!r}")
-    interval: Any = s.interval
-    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        raise ConfigError(f"loss_scaling: interval must be a positive number of steps, it is {interval!r}")
+        return self.stage == 3 or self.precision.dtype is not None

@@ -42,7 +42,7 @@ class ShardingPlan(CollectivePlan):
 
     @property
     def extra_state(self) -> Mapping[str, Any]:
-        return scale_types(self.options.loss_scaling)
+        return scale_types(self.options.precision.scaling)
 
     def for_trainers(self, trainers: int) -> ShardingPlan:
         """The same plan for another number of ranks: more or fewer groups of the same degree.
@@ -56,19 +56,7 @@ class ShardingPlan(CollectivePlan):
         if trainers % o.degree:
             raise ConfigError(f"{trainers} ranks cannot be shared out into groups of degree={o.degree}")
         groups = trainers // o.degree
-        replanned: ShardingPlan = self.replan(dataclasses.replace(o, trainers=trainers, dp_degree=groups))
-        return replanned
-
-    def on(self, platform: str = "") -> ShardingPlan:
-        """The same plan as a job on a platform runs it: what was left open is chosen.
-
-        Args:
-          platform: "cpu", "gpu", "tpu", ..., as JAX calls it.
-        """
-        o = self.options
-        if platform != "cpu" or not o.automatic or not o.prefetch_in_loops or o.stage < 3:
-            return self
-        replanned: ShardingPlan = self.replan(dataclasses.replace(o, prefetch_in_loops=0))
+        replanned: ShardingPlan = self.replan(dataclasses.replace(o, trainers=trainers, replicas=groups))
         return replanned
 
     # -- cost ------------------------------------------------------------------------------------
@@ -124,5 +112,5 @@ class ShardingPlan(CollectivePlan):
     @property
     def _title(self) -> str:
         o = self.options
-        groups = f", {o.dp_degree} groups of {o.degree} ranks" if o.dp_degree > 1 else f", {o.degree} ranks"
+        groups = f", {o.replicas} groups of {o.degree} ranks" if o.replicas > 1 else f", {o.degree} ranks"
         return f"sharding plan of {self.main.name}: stage {o.stage}{groups}"

@@ -78,11 +78,11 @@ class RankLayout:
         if o.degree == 1:
             wholes = dict.fromkeys(step.params, "degree is 1")
             return cls(o, merges, Slices(analyse(step.optimize, step.params), {}, {}, wholes), step.optimize)
-        if o.partition != "rows":
+        if o.slices.partition != "rows":
             owned = Owned.of(step, o)
             return cls(o, merges, owned.slices, owned.half, owned)
         stacked = stacked_leaves(step) if o.stage > 1 else set()
-        slices = slices_of(step, o.degree, least=o.min_slice_size, stacked=stacked, sliced_in_use=o.stage == 3)
+        slices = slices_of(step, o.degree, least=o.slices.min_slice_size, stacked=stacked, sliced_in_use=o.stage == 3)
         return cls(o, merges, slices, sliced_half(slices, o.axis_name))
 
     @property
@@ -93,7 +93,7 @@ class RankLayout:
     def layers(self, step: Cut) -> dict[Var, str]:
         """The gradients that loops make layer by layer, and scatter there: stacks of what is cut in each layer."""
         o = self.o
-        if o.stage == 1 or o.example_count is not None or o.clip_local_norm is not None or o.compress is not None:
+        if o.stage == 1 or self._weights_or_clips or o.reduce.compress is not None:
             return {}
         program, boundary = step.program, set(step.boundary.values())
         eqns = program.jaxpr.jaxpr.eqns
@@ -114,14 +114,20 @@ class RankLayout:
     def kind(self, step: Cut) -> Callable[[str], ScatterSpec]:
         """In what way each gradient is reduced."""
         layers = set(self.layers(step).values())
-        low = {} if self.o.amp is None else dict.fromkeys(low_gradients(step, COMPRESSED[self.o.amp]), self.o.amp)
+        dtype = self.o.precision.dtype
+        low = {} if dtype is None else dict.fromkeys(low_gradients(step, COMPRESSED[dtype]), dtype)
         compress = {n: to for n, to in low.items() if n not in layers}
         return scatter_specs(self.slices.leaves, layers, compress, self.unreduced, self.groups)
 
     @property
     def unreduced(self) -> Collection[str]:
         """Leaves whose gradients are the same on all ranks, and stay it: not where each weights or clips its own."""
-        return self.slices.unreduced if self.o.example_count is None and self.o.clip_local_norm is None else ()
+        return () if self._weights_or_clips else self.slices.unreduced
+
+    @property
+    def _weights_or_clips(self) -> bool:
+        """Whether each rank does something of its own to its gradients before they are reduced."""
+        return self.o.batch.example_count is not None or self.o.reduce.clip_local_norm is not None
 
 
 def rewritten(step: Cut, layout: RankLayout) -> Program:
@@ -143,9 +149,10 @@ class RankWriter:
         self.vars_of = dict(zip(self.source.in_names, inner.invars, strict=True))
         self.kind = layout.kind(step)
         # reductions one after the other are one chain
-        self.reducing = o if o.overlap or o.reduction_chains else dataclasses.replace(o, reduction_chains=1)
+        one_chain = dataclasses.replace(o.reduce, chains=1)
+        self.reducing = o if o.slices.overlap or o.reduce.chains else dataclasses.replace(o, reduce=one_chain)
         self._index: Atom | None = None  # of the rank, in a group
-        self.scale = None if o.loss_scaling is None else scale_of(o.loss_scaling, self.vars_of)
+        self.scale = None if o.precision.scaling is None else scale_of(o.precision.scaling, self.vars_of)
         self.b = b = Builder(self.source.jaxpr)
         b.role = FORWARD
         cuts = layout.cuts
@@ -162,13 +169,14 @@ class RankWriter:
         results = [n for n in step.results if n not in step.from_gradients]
         values: dict[str, Atom] = {n: step.gradients[n] for n in ready_order(step)}
         found = dict(self.outs)
+        count = self.o.batch.example_count or ""
         if self.o.num_micro_batch == 1:
-            reducer = self._reducer(b, step, values, self.outs.get(self.o.example_count or ""))
+            reducer = self._reducer(b, step, values, self.outs.get(count))
             found |= self._half(b, step, results, reducer.made, self.local)
         else:
             made = self._accumulated(results)
             found |= made
-            reducer = self._reducer(b, step, values, found.get(self.o.example_count or ""), scattered=self.o.stage > 1)
+            reducer = self._reducer(b, step, values, found.get(count), scattered=self.o.stage > 1)
             for leaf in values:
                 reducer.made(leaf, made[leaf + GRAD])
         reducer.finish()
@@ -231,13 +239,15 @@ class RankWriter:
             if self.o.slices_params
         }
         o = self.o
-        low = set() if o.amp is None else low_gradients(step, COMPRESSED[o.amp])
+        dtype = COMPRESSED[o.precision.dtype] if o.precision.dtype else None
+        low = set() if dtype is None else low_gradients(step, dtype)
         layers = {
-            g: Scattered(self.leaves[n], COMPRESSED[o.amp] if o.amp and n in low else g.aval.dtype)
+            g: Scattered(self.leaves[n], dtype if n in low else g.aval.dtype)
             for g, n in self.layout.layers(step).items()
         }
-        segment = (o.gather_bucket_MB if o.stage == 3 else o.reduce_bucket_MB) * 2**20
-        how = Gathering(o.axis_name, o.degree, o.prefetch, o.prefetch_in_loops, segment, once=o.stage < 3)
+        segment = (o.slices.gather_bucket_MB if o.stage == 3 else o.reduce.bucket_MB) * 2**20
+        in_loops = o.prefetch if o.prefetches_in_loops else 0
+        how = Gathering(o.axis_name, o.degree, o.prefetch, in_loops, segment, once=o.stage < 3)
 
         def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Sequence[tuple[int, Atom]]) -> HalfWriter:
             return Gatherer(b, eqns, roles, given, how, layers, ends)
@@ -247,8 +257,8 @@ class RankWriter:
     def _accumulated(self, results: Sequence[str]) -> dict[str, Atom]:
         """Write forward and backward of all micro-steps; their gradients are slices from stage 2 on."""
         o, step = self.o, self.step
-        whole = [n for n in step.batch if is_under(n, o.unsplit_inputs)]
-        window = MicroSteps(o.num_micro_batch, o.reduce, self.layout.merges, o.example_count, whole)
+        whole = [n for n in step.batch if is_under(n, o.batch.unsplit_inputs)]
+        window = MicroSteps(o.num_micro_batch, o.reduce.op, self.layout.merges, o.batch.example_count, whole)
         given = {n: self.local[n] for n in self.leaves} if o.slices_params else {}
 
         def half(inner: Builder, micro: Cut) -> dict[str, Atom]:
@@ -259,7 +269,7 @@ class RankWriter:
                 found = self._half(inner, micro, results, grads.__setitem__, local)
                 return found | {n + GRAD: g for n, g in grads.items()}
             values: dict[str, Atom] = {n: micro.gradients[n] for n in ready_order(micro)}
-            one_group = dataclasses.replace(self.reducing, dp_degree=1)
+            one_group = dataclasses.replace(self.reducing, replicas=1)
             scatterer = _MicroScatterer(inner, values, one_group, None, GRAD, self.leaves, self.layout.kind(micro))
             found = self._half(inner, micro, results, scatterer.made, local)
             scatterer.finish()
@@ -271,7 +281,7 @@ class RankWriter:
 
     def _unscaled(self, means: Mapping[str, Atom]) -> tuple[dict[str, Atom], Atom | None]:
         """Write the gradients of a loss that is not scaled, and whether all of them are finite, on every rank."""
-        b, scaling = self.b, self.o.loss_scaling
+        b, scaling = self.b, self.o.precision.scaling
         if scaling is None or self.scale is None:
             return dict(means), None
         b.role = OPTIMIZE
@@ -292,8 +302,8 @@ class RankWriter:
         new = {n: found[n] for spec in self.source.args[:2] for n in spec.names if found[n] is not self.local[n]}
         kept = {n: b.call(_picked, finite, x, self.local[n])[0] for n, x in new.items()}
         names = (GOOD, SCALE, SKIPPED)
-        assert self.o.loss_scaling is not None
-        made = b.call(next_scale(self.o.loss_scaling), finite, *(self.vars_of[n] for n in names))
+        assert self.o.precision.scaling is not None
+        made = b.call(next_scale(self.o.precision.scaling), finite, *(self.vars_of[n] for n in names))
         return kept | dict(zip(names, made, strict=True))
 
     def _updated(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
@@ -329,11 +339,11 @@ class RankWriter:
         b.role = DIST
         found: dict[str, Atom] = {}
         before: Sequence[Atom] = ()
-        limit = o.reduce_bucket_MB * 2**20
+        limit = o.reduce.bucket_MB * 2**20
         for i, bucket in enumerate(_buckets(slices, self.leaves, limit, self.layout.groups)):
             sent: Sequence[Atom] = [slices[n] for n in bucket]
             axis = self.leaves[bucket[0]].axis
-            if before and not o.overlap:
+            if before and not o.slices.overlap:
                 sent = b.call(together, *sent, *before)[: len(sent)]
             made = before = b.bind(
                 all_gather_p, *sent, name=f"params/{i}", over=(o.axis_name,), size=o.degree, axis=axis

@@ -99,7 +99,7 @@ class Scatterer(Reducer):
         if s is not None and grad.aval.shape[s.axis] == s.size != s.part:
             (index,) = b.bind(trainer_index_p, over=(o.axis_name,))
             grad = b.call(_part(s.axis, s.part, s.padded), grad, index)[0]
-        if self.adds_up and o.reduce == "sum" and o.trainers > 1:
+        if self.adds_up and o.reduce.op == "sum" and o.trainers > 1:
             grad = b.call(times(o.trainers), grad)[0]
         b.role = role
         self.means[leaf] = grad
@@ -115,11 +115,11 @@ class Scatterer(Reducer):
             parts = [self.b.call(padded(kind.axis, sizes[x.aval.shape[kind.axis]]), x)[0] for x in sent]
             over = (o.axis_name,)
             mine = self.b.bind(reduce_scatter_p, *parts, name=bucket.name, over=over, size=o.degree, axis=kind.axis)
-        return self._sum(bucket.name, mine, (o.dp_axis_name,)) if o.dp_degree > 1 else mine
+        return self._sum(bucket.name, mine, (o.slices.replica_axis_name,)) if o.replicas > 1 else mine
 
     def _compress(self, bucket: Bucket) -> str | None:
         """As ever; what has been scattered already, and is of one group, is not sent again."""
-        if self.scatter(bucket.leaves[0]).layers and self.options.dp_degree == 1:
+        if self.scatter(bucket.leaves[0]).layers and self.options.replicas == 1:
             return None
         return super()._compress(bucket)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,14 +27,14 @@ from dtrans.errors import ConfigError, StateError
 # rows that no degree divides, fewer rows than ranks, one of 16 bits, no rows, no dimension
 SHAPES = {"b": (13,), "empty": (0,), "scalar": (), "table": (11, 4), "tall": (3, 17), "w": (9, 3, 2)}
 EIGHT = {"degree": 8, "stage": 3}
-OWNERS = {"degree": 3, "dp_degree": 2, "stage": 1, "partition": "greedy_even"}
+OWNERS = {"degree": 3, "replicas": 2, "stage": 1, "partition": "greedy_even"}
 LAYOUTS: list[dict[str, Any]] = [
     {"degree": 2, "stage": 1},
     EIGHT,
-    {"degree": 3, "dp_degree": 2, "stage": 2},
-    {"degree": 2, "dp_degree": 4, "stage": 3},
-    {"degree": 4, "stage": 1, "amp": "bf16"},
-    {"degree": 1, "dp_degree": 2, "stage": 1},
+    {"degree": 3, "replicas": 2, "stage": 2},
+    {"degree": 2, "replicas": 4, "stage": 3},
+    {"degree": 4, "stage": 1, "precision": "bf16"},
+    {"degree": 1, "replicas": 2, "stage": 1},
     {"degree": 2, "stage": 3, "min_slice_size": 30},
     OWNERS,
 ]
@@ -56,7 +57,7 @@ def traced(tx: Any) -> tuple[Any, Any]:
 
 
 def planned(tx: Any, **options: Any) -> Any:
-    return dtrans.sharding(*traced(tx), **{"min_slice_size": 0, **options})
+    return flat_options.sharding(*traced(tx), **{"min_slice_size": 0, **options})
 
 
 def on_mesh(plan: Any) -> Any:
@@ -83,7 +84,7 @@ def saved(tmp_path: Path) -> tuple[Path, Any, Any]:
 # -- from every layout to every other --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [EIGHT, {"degree": 2, "dp_degree": 2, "stage": 1}, OWNERS], ids=str)
+@pytest.mark.parametrize("options", [EIGHT, {"degree": 2, "replicas": 2, "stage": 1}, OWNERS], ids=str)
 def test_what_ranks_held_is_what_any_others_hold(options: Any, tmp_path: Path) -> None:
     check_layouts(OPTIMIZERS["adam"], options, LAYOUTS, tmp_path)
 
@@ -178,7 +179,7 @@ def test_each_device_gets_its_rows_and_nothing_is_put_together(
         return read(self, targets)
 
     monkeypatch.setattr(Checkpoint, "on_host", spy)
-    other = on_mesh(planned(OPTIMIZERS["adam"], degree=4, dp_degree=2, stage=3))
+    other = on_mesh(planned(OPTIMIZERS["adam"], degree=4, replicas=2, stage=3))
     checkpoint.restore(path, other)
     for row in asked:
         cut = other.plan.cuts.get(row.origin_name)
@@ -199,7 +200,7 @@ def test_trainers_that_have_everything_and_servers_go_on_from_ranks_and_ranks_fr
     trainers = on_mesh(dtrans.nccl2(*traced(tx), trainers=2))
     checkpoint.save(tmp_path / "trainers", trainers, trainers.init(*want))
     assert os.listdir(tmp_path / "trainers") == ["trainer-0"]
-    servers = dtrans.pserver(*traced(tx), pservers=endpoints(3), min_block_size=1)
+    servers = dtrans.pserver(*traced(tx), pservers=endpoints(3), placement=dtrans.BlockPlacement(min_block_size=1))
     for ep in servers.servers:
         checkpoint.save(tmp_path / "servers", servers, ep, checkpoint.scatter(servers, ep, *want))
     for path in tmp_path.iterdir():
@@ -216,7 +217,7 @@ def test_trainers_that_have_everything_and_servers_go_on_from_ranks_and_ranks_fr
 def test_a_loss_scale_is_saved_and_begins_anew_where_it_was_not(saved: Any, tmp_path: Path) -> None:
     path, _, _ = saved
     scaling = dtrans.LossScaling(initial=2.0**9)
-    plan = planned(OPTIMIZERS["adam"], degree=2, stage=3, amp="fp16", loss_scaling=scaling)
+    plan = planned(OPTIMIZERS["adam"], degree=2, stage=3, precision="fp16", loss_scaling=scaling)
     assert plan.extra_state
     job = on_mesh(plan)
     state = checkpoint.restore(path, job)
@@ -224,7 +225,7 @@ def test_a_loss_scale_is_saved_and_begins_anew_where_it_was_not(saved: Any, tmp_
         assert np.array_equal(state.extra[n], x)
     moved = {n: x + 3 for n, x in state.extra.items()}
     checkpoint.save(tmp_path / "2", job, type(state)(state.params, state.opt_state, moved))
-    other = on_mesh(planned(OPTIMIZERS["adam"], degree=3, stage=1, amp="fp16", loss_scaling=scaling))
+    other = on_mesh(planned(OPTIMIZERS["adam"], degree=3, stage=1, precision="fp16", loss_scaling=scaling))
     again = checkpoint.restore(tmp_path / "2", other)
     assert {n: x.item() for n, x in again.extra.items()} == {n: x.item() for n, x in moved.items()}
     plain = on_mesh(planned(OPTIMIZERS["adam"], **EIGHT))
@@ -241,8 +242,8 @@ def test_a_job_that_goes_on_in_another_layout_computes_what_one_device_does(tmp_
         batches = [mlp_batch(8, dtype=jnp.float64, seed=i) for i in range(4)]
         init = lambda p: (p, TX.init(p))
         main = dtrans.trace(dtrans.make_train_step(mlp_loss, TX), *init(params), *batches[0])
-        plan = lambda **options: dtrans.sharding(main, dtrans.trace(init, params), min_slice_size=0, **options)
-        first, then = on_mesh(plan(degree=4, stage=3)), on_mesh(plan(degree=2, dp_degree=2, stage=1))
+        plan = lambda **options: flat_options.sharding(main, dtrans.trace(init, params), min_slice_size=0, **options)
+        first, then = on_mesh(plan(degree=4, stage=3)), on_mesh(plan(degree=2, replicas=2, stage=1))
         state = first.init(params)
         for batch in batches[:2]:
             state, _ = first.step(state, *batch)
@@ -327,7 +328,7 @@ def test_a_state_is_taken_from_one_realiser_to_another_of_its_plan() -> None:
     tx, params, batch = optax.adam(0.1), mlp_params(), mlp_batch(8)
     init = lambda p: (p, tx.init(p))
     main = dtrans.trace(dtrans.make_train_step(mlp_loss, tx), *init(params), *batch)
-    plan = dtrans.sharding(main, dtrans.trace(init, params), degree=2, stage=3, min_slice_size=0)
+    plan = dtrans.sharding(main, dtrans.trace(init, params), degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0))
     mesh, one = on_mesh(plan), plan.simulate()
     want = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), [batch])[:2]
     for job, other in ((mesh, one), (one, mesh)):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import batch_norm_job as averages
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +50,7 @@ from dtrans.parameter_server.plan import PServerPlan
 SHAPES = {"b": (7,), "empty": (0,), "scalar": (), "table": (11, 4), "w": (9, 3, 2)}
 
 
-DC_ASGD = {"sync_mode": False, "enable_dc_asgd": True, "dc_asgd_decay": 0.9}
+DC_ASGD = {"mode": dtrans.Async(dtrans.DelayCompensation(decay=0.9))}
 LAYOUTS: list[dict[str, Any]] = [
     {"servers": 1},
     {"servers": 3},
@@ -309,7 +310,7 @@ def statistics_plan(params: Any, batch: Any, servers: int) -> PServerPlan:
         dtrans.trace(lambda p: (p, ()), params),
         pservers=endpoints(servers),
         trainers=2,
-        min_block_size=1,
+        placement=dtrans.BlockPlacement(min_block_size=1),
     )
 
 
@@ -396,7 +397,12 @@ def test_a_leaf_that_nothing_changes_and_servers_read_is_saved_by_both(tmp_path:
     params = {"scale": jnp.arange(3.0), "w": jnp.ones((5, 2))}
     whole = distinct(params), jnp.ones(())
     main = dtrans.trace(step, *init_of(tx)(params), jnp.ones(2))
-    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=endpoints(2), min_block_size=1)
+    plan = dtrans.pserver(
+        main,
+        dtrans.trace(init_of(tx), params),
+        pservers=endpoints(2),
+        placement=dtrans.BlockPlacement(min_block_size=1),
+    )
     assert plan.frozen == ("params/scale",) and len(plan.overview.by_origin("params/scale")) == 2
     held = {ep: checkpoint.scatter(plan, ep, *whole) for ep in plan.servers}
     tree_equal(checkpoint.gather(plan, held, whole[0]), whole)
@@ -502,7 +508,7 @@ def job_of(
 
 def over_endpoints(servers: int, params: Any, step: Any, init: Any, batch: Any, **options: Any) -> PServerPlan:
     state = jax.eval_shape(init, params)
-    return dtrans.pserver(
+    return flat_options.pserver(
         dtrans.trace(step, *state, *batch),
         dtrans.trace(init, params),
         pservers=free_endpoints(servers),
@@ -778,7 +784,8 @@ def geo_plan(tx: Any, servers: int) -> PServerPlan:
     params, x = some_params(), jnp.ones(2)
     main = dtrans.trace(dtrans.make_train_step(loss, tx), *init_of(tx)(params), x)
     startup = dtrans.trace(init_of(tx), params)
-    return dtrans.geo_sgd(main, startup, pservers=endpoints(servers), trainers=2, min_block_size=1)
+    rows = dtrans.BlockPlacement(min_block_size=1)
+    return dtrans.pserver(main, startup, pservers=endpoints(servers), trainers=2, mode=dtrans.Geo(), placement=rows)
 
 
 def test_jobs_whose_trainers_have_an_optimizer_each_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +78,7 @@ def planned(tx: Any, trainers: int, params: Any, batch: Any, **options: Any) -> 
     step = dtrans.make_train_step(loss_fn, tx, has_aux=True)
     main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *batch)
     merge = {"aux/worst": "max", "aux/count": "sum"}
-    return step, dtrans.nccl2(main, dtrans.trace(init_of(tx), params), trainers=trainers, merge=merge, **options)
+    return step, flat_options.nccl2(main, dtrans.trace(init_of(tx), params), trainers=trainers, merge=merge, **options)
 
 
 CASES = [
@@ -85,7 +86,7 @@ CASES = [
     (1, 3, {}),
     (2, 1, {}),
     (2, 4, {}),
-    (4, 2, {"reduce_bucket_MB": 0, "reduction_chains": 2}),
+    (4, 2, {"bucket_MB": 0, "chains": 2}),
     (4, 3, {"trainers_per_node": 2}),
     (8, 2, {"max_buckets": 3}),
 ]
@@ -201,7 +202,9 @@ def test_what_the_optimizer_counts_must_be_merged_by_name() -> None:
     step = dtrans.make_train_step(loss_fn, tx, has_aux=True)
     main = dtrans.trace(step, params, tx.init(params), *batch)
     merge = {f"opt_state/{n}": "max" for n in names} | {"aux/count": "sum", "aux/worst": "max"}
-    plan = dtrans.nccl2(main, dtrans.trace(init_of(tx), params), trainers=2, local_sgd=2, merge=merge)
+    plan = dtrans.nccl2(
+        main, dtrans.trace(init_of(tx), params), trainers=2, local_sgd=2, batch=dtrans.Batch(merge=merge)
+    )
     x, y, mask = batch
     job = plan.simulate()
     state, *_ = job.step(job.init(params), x.at[7].set(jnp.inf), y, mask)  # in the last step of the last trainer

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,7 +157,7 @@ def plan_of(trainers, tx=TX, **options):
     merge = MERGE | ({"aux/first": "max"} if options.get("num_micro_batch", 1) > 1 else {})  # else the last one's
     init = lambda params: (params, tx.init(params["net"]))
     main = dtrans.trace(step_of(tx, total), *jax.eval_shape(init, start()), *batches_of(True)[0])
-    return dtrans.nccl2(main, dtrans.trace(init, start()), trainers=trainers, merge=merge, **options)
+    return flat_options.nccl2(main, dtrans.trace(init, start()), trainers=trainers, merge=merge, **options)
 
 
 @functools.cache
@@ -205,17 +206,17 @@ def cases(of):
 NODES = {"trainers_per_node": 2}
 WINDOW = {"num_micro_batch": 4}
 COUNT = {"example_count": "aux/count"}
-CHAINS = {"reduction_chains": 2, "reduce_bucket_MB": 0}
+CHAINS = {"chains": 2, "bucket_MB": 0}
 OPTIONS = {
-    "one bucket": {"reduce_bucket_MB": 32},
-    "one by one": {"reduce_bucket_MB": 0},
+    "one bucket": {"bucket_MB": 32},
+    "one by one": {"bucket_MB": 0},
     "example_count": COUNT,
     "sum": {"reduce": "sum"},
     "hierarchical": NODES,
     "hierarchical, of 4": {"trainers_per_node": 4},
     "window": WINDOW,
     "splits": {"max_buckets": 3},
-    "chain, all": {"reduction_chains": 1, "reduce_bucket_MB": 0},
+    "chain, all": {"chains": 1, "bucket_MB": 0},
     "chains": CHAINS,
     "weight, hierarchical": COUNT | NODES,
     "weight, window": COUNT | WINDOW,
@@ -223,7 +224,7 @@ OPTIONS = {
     "sum, hierarchical": {"reduce": "sum"} | NODES,
     "sum, window": {"reduce": "sum"} | WINDOW,
     "window, hierarchical": NODES | WINDOW,
-    "splits, chain, hierarchical": {"max_buckets": 3, "reduction_chains": 1} | NODES,
+    "splits, chain, hierarchical": {"max_buckets": 3, "chains": 1} | NODES,
     "weight, window, hierarchical, chains": COUNT | WINDOW | NODES | CHAINS,
 }
 
@@ -260,7 +261,7 @@ def parts_of(params, part, trainers):
 CLIP = {"clip_local_norm": 3.5}
 CLIPPED = {
     "clip": CLIP,
-    "clip, one by one": CLIP | {"reduce_bucket_MB": 0},
+    "clip, one by one": CLIP | {"bucket_MB": 0},
     "clip, weight": CLIP | COUNT,
     "clip, hierarchical": CLIP | NODES,
     "clip, window": CLIP | WINDOW,
@@ -294,7 +295,7 @@ COMPRESS = {
     "bf16": BFLOAT,
     "fp16, not scaled": HALF,
     "fp16 scaled": HALF | {"compress_scale": 1024.0},
-    "bf16, scaled, one by one": BFLOAT | {"compress_scale": 8.0, "reduce_bucket_MB": 0},
+    "bf16, scaled, one by one": BFLOAT | {"compress_scale": 8.0, "bucket_MB": 0},
     "bf16, weight": BFLOAT | COUNT,
     "bf16, hierarchical": BFLOAT | NODES,
     "fp16, window": HALF | WINDOW,
@@ -363,7 +364,7 @@ def test_statistics_go_from_micro_step_to_micro_step_and_keys_differ(trainers, o
     args = [(x, scales, jax.random.key(seed)) for seed in range(2)]
     main = dtrans.trace(noisy_step, params, (), *args[0])
     steps = options.get("num_micro_batch", 1)
-    plan = dtrans.nccl2(main, dtrans.trace(lambda p: (p, ()), params), trainers=trainers, merge={"aux": "concat"},
+    plan = flat_options.nccl2(main, dtrans.trace(lambda p: (p, ()), params), trainers=trainers, merge={"aux": "concat"},
                         unsplit_inputs=("scales",), **options)  # fmt: skip
     for got, (_, _, key) in zip(trained(plan, way, params, args), args, strict=True):
         made, drawn = [], []
@@ -396,7 +397,7 @@ def counted_loss(params, x, y, mask):
 def planned(tx, params, loss=counted_loss, has_aux=True, like=None, **options):
     step = dtrans.make_train_step(loss, tx, has_aux=has_aux)
     main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *(batch(0) if like is None else like))
-    return step, dtrans.nccl2(main, dtrans.trace(init_of(tx), params), **options)
+    return step, flat_options.nccl2(main, dtrans.trace(init_of(tx), params), **options)
 
 
 def collectives(plan):
@@ -462,7 +463,7 @@ def test_reductions_of_a_chain_wait_for_each_other(nodes, count, waits):
     loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(q**2) for q in p.values())
     options = NODES if nodes else {}
     _, plan = planned(
-        optax.sgd(0.1), params, loss, False, [jnp.ones(8)], trainers=4, reduce_bucket_MB=0, reduction_chains=count,
+        optax.sgd(0.1), params, loss, False, [jnp.ones(8)], trainers=4, bucket_MB=0, chains=count,
         **options,
     )  # fmt: skip
     made_of, found, last = {}, {}, "all_gather" if nodes else "all_reduce"
@@ -511,7 +512,7 @@ def test_clipping_before_and_after_the_sum_are_different_things():
         ({"num_micro_batch": 0}, "num_micro_batch must be a positive number of micro-steps, it is 0"),
         ({"num_micro_batch": True}, "num_micro_batch must be a positive number of micro-steps, it is True"),
         ({"max_buckets": 0}, "max_buckets must be a positive number, or None; it is 0"),
-        ({"reduction_chains": 1.5}, "reduction_chains must be a positive number, or None; it is 1.5"),
+        ({"chains": 1.5}, "^chains must be a positive number, or None; it is 1.5"),
         ({"clip_local_norm": 0}, "clip_local_norm must be a positive number, or None; it is 0"),
     ],
 )
@@ -601,7 +602,7 @@ def test_results_from_gradients_and_the_batch_are_weighted_as_they_are_without_a
     mask = jnp.array([1.0, 1, 3, 1, 1, 2, 1, 1])
     main, startup = dtrans.trace(step, params, (), x, mask), dtrans.trace(lambda p: (p, ()), params)
     merge = {"aux/scaled": way} if way else {}
-    plan = dtrans.nccl2(main, startup, example_count="aux/count", merge=merge, **options)
+    plan = flat_options.nccl2(main, startup, example_count="aux/count", merge=merge, **options)
     job = plan.simulate()
     state, loss, aux = job.step(job.init(params), x, mask)
     want, _, want_loss, want_aux = step(params, (), x, mask)
@@ -636,7 +637,7 @@ def counting(params, opt_state, x):
 def test_counts_in_the_state_are_what_one_device_counts(options):
     params, x = {"n": jnp.zeros((), jnp.int32), "w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2) / 10
     main, startup = dtrans.trace(counting, params, (), x), dtrans.trace(lambda p: (p, ()), params)
-    plan = dtrans.nccl2(main, startup, trainers=2, merge={"params/n": "sum"}, **options)
+    plan = flat_options.nccl2(main, startup, trainers=2, merge={"params/n": "sum"}, **options)
     for job in (plan.simulate(), plan.on_mesh()):
         state, counts = job.init(params), []
         for _ in range(3):
@@ -644,9 +645,9 @@ def test_counts_in_the_state_are_what_one_device_counts(options):
             counts.append(int(job.params(state)["n"]))
         assert counts == [10, 20, 30]
     with pytest.raises(ConfigError, match=r"^merge\['params/n'\]='same': it is made of a trainer's part"):
-        dtrans.nccl2(main, startup, trainers=2, merge={"params/n": "same"}, **options)
+        flat_options.nccl2(main, startup, trainers=2, merge={"params/n": "same"}, **options)
     with pytest.raises(ConfigError, match=r"^params/n is int32\[\] and made of .* merge={'params/n': 'sum'} or 'max'$"):
-        dtrans.nccl2(main, startup, trainers=2, **options)
+        flat_options.nccl2(main, startup, trainers=2, **options)
 
 
 def test_what_is_made_of_the_number_of_rows_must_be_merged_by_name():

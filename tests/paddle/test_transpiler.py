@@ -516,7 +516,8 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      "dc_asgd_lambda=0.5 is for mode='pserver', it is 'nccl2'"),
     ({"dc_asgd_decay": 0.5, "geo_sgd_mode": True, "sync_mode": False}, {}, ValueError,
      "dc_asgd_decay=0.5 is for geo_sgd_mode=False: in GEO-SGD trainers update by themselves"),
-    ({"merge": {0: "mean"}}, {}, ValueError, "merge must be a dict of leaves to 'mean' or 'own', it is {0: 'mean'}"),
+    ({"merge": {0: "mean"}}, {}, ValueError,
+     "merge={0: 'mean'} must say for each name what becomes of it, such as {'aux': 'sum'}"),
     ({"communicator": dtrans.CommunicatorConfig(), "sync_mode": False}, {}, ValueError,
      "communicator is for runtime_split_send_recv=True without completely_not_async=True"),
     ({"communicator": 20, "sync_mode": False, "runtime_split_send_recv": True}, {}, ValueError,
@@ -525,7 +526,8 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      AssertionError, "enable_dc_asgd=True is for gradients with a delay, which completely_not_async=True has not"),
     ({"merge": {"params/nothing": "mean"}}, {}, ValueError,
      "merge['params/nothing']: no leaf of that name is made by the trainers; those that are: none"),
-    ({"merge": "mean"}, {}, ValueError, "merge must be a dict of leaves to 'mean' or 'own', it is 'mean'"),
+    ({"merge": "mean"}, {}, ValueError,
+     "merge='mean' must say for each name what becomes of it, such as {'aux': 'sum'}"),
     ({"min_block_size": 4096}, {}, AssertionError,
      "min_block_size must be 8192 or more, it is 4096; dtrans.pserver takes any positive number"),
     ({"split_method": object}, {}, AssertionError,
@@ -630,7 +632,9 @@ def test_the_seed_is_that_of_the_order_of_whole_leaves(programs: Any) -> None:
     orders = set()
     for seed in range(6):
         plan: Any = transpiled(programs, config, seed=seed).plan
-        same = dtrans.pserver(main, startup, pservers=EPS, trainers=2, slice_var_up=False, seed=seed)
+        same = dtrans.pserver(
+            main, startup, pservers=EPS, trainers=2, placement=dtrans.BlockPlacement(slice_var_up=False, seed=seed)
+        )
         assert plan.placement == same.placement
         orders.add(plan.placement.order)
     assert len(orders) > 1
@@ -804,7 +808,7 @@ def test_nccl2_contradictions(programs: Any) -> None:
 @pytest.mark.parametrize("count, chains", [(1, None), (2, 2)])
 def test_nccl2_chains(programs: Any, count: int, chains: int | None) -> None:
     plan = nccl2(programs, DistributeTranspilerConfig(mode="nccl2", nccl_comm_num=count)).plan
-    assert plan.options.reduction_chains == chains
+    assert plan.options.reduce.chains == chains
 
 
 @pytest.mark.parametrize("ask", ["get_pserver_program", "get_pserver_programs", "get_startup_program"])

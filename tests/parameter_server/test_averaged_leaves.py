@@ -57,10 +57,9 @@ def test_servers_average_statistics_on_a_mesh() -> None:
     check(job.params(state), reference(3, batches))
 
 
-@pytest.mark.parametrize("options", [{}, {"sync_mode": False, "runtime_split_send_recv": True,
-                                          "completely_not_async": True}], ids=["sync", "at run time"])  # fmt: skip
-def test_servers_average_statistics_of_processes(role_threads: RoleThreads, options: Any) -> None:
-    plan, batches = plan_for(2, 2, MEAN, rows=3, **options), batches_of(3)
+@pytest.mark.parametrize("runtime_split", [False, True], ids=["sync", "at run time"])
+def test_servers_average_statistics_of_processes(role_threads: RoleThreads, runtime_split: bool) -> None:
+    plan, batches = plan_for(2, 2, MEAN, rows=3, mode=dtrans.Sync(runtime_split)), batches_of(3)
 
     def train(k: int) -> Any:
         with dtrans.Executor(deadline=HANG) as exe:
@@ -85,7 +84,7 @@ def test_servers_average_statistics_of_processes(role_threads: RoleThreads, opti
 def test_the_newest_statistics_count_without_synchrony(role_threads: RoleThreads) -> None:
     tx = optax.sgd(0.1)
     params, batches = params_of(), batches_of(5)
-    plan = plan_for(1, 2, MEAN, rows=6, tx=tx, sync_mode=False)
+    plan = plan_for(1, 2, MEAN, rows=6, tx=tx, mode=dtrans.Async())
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, params)
     want, opt_state = init_with(tx)(params)
@@ -102,7 +101,7 @@ def test_the_newest_statistics_count_without_synchrony(role_threads: RoleThreads
 
 def test_statistics_are_not_compensated_for_their_delay() -> None:
     """They are no gradients; what a trainer had of them is not kept."""
-    plan = plan_for(2, 2, MEAN, tx=optax.sgd(0.1), sync_mode=False, enable_dc_asgd=True)
+    plan = plan_for(2, 2, MEAN, tx=optax.sgd(0.1), mode=dtrans.Async(dtrans.DelayCompensation()))
     backups = {row.origin_name.split(".")[0] for row in plan.overview if row.slice_name.endswith("_bak")}
     assert backups == {"params/net/out", "params/net/w"}
     for programs in plan.servers.values():
@@ -123,11 +122,10 @@ def test_statistics_are_sent_when_they_are_made_and_are_nobodys_by_default() -> 
 @pytest.mark.parametrize("merge, message", [
     ({"params/stats": "mean"}, "merge['params/stats']='mean': params/stats/seen is i32[], of which there is no "
      "mean; say 'own'"),
-    ({"params/stats/mean": "sum"}, "merge['params/stats/mean'] must be 'mean' or 'own' with parameter servers, it is"
-     " 'sum'"),
+    ({"params/stats/mean": "sum"}, "merge['params/stats/mean'] must be 'mean' or 'own', it is 'sum'"),
     ({"params/net/w": "mean"}, "merge['params/net/w']: no leaf of that name is made by the trainers; those that are: "
      "params/stats/mean, params/stats/seen, params/stats/var"),
-    ("mean", "merge must be a dict of leaves to 'mean' or 'own', it is 'mean'"),
+    ("mean", "merge='mean' must say for each name what becomes of it, such as {'aux': 'sum'}"),
 ])  # fmt: skip
 def test_what_cannot_be_averaged_is_named(merge: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:

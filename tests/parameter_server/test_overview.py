@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +57,7 @@ def planned(tx: Any, servers: int = 3, **options: Any) -> Any:
     init = init_of(tx)
     main = dtrans.trace(dtrans.make_train_step(loss, tx), *jax.eval_shape(init, params), jnp.ones(2))
     startup = dtrans.trace(lambda params: distinct(init(params)), params)
-    return dtrans.pserver(
+    return flat_options.pserver(
         main, startup, pservers=endpoints(servers), trainers=2, **{"min_block_size": 1, **options}
     ), params
 
@@ -207,7 +208,7 @@ def test_comparing_is_exact_where_all_state_has_rows() -> None:
 
 
 def test_backups_of_trainers_go_with_their_blocks() -> None:
-    options = {"sync_mode": False, "enable_dc_asgd": True, "dc_asgd_decay": 0.9}
+    options = {"mode": dtrans.Async(dtrans.DelayCompensation(decay=0.9))}
     plan, _ = planned(OPTIMIZERS["adam"], **options)
     backups = plan.overview.by_origin("params/table.trainer_1_bak")
     assert [(r.offset, r.origin_shape, r.vtype) for r in backups] == [(i, (11, 4), "Optimizer") for i in (0, 4, 8)]

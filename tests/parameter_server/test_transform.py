@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,7 +109,7 @@ def case(request):
     net, tx = CASES[request.param]
     # the recorded programs had random_seed 1, which orders the leaves that are not cut
     options = {"min_block_size": LEAST, "seed": 1, **config["cfg"]}
-    plan = dtrans.pserver(
+    plan = flat_options.pserver(
         *programs(net, TX[tx]), pservers=endpoints(config["pservers"]), trainers=config["trainers"], **options
     )
     return golden, plan
@@ -134,7 +135,9 @@ def test_clipping_works_where_paddle_ended_in_an_error(name, clip, rounds):
     golden = GOLDEN[name]
     assert "dimensions do not match" in golden["paddle_error"]
     tx = optax.chain(clip, optax.sgd(0.1))
-    plan = dtrans.pserver(*programs("fc", tx), pservers=endpoints(2), trainers=2, min_block_size=LEAST)
+    plan = dtrans.pserver(
+        *programs("fc", tx), pservers=endpoints(2), trainers=2, placement=dtrans.BlockPlacement(min_block_size=LEAST)
+    )
     test_blocks_live_where_paddle_put_them((golden, plan))
     assert len(plan.rounds) == rounds
     rng = np.random.default_rng(0)
@@ -295,13 +298,20 @@ def test_the_programs_handed_in_are_not_changed_and_twice_gives_the_same():
 def test_planning_does_not_touch_numpys_global_generator():
     np.random.seed(7)
     before = np.random.get_state()[1].copy()
-    dtrans.pserver(*programs("mlp", TX["sgd"]), pservers=endpoints(3), slice_var_up=False, seed=5)
+    dtrans.pserver(
+        *programs("mlp", TX["sgd"]), pservers=endpoints(3), placement=dtrans.BlockPlacement(slice_var_up=False, seed=5)
+    )
     assert np.array_equal(np.random.get_state()[1], before)
 
 
 def test_the_seed_orders_whole_leaves():
     main, startup = programs("mlp", TX["sgd"])
-    plans = [dtrans.pserver(main, startup, pservers=endpoints(3), slice_var_up=False, seed=s) for s in range(6)]
+    plans = [
+        dtrans.pserver(
+            main, startup, pservers=endpoints(3), placement=dtrans.BlockPlacement(slice_var_up=False, seed=s)
+        )
+        for s in range(6)
+    ]
     where = [tuple(b.endpoint for b in p.placement.table) for p in plans]
     assert len(set(where)) > 1
     assert all(b.count == 1 for p in plans for b in p.placement.table)
@@ -484,7 +494,9 @@ def test_a_server_makes_only_the_initial_values_it_holds():
         "opt_state/0/nu/fc_w.block0",
         "opt_state/0/count",
     }
-    no_weights = dtrans.pserver(*programs("fc", TX["sgd"]), pservers=endpoints(2), slice_var_up=False)
+    no_weights = dtrans.pserver(
+        *programs("fc", TX["sgd"]), pservers=endpoints(2), placement=dtrans.BlockPlacement(slice_var_up=False)
+    )
     (bias,) = [p.startup for p in no_weights.servers.values() if "params/fc_b" in p.startup.out_names]
     assert not any("random" in op.type for op in bias.ops)
 
@@ -623,7 +635,7 @@ class TooFew(dtrans.RoundRobin):
 )
 def test_options_are_refused_by_name(small, options, text):
     with pytest.raises(ConfigError, match=text):
-        dtrans.pserver(*small, **options)
+        flat_options.pserver(*small, **options)
 
 
 def test_programs_must_be_programs(small):
@@ -762,7 +774,7 @@ def test_a_random_key_in_the_parameters_is_each_trainers_own():
     init = lambda: ({"key": jax.random.key(3), "w": jnp.ones((4, 2))}, jnp.zeros(()))
     x = jnp.ones((2, 4))
     main, startup = dtrans.trace(step, *init(), x), dtrans.trace(init)
-    plan = dtrans.pserver(main, startup, min_block_size=1)
+    plan = dtrans.pserver(main, startup, placement=dtrans.BlockPlacement(min_block_size=1))
     assert plan.frozen == ("params/key",)
     assert "params/key" not in {row.origin_name for row in plan.overview}
     job, (want, state) = plan.on_mesh(), init()

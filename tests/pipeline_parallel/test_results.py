@@ -7,6 +7,7 @@ import io
 import itertools
 import wave
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +67,7 @@ def job_of(loss, *, has_aux=True, count=16):
 
 
 def planned(of, micro=2, replicas=2, **options):
-    return dtrans.pipeline(
+    return flat_options.pipeline(
         *of.traced(),
         **{"num_stages": 2, "num_micro_batch": micro, "replicas": replicas, "flops_per_byte": 0, **options},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +52,7 @@ def job_of(loss, params, batch, tx=None, *, has_aux=False):
 
 
 def planned(of, num_stages=2, num_micro_batch=2, **options):
-    return dtrans.pipeline(*of.traced(), num_stages=num_stages, num_micro_batch=num_micro_batch, **options)
+    return flat_options.pipeline(*of.traced(), num_stages=num_stages, num_micro_batch=num_micro_batch, **options)
 
 
 def check(of, way="simulate", rtol=1e-12, **options):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ def rows(count=8):
 def planned(step, init, *batch, **options):
     key = jax.random.key(0)
     options = {"num_stages": 2, "num_micro_batch": 2, "flops_per_byte": 0.0} | options
-    return dtrans.pipeline(dtrans.trace(step, *init(key), *batch), dtrans.trace(init, key), **options)
+    return flat_options.pipeline(dtrans.trace(step, *init(key), *batch), dtrans.trace(init, key), **options)
 
 
 def simple(tx=None, net=net, loss=loss):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +67,7 @@ def check_case(models, case):
         num_micro_batch=case["micro"],
         replicas=case["replicas"],
         schedule=names[0],
-        chunks=2 if case["schedule"] == "Interleaved" else 1,
+        stages=dtrans.Stages(chunks=2 if case["schedule"] == "Interleaved" else 1),
     )
     want = of.on_one_device()
     job = getattr(plan, case["way"])()
@@ -108,7 +109,7 @@ def of_step(step, params, opt_state, batch):
 
 
 def planned(of, num_stages=2, num_micro_batch=2, replicas=2, **options):
-    return dtrans.pipeline(
+    return flat_options.pipeline(
         *of.traced(), num_stages=num_stages, num_micro_batch=num_micro_batch, replicas=replicas, **options
     )
 

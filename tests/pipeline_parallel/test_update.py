@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -241,7 +242,7 @@ def test_groups_of_outputs_are_taken_apart(case, count):
 
 def planned(tx, num_stages=4, **options):
     of = MODELS["mlp"].job(16, tx)
-    return dtrans.pipeline(*of.traced(), num_stages=num_stages, num_micro_batch=2, **options)
+    return flat_options.pipeline(*of.traced(), num_stages=num_stages, num_micro_batch=2, **options)
 
 
 def square_roots(piece):

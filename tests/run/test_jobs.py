@@ -39,11 +39,13 @@ def init(key: Any) -> Any:
 def planned(name: str) -> Plan:
     main, startup = dtrans.trace(STEP, *init(KEY), X, Y), dtrans.trace(init, KEY)
     if name == "pserver":
-        return dtrans.pserver(main, startup, pservers=endpoints(2), trainers=2, min_block_size=1)
+        return dtrans.pserver(
+            main, startup, pservers=endpoints(2), trainers=2, placement=dtrans.BlockPlacement(min_block_size=1)
+        )
     if name == "nccl2":
         return dtrans.nccl2(main, startup, trainers=2)
     if name == "sharding":
-        return dtrans.sharding(main, startup, stage=3, degree=2, min_slice_size=0)
+        return dtrans.sharding(main, startup, stage=3, degree=2, slices=dtrans.Slicing(min_slice_size=0))
     return dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=2)
 
 

@@ -462,7 +462,9 @@ def planned(servers: int = 3) -> Any:
     step = dtrans.make_train_step(loss, tx)
     main = dtrans.trace(step, *jax.eval_shape(start, KEY), jnp.ones(4))
     pservers = [f"127.0.0.1:{6174 + i}" for i in range(servers)]
-    return dtrans.pserver(main, dtrans.trace(start, KEY), pservers=pservers, trainers=2, min_block_size=1), start
+    return dtrans.pserver(
+        main, dtrans.trace(start, KEY), pservers=pservers, trainers=2, placement=dtrans.BlockPlacement(min_block_size=1)
+    ), start
 
 
 def test_servers_make_their_rows_and_no_more():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,8 +54,8 @@ def batches_of(count: int, rows: int = 6) -> list[Any]:
 def plan_for(trainers: int, servers: int, merge: Any, rows: int = 2, tx: Any = TX, **options: Any) -> Any:
     params, init = params_of(), init_with(tx)
     main = dtrans.trace(step_with(tx), *jax.eval_shape(init, params), *batches_of(1, rows)[0])
-    return dtrans.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers), trainers=trainers,
-                          min_block_size=1, merge=merge, **options)  # fmt: skip
+    return flat_options.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers), trainers=trainers,
+                          min_block_size=1, merge=merge or {}, **options)  # fmt: skip
 
 
 MEAN = {"params/stats": "mean", "params/stats/seen": "own"}

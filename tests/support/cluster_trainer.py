@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,10 +106,12 @@ def numbers(folder: str) -> None:
     said["rows"] = refused(job.step, state, batch[0][: 7 + k], batch[1][: 7 + k])
     said["ragged"] = refused(job.step, state, batch[0][:3], batch[1][:2])
     said["count"] = refused(dtrans.nccl2(main, startup, trainers=n + 1).on_cluster)
-    fused = dtrans.nccl2(main, startup, trainers=n, reduce_bucket_MB=32 if k == 0 else 0)
+    fused = dtrans.nccl2(main, startup, trainers=n, reduce=dtrans.Reduce(bucket_MB=32 if k == 0 else 0))
     said["plan"] = refused(lambda: fused.on_cluster().step(state, *part(*batch)))
 
-    merged = dtrans.nccl2(main, startup, trainers=n, merge={"aux/wrong": "sum" if k == 0 else "max"})
+    merged = dtrans.nccl2(
+        main, startup, trainers=n, batch=dtrans.Batch(merge={"aux/wrong": "sum" if k == 0 else "max"})
+    )
     said["merge"] = refused(lambda: merged.on_cluster().step(state, *part(*batch)))
     other_rate = dtrans.nccl2(*programs(rate=1e-2 + k), trainers=n)
     said["rate"] = refused(lambda: other_rate.on_cluster().step(state, *part(*batch)))
@@ -150,8 +153,8 @@ def counted_loss(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, di
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "one by one": {"reduce_bucket_MB": 0},
-    "chains": {"reduce_bucket_MB": 0, "reduction_chains": 2},
+    "one by one": {"bucket_MB": 0},
+    "chains": {"bucket_MB": 0, "chains": 2},
     "splits": {"max_buckets": 3},
     "weight": {"example_count": "aux/count"},
     "window": {"num_micro_batch": 3},
@@ -164,7 +167,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 OF_TWO = {"bf16": {"compress": "bf16"}, "fp16": {"compress": "fp16", "compress_scale": 64.0}}
 OF_FOUR = {
     "nodes": {"trainers_per_node": 2},
-    "nodes, chains": {"trainers_per_node": 2, "reduce_bucket_MB": 0, "reduction_chains": 2},
+    "nodes, chains": {"trainers_per_node": 2, "bucket_MB": 0, "chains": 2},
     "nodes, local": {"trainers_per_node": 2, "local_sgd": 3},
 }
 
@@ -177,7 +180,7 @@ def planned(options: dict[str, Any], trainers: int) -> Any:
     (x, y), key = batches()[0], jax.random.key(0)
     step = dtrans.make_train_step(counted_loss, optimizer(), has_aux=True)
     main = dtrans.trace(step, *jax.eval_shape(init, key), x, y)
-    return dtrans.nccl2(main, dtrans.trace(init, key), trainers=trainers, merge={"aux/count": "sum"}, **options)
+    return flat_options.nccl2(main, dtrans.trace(init, key), trainers=trainers, merge={"aux/count": "sum"}, **options)
 
 
 def devices(folder: str) -> None:
@@ -208,7 +211,7 @@ def nodes_by_config(k: int) -> dict[str, np.ndarray]:
     """Two nodes of two trainers, as Paddle's users write it."""
     role = dtrans.Role.from_env()
     config = dtrans.DistributeTranspilerConfig(
-        mode="nccl2", use_hierarchical_allreduce=True, trainers_per_node=2, reduction_chains=2
+        mode="nccl2", use_hierarchical_allreduce=True, trainers_per_node=2, chains=2
     )
     t = dtrans.DistributeTranspiler(config)
     plan = planned({}, 4)

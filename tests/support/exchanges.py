@@ -51,7 +51,7 @@ def clipping_plan(
         dtrans.trace(init_of(SGD), params),
         pservers=pservers,
         trainers=trainers,
-        min_block_size=1,
+        placement=dtrans.BlockPlacement(min_block_size=1),
     )
     return with_exchanges(plan, rounds, owners)
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import flat_options
 import jax
 from paths import GOLDEN
 
@@ -188,7 +189,7 @@ def plans() -> Iterator[tuple[str, Callable[[], list[str]]]]:
         yield f"pipeline {name}", lambda name=name: _staged(name)  # type: ignore[misc]
     yield "nccl2", lambda: of_trainers(dtrans.nccl2(*_traced("transformer"), trainers=4))
     many = {"trainers_per_node": 2, "compress": "bf16", "num_micro_batch": 2, "clip_local_norm": 1.0}
-    yield "nccl2 with options", lambda: of_trainers(dtrans.nccl2(*_traced("transformer"), trainers=4, **many))
+    yield "nccl2 with options", lambda: of_trainers(flat_options.nccl2(*_traced("transformer"), trainers=4, **many))
 
 
 def _golden(name: str) -> list[str]:
@@ -201,7 +202,7 @@ def _sharded(name: str, stage: int) -> list[str]:
     model = sharding_models.MODELS[name]
     tx = model.around(sharding_models.OPTIMIZERS["clip, adam"]())
     params, batch = model.params(np.float32), model.batch(0, np.float32)
-    return of_ranks(sharding_models.plan_of(model.loss, tx, params, *batch, degree=2, dp_degree=2, stage=stage))
+    return of_ranks(sharding_models.plan_of(model.loss, tx, params, *batch, degree=2, replicas=2, stage=stage))
 
 
 def _traced(model: str, rows: int = 16) -> tuple[Program, Program]:
@@ -211,7 +212,7 @@ def _traced(model: str, rows: int = 16) -> tuple[Program, Program]:
 def _staged(schedule: str) -> list[str]:
     chunks = {"chunks": 2} if schedule == "Interleaved" else {}
     main, startup = _traced("transformer")
-    return of_stages(dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=4, schedule=schedule, **chunks))
+    return of_stages(flat_options.pipeline(main, startup, num_stages=2, num_micro_batch=4, schedule=schedule, **chunks))
 
 
 def losses() -> Iterator[tuple[str, Callable[[], list[float]]]]:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -333,7 +334,7 @@ def plan_of(
     step = dtrans.make_train_step(loss, tx)
     main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *batch)
     startup = dtrans.trace(init_of(tx), params)
-    return dtrans.pserver(
+    return flat_options.pserver(
         main, startup, pservers=endpoints(servers), trainers=trainers, min_block_size=min_block_size, **options
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import optax
@@ -32,7 +33,7 @@ def rows(trainers: Sequence[int], batch: Any) -> list[Any]:
 
 def plan_for(pservers: Sequence[str], trainers: int, **options: Any) -> PServerPlan:
     params = params_of()
-    return dtrans.pserver(
+    return flat_options.pserver(
         dtrans.trace(
             dtrans.make_train_step(mlp_loss, TX), params, jax.eval_shape(TX.init, params), *batch_of(0, trainers)
         ),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,7 +158,7 @@ def plan_of(case: Case, dtype: Any = jnp.float32, **options: Any) -> PServerPlan
     main = dtrans.trace(case.step(), params, jax.eval_shape(tx.init, params), x)
     startup = dtrans.trace(lambda params: (params, tx.init(params)), params)
     pservers = endpoints(SERVERS)
-    return dtrans.pserver(main, startup, pservers=pservers, trainers=TRAINERS, min_block_size=1, **options)
+    return flat_options.pserver(main, startup, pservers=pservers, trainers=TRAINERS, min_block_size=1, **options)
 
 
 def then_sgd(*transforms: Any) -> Any:

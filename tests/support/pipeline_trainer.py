@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,7 @@ def main(folder: Path, given: dict[str, Any]) -> None:
     one = MODELS[given.pop("model")].job(ROWS, clipped)
     step, init = one.traced()
     said = {}
-    plan = dtrans.pipeline(step, init, **given)
+    plan = flat_options.pipeline(step, init, **given)
     job = plan.on_cluster()
     state = job.init(jax.random.key(0))
     found: dict[str, Any] = {}

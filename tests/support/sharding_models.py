@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -357,7 +358,7 @@ def plan_of_step(step: Any, init: Any, params: Tree, *batch: Any, **options: Any
     """A plan in which every leaf is cut that can be, unless the options say otherwise."""
     main = dtrans.trace(step, *jax.eval_shape(init, params), *batch)
     options = {"min_slice_size": 0, **options}
-    return dtrans.sharding(main, dtrans.trace(init, params), **options)
+    return flat_options.sharding(main, dtrans.trace(init, params), **options)
 
 
 def job_of(plan: ShardingPlan, way: str = "simulate", fast: bool = True) -> Any:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +61,7 @@ def planned(k: int = 0, rows: int = ROWS, **options: Any) -> Any:
     """The plan of rank k, whose init has other constants than those of others."""
     (x, y), init, key = batches()[0], init_from(mean_of(k)), jax.random.key(0)
     main = dtrans.trace(step(), *jax.eval_shape(init, key), x[:rows], y[:rows])
-    return dtrans.sharding(main, dtrans.trace(init, key), min_slice_size=0, **options)
+    return flat_options.sharding(main, dtrans.trace(init, key), min_slice_size=0, **options)
 
 
 def train(folder: Path, options: str) -> None:
@@ -98,7 +99,7 @@ def train(folder: Path, options: str) -> None:
     after = [flat(now=keeps.step(kept, *part(batch))[1]) for _ in range(2)]
     assert after[0] == after[1]
     other = dtrans.trace(lambda key: init_from(mean_of(0))(jax.random.fold_in(key, k)), jax.random.key(0))
-    odd = dtrans.sharding(plan.main, other, min_slice_size=0, **given["plan"])
+    odd = flat_options.sharding(plan.main, other, min_slice_size=0, **given["plan"])
     said["init"] = refused(odd.on_cluster().init, jax.random.key(0))
     if given["start"] is not None:
         for stage in given["stages"]:

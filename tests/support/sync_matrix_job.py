@@ -91,5 +91,5 @@ def plan_for(name: str, pservers: Sequence[str], trainers: int) -> PServerPlan:
         dtrans.trace(init, *args),
         pservers=pservers,
         trainers=trainers,
-        min_block_size=1,
+        placement=dtrans.BlockPlacement(min_block_size=1),
     )

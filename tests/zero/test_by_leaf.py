@@ -151,13 +151,13 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def check(
-    model: str, tx: Any, degree: int, rule: str, dp_degree: int = 1, way: str = "simulate", dtype: Any = jnp.float64,
+    model: str, tx: Any, degree: int, rule: str, replicas: int = 1, way: str = "simulate", dtype: Any = jnp.float64,
     rtol: float = 1e-12, steps: int = 3, **options: Any,
 ) -> None:  # fmt: skip
     m = MODELS[model]
     tx, params = m.around(tx), m.params(dtype)
     batches = [m.batch(s, dtype, rows=24) for s in range(steps)]  # type: ignore[call-arg]
-    plan = plan_of(m.loss, tx, params, *batches[0], degree=degree, dp_degree=dp_degree, partition=rule, **options)
+    plan = plan_of(m.loss, tx, params, *batches[0], degree=degree, replicas=replicas, partition=rule, **options)
     got = trained(plan, way, params, batches)
     want = alone(plain_step(m.loss, tx), init_of(tx), params, batches)
     assert sum(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (got[0], params)), strict=True)) > 2
@@ -175,7 +175,7 @@ def test_ranks_that_own_leaves_train_as_one_device(name: str) -> None:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "name, degree, rule, dp_degree",
+    "name, degree, rule, replicas",
     [
         ("muon", 2, "use_order", 1),
         ("clip, muon", 4, "use_order", 2),
@@ -185,31 +185,31 @@ def test_ranks_that_own_leaves_train_as_one_device(name: str) -> None:
         ("momentum", 4, "use_order", 1),
     ],
 )
-def test_degrees_rules_and_groups(name: str, degree: int, rule: str, dp_degree: int) -> None:
-    check("masked", OPTIMIZERS[name](), degree, rule, dp_degree)
+def test_degrees_rules_and_groups(name: str, degree: int, rule: str, replicas: int) -> None:
+    check("masked", OPTIMIZERS[name](), degree, rule, replicas)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("fuse", [32, 0], ids=["in one", "in parts"])
 @pytest.mark.parametrize(
-    "name, degree, rule, dp_degree",
+    "name, degree, rule, replicas",
     [("clip, muon", 2, "greedy_even", 1), ("adam", 3, "use_order", 1), ("momentum", 4, "greedy_even", 2)],
 )
-def test_gradients_in_parts_behind_each_other(name: str, degree: int, rule: str, dp_degree: int, fuse: float) -> None:
-    check("uneven", OPTIMIZERS[name](), degree, rule, dp_degree, stage=2, reduce_bucket_MB=fuse)
+def test_gradients_in_parts_behind_each_other(name: str, degree: int, rule: str, replicas: int, fuse: float) -> None:
+    check("uneven", OPTIMIZERS[name](), degree, rule, replicas, stage=2, bucket_MB=fuse)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "model, name, degree, rule, dp_degree",
+    "model, name, degree, rule, replicas",
     [
         pytest.param("transformer", "clip, muon", 2, "greedy_even", 2, marks=pytest.mark.soak),
         ("scan", "muon, clip", 4, "use_order", 1),
         ("uneven", "clip, lamb", 3, "greedy_even", 1),
     ],
 )
-def test_on_a_mesh(model: str, name: str, degree: int, rule: str, dp_degree: int) -> None:
-    check(model, OPTIMIZERS[name](), degree, rule, dp_degree, way="mesh")
+def test_on_a_mesh(model: str, name: str, degree: int, rule: str, replicas: int) -> None:
+    check(model, OPTIMIZERS[name](), degree, rule, replicas, way="mesh")
 
 
 @pytest.mark.parametrize("way", ["simulate", "mesh"])
@@ -300,7 +300,7 @@ def zoo_case(name: str, degree: int, rule: str) -> None:
     "options",
     [
         {"num_micro_batch": 3},
-        {"overlap": False, "reduce_bucket_MB": 0},
+        {"overlap": False, "bucket_MB": 0},
         {"clip_local_norm": 0.01},
         {"compress": "bf16"},
         {"reduce": "sum"},
@@ -385,7 +385,7 @@ def test_a_plan_for_more_groups_has_the_same_owners() -> None:
     assert plan.owned is not None
     assert more.owned is not None
     assert more.owned.owner == plan.owned.owner
-    assert more.options.dp_degree == 2
+    assert more.options.replicas == 2
 
 
 def test_one_rank_owns_everything_as_it_is() -> None:
@@ -436,7 +436,7 @@ def test_gradients_are_scattered_when_all_of_a_part_are_made(stage: int) -> None
     sizes = (8,) * 9
     params, batch = mlp_params(sizes), mlp_batch(8, sizes)
     options: dict[str, Any] = {"degree": 2, "partition": "greedy_even", "stage": stage}
-    plan = plan_of(mlp_loss, optax.sgd(0.1), params, *batch, reduce_bucket_MB=0, **options)
+    plan = plan_of(mlp_loss, optax.sgd(0.1), params, *batch, bucket_MB=0, **options)
     whole = plan_of(mlp_loss, optax.sgd(0.1), params, *batch, **options)
     assert plan.owned is not None
     assert len(positions(whole, "reduce_scatter")) == len(whole.buckets) == 1
@@ -457,7 +457,7 @@ def test_gradients_are_scattered_when_all_of_a_part_are_made(stage: int) -> None
 
 def test_groups_add_up_what_ranks_own() -> None:
     plan = plan_of(
-        mlp_loss, optax.sgd(0.1), mlp_params(SIZES), *mlp_batch(8, SIZES), degree=2, dp_degree=2,
+        mlp_loss, optax.sgd(0.1), mlp_params(SIZES), *mlp_batch(8, SIZES), degree=2, replicas=2,
         partition="greedy_even",
     )  # fmt: skip
     assert plan.owned is not None
@@ -562,7 +562,7 @@ def test_state_that_has_the_name_of_bins() -> None:
     [
         ({"stage": 2, "num_micro_batch": 2}, "partition='use_order' and num_micro_batch=2 in stage 2"),
         ({"stage": 3}, "partition='use_order' and stage=3"),
-        ({"amp": "bf16"}, "partition='use_order' and amp='bf16'"),
+        ({"precision": "bf16"}, "partition='use_order' and precision='bf16'"),
     ],
 )
 def test_what_owners_cannot(options: dict[str, Any], told: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ def planned(loss: Loss, params: Any, has_aux: bool = False, batch: Any = (X, Y),
     step = dtrans.make_train_step(loss, tx, has_aux=has_aux)
     init = lambda: (params, tx.init(params))
     main, startup = dtrans.trace(step, params, tx.init(params), *batch), dtrans.trace(init)
-    return dtrans.sharding(main, startup, **{"stage": 3, "degree": 4, "min_slice_size": 0, **options})
+    return flat_options.sharding(main, startup, **{"stage": 3, "degree": 4, "min_slice_size": 0, **options})
 
 
 def check(loss: Loss, params: Any, rtol: float, has_aux: bool = False, batch: Any = (X, Y), **options: Any) -> Any:
@@ -83,7 +84,7 @@ def test_a_gradient_that_all_ranks_make_is_not_added_up() -> None:
         return end(p, x @ p["first"], y) + 1e-2 * penalty
 
     check(loss, start(), 1e-4)
-    check(loss, start(), 1e-4, degree=2, dp_degree=2)
+    check(loss, start(), 1e-4, degree=2, replicas=2)
 
 
 @pytest.mark.parametrize("options", [{"compress": "bf16"}, {"clip_local_norm": 1e9}], ids=["compress", "clip"])
@@ -128,7 +129,7 @@ def test_keys_and_constants_beside_layers() -> None:
 @pytest.mark.parametrize("amp", [None, "bf16"])
 def test_no_stack_of_layers_is_handed_from_loop_to_loop(amp: str | None) -> None:
     """The forward loop would keep each layer in 16 bits for the backward loop."""
-    plan = check(casts, start(), 6e-2, amp=amp)
+    plan = check(casts, start(), 6e-2, precision=amp)
     assert loops(plan)
     assert made_whole(plan) == []
 
@@ -138,6 +139,6 @@ def test_products_that_say_what_they_add_up_in_are_left_alone() -> None:
         h = lax.dot(x.astype(BF16), p["first"].astype(BF16), preferred_element_type=jnp.float32)
         return end(p, h, y)
 
-    plan = planned(loss, start(), amp="bf16", stage=1)
+    plan = planned(loss, start(), precision="bf16", stage=1)
     first, *_ = (op for op in plan.program.ops if op.type == "dot_general")
     assert first.attrs["preferred_element_type"] == jnp.float32

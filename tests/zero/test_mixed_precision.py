@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +76,7 @@ def programs(loss: Any, params: Any, tx: Any, *batch: Any) -> tuple[Any, Any, An
 def plan_of(name: str, tx: Any = None, **options: Any) -> ShardingPlan:
     loss, params = MODELS[name]
     main, startup, *_ = programs(loss, params, tx or optax.adam(1e-2), X, Y)
-    return dtrans.sharding(main, startup, **{"degree": 4, "min_slice_size": 0, **options})
+    return flat_options.sharding(main, startup, **{"degree": 4, "min_slice_size": 0, **options})
 
 
 def flat(tree: Any) -> np.ndarray:
@@ -97,7 +98,9 @@ def test_training_follows_one_device(name: str, amp: str, stage: int) -> None:
     loss, params = MODELS[name]
     tx = optax.sgd(0.5)
     main, startup, step, init = programs(loss, params, tx, X, Y)
-    job = dtrans.sharding(main, startup, stage=stage, degree=4, dp_degree=2, amp=amp, min_slice_size=0).simulate()
+    job = dtrans.sharding(
+        main, startup, stage=stage, degree=4, replicas=2, precision=amp, slices=dtrans.Slicing(min_slice_size=0)
+    ).simulate()
     state, want = job.init(KEY), init(KEY)
     start = flat(want[0])
     one = jax.jit(step)
@@ -115,7 +118,7 @@ def test_training_follows_one_device(name: str, amp: str, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_the_mesh_gives_the_numbers_of_one_device_in_float16(stage: int) -> None:
-    plan = plan_of("mlp", stage=stage, amp="fp16", degree=4, dp_degree=2)
+    plan = plan_of("mlp", stage=stage, precision="fp16", degree=4, replicas=2)
     states = []
     for job in (plan.simulate(), plan.on_mesh()):
         state = job.init(KEY)
@@ -131,7 +134,7 @@ def test_a_scale_changes_nothing_that_fits(scaling: Any) -> None:
     tx = optax.sgd(0.5)
     states = []
     for s in (scaling, 256.0):
-        job = plan_of("mlp", tx, stage=2, amp="fp16", loss_scaling=s).simulate()
+        job = plan_of("mlp", tx, stage=2, precision="fp16", loss_scaling=s).simulate()
         state, _ = job.step(job.init(KEY), 8 * X, 8 * Y)
         states.append(job.params(state))
     np.testing.assert_allclose(flat(states[0]), flat(states[1]), rtol=0, atol=2e-5)
@@ -145,7 +148,7 @@ def test_a_scale_changes_nothing_that_fits(scaling: Any) -> None:
 def test_half_the_bytes_are_moved(name: str, amp: str) -> None:
     psi = 4 * LAYERS * D * D
     for stage, gathers in ((1, 1), (2, 1), (3, 2)):
-        traffic = plan_of(name, stage=stage, amp=amp).traffic()
+        traffic = plan_of(name, stage=stage, precision=amp).traffic()
         assert traffic["all_gather", "shard"] == gathers * psi / 2
         assert traffic["reduce_scatter", "shard"] == psi / 2
         assert plan_of(name, stage=3).traffic()["all_gather", "shard"] == 2 * psi
@@ -156,7 +159,7 @@ def test_what_is_read_both_ways_is_gathered_once_as_it_is() -> None:
     main, startup, *_ = programs(
         embedded, lambda key: {"table": jax.random.normal(key, (8, D))}, optax.sgd(0.1), ids, jnp.ones((BATCH, 8))
     )
-    plan = dtrans.sharding(main, startup, stage=1, degree=4, amp="bf16", min_slice_size=0)
+    plan = dtrans.sharding(main, startup, stage=1, degree=4, precision="bf16", slices=dtrans.Slicing(min_slice_size=0))
     (gather,) = [op for op in plan.program.ops if op.type == "all_gather"]
     assert plan.traffic()["all_gather", "shard"] == 4 * 8 * D
     assert gather.outputs == ("params/table.gathered",)
@@ -164,15 +167,15 @@ def test_what_is_read_both_ways_is_gathered_once_as_it_is() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_hold_slices_in_32_bits_alone(stage: int) -> None:
-    plan = plan_of("scan", stage=stage, amp="bf16")
+    plan = plan_of("scan", stage=stage, precision="bf16")
     psi = 4 * LAYERS * D * D
     assert plan.memory() == {"params": psi // 4, "opt_state": 2 * psi // 4 + 4, "padding": 0}
 
 
 def test_products_are_in_16_bits_and_nothing_else() -> None:
-    ops = [op for op in plan_of("mlp", stage=1, amp="bf16").program.ops if op.role in ("forward", "backward")]
+    ops = [op for op in plan_of("mlp", stage=1, precision="bf16").program.ops if op.role in ("forward", "backward")]
     assert {str(op.attrs["preferred_element_type"]) for op in ops if op.type == "dot_general"} == {"bfloat16"}
-    plan = plan_of("mlp", stage=1, amp="bf16")
+    plan = plan_of("mlp", stage=1, precision="bf16")
     others = [
         v.aval.dtype
         for e in plan.program.jaxpr.jaxpr.eqns
@@ -184,7 +187,7 @@ def test_products_are_in_16_bits_and_nothing_else() -> None:
 
 def test_nothing_is_cast_in_vain() -> None:
     """No change of type whose result nobody reads, and none of a value that was wider a moment ago."""
-    plan = plan_of("mlp", stage=2, amp="bf16")
+    plan = plan_of("mlp", stage=2, precision="bf16")
     eqns = plan.program.jaxpr.jaxpr.eqns
     read = {id(a) for e in eqns for a in e.invars} | {id(a) for a in plan.program.jaxpr.jaxpr.outvars}
     casts = [e for e in eqns if e.primitive.name == "convert_element_type"]
@@ -192,7 +195,7 @@ def test_nothing_is_cast_in_vain() -> None:
 
 
 def test_gradients_are_reduced_in_16_bits_and_others_are_not() -> None:
-    plan = plan_of("mlp", stage=2, amp="bf16")
+    plan = plan_of("mlp", stage=2, precision="bf16")
     scatters = [e for e in plan.program.jaxpr.jaxpr.eqns if e.primitive.name == "reduce_scatter"]
     kinds = {str(a.aval.dtype) for e in scatters for a in e.invars}
     assert kinds == {"bfloat16", "float32"}  # weights, biases
@@ -217,7 +220,7 @@ SOAK = pytest.mark.soak
     ],
 )
 def test_one_gradient_that_is_not_finite_changes_nothing_anywhere(stage: int, rank: int, how: str) -> None:
-    plan = plan_of("mlp", stage=stage, amp="fp16", degree=4, dp_degree=2)
+    plan = plan_of("mlp", stage=stage, precision="fp16", degree=4, replicas=2)
     job = getattr(plan, how)(donate=False) if how == "on_mesh" else plan.simulate()
     before, _ = job.step(job.init(KEY), X, Y)
     rows = BATCH // 8
@@ -233,7 +236,7 @@ def test_one_gradient_that_is_not_finite_changes_nothing_anywhere(stage: int, ra
 
 def test_an_overflow_alone_is_found() -> None:
     """A gradient that is finite, but not when it is scaled."""
-    job = plan_of("mlp", stage=2, amp="fp16", loss_scaling=dtrans.LossScaling(initial=2.0**40)).simulate()
+    job = plan_of("mlp", stage=2, precision="fp16", loss_scaling=dtrans.LossScaling(initial=2.0**40)).simulate()
     state = job.init(KEY)
     start = flat(job.params(state))
     for k in range(1, 4):
@@ -244,7 +247,7 @@ def test_an_overflow_alone_is_found() -> None:
 
 def test_the_scale_grows_after_an_interval_and_is_never_less_than_one() -> None:
     scaling = dtrans.LossScaling(initial=4.0, interval=2)
-    job = plan_of("mlp", stage=1, amp="fp16", loss_scaling=scaling).simulate()
+    job = plan_of("mlp", stage=1, precision="fp16", loss_scaling=scaling).simulate()
     state, seen = job.init(KEY), []
     for _ in range(5):
         state, _ = job.step(state, X, Y)
@@ -257,7 +260,7 @@ def test_the_scale_grows_after_an_interval_and_is_never_less_than_one() -> None:
 
 
 def test_a_fixed_scale_never_skips() -> None:
-    job = plan_of("mlp", stage=1, amp="fp16", loss_scaling=128.0).simulate()
+    job = plan_of("mlp", stage=1, precision="fp16", loss_scaling=128.0).simulate()
     state = job.init(KEY)
     assert state.extra == {}
     state, _ = job.step(state, X * jnp.inf, Y)
@@ -271,7 +274,12 @@ def test_the_scale_saves_gradients_that_float16_would_lose() -> None:
     moved = {}
     for scale in (1.0, 2.0**15):
         job = dtrans.sharding(
-            main, startup, stage=2, degree=4, amp="fp16", loss_scaling=scale, min_slice_size=0
+            main,
+            startup,
+            stage=2,
+            degree=4,
+            precision=dtrans.Precision("fp16", loss_scaling=scale),
+            slices=dtrans.Slicing(min_slice_size=0),
         ).simulate()
         state, _ = job.step(job.init(KEY), jnp.ones((8, 8)))
         moved[scale] = float(jnp.abs(job.params(state)["w"] - 1).max())
@@ -294,7 +302,9 @@ def test_results_are_those_of_the_loss_that_is_not_scaled() -> None:
 
     init = lambda key: (mlp_params(key), tx.init(mlp_params(key)))
     main, startup = dtrans.trace(with_update, *init(KEY), X, Y), dtrans.trace(init, KEY)
-    job = dtrans.sharding(main, startup, stage=3, degree=4, amp="fp16", min_slice_size=0).simulate()
+    job = dtrans.sharding(
+        main, startup, stage=3, degree=4, precision="fp16", slices=dtrans.Slicing(min_slice_size=0)
+    ).simulate()
     _, loss, norm = job.step(job.init(KEY), X, Y)
     *_, want, want_norm = step(params, (), X, Y)
     assert float(loss) == pytest.approx(float(want), rel=1e-3)
@@ -305,7 +315,7 @@ def test_micro_steps_are_scaled_too() -> None:
     tx = optax.sgd(0.5)
     states = []
     for steps, stage in ((1, 1), (2, 1), (2, 2), (2, 3)):
-        job = plan_of("mlp", tx, stage=stage, amp="fp16", num_micro_batch=steps).simulate()
+        job = plan_of("mlp", tx, stage=stage, precision="fp16", num_micro_batch=steps).simulate()
         state, _ = job.step(job.init(KEY), X, Y)
         states.append(flat(job.params(state)))
     for state in states[1:]:
@@ -326,7 +336,7 @@ def test_gradients_are_clipped_as_they_are_without_the_scale(clip: float, stage:
         own, _ = optax.clip_by_global_norm(clip).update(own, optax.EmptyState())
         wanted = jax.tree.map(lambda a, b: a + b / parts, wanted, own)
     plan = plan_of(
-        "mlp", optax.sgd(1.0), stage=stage, amp="fp16", degree=parts, clip_local_norm=clip, loss_scaling=scaling
+        "mlp", optax.sgd(1.0), stage=stage, precision="fp16", degree=parts, clip_local_norm=clip, loss_scaling=scaling
     )
     job = plan.simulate()
     state, _ = job.step(job.init(KEY), X, Y)
@@ -335,7 +345,7 @@ def test_gradients_are_clipped_as_they_are_without_the_scale(clip: float, stage:
 
 
 def test_clipping_keeps_what_is_not_finite() -> None:
-    job = plan_of("mlp", stage=2, amp="fp16", degree=2, clip_local_norm=0.1).simulate()
+    job = plan_of("mlp", stage=2, precision="fp16", degree=2, clip_local_norm=0.1).simulate()
     before = job.init(KEY)
     after, _ = job.step(before, X.at[0, 0].set(jnp.inf), Y)
     np.testing.assert_array_equal(flat(job.params(after)), flat(job.params(before)))
@@ -352,7 +362,12 @@ def test_leaves_of_float16_learn_under_any_scale(scale: float, dynamic: bool) ->
     main, startup, *_ = programs(small, start, optax.sgd(100.0), x)
     scaling = dtrans.LossScaling(initial=scale, dynamic=dynamic)
     job = dtrans.sharding(
-        main, startup, stage=2, degree=4, amp="fp16", loss_scaling=scaling, min_slice_size=0
+        main,
+        startup,
+        stage=2,
+        degree=4,
+        precision=dtrans.Precision("fp16", loss_scaling=scaling),
+        slices=dtrans.Slicing(min_slice_size=0),
     ).simulate()
     state, _ = job.step(job.init(KEY), x)
     np.testing.assert_allclose(np.asarray(job.params(state)["w"], np.float32), 1 - 0.1 / 4, rtol=1e-3)
@@ -377,8 +392,8 @@ def test_a_step_that_is_skipped_leaves_statistics_as_they_were(stage: int) -> No
         return {"weights": weights, "seen": {"mean": jnp.zeros(D), "steps": jnp.int32(0)}}, tx.init(weights)
 
     main, startup = dtrans.trace(step, *init(KEY), X), dtrans.trace(init, KEY)
-    options = {"stage": stage, "degree": 4, "amp": "fp16", "loss_scaling": dtrans.LossScaling(initial=256.0)}
-    job = dtrans.sharding(main, startup, **options, min_slice_size=0).simulate()
+    options = {"stage": stage, "degree": 4, "precision": "fp16", "loss_scaling": dtrans.LossScaling(initial=256.0)}
+    job = flat_options.sharding(main, startup, **options, min_slice_size=0).simulate()
     once, _ = job.step(job.init(KEY), X)
     after, _ = job.step(once, X.at[3, 2].set(jnp.inf))
     np.testing.assert_array_equal(flat(job.params(after)), flat(job.params(once)))
@@ -398,7 +413,9 @@ def test_a_linear_solve_keeps_its_rules(amp: str) -> None:
     main, startup, step, init = programs(loss, params, optax.sgd(0.5), X, Y)
     want, *_ = step(*init(KEY), X, Y)
     for stage in (1, 3):
-        job = dtrans.sharding(main, startup, stage=stage, degree=4, amp=amp, min_slice_size=0).on_mesh()
+        job = dtrans.sharding(
+            main, startup, stage=stage, degree=4, precision=amp, slices=dtrans.Slicing(min_slice_size=0)
+        ).on_mesh()
         state, _ = job.step(job.init(KEY), X, Y)
         np.testing.assert_allclose(flat(job.params(state)), flat(want), atol=2e-2 if amp == "bf16" else 2e-3)
 
@@ -417,8 +434,8 @@ def test_a_loss_whose_derivative_is_not_marked_cannot_be_scaled() -> None:
     init = lambda key: (mlp_params(key), tx.init(mlp_params(key)))
     main, startup = dtrans.trace(step, *init(KEY), X, Y), dtrans.trace(init, KEY)
     with pytest.raises(GradientError, match=r"the loss of step cannot be scaled, .* dtrans.value_and_grad"):
-        dtrans.sharding(main, startup, stage=1, degree=2, amp="fp16")
-    dtrans.sharding(main, startup, stage=1, degree=2, amp="bf16")
+        dtrans.sharding(main, startup, stage=1, degree=2, precision="fp16")
+    dtrans.sharding(main, startup, stage=1, degree=2, precision="bf16")
 
 
 def test_a_scale_that_is_infinite_in_the_type_of_the_loss_is_refused() -> None:
@@ -426,29 +443,42 @@ def test_a_scale_that_is_infinite_in_the_type_of_the_loss_is_refused() -> None:
     x = jnp.ones((8, 8), jnp.float16)
     main, startup, *_ = programs(low, lambda key: {"w": jnp.ones((8, 4), jnp.float16)}, optax.sgd(0.1), x)
     with pytest.raises(ConfigError, match=r"loss_scaling=65536.0 is infinite in float16, the type of the loss of step"):
-        dtrans.sharding(main, startup, stage=1, degree=2, amp="fp16", loss_scaling=65536.0)
-    dtrans.sharding(main, startup, stage=1, degree=2, amp="fp16", loss_scaling=32768.0)
+        dtrans.sharding(main, startup, stage=1, degree=2, precision=dtrans.Precision("fp16", loss_scaling=65536.0))
+    dtrans.sharding(main, startup, stage=1, degree=2, precision=dtrans.Precision("fp16", loss_scaling=32768.0))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"amp": "fp8"}, r"amp must be 'fp16', 'bf16' or None, it is 'fp8'"),
-        ({"amp": "bf16", "compress": "bf16"}, r"amp='bf16' and compress='bf16'"),
-        ({"loss_scaling": 8.0}, r"loss_scaling=.* is for amp='fp16' or 'bf16', which is None"),
-        ({"amp": "fp16", "loss_scaling": 0.0}, r"loss_scaling: initial must be a number from 1 to 3.4e38, it is 0.0"),
-        ({"amp": "fp16", "loss_scaling": 0.5}, r"initial must be a number from 1 to 3.4e38, it is 0.5"),
-        ({"amp": "fp16", "loss_scaling": float("inf")}, r"initial must be a number from 1 to 3.4e38, it is inf"),
-        ({"amp": "fp16", "loss_scaling": float("nan")}, r"initial must be a number from 1 to 3.4e38, it is nan"),
-        ({"amp": "fp16", "loss_scaling": 1e39}, r"initial must be a number from 1 to 3.4e38, it is 1e\+39"),
-        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(initial=0.25)}, r"from 1 to 3.4e38, it is 0.25"),
-        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(factor=float("inf"))}, r"factor must be a finite number"),
-        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(interval=0)}, r"interval must be a positive number of"),
-        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(interval=2.5)}, r"interval must be a positive number of"),
-        ({"amp": "fp16", "loss_scaling": True}, r"loss_scaling must be a number, a LossScaling or None; it is True"),
-        ({"amp": "fp16", "loss_scaling": dtrans.LossScaling(factor=1.0)}, r"factor must be .* above 1, it is 1.0"),
+        ({"precision": "fp8"}, r"precision must be 'fp16', 'bf16' or None, it is 'fp8'"),
+        ({"precision": "bf16", "compress": "bf16"}, r"precision='bf16' and compress='bf16'"),
+        ({"loss_scaling": 8.0}, r"loss_scaling=.* is for precision='fp16' or 'bf16', which is None"),
+        (
+            {"precision": "fp16", "loss_scaling": 0.0},
+            r"initial must be a number from 1 to 3.4e38, it is 0.0",
+        ),
+        ({"precision": "fp16", "loss_scaling": 0.5}, r"initial must be a number from 1 to 3.4e38, it is 0.5"),
+        ({"precision": "fp16", "loss_scaling": float("inf")}, r"initial must be a number from 1 to 3.4e38, it is inf"),
+        ({"precision": "fp16", "loss_scaling": float("nan")}, r"initial must be a number from 1 to 3.4e38, it is nan"),
+        ({"precision": "fp16", "loss_scaling": 1e39}, r"initial must be a number from 1 to 3.4e38, it is 1e\+39"),
+        ({"precision": "fp16", "loss_scaling": True}, r"must be a number, a LossScaling or None; it is True"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of("mlp", **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"initial": 0.25}, r"initial must be a number from 1 to 3.4e38, it is 0.25"),
+        ({"factor": float("inf")}, r"factor must be a finite number above 1, it is inf"),
+        ({"factor": 1.0}, r"factor must be a finite number above 1, it is 1.0"),
+        ({"interval": 0}, r"interval must be a positive number of steps, it is 0"),
+        ({"interval": 2.5}, r"interval must be a positive number of steps, it is 2.5"),
+    ],
+)
+def test_a_scaling_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dtrans.LossScaling(**fields)

@@ -19,6 +19,7 @@ import dtrans
 from dtrans._jax import Var, equations, jaxprs_in_params, opened
 from dtrans.errors import BatchError, ConfigError, GradientError, StateError, TraceError
 from dtrans.ir.program import without_addresses
+from dtrans.run.base.platforms import as_run_on
 from dtrans.zero.live_ranges import CHEAP, KEPT_WINDOWS
 
 
@@ -101,7 +102,7 @@ def readers(jaxpr: Any, roles: Sequence[str], var: Var) -> set[str]:
 
 @pytest.mark.parametrize("fuse", [0, 32])
 def test_stage_1_scatters_behind_the_backward_pass(fuse: float) -> None:
-    plan = round_plan(stage=1, degree=4, reduce_bucket_MB=fuse)
+    plan = round_plan(stage=1, degree=4, bucket_MB=fuse)
     last = max(i for i, role in enumerate(plan.program.roles) if role in ("forward", "backward"))
     first = min(i for i, role in enumerate(plan.program.roles) if role == "optimize")
     scatters = [i for i, _ in of_type(plan, "reduce_scatter")]
@@ -118,7 +119,7 @@ def test_stages_2_and_3_scatter_right_after_the_last_gradient_of_a_bucket(fuse: 
     m = MODELS[model]
     plan = plan_of(
         m.loss, m.around(ADAM), m.params(jnp.float32), *m.batch(0, jnp.float32), stage=stage, degree=4,
-        reduce_bucket_MB=fuse,
+        bucket_MB=fuse,
     )  # fmt: skip
     inner, roles = plan.program.jaxpr.jaxpr, plan.program.roles
     made = {v: i for i, e in enumerate(inner.eqns) for v in e.outvars}
@@ -199,7 +200,7 @@ def test_a_leaf_that_is_read_again_much_later_is_gathered_again(others: int) -> 
 
 def test_without_overlap_collectives_are_one_chain() -> None:
     for stage in (1, 2):
-        plan = round_plan(stage=stage, degree=4, overlap=False, reduce_bucket_MB=0)
+        plan = round_plan(stage=stage, degree=4, overlap=False, bucket_MB=0)
         inner = plan.program.jaxpr.jaxpr
         made = {v: e for e in inner.eqns for v in e.outvars}
         for kind in ("reduce_scatter", "all_gather"):
@@ -207,7 +208,7 @@ def test_without_overlap_collectives_are_one_chain() -> None:
             assert len(found) == 3
             for e in found[1:]:
                 assert made[e.invars[0]].primitive.name == "optimization_barrier"
-    assert not of_type(round_plan(stage=2, degree=4, reduce_bucket_MB=0), "optimization_barrier")
+    assert not of_type(round_plan(stage=2, degree=4, bucket_MB=0), "optimization_barrier")
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -262,7 +263,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"dp_degree": 2}, {"reduce_bucket_MB": 0}, {"prefetch": 0}])
+@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"bucket_MB": 0}, {"prefetch": 0}])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_loop_gathers_a_layer_at_a_time_and_nothing_makes_the_stack(name: str, options: Any) -> None:
     plan = deep_plan(LAYERS[name], **options)
@@ -307,10 +308,10 @@ def test_ranks_hold_what_zero_says(stage: int, degree: int) -> None:
     }
 
 
-@pytest.mark.parametrize("dp_degree", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_devices_hold_what_the_plan_says(stage: int, dp_degree: int) -> None:
-    plan = uneven_plan(stage=stage, degree=4, dp_degree=dp_degree)
+def test_devices_hold_what_the_plan_says(stage: int, replicas: int) -> None:
+    plan = uneven_plan(stage=stage, degree=4, replicas=replicas)
     job = plan.on_mesh()
     state = job.init(MODELS["uneven"].params(jnp.float32))
     for _ in range(2):
@@ -340,21 +341,21 @@ def test_padding_is_told_by_the_byte(stage: int) -> None:
 # -- bytes that are moved --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dp_degree", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("fuse", [0, 32])
-def test_collectives_move_what_zero_says(stage: int, degree: int, dp_degree: int, fuse: float) -> None:
+def test_collectives_move_what_zero_says(stage: int, degree: int, replicas: int, fuse: float) -> None:
     """Twice the parameters in stages 1 and 2, three times in stage 3; between groups the slices of gradients."""
-    plan = round_plan(stage=stage, degree=degree, dp_degree=dp_degree, reduce_bucket_MB=fuse)
+    plan = round_plan(stage=stage, degree=degree, replicas=replicas, bucket_MB=fuse)
     scale, loss = 4, 4
-    everywhere = "dp and shard" if dp_degree > 1 else "shard"
+    everywhere = "dp and shard" if replicas > 1 else "shard"
     expected = {
         ("reduce_scatter", "shard"): PSI,
         ("all_gather", "shard"): PSI * (2 if stage == 3 else 1),
         ("all_reduce", everywhere): scale + loss,
     }
-    if dp_degree > 1:
+    if replicas > 1:
         expected["all_reduce", "dp"] = PSI // degree
     assert plan.traffic() == expected
 
@@ -391,16 +392,16 @@ def test_a_dtype_is_a_bucket_and_a_size_is_its_limit() -> None:
         assert all(len({a.aval.dtype for a in e.invars}) == 1 for _, e in of_type(plan, "reduce_scatter"))
         if stage < 3:
             assert [len(e.invars) for _, e in of_type(plan, "all_gather")] == [3, 3]
-        two = plan_of(loss, ADAM, params, X, stage=stage, degree=4, reduce_bucket_MB=2 * 8 * 4 * 4 / 2**20)
+        two = plan_of(loss, ADAM, params, X, stage=stage, degree=4, bucket_MB=2 * 8 * 4 * 4 / 2**20)
         assert sorted(len(b.leaves) for b in two.buckets) == [1, 2, 3]  # those of 16 bits are half as large
-        one = plan_of(loss, ADAM, params, X, stage=stage, degree=4, reduce_bucket_MB=0)
+        one = plan_of(loss, ADAM, params, X, stage=stage, degree=4, bucket_MB=0)
         assert all(len(b.leaves) == 1 for b in one.buckets) and len(one.buckets) == 6
 
 
 @pytest.mark.parametrize("fuse", [0, 32])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nothing_is_copied_for_a_bucket(stage: int, fuse: float) -> None:
-    plan = round_plan(stage=stage, degree=4, reduce_bucket_MB=fuse)
+    plan = round_plan(stage=stage, degree=4, bucket_MB=fuse)
     names = {e.primitive.name for e in equations(plan.program.jaxpr)}
     assert not names & {"concatenate", "pad", "copy", "reshape"}
 
@@ -416,7 +417,9 @@ def test_a_plan_changes_nothing_and_is_the_same_each_time(model: str, stage: int
     main = dtrans.trace(dtrans.make_train_step(m.loss, tx), params, tx.init(params), *m.batch(0, jnp.float32))
     startup = dtrans.trace(init_of(tx), params)
     before = str(main), str(startup)
-    one, two = (dtrans.sharding(main, startup, stage=stage, degree=4, min_slice_size=0) for _ in range(2))
+    one, two = (
+        dtrans.sharding(main, startup, stage=stage, degree=4, slices=dtrans.Slicing(min_slice_size=0)) for _ in range(2)
+    )
     assert (str(main), str(startup)) == before
     assert without_addresses(str(one.program)) == without_addresses(str(two.program))
     assert without_addresses(str(one.program.jaxpr)) == without_addresses(str(two.program.jaxpr))
@@ -501,6 +504,15 @@ def test_no_device_ever_holds_a_whole_leaf_of_the_first_state() -> None:
     assert stats.temp_size_in_bytes < leaf, stats.temp_size_in_bytes / leaf
 
 
+def test_jobs_on_cpus_do_not_gather_ahead_in_loops_by_themselves() -> None:
+    """Nothing is gathered beside computation there; what is asked for stays, and so does what other platforms do."""
+    plan, asked, first = (round_plan(degree=2, **o) for o in ({"stage": 3}, {"stage": 3, "prefetch": 1}, {"stage": 1}))
+    on_cpus = as_run_on(plan, "cpu")
+    assert (plan.options.prefetches_in_loops, on_cpus.options.prefetches_in_loops) == (True, False)
+    assert on_cpus.options.prefetch == plan.options.prefetch == 1
+    assert as_run_on(plan, "gpu") is plan and as_run_on(asked, "cpu") is asked and as_run_on(first, "cpu") is first
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 REFUSED: Sequence[tuple[dict[str, Any], str]] = [
@@ -510,29 +522,35 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"degree": 0}, "degree must be a positive number of ranks, it is 0"),
     ({"degree": 2.0}, "degree must be a positive number of ranks, it is 2.0"),
     ({"degree": True}, "degree must be a positive number of ranks, it is True"),
-    ({"dp_degree": -1}, "dp_degree must be a positive number of ranks, it is -1"),
-    ({"dp_degree": None}, "dp_degree must be a positive number of ranks, it is None"),
+    ({"replicas": -1}, "replicas must be a positive number of groups of ranks, it is -1"),
+    ({"replicas": None}, "replicas must be a positive number of groups of ranks, it is None"),
     ({"axis_name": ""}, "axis_name must be the name of an axis"),
-    ({"axis_name": "dp"}, "dp_axis_name must be the name of another axis, it is 'dp'"),
-    ({"dp_axis_name": 3}, "dp_axis_name must be the name of another axis, it is 3"),
-    ({"amp": "fp8"}, "amp must be 'fp16', 'bf16' or None, it is 'fp8'"),
-    ({"amp": "bf16", "compress": "fp16"}, "amp='bf16' and compress='fp16': with amp, gradients are reduced in its"),
-    ({"loss_scaling": 2.0}, "for amp='fp16' or 'bf16', which is None"),
+    ({"axis_name": "dp"}, "axis_name and replica_axis_name are both 'dp'"),
+    ({"replica_axis_name": 3}, "replica_axis_name must be the name of an axis, it is 3"),
+    ({"precision": "fp8"}, "precision must be 'fp16', 'bf16' or None, it is 'fp8'"),
+    (
+        {"precision": "bf16", "compress": "fp16"},
+        "precision='bf16' and compress='fp16': gradients are reduced in the type of",
+    ),
+    ({"loss_scaling": 2.0}, "for precision='fp16' or 'bf16', which is None"),
     ({"loss_scaling": "2"}, "loss_scaling must be a number, a LossScaling or None; it is '2'"),
-    ({"loss_scaling": True, "amp": "fp16"}, "loss_scaling must be a number, a LossScaling or None; it is True"),
-    ({"loss_scaling": -2.0, "amp": "fp16"}, "loss_scaling: initial must be a number from 1 to 3.4e38, it is -2.0"),
-    ({"reduce_bucket_MB": -1}, "reduce_bucket_MB must be a size in megabytes"),
+    ({"loss_scaling": True, "precision": "fp16"}, "loss_scaling must be a number, a LossScaling or None; it is True"),
+    (
+        {"loss_scaling": -2.0, "precision": "fp16"},
+        "initial must be a number from 1 to 3.4e38, it is -2.0",
+    ),
+    ({"bucket_MB": -1}, "bucket_MB must be a size in megabytes"),
     ({"overlap": 1}, "overlap must be True or False, it is 1"),
     ({"overlap": False, "prefetch": 1}, "overlap=False and prefetch=1: what is gathered ahead of time overlaps"),
-    ({"overlap": False, "reduction_chains": 2}, "overlap=False and reduction_chains=2: several chains of reductions"),
-    ({"prefetch": -1}, "prefetch must be a number of gathers, 0 or more; it is -1"),
-    ({"prefetch": True}, "prefetch must be a number of gathers, 0 or more; it is True"),
+    ({"overlap": False, "chains": 2}, "overlap=False and chains=2: several chains of reductions"),
+    ({"prefetch": -1}, "prefetch must be a number of gathers, 0 or more, or None; it is -1"),
+    ({"prefetch": True}, "prefetch must be a number of gathers, 0 or more, or None; it is True"),
     ({"gather_bucket_MB": "1"}, "gather_bucket_MB must be a size in megabytes, 0 or more; it is '1'"),
     ({"gather_bucket_MB": float("nan")}, "gather_bucket_MB must be a size in megabytes"),
     ({"min_slice_size": -1}, "min_slice_size must be a number of elements, 0 or more; it is -1"),
     ({"min_slice_size": 0.5}, "min_slice_size must be a number of elements, 0 or more; it is 0.5"),
-    ({"partition": "greedy"}, "partition must be one of rows"),
-    ({"reduce": "max"}, "reduce must be 'mean' or 'sum', it is 'max'"),
+    ({"partition": "greedy"}, "partition must be 'rows', 'greedy_even' or 'use_order'"),
+    ({"reduce": "max"}, "reduce must be 'mean', 'sum' or a dtrans.Reduce; it is 'max'"),
     ({"example_count": "loss", "reduce": "sum"}, "example_count='loss' is for reduce='mean'"),
     ({"example_count": "count"}, "example_count='count' must be a result of the step: loss"),
     (
@@ -547,17 +565,14 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"clip_local_norm": 0}, "clip_local_norm must be a positive number"),
     ({"num_micro_batch": 0}, "num_micro_batch must be a positive number of micro-steps"),
     ({"max_buckets": 0}, "max_buckets must be a positive number"),
-    ({"reduction_chains": 0}, "reduction_chains must be a positive number"),
+    ({"chains": 0}, "chains must be a positive number"),
     ({"compress": "int8"}, "compress must be 'bf16', 'fp16' or None"),
     ({"compress_scale": 2.0}, "compress_scale=2.0 is for compress='bf16' or 'fp16'"),
     ({"unsplit_inputs": "x"}, "unsplit_inputs='x' must be a collection of names of batch arrays"),
     ({"unsplit_inputs": ("z",)}, "z"),
     ({"merge": "sum"}, "merge='sum' must say for each name what becomes of it"),
     ({"merge": {"aux": "sum"}}, "aux"),
-    ({"merge": {"loss": "most"}}, "merge['loss'] must be one of"),
-    ({"stages": 2}, "stages is no option of sharding; did you mean stage?"),
-    ({"sharding_degree": 2}, "sharding_degree is no option of sharding; did you mean"),
-    ({"xyzzy": 2}, "xyzzy is no option of sharding: stage, degree,"),
+    ({"merge": {"loss": "most"}}, "merge['loss'] must be 'mean', 'sum'"),
 ]
 
 
@@ -599,9 +614,9 @@ def test_a_step_that_communicates_by_itself_is_refused(stage: int) -> None:
 
 
 def test_devices_are_as_many_as_ranks() -> None:
-    plan = round_plan(degree=2, dp_degree=2)
+    plan = round_plan(degree=2, replicas=2)
     for count in (2, 8):
-        with pytest.raises(ConfigError, match=f"degree=2 and dp_degree=2 are 4 ranks, on_mesh was given {count} dev"):
+        with pytest.raises(ConfigError, match=f"degree=2 and replicas=2 are 4 ranks, on_mesh was given {count} dev"):
             plan.on_mesh(jax.devices()[:count])
     assert plan.on_mesh(jax.devices()[4:]).mesh.devices.shape == (2, 2)
     with pytest.raises(ConfigError, match="16 trainers need as many devices, on_mesh has 8"):
@@ -610,7 +625,7 @@ def test_devices_are_as_many_as_ranks() -> None:
 
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 def test_a_batch_that_ranks_cannot_share_is_refused(way: str) -> None:
-    job = getattr(round_plan(degree=2, dp_degree=2), way)()
+    job = getattr(round_plan(degree=2, replicas=2), way)()
     state = job.init(round_params())
     with pytest.raises(BatchError, match="x has 6 rows, which 4 trainers do not divide"):
         job.step(state, X[:6])

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "stage": [1, 2, 3],
     "fuse": [32, 0],
     "overlap": [True, False],
-    "dp_degree": [1, 2],
+    "replicas": [1, 2],
 }
 Choice = tuple[Any, ...]
 
@@ -86,27 +87,27 @@ def _on_one_device(model: str, optimizer: str, ranks: int, dtype: Any, steps: in
 
 
 def check(
-    model: str, optimizer: str, degree: int, stage: int, fuse: float, overlap: bool, dp_degree: int,
+    model: str, optimizer: str, degree: int, stage: int, fuse: float, overlap: bool, replicas: int,
     way: str = "simulate", dtype: Any = jnp.float64, rtol: float = 1e-12, **options: Any,
 ) -> None:  # fmt: skip
     m = MODELS[model]
     tx, params = m.around(OPTIMIZERS[optimizer]()), m.params(dtype)
     batches = [m.batch(s, dtype) for s in range(3)]
     plan = plan_of(
-        m.loss, tx, params, *batches[0], stage=stage, degree=degree, dp_degree=dp_degree, overlap=overlap,
-        reduce_bucket_MB=fuse, **options,
+        m.loss, tx, params, *batches[0], stage=stage, degree=degree, replicas=replicas, overlap=overlap,
+        bucket_MB=fuse, **options,
     )  # fmt: skip
     got = trained(plan, way, params, batches)
-    want = on_one_device(model, optimizer, degree * dp_degree, dtype)
+    want = on_one_device(model, optimizer, degree * replicas, dtype)
     moved = [not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (got[0], params)), strict=True)]
     assert sum(moved) >= len(moved) - 2, "the model must learn something"
     tree_close(got, want, rtol)
 
 
 def named(choice: Choice) -> str:
-    model, optimizer, degree, stage, fuse, overlap, dp_degree = choice
+    model, optimizer, degree, stage, fuse, overlap, replicas = choice
     return (
-        f"{model}-{optimizer}-stage {stage}-{dp_degree}x{degree}"
+        f"{model}-{optimizer}-stage {stage}-{replicas}x{degree}"
         f"{'' if fuse else '-one by one'}{'' if overlap else '-no overlap'}"
     )
 
@@ -208,7 +209,7 @@ def test_batches_of_other_sizes_are_traced_anew(stage: int) -> None:
     tree_close(trained(plan, "simulate", params, batches), want, 1e-12)
 
 
-HARD = [(name, {"dp_degree": 2} if k % 3 else {"num_micro_batch": 2}, bool(k % 2)) for k, name in enumerate(SMALL)]
+HARD = [(name, {"replicas": 2} if k % 3 else {"num_micro_batch": 2}, bool(k % 2)) for k, name in enumerate(SMALL)]
 
 
 @pytest.mark.usefixtures("x64")
@@ -231,7 +232,7 @@ def test_models_that_are_hard_to_gather_elsewhere(name: str, stage: int, degree:
     params, batches = m.params(jnp.float64), [m.batch(s, jnp.float64, rows=12) for s in range(2)]
     plan = plan_of(
         m.loss, tx, params, *batches[0], stage=stage, degree=degree, reduce="sum", prefetch=prefetch,
-        reduce_bucket_MB=0,
+        bucket_MB=0,
     )  # fmt: skip
 
     def total(p: Any, *batch: jax.Array) -> jax.Array:
@@ -342,22 +343,22 @@ def full_batches(weighted: bool) -> list[Any]:
     return made
 
 
-COUNT, WINDOW, ALONE = {"example_count": "aux/count"}, {"num_micro_batch": 4}, {"reduce_bucket_MB": 0}
+COUNT, WINDOW, ALONE = {"example_count": "aux/count"}, {"num_micro_batch": 4}, {"bucket_MB": 0}
 CLIP, HALF = {"clip_local_norm": 3.5}, {"compress": "bf16"}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "weight": COUNT,
     "sum": {"reduce": "sum"},
     "window": WINDOW,
-    "chain": {"reduction_chains": 1} | ALONE,
-    "chains": {"reduction_chains": 2} | ALONE,
+    "chain": {"chains": 1} | ALONE,
+    "chains": {"chains": 2} | ALONE,
     "splits": {"max_buckets": 3},
     "clip": CLIP,
     "clip, weight": CLIP | COUNT,
     "clip, window": CLIP | WINDOW,
     "sum, window": {"reduce": "sum"} | WINDOW,
     "weight, window": COUNT | WINDOW,
-    "weight, chains": COUNT | {"reduction_chains": 2} | ALONE,
+    "weight, chains": COUNT | {"chains": 2} | ALONE,
     "bf16": HALF,
     "fp16, scaled": {"compress": "fp16", "compress_scale": 64.0},
     "bf16, weight": HALF | COUNT,
@@ -371,7 +372,7 @@ def averaged(name: str, ranks: int) -> Any:
     options, merge = OPTIONS[name], merge_of(OPTIONS[name])
     batches, init = full_batches("example_count" in options), full_init
     main = dtrans.trace(full_step("reduce" in options), *jax.eval_shape(init, full_start()), *batches[0])
-    plan: Any = dtrans.nccl2(main, dtrans.trace(init, full_start()), trainers=ranks, merge=merge, **options)
+    plan: Any = flat_options.nccl2(main, dtrans.trace(init, full_start()), trainers=ranks, merge=merge, **options)
     return trained(plan, "simulate", full_start(), batches)
 
 
@@ -380,55 +381,55 @@ def merge_of(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 CASES = [
-    pytest.param(name, stage, degree, dp_degree, marks=[] if stage == 3 - k % 3 else pytest.mark.soak)
+    pytest.param(name, stage, degree, replicas, marks=[] if stage == 3 - k % 3 else pytest.mark.soak)
     for k, name in enumerate(OPTIONS)
     for stage in (1, 2, 3)
     # sums of two numbers are rounded alike, whatever their order
-    for degree, dp_degree in [(2, 1) if "16" in name else (4, 1) if (k + stage) % 2 else (2, 2)]
+    for degree, replicas in [(2, 1) if "16" in name else (4, 1) if (k + stage) % 2 else (2, 2)]
     if not (stage > 1 and name in ("weight, window", "clip, window"))  # these are refused
     if not (stage > 1 and name == "bf16, window")  # each micro-step is rounded
 ]
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name, stage, degree, dp_degree", CASES)
-def test_every_option_does_what_it_does_in_nccl2_mode(name: str, stage: int, degree: int, dp_degree: int) -> None:
+@pytest.mark.parametrize("name, stage, degree, replicas", CASES)
+def test_every_option_does_what_it_does_in_nccl2_mode(name: str, stage: int, degree: int, replicas: int) -> None:
     options = OPTIONS[name]
     batches = full_batches("example_count" in options)
     plan = plan_of_step(
         full_step("reduce" in options), full_init, full_start(), *batches[0], stage=stage, degree=degree,
-        dp_degree=dp_degree, merge=merge_of(options), **options,
+        replicas=replicas, merge=merge_of(options), **options,
     )  # fmt: skip
-    tree_close(trained(plan, "simulate", full_start(), batches), averaged(name, degree * dp_degree), 1e-12)
+    tree_close(trained(plan, "simulate", full_start(), batches), averaged(name, degree * replicas), 1e-12)
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("stage, dp_degree", [pytest.param(2, 1, marks=pytest.mark.soak), (3, 2)])
-def test_micro_steps_are_compressed_each(stage: int, dp_degree: int) -> None:
+@pytest.mark.parametrize("stage, replicas", [pytest.param(2, 1, marks=pytest.mark.soak), (3, 2)])
+def test_micro_steps_are_compressed_each(stage: int, replicas: int) -> None:
     """What is sent is rounded once, and each sum, by at most the unit roundoff of what is added up; between groups the
     sum of all micro-steps is sent once more."""
     tx, params, degree, steps = optax.sgd(1.0), uneven_params(jnp.float64), 2, 2
     batch = numbers(0, jnp.float64)
     plan = plan_of(
-        uneven_loss, tx, params, *batch, stage=stage, degree=degree, dp_degree=dp_degree, compress="bf16",
+        uneven_loss, tx, params, *batch, stage=stage, degree=degree, replicas=replicas, compress="bf16",
         num_micro_batch=steps,
     )  # fmt: skip
     got, _, _ = trained(plan, "simulate", params, [batch])
-    count = degree * dp_degree * steps
+    count = degree * replicas * steps
     parts = zip(*(jnp.split(x, count) for x in batch), strict=True)
     grads = jax.device_get([jax.grad(uneven_loss)(params, *part) for part in parts])
     errors = []
     for n, p in params.items():
         parts_of = np.stack([g[n] for g in grads]) / count
         error, size = np.abs((p - got[n]) - parts_of.sum(0)), np.abs(parts_of).sum(0)
-        assert np.all(error <= 1.05 * 2.0**-8 * size * (2 if dp_degree == 1 else 4) + 1e-15), n
+        assert np.all(error <= 1.05 * 2.0**-8 * size * (2 if replicas == 1 else 4) + 1e-15), n
         errors.append((error / np.maximum(size, 1e-15)).max())
     assert max(errors) > 2.0**-8 / 100, "nothing was rounded"
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "options", [{}, {"dp_degree": 2}, {"num_micro_batch": 2}, {"example_count": "aux/count"}], ids=str
+    "options", [{}, {"replicas": 2}, {"num_micro_batch": 2}, {"example_count": "aux/count"}], ids=str
 )
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3])
 def test_results_that_are_computed_from_updates_and_new_parameters(stage: int, options: Any) -> None:
@@ -484,7 +485,7 @@ def test_each_rank_has_a_key_of_its_own(stage: int) -> None:
     tx, params = OPTIMIZERS["adamw"](), {"w": uneven_params(jnp.float64)["w1"][:, :3]}
     x, _ = numbers(0, jnp.float64)
     key = jax.random.key(7)
-    plan = plan_of(loss, tx, params, x, key, stage=stage, degree=2, dp_degree=2)
+    plan = plan_of(loss, tx, params, x, key, stage=stage, degree=2, replicas=2)
     got = trained(plan, "simulate", params, [(x, key)])
 
     def mean(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
@@ -557,8 +558,6 @@ def test_any_leaves(found: Sequence[tuple[int, ...]], name: str, degree: int, st
         params = {f"p{i}": jnp.asarray(rng.normal(size=s)) for i, s in enumerate(found)}
         batches = given_gradients(case, params, degree, steps=2)
         init = init_of(case.make())
-        plan = plan_of_step(
-            zoo_step(case, None), init, params, *batches[0], stage=stage, degree=degree, reduce_bucket_MB=fuse
-        )
+        plan = plan_of_step(zoo_step(case, None), init, params, *batches[0], stage=stage, degree=degree, bucket_MB=fuse)
         got = trained(plan, "simulate", params, batches)
         tree_close(got[:2], alone(zoo_step(case, degree), init, params, batches)[:2], 1e-12)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from dtrans._jax import gloo_scatters_wrongly
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.program import Program
 from dtrans.ops import after_p, all_gather_p, all_reduce_p, all_to_all_p, combine, reduce_scatter_p, trainer_index_p
 from dtrans.plan import realises
+from dtrans.run.base import platforms
 from dtrans.run.base.segments import Rules, interpret
 
 
@@ -28,22 +26,6 @@ def _all_reduce(*xs: Any, op: str, over: tuple[str, ...], **_: Any) -> Sequence[
     return [combine(op, list(jax.lax.all_gather(x, over))) for x in xs]
 
 
-def _reduce_scatter(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    scatter = partial(jax.lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
-    if not gloo_scatters_wrongly():
-        return [scatter(x) for x in xs]
-    reduce = partial(_reduce_and_slice, over=over, axis=axis)
-    return [jax.lax.platform_dependent(x, cpu=reduce, default=scatter) for x in xs]
-
-
-def _reduce_and_slice(x: jax.Array, *, over: tuple[str, ...], axis: int) -> jax.Array:
-    """A reduce-scatter as an all-reduce, of which each trainer takes its part."""
-    part = x.shape[axis] // jax.lax.axis_size(over)
-    start = jax.lax.axis_index(over) * part
-    made: jax.Array = jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, over), start, part, axis)
-    return made
-
-
 def _all_gather(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
     return [jax.lax.all_gather(x, over, axis=axis, tiled=True) for x in xs]
 
@@ -52,29 +34,13 @@ def _all_to_all(*xs: Any, over: tuple[str, ...], cut: int, joined: int, **_: Any
     return [jax.lax.all_to_all(x, over, cut, joined, tiled=True) for x in xs]
 
 
-def _after(x: jax.Array, y: jax.Array) -> Sequence[Any]:
-    """XLA keeps to `optimization_barrier`, except for CPUs: there it goes before equal equations are made one."""
-    return [jax.lax.platform_dependent(x, y, cpu=_after_on_cpu, default=_after_elsewhere)]
-
-
-def _after_on_cpu(x: jax.Array, y: jax.Array) -> jax.Array:
-    """`x`, by a choice that is always the same; XLA does not know that, for it looks at `y`."""
-    one = jax.lax.slice(y, (0,) * y.ndim, (1,) * y.ndim).reshape(()).astype(jnp.float32)
-    return jnp.where(jnp.logical_or(one == one, one != one), x, jnp.zeros_like(x))
-
-
-def _after_elsewhere(x: jax.Array, y: jax.Array) -> jax.Array:
-    made: jax.Array = jax.lax.optimization_barrier((x, y))[0]
-    return made
-
-
 # communication over a named axis, as what JAX has for it
 OVER_AXIS: Rules = {
     all_reduce_p: _all_reduce,
-    reduce_scatter_p: _reduce_scatter,
+    reduce_scatter_p: platforms.reduce_scatter,
     all_gather_p: _all_gather,
     all_to_all_p: _all_to_all,
-    after_p: _after,
+    after_p: platforms.after,
     trainer_index_p: lambda over: [jax.lax.axis_index(over)],
 }
 

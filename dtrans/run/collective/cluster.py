@@ -34,6 +34,7 @@ from dtrans.ir.program import Program, without_addresses
 from dtrans.ops import all_gather_p, all_reduce_p, broadcast_p, reduce_scatter_p, trainer_index_p
 from dtrans.plan import Job, realises
 from dtrans.run.base.lowering import per_trainer
+from dtrans.run.base.platforms import as_run_on
 from dtrans.run.collective.job import CollectiveJob
 from dtrans.run.collective.mesh import MeshTrainers, mesh_of
 from dtrans.run.distributed.connect import connect, connected
@@ -194,7 +195,7 @@ def on_cluster(plan: CollectivePlan, *, donate: bool) -> Job:
         each = jax.local_device_count()
         many = f": {len(connected().members)} processes with {each} devices each" if each > 1 else ""
         raise ConfigError(f"the plan is for {plan.trainers} trainers, {len(devices)} are connected{many}")
-    return SurvivingJob(plan) if drop else job_of(plan.on(jax.default_backend()), donate=donate)
+    return SurvivingJob(plan) if drop else job_of(as_run_on(plan, jax.default_backend()), donate=donate)
 
 
 def job_of(plan: CollectivePlan, *, donate: bool) -> CollectiveJob:

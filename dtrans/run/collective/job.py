@@ -302,7 +302,7 @@ class CollectiveJob(Job):
         return {n: cuts[n].of_all(t) if n in cuts else t for n, t in whole.items()}
 
     def _checked(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        option = f"dtrans.{self.plan.made_by}(unsplit_inputs=(...))"
+        option = f"dtrans.{self.plan.made_by}(batch=dtrans.Batch(unsplit_inputs=(...)))"
         check_rows(dict(zip(self._split, self._split_of(arrays), strict=True)), self.trainers.here, option)
         return self.trainers.batch(arrays, self._shares)
 

@@ -15,6 +15,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.plan import realises
 from dtrans.run.base.lowering import per_trainer
+from dtrans.run.base.platforms import as_run_on
 from dtrans.run.collective.job import CollectiveJob, Trainers
 from dtrans.zero.plan import ShardingPlan
 
@@ -88,7 +89,7 @@ def on_mesh(plan: CollectivePlan, devices: Sequence[jax.Device] | None = None, *
     if isinstance(plan, ShardingPlan) and devices is not None and len(given) != plan.trainers:
         o = plan.options
         raise ConfigError(
-            f"degree={o.degree} and dp_degree={o.dp_degree} are {plan.trainers} ranks, on_mesh was given "
+            f"degree={o.degree} and replicas={o.replicas} are {plan.trainers} ranks, on_mesh was given "
             f"{len(given)} devices"
         )
     if len(given) < plan.trainers:
@@ -101,7 +102,7 @@ def on_mesh(plan: CollectivePlan, devices: Sequence[jax.Device] | None = None, *
             f"{plan.trainers} trainers need as many devices, on_mesh has {len(given)}{hint}; "
             "plan.simulate() runs any number on one"
         )
-    return CollectiveJob(plan.on(given[0].platform), MeshTrainers(mesh_of(plan, given)), donate=donate)
+    return CollectiveJob(as_run_on(plan, given[0].platform), MeshTrainers(mesh_of(plan, given)), donate=donate)
 
 
 def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:

@@ -84,11 +84,11 @@ class MeshJob(Job):
     ) -> None:
         if not plan.sync_mode:
             raise ConfigError(
-                "on_mesh runs all trainers at once; run a plan with sync_mode=False in processes (Executor)"
+                "on_mesh runs all trainers at once; run a plan of an asynchronous mode in processes (Executor)"
             )
         if plan.runtime_split:
             raise ConfigError(
-                "on_mesh has no communicator; leave out runtime_split_send_recv, or run it in processes (Executor)"
+                "on_mesh splits no leaves at run time; leave out runtime_split, or run it in processes (Executor)"
             )
         devices = list(jax.devices() if devices is None else devices)
         if not devices:

@@ -82,7 +82,7 @@ class ConnectedProcesses(OneProcess):
         self.me, self.count = cluster.trainer_id, cluster.trainers
         self.run_id, self.saves = cluster.run, self.me == 0
         o = at.plan.options
-        self._whole = {n for n in at.plan.batch if is_under(n, o.unsplit_inputs)}
+        self._whole = {n for n in at.plan.batch if is_under(n, o.batch.unsplit_inputs)}
         self._same = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)} | {**at.plan.merges}
         self._same |= {"orders": repr(at.plan.schedule.orders), "stages": str(at.plan.stage_of)}
         check_consistent(at.plan.main, (), self._same)

@@ -40,7 +40,7 @@ class Deployment:
     @cached_property
     def host(self) -> Host | None:
         """Where parameters are between uses, if not where stages are."""
-        return Host(self.places.replicas) if self.plan.options.offload else None
+        return Host(self.places.replicas) if self.plan.options.memory.offload else None
 
     @property
     def at_rest(self) -> Places:
@@ -93,12 +93,12 @@ class Deployment:
 
     def is_split(self, name: str, x: Any) -> bool:
         """Whether micro-batches have parts of an array of the batch."""
-        return bool(x.shape) and not is_under(name, self.plan.options.unsplit_inputs)
+        return bool(x.shape) and not is_under(name, self.plan.options.batch.unsplit_inputs)
 
     def is_key(self, name: str, x: Any) -> bool:
         """Whether each micro-batch gets a key of its own."""
         is_one = not x.shape and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return is_one and not is_under(name, self.plan.options.unsplit_inputs)
+        return is_one and not is_under(name, self.plan.options.batch.unsplit_inputs)
 
     def batch_kind(self, name: str, x: Any) -> StageSharding:
         """How replicas have an array of the batch."""

@@ -68,7 +68,7 @@ class Owned:
         """Decide."""
         leaves, half = _updating_what_is_read(step)
         analysis = analyse(half, leaves)
-        owner = owned_leaves(step, analysis, o.degree, o.partition)
+        owner = owned_leaves(step, analysis, o.degree, o.slices.partition)
         params, opt_state = step.program.args[:2]
         root = free_name(f"{opt_state.root or 'opt_state'}/bins", opt_state.names)
         writer = OwnerWriter(analysis, owner, o, root, ready_order(step))
@@ -227,7 +227,7 @@ def _behind(*xs: jax.Array) -> jax.Array:
 
 def _parts(bins: Bins, o: ShardingOptions) -> dict[str, BinPart]:
     """What is scattered at once, by name."""
-    return {p.name: p for p in bins.parts(o.reduce_bucket_MB * 2**20)}
+    return {p.name: p for p in bins.parts(o.reduce.bucket_MB * 2**20)}
 
 
 def _packed_values(values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, BinPart]) -> dict[str, Atom]:

@@ -230,13 +230,13 @@ def gathered(b: Builder, bins: Bins, own: Mapping[str, Atom], o: ShardingOptions
       name: what the names of the gathers begin with.
     """
     b.role = DIST
-    parts = bins.parts(o.reduce_bucket_MB * 2**20)
+    parts = bins.parts(o.reduce.bucket_MB * 2**20)
     found: list[Atom] = []
     for i, p in enumerate(parts):
         sent: Atom = own[p.bin]
         if (p.start, p.stop) != (0, bins.types[p.bin].size):
             sent = b.part(sent, 0, p.start, p.stop)
-        if found and not o.overlap:
+        if found and not o.slices.overlap:
             sent = b.call(_after, sent, found[-1])[0]
         found += b.bind(all_gather_p, sent, name=f"{name}/{i}", over=(o.axis_name,), size=o.degree, axis=0)
     made = written(b, lambda *xs: list(bins.from_parts(dict(zip(parts, xs, strict=True))).values()), *found)

@@ -158,7 +158,7 @@ def test_four_ranks_in_two_groups_are_one_device_and_go_on_where_two_ended(
     two: Any, two_at: Path, tmp_path: Path, alone: Any
 ) -> None:
     found = outcome(
-        4, tmp_path, "train", stages=[1, 3], plan={"degree": 2, "dp_degree": 2}, start=str(two_at / "stage 2")
+        4, tmp_path, "train", stages=[1, 3], plan={"degree": 2, "replicas": 2}, start=str(two_at / "stage 2")
     )
     for stage in (1, 3):
         check(found, alone, stage)

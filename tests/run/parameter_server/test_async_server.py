@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,14 +32,12 @@ def x64() -> Any:
 def plan_for(
     servers: Sequence[str], tx: Any, params: Any, *batch: Any, trainers: int = 1, loss: Any = mlp_loss, **options: Any
 ) -> Any:
-    return dtrans.pserver(
+    return flat_options.pserver(
         dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch),
         dtrans.trace(init_of(tx), params),
         pservers=servers,
         trainers=trainers,
-        sync_mode=False,
-        min_block_size=1,
-        **options,
+        **{"mode": dtrans.Async(), "min_block_size": 1, **options},
     )
 
 
@@ -111,8 +110,8 @@ def run_alone(
 ) -> None:
     """One trainer and its servers; they must end with what the step gives by itself."""
     main = dtrans.trace(step, params, jax.eval_shape(init, params)[1], *batches[0])
-    plan = dtrans.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers), sync_mode=False,
-                          min_block_size=1)  # fmt: skip
+    plan = dtrans.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers), mode=dtrans.Async(),
+                          placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
     states, ((got, _),) = run(role_threads, plan, params, [batches], None)
     want, state = init(params)
     for batch in batches:
@@ -202,8 +201,8 @@ def test_delayed_gradients_are_compensated_as_the_paper_says(
     order, strength = [0, 1, 1, 2, 0, 0, 2, 1, 2, 0, 1, 2], 0.7
     tx, params = OPTIMIZERS[name], mlp_params(dtype=jnp.float64)
     batches = [[mlp_batch(4, dtype=jnp.float64, seed=10 * k + s) for s in range(4)] for k in range(3)]
-    options = {"enable_dc_asgd": True, "dc_asgd_lambda": strength, "dc_asgd_decay": decay}
-    plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=3, **options)
+    mode = dtrans.Async(dtrans.DelayCompensation(strength, decay))
+    plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=3, mode=mode)
     states, ended = run(role_threads, plan, params, batches, StepOrder(order))
     newest, state, own, done = params, tx.init(params), [params] * 3, [0] * 3
     square = jax.tree.map(jnp.zeros_like, params)
@@ -232,7 +231,7 @@ def test_delayed_gradients_are_compensated_as_the_paper_says(
 def test_one_trainer_has_no_delay_to_compensate(role_threads: RoleThreads) -> None:
     tx, params = OPTIMIZERS["adam"], mlp_params(dtype=jnp.float64)
     batches = [mlp_batch(4, dtype=jnp.float64, seed=s) for s in range(4)]
-    plan = plan_for(free_endpoints(2), tx, params, *batches[0], enable_dc_asgd=True)
+    plan = plan_for(free_endpoints(2), tx, params, *batches[0], mode=dtrans.Async(dtrans.DelayCompensation()))
     _, ((got, _),) = run(role_threads, plan, params, [batches], None)
     want, state = params, tx.init(params)
     for batch in batches:
@@ -243,7 +242,7 @@ def test_one_trainer_has_no_delay_to_compensate(role_threads: RoleThreads) -> No
 def test_servers_keep_what_each_trainer_has() -> None:
     params = mlp_params()
     plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), params, *mlp_batch(4), trainers=2,
-                    enable_dc_asgd=True, dc_asgd_decay=0.9)  # fmt: skip
+                    mode=dtrans.Async(dtrans.DelayCompensation(decay=0.9)))  # fmt: skip
     server = plan.servers["127.0.0.1:1"]
     held = [n for n in server.main.in_names if "w1" in n]
     suffixes = ("", ".trainer_0_bak", ".trainer_1_bak", "@GRAD.mean_square")
@@ -254,27 +253,53 @@ def test_servers_keep_what_each_trainer_has() -> None:
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "fields, message",
     [
-        ({"enable_dc_asgd": 1}, "enable_dc_asgd must be True or False, it is 1"),
-        ({"enable_dc_asgd": True, "dc_asgd_lambda": -1}, "dc_asgd_lambda must be a number, 0 or more; it is -1"),
-        (
-            {"enable_dc_asgd": True, "dc_asgd_decay": 1.0},
-            "dc_asgd_decay must be a number from 0 to 1, or None; it is 1.0",
-        ),
+        ({"strength": -1}, "strength must be a number, 0 or more; it is -1"),
+        ({"strength": float("inf")}, "strength must be a number, 0 or more; it is inf"),
+        ({"decay": 1.0}, "decay must be a number from 0 to 1, or None; it is 1.0"),
     ],
 )
-def test_compensation_that_cannot_be(options: dict[str, Any], message: str) -> None:
+def test_compensation_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        plan_for(("127.0.0.1:1",), optax.sgd(0.1), mlp_params(), *mlp_batch(4), **options)
+        dtrans.DelayCompensation(**fields)
+    ((name, value),) = fields.items()
+    paddles = {"strength": "dc_asgd_lambda", "decay": "dc_asgd_decay"}[name]
+    with pytest.raises(ConfigError, match="^" + message.replace(name, paddles)):
+        transpiled(enable_dc_asgd=True, **{paddles: value})
+
+
+def transpiled(**options: Any) -> dtrans.DistributeTranspiler:
+    plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), mlp_params(), *mlp_batch(4))
+    t = dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(**{"sync_mode": False, **options}))
+    t.transpile(0, plan.main, trainers=1, startup_program=plan.startup)
+    return t
 
 
 def test_a_synchronous_gradient_has_no_delay() -> None:
-    plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), mlp_params(), *mlp_batch(4))
     with pytest.raises(ConfigError, match="^dc_asgd_decay=0.9 is for enable_dc_asgd=True, which is False$"):
-        dtrans.pserver(plan.main, plan.startup, sync_mode=False, dc_asgd_decay=0.9)
+        transpiled(dc_asgd_decay=0.9)
     with pytest.raises(AssertionError, match="^enable_dc_asgd=True is for sync_mode=False"):
-        dtrans.pserver(plan.main, plan.startup, enable_dc_asgd=True)
+        transpiled(enable_dc_asgd=True, sync_mode=True)
+
+
+@pytest.mark.parametrize(
+    "record, fields, message",
+    [
+        (dtrans.Sync, {"runtime_split": 1}, "runtime_split must be True or False, it is 1"),
+        (dtrans.Async, {"delay": 0.5}, "delay must be a dtrans.DelayCompensation or None, it is 0.5"),
+        (dtrans.Async, {"communicator": {}}, "communicator must be a dtrans.CommunicatorConfig, it is {}"),
+        (
+            dtrans.Async,
+            {"delay": dtrans.DelayCompensation(), "communicator": dtrans.CommunicatorConfig()},
+            "delay and communicator: .*; use dtrans.HalfAsync",
+        ),
+        (dtrans.HalfAsync, {"communicator": None}, "communicator must be a dtrans.CommunicatorConfig, it is None"),
+    ],
+)
+def test_modes_that_cannot_be(record: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        record(**fields)
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -302,7 +327,9 @@ def test_what_takes_all_gradients_at_once_is_refused(name: str, servers: int) ->
         "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
         "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
     }[name]
-    with pytest.raises(ConfigError, match="sync_mode=False: the optimizer reduces over rows of several blocks"):
+    with pytest.raises(
+        ConfigError, match="^the optimizer reduces over rows of several .*: it is for synchronous updates"
+    ):
         plan_for([f"127.0.0.1:{i + 1}" for i in range(servers)], tx, mlp_params(), *mlp_batch(4), trainers=2)
 
 
@@ -311,9 +338,8 @@ def test_leaves_that_are_called_as_copies_are_called(other: str) -> None:
     params = {"w": jnp.ones(3), other: jnp.ones(3)}
     loss = lambda p, x: jnp.mean(x) * (jnp.sum(p["w"] ** 2) + jnp.sum(p[other] ** 2))
     with pytest.raises(ConfigError, match="rename"):
-        plan_for(
-            ("127.0.0.1:1",), optax.sgd(0.1), params, jnp.ones(4), loss=loss, enable_dc_asgd=True, dc_asgd_decay=0.9
-        )
+        mode = dtrans.Async(dtrans.DelayCompensation(decay=0.9))
+        plan_for(("127.0.0.1:1",), optax.sgd(0.1), params, jnp.ones(4), loss=loss, mode=mode)
 
 
 def test_what_else_is_refused() -> None:
@@ -321,8 +347,8 @@ def test_what_else_is_refused() -> None:
     plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), params, *batch)
     with pytest.raises(ConfigError, match="^on_mesh runs all trainers at once"):
         plan.on_mesh()
-    with pytest.raises(ConfigError, match="^sync_mode must be True or False, it is None$"):
-        dtrans.pserver(plan.main, plan.startup, sync_mode=None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="^mode must be a dtrans.Sync or a dtrans.Async or .*, it is None$"):
+        dtrans.pserver(plan.main, plan.startup, mode=None)  # type: ignore[arg-type]
 
 
 # -- who fails -------------------------------------------------------------------------------------
@@ -398,7 +424,9 @@ def test_a_silent_trainer_is_left_behind(
 
 def test_roles_of_two_modes_are_told_so(role_threads: RoleThreads) -> None:
     plan, params, batch = small(1)
-    sync = dtrans.pserver(plan.main, plan.startup, pservers=[*plan.servers], min_block_size=1)
+    sync = dtrans.pserver(
+        plan.main, plan.startup, pservers=[*plan.servers], placement=dtrans.BlockPlacement(min_block_size=1)
+    )
     (endpoint,) = plan.servers
     role_threads.start("server", serve, plan, endpoint, params)
     role_threads.start("trainer 0", train, sync, 0, [batch], None, params)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,16 +37,19 @@ def batches_of(count: int, seed: int = 0) -> list[Any]:
     return [mlp_batch(6, dtype=jnp.float64, seed=100 * seed + s) for s in range(count)]
 
 
+BESIDE = dtrans.Async(communicator=dtrans.CommunicatorConfig())
+
+
 def plan_for(servers: int, trainers: int, tx: Any, *, params: Any = None, loss: Any = mlp_loss, rows: int = 6,
              **options: Any) -> PServerPlan:  # fmt: skip
     params = mlp_params(dtype=jnp.float64) if params is None else params
     batch = mlp_batch(rows, dtype=jnp.float64)
-    return dtrans.pserver(
+    return flat_options.pserver(
         dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch),
         dtrans.trace(init_of(tx), params),
         pservers=free_endpoints(servers),
         trainers=trainers,
-        **{"sync_mode": False, "runtime_split_send_recv": True, "min_block_size": 1, **options},
+        **{"mode": BESIDE, "min_block_size": 1, **options},
     )
 
 
@@ -83,10 +87,10 @@ ADAM = optax.adam(optax.cosine_decay_schedule(1e-2, 20))
 # -- steps that wait -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_dc_asgd": True}], ids=["plain", "compensated"])
+@pytest.mark.parametrize("delay", [None, dtrans.DelayCompensation()], ids=["plain", "compensated"])
 @pytest.mark.parametrize("servers", [1, 3])
 def test_one_trainer_that_waits_is_sequential_training(
-    role_threads: RoleThreads, servers: int, options: dict[str, Any]
+    role_threads: RoleThreads, servers: int, delay: dtrans.DelayCompensation | None
 ) -> None:
     """Leaves that are cut, have one row, or none; nothing is older than it should be, so nothing is compensated."""
     params = {**mlp_params(dtype=jnp.float64), "scale": jnp.ones(()), "row": jnp.ones((1, 3))}
@@ -95,7 +99,7 @@ def test_one_trainer_that_waits_is_sequential_training(
         return mlp_loss({n: p[n] for n in ("b1", "b2", "w1", "w2")}, x, y) * p["scale"] + jnp.sum(p["row"] ** 2)
 
     batches = batches_of(5)
-    plan = plan_for(servers, 1, ADAM, params=params, loss=loss, half_async=True, **options)
+    plan = plan_for(servers, 1, ADAM, params=params, loss=loss, mode=dtrans.HalfAsync(delay))
     states, ((got, _),) = run(role_threads, plan, params, [batches])
     want, state = sequential(ADAM, params, batches, loss)
     tree_close(got, want, 1e-12)
@@ -109,7 +113,12 @@ def test_completely_not_async_is_synchronous(role_threads: RoleThreads, half_asy
     params = {"w": jnp.ones((5, 3)) * 0.1}
     loss = lambda p, x, y: jnp.mean((x @ p["w"] - y) ** 2)
     whole = batches_of(4)
-    plan = plan_for(3, 3, tx, params=params, loss=loss, rows=2, completely_not_async=True, half_async=half_async,
+    config = dtrans.DistributeTranspilerConfig(
+        sync_mode=False, runtime_split_send_recv=True, completely_not_async=True, half_async=half_async
+    )
+    mode = config.when_updated(False)
+    assert mode == dtrans.Sync(runtime_split=True)
+    plan = plan_for(3, 3, tx, params=params, loss=loss, rows=2, mode=mode,
                     slice_var_up=False)  # fmt: skip
     assert sum(not units for units in plan.placement.units.values()) == 2
     parts = [[tuple(x[2 * k : 2 * k + 2] for x in batch) for batch in whole] for k in range(3)]
@@ -123,7 +132,7 @@ def test_completely_not_async_is_synchronous(role_threads: RoleThreads, half_asy
 def test_completely_not_async_cuts_as_it_runs(role_threads: RoleThreads) -> None:
     params, whole = mlp_params(dtype=jnp.float64), batches_of(3)
     tx = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
-    plan = plan_for(2, 2, tx, rows=3, completely_not_async=True, half_async=True)
+    plan = plan_for(2, 2, tx, rows=3, mode=dtrans.Sync(runtime_split=True))
     parts = [[tuple(x[3 * k : 3 * k + 3] for x in batch) for batch in whole] for k in range(2)]
     states, ended = run(role_threads, plan, params, parts)
     want, state = sequential(tx, params, whole)
@@ -141,7 +150,7 @@ def test_every_gradient_is_used_once(role_threads: RoleThreads, trainers: int, i
     """However they were merged: plain SGD is a sum of gradients, each at the parameters that its step had."""
     tx, params = optax.sgd(0.05), mlp_params(dtype=jnp.float64)
     config = dtrans.CommunicatorConfig(max_merge_var_num=3, independent_recv_thread=independent)
-    plan = plan_for(2, trainers, tx, communicator=config)
+    plan = plan_for(2, trainers, tx, mode=dtrans.Async(communicator=config))
     batches = [batches_of(15, seed=k) for k in range(trainers)]
     states, ended = run(role_threads, plan, params, batches)
     grad, want = jax.jit(jax.grad(mlp_loss)), params
@@ -200,7 +209,7 @@ def test_what_waits_is_merged(role_threads: RoleThreads, monkeypatch: pytest.Mon
     Counts are of steps, so that the schedule is where it should be."""
     gate = Gate(monkeypatch)
     params, batches = mlp_params(dtype=jnp.float64), batches_of(10)
-    plan = plan_for(1, 1, tx, communicator=dtrans.CommunicatorConfig(max_merge_var_num=5))
+    plan = plan_for(1, 1, tx, mode=dtrans.Async(communicator=dtrans.CommunicatorConfig(max_merge_var_num=5)))
     ended = gate.stalled(role_threads, plan, params, batches)
     assert sum(gate.sent) == 10
     groups = gate.sent
@@ -223,7 +232,7 @@ def test_what_waits_is_merged(role_threads: RoleThreads, monkeypatch: pytest.Mon
 def test_a_full_queue_is_waited_for(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     params, batches = mlp_params(dtype=jnp.float64), batches_of(9)
-    plan = plan_for(1, 1, optax.sgd(0.1), communicator=dtrans.CommunicatorConfig(send_queue_size=2))
+    plan = plan_for(1, 1, optax.sgd(0.1), mode=dtrans.Async(communicator=dtrans.CommunicatorConfig(send_queue_size=2)))
     (ep,) = plan.servers
     lengths = []
     put = Communicator.put
@@ -288,7 +297,7 @@ def test_a_server_that_ends_is_named_by_the_next_step(
 def test_a_server_that_does_not_answer_is_named(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     params = mlp_params(dtype=jnp.float64)
-    plan = plan_for(1, 1, ADAM, half_async=True)
+    plan = plan_for(1, 1, ADAM, mode=dtrans.HalfAsync())
     (ep,) = plan.servers
     role_threads.start(ep, serve, plan, ep, params)
     role_threads.start("trainer", train, plan, 0, batches_of(3), params, deadline=1.0)
@@ -354,22 +363,24 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_the_mesh_has_none() -> None:
-    with pytest.raises(ConfigError, match="^on_mesh has no communicator; leave out runtime_split_send_recv"):
-        plan_for(1, 1, ADAM, completely_not_async=True).on_mesh()
+    with pytest.raises(ConfigError, match="^on_mesh splits no leaves at run time; leave out runtime_split"):
+        plan_for(1, 1, ADAM, mode=dtrans.Sync(runtime_split=True)).on_mesh()
 
 
 # -- programs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options, barrier", [({}, False), ({"half_async": True}, True),
-                                              ({"half_async": True, "completely_not_async": True}, True)],
-                         ids=["async", "half", "not async"])  # fmt: skip
-def test_leaves_are_sent_and_received_whole(options: dict[str, Any], barrier: bool) -> None:
+@pytest.mark.parametrize(
+    "mode, barrier",
+    [(BESIDE, False), (dtrans.HalfAsync(), True), (dtrans.Sync(runtime_split=True), True)],
+    ids=["async", "half", "not async"],
+)
+def test_leaves_are_sent_and_received_whole(mode: Any, barrier: bool) -> None:
     """As Paddle's: nothing is split or concatenated, and only the startup program has a `fetch_barrier`."""
-    plan = plan_for(2, 2, ADAM, **options)
+    plan = plan_for(2, 2, ADAM, mode=mode)
     assert communication(plan.trainer) == ["send"] * 4 + ["send_barrier"] * barrier + ["recv"] * 4
     assert communication(plan.trainer_startup) == ["recv"] * 4 + ["fetch_barrier"] + ["concat"] * 4
-    named = ".trainer_0" if "completely_not_async" in options else ""
+    named = ".trainer_0" if isinstance(mode, dtrans.Sync) else ""
     for op in plan.trainer.ops:
         if op.type == "send":
             (whole,) = op.inputs
@@ -474,8 +485,8 @@ def test_of_averaged_state_the_newest_is_sent(role_threads: RoleThreads, monkeyp
     init = lambda p: (p, jnp.zeros(()))
     batches = batches_of(6)
     plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
-                          pservers=free_endpoints(1), sync_mode=False, runtime_split_send_recv=True,
-                          merge={"params/seen": "mean"})  # fmt: skip
+                          pservers=free_endpoints(1), mode=BESIDE,
+                          batch=dtrans.Batch(merge={"params/seen": "mean"}))  # fmt: skip
     sends = {op.inputs[0]: op.attrs["merge"] for op in plan.trainer.ops if op.type == "send"}
     assert sends == {"params/w@GRAD": "sum", "params/seen@GRAD": "newest"}
     ended = gate.stalled(role_threads, plan, params, batches)
@@ -525,8 +536,7 @@ def test_leaves_are_merged_with_themselves_whatever_their_order(
     params, tx = {"a": jnp.zeros((3, 2)), "b": jnp.zeros((3, 2))}, optax.sgd(1.0)
     batches = [jnp.ones((2, 3)), jnp.ones((4, 3))]
     main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), batches[0])
-    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), sync_mode=False,
-                          runtime_split_send_recv=True)  # fmt: skip
+    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), mode=BESIDE)
     order = lambda p: [op.inputs[0] for op in p.ops if op.type == "send"]
     assert order(plan.trainer) == order(plan.trainer.specialize(params, batches[1]))[::-1], "else this shows nothing"
     ended = gate.stalled(role_threads, plan, params, [(batches[i % 2],) for i in range(6)])
@@ -552,8 +562,7 @@ def test_only_what_is_computed_is_put_into_the_queue(
     loss = lambda p, x, y: mlp_loss(p, x, y)
     tx, batch = optax.sgd(0.01), mlp_batch(256, sizes, jnp.float64)
     main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), *batch)
-    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), sync_mode=False,
-                          runtime_split_send_recv=True)  # fmt: skip
+    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), mode=BESIDE)
     (ep,) = plan.servers
     role_threads.start(ep, serve, plan, ep, params)
     train(plan, 0, [batch] * 3, params)
@@ -584,8 +593,7 @@ def test_the_leaves_of_a_step_are_of_one_answer(role_threads: RoleThreads, monke
     tx = optax.sgd(1.0)
     loss = lambda p, x: -sum(p.values()) * jnp.mean(x)
     main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones(3))
-    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), sync_mode=False,
-                          runtime_split_send_recv=True)  # fmt: skip
+    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), mode=BESIDE)
     newest = Communicator.newest
 
     def after_the_next(self: Communicator) -> Any:

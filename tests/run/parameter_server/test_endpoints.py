@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +65,7 @@ def plan_for(
     tx = tx or optax.adam(1e-2)
     params = mlp_params() if params is None else params
     batch = batch or mlp_batch(8)
-    return dtrans.pserver(
+    return flat_options.pserver(
         dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch),
         dtrans.trace(init_of(tx), params),
         pservers=pservers,

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +41,7 @@ def batches_of(count: int, seed: int = 0, dtype: Any = jnp.float64) -> list[Any]
 
 
 def plan_for(servers: int, trainers: int, every: int, *, tx: Any = TX, params: Any = None, loss: Any = mlp_loss,
-             batch: Any = None, **options: Any) -> PServerPlan:  # fmt: skip
+             batch: Any = None, block_on_pull: bool = False, **options: Any) -> PServerPlan:  # fmt: skip
     params = params_of() if params is None else params
     main = dtrans.trace(
         dtrans.make_train_step(loss, tx),
@@ -48,12 +49,12 @@ def plan_for(servers: int, trainers: int, every: int, *, tx: Any = TX, params: A
         jax.eval_shape(tx.init, params),
         *(batch or mlp_batch(4, dtype=jnp.float64)),
     )
-    return dtrans.geo_sgd(
+    return flat_options.pserver(
         main,
         dtrans.trace(init_of(tx), params),
         pservers=free_endpoints(servers),
         trainers=trainers,
-        push_every=every,
+        mode=dtrans.Geo(every, block_on_pull),
         **{"min_block_size": 1, **options},
     )
 
@@ -272,9 +273,9 @@ def test_frozen_leaves_and_statistics_stay_with_their_trainer(role_threads: Role
 
     init = lambda p: (p, tx.init({"w": p["w"]}))
     batches = batches_of(4)
-    plan = dtrans.geo_sgd(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
-                          pservers=free_endpoints(2), trainers=2, push_every=2, block_on_pull=True,
-                          min_block_size=1)  # fmt: skip
+    plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
+                          pservers=free_endpoints(2), trainers=2, mode=dtrans.Geo(2, block_on_pull=True),
+                          placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
     assert plan.frozen == ("params/frozen", "params/seen")
     assert {b.leaf for b in plan.placement.table} == {"params/w"}
     on_servers = [role_threads.start(ep, serve, plan, ep, params) for ep in plan.servers]
@@ -394,6 +395,10 @@ def test_a_plan_says_what_it_is() -> None:
     ({"every": 0}, "push_every must be a positive number of steps, it is 0"),
     ({"every": True}, "push_every must be a positive number of steps, it is True"),
     ({"block_on_pull": 1}, "block_on_pull must be True or False, it is 1"),
+    ({"merge": {"params/w1": "mean"}},
+     "merge={'params/w1': 'mean'} with dtrans.Geo: what no gradient enters is each trainer's own"),
+    ({"on_trainer_exit": "error"}, "on_trainer_exit='error' is for synchronous updates: asynchronous ones never "
+     "combine gradients of several trainers"),
 ])  # fmt: skip
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -427,8 +432,9 @@ def test_only_what_gradients_enter_is_shared(role_threads: RoleThreads) -> None:
 
     init = lambda p: (p, jnp.zeros(()))
     batches = batches_of(4)
-    plan = dtrans.geo_sgd(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
-                          pservers=free_endpoints(2), push_every=2, min_block_size=1)  # fmt: skip
+    plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
+                          pservers=free_endpoints(2), mode=dtrans.Geo(push_every=2),
+                          placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
     assert plan.frozen == ("params/count", "params/decays", "params/key", "params/raw")
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, params)
@@ -446,7 +452,7 @@ def geo_of(params: Any) -> PServerPlan:
         return jax.tree.map(lambda w, g: w - g, params, grads), opt_state, value
 
     init = lambda: (params, jnp.zeros(()))
-    return dtrans.geo_sgd(dtrans.trace(step, *init(), jnp.ones(())), dtrans.trace(init))
+    return dtrans.pserver(dtrans.trace(step, *init(), jnp.ones(())), dtrans.trace(init), mode=dtrans.Geo())
 
 
 @pytest.mark.parametrize("params, message", [

@@ -177,7 +177,7 @@ def test_an_equinox_module_equals_one_device_and_keeps_its_functions() -> None:
             dtrans.trace(init, key),
             pservers=endpoints(3),
             trainers=2,
-            min_block_size=1,
+            placement=dtrans.BlockPlacement(min_block_size=1),
         )
         job = plan.on_mesh()
         state, losses = run(job, job.init(key), batches)
@@ -272,7 +272,10 @@ def test_a_leaf_that_nothing_changes_stays_with_the_trainers() -> None:
         init = lambda params: (params, ())
         batches = batches_of(4, sizes=(5, 3))
         plan = dtrans.pserver(
-            dtrans.trace(step, params, (), *batches[0]), dtrans.trace(init, params), trainers=2, min_block_size=1
+            dtrans.trace(step, params, (), *batches[0]),
+            dtrans.trace(init, params),
+            trainers=2,
+            placement=dtrans.BlockPlacement(min_block_size=1),
         )
         assert plan.frozen == ("params/shift",)
         job = plan.on_mesh()
@@ -307,7 +310,7 @@ def test_batch_statistics_are_each_trainers_own(trainers: int, devices: int) -> 
             dtrans.trace(lambda p: (p, ()), params),
             pservers=endpoints(2),
             trainers=trainers,
-            min_block_size=1,
+            placement=dtrans.BlockPlacement(min_block_size=1),
         )
         job = plan.on_mesh(jax.devices()[:devices])
         state, _ = run(job, job.init(params), batches)

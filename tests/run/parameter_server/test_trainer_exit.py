@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +44,7 @@ OPTIMIZERS = {
 def plan_for(pservers: Sequence[str], trainers: int, tx: Any, **options: Any) -> PServerPlan:
     params = mlp_params(dtype=jnp.float64)
     batch = mlp_batch(ROWS * trainers, dtype=jnp.float64)
-    return dtrans.pserver(
+    return flat_options.pserver(
         dtrans.trace(dtrans.make_train_step(mlp_loss, tx), params, jax.eval_shape(tx.init, params), *batch),
         dtrans.trace(init_of(tx), params),
         pservers=pservers,
@@ -192,7 +193,7 @@ def table(role_threads: RoleThreads, trainers: int, **options: Any) -> Iterator[
     (ep,) = pservers = free_endpoints(1)
     params, tx = {"w": jnp.asarray(START)}, optax.sgd(0.5)
     loss = lambda params, x: jnp.mean(x @ params["w"])
-    plan = dtrans.pserver(
+    plan = flat_options.pserver(
         dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones((trainers, 4))),
         dtrans.trace(init_of(tx), params),
         pservers=pservers,
@@ -416,12 +417,12 @@ def test_what_is_not_one_of_three_is_refused() -> None:
 
 @pytest.mark.parametrize("on_trainer_exit", ["paddle", "error"])
 def test_an_asynchronous_job_has_no_say(on_trainer_exit: Any) -> None:
-    plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), on_trainer_exit="drop", sync_mode=False)
+    plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), on_trainer_exit="drop", mode=dtrans.Async())
     with pytest.raises(
         ConfigError,
-        match=f"^on_trainer_exit='{on_trainer_exit}' is for sync_mode=True: asynchronous updates never combine",
+        match=f"^on_trainer_exit='{on_trainer_exit}' is for synchronous updates: asynchronous ones never combine",
     ):
-        plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), on_trainer_exit=on_trainer_exit, sync_mode=False)
+        plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), on_trainer_exit=on_trainer_exit, mode=dtrans.Async())
 
 
 def transpiled(on_trainer_exit: Any, **options: Any) -> dtrans.DistributeTranspiler:
