@@ -5,7 +5,7 @@
     exchange        what servers give each other in the middle of an update, packed
     client          a trainer's connection to one server
     server          the loop of every server; server_sockets: its sockets
-    trainers        who is present; server_peers: the other servers, and what they have sent
+    presence        which trainers are there; server_peers: the other servers, and what they have sent
     sync_server     what becomes of messages where updates are of all trainers; sync_update: the update of a step
     async_server    the same, where no trainer waits
     fabric          carries out the equations of `dtrans.ops` with the above

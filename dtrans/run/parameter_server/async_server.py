@@ -35,8 +35,8 @@ from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
 from dtrans.run.net.inbox import Inbox
 from dtrans.run.parameter_server.block_update import BlockUpdates
+from dtrans.run.parameter_server.presence import Presence, Say, answer, log, wanted
 from dtrans.run.parameter_server.server_peers import ServerPeers
-from dtrans.run.parameter_server.trainers import Say, Trainers, answer, log, wanted
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -55,7 +55,7 @@ class AsyncServer:
 
     step = 0  # that trainers are welcomed at; each counts its own
 
-    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Trainers, say: Say) -> None:
+    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Presence, say: Say) -> None:
         self.endpoint = update.endpoint
         self.state = state
         self.peers = ServerPeers(update.endpoint, (), on_trainer_exit="")

@@ -26,9 +26,9 @@ from dtrans.checkpoint.runs import note
 from dtrans.errors import DtransError, WireError
 from dtrans.run.net import wire
 from dtrans.run.parameter_server.async_server import AsyncServer
+from dtrans.run.parameter_server.presence import Presence, log
 from dtrans.run.parameter_server.server_sockets import ServerSockets
 from dtrans.run.parameter_server.sync_server import SyncServer
-from dtrans.run.parameter_server.trainers import Trainers, log
 from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
 
@@ -60,7 +60,7 @@ class Server:
         allow_remote: bool,
     ) -> None:
         self.endpoint = update.endpoint
-        self._trainers = Trainers(update, deadline=deadline, silence=min(SILENCE, deadline))
+        self._trainers = Presence(update, deadline=deadline, silence=min(SILENCE, deadline))
         self._sockets = ServerSockets(context, update.endpoint)
         kind = SyncServer if update.eqn.params["sync_mode"] else AsyncServer
         self._kind = kind(update, own_buffers(state), self._trainers, self._sockets.say)

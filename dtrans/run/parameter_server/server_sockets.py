@@ -20,8 +20,8 @@ from dtrans.endpoints import is_loopback, split_endpoint
 from dtrans.errors import ConfigError, PeerError, WireError
 from dtrans.run.net import wire
 from dtrans.run.net.sockets import LINGER, new_socket, tcp_address
+from dtrans.run.parameter_server.presence import log
 from dtrans.run.parameter_server.server_peers import ServerPeer, ServerPeers
-from dtrans.run.parameter_server.trainers import log
 
 
 _REFUSED_HANDSHAKES = (

@@ -32,9 +32,9 @@ from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
 from dtrans.run.net.inbox import Inbox
+from dtrans.run.parameter_server.presence import Presence, Say, answer, named, wanted
 from dtrans.run.parameter_server.server_peers import ServerPeers
 from dtrans.run.parameter_server.sync_update import SyncUpdate
-from dtrans.run.parameter_server.trainers import Say, Trainers, answer, named, wanted
 from dtrans.run.parameter_server.update import ServerUpdate, Vectors
 
 
@@ -57,7 +57,7 @@ class SyncServer:
       say: sends a message.
     """
 
-    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Trainers, say: Say) -> None:
+    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Presence, say: Say) -> None:
         self.endpoint = update.endpoint
         self.on_trainer_exit: str = update.eqn.params["on_trainer_exit"]
         self.peers = ServerPeers(update.endpoint, update.exchanges, on_trainer_exit=self.on_trainer_exit)

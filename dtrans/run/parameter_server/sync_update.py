@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from dtrans.run.parameter_server.exchange import Exchange
-from dtrans.run.parameter_server.trainers import log, named
+from dtrans.run.parameter_server.presence import log, named
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors
 
 

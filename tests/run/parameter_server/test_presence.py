@@ -16,14 +16,14 @@ from helpers import mlp_batch, mlp_loss, mlp_params
 import dtrans
 from dtrans.errors import DeadlineError, WireError
 from dtrans.run.net import wire
-from dtrans.run.parameter_server import trainers as trainers_module
+from dtrans.run.parameter_server import presence as presence_module
 from dtrans.run.parameter_server.async_server import AsyncServer
+from dtrans.run.parameter_server.presence import Presence, named
 from dtrans.run.parameter_server.sync_server import SyncServer
-from dtrans.run.parameter_server.trainers import Trainers, named
 from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
 
-FOLDER = Path(trainers_module.__file__).parent
+FOLDER = Path(presence_module.__file__).parent
 
 
 class Job:
@@ -42,7 +42,7 @@ class Job:
         )
         (role,) = self.plan.servers.values()
         self.update = ServerUpdate.of(role.main)
-        self.trainers = Trainers(self.update, deadline=10.0, silence=3.0)
+        self.trainers = Presence(self.update, deadline=10.0, silence=3.0)
         self.said: list[tuple[Any, str, dict[str, Any]]] = []
         kind = SyncServer if sync_mode else AsyncServer
         state = own_buffers({n: np.ones(t.shape, t.dtype) for n, t in self.update.types.items()})
@@ -123,7 +123,7 @@ def test_a_trainer_moves_to_another_socket_and_is_replaced_by_nobody() -> None:
     assert named([2, 0]) == "trainers 2, 0"
 
 
-@pytest.mark.parametrize("name", ["trainers", "server_peers", "sync_server", "async_server"])
+@pytest.mark.parametrize("name", ["presence", "server_peers", "sync_server", "async_server"])
 def test_who_decides_has_no_socket_and_no_clock(name: str) -> None:
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     found = {a.name for x in ast.walk(tree) if isinstance(x, ast.Import) for a in x.names}

@@ -34,7 +34,7 @@ class Trainer:
     failed: bool = False  # done, and not because it said so
 
 
-class Trainers:
+class Presence:
     """The trainers of one server.
 
     Args:
@@ -156,7 +156,7 @@ class Trainers:
 
 
 def named(trainers: Sequence[int]) -> str:
-    """Trainers, as messages call them."""
+    """Presence, as messages call them."""
     return ("trainer " if len(trainers) == 1 else "trainers ") + ", ".join(map(str, trainers))
 
 
