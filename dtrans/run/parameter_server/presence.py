@@ -156,7 +156,7 @@ class Presence:
 
 
 def named(trainers: Sequence[int]) -> str:
-    """Presence, as messages call them."""
+    """Trainers, as messages call them."""
     return ("trainer " if len(trainers) == 1 else "trainers ") + ", ".join(map(str, trainers))
 
 

@@ -37,8 +37,8 @@ class Job:
             dtrans.trace(lambda p: (p, tx.init(p)), self.params),
             pservers="127.0.0.1:1",
             trainers=count,
-            sync_mode=sync_mode,
-            min_block_size=1,
+            mode=dtrans.Sync() if sync_mode else dtrans.Async(),
+            placement=dtrans.BlockPlacement(min_block_size=1),
         )
         (role,) = self.plan.servers.values()
         self.update = ServerUpdate.of(role.main)
