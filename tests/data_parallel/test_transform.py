@@ -902,7 +902,8 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
         ):
             job.step(state, x[:6], y[:6])
         with pytest.raises(
-            BatchError, match=r"x has 8 and y has 4 rows; name what .* in dtrans\.nccl2\(unsplit_inputs="
+            BatchError,
+            match=r"x has 8 and y has 4 rows; name what .* in dtrans\.nccl2\(batch=dtrans\.Batch\(unsplit_inputs=",
         ):
             job.step(state, x, y[:4])
         with pytest.raises(BatchError, match="^the step takes 2 batch arguments, 1 were given$"):

@@ -571,7 +571,7 @@ def test_what_owners_cannot(options: dict[str, Any], told: str) -> None:
 
 
 def test_a_rule_that_there_is_not() -> None:
-    with pytest.raises(ConfigError, match="partition must be one of rows, greedy_even, use_order; it is 'even'"):
+    with pytest.raises(ConfigError, match="partition must be 'rows', 'greedy_even' or 'use_order', it is 'even'"):
         plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch(), degree=2, partition="even")
 
 
