@@ -3,6 +3,7 @@
 trace              a function to a program, with names and roles
 marks              gradients, marked by identities: `value_and_grad`, `make_train_step`
 capture            the loss function as one equation, before it is differentiated
+gradients          which values are the gradients
 cut                the two halves of a step: forward and backward, and the update
 startup            which output of init is the first value of which input of the step
 batch_sharing      how a batch is shared: the record of options

@@ -1,0 +1,273 @@
+"""Which values of a training step are the gradients of its parameters.
+
+They are the operands of marks (`dtrans.step.marks`) where the step has them. A step whose author called `jax.grad` gets
+them by inference: the gradient of `params/w` is the value that
+
+  - has the shape of `params/w`,
+  - was made by differentiation (its equation lies under `transpose(...)` in the name stack, or holds such
+    equations: a scan over micro-batches), and is used by an equation that was not,
+  - reaches the new `params/w` through equations that keep that shape; or, where none does (Muon
+    multiplies matrices), through any equations.
+
+More than one such value is an error that lists them, and so is a loop that may have taken several steps:
+what it makes becomes the new parameter without the old one being read again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxprs_in_params, scope_of
+from dtrans.errors import GradientError
+from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.display import short_type
+from dtrans.ir.inline import inline_calls
+from dtrans.ir.program import Program
+from dtrans.step.marks import mark_p
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpenStep:
+    """A training step with its calls inlined, and what is looked up in it.
+
+    Attributes:
+      source: the step as it was traced.
+      jaxpr: its equations, calls inlined.
+    """
+
+    source: Program
+    jaxpr: ClosedJaxpr
+
+    @property
+    def eqns(self) -> Sequence[JaxprEqn]:
+        return self.jaxpr.jaxpr.eqns
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return self.source.args[0].names
+
+    @property
+    def opt_state(self) -> tuple[str, ...]:
+        return self.source.args[1].names
+
+    @cached_property
+    def batch(self) -> tuple[str, ...]:
+        """The names of inputs that are no state."""
+        return tuple(n for n in self.source.in_names if n not in self.state)
+
+    @cached_property
+    def results(self) -> tuple[str, ...]:
+        """The names of outputs that are no state."""
+        return tuple(n for n in self.source.out_names if n not in self.state)
+
+    @cached_property
+    def state(self) -> set[str]:
+        return {*self.params, *self.opt_state}
+
+    @cached_property
+    def vars(self) -> dict[str, Var]:
+        """Name to input."""
+        return dict(zip(self.source.in_names, self.jaxpr.jaxpr.invars, strict=True))
+
+    @cached_property
+    def names(self) -> dict[Var, str]:
+        """Input to name."""
+        return {v: n for n, v in self.vars.items()}
+
+    @cached_property
+    def outs(self) -> dict[str, Atom]:
+        """Name to output."""
+        return dict(zip(self.source.out_names, self.jaxpr.jaxpr.outvars, strict=True))
+
+    @cached_property
+    def made_by(self) -> dict[Var, int]:
+        """Value to the position of the equation that makes it."""
+        return {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+
+    @cached_property
+    def derived(self) -> list[bool]:
+        """Whether differentiation made each equation."""
+        return [_is_derivative(e) for e in self.eqns]
+
+
+def open_step(program: Program) -> OpenStep:
+    """Inline the calls of a step.
+
+    Raises:
+      GradientError: it is not a training step.
+    """
+    if len(program.args) < 2:
+        raise GradientError(
+            f"{program.name} is not a training step: it must be a function of (params, opt_state, *batch)"
+        )
+    if program.ambiguous_outputs:
+        raise GradientError(
+            f"{program.name} returns its new state where it cannot be told: {program.ambiguous_outputs}. "
+            "Return (params, opt_state, loss, ...) in this order, or a dict with the keys of the arguments"
+        )
+    step = OpenStep(program, inline_calls(program.jaxpr))
+    missing = [n for n in (*step.params, *step.opt_state) if n not in step.outs]
+    if missing or not step.params:
+        raise GradientError(
+            f"{program.name} is not a training step: it does not return a new "
+            f"{missing[0] if missing else 'value of its first argument'}; "
+            "it must return (params, opt_state, loss), each of the structure that came in"
+        )
+    for n in (*step.params, *step.opt_state):
+        had, now = step.vars[n].aval, step.outs[n].aval
+        if (had.shape, had.dtype) != (now.shape, now.dtype):
+            raise GradientError(
+                f"{n} goes in as {short_type(had)} and comes out as {short_type(now)}: a step must keep the "
+                "type of its state"
+            )
+    return step
+
+
+def marked(step: OpenStep) -> dict[str, Var]:
+    """Parameter to the output of its mark."""
+    found: dict[str, Var] = {}
+    for eqn in step.eqns:
+        if eqn.primitive is not mark_p:
+            continue
+        leaf = _leaf_behind(step, eqn.invars[1])
+        if leaf is None:
+            raise GradientError(
+                f"dtrans.value_and_grad was taken with respect to `{eqn.params['leaf'] or 'its argument'}`, "
+                "which is not a leaf of "
+                f"`{step.params[0].split('/')[0]}`, the first argument of {step.source.name}"
+            )
+        if leaf in found:
+            raise GradientError(
+                f"{leaf} has two marked gradients in {step.source.name}: call dtrans.value_and_grad once, "
+                "on the total loss, or accumulate over micro-batches with jax.lax.scan and jax.value_and_grad"
+            )
+        shape = step.vars[leaf].aval.shape
+        if eqn.outvars[0].aval.shape != shape:
+            raise GradientError(
+                f"the marked gradient of {leaf} is {short_type(eqn.outvars[0].aval)} in {step.source.name}, "
+                f"where the leaf is {list(shape)}: gradients of single examples (dtrans.value_and_grad under vmap) "
+                "cannot be averaged over trainers; take the gradient of the mean loss"
+            )
+        found[leaf] = eqn.outvars[0]
+    return found
+
+
+def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
+    """The parameter that a value is, or was made from one operand at a time, as by a cast."""
+    while isinstance(atom, Var) and atom in step.made_by:
+        eqn = step.eqns[step.made_by[atom]]
+        operands = [a for a in eqn.invars if isinstance(a, Var)]
+        if len(operands) != 1 or operands[0].aval.shape != atom.aval.shape:
+            return None
+        atom = operands[0]
+    name = step.names.get(atom) if isinstance(atom, Var) else None
+    return name if name in step.params else None
+
+
+def inferred(step: OpenStep) -> dict[str, Var]:
+    """Parameter to the value that must be its gradient; see the module's docstring."""
+    candidates = _crossing(step)
+    of_shape: dict[tuple[int, ...], set[Var]] = {}
+    for v in candidates:
+        of_shape.setdefault(v.aval.shape, set()).add(v)
+    from_batch = propagate(step.eqns, {step.vars[n]: 1 for n in step.batch}, dict.fromkeys(candidates, 0))
+    reads_params = propagate(step.eqns, {step.vars[n]: 1 for n in step.params}, dict.fromkeys(candidates, 0))
+    found: dict[str, Var] = {}
+    for name in step.params:
+        out, shape = step.outs[name], step.vars[name].aval.shape
+        fits = of_shape.get(shape, set())
+        reach = _shape_keeping(step, out, shape, fits) or _reached(step, out, fits)
+        if len(reach) == 1:
+            (candidate,) = reach
+            _check_inferred(step, name, candidate, reads_params)
+            found[name] = candidate
+            continue
+        # no candidate is right for a leaf that never changes, or that the loss does not use: both are
+        # told apart from a hidden gradient by whether the batch enters its update
+        if not reach and not (isinstance(out, Var) and from_batch.get(out)):
+            continue
+        listed = (
+            "\n".join(f"  {describe(step, v)}" for v in sorted(reach or fits, key=step.made_by.__getitem__)) or "  none"
+        )
+        raise GradientError(
+            f"cannot tell the gradient of {name} ({short_type(step.vars[name].aval)}) in "
+            f"{step.source.name}; candidates:\n{listed}\n"
+            "take gradients with dtrans.value_and_grad in place of jax.value_and_grad, or build the step "
+            "with dtrans.make_train_step"
+        )
+    return found
+
+
+def nested(step: OpenStep, gradients: Mapping[str, Var]) -> str:
+    """What lies between two derivatives, outside of both: the first equation of it, if there is one."""
+    kept, _ = backward_slice(step.eqns, gradients.values())
+    inside: set[Var] = set()
+    for i in kept:
+        eqn = step.eqns[i]
+        if step.derived[i]:
+            inside.update(eqn.outvars)
+        elif any(isinstance(a, Var) and a in inside for a in eqn.invars):
+            if "jvp(" not in scope_of(eqn):
+                return f"{short_type(eqn.outvars[0].aval)} = {eqn.primitive.name}"
+            inside.update(eqn.outvars)
+    return ""
+
+
+def _check_inferred(step: OpenStep, name: str, candidate: Var, reads_params: Mapping[Var, int]) -> None:
+    """Refuse what may be the new parameter itself, made by a loop that takes several steps."""
+    out, eqn = step.outs[name], step.eqns[step.made_by[candidate]]
+    if "transpose(" not in scope_of(eqn) and not (isinstance(out, Var) and reads_params.get(out)):
+        raise GradientError(
+            f"cannot tell the gradient of {name} in {step.source.name}: {eqn.primitive.name} differentiates "
+            f"inside, and what it makes becomes the new {name} without the old one being read again, as when a "
+            "loop takes several steps. A step may take one update"
+        )
+
+
+def _crossing(step: OpenStep) -> set[Var]:
+    """Values made by differentiation and used by something that was not."""
+    made = {v for e, d in zip(step.eqns, step.derived, strict=True) if d for v in e.outvars}
+    used = {a for e, d in zip(step.eqns, step.derived, strict=True) if not d for a in e.invars if isinstance(a, Var)}
+    used |= {a for a in step.jaxpr.jaxpr.outvars if isinstance(a, Var)}
+    return made & used
+
+
+def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[Var]) -> set[Var]:
+    """The candidates met walking back from `out` through values of one shape."""
+    stack, seen, met = [out], set(), set()
+    while stack:
+        atom = stack.pop()
+        if isinstance(atom, Literal) or atom in seen or atom.aval.shape != shape:
+            continue
+        seen.add(atom)
+        if atom in fits:
+            met.add(atom)
+        elif atom in step.made_by:
+            stack += step.eqns[step.made_by[atom]].invars
+    return met
+
+
+def _reached(step: OpenStep, out: Atom, fits: set[Var]) -> set[Var]:
+    """The candidates met walking back from `out` through anything."""
+    return backward_slice(step.eqns, [out], fits)[1] & fits if fits else set()
+
+
+def describe(step: OpenStep, var: Var) -> str:
+    """A value, and how it was made."""
+    eqn = step.eqns[step.made_by[var]]
+    return f"{short_type(var.aval)} = {eqn.primitive.name} ({scope_of(eqn) or 'no name stack'})"
+
+
+def _is_derivative(eqn: JaxprEqn) -> bool:
+    """Whether differentiation made an equation: it transposes, or is a loop around equations that do."""
+    if "transpose(" in scope_of(eqn):
+        return True
+    if eqn.primitive.name == "custom_linear_solve":  # it holds its own transpose, whether it was differentiated or not
+        return False
+    return any(
+        e.primitive is mark_p or "transpose(" in scope_of(e)
+        for sub in jaxprs_in_params(eqn.params)
+        for e in equations(sub)
+    )
