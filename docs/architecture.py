@@ -42,7 +42,9 @@ RUN_LAYERS = (
     ("distributed",),
     ("collective", "parameter_server"),
     ("pipeline_parallel",),
-    ("realisers", "executor"),
+    ("executor",),
+    ("role_job",),
+    ("realisers",),
 )
 
 

@@ -143,7 +143,7 @@ class Plan(abc.ABC):
             devices = list(devices.devices.flat)
         return self._realised("mesh", devices, donate=donate, **options)
 
-    def on_cluster(self, *, donate: bool = True) -> Job:
+    def on_cluster(self, *, donate: bool = True, **options: Any) -> Job:
         """Run this process's part, in a job of processes. All of them call this, then `init` and `step`.
 
         In collective modes and pipelines `dtrans.connect()` comes first; with parameter servers the environment says
@@ -151,11 +151,12 @@ class Plan(abc.ABC):
 
         Args:
           donate: as in `on_mesh`; never where the job goes on when trainers are lost.
+          options: of `dtrans.Executor`, with parameter servers: `deadline`, `wait_port`, `allow_remote`.
 
         Raises:
           ConfigError: not connected, or to another number of processes than the plan is for.
         """
-        return self._realised("cluster", donate=donate)
+        return self._realised("cluster", donate=donate, **options)
 
     def simulate(self) -> Job:
         """Run the whole job on one device: for tests, notebooks, and machines that one does not have."""

@@ -1,6 +1,7 @@
 """Realisers: what turns plans and programs into something that runs. The only layer that does anything.
 
     executor            `Executor.run`: any one program of a job
+    role_job            a job of parameter servers, as one of its processes has it
     base                what all of them share
     net                 messages over ZeroMQ
     parameter_server    parameter servers: on a mesh, or as processes

@@ -157,3 +157,27 @@ def test_what_runs_no_plan_says_so() -> None:
 
     with pytest.raises(ConfigError, match="^nothing runs a Nothing by 'mesh'$"):
         Nothing().on_mesh()
+
+
+def test_a_role_runs_its_own_part_and_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("pserver")
+    first, second = plan.servers
+    environment = dtrans.Role("pserver", 2, (first, second), current_endpoint=second).environment()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with plan.on_cluster() as job:
+        state = job.init(KEY)
+        assert set(state) == set(plan.servers[second].main.inputs)
+        for call, says in (
+            (lambda: job.step(state, X, Y), "makes no steps: job.serve"),
+            (lambda: job.params(state), "has blocks of parameters: save them"),
+            (lambda: job.opt_state(state), "the optimizer's state is on the servers"),
+            (lambda: job.state_of(*init(KEY)), r"give each its part \(dtrans.checkpoint.scatter\)"),
+        ):
+            with pytest.raises(ConfigError, match=says):
+                call()
+    with pytest.raises(StateError, match="^this job is closed"):
+        job.serve(state)
+    monkeypatch.setenv("DTRANS_TRAINERS", "3")
+    with pytest.raises(ConfigError, match="^the plan is for 2 trainers and pservers .* environment says 3 and "):
+        plan.on_cluster()

@@ -1,0 +1,127 @@
+"""A job of parameter servers, as one of its processes has it: a trainer, or a server.
+
+The environment says which (`dtrans.Role.from_env`); `dtrans.Executor` runs its programs.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NoReturn
+
+from dtrans.checkpoint.runs import run_of
+from dtrans.errors import ConfigError, StateError
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.plan import Job, realises
+from dtrans.run.base.lowered import LoweredStep, recording
+from dtrans.run.distributed.role import Role
+from dtrans.run.executor import Executor
+
+
+class RoleJob(Job):
+    """What both have in common.
+
+    Args:
+      plan: the same in all processes.
+      role: of this process.
+      options: of `dtrans.Executor`.
+    """
+
+    saves = False
+
+    def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
+        if role.trainers != plan.trainers or tuple(plan.servers) != role.pserver_endpoints:
+            raise ConfigError(
+                f"the plan is for {plan.trainers} trainers and pservers {','.join(plan.servers)}; this process's "
+                f"environment says {role.trainers} and {role.pservers or 'none'}"
+            )
+        self.plan, self.role = plan, role
+        self._executor = Executor(**options)
+
+    @property
+    def run_id(self) -> str:  # type: ignore[override]
+        return run_of(self.role.current_endpoint)
+
+    def close(self) -> None:
+        super().close()
+        self._executor.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().close()
+        self._executor.__exit__(kind, error, trace)  # a failure is told to the servers
+
+    def state_of(self, params: Any, opt_state: Any) -> NoReturn:
+        raise ConfigError("the state of this job is on its servers: give each its part (dtrans.checkpoint.scatter)")
+
+    def opt_state(self, state: Any) -> Any:
+        raise ConfigError("the optimizer's state is on the servers: save them, and dtrans.checkpoint.load the whole")
+
+
+class TrainerJob(RoleJob):
+    """One trainer: `init` receives the first parameters of the servers, and `step` exchanges with them.
+
+    A state is what the trainer holds: (params,), or (params, opt_state) where each trainer has its own (GEO-SGD).
+    """
+
+    def init(self, *args: Any) -> tuple[Any, ...]:
+        self._check_open()
+        made = self._executor.run(self.plan.trainer_startup_program(self.role.trainer_id), *args)
+        return made if isinstance(made, tuple) and self.plan.push_every else (made,)
+
+    def check(self, state: Any) -> None:
+        self._check_open()
+        if not isinstance(state, tuple) or len(state) != (2 if self.plan.push_every else 1):
+            raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
+
+    def step(self, state: tuple[Any, ...], *batch: Any) -> tuple[Any, ...]:
+        """One step on this trainer's part of the batch: (state, loss[, aux])."""
+        self.check(state)
+        made = self._executor.run(self.plan.trainer_program(self.role.trainer_id), *state, *batch)
+        return (tuple(made[: len(state)]), *made[len(state) :])
+
+    def params(self, state: tuple[Any, ...]) -> Any:
+        return state[0]
+
+    def opt_state(self, state: tuple[Any, ...]) -> Any:
+        return state[1] if self.plan.push_every else super().opt_state(state)
+
+    def lower(self, state: tuple[Any, ...], *batch: Any) -> LoweredStep:
+        """What `step` compiles. It makes a step, with the servers: all trainers must ask for it together."""
+        with recording() as parts:
+            self.step(state, *batch)
+        return LoweredStep(parts)
+
+
+class ServerJob(RoleJob):
+    """One server: `init` makes its blocks, and `serve` updates them until every trainer has closed."""
+
+    def init(self, *args: Any) -> dict[str, Any]:
+        self._check_open()
+        made: dict[str, Any] = self._executor.run(self.plan.servers[self.role.current_endpoint].startup, *args)
+        return made
+
+    def check(self, state: Any) -> None:
+        self._check_open()
+
+    def serve(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Serve until every trainer has closed; the state at the end, for `dtrans.checkpoint.save`."""
+        self._check_open()
+        made: dict[str, Any] = self._executor.run(self.plan.servers[self.role.current_endpoint].main, state)
+        return made
+
+    def step(self, state: Any, *batch: Any) -> NoReturn:
+        raise ConfigError(f"{self.role.name} makes no steps: job.serve(state) serves until every trainer has closed")
+
+    def params(self, state: Any) -> NoReturn:
+        raise ConfigError(f"{self.role.name} has blocks of parameters: save them, and dtrans.checkpoint.load the whole")
+
+    def lower(self, state: Any, *batch: Any) -> NoReturn:
+        raise ConfigError(f"{self.role.name} compiles its update when gradients come; plan.on_mesh().lower() shows it")
+
+
+@realises(PServerPlan, "cluster")
+def on_cluster(plan: PServerPlan, *, donate: bool = True, **options: Any) -> RoleJob:
+    """This process's role."""
+    role = Role.from_env()
+    return (TrainerJob if role.is_trainer else ServerJob)(plan, role, options)
