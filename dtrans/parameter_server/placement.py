@@ -60,9 +60,6 @@ def place(
     if not slice_var_up:
         np.random.RandomState(seed).shuffle(free)
     blocks = [b for n in free for b in _cut(n, leaves[n], len(endpoints) if slice_var_up else 1, min_block_size)]
-    for b in blocks:
-        if b.name != b.leaf and b.name in leaves:
-            raise ConfigError(f"{b.name} is a leaf, and would be the name of a block of {b.leaf}: rename the leaf")
     tied = [Unit(tuple(_whole(m, leaves[m]) for m in bound[n].leaves)) for n in leaves if _leads(n, bound)]
     nowhere = Placement(
         tuple(endpoints),

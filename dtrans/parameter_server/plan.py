@@ -23,6 +23,7 @@ from dtrans.parameter_server.overview import VarsDistributed, overview_of
 from dtrans.parameter_server.placement import dispatched
 from dtrans.plan import Job, realiser
 from dtrans.slicing.blocks import Placement
+from dtrans.slicing.server_update import ServerVariable
 
 
 if TYPE_CHECKING:
@@ -64,10 +65,12 @@ class ServerPrograms:
     Attributes:
       main: one `listen_and_serv`, on the server's state.
       startup: makes that state.
+      held: what of the step each array of that state is.
     """
 
     main: Program
     startup: Program
+    held: Mapping[str, ServerVariable]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,7 +168,7 @@ class PServerPlan:
 
         Source: Paddle's `program._parameters_on_pservers`.
         """
-        held = {ep: programs.main.inputs for ep, programs in self.servers.items()}
+        held = {ep: programs.held for ep, programs in self.servers.items()}
         return overview_of(held, self.main.inputs, frozenset(self.main.args[0].names))
 
     @cached_property

@@ -40,7 +40,7 @@ from dtrans.parameter_server.server_program import ServerProgramWriter
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, trainer_program, trainer_startup_program
 from dtrans.rows.analysis import analyse
 from dtrans.slicing.server_update import ServerUpdateBuilder
-from dtrans.step.cut import GRAD, Cut, cut
+from dtrans.step.cut import Cut, cut
 from dtrans.step.forward_backward import refuse_nested
 from dtrans.step.startup import check_programs, match_startup
 
@@ -139,7 +139,6 @@ def pserver(
             "enable_dc_asgd=True is for gradients with a delay, which completely_not_async=True has not"
         )
     step = cut(main)
-    check_names(step.params)
     averages = averages_of(step, merge)
     if averages and on_trainer_exit == "paddle":
         raise ConfigError(
@@ -169,7 +168,9 @@ def pserver(
     )
     startup = match_startup(step, startup)
     slicer = ServerUpdateBuilder(analysis, placement, gradients_per_update)
-    adapt = None if how is None else functools.partial(compensated, trainers=trainers, how=how, averages=averages)
+    adapt = None
+    if how is not None:
+        adapt = functools.partial(compensated, trainers=trainers, how=how, leaves=step.params, averages=averages)
     servers = ServerProgramWriter(step, slicer, startup, trainers, sync_mode, on_trainer_exit, adapt)
     plan = PServerPlan(
         main=step.program,
@@ -269,13 +270,6 @@ def check_async(plan: PServerPlan) -> None:
                 f"sync_mode=False: pserver {endpoint} updates {held} without a gradient, and would not know when; "
                 "leave sync_mode=True, or use fewer pservers"
             )
-
-
-def check_names(leaves: Sequence[str]) -> None:
-    """Refuse leaves with names of gradients."""
-    for leaf in leaves:
-        if GRAD in leaf:
-            raise ConfigError(f"{leaf}: names of leaves must not contain {GRAD!r}, which is for gradients; rename it")
 
 
 def check_options(

@@ -56,9 +56,7 @@ class SyncServer(BaseServer):
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in update.grad_types.items()}
         self._bytes = {n: g.reshape(-1).view(np.uint8) for n, g in self._grads.items()}
         # a trainer may send its own gradients only
-        self._of = {
-            k: {n for n in self._grads if self.count == 1 or n.endswith(f".trainer_{k}")} for k in range(self.count)
-        }
+        self._of = {k: {names[k] for names in update.sent} for k in range(self.count)}
         self._spent: set[int] = set()  # of those who left, whose last gradients have counted
 
     def _begin(self) -> None:

@@ -30,7 +30,6 @@ from dtrans.run.base.lowering import OVER_AXIS, per_trainer
 from dtrans.run.base.segments import interpret
 from dtrans.run.pipeline_parallel.instructions import RunStage, StepProgram, Transfer
 from dtrans.run.pipeline_parallel.stage_devices import EACH, FIRST, ROWS, SAME, Places, StageSharding, cut_along
-from dtrans.step.cut import GRAD
 
 
 class StepCompiler:
@@ -164,7 +163,7 @@ class StepCompiler:
         if not s.leaves:
             return
         given = (s.weights or s.backward).inputs
-        types = [given[n + GRAD] for n in s.leaves]
+        types = [given[n] for n in s.sums]
 
         def zeros() -> list[Any]:
             return [jnp.zeros(t.shape, t.dtype) for t in types]
@@ -185,7 +184,7 @@ class StepCompiler:
 
     def _backward(self, s: StagePrograms, task: Task) -> None:
         m = task.micro
-        back = [n for n in s.backward.out_names if n.endswith(GRAD) and n.removesuffix(GRAD) in s.receives]
+        back = [n for n in s.backward.out_names if n in s.cotangents]
         self._run(s.backward, s, task, lambda n: self._made(s, n, m))
         for n in back:
             self._move(("back", s.index, n, m), ("cotangent", s.index - 1, n, m), s.index, s.index - 1, n)
@@ -196,19 +195,17 @@ class StepCompiler:
 
     def _made(self, s: StagePrograms, name: str, m: int) -> int:
         """The slot of an output of a backward program."""
-        leaf = name.removesuffix(GRAD)
-        if name.endswith(GRAD) and leaf in s.leaves:
-            return self._sum(s, leaf)
-        if name.endswith(GRAD):
+        if name in s.sums:
+            return self._sum(s, s.sums[name])
+        if name in s.cotangents:
             return self.slot(("back", s.index, name, m), self.own)
         return self._value(s.index, name, m)
 
     def _read(self, s: StagePrograms, name: str, m: int) -> int:
         """The slot of an input of a program of a stage."""
-        leaf = name.removesuffix(GRAD)
-        if name.endswith(GRAD):
-            if leaf in s.leaves:
-                return self._sum(s, leaf)
+        if name in s.sums:
+            return self._sum(s, s.sums[name])
+        if name in s.cotangents:
             return self.slot(("cotangent", s.index, name, m), self.own)
         if name in s.params:
             return self.param(s.index, name)
@@ -236,8 +233,7 @@ class StepCompiler:
         numbered = self._is_numbered(p)
         if numbered:
             reads.append(self.number(s.index, m))
-        sums = {n + GRAD for n in s.leaves}
-        donated = [i for i, n in enumerate(p.in_names) if n in sums and n in p.outputs]
+        donated = [i for i, n in enumerate(p.in_names) if n in s.sums and n in p.outputs]
         fn = self._compiled(p, lambda: self._of_micro(p), s.index, reads, makes, donated)
         self.list.append(RunStage(s.index, fn, tuple(reads), tuple(makes), str(task), task))
 
@@ -312,14 +308,14 @@ class StepCompiler:
                 return self.slot(("update", stage, v), kinds[v])
             if n in state:
                 return self.held(plan.device_of(stage) if n in plan.homes else stage, n)
-            leaf = n.partition(GRAD)[0]
+            leaf, _ = plan.update.sums[n]
             return self.slot(("sum" if self.host is None else "sum on the host", stage, leaf), self._update_kind(n))
 
         if self.host is not None:
             for s in self.programs.stages:
-                for n in s.leaves:
+                for name, n in s.sums.items():
                     here, there = (self.slot((which, s.index, n), self.own) for which in ("sum", "sum on the host"))
-                    self.list.append(Transfer(here, there, s.index, s.index, self.own, n + GRAD, to_host=True))
+                    self.list.append(Transfer(here, there, s.index, s.index, self.own, name, to_host=True))
         sends: dict[tuple[Var, int], list[int]] = {}
         for v, origin, target in placed.sends:
             sends.setdefault((v, origin), []).append(target)
@@ -374,8 +370,10 @@ class StepCompiler:
 
     def _update_kind(self, name: str) -> StageSharding:
         """The kind of an input of the update."""
-        leaf, is_sum, _ = name.partition(GRAD)
-        return self.own.cut(self.plan.cuts.state.get(leaf)) if is_sum else self.state_kind(name)
+        if name not in self.plan.update.sums:
+            return self.state_kind(name)
+        leaf, _ = self.plan.update.sums[name]
+        return self.own.cut(self.plan.cuts.state.get(leaf))
 
     @staticmethod
     def _donated(
