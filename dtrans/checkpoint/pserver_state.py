@@ -19,8 +19,6 @@ from dtrans.checkpoint.assemble import as_jax, as_numpy, by_origin, copied, join
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec
-from dtrans.ops import backup_of
-from dtrans.parameter_server.dc_asgd import MEAN_SQUARE
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 
@@ -135,16 +133,9 @@ def starts(plan: PServerPlan, endpoint: str, there: Collection[str] = ()) -> lis
     Args:
       there: what was saved, which may be more than the arrays of the step.
     """
-    begins: dict[str, str | None] = {}
-    for n in plan.main.args[0].names:
-        begins |= {backup_of(n, k): n for k in range(plan.trainers)} | {n + MEAN_SQUARE: None}
-    begins |= {n: n for n in (*plan.main.inputs, *there)}
-    found = []
-    for row in plan.overview.by_endpoint(endpoint):
-        if row.origin_name not in begins:
-            raise StateError(f"{row.slice_name} of pserver {endpoint} was not saved, and follows from nothing that was")
-        found.append((row, begins[row.origin_name]))
-    return found
+    held = plan.servers[endpoint].held
+    begins = lambda x: x.origin if x.origin in there else None if x.zeros else x.of
+    return [(row, begins(held[row.slice_name])) for row in plan.overview.by_endpoint(endpoint)]
 
 
 def named(spec: TreeSpec, tree: Any, what: str) -> dict[str, Any]:

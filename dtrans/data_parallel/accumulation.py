@@ -25,8 +25,12 @@ from dtrans.errors import BatchError
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
+from dtrans.ir.pytree import unused_name
 from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import write_trainer_half
+
+
+Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # by name; and gradients, by leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +58,8 @@ def write_micro_steps(
     window: MicroSteps,
     results: Sequence[str],
     given: Mapping[str, Atom] | None = None,
-    half: Callable[[Builder, Cut], dict[str, Atom]] | None = None,
-) -> dict[str, Atom]:
+    half: Callable[[Builder, Cut], Outputs] | None = None,
+) -> Outputs:
     """Write forward and backward of all micro-steps, on the same parameters.
 
     Args:
@@ -63,10 +67,10 @@ def write_micro_steps(
       results: the outputs that are wanted, beside the parameters that trainers make.
       given: inputs that are not the step's own variables, by name.
       half: writes a micro-step where that is not just the trainer half: takes the inputs of `given`, each by a variable
-        of its own, behind all others, and returns gradients, results and parameters that trainers make, by name.
+        of its own, behind all others, and returns results and parameters that trainers make by name, and gradients.
 
     Returns:
-      Outputs by name; gradients as `params/w@GRAD`.
+      Outputs by name, and gradients by leaf.
 
     Raises:
       BatchError: rows that the micro-steps do not divide.
@@ -76,7 +80,7 @@ def write_micro_steps(
     source = micro.program
     vars_of = dict(zip(source.in_names, source.jaxpr.jaxpr.invars, strict=True))
     outs_of: dict[str, Atom] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
-    outs_of |= {n + GRAD: g for n, g in micro.gradients.items()}
+    grads: Mapping[str, Atom] = micro.gradients
     inner = Builder(source.jaxpr)
     given = given or {}
     names = [n for n in (*micro.params, *micro.batch) if n not in given] + list(given)
@@ -84,11 +88,15 @@ def write_micro_steps(
     if half is None:
         write_trainer_half(inner, micro, results, lambda leaf, grad: None)
     else:
-        outs_of |= half(inner, micro)
-    ways = dict.fromkeys((n + GRAD for n in step.gradients), window.reduce) | {n: window.ways[n] for n in results}
+        made, grads = half(inner, micro)
+        outs_of |= made
+    called = {n: unused_name(n + GRAD, outs_of) for n in step.gradients}
+    outs_of |= {name: grads[n] for n, name in called.items()}
+    ways = dict.fromkeys(called.values(), window.reduce) | {n: window.ways[n] for n in results}
     outs = [*ways, *held]
     body = _Body(inner.build([outs_of[n] for n in outs]), names, outs)
-    return _scanned(b, step, names, body, ways, held, window, given)
+    found = _scanned(b, step, names, body, ways, held, window, given)
+    return found, {n: found.pop(name) for n, name in called.items()}
 
 
 def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:

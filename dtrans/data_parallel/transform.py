@@ -41,7 +41,7 @@ from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import is_under
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import GRAD, Cut, cut
+from dtrans.step.cut import GRAD, Cut, Gradient, cut
 from dtrans.step.forward_backward import ready_order, refuse_nested, write_trainer_half
 from dtrans.step.startup import check_programs, match_startup
 
@@ -251,15 +251,16 @@ def _trained_together(
         reducer = Reducer(b, values, o, outs.get(o.batch.example_count or ""), GRAD, kind)
         write_trainer_half(b, step, results, reducer.made)
     else:
-        found |= write_micro_steps(b, step, _window(step, o, merges), results)
+        made, grads = write_micro_steps(b, step, _window(step, o, merges), results)
+        found |= made
         reducer = Reducer(b, values, o, found.get(o.batch.example_count or ""), GRAD, kind)
         for leaf in values:
-            reducer.made(leaf, found[leaf + GRAD])
+            reducer.made(leaf, grads[leaf])
     reducer.finish()
 
     b.role = OPTIMIZE
     half = step.optimize
-    given = [reducer.means[n.removesuffix(GRAD)] if n.endswith(GRAD) else vars_of[n] for n in half.in_names]
+    given = [reducer.means[n.leaf] if isinstance(n, Gradient) else vars_of[n] for n in half.in_names]
     found |= zip(half.out_names, b.inline(half.jaxpr, *given), strict=True)
     found |= write_from_gradients(b, step, found, reducer.means)
     return found | reducer.merged(found, merges, vars_of)

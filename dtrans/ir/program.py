@@ -112,7 +112,7 @@ class Program:
                 raise TraceError(f"program {self.name}: {len(have)} {what} but {len(names)} names")
             twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) != len(names) else []
             if twice:
-                raise TraceError(f"program {self.name}: two {what} are called {twice[0]}")
+                raise TraceError(f"program {self.name}: two {what} are called {twice[0]}: rename one of them")
         if len(self.roles) != len(inner.eqns):
             raise TraceError(f"program {self.name}: {len(inner.eqns)} equations but {len(self.roles)} roles")
 

@@ -9,7 +9,7 @@ part of the program, as it would be for `jax.jit(..., static_argnums=...)`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,13 @@ def join_path(root: str, path: tuple[Any, ...]) -> str:
 def is_under(name: str, roots: Collection[str]) -> bool:
     """Whether a name is one of `roots`, or that of a leaf below one."""
     return any(name == r or name.startswith(r + "/") for r in roots)
+
+
+def unused_name(name: str, taken: Container[object]) -> str:
+    """A name that nothing has: the given one, or with underscores behind it."""
+    while name in taken:
+        name += "_"
+    return name
 
 
 @dataclasses.dataclass(frozen=True)

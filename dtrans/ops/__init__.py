@@ -28,6 +28,7 @@ from dtrans.ops.collectives import (
 from dtrans.ops.listen_and_serv import (
     BACKUP as BACKUP,
     ON_TRAINER_EXIT as ON_TRAINER_EXIT,
+    BlockGradient as BlockGradient,
     OptimizeBlock as OptimizeBlock,
     backup_of as backup_of,
     listen_and_serv_p as listen_and_serv_p,

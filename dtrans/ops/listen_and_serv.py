@@ -12,6 +12,8 @@ Trainers may leave a synchronous job before the others. `on_trainer_exit` says w
 "drop" of the gradients of those who are there, over their number (`dtrans.slicing.mean.mean_over`); with "paddle" its
 last gradient counts once more, and then as zero, over the number of all; "error" ends the job.
 
+A gradient comes from each trainer under a name of its own (`BlockGradient.sent`), and blocks read their mean.
+
 With sync_mode=False an update is made of one gradient. Blocks that read `params/w.block0.bak` are given that block as
 the trainer whose gradient it is has last received it: `params/w.block0.trainer_1_bak` in the state.
 
@@ -21,6 +23,7 @@ Source: paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from dtrans._jax import ClosedJaxpr
@@ -37,6 +40,23 @@ def backup_of(block: str, trainer_id: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class BlockGradient:
+    """The gradient of a parameter block, which an optimize block reads: the mean of what trainers send.
+
+    Attributes:
+      name: what the optimize block calls it: `params/w@GRAD.block0`.
+      leaf, index: whose gradient it is: that of this block of this leaf.
+      sent: trainer to what its part is called where it is sent: `params/w@GRAD.block0.trainer_1`. There is one where
+        updates are of one gradient, whichever trainer it is from.
+    """
+
+    name: str
+    leaf: str
+    index: int
+    sent: Mapping[int, str]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class OptimizeBlock:
     """One block of a server's work: a jaxpr on named values.
 
@@ -44,10 +64,11 @@ class OptimizeBlock:
       name: the parameter block it updates, `lr_sched`, or `all_reduce`.
       role: `optimize`, `lr_sched` or `dist`.
       jaxpr: the closed jaxpr. Only one of role `dist` communicates.
-      in_names: what it reads: gradients (`params/w@GRAD.block0.trainer_1`), state as it was before the step
-        (`params/w.block0`), and values that blocks before it made (`lr_sched/0`).
+      in_names: what it reads: gradients (`params/w@GRAD.block0`), state as it was before the step (`params/w.block0`),
+        and values that blocks before it made (`lr_sched/0`).
       out_names: what it makes: state, or values for blocks after it.
       level: after how many exchanges between servers it runs; one of role `dist` ends its level.
+      grads: the gradients that it reads.
     """
 
     name: str
@@ -56,6 +77,7 @@ class OptimizeBlock:
     in_names: tuple[str, ...]
     out_names: tuple[str, ...]
     level: int = 0
+    grads: tuple[BlockGradient, ...] = ()
 
     def __repr__(self) -> str:
         return f"<{self.role} block {self.name}: {len(self.jaxpr.jaxpr.eqns)} equations>"

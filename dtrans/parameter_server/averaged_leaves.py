@@ -18,7 +18,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.display import short_type
 from dtrans.ir.pytree import is_under
-from dtrans.step.cut import GRAD, Cut, OptimizeHalf
+from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
 def averages_of(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
@@ -57,10 +57,10 @@ def averaged(step: Cut, leaves: Sequence[str]) -> Cut:
     b = Builder(half.jaxpr)
     given = {n: b.input(v.aval) for n, v in zip(half.in_names, half.jaxpr.jaxpr.invars, strict=True)}
     made = dict(zip(half.out_names, b.inline(half.jaxpr, *given.values()), strict=True))
-    fresh: dict[str, Var] = {}
+    fresh: dict[Name, Var] = {}
     for n in leaves:
-        fresh[n], fresh[n + GRAD] = b.input(outs[n].aval), b.input(outs[n].aval)
-        (made[n],) = b.call(_kept, fresh[n + GRAD])
+        fresh[n], fresh[Gradient(n)] = b.input(outs[n].aval), b.input(outs[n].aval)
+        (made[n],) = b.call(_kept, fresh[Gradient(n)])
     optimized = tuple(n for n in step.params if n in leaves or n in step.optimized)
     names = (*optimized, *(n for n in half.out_names if n not in step.optimized))
     return dataclasses.replace(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -36,11 +36,18 @@ EPSILON = 1e-7
 
 
 def compensated(
-    work: ServerWork, units: Sequence[Unit], trainers: int, how: DelayCompensation, averages: Sequence[str] = ()
+    work: ServerWork,
+    units: Sequence[Unit],
+    trainers: int,
+    how: DelayCompensation,
+    leaves: Collection[str],
+    averages: Sequence[str] = (),
 ) -> ServerWork:
     """The work of a server whose blocks compensate the gradients that they are given.
 
-    `averages` are leaves for which servers are given something else (`dtrans.parameter_server.averaged_leaves`).
+    Args:
+      leaves: the names of all parameters.
+      averages: those for which servers are given something else (`dtrans.parameter_server.averaged_leaves`).
     """
     units = [unit for unit in units if not any(x.leaf in averages for x in unit.blocks)]
     of = {unit.name: unit for unit in units}
@@ -50,11 +57,13 @@ def compensated(
     )
     held = dict(work.held)
     for block in (x for unit in units for x in unit.blocks if _gradient(x) in work.grads):
-        new = {backup_of(block.name, k): held[block.name] for k in range(trainers)}
+        param = held[block.name]
+        beside = lambda name, zeros=False, param=param: dataclasses.replace(param, beside=name, zeros=zeros)
+        new = {backup_of(block.name, k): beside(backup_of(block.leaf, k)) for k in range(trainers)}
         if how.decay is not None:
-            new[block.name + MEAN_SQUARE] = dataclasses.replace(held[block.name], zeros=True)
-        for name in (*new, block.name + BACKUP):
-            if name in held:
+            new[block.name + MEAN_SQUARE] = beside(block.leaf + MEAN_SQUARE, zeros=True)
+        for name in (*new, *(x.beside for x in new.values()), block.name + BACKUP):
+            if name in held or name in leaves:
                 raise ConfigError(f"{name} is what servers call a copy of {block.name}: rename that leaf")
         held |= new
     return dataclasses.replace(work, blocks=blocks, held=held)

@@ -38,7 +38,7 @@ from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerCo
 from dtrans.rows.analysis import analyse
 from dtrans.slicing.blocks import Placement, Unit
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
-from dtrans.step.cut import GRAD, Cut, OptimizeHalf, cut
+from dtrans.step.cut import Cut, Gradient, OptimizeHalf, cut
 from dtrans.step.startup import match_startup
 
 
@@ -100,8 +100,8 @@ def adds(step: Cut) -> Cut:
     like = step.program.jaxpr
     outs = dict(zip(step.program.out_names, like.jaxpr.outvars, strict=True))
     b = Builder(like)
-    given = {n: b.input(outs[leaf].aval) for leaf in step.optimized for n in (leaf + GRAD, leaf)}
-    made = [b.call(jax.lax.add, given[leaf], given[leaf + GRAD])[0] for leaf in step.optimized]
+    given = {n: b.input(outs[leaf].aval) for leaf in step.optimized for n in (Gradient(leaf), leaf)}
+    made = [b.call(jax.lax.add, given[leaf], given[Gradient(leaf)])[0] for leaf in step.optimized]
     half = OptimizeHalf(b.build(made), tuple(given), step.optimized)
     gradients = {leaf: outs[leaf] for leaf in step.optimized}
     return dataclasses.replace(step, optimize=half, gradients=gradients, opt_state=())
@@ -110,13 +110,18 @@ def adds(step: Cut) -> Cut:
 def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
     """The work of a server under Paddle's names: `params/w.block0.delta` for what is added."""
     names = {x.gradient(0, 1): x.name + DELTA for unit in units for x in unit.blocks}
-    taken = next((n for n in names.values() if n in work.held), None)
-    if taken is not None:
-        raise ConfigError(f"{taken} is what servers call the change of {taken.removesuffix(DELTA)}: rename that leaf")
+    for x in (x for unit in units for x in unit.blocks if x.name + DELTA in work.held):
+        raise ConfigError(f"{x.name + DELTA} is what servers call the change of {x.name}: rename that leaf")
+    renamed = lambda g: dataclasses.replace(g, name=names[g.name], sent={0: names[g.name]})
     blocks = tuple(
-        dataclasses.replace(block, in_names=tuple(names.get(n, n) for n in block.in_names)) for block in work.blocks
+        dataclasses.replace(
+            block,
+            in_names=tuple(names.get(n, n) for n in block.in_names),
+            grads=tuple(renamed(g) for g in block.grads),
+        )
+        for block in work.blocks
     )
-    return dataclasses.replace(work, blocks=blocks, grads={names[n]: i for n, i in work.grads.items()})
+    return dataclasses.replace(work, blocks=blocks)
 
 
 def _trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers: int, mode: Geo) -> Program:

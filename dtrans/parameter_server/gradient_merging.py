@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.ir.dataflow import propagate
-from dtrans.step.cut import GRAD, Cut, OptimizeHalf
+from dtrans.step.cut import Cut, Gradient, OptimizeHalf
 
 
 # linear in their operand, or in any one of their operands while the others are fixed
@@ -36,9 +36,9 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
     inner = half.jaxpr.jaxpr
     of_gradient, of_state = 1, 2
     seeds = {
-        v: of_gradient if n.endswith(GRAD) else of_state
+        v: of_gradient if isinstance(n, Gradient) else of_state
         for n, v in zip(half.in_names, inner.invars, strict=True)
-        if n.endswith(GRAD) or n in step.opt_state
+        if isinstance(n, Gradient) or n in step.opt_state
     }
     enters = propagate(inner.eqns, seeds, {})
     bits = lambda a: enters.get(a, 0) if isinstance(a, Var) else 0
@@ -64,7 +64,7 @@ def is_linear(half: OptimizeHalf, params: Sequence[str]) -> bool:
     inner = half.jaxpr.jaxpr
     ins = dict(zip(half.in_names, inner.invars, strict=True))
     moving = propagate(inner.eqns, {v: 1 for n, v in ins.items() if n in params}, {})  # what updates change
-    linear = {v for n, v in ins.items() if n.endswith(GRAD)}
+    linear = {v for n, v in ins.items() if isinstance(n, Gradient)}
     old = _unchanged(half, params)
     new: dict[Var, str] = {}  # what is one plus something linear
     for eqn in inner.eqns:
@@ -83,7 +83,7 @@ def is_linear(half: OptimizeHalf, params: Sequence[str]) -> bool:
             else:
                 return False
     kept = lambda n, a: isinstance(a, Var) and n in (old.get(a), new.get(a))
-    made_of = propagate(inner.eqns, {v: 1 for n, v in ins.items() if n.endswith(GRAD)}, {})
+    made_of = propagate(inner.eqns, {v: 1 for n, v in ins.items() if isinstance(n, Gradient)}, {})
     return all(
         kept(n, a) if n in params else not (isinstance(a, Var) and made_of.get(a))
         for n, a in zip(half.out_names, inner.outvars, strict=True)
@@ -93,7 +93,7 @@ def is_linear(half: OptimizeHalf, params: Sequence[str]) -> bool:
 def _unchanged(half: OptimizeHalf, params: Sequence[str]) -> dict[Var, str]:
     """The values that still are a parameter: of another type, or with nothing added (`optax.set_to_zero`)."""
     inner = half.jaxpr.jaxpr
-    old = {v: n for n, v in zip(half.in_names, inner.invars, strict=True) if n in params}
+    old = {v: n for n, v in zip(half.in_names, inner.invars, strict=True) if isinstance(n, str) and n in params}
     zeros: set[Var] = set()
     is_zero = lambda a: a in zeros if isinstance(a, Var) else not a.aval.shape and bool(a.val == 0)
     for eqn in inner.eqns:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
+
+from dtrans.slicing.server_update import ServerVariable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,51 +103,31 @@ class VarsDistributed(tuple[VarDistributed, ...]):
 
 
 def overview_of(
-    servers: Mapping[str, Mapping[str, Any]], origins: Mapping[str, Any], params: Collection[str]
+    servers: Mapping[str, Mapping[str, ServerVariable]], types: Mapping[str, Any], params: Collection[str]
 ) -> VarsDistributed:
     """The overview of what servers hold.
 
     Args:
-      servers: endpoint to the name and type of each array that it holds.
-      origins: the name and type of each array of the step. What servers keep beside that for a block (the backups of
-        DC-ASGD, `params/w.block0.trainer_1_bak`) is cut as it is, and of its own origin, `params/w.trainer_1_bak`.
+      servers: endpoint to what it holds, by name. What servers keep beside the arrays of the step for a block (the
+        backups of DC-ASGD, `params/w.block0.trainer_1_bak`) is cut as it is, and of its own origin,
+        `params/w.trainer_1_bak`.
+      types: of the arrays of the step.
       params: the names of those that are parameters.
     """
-    # what is cut is cut once, into blocks that follow one another: sizes along the axis say where each begins
-    cut: dict[str, dict[int, tuple[int, ...]]] = {}
-    for held in servers.values():
-        for name, aval in held.items():
-            origin, _, block = _parted(name, origins)
-            cut.setdefault(origin, {})[block] = tuple(aval.shape)
-    rows = []
-    for endpoint, held in servers.items():
-        for name, aval in held.items():
-            origin, like, block = _parted(name, origins)
-            shape = tuple(aval.shape)
-            whole = tuple(origins[like].shape) if like in origins else shape
-            differs = [d for d, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b]
-            axis = differs[0] if differs else 0
-            rows.append(
-                VarDistributed(
-                    origin_name=origin,
-                    origin_shape=whole,
-                    slice_name=name,
-                    slice_shape=shape,
-                    dtype=aval.dtype,
-                    axis=axis,
-                    offset=sum(cut[origin][i][axis] for i in range(block)) if differs else 0,
-                    block_id=block,
-                    is_slice=bool(differs),
-                    vtype="Param" if origin in params else "Optimizer",
-                    endpoint=endpoint,
-                )
-            )
-    return VarsDistributed(rows)
-
-
-def _parted(name: str, origins: Collection[str]) -> tuple[str, str, int]:
-    """Of what a server holds: the origin, the array of the step that it is shaped like, the number of the block."""
-    found = re.fullmatch(r"(.+)\.block(\d+)([.@].*)?", name)
-    if name in origins or not found or found[1] not in origins:
-        return name, name, 0
-    return found[1] + (found[3] or ""), found[1], int(found[2])
+    return VarsDistributed(
+        VarDistributed(
+            origin_name=x.origin,
+            origin_shape=tuple(types[x.of].shape),
+            slice_name=name,
+            slice_shape=tuple(x.cut(types[x.of]).shape),
+            dtype=types[x.of].dtype,
+            axis=x.axis,
+            offset=x.span.start if x.span else 0,
+            block_id=x.block,
+            is_slice=x.span is not None,
+            vtype="Param" if x.origin in params else "Optimizer",
+            endpoint=endpoint,
+        )
+        for endpoint, held in servers.items()
+        for name, x in held.items()
+    )

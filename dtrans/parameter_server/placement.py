@@ -56,9 +56,6 @@ def place(
         np.random.RandomState(options.seed).shuffle(free)
     parts = len(endpoints) if options.slice_var_up else 1
     blocks = [b for n in free for b in _cut(n, leaves[n], parts, options.min_block_size)]
-    for b in blocks:
-        if b.name != b.leaf and b.name in leaves:
-            raise ConfigError(f"{b.name} is a leaf, and would be the name of a block of {b.leaf}: rename the leaf")
     tied = [Unit(tuple(_whole(m, leaves[m]) for m in bound[n].leaves)) for n in leaves if _leads(n, bound)]
     nowhere = Placement(
         tuple(endpoints),

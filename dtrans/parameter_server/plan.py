@@ -24,6 +24,7 @@ from dtrans.parameter_server.overview import VarsDistributed, overview_of
 from dtrans.parameter_server.placement import dispatched
 from dtrans.plan import Costs, Plan, RoleCost, program_flops
 from dtrans.slicing.blocks import Placement
+from dtrans.slicing.server_update import ServerVariable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +59,12 @@ class ServerPrograms:
     Attributes:
       main: one `listen_and_serv`, on the server's state.
       startup: makes that state.
+      held: what of the step each array of that state is.
     """
 
     main: Program
     startup: Program
+    held: Mapping[str, ServerVariable]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -149,7 +152,7 @@ class PServerPlan(Plan):
 
         Source: Paddle's `program._parameters_on_pservers`.
         """
-        held = {ep: programs.main.inputs for ep, programs in self.servers.items()}
+        held = {ep: programs.held for ep, programs in self.servers.items()}
         return overview_of(held, self.main.inputs, frozenset(self.main.args[0].names))
 
     @cached_property

@@ -53,7 +53,8 @@ class ServerProgramWriter:
         work = self.slicer.work(endpoint)
         if self.adapt is not None:
             work = self.adapt(work, self.slicer.placement.units[endpoint])
-        return ServerPrograms(self.main(endpoint, work), self.init(endpoint, work.held))
+        main = self.main(endpoint, work)
+        return ServerPrograms(main, self.init(endpoint, work.held), {n: work.held[n] for n in main.in_names})
 
     def main(self, endpoint: str, work: ServerWork) -> Program:
         """The program that serves."""

@@ -42,7 +42,7 @@ from dtrans.parameter_server.trainer_program import TrainerCommConfig, trainer_p
 from dtrans.rows.analysis import analyse
 from dtrans.slicing.server_update import ServerUpdateBuilder
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import GRAD, Cut, cut
+from dtrans.step.cut import Cut, cut
 from dtrans.step.forward_backward import refuse_nested
 from dtrans.step.startup import check_programs, match_startup
 
@@ -105,7 +105,6 @@ def pserver(
     endpoints = parse_endpoints(pservers)
     check_options(trainers, mode, placement, on_trainer_exit, batch)
     step = cut(main)
-    check_names(step.params)
     if isinstance(mode, Geo):
         return plan_geo_sgd(step, startup, endpoints, trainers, mode, placement)
     averages = averages_of(step, batch.merge)
@@ -133,7 +132,9 @@ def pserver(
     placed = place(analysis, types, endpoints, placement)
     startup = match_startup(step, startup)
     slicer = ServerUpdateBuilder(analysis, placed, gradients_per_update)
-    adapt = None if delay is None else functools.partial(compensated, trainers=trainers, how=delay, averages=averages)
+    adapt = None
+    if delay is not None:
+        adapt = functools.partial(compensated, trainers=trainers, how=delay, leaves=step.params, averages=averages)
     servers = ServerProgramWriter(step, slicer, startup, trainers, sync_mode, on_trainer_exit, adapt)
     plan = PServerPlan(
         main=step.program,
@@ -179,10 +180,3 @@ def check_async(plan: PServerPlan) -> None:
                 f"pserver {endpoint} updates {held} without a gradient, and would not know when in asynchronous modes; "
                 "update synchronously, or use fewer pservers"
             )
-
-
-def check_names(leaves: Sequence[str]) -> None:
-    """Refuse leaves with names of gradients."""
-    for leaf in leaves:
-        if GRAD in leaf:
-            raise ConfigError(f"{leaf}: names of leaves must not contain {GRAD!r}, which is for gradients; rename it")

@@ -19,7 +19,7 @@ from dtrans.pipeline_parallel.stage_programs import StagePrograms, program_of
 from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, StagePart
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import Rows
-from dtrans.step.cut import GRAD, Cut
+from dtrans.step.cut import Cut
 from dtrans.step.scopes import scope_of_eqn, scopes_of
 from dtrans.tensor_parallel.defaults import default_cuts
 from dtrans.tensor_parallel.transform import split
@@ -114,7 +114,7 @@ def split_stages(
         here: dict[str, int] = {}
         whole = {*s.sends, *s.results}
         forward = _split(s.forward, s, cuts, here, whole)
-        backward = _split(s.backward, s, cuts, here, {n + GRAD for n in s.receives})
+        backward = _split(s.backward, s, cuts, here, s.cotangents)
         weights = None if s.weights is None else _split(s.weights, s, cuts, here, ())
         made.append(dataclasses.replace(s, forward=forward, backward=backward, weights=weights))
         values |= {(s.index, n): d for n, d in here.items()}
@@ -123,11 +123,11 @@ def split_stages(
 
 def _split(p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], whole: Collection[str]) -> Program:
     """One program; what it leaves cut for others is noted in `values`."""
-    sums = {n + GRAD: cuts.state[n] for n in s.leaves if n in cuts.state}
+    sums = {n: cuts.state[leaf] for n, leaf in s.sums.items() if leaf in cuts.state}
     known = {**{n: d for n, d in cuts.state.items() if n in s.params}, **sums, **values}
     ins = {i: known[n] for i, n in enumerate(p.in_names) if n in known}
     outs: dict[int, int | None] = {i: None for i, n in enumerate(p.out_names) if n in whole}
-    outs |= {i: sums.get(n) for i, n in enumerate(p.out_names) if n.removesuffix(GRAD) in s.leaves}
+    outs |= {i: sums.get(n) for i, n in enumerate(p.out_names) if n in s.sums}
     made = split(p.jaxpr, ins, cuts.shards[s.index], SPLIT, outs=outs)
     for n, d in zip(p.out_names, made.out_cuts, strict=True):
         if d is not None and n not in sums:
@@ -135,12 +135,12 @@ def _split(p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], who
     return program_of(p.name, made.jaxpr, p.in_names, p.out_names, p.roles[0] if p.roles else "forward")
 
 
-def split_update(placed: PlacedUpdate, cuts: Cuts) -> PlacedUpdate:
-    """The update, with the pieces of split stages as those of a shard."""
+def split_update(placed: PlacedUpdate, cuts: Cuts, sums: Mapping[str, tuple[str, int]]) -> PlacedUpdate:
+    """The update, with the pieces of split stages as those of a shard; `sums` as in `Update`."""
     inner = placed.program.jaxpr.jaxpr
     named: dict[Var, str] = dict(zip(inner.invars, placed.program.in_names, strict=True))
     outs = {a: n for n, a in zip(placed.program.out_names, inner.outvars, strict=True) if isinstance(a, Var)}
-    given = {v: cuts.state.get(n.partition(GRAD)[0]) for v, n in named.items()}
+    given = {v: cuts.state.get(sums[n][0] if n in sums else n) for v, n in named.items()}
     dims: dict[Var, int] = {v: d for v, d in given.items() if d is not None}
     new = {v: cuts.state.get(n) for v, n in outs.items()}
     sent = {(v, origin) for v, origin, _ in placed.sends}  # whole

@@ -27,7 +27,7 @@ from dtrans.ir.array_fns import padded
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.program import BACKWARD, FORWARD, Program
-from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.pytree import TreeSpec, unused_name
 from dtrans.ops import reduce_scatter_p
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.pipeline_parallel.options import AXIS, PipelineOptions
@@ -45,7 +45,8 @@ class StagePrograms:
       forward, backward: its programs.
       weights: makes the gradients of weights, where the backward program does not.
       params: the leaves of the step that it reads.
-      leaves: those of them whose gradients it makes.
+      sums: the name of each sum of gradients that it makes, and the leaf whose they are.
+      cotangents: the name of each cotangent, and the value that it is of.
       batch: the arrays of the batch that it reads.
       receives, sends: the values from the stage before, and for the stage after.
       results: the results of the step that it makes.
@@ -57,12 +58,18 @@ class StagePrograms:
     backward: Program
     weights: Program | None
     params: tuple[str, ...]
-    leaves: tuple[str, ...]
+    sums: Mapping[str, str]
+    cotangents: Mapping[str, str]
     batch: tuple[str, ...]
     receives: tuple[str, ...]
     sends: tuple[str, ...]
     results: tuple[str, ...]
     eqns: int
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The leaves whose gradients it makes."""
+        return tuple(self.sums.values())
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -186,10 +193,11 @@ class StageProgramWriter:
         residuals = vjp.named(out_names, ins)
         named = dict(zip([*out_names, *residuals], opened(vjp.forward).outvars, strict=True))
         forward = program_of(f"forward of stage {s}", vjp.gives(list(named.values())), ins, list(named), FORWARD)
-        cts = [self.names[v] + GRAD for v in ahead]
+        sums = {unused_name(n + GRAD, types): n for n in leaves}
+        cotangents = {v: self.names[v] + GRAD for v in (*fronts, *backs)}
         backward_jaxpr = self._backward(vjp, has_loss, ahead, through, backs, heard, leaves)
-        names_in = [*ins, *residuals, *cts, *(self.names[v] + GRAD for v in through), *(n + GRAD for n in leaves)]
-        names_out = [*(self.names[v] + GRAD for v in backs), *(n + GRAD for n in leaves)]
+        names_in = [*ins, *residuals, *(cotangents[v] for v in (*ahead, *through)), *sums]
+        names_out = [*(cotangents[v] for v in backs), *sums]
         backward, weights = self._programs(s, backward_jaxpr, names_in, names_out, len(backs))
         return StagePrograms(
             s,
@@ -197,7 +205,8 @@ class StageProgramWriter:
             backward,
             weights,
             params,
-            leaves,
+            sums,
+            {name: self.names[v] for v, name in cotangents.items()},
             batch,
             tuple(self.names[v] for v in received),
             tuple(self.names[v] for v in sent),
@@ -356,4 +365,4 @@ def _added(x: jax.Array, y: jax.Array) -> jax.Array:
 def sums_of(programs: Sequence[StagePrograms]) -> dict[str, Any]:
     """The types of the sums of gradients, by leaf."""
     made = [(p.weights or p.backward) for p in programs]
-    return {n: made[p.index].outputs[n + GRAD] for p in programs for n in p.leaves}
+    return {leaf: made[p.index].outputs[n] for p in programs for n, leaf in p.sums.items()}

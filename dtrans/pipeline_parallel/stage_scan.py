@@ -28,7 +28,7 @@ from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement, Unit
 from dtrans.slicing.server_update import ServerUpdateBuilder
-from dtrans.step.cut import GRAD, Cut, OptimizeHalf
+from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
 Turns = tuple[tuple[int, ...], ...]  # of each loop that is cut, where its parts begin, and where the last ends
@@ -293,14 +293,13 @@ def _half_of_blocks(
     # no block reads new state: its name stands for the state before the step
     held = {n: b.input(h.cut(types[h.of])) for n, h in work.held.items()}
     values: dict[str, Atom] = dict(held)
-    name_of = {v: n for n, v in held.items()}
+    name_of: dict[Var, Name] = {v: n for n, v in held.items()}
     new: dict[str, Atom] = {}
-    of_rows = {f"{n}{GRAD}.block{k}": r.name + GRAD for n, runs in rows.items() for k, r in enumerate(runs)}
     for block in work.blocks:
-        for n, v in zip(block.in_names, block.jaxpr.jaxpr.invars, strict=True):
-            if n not in values:
-                values[n] = b.input(v.aval)
-                name_of[b.invars[-1]] = of_rows.get(n, n)
+        given = dict(zip(block.in_names, block.jaxpr.jaxpr.invars, strict=True))
+        for g in block.grads:
+            values[g.name] = v = b.input(given[g.name].aval)
+            name_of[v] = Gradient(rows[g.leaf][g.index].name if g.leaf in rows else g.leaf)
         made = b.inline(block.jaxpr, *(values[n] for n in block.in_names))
         new |= {n: a for n, a in zip(block.out_names, made, strict=True) if n in held}
         values |= {n: a for n, a in zip(block.out_names, made, strict=True) if n not in held}

@@ -22,24 +22,19 @@ from dtrans.data_parallel.transform import rewritten as over_replicas
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program
-from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.pytree import TreeSpec, unused_name
 from dtrans.pipeline_parallel.balance import contiguous, part_of_each
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.split_stages import Cuts, split_update
 from dtrans.pipeline_parallel.stage_scan import StageRows, joined
 from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, grouped, place
 from dtrans.rows.analysis import analyse
-from dtrans.step.cut import GRAD, Cut, cut
+from dtrans.step.cut import GRAD, Cut, Gradient, cut
 from dtrans.step.marks import mark_p
 from dtrans.zero.options import ShardingOptions, Slicing
 from dtrans.zero.rank_program import RankLayout, RankWriter
 from dtrans.zero.reduce_scatter import Scatterer
 from dtrans.zero.slices import Sliced, slices_of
-
-
-def shared_sum(leaf: str, stage: int) -> str:
-    """The name of the sum of a leaf's gradients that is made in a stage that does not hold the leaf."""
-    return f"{leaf}{GRAD}.stage{stage}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,10 +44,12 @@ class Update:
     Attributes:
       placed: its program, in pieces; it is of one replica.
       layout: how replicas share the state, where they keep slices of it.
+      sums: each input that is a sum of gradients: of which leaf, and the stage that makes it.
     """
 
     placed: PlacedUpdate
     layout: RankLayout | None
+    sums: Mapping[str, tuple[str, int]]
 
     @property
     def program(self) -> Program:
@@ -85,13 +82,16 @@ def update_of(
       rows: leaves of which stages hold rows, as leaves of their own.
     """
     types = step.program.inputs
+    name_of = lambda n, s: unused_name(n + GRAD if s == homes[n] else f"{n}{GRAD}.stage{s}", types)
+    named = {name_of(n, s): (n, s) for n in sums for s in users[n]}
+    called = {n: [name_of(n, s) for s in users[n]] for n in sums}
     whole_sums = {n: t.update(shape=types[n].shape) for n, t in sums.items()}
-    whole = cut(_step(step, whole_sums, homes, users, rows, o)).with_reported()
+    whole = cut(_step(step, whole_sums, called, rows, o)).with_reported()
     layout = None
     if o.replicas > 1 and o.memory.sharding_stage:
         layout = dataclasses.replace(RankLayout.of(whole, _sharding(o), {}), groups=homes)
         if o.memory.sharding_stage == 2:
-            program = _SlicedSums(whole, _with_sums(layout, whole), homes, users, o).program()
+            program = _SlicedSums(whole, _with_sums(layout, named), called, o).program()
         else:
             program = RankWriter(whole, layout).program()
     else:
@@ -103,10 +103,7 @@ def update_of(
         leaf = analysis.home(analysis.layout(analysis.inputs[n])) if known else None
         home[n] = None if leaf is None else homes[leaf]
     out_at = dict(home)
-    for n in program.in_names:
-        if n not in home:
-            leaf, _, rest = n.partition(GRAD)
-            home[n] = int(rest.removeprefix(".stage")) if rest else homes[leaf]
+    home |= {n: stage for n, (_, stage) in named.items()}
     out_at |= {n: o.model_stages - 1 for n in program.out_names if n not in out_at}
     placed = place(program, home, out_at, o.model_stages)
     if o.memory.update_groups > 1:
@@ -116,7 +113,7 @@ def update_of(
             if n in analysis.inputs and (leaf := analysis.home(analysis.layout(analysis.inputs[n]))) is not None
         }
         placed = grouped(placed, _apply_groups(step, homes, leaf_of, o))
-    return Update(split_update(placed, cuts), layout)
+    return Update(split_update(placed, cuts, named), layout, named)
 
 
 def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
@@ -143,9 +140,9 @@ def _apply_groups(
     return {n: group.get(leaf, 0) for n, leaf in leaf_of.items()}
 
 
-def _with_sums(layout: RankLayout, whole: Cut) -> RankLayout:
+def _with_sums(layout: RankLayout, sums: Mapping[str, tuple[str, int]]) -> RankLayout:
     """A layout in which the sums of gradients are slices too."""
-    held = {n: s for n in whole.batch if (s := layout.slices.leaves.get(n.partition(GRAD)[0])) is not None}
+    held = {n: layout.slices.leaves[leaf] for n, (leaf, _) in sums.items() if leaf in layout.slices.leaves}
     return _SumsLayout(**{f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}, sums=held)
 
 
@@ -163,16 +160,9 @@ class _SumsLayout(RankLayout):
 class _SlicedSums(RankWriter):
     """Writes the update of a replica that has its slices of the sums of gradients: they are not reduced again."""
 
-    def __init__(
-        self,
-        step: Cut,
-        layout: RankLayout,
-        homes: Mapping[str, int],
-        users: Mapping[str, Sequence[int]],
-        o: PipelineOptions,
-    ) -> None:
+    def __init__(self, step: Cut, layout: RankLayout, sums: Mapping[str, Sequence[str]], o: PipelineOptions) -> None:
         super().__init__(step, layout)
-        self.homes, self.users, self.options = homes, users, o
+        self.sums, self.options = sums, o
 
     def _reducer(
         self, b: Builder, step: Cut, values: Mapping[str, Atom], example_count: Atom | None, scattered: bool = False
@@ -183,10 +173,10 @@ class _SlicedSums(RankWriter):
         self, b: Builder, step: Cut, results: Sequence[str], made: Any, local: Mapping[str, Atom]
     ) -> dict[str, Atom]:
         for n in step.gradients:
-            if n not in self.users:  # the loss does not read it
+            if n not in self.sums:  # the loss does not read it
                 made(n, b.call(jnp.zeros_like, self.vars_of[n])[0])
                 continue
-            given = [local[n + GRAD if s == self.homes[n] else shared_sum(n, s)] for s in self.users[n]]
+            given = [local[name] for name in self.sums[n]]
             made(n, mean_of(b, given, self.vars_of[n].aval.dtype, self.options))
         return {}
 
@@ -205,8 +195,7 @@ def _sharding(o: PipelineOptions) -> ShardingOptions:
 def _step(
     step: Cut,
     sums: Mapping[str, Any],
-    homes: Mapping[str, int],
-    users: Mapping[str, Sequence[int]],
+    called: Mapping[str, Sequence[str]],
     rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Program:
@@ -217,23 +206,20 @@ def _step(
     b = Builder(source.jaxpr)
     b.role = FORWARD
     b.invars += [vars_of[n] for n in (*step.params, *step.opt_state)]
-    names = {shared_sum(n, s) if s != homes[n] else n + GRAD: sums[n] for n in sums for s in users[n]}
-    spec = TreeSpec.of(names)
-    given = {n: b.input(names[n]) for n in spec.names}
+    types = {name: sums[n] for n, names in called.items() for name in names}
+    spec = TreeSpec.of(types)
+    given = {n: b.input(types[n]) for n in spec.names}
     grads: dict[str, Atom] = {}
     for n in step.gradients:
-        if n not in sums:  # the loss does not read it
+        if n not in called:  # the loss does not read it
             (zero,) = b.call(jnp.zeros_like, vars_of[n])
             (grads[n],) = b.bind(mark_p, zero, vars_of[n], leaf=n)
             continue
-        parts = [given[n + GRAD if s == homes[n] else shared_sum(n, s)] for s in users[n]]
-        mean = mean_of(b, parts, vars_of[n].aval.dtype, o)
+        mean = mean_of(b, [given[name] for name in called[n]], vars_of[n].aval.dtype, o)
         (grads[n],) = b.bind(mark_p, mean, vars_of[n], leaf=n)
     b.role = OPTIMIZE
     half = step.optimize
-    atoms: list[Atom] = []
-    for n in half.in_names:
-        atoms.append(grads[n.removesuffix(GRAD)] if n.endswith(GRAD) else vars_of[n])
+    atoms = [grads[n.leaf] if isinstance(n, Gradient) else vars_of[n] for n in half.in_names]
     found: dict[str, Atom] = {n: vars_of[n] for n in (*step.params, *step.opt_state)}
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
     found |= _of_gradients(b, step, grads, rows)

@@ -25,7 +25,7 @@ from dtrans.ir.inline import eliminate_dead
 from dtrans.rows.flow import Flow, _Pass
 from dtrans.rows.layout import SHARED, Layout, Rows, Whole, join, leaves_of, sendable
 from dtrans.rows.normalize import inline_bodies, normalise
-from dtrans.step.cut import GRAD, OptimizeHalf
+from dtrans.step.cut import Gradient, Name, OptimizeHalf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RowAnalysis:
         return self.flow.layout(atom)
 
     @cached_property
-    def inputs(self) -> dict[str, Var]:
+    def inputs(self) -> dict[Name, Var]:
         """Input name to variable."""
         return dict(zip(self.half.in_names, self.half.jaxpr.jaxpr.invars, strict=True))
 
@@ -126,14 +126,15 @@ def _settled(
     start: dict[Var, Layout] = {}
     for name in params:
         rows = Rows(name, axes.get(name, 0))
-        var = inputs.get(name, inputs.get(name + GRAD))
+        grad = inputs.get(Gradient(name))
+        var = inputs.get(name, grad)
         own: Layout = rows if var is not None and var.aval.ndim else Whole(frozenset([name]))
         if name in inputs and name in outputs:
             start[inputs[name]] = own
-        if name + GRAD in inputs:
-            start[inputs[name + GRAD]] = own
+        if grad is not None:
+            start[grad] = own
     own_names = set(params)
-    state = {n: v for n, v in inputs.items() if n in outputs and n not in own_names}
+    state = {n: v for n, v in inputs.items() if isinstance(n, str) and n in outputs and n not in own_names}
     free = set(state.values())
 
     while True:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrans.ops import BlockGradient
 from dtrans.rows.writer import RowRange
 from dtrans.step.cut import GRAD
 
@@ -62,6 +63,11 @@ class Block:
     def gradient(self, trainer_id: int, trainers: int) -> str:
         """The name of its gradient from one trainer: `params/w@GRAD.block0.trainer_1` (Paddle's scheme)."""
         return self.named(self.leaf + GRAD) + (f".trainer_{trainer_id}" if trainers > 1 else "")
+
+    def gradients(self, trainers: int) -> BlockGradient:
+        """Its gradient, of so many trainers."""
+        sent = {k: self.gradient(k, trainers) for k in range(trainers)}
+        return BlockGradient(self.gradient(0, 1), self.leaf, self.index, sent)
 
 
 @dataclasses.dataclass(frozen=True)

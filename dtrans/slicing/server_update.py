@@ -24,30 +24,42 @@ from functools import cached_property
 from typing import Any
 
 from dtrans._jax import Atom, Literal, Var
+from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
-from dtrans.ops import OptimizeBlock, all_reduce_p, combine, identity_of
+from dtrans.ops import BlockGradient, OptimizeBlock, all_reduce_p, combine, identity_of
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.layout import SHARED, Rows
 from dtrans.rows.writer import RowRange, RowWriter
 from dtrans.slicing.blocks import Placement, Unit
-from dtrans.slicing.mean import mean_of
 from dtrans.slicing.rounds import CrossServerValue, ExchangeRounds
-from dtrans.step.cut import GRAD
+from dtrans.step.cut import Gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerVariable:
-    """A value that a server holds: rows of `of` along its axis `axis`; all of it where `span` is None.
+    """A value that a server holds.
 
-    With `zeros` it has the type of these rows, and begins with zeros.
+    Attributes:
+      of: the array of the step that it begins as.
+      block: the number of the block that it is, or belongs to.
+      axis, span: its rows, and along which axis of `of`; all of it where `span` is None.
+      beside: what it is a part of, where that is no array of the step: `params/w.trainer_1_bak`.
+      zeros: whether it has the type of these rows only, and begins with zeros.
     """
 
     of: str
+    block: int = 0
     axis: int = 0
     span: RowRange | None = None
+    beside: str = ""
     zeros: bool = False
+
+    @property
+    def origin(self) -> str:
+        """What it is a part of."""
+        return self.beside or self.of
 
     def cut(self, aval: Any) -> Any:
         """Its type, given that of the whole."""
@@ -61,13 +73,15 @@ class ServerWork:
     Attributes:
       blocks: in order.
       held: name to what it is a part of.
-      grads: the gradients that it takes (`params/w@GRAD.block0`), and the number of the block that reads each,
-        counted from 1.
     """
 
     blocks: tuple[OptimizeBlock, ...]
     held: Mapping[str, ServerVariable]
-    grads: Mapping[str, int]
+
+    @property
+    def grads(self) -> dict[str, int]:
+        """The gradients that it takes (`params/w@GRAD.block0`), and the number of the block that reads each, from 1."""
+        return {g.name: i for i, block in enumerate(self.blocks, 1) for g in block.grads}
 
 
 class ServerUpdateBuilder:
@@ -76,7 +90,10 @@ class ServerUpdateBuilder:
     Args:
       analysis: of the optimize half.
       placement: of the leaves.
-      trainers: how many gradients each leaf gets. They are summed, and scaled by 1/trainers.
+      trainers: how many gradients each leaf gets; its update is by their mean.
+
+    Raises:
+      ConfigError: a leaf with the name that a block, a gradient or another value is given.
     """
 
     def __init__(self, analysis: RowAnalysis, placement: Placement, trainers: int) -> None:
@@ -91,13 +108,17 @@ class ServerUpdateBuilder:
         self.jaxpr = self.half.jaxpr
         self.levels = ExchangeRounds(self.analysis)
         self.made_by = {v: e for e in self.levels.eqns for v in e.outvars}
-        self.input_names = {v: n for n, v in self.analysis.inputs.items()}
+        self.input_names = {v: n for n, v in self.analysis.inputs.items() if isinstance(n, str)}
         # what depends on an input at all; the rest are constants, made where they are used
         self._dependent = propagate(self.jaxpr.jaxpr.eqns, dict.fromkeys(self.jaxpr.jaxpr.invars, 1), {})
         # which servers have parts of what a home gives to others
         self._owners = {
             self.analysis.home_of(leaf): tuple(ep for ep in placement.endpoints if ep in at[leaf]) for leaf in at
         }
+        self._claimed = dict.fromkeys(self.input_names.values(), "an array of the optimizer's state")
+        self._claimed |= dict.fromkeys(placement.blocks, "a leaf")
+        for crossing in self.levels.crossings.values():
+            self.claim(crossing.name)
         self._servers = {ep: _Server(self, ep, units) for ep, units in placement.units.items() if units}
         self._settle()
 
@@ -109,11 +130,18 @@ class ServerUpdateBuilder:
         """The servers that have parts of it."""
         return self._owners[crossing.home]
 
+    def claim(self, name: str, what: str = "a value that the optimizer makes") -> str:
+        """A name for something. Raises ConfigError where something else has it."""
+        other = self._claimed.setdefault(name, what)
+        if other != what:
+            raise ConfigError(f"{name} is {other}, and would be the name of {what}: rename a leaf")
+        return name
+
     @cached_property
     def state(self) -> tuple[str, ...]:
         """The optimizer's state, all of it."""
         made = set(self.analysis.outputs) - set(self.analysis.params)
-        return tuple(n for n in self.half.in_names if n in made)
+        return tuple(n for n in self.half.in_names if isinstance(n, str) and n in made)
 
     @cached_property
     def state_of(self) -> dict[str, tuple[str, ...]]:
@@ -134,7 +162,7 @@ class ServerUpdateBuilder:
     def constant_params(self) -> frozenset[str]:
         """Parameters that the update reads and never changes."""
         made = set(self.analysis.outputs)
-        return frozenset(n for n in self.half.in_names if n not in made and not n.endswith(GRAD))
+        return frozenset(n for n in self.half.in_names if isinstance(n, str) and n not in made)
 
     def _settle(self) -> None:
         """Let every server have the shared state that it needs, and all of them what none needs (a count of steps)."""
@@ -153,7 +181,7 @@ class ServerUpdateBuilder:
     def work(self, endpoint: str) -> ServerWork:
         """What one server does."""
         server = self._servers.get(endpoint)
-        return server.work() if server else ServerWork((), {}, {})
+        return server.work() if server else ServerWork((), {})
 
 
 class _Server:
@@ -213,37 +241,32 @@ class _Server:
         shared = _SharedWriter(self)
         levels = sorted({*shared.phases, *(n for u in self.units for n in u.phases), *self._joins})
         blocks: list[OptimizeBlock] = []
-        grads: dict[str, int] = {}
         for level in levels:
             if level in shared.phases:
                 blocks.append(shared.block(level))
             for unit in self.units:
                 if level in unit.phases:
-                    block = unit.block(level, self.name)
-                    blocks.append(block)
-                    read = set(block.in_names)
-                    for leaf in unit.grads:
-                        if unit.grad_names(leaf)[0] in read:
-                            grads[unit.named(leaf + GRAD)] = len(blocks)
+                    blocks.append(unit.block(level, self.name))
             joined = self._join(level)
             if joined:
                 blocks.append(joined)
-        return ServerWork(tuple(blocks), held, grads)
+        return ServerWork(tuple(blocks), held)
 
     def _held(self) -> dict[str, ServerVariable]:
         held: dict[str, ServerVariable] = {}
         s = self.s
         for u in self.units:
+            block = u.unit.blocks[0].index
             for b in u.unit.blocks:
-                held[b.name] = ServerVariable(b.leaf, 0, u.span)
+                held[b.name] = ServerVariable(b.leaf, block, 0, u.span)
             for name in u.state:
                 layout = s.analysis.layout(s.analysis.inputs[name])
                 if u.span is None or not isinstance(layout, Rows):
-                    held[u.named(name)] = ServerVariable(name)
+                    held[u.named(name)] = ServerVariable(name, block)
                 else:
-                    held[u.named(name)] = ServerVariable(name, layout.axis, RowRange(*u.span.of(layout)))
+                    held[u.named(name)] = ServerVariable(name, block, layout.axis, RowRange(*u.span.of(layout)))
         here = self.shared_state | (self.read & s.constant_params)
-        held |= {n: ServerVariable(n) for n in s.half.in_names if n in here}
+        held |= {n: ServerVariable(n) for n in s.half.in_names if isinstance(n, str) and n in here}
         return held
 
     def name(self, var: Var) -> str:
@@ -255,7 +278,7 @@ class _Server:
         if var not in self.names:
             if crossing is None:
                 kind = "reduced" if s.levels.shared(var) else "lr_sched"
-                self.names[var] = f"{kind}/{len(self.names)}"
+                self.names[var] = s.claim(f"{kind}/{len(self.names)}")
             else:
                 parts = self._parts_of(crossing)
                 # what is in one piece, and stays on this server, needs no joining
@@ -318,6 +341,7 @@ class _Phase(RowWriter):
         super().__init__(slicer.jaxpr, slicer.analysis.flow, span, slicer.made_by)
         self.s = slicer
         self.ins: list[str | Var] = []  # names; shared values are named once the server is known
+        self.grads: list[BlockGradient] = []
         self.outs: dict[str, Atom] = {}
         self.shared: dict[Var, Var] = {}
 
@@ -345,9 +369,8 @@ class _Phase(RowWriter):
     def finish(self, name: str, role: str, level: int, named: Callable[[Var], str]) -> OptimizeBlock:
         """The block."""
         in_names = tuple(n if isinstance(n, str) else named(n) for n in self.ins)
-        return OptimizeBlock(
-            name, role, self.b.build(list(self.outs.values())), in_names, tuple(self.outs), level=level
-        )
+        jaxpr = self.b.build(list(self.outs.values()))
+        return OptimizeBlock(name, role, jaxpr, in_names, tuple(self.outs), level, tuple(self.grads))
 
 
 class _UnitWriter:
@@ -361,10 +384,13 @@ class _UnitWriter:
         self.home = slicer.analysis.home_of(self.leaves[0])
         self.state = slicer.state_of.get(self.home, ())
         inputs = slicer.analysis.inputs
-        self.grads = tuple(n for n in self.leaves if n + GRAD in inputs)
         self.phases: dict[int, _UnitPhase] = {}
         self.inputs = {inputs[n]: n for n in (*self.leaves, *self.state)}
-        self.means = {inputs[n + GRAD]: n for n in self.grads}
+        self.grads = {inputs[g]: b.gradients(slicer.trainers) for b in unit.blocks if (g := Gradient(b.leaf)) in inputs}
+        for base in (*self.leaves, *self.state) if unit.span else ():
+            slicer.claim(self.named(base), f"block {unit.blocks[0].index} of {base}")
+        for grad in self.grads.values():
+            slicer.claim(grad.name, f"a gradient of {grad.leaf}")
         self.made_at: dict[Var, int] = {}
         self.kept: dict[Var, str] = {}  # values that a later phase reads
         self._write()
@@ -373,14 +399,9 @@ class _UnitWriter:
         """The name of something that is cut as this unit is: only a unit of one leaf is cut."""
         return self.unit.blocks[0].named(base)
 
-    def grad_names(self, leaf: str) -> list[str]:
-        """The names of a leaf's gradients, one for each trainer."""
-        block = next(b for b in self.unit.blocks if b.leaf == leaf)
-        return [block.gradient(k, self.s.trainers) for k in range(self.s.trainers)]
-
     def part(self, crossing: CrossServerValue) -> str:
         """The name of this unit's part of a crossing."""
-        return f"{self.unit.name}/{crossing.name}"
+        return self.s.claim(f"{self.unit.name}/{crossing.name}")
 
     def phase(self, level: int) -> _UnitPhase:
         if level not in self.phases:
@@ -391,15 +412,15 @@ class _UnitWriter:
         s, levels = self.s, self.s.levels
         eqns = levels.eqns_of.get(self.home, [])
         outs = {n: s.analysis.outputs[n] for n in (*self.leaves, *self.state)}
-        # the mean of the gradients is taken as soon as anything reads it
+        # a gradient is taken as soon as anything reads it
         for i in eqns:
             for a in levels.eqns[i].invars:
-                if isinstance(a, Var) and a in self.means:
+                if isinstance(a, Var) and a in self.grads:
                     self.made_at[a] = min(self.made_at.get(a, levels.of_eqn(i)), levels.of_eqn(i))
-        for var, leaf in self.means.items():
+        for var, grad in self.grads.items():
             phase = self.phase(self.made_at.setdefault(var, 0))
-            parts = [phase.take(n, phase.cut(var.aval, Rows(leaf, 0))) for n in self.grad_names(leaf)]
-            phase.env[var] = parts[0] if len(parts) == 1 else phase.b.call(mean_of, *parts)[0]
+            phase.grads.append(grad)
+            phase.env[var] = phase.take(grad.name, phase.cut(var.aval, Rows(grad.leaf, 0)))
         for i in eqns:
             eqn, step = levels.eqns[i], s.analysis.flow.steps[i]
             level = levels.of_eqn(i)
@@ -412,7 +433,7 @@ class _UnitWriter:
                     phase.outs[self.part(crossing)] = made
                     if step.reduce:
                         del phase.env[v]  # this block's part; others read what the parts make
-        for var in (*self.inputs, *self.means):
+        for var in (*self.inputs, *self.grads):
             if var in levels.crossings:
                 phase = self.phase(levels.crossings[var].level)
                 phase.outs[self.part(levels.crossings[var])] = phase.read(var, None)
@@ -451,7 +472,7 @@ class _UnitPhase(_Phase):
             name = u.named(u.inputs[var])
             self.env[var] = self.take(name, aval)
         elif var in u.made_at and var in (before := u.phases[u.made_at[var]]).env and before is not self:
-            name = u.kept.setdefault(var, f"{u.unit.name}/kept/{len(u.kept)}")
+            name = u.kept.setdefault(var, self.s.claim(f"{u.unit.name}/kept/{len(u.kept)}"))
             before.outs[name] = before.env[var]
             self.env[var] = self.take(name, aval)
         else:
@@ -466,7 +487,7 @@ class _SharedWriter:
         self.server = server
         s, levels = server.s, server.s.levels
         self.phases: dict[int, _SharedPhase] = {}
-        outs = {n: s.analysis.outputs[n] for n in s.half.in_names if n in server.shared_state}
+        outs = {n: s.analysis.outputs[n] for n in s.half.in_names if isinstance(n, str) and n in server.shared_state}
         # what units, and later levels, read
         read = {v for u in server.units for p in u.phases.values() for v in p.shared}
         positions = sorted({levels.made_by[v] for v in server.wanted if v in levels.made_by})

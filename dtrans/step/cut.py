@@ -29,6 +29,19 @@ from dtrans.step.marks import mark_p
 GRAD = "@GRAD"
 
 
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """The gradient of a leaf, as an input of an optimize half. Its text is for people: a leaf may be called so too."""
+
+    leaf: str
+
+    def __str__(self) -> str:
+        return self.leaf + GRAD
+
+
+Name = str | Gradient
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cut:
     """A training step, cut.
@@ -49,8 +62,8 @@ class Cut:
       unused_effects: other equations with effects, by primitive; no half carries them out.
       nested: why gradients may be computed from another derivative, as a perturbed step does; each of several
         trainers would compute them from its own. Empty where they are not, or are marked.
-      optimize: the optimize half. Inputs: gradients (`params/w@GRAD`), then parameters, then state; outputs:
-        optimized parameters, then state. Only what it uses.
+      optimize: the optimize half. Inputs: gradients, then parameters, then state; outputs: optimized parameters, then
+        state. Only what it uses.
     """
 
     program: Program
@@ -79,8 +92,13 @@ class OptimizeHalf:
     """The optimize half of a step: a closed jaxpr and the names of its inputs and outputs."""
 
     jaxpr: ClosedJaxpr
-    in_names: tuple[str, ...]
+    in_names: tuple[Name, ...]
     out_names: tuple[str, ...]
+
+    @property
+    def graded(self) -> frozenset[str]:
+        """The leaves whose gradients go in."""
+        return frozenset(n.leaf for n in self.in_names if isinstance(n, Gradient))
 
 
 def cut(program: Program) -> Cut:
@@ -193,7 +211,7 @@ class _Cutter:
         for i in kept:
             builder.keep(self.s.eqns[i])
         jaxpr = eliminate_dead(builder.build(outs))
-        in_names = (*(n + GRAD for n in grad_names), *params, *self.s.opt_state)
+        in_names: tuple[Name, ...] = (*map(Gradient, grad_names), *params, *self.s.opt_state)
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, kept
 
     def refuse_losses(self, kept: Sequence[int]) -> None:
@@ -245,8 +263,8 @@ class _Cutter:
 
     def check_trainer_half(self, gradients: Mapping[str, Var], used: set[str], frozen: Sequence[str]) -> None:
         """The trainers have no optimizer state: neither the loss nor a gradient may need it."""
-        outputs = {n: self.s.outs[n] for n in self.s.results}
-        outputs |= {n: self.s.outs[n] for n in frozen} | {n + GRAD: gradients[n] for n in used}
+        outputs: dict[Name, Atom] = {n: self.s.outs[n] for n in (*self.s.results, *frozen)}
+        outputs |= {Gradient(n): gradients[n] for n in used}
         state = {self.s.vars[n]: n for n in self.s.opt_state}
         enters = propagate(self.s.eqns, dict.fromkeys(state, 1), {})
         for name, atom in outputs.items():

@@ -12,9 +12,10 @@ from collections.abc import Collection
 from dtrans._jax import Var
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.pytree import unused_name
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import Rows
-from dtrans.step.cut import GRAD, Cut, OptimizeHalf
+from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 from dtrans.zero.slices import Slices
 
 
@@ -27,7 +28,7 @@ class GradientResults:
       here: the values of the step that are there already.
 
     Attributes:
-      half: from gradients (`params/w@GRAD`), parameters, and other values, to the results (and the parameters).
+      half: from gradients, parameters, and other values, to the results (and the parameters).
       others: the values of the step that are neither, by the name of the input.
       slices: what is given to it as slices.
       gathered: leaves whose gradient, or whose value, it needs whole.
@@ -41,22 +42,22 @@ class GradientResults:
         there = set(here) - {v for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in known}
         kept, _ = backward_slice(inner.eqns, [outs[n] for n in step.from_gradients], {*boundary, *there})
         b = Builder(step.program.jaxpr)
-        names: dict[Var, str] = {v: n + GRAD for v, n in boundary.items()}
+        names: dict[Var, Name] = {v: Gradient(n) for v, n in boundary.items()}
         names |= {v: n for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in step.params}
-        self.others: dict[str, Var] = {}
-        inputs: dict[Var, str] = {}
+        self.others: dict[Name, Var] = {}
+        inputs: dict[Var, Name] = {}
         eqns = [inner.eqns[i] for i in kept]
         made = {v for e in eqns for v in e.outvars}
         wanted = [outs[n] for n in step.from_gradients]
         for a in [*(a for e in eqns for a in e.invars), *wanted]:
             if isinstance(a, Var) and a not in made and a not in inputs and not b.is_constant(a):
-                inputs[a] = names.get(a) or f"given/{len(self.others)}"
+                inputs[a] = names.get(a) or unused_name(f"given/{len(self.others)}", step.params)
                 if a not in names:
                     self.others[inputs[a]] = a
         b.invars += inputs
         for e in eqns:
             b.keep(e)
-        params = [(n, v) for v, n in inputs.items() if n in step.params]
+        params = [(n, v) for v, n in inputs.items() if isinstance(n, str) and n in step.params]
         half = OptimizeHalf(
             b.build([*wanted, *(v for _, v in params)]),
             tuple(inputs.values()),
@@ -69,5 +70,5 @@ class GradientResults:
         self.half = half
         leaves = {n: s for n, s in slices.leaves.items() if n not in mixed}
         self.slices = Slices(analysis, leaves, {}, {})
-        read = {n.removesuffix(GRAD) for n in half.in_names}
+        read = {*half.graded, *half.in_names}
         self.gathered = [n for n in slices.leaves if n in mixed and n in read]

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, JaxprEqn, Var, scan_counts
-from dtrans.data_parallel.accumulation import MicroSteps, write_micro_steps
+from dtrans.data_parallel.accumulation import MicroSteps, Outputs, write_micro_steps
 from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.replica import fold_keys, take_inputs
 from dtrans.ir.array_fns import rows_from, times, together
@@ -29,7 +29,7 @@ from dtrans.ir.program import BACKWARD, DIST, FORWARD, OPTIMIZE, Program, is_com
 from dtrans.ir.pytree import both, is_under
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.rows.analysis import analyse
-from dtrans.step.cut import GRAD, Cut, OptimizeHalf, cut
+from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, cut
 from dtrans.step.forward_backward import HalfWriter, ready_order, write_trainer_half
 from dtrans.zero.all_gather import Gatherer
 from dtrans.zero.by_leaf.layout import Owned
@@ -174,11 +174,11 @@ class RankWriter:
             reducer = self._reducer(b, step, values, self.outs.get(count))
             found |= self._half(b, step, results, reducer.made, self.local)
         else:
-            made = self._accumulated(results)
+            made, grads = self._accumulated(results)
             found |= made
             reducer = self._reducer(b, step, values, found.get(count), scattered=self.o.stage > 1)
             for leaf in values:
-                reducer.made(leaf, made[leaf + GRAD])
+                reducer.made(leaf, grads[leaf])
         reducer.finish()
         means, finite = self._unscaled(reducer.means)
         found |= self._updated(means)
@@ -254,26 +254,25 @@ class RankWriter:
 
         return writer
 
-    def _accumulated(self, results: Sequence[str]) -> dict[str, Atom]:
+    def _accumulated(self, results: Sequence[str]) -> Outputs:
         """Write forward and backward of all micro-steps; their gradients are slices from stage 2 on."""
         o, step = self.o, self.step
         whole = [n for n in step.batch if is_under(n, o.batch.unsplit_inputs)]
         window = MicroSteps(o.num_micro_batch, o.reduce.op, self.layout.merges, o.batch.example_count, whole)
         given = {n: self.local[n] for n in self.leaves} if o.slices_params else {}
 
-        def half(inner: Builder, micro: Cut) -> dict[str, Atom]:
+        def half(inner: Builder, micro: Cut) -> Outputs:
             local = {n: inner.input(a.aval) for n, a in given.items()}
             inner.role = FORWARD
             if o.stage == 1:
                 grads: dict[str, Atom] = {}
-                found = self._half(inner, micro, results, grads.__setitem__, local)
-                return found | {n + GRAD: g for n, g in grads.items()}
+                return self._half(inner, micro, results, grads.__setitem__, local), grads
             values: dict[str, Atom] = {n: micro.gradients[n] for n in ready_order(micro)}
             one_group = dataclasses.replace(self.reducing, replicas=1)
             scatterer = _MicroScatterer(inner, values, one_group, None, GRAD, self.leaves, self.layout.kind(micro))
             found = self._half(inner, micro, results, scatterer.made, local)
             scatterer.finish()
-            return found | {n + GRAD: g for n, g in scatterer.means.items()}
+            return found, scatterer.means
 
         return write_micro_steps(self.b, step, window, results, given, half)
 
@@ -312,8 +311,8 @@ class RankWriter:
         b.role = OPTIMIZE
         given: list[Atom] = []
         for n in half.in_names:
-            if n.endswith(GRAD):
-                given.append(means[n.removesuffix(GRAD)])
+            if isinstance(n, Gradient):
+                given.append(means[n.leaf])
             elif n in self.leaves:
                 given.append(self._slice_of(n))
             else:
@@ -364,15 +363,14 @@ class RankWriter:
         here = {*b.invars, *(v for e in b.eqns for v in e.outvars)}
         results = GradientResults(step, self.layout.slices, here)
         half = sliced_half(results.slices, self.o.axis_name)
-        whole = self._gathered({n: means[n] for n in results.gathered if n + GRAD in half.in_names})
+        whole = self._gathered({n: means[n] for n in results.gathered if n in half.graded})
         own = {n: self.local[n] for n in results.gathered if n in half.in_names}
         params = self._gathered(own) if self.o.slices_params else own
         b.role = OPTIMIZE
         given: list[Atom] = []
         for n in half.in_names:
-            if n.endswith(GRAD):
-                leaf = n.removesuffix(GRAD)
-                given.append(whole.get(leaf, means[leaf]))
+            if isinstance(n, Gradient):
+                given.append(whole.get(n.leaf, means[n.leaf]))
             elif n in results.others:
                 given.append(results.others[n])
             elif n in results.slices.leaves:

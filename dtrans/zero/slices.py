@@ -29,7 +29,7 @@ from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import Rows
-from dtrans.step.cut import GRAD, Cut
+from dtrans.step.cut import Cut
 from dtrans.step.marks import mark_p
 from dtrans.zero.live_ranges import is_cast
 
@@ -123,17 +123,17 @@ def slices_of(step: Cut, degree: int, *, least: int, stacked: Collection[str], s
             wholes[n] = f"no dimension of {t.str_short()} has rows for {degree} ranks"
         elif n in shared and not sliced_in_use:
             wholes[n] = "its gradient is no sum over ranks"
-        elif n + GRAD not in step.optimize.in_names and not sliced_in_use:
+        elif n not in step.optimize.graded and not sliced_in_use:
             wholes[n] = "no gradient enters its update"
         else:
             size = t.shape[axes[n]]
             leaves[n] = Sliced(axes[n], size, -(-size // degree), degree)
     state: dict[str, Sliced] = {}
-    for n, var in analysis.inputs.items():
+    for name, var in analysis.inputs.items():
         row = analysis.layout(var)
-        if isinstance(row, Rows) and row.leaf in leaves and not n.endswith(GRAD) and n not in step.params:
+        if isinstance(row, Rows) and row.leaf in leaves and isinstance(name, str) and name not in step.params:
             own = leaves[row.leaf]
-            state[n] = Sliced(row.axis, own.size * row.width, own.part * row.width, degree)
+            state[name] = Sliced(row.axis, own.size * row.width, own.part * row.width, degree)
     return Slices(analysis, leaves, state, wholes, frozenset(shared))
 
 

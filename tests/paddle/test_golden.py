@@ -214,25 +214,12 @@ def kinds(blocks: list[Any], grads: list[str]) -> list[str]:
     """What the blocks of one parameter do, in order, from the gradients of the trainers on."""
     found: list[str] = []
     for block in blocks:
-        inner = block.jaxpr.jaxpr
-        merged = {v for n, v in zip(block.in_names, inner.invars, strict=True) if n in grads}
+        for g in block.grads:
+            assert list(g.sent.values()) == grads and g.name in block.in_names
+            found += ["merge", "mean"] if len(grads) > 1 else []
         compensating = compensation(block, grads)
-        for i, eqn in enumerate(inner.eqns):
-            if i < compensating:
-                found.append("compensate")
-                continue
-            read = [a for a in eqn.invars if not isinstance(a, Literal)]
-            if len(grads) > 1 and "mean" not in found and read and set(read) <= merged:
-                if eqn.primitive.name == "mul":
-                    assert [a.val for a in eqn.invars if isinstance(a, Literal)] == [1 / len(grads)]
-                    found.append("mean")
-                else:
-                    assert eqn.primitive.name == "add"
-                    found.append("merge")
-                    merged.update(eqn.outvars)
-                continue
-            assert len(grads) == 1 or not set(read) & merged, "after the mean nothing reads the gradient of one trainer"
-            found.append(KINDS.get(origin_of(eqn), "update"))
+        for i, eqn in enumerate(block.jaxpr.jaxpr.eqns):
+            found.append("compensate" if i < compensating else KINDS.get(origin_of(eqn), "update"))
     return [k for i, k in enumerate(found) if found[i - 1 : i] != [k]]
 
 

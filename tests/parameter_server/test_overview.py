@@ -20,6 +20,8 @@ from dtrans import HashName, RoundRobin, SizeBalanced, VarDistributed, VarsDistr
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.overview import overview_of
 from dtrans.parameter_server.placement import dispatched
+from dtrans.rows.writer import RowRange
+from dtrans.slicing.server_update import ServerVariable
 
 
 SHAPES = {"b": (7,), "scalar": (), "table": (11, 4), "w": (9, 3, 2)}
@@ -143,10 +145,18 @@ def test_a_leaf_may_have_the_name_of_a_block() -> None:
 
 
 def test_what_is_kept_for_a_block_is_cut_as_it_is() -> None:
-    names = "params/w.block{}", "params/w.block{}.trainer_0_bak", "params/w.block{}@GRAD.mean_square"
-    servers = {f"a:{i + 1}": {n.format(i): jnp.ones((size, 3)) for n in names} for i, size in enumerate((4, 2))}
-    servers["a:1"]["params/b.trainer_0_bak"] = jnp.ones(2)
-    rows = overview_of(servers, {"params/b": jnp.ones(2), "params/w": jnp.ones((6, 3))}, ["params/b", "params/w"])
+    of = {
+        "params/w.block{}": "",
+        "params/w.block{}.trainer_0_bak": "params/w.trainer_0_bak",
+        "params/w.block{}@GRAD.mean_square": "params/w@GRAD.mean_square",
+    }
+    part = lambda i, beside: ServerVariable("params/w", i, 0, (RowRange(0, 4), RowRange(4, 6))[i], beside)
+    servers = {f"a:{i + 1}": {n.format(i): part(i, beside) for n, beside in of.items()} for i in range(2)}
+    servers["a:1"]["params/b.trainer_0_bak"] = ServerVariable("params/b", beside="params/b.trainer_0_bak")
+    types = {
+        n: jax.core.ShapedArray(shape, np.dtype("float32")) for n, shape in (("params/b", (2,)), ("params/w", (6, 3)))
+    }
+    rows = overview_of(servers, types, ["params/b", "params/w"])
     assert {r.origin_shape for r in rows.by_endpoint("a:2")} == {(6, 3)}
     assert [(r.origin_name, r.offset, r.vtype) for r in rows.by_endpoint("a:2")] == [
         ("params/w", 4, "Param"),

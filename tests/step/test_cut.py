@@ -28,7 +28,7 @@ from dtrans._jax import equations, scope_of
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
-from dtrans.step.cut import GRAD, cut
+from dtrans.step.cut import Gradient, cut
 from dtrans.step.marks import mark_p
 
 
@@ -162,7 +162,7 @@ def test_the_halves_make_the_step(name, marked):
     state = tx.init(params)
     grads = gradients_of(done, params, state, BATCH)
     values = dict(zip(done.program.in_names, done.program.flatten(params, state, *BATCH), strict=True))
-    values |= {n + GRAD: g for n, g in grads.items()}
+    values |= {Gradient(n): g for n, g in grads.items()}
     half = done.optimize
     made = dict(zip(half.out_names, computed(half.jaxpr, *[values[n] for n in half.in_names]), strict=True))
     want = dict(zip(done.program.out_names, jax.tree.leaves(quick(step)(params, state, *BATCH)), strict=True))
@@ -177,7 +177,7 @@ def test_the_optimize_half_takes_no_batch_and_makes_no_loss():
     assert not set(done.optimize.in_names) & set(done.batch)
     assert done.batch == ("x", "y")
     assert done.results == ("loss",)
-    assert done.optimize.in_names[: len(PARAMS)] == tuple(f"params/{n}{GRAD}" for n in sorted(PARAMS))
+    assert done.optimize.in_names[: len(PARAMS)] == tuple(Gradient(f"params/{n}") for n in sorted(PARAMS))
 
 
 def test_a_gradient_summed_in_a_scan_is_cut_after_the_scan():
@@ -234,7 +234,7 @@ def test_a_leaf_that_the_loss_does_not_use_is_updated_on_the_servers(marked):
     assert done.optimized == ("params/b", "params/v", "params/w")
     state = tx.init(SPARE)
     values = dict(zip(done.program.in_names, done.program.flatten(SPARE, state, *BATCH), strict=True))
-    values |= {n + GRAD: g for n, g in gradients_of(done, SPARE, state, BATCH).items()}
+    values |= {Gradient(n): g for n, g in gradients_of(done, SPARE, state, BATCH).items()}
     made = computed(done.optimize.jaxpr, *[values[n] for n in done.optimize.in_names])
     want = quick(step)(SPARE, state, *BATCH)
     tree_close(made[:3], jax.tree.leaves(want[0]), 1e-6)

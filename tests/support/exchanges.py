@@ -14,7 +14,7 @@ from helpers import init_of, mlp_batch, mlp_loss
 
 import dtrans
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE, Program
-from dtrans.ops import OptimizeBlock, all_reduce_p
+from dtrans.ops import BlockGradient, OptimizeBlock, all_reduce_p
 from dtrans.parameter_server.plan import PServerPlan
 
 
@@ -86,11 +86,17 @@ def with_blocks(main: Program, blocks: Sequence[OptimizeBlock]) -> Program:
 
 
 def block(
-    name: str, role: str, level: int, fn: Callable[..., Any], inputs: dict[str, Any], outputs: Sequence[str]
+    name: str,
+    role: str,
+    level: int,
+    fn: Callable[..., Any],
+    inputs: dict[str, Any],
+    outputs: Sequence[str],
+    grads: Sequence[BlockGradient] = (),
 ) -> OptimizeBlock:
     """A block of a function on named values, whose types are given."""
     jaxpr = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in inputs.values()))
-    return OptimizeBlock(name, role, jaxpr, tuple(inputs), tuple(outputs), level)
+    return OptimizeBlock(name, role, jaxpr, tuple(inputs), tuple(outputs), level, tuple(grads))
 
 
 def all_reduce(op: str, name: str, owners: Sequence[str], over: Sequence[str], x: Any) -> Any:
@@ -105,13 +111,12 @@ def _blocks(
         return []
     made = []
     scalar = jax.core.ShapedArray((), units[0].jaxpr.jaxpr.invars[0].aval.dtype)
-    mean = lambda grads: sum(grads) / len(grads)
     for i, unit in enumerate(units):
         types = dict(zip(unit.in_names, (v.aval for v in unit.jaxpr.jaxpr.invars), strict=True))
-        grads = {n: t for n, t in types.items() if "@GRAD" in n}
+        grads = {g.name: types[g.name] for g in unit.grads}
         if ep in owners:
-            first = lambda *g: (mean(g), jnp.sum(mean(g) ** 2))
-            made.append(block(unit.name, OPTIMIZE, 0, first, grads, [f"mean/{i}", f"square/{i}"]))
+            first = lambda g: (g, jnp.sum(g**2))
+            made.append(block(unit.name, OPTIMIZE, 0, first, grads, [f"mean/{i}", f"square/{i}"], unit.grads))
     total = lambda *x: all_reduce("sum", "all_reduce/0", owners, over, sum(x) if x else jnp.zeros((), scalar.dtype))
     squares = {f"square/{i}": scalar for i in range(len(units))} if ep in owners else {}
     made.append(block("all_reduce", DIST, 0, lambda *x: [total(*x)], squares, ["all_reduce/0"]))
@@ -120,9 +125,10 @@ def _blocks(
     if rounds == 2:
         for i, unit in enumerate(units):
             types = dict(zip(unit.in_names, (v.aval for v in unit.jaxpr.jaxpr.invars), strict=True))
-            grads = {n: t for n, t in types.items() if "@GRAD" in n}
-            second = lambda s, *g: jnp.max(jnp.abs(mean(g) * s), initial=0.0)
-            made.append(block(unit.name, OPTIMIZE, 1, second, {"lr_sched/0": scalar, **grads}, [f"most/{i}"]))
+            grads = {g.name: types[g.name] for g in unit.grads}
+            second = lambda s, g: jnp.max(jnp.abs(g * s), initial=0.0)
+            inputs = {"lr_sched/0": scalar, **grads}
+            made.append(block(unit.name, OPTIMIZE, 1, second, inputs, [f"most/{i}"], unit.grads))
         most = lambda *x: all_reduce("max", "all_reduce/1", over, over, jnp.max(jnp.stack(x)))
         largest = {f"most/{i}": scalar for i in range(len(units))}
         made.append(block("all_reduce", DIST, 1, lambda *x: [most(*x)], largest, ["all_reduce/1"]))
@@ -132,16 +138,17 @@ def _blocks(
         level = 2
     for i, unit in enumerate(units):
         types = dict(zip(unit.in_names, (v.aval for v in unit.jaxpr.jaxpr.invars), strict=True))
-        grads = {n: t for n, t in types.items() if "@GRAD" in n}
+        grads = {g.name: types[g.name] for g in unit.grads}
         param, _ = unit.out_names
         state = {n: types[n] for n in unit.out_names}
 
-        def last(s: Any, p: Any, t: Any, *g: Any) -> Any:
-            t = MOMENTUM * t + s * mean(g)
+        def last(s: Any, p: Any, t: Any, g: Any) -> Any:
+            t = MOMENTUM * t + s * g
             return p - RATE * t, t
 
         # some go on with the mean that was made before, some make it again
         again = i % 2 or ep not in owners
         inputs = {f"lr_sched/{level - 1}": scalar, **state, **(grads if again else {f"mean/{i}": types[param]})}
-        made.append(block(unit.name, OPTIMIZE, level, last, inputs, unit.out_names))
+        read = unit.grads if again else ()
+        made.append(block(unit.name, OPTIMIZE, level, last, inputs, unit.out_names, read))
     return made

@@ -102,12 +102,15 @@ def _nested(eqn: Any, depth: int) -> Iterator[str]:
 def _blocks(eqn: Any) -> Iterator[str]:
     for block in eqn.params["optimize_blocks"]:
         inner = opened(block.jaxpr)
-        yield f"  block {block.name} {block.role} level {block.level}: {' '.join(block.in_names)}"
+        sent = {g.name: list(g.sent.values()) for g in block.grads}
+        read = [name for n in block.in_names for name in sent.get(n, [n])]
+        yield f"  block {block.name} {block.role} level {block.level}: {' '.join(read)}"
         yield f"    makes {' '.join(block.out_names)}"
         for e in inner.eqns:
             if is_communication(e):
                 yield f"    {e.primitive.name} {' '.join(short_type(a.aval) for a in e.invars)} {_attributes(e)}"
-        yield f"ops   {' '.join(e.primitive.name for e in inner.eqns if not is_communication(e))}"
+        means = [op for of in sent.values() if len(of) > 1 for op in [*["add"] * (len(of) - 1), "mul"]]
+        yield f"ops   {' '.join([*means, *(e.primitive.name for e in inner.eqns if not is_communication(e))])}"
 
 
 # -- plans -----------------------------------------------------------------------------------------

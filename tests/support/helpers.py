@@ -173,13 +173,9 @@ def serve(
         for block in (b for unit in units for b in unit.blocks):
             if f"{block.name}.trainer_0_bak" in held[endpoint]:  # a gradient of the newest parameters
                 values[endpoint][f"{block.name}.bak"] = held[endpoint][block.name]
-            for k, of in enumerate(grads):
-                if block.leaf in plan.unsent:
-                    continue
-                rows = of[block.leaf]
-                values[endpoint][block.gradient(k, plan.trainers if plan.sync_mode else 1)] = (
-                    rows if block.span is None else rows[block.span.start : block.span.stop]
-                )
+            if block.leaf not in plan.unsent:
+                sent = [of[block.leaf][slice(block.span.start, block.span.stop) if block.span else ...] for of in grads]
+                values[endpoint][block.gradient(0, 1)] = functools.reduce(jnp.add, sent) * (1 / len(sent))
     levels = {b.level for endpoint in plan.servers for b in blocks_of(plan, endpoint)}
     for level in sorted(levels):
         here = [(ep, b) for ep in plan.servers for b in blocks_of(plan, ep) if b.level == level]
@@ -308,7 +304,7 @@ def reads_only_what_was_there_or_made_before(plan: PServerPlan) -> None:
     for endpoint, programs in plan.servers.items():
         state = set(programs.main.in_names)
         units = plan.placement.units[endpoint]
-        grads = {b.gradient(k, plan.trainers) for u in units for b in u.blocks for k in range(plan.trainers)}
+        grads = {b.gradient(0, 1) for u in units for b in u.blocks}
         made: set[str] = set()
         new: set[str] = set()
         for block in blocks_of(plan, endpoint):

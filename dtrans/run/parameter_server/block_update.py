@@ -41,7 +41,7 @@ class BlockUpdates:
             raise ConfigError(f"pserver {update.endpoint} reduces over rows, and cannot be asynchronous")
         self._first = [b for b in update.blocks if b.role == LR_SCHED]
         self._blocks = {b.name: b for b in update.blocks if b.role != LR_SCHED}
-        self.grads = {name: [n for n in b.in_names if n in update.grad_types] for name, b in self._blocks.items()}
+        self.grads = {name: [g.name for g in b.grads] for name, b in self._blocks.items()}
         # what the lr_sched block replaces is read by the others as it was before the step
         self._replaced = {n for b in self._first for n in b.out_names if n in update.types}
         readers = collections.Counter(n for b in update.blocks for n in b.in_names)

@@ -23,12 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
+from dtrans.checkpoint.assemble import by_origin
 from dtrans.checkpoint.pserver_state import arrays_of, scatter
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p
+from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
 from dtrans.plan import Job, realises
@@ -168,18 +170,8 @@ class MeshJob(Job):
 
     def opt_state(self, state: MeshState) -> Any:
         """The optimizer's state, put together from the servers, as the pytree that it was given in."""
-        spec = self.plan.main.args[1]
-        types = self.plan.main.inputs
-        found: dict[str, dict[str, Any]] = {n: {} for n in spec.names}
-        for held in state.servers.values():
-            for name, x in held.items():
-                base, _, index = name.rpartition(".block")
-                if base in found and index.isdigit():
-                    found[base][index] = x
-                elif name in found:
-                    found[name] = {"": x}
-        joined = [_joined(found[n], types[n].shape) for n in spec.names]
-        return spec.unflatten(joined)
+        spec, rows = self.plan.main.args[1], by_origin(self.plan.overview)
+        return spec.unflatten([_joined(rows[n], state.servers) for n in spec.names])
 
     def check(self, state: Any) -> None:
         self._check_open()
@@ -306,10 +298,9 @@ class MeshJob(Job):
 
     @cached_property
     def _servers(self) -> dict[str, CompiledUpdate]:
-        each = partial(_unstacked, trainers=self.trainers)
+        updates = {ep: ServerUpdate.of(s.main) for ep, s in self.plan.servers.items()}
         return {
-            ep: CompiledUpdate(ServerUpdate.of(s.main), donate=self.donate, prepare=each)
-            for ep, s in self.plan.servers.items()
+            ep: CompiledUpdate(u, donate=self.donate, prepare=partial(_unstacked, u.sent)) for ep, u in updates.items()
         }
 
 
@@ -318,15 +309,16 @@ def _shards(x: jax.Array) -> list[jax.Array]:
     return [s.data for s in sorted(x.addressable_shards, key=lambda s: s.index[0].start or 0)]
 
 
-def _unstacked(grads: Mapping[str, Any], trainers: int) -> dict[str, Any]:
-    """Each trainer's gradients by name, from those of all: stacked shards, or one that all trainers share."""
-    if trainers == 1:
-        return dict(grads)
+def _unstacked(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dict[str, Any]:
+    """Each trainer's gradients by name, from those of all under the name that trainer 0 sends them by.
+
+    They are stacked shards, or one that all trainers share.
+    """
     each: dict[str, Any] = {}
-    for name, x in grads.items():
-        base = name.removesuffix(".trainer_0")
-        parts = [row for shard in x for row in shard] if isinstance(x, list) else [x] * trainers
-        each |= {f"{base}.trainer_{k}": g for k, g in enumerate(parts)}
+    for names in sent:
+        x = grads[names[0]]
+        parts = [row for shard in x for row in shard] if isinstance(x, list) else [x] * len(names)
+        each |= {name: parts[k] for k, name in names.items()}
     return each
 
 
@@ -343,13 +335,7 @@ def _put(x: Any, where: Sharding) -> Any:
     return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
 
 
-def _joined(blocks: Mapping[str, Any], shape: tuple[int, ...]) -> Any:
-    """The rows of a value from its blocks."""
-    if len(blocks) == 1:
-        return next(iter(blocks.values()))
-    parts = [np.asarray(blocks[k]) for k in sorted(blocks, key=int)]
-    # state may have the rows of its leaf along another axis than 0 (Adafactor's column means)
-    axis = next(i for i, n in enumerate(shape) if parts[0].shape[i] != n)
-    whole = np.concatenate(parts, axis)
-    assert whole.shape == shape
-    return jnp.asarray(whole)
+def _joined(rows: Sequence[VarDistributed], servers: Mapping[str, Mapping[str, Any]]) -> Any:
+    """A value from what servers hold of it."""
+    parts = [servers[row.endpoint][row.slice_name] for row in sorted(rows, key=lambda row: row.offset)]
+    return jnp.asarray(np.concatenate(parts, rows[0].axis)) if rows[0].is_slice else parts[-1]

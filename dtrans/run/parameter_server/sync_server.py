@@ -70,10 +70,7 @@ class SyncServer:
         pool = BufferPool()
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in update.grad_types.items()}
         # a trainer may send its own gradients only
-        of = {
-            k: {n for n in self._grads if trainers.count == 1 or n.endswith(f".trainer_{k}")}
-            for k in range(trainers.count)
-        }
+        of = {k: {names[k] for names in update.sent} for k in range(trainers.count)}
         self._turns = {k: _Turn(self._inbox(k, names)) for k, names in of.items()}
         self._spent: set[int] = set()  # of those who left, whose last gradients have counted
 

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from dtrans._jax import JaxprEqn, evaluate
 from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
-from dtrans.ops import BACKUP, OptimizeBlock, listen_and_serv_p
+from dtrans.ops import OptimizeBlock, listen_and_serv_p
 from dtrans.run.base.lowered import called
 from dtrans.run.parameter_server.exchange import Exchange
-from dtrans.slicing.mean import mean_over
+from dtrans.slicing.mean import mean_of, mean_over
 
 
 Vectors = Mapping[str, Sequence[Any]]  # by endpoint: where they go, or where they came from
@@ -56,12 +56,13 @@ class Phase:
     gives: tuple[str, ...]
 
     def __call__(
-        self, read: Mapping[str, Any], arrived: Vectors
+        self, read: Mapping[str, Any], grads: Mapping[str, Any], arrived: Vectors
     ) -> tuple[dict[str, Any], dict[str, Any], list[list[jax.Array]]]:
         """The state it makes, the values it gives, and the parcels of the exchange that ends it. Pure.
 
         Args:
-          read: gradients, state as it was before the step, and values of earlier phases, by name.
+          read: state as it was before the step, and values of earlier phases, by name.
+          grads: what trainers have sent, by the name under which they did.
           arrived: the vectors of the exchange it begins with.
         """
         values = dict(read)
@@ -71,7 +72,8 @@ class Phase:
         new: dict[str, Any] = {}
         packed: list[list[jax.Array]] = []
         for block in self.blocks:
-            given = [values[n] for n in block.in_names]
+            means = {g.name: mean_of(*(grads[n] for n in g.sent.values())) for g in block.grads}
+            given = [means[n] if n in means else values[n] for n in block.in_names]
             if self.ends is not None and block is self.blocks[-1]:
                 outs = evaluate(self.ends.local, *given)
                 count = len(self.ends.owned)
@@ -125,15 +127,17 @@ class ServerUpdate:
 
     @cached_property
     def grad_types(self) -> dict[str, Any]:
-        """Name to type, of the gradients of all trainers."""
+        """Name to type, of what all trainers send."""
         found: dict[str, Any] = {}
-        made = {n for b in self.blocks for n in b.out_names}
-        backups = {n + BACKUP for n in self.params}
         for b in self.blocks:
-            for name, var in zip(b.in_names, b.jaxpr.jaxpr.invars, strict=True):
-                if name not in self.types and name not in made and name not in backups:
-                    found[name] = var.aval
+            given = dict(zip(b.in_names, b.jaxpr.jaxpr.invars, strict=True))
+            found |= {n: given[g.name].aval for g in b.grads for n in g.sent.values()}
         return found
+
+    @cached_property
+    def sent(self) -> tuple[Mapping[int, str], ...]:
+        """Of each gradient that is read: trainer to the name under which it comes."""
+        return tuple(g.sent for b in self.blocks for g in b.grads)
 
     @cached_property
     def params(self) -> tuple[str, ...]:
@@ -184,7 +188,7 @@ class ServerUpdate:
                     blocks=tuple(blocks),
                     begins=begins,
                     ends=exchange,
-                    grads=any(n in self.grad_types for n in reads[i]),
+                    grads=any(b.grads for b in blocks),
                     kept=tuple(n for n in reads[i] if n in self.types and n not in spent),
                     spent=tuple(n for n in reads[i] if n in spent),
                     makes=tuple(sorted(makes)),
@@ -248,7 +252,7 @@ class CompiledUpdate:
             grads: Any, kept: dict[str, Any], spent: dict[str, Any], values: dict[str, Any], arrived: Vectors
         ) -> Any:
             read = {**kept, **spent, **values}
-            return phase(read | dict(self._prepare(grads)) if phase.grads else read, arrived)
+            return phase(read, self._prepare(grads) if phase.grads else {}, arrived)
 
         return jax.jit(update, donate_argnums=2 if donate else ())
 

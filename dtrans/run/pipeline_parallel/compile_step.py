@@ -29,7 +29,6 @@ from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 from dtrans.run.pipeline_parallel.micro_batch import is_numbered, of_micro_batch
 from dtrans.run.pipeline_parallel.slots import Slots, with_releases
 from dtrans.run.pipeline_parallel.stage_devices import SAME
-from dtrans.step.cut import GRAD
 
 
 def compile_step(at: Deployment, programs: StepPrograms, batch: Mapping[str, Any]) -> StepProgram:
@@ -88,7 +87,7 @@ def _write_zeros(d: Draft, s: StagePrograms) -> None:
     if not s.leaves:
         return
     given = (s.weights or s.backward).inputs
-    types = [given[n + GRAD] for n in s.leaves]
+    types = [given[n] for n in s.sums]
 
     def zeros() -> list[Any]:
         return [jnp.zeros(t.shape, t.dtype) for t in types]
@@ -110,7 +109,7 @@ def _write_backward(d: Draft, s: StagePrograms, task: Task) -> None:
     k, m, own = s.index, task.micro, d.at.own
     _write_task(d, s.backward, s, task, lambda n: d.slots.made(s, n, m))
     for n in s.backward.out_names:
-        if n.endswith(GRAD) and n.removesuffix(GRAD) in s.receives:
+        if n in s.cotangents:
             d.instructions.append(
                 Transfer(d.slots.of(own, "back", k, n, m), d.slots.of(own, "cotangent", k - 1, n, m), k, k - 1, own, n)
             )
@@ -138,7 +137,6 @@ def _write_task(d: Draft, p: Program, s: StagePrograms, task: Task, made: Callab
     makes = [made(n) for n in p.out_names]
     if is_numbered(d.at, p, d.batch):
         reads.append(d.slots.number(s.index, task.micro))
-    sums = {n + GRAD for n in s.leaves}
-    donated = [i for i, n in enumerate(p.in_names) if n in sums and n in p.outputs]
+    donated = [i for i, n in enumerate(p.in_names) if n in s.sums and n in p.outputs]
     fn = lambda: of_micro_batch(d.at, p, d.batch)
     d.run(p, fn, s.index, reads, makes, str(task), task=task, donated=donated)

@@ -16,7 +16,6 @@ from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.draft import Draft
 from dtrans.run.pipeline_parallel.instructions import Transfer
 from dtrans.run.pipeline_parallel.stage_devices import EACH, SAME, StageSharding
-from dtrans.step.cut import GRAD
 
 
 StateSlots: TypeAlias = dict[tuple[int, str], int]  # by (place, name)
@@ -51,7 +50,9 @@ class _UpdateValues:
             return slots.of(self.kinds[v], "update", stage, v)
         if is_state:
             return slots.state(at.place(n, stage), n)
-        return slots.of(at.update_kind(n), "sum" if at.host is None else "sum on the host", stage, n.partition(GRAD)[0])
+        return slots.of(
+            at.update_kind(n), "sum" if at.host is None else "sum on the host", stage, at.plan.update.sums[n][0]
+        )
 
 
 def write_update(d: Draft) -> tuple[StateSlots, ResultSlots]:
@@ -80,9 +81,9 @@ def _sums_to_host(d: Draft) -> None:
         return
     own = d.at.own
     for s in d.programs.stages:
-        for n in s.leaves:
+        for name, n in s.sums.items():
             here, there = (d.slots.of(own, which, s.index, n) for which in ("sum", "sum on the host"))
-            d.instructions.append(Transfer(here, there, s.index, s.index, own, n + GRAD, to_host=True))
+            d.instructions.append(Transfer(here, there, s.index, s.index, own, name, to_host=True))
 
 
 def _send(values: _UpdateValues, v: Var, stage: int, targets: Mapping[tuple[Var, int], Sequence[int]]) -> None:

@@ -18,7 +18,6 @@ from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.results import is_whole
 from dtrans.run.pipeline_parallel.instructions import Transfer
 from dtrans.run.pipeline_parallel.stage_devices import EACH, FIRST, ROWS, SAME, Host, Places, StageSharding, cut_along
-from dtrans.step.cut import GRAD
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,8 +79,8 @@ class Deployment:
 
     def update_kind(self, name: str) -> StageSharding:
         """How replicas have an input of the update."""
-        leaf, is_sum, _ = name.partition(GRAD)
-        return self.sum_kind(leaf) if is_sum else self.state_kind(name)
+        found = self.plan.update.sums.get(name)
+        return self.state_kind(name) if found is None else self.sum_kind(found[0])
 
     def result_kind(self, name: str) -> StageSharding:
         """How replicas have a result, merged over micro-batches."""

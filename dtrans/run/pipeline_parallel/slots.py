@@ -12,7 +12,6 @@ from dtrans.pipeline_parallel.stage_programs import StagePrograms
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import Instruction
 from dtrans.run.pipeline_parallel.stage_devices import SAME, StageSharding
-from dtrans.step.cut import GRAD
 
 
 class Slots:
@@ -86,19 +85,19 @@ class Slots:
 
     def made(self, s: StagePrograms, name: str, m: int) -> int:
         """An output of a backward program."""
-        return self._of_backward(s, name, m, "back") if name.endswith(GRAD) else self.value(s.index, name, m)
+        if name in s.sums:
+            return self.sum_of(s.index, s.sums[name])
+        return self.of(self._at.own, "back", s.index, name, m) if name in s.cotangents else self.value(s.index, name, m)
 
     def read(self, s: StagePrograms, name: str, m: int) -> int:
         """An input of a program of a stage."""
-        if name.endswith(GRAD):
-            return self._of_backward(s, name, m, "cotangent")
+        if name in s.sums:
+            return self.sum_of(s.index, s.sums[name])
+        if name in s.cotangents:
+            return self.of(self._at.own, "cotangent", s.index, name, m)
         if name in s.params:
             return self.param(s.index, name)
         return self.array(s.index, name) if name in s.batch else self.value(s.index, name, m)
-
-    def _of_backward(self, s: StagePrograms, name: str, m: int, way: str) -> int:
-        leaf = name.removesuffix(GRAD)
-        return self.sum_of(s.index, leaf) if leaf in s.leaves else self.of(self._at.own, way, s.index, name, m)
 
     def passing(self) -> dict[int, int]:
         """The stage of each slot that is of one micro-batch."""

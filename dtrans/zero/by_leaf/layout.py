@@ -251,8 +251,7 @@ def _updating_what_is_read(step: Cut) -> tuple[list[str], OptimizeHalf]:
     A leaf that is not updated may have a gradient that others read (in a norm of all): somebody has to own that.
     """
     half = step.optimize
-    graded = {n.removesuffix(GRAD) for n in half.in_names if n.endswith(GRAD)}
-    more = [n for n in step.params if n in graded and n not in step.optimized]
+    more = [n for n in step.params if n in half.graded and n not in step.optimized]
     inner = half.jaxpr.jaxpr
     inputs = dict(zip(half.in_names, inner.invars, strict=True))
     new = {n: Var(step.program.inputs[n]) for n in more if n not in inputs}

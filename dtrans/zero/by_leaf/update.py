@@ -36,7 +36,7 @@ from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement, Unit
 from dtrans.slicing.rounds import CrossServerValue
 from dtrans.slicing.server_update import ServerUpdateBuilder
-from dtrans.step.cut import GRAD, OptimizeHalf
+from dtrans.step.cut import Gradient, Name, OptimizeHalf
 from dtrans.zero.by_leaf.packing import Bins, free_name
 from dtrans.zero.options import ShardingOptions
 
@@ -70,9 +70,9 @@ class OwnerWriter:
         self.slicer = ServerUpdateBuilder(analysis, _placement(analysis, owner, ranks), 1)
         self.analysis = a = self.slicer.analysis
         self.crossings = self.slicer.levels.crossings
-        types: dict[str, Any] = {n: v.aval for n, v in a.inputs.items()}
+        types: dict[str, Any] = {n: v.aval for n, v in a.inputs.items() if isinstance(n, str)}
         # a gradient may be of another type than its leaf
-        graded = {n: types[n + GRAD] for n in ready if n in owner and n + GRAD in types}
+        graded = {n: a.inputs[Gradient(n)].aval for n in ready if n in owner and n in a.half.graded}
         self.grads = Bins.of(graded, owner, ranks, free_name("grads", types))
         changed = {n: types[n] for n in owner if a.outputs[n] is not a.inputs[n]}
         self.params = Bins.of(changed, owner, ranks, "params")
@@ -80,6 +80,8 @@ class OwnerWriter:
         self.state = Bins.of({n: types[n] for n in self.rank_of}, self.rank_of, ranks, root)
         endpoints = self.slicer.placement.endpoints
         self.work = [[b for b in self.slicer.work(ep).blocks if b.role != DIST] for ep in endpoints]
+        grads = (g for work in self.work for b in work for g in b.grads)
+        self.graded = {g.name: g.leaf for g in grads if g.leaf in self.grads.places}
         self.units = {u.name for units in self.slicer.placement.units.values() for u in units}
         self.levels = sorted({b.level for work in self.work for b in work if self._is_unit(b)})
         self._outside()
@@ -88,11 +90,6 @@ class OwnerWriter:
     def _is_unit(self, block: OptimizeBlock) -> bool:
         """Whether a block updates leaves; the others make what no leaf enters."""
         return block.role != LR_SCHED and block.name in self.units
-
-    def _graded(self, name: str) -> str | None:
-        """The leaf whose gradient an input is; None for another input, and for a gradient without an owner."""
-        leaf = name.removesuffix(GRAD)
-        return leaf if leaf != name and leaf in self.grads.places else None
 
     def _named(self, name: str) -> str:
         """What a value that a block makes is called here: blocks read state as it was before the step."""
@@ -127,14 +124,13 @@ class OwnerWriter:
     # -- the program -----------------------------------------------------------------------------
 
     def half(self) -> OptimizeHalf:
-        """From bins of gradients (`grads/float32@GRAD`), parameters and state, those in bins, to new ones."""
+        """From bins of gradients (`grads/float32`), parameters and state, those in bins, to new ones."""
         a, b = self.analysis, Builder(self.slicer.jaxpr)
-        given: dict[str, Atom] = {}
-        for n, v in a.inputs.items():
-            if n not in self.rank_of and self._graded(n) is None:
-                given[n] = b.input(v.aval)
+        binned = {*self.rank_of, *map(Gradient, self.grads.places)}
+        alone = {n: b.input(v.aval) for n, v in a.inputs.items() if n not in binned}
+        given: dict[str, Atom] = {str(n): x for n, x in alone.items()}
         bins: dict[str, Atom] = {n: b.input(t) for n, t in {**self.grads.types, **self.state.types}.items()}
-        in_names = [*given, *(n + GRAD if n in self.grads.types else n for n in bins)]
+        in_names: list[Name] = [*alone, *(Gradient(n) if n in self.grads.types else n for n in bins)]
         b.role = OPTIMIZE
         (index,) = b.bind(trainer_index_p, over=(self.o.axis_name,))
         known: dict[Var, Atom] = {}
@@ -186,8 +182,7 @@ class OwnerWriter:
             for bins in (*before, self.state):
                 if name in bins.places:
                     return bins.array_of(name, given)
-            leaf = self._graded(name)
-            return given[name] if leaf is None else self.grads.array_of(leaf, given)
+            return self.grads.array_of(self.graded[name], given) if name in self.graded else given[name]
 
         for b in self.work[rank]:
             if b.level == level or (b.level < level and not self._is_unit(b)):
@@ -208,7 +203,9 @@ class OwnerWriter:
     def _shared(self, b: Builder, given: Mapping[str, Atom], known: Mapping[Var, Atom]) -> dict[str, Atom]:
         """Write the new values of state that lives with no leaf."""
         a, eqns = self.analysis, self.slicer.levels.eqns
-        env: dict[Var, Atom] = {v: given[n] for n, v in a.inputs.items() if n in given} | dict(known)
+        env: dict[Var, Atom] = {v: given[n] for n, v in a.inputs.items() if isinstance(n, str) and n in given} | dict(
+            known
+        )
         read: Callable[[Atom], Atom] = lambda x: env.get(x, x) if isinstance(x, Var) else x
         b.role = OPTIMIZE
         for i in self.outside:

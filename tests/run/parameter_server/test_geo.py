@@ -456,8 +456,8 @@ def geo_of(params: Any) -> PServerPlan:
 
 
 @pytest.mark.parametrize("params, message", [
-    ({"w@GRAD": jnp.ones(2)},
-     "params/w@GRAD: names of leaves must not contain '@GRAD', which is for gradients; rename it"),
+    ({"w": jnp.ones(2), "w@GRAD": jnp.ones(2)},
+     "params/w@GRAD is a leaf, and would be the name of a gradient of params/w: rename a leaf"),
     ({"w": jnp.ones(2), "w.delta": jnp.ones(2)},
      "params/w.delta is what servers call the change of params/w: rename that leaf"),
 ])  # fmt: skip
