@@ -142,7 +142,7 @@ FAULTS = (
         ("data_parallel/test_transform.py",),
     ),
     Fault(
-        "zero/slices.py",
+        "zero/choose_slices.py",
         "leaves[n] = Sliced(axes[n], size, -(-size // degree), degree)",
         "leaves[n] = Sliced(axes[n], size, size // degree + 1, degree)",
         ("zero/test_plan.py", "zero/test_transform.py"),
@@ -169,7 +169,7 @@ FAULTS = (
         "pipeline_parallel/balance.py",
         "next_total[stop], next_squares[stop] = total[best] + sent[stop], even.min()",
         "next_total[stop], next_squares[stop] = total[best], even.min()",
-        ("pipeline_parallel/test_stages.py",),
+        ("pipeline_parallel/test_assign_stages.py",),
     ),
     Fault(
         "pipeline_parallel/orders.py",

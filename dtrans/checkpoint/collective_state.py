@@ -30,7 +30,7 @@ from dtrans.zero.plan import ShardingPlan
 
 if TYPE_CHECKING:
     from dtrans.zero.by_leaf.packing import BinSlot
-    from dtrans.zero.slices import Sliced
+    from dtrans.zero.choose_slices import Sliced
 
 
 class SavedJob(Protocol):

@@ -4,7 +4,7 @@ transform          `pipeline`: a step to a plan
 plan               the plan: programs of each stage, and what each device does when
 options            what may be asked of it, and its checks
 forward_pass       what every micro-batch goes through, before it is differentiated
-stages             the stage of each equation
+assign_stages      the stage of each equation
 balance            exact cuts of a row of costs
 repeated_blocks    layers that repeat
 stage_programs     forward and backward of each stage

@@ -9,8 +9,8 @@ from functools import cached_property
 from dtrans.checks import check_flag, check_int, check_number, check_one_of, check_type
 from dtrans.data_parallel.options import Options, Reduce
 from dtrans.errors import ConfigError
+from dtrans.pipeline_parallel.assign_stages import FLOPS_PER_BYTE, POLICIES
 from dtrans.pipeline_parallel.device_layout import Cluster
-from dtrans.pipeline_parallel.stages import FLOPS_PER_BYTE, POLICIES
 from dtrans.step.batch_sharing import Batch
 
 

@@ -33,7 +33,7 @@ from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.pipeline_parallel.options import AXIS, PipelineOptions
 from dtrans.pipeline_parallel.stage_vjp import StageVjp
 from dtrans.step.cut import GRAD
-from dtrans.zero.slices import Sliced
+from dtrans.zero.choose_slices import Sliced
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

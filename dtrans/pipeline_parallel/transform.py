@@ -25,6 +25,7 @@ from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
+from dtrans.pipeline_parallel.assign_stages import stages_of
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
 from dtrans.pipeline_parallel.options import PipelineOptions, StageMemory, Stages
 from dtrans.pipeline_parallel.plan import PipelinePlan, StepPrograms
@@ -44,7 +45,6 @@ from dtrans.pipeline_parallel.stage_scan import (
     taken_apart,
     turned,
 )
-from dtrans.pipeline_parallel.stages import stages_of
 from dtrans.pipeline_parallel.update import slices_of_sums, update_of
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured, value_and_grad_p

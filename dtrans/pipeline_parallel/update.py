@@ -31,10 +31,10 @@ from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, grouped, plac
 from dtrans.rows.analysis import analyse
 from dtrans.step.cut import GRAD, Cut, Gradient, cut
 from dtrans.step.marks import mark_p
+from dtrans.zero.choose_slices import Sliced, slices_of
 from dtrans.zero.options import ShardingOptions, Slicing
 from dtrans.zero.rank_program import RankLayout, RankWriter
 from dtrans.zero.reduce_scatter import Scatterer
-from dtrans.zero.slices import Sliced, slices_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 transform          `sharding`: a step to a plan
 plan               the plan: one program for all ranks, what each holds, and what it moves
 options            what may be asked of it, and its checks
-slices             which leaves are cut, along which dimension, and why others are not
+choose_slices      which leaves are cut, along which dimension, and why others are not
 update             the update, on slices
 reduce_scatter     how ranks reduce gradients of which each keeps a slice
 live_ranges        where parameters are read

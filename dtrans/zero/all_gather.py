@@ -31,11 +31,11 @@ from dtrans.ir.array_fns import converted
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
 from dtrans.ops import after_p, all_gather_p
+from dtrans.zero.choose_slices import stacks_of
 from dtrans.zero.gathering import Gathering, Given, Residual, Scattered
 from dtrans.zero.layer_scan import Loop, StackOfSlices
 from dtrans.zero.live_ranges import LiveRange, LiveRanges, chain_of, is_cast
 from dtrans.zero.prefetch import prefetched
-from dtrans.zero.slices import stacks_of
 
 
 class Gatherer:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.ir.builder import Builder
+from dtrans.zero.choose_slices import Sliced
 from dtrans.zero.live_ranges import LiveRanges
-from dtrans.zero.slices import Sliced
 
 
 @dataclasses.dataclass(frozen=True)

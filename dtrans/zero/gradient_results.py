@@ -16,7 +16,7 @@ from dtrans.ir.pytree import unused_name
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import Rows
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
-from dtrans.zero.slices import Slices
+from dtrans.zero.choose_slices import Slices
 
 
 class GradientResults:

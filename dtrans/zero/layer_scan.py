@@ -19,8 +19,8 @@ from dtrans.ir.array_fns import converted, padded
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
 from dtrans.ops import all_gather_p, reduce_scatter_p
+from dtrans.zero.choose_slices import stacks_of
 from dtrans.zero.gathering import Given, LeafGatherer, Residual, Scattered
-from dtrans.zero.slices import stacks_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ from dtrans.zero.mixed_precision import scale_types
 
 if TYPE_CHECKING:
     from dtrans.zero.by_leaf.layout import Owned
+    from dtrans.zero.choose_slices import Sliced, Slices
     from dtrans.zero.options import ShardingOptions
-    from dtrans.zero.slices import Sliced, Slices
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -33,6 +33,7 @@ from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, cut
 from dtrans.step.forward_backward import HalfWriter, ready_order, write_trainer_half
 from dtrans.zero.all_gather import Gatherer
 from dtrans.zero.by_leaf.layout import Owned
+from dtrans.zero.choose_slices import Sliced, Slices, slices_of, stacked_leaves
 from dtrans.zero.gathering import Gathering, Given, Scattered
 from dtrans.zero.gradient_results import GradientResults
 from dtrans.zero.mixed_precision import (
@@ -48,7 +49,6 @@ from dtrans.zero.mixed_precision import (
 )
 from dtrans.zero.options import ShardingOptions
 from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec, scatter_specs
-from dtrans.zero.slices import Sliced, Slices, slices_of, stacked_leaves
 from dtrans.zero.update import sliced_half
 
 

@@ -24,8 +24,8 @@ from dtrans.ir.array_fns import padded, rows_from, times
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
 from dtrans.ops import reduce_scatter_p, trainer_index_p
+from dtrans.zero.choose_slices import Sliced
 from dtrans.zero.options import ShardingOptions
-from dtrans.zero.slices import Sliced
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@
                           (`dtrans.zero.all_gather`)
 
 The program is one for all ranks (SPMD): arrays that are sliced have the shape of a slice in it. What is sliced is
-decided once, in `dtrans.zero.slices`. With `replicas` there are several groups of ranks: slices are those of a
+decided once, in `dtrans.zero.choose_slices`. With `replicas` there are several groups of ranks: slices are those of a
 group, and groups add up the slices of gradients that their ranks have.
 
 Source: Rajbhandari et al., ZeRO (arXiv 1910.02054); passes/auto_parallel_sharding.py and

@@ -33,7 +33,7 @@ from dtrans.rows.layout import Rows
 from dtrans.rows.rules import Step
 from dtrans.rows.writer import RowRange, RowWriter
 from dtrans.step.cut import OptimizeHalf
-from dtrans.zero.slices import Sliced, Slices
+from dtrans.zero.choose_slices import Sliced, Slices
 
 
 class SliceWriter(RowWriter):

@@ -35,9 +35,9 @@ from dtrans.step.forward_backward import ready_order
 from dtrans.zero.by_leaf.assign import loads_of, owned_leaves
 from dtrans.zero.by_leaf.packing import BinPart, Bins, free_name
 from dtrans.zero.by_leaf.update import OwnerWriter, gathered, packed, written
+from dtrans.zero.choose_slices import Sliced, Slices
 from dtrans.zero.options import ShardingOptions
 from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec
-from dtrans.zero.slices import Sliced, Slices
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

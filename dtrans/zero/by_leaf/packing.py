@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from dtrans._jax import ShapedArray
 from dtrans.errors import ConfigError
 from dtrans.ir.pytree import is_under
-from dtrans.zero.slices import Sliced
+from dtrans.zero.choose_slices import Sliced
 
 
 @dataclasses.dataclass(frozen=True)

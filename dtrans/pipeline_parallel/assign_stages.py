@@ -94,7 +94,7 @@ def stages_of(
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from dtrans.pipeline_parallel.stages import stages_of
+      >>> from dtrans.pipeline_parallel.assign_stages import stages_of
       >>> def loss(w, x):
       ...     for _ in range(4):
       ...         x = jnp.tanh(x @ w)
@@ -143,7 +143,7 @@ def stage_costs(
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from dtrans.pipeline_parallel.stages import stage_costs, stages_of
+      >>> from dtrans.pipeline_parallel.assign_stages import stage_costs, stages_of
       >>> forward = jax.make_jaxpr(lambda w, x: (jnp.tanh(x @ w) @ w).sum())(jnp.ones((64, 64)), jnp.ones((2, 64)))
       >>> for cost in stage_costs(forward, stages_of(forward, 2)):
       ...     print(cost)
@@ -320,7 +320,7 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from dtrans.step.scopes import replicate
-      >>> from dtrans.pipeline_parallel.stages import scoped_stages
+      >>> from dtrans.pipeline_parallel.assign_stages import scoped_stages
       >>> def loss(x):
       ...     with replicate():
       ...         x = jnp.sin(x)

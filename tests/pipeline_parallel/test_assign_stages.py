@@ -20,9 +20,9 @@ from dtrans._jax import Var, scope_of
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import flops, flops_of, nbytes
 from dtrans.ir.inline import inline_calls
+from dtrans.pipeline_parallel.assign_stages import POLICIES, scoped_stages, stage_costs, stages_of
 from dtrans.pipeline_parallel.balance import contiguous, part_of_each, partition_balance, partition_stages
 from dtrans.pipeline_parallel.repeated_blocks import repeated_blocks
-from dtrans.pipeline_parallel.stages import POLICIES, scoped_stages, stage_costs, stages_of
 from dtrans.step.scopes import replicate, split
 
 
