@@ -2,8 +2,8 @@
 
 Everything here is about numbers alone; what the units are, and what crosses between them, is for
 `dtrans.pipeline_parallel.assign_stages` to say. All functions answer with where the parts start: `(0, 3, 5)` are the
-units 0 to 2, 3 to 4, and 5 to the end. They give exactly as many parts as asked for, none of them empty, or an error: EPL's
-originals lose stages silently (six equal units in four stages become three), and leave a device idle.
+units 0 to 2, 3 to 4, and 5 to the end. They give exactly as many parts as asked for, none of them empty, or an error:
+EPL's originals lose stages silently (six equal units in four stages become three), and leave a device idle.
 """
 
 from __future__ import annotations
