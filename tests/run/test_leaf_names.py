@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,18 +26,18 @@ Params = dict[str, Any]
 Strategy = Callable[..., Any]
 
 
-def servers(sync: bool = True, **options: Any) -> Strategy:
-    return lambda main, startup: dtrans.pserver(
+def servers(**options: Any) -> Strategy:
+    return lambda main, startup: flat_options.pserver(
         main, startup, pservers="127.0.0.1:1,127.0.0.1:2", trainers=2, min_block_size=1, **options
     )
 
 
 def ranks(**options: Any) -> Strategy:
-    return lambda main, startup: dtrans.sharding(main, startup, degree=2, min_slice_size=1, **options)
+    return lambda main, startup: flat_options.sharding(main, startup, degree=2, min_slice_size=1, **options)
 
 
 def stages(**options: Any) -> Strategy:
-    return lambda main, startup: dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=2, **options)
+    return lambda main, startup: flat_options.pipeline(main, startup, num_stages=2, num_micro_batch=2, **options)
 
 
 STRATEGIES: dict[str, Strategy] = {
