@@ -289,7 +289,7 @@ def test_train_in_stages(command: Any, capsys: pytest.CaptureFixture[str], tmp_p
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_plot_of_what_was_planned_and_what_ran(
     command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: None
 ) -> None:
@@ -384,7 +384,7 @@ def test_help_of_train(command: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert listed(of_pipeline) == {*OF_PIPELINE, "--steps"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_train_defaults_in_stages(tmp_path: Path) -> None:
     """In a process of its own, which has no devices but those that the command asks for."""
     plot = tmp_path / "gantt.png"

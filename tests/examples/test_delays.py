@@ -33,6 +33,7 @@ def test_a_delay_is_the_updates_by_others_since_a_trainer_last_stepped(delays: A
     assert slow.of_gradients(12)[7::4] == [3, 3]
 
 
+@pytest.mark.soak
 def test_asynchronous_training_and_geo_sgd_end_within_the_spread_of_synchronous_seeds(delays: Any) -> None:
     sync = delays.train(delays.SYNC, delays.IN_TURN, updates=240)
     for delay, mode in itertools.product((delays.IN_TURN, delays.ONE_SLOW), (delays.ASYNC, delays.OFTEN)):
@@ -46,6 +47,7 @@ def test_geo_sgd_that_waits_gives_the_same_twice(delays: Any) -> None:
     np.testing.assert_array_equal(one.curve, other.curve)
 
 
+@pytest.mark.soak
 def test_compensation_is_better_under_heavy_delay(delays: Any) -> None:
     """Plain gradients diverge, from a loss of 2.3; compensated ones, of the same examples, do not."""
     plain = delays.train(delays.ASYNC, delays.HEAVY, updates=480)

@@ -95,7 +95,7 @@ def test_any_names_train(strategy: str) -> None:
     same(steps(in_turn, small(*names), STRATEGIES[strategy], optax.adam(1e-2)))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_trains_or_is_refused(name: str, strategy: str) -> None:

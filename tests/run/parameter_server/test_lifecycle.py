@@ -61,9 +61,11 @@ WAITS = {"pserver": "serving 0", "trainer": "connecting"}  # what a role says be
     "order",
     [
         pytest.param(("trainer0", "trainer1", "pserver1", "pserver0"), id="servers last"),
-        pytest.param(("pserver0", "trainer1", "trainer0", "pserver1"), id="one server last"),
-        pytest.param(("pserver1", "trainer1", "pserver0", "trainer0"), id="one trainer last"),
-        pytest.param(("pserver0", "pserver1", "trainer0", "trainer1"), id="the other trainer last"),
+        pytest.param(("pserver0", "trainer1", "trainer0", "pserver1"), id="one server last", marks=pytest.mark.soak),
+        pytest.param(("pserver1", "trainer1", "pserver0", "trainer0"), id="one trainer last", marks=pytest.mark.soak),
+        pytest.param(
+            ("pserver0", "pserver1", "trainer0", "trainer1"), id="the other trainer last", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_roles_may_start_in_any_order(tmp_path: Path, order: Sequence[str]) -> None:
