@@ -12,11 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
-# Most of a test's time is XLA's, for code that runs once: it leaves out its dear passes, here and in processes that
-# tests start. The nightly run sets it to 0, and compiles as users do.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-
 import jax
 import pytest
 from hypothesis import HealthCheck, settings

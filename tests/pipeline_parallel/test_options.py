@@ -206,7 +206,7 @@ def test_a_backward_in_two_computes_nothing_twice(names):
     of = job_of(blocks, BLOCKS, rows())
     one = planned(of, gradient_checkpoint=names)
     two = planned(of, gradient_checkpoint=names, schedule="ZeroBubble")
-    for a, b in zip(one.step_programs.stages, two.programs.stages, strict=True):
+    for a, b in zip(one.step_programs.stages, two.step_programs.stages, strict=True):
         whole, parts = primitives(a.backward), primitives(b.backward, b.weights)
         for name in ("dot_general", "sin", "cos", "name"):
             assert whole[name] == parts[name], name
