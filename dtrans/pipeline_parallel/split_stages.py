@@ -63,9 +63,9 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
         count[s], said[s] = scope.device_count, str(scope)
     for s, who in said.items():
         for option in ("sharding_stage", "offload"):
-            if count[s] > 1 and getattr(o, option):
+            if count[s] > 1 and getattr(o.memory, option):
                 raise ConfigError(
-                    f"{option}={getattr(o, option)!r} beside {who}: a stage that is split keeps its pieces"
+                    f"{option}={getattr(o.memory, option)!r} beside {who}: a stage that is split keeps its pieces"
                 )
         if count[s] > 1 and o.chunks > 1:
             raise ConfigError(f"chunks={o.chunks} beside {who}: a device has one stage where stages are split")

@@ -299,7 +299,7 @@ def test_states_that_are_none_are_refused_by_name_and_types(saved: Any, tmp_path
 def test_a_step_refuses_the_state_of_another_plan_by_name_and_shapes(saved: Any) -> None:
     _, _, state = saved
     other = on_mesh(planned(OPTIMIZERS["adam"], degree=2, stage=1))
-    message = r"^params/b is float32\[16\], and float32\[13\] in this job: it is the state of another plan, which "
+    message = r"^this is not a state of this job: params/b is float32\[16\] in it, and float32\[13\] here; "
     with pytest.raises(StateError, match=message):
         other.step(state, jnp.ones(24))
 

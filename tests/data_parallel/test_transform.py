@@ -1157,7 +1157,7 @@ def test_any_two_mlps_of_random_width_equal_one_device(data: st.DataObject) -> N
     trainers = draw(st.integers(1, 6), "trainers")
     size = draw(st.sampled_from([0, 1e-4, 3e-4, 1]), "bucket_MB")
     reduce = draw(st.sampled_from(["mean", "sum"]), "reduce")
-    merge = draw(st.sampled_from([None, {"aux": "max"}, {"aux": "sum"}, {"aux": reduce}]), "merge")
+    merge = draw(st.sampled_from([{}, {"aux": "max"}, {"aux": "sum"}, {"aux": reduce}]), "merge")
     tx = draw(st.sampled_from([optax.sgd(0.01, 0.9), optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))]))
     scale = {"mean": jnp.mean, "sum": jnp.sum}[reduce]
     of_rows = {"max": jnp.max, "sum": jnp.sum, "mean": jnp.mean}[merge["aux"] if merge else reduce]

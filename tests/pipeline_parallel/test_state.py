@@ -67,7 +67,7 @@ def test_a_state_of_another_plan_is_refused_by_the_leaf():
     other = planned(
         *simple(net=lambda key: {n: w[:, :] for n, w in net(key).items()} | {"w1": jnp.ones((4, 3))}), rows()
     )
-    with pytest.raises(StateError, match=r"params/w1 is float64\[4, 3\] in it, and here float64\[4, 4\]"):
+    with pytest.raises(StateError, match=r"params/w1 is float64\[4, 3\] in it, and float64\[4, 4\] here"):
         job.step(other.simulate().init(jax.random.key(0)), rows())
     with pytest.raises(StateError, match="it has no params/w0"):
         job.step(type(other.simulate().init(jax.random.key(0)))({}, {}, {}), rows())
@@ -188,7 +188,7 @@ sys.path.insert(0, {tests!r})
 from pipeline_models import MODELS
 import dtrans
 of = MODELS["convnet"].job(8)
-plan = dtrans.pipeline(*of.traced(), num_stages=3, num_micro_batch=2, policy="BALANCE_OP_NUM")
+plan = dtrans.pipeline(*of.traced(), num_stages=3, num_micro_batch=2, stages=dtrans.Stages(policy="BALANCE_OP_NUM"))
 job = plan.simulate()
 tape, _ = job.ready(job.init(jax.random.key(0)), *of.batch)
 print("\\n".join(tape.lines))

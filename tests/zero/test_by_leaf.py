@@ -580,7 +580,7 @@ def test_the_state_of_another_plan() -> None:
     of = lambda degree, **options: plan_of(mlp_loss, optax.adam(0.1), params, *batch, degree=degree, **options)
     job = job_of(of(2, partition="greedy_even"), fast=False)
     for other, told in (
-        (of(4, partition="greedy_even"), "opt_state/bins/float32 is float32.*it is the state of another plan"),
+        (of(4, partition="greedy_even"), "opt_state/bins/float32 is float32.*take a state from one plan to another"),
         (of(2), "this is not a state of this job: it has no opt_state/bins/float32"),
     ):
         with pytest.raises(StateError, match=told):

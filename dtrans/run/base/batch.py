@@ -53,7 +53,7 @@ def shared_batch(
     return shared
 
 
-def check_rows(split: Mapping[str, Any], trainers: int, whole_option: str) -> None:
+def check_rows(split: Mapping[str, Any], trainers: int, whole_option: str, who: str = "") -> None:
     """Raises BatchError for arrays that differ in their number of rows, or that the trainers do not divide."""
     rows: dict[int, str] = {}
     for name, x in split.items():
@@ -61,7 +61,7 @@ def check_rows(split: Mapping[str, Any], trainers: int, whole_option: str) -> No
     for count, name in rows.items():
         if count % trainers:
             raise BatchError(
-                f"{name} has {count} rows, which {trainers} trainers do not divide: "
+                f"{name} has {count} rows, which {who or f'{trainers} trainers'} do not divide: "
                 f"give batches of a multiple of {trainers}"
             )
     if len(rows) > 1:

@@ -69,6 +69,7 @@ class ClusterTrainers(MeshTrainers):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
         self.run_id, self.here = connected().run, jax.local_device_count()
+        self.who = f"the {self.here} devices of this process"
 
     def everywhere(self, xs: Sequence[Any]) -> list[Any]:
         return [to_global_array(x, self.at(None)) for x in broadcast(xs)]

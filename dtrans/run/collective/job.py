@@ -54,6 +54,7 @@ class Trainers(abc.ABC):
     mesh: Mesh | None
     run_id: str
     here: int
+    who = ""  # they, in errors; as many trainers as there are by default
 
     def at(self, axis: int | None) -> NamedSharding | None:
         """Where an array of the state is, which is sliced along a dimension, or whole everywhere."""
@@ -303,7 +304,9 @@ class CollectiveJob(Job):
 
     def _checked(self, arrays: Sequence[Any]) -> Sequence[Any]:
         option = f"dtrans.{self.plan.made_by}(batch=dtrans.Batch(unsplit_inputs=(...)))"
-        check_rows(dict(zip(self._split, self._split_of(arrays), strict=True)), self.trainers.here, option)
+        check_rows(
+            dict(zip(self._split, self._split_of(arrays), strict=True)), self.trainers.here, option, self.trainers.who
+        )
         return self.trainers.batch(arrays, self._shares)
 
     def _split_of(self, xs: Sequence[Any]) -> list[Any]:
