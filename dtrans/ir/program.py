@@ -214,7 +214,7 @@ class Program:
         return self.specialize_flat(self.flatten(*args))
 
     def specialize_flat(self, arrays: Sequence[Any]) -> Program:
-        """As `at`, for the arrays of `flatten`."""
+        """As `specialize`, for the arrays of `flatten`."""
         wanted = signature(arrays)
         if wanted == self._signature:
             return self

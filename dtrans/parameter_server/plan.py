@@ -1,8 +1,4 @@
-"""Plans: what a transform returns. One program per role, where everything lives, and what a step moves.
-
-A plan is a value. It can be printed, compared and costed anywhere; only `on_mesh` and the programs run by
-`dtrans.Executor` touch devices or sockets.
-"""
+"""Plans of parameter servers: a program for each role, where every block lives, and what a step moves."""
 
 from __future__ import annotations
 

@@ -138,6 +138,7 @@ class SurvivingJob(Job):
         return self._job.plan
 
     def init(self, *args: Any) -> CollectiveState:
+        self._check_open()
         return self._with_those_left(lambda job: job.init(*args))
 
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
@@ -161,9 +162,22 @@ class SurvivingJob(Job):
     def check(self, state: Any) -> None:
         self._job.check(state)
 
-    def __getattr__(self, name: str) -> Any:
-        """What checkpoints ask of a job: `mesh`, `run_id`, `slice_axis`, `sharding_of`."""
-        return getattr(self._job, name)
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices of those left."""
+        return self._job.mesh
+
+    @property
+    def run_id(self) -> str:  # type: ignore[override]
+        return self._job.run_id
+
+    def slice_axis(self, name: str) -> int | None:
+        """As `CollectiveJob.slice_axis`."""
+        return self._job.slice_axis(name)
+
+    def sharding_of(self, name: str) -> NamedSharding | None:
+        """As `CollectiveJob.sharding_of`."""
+        return self._job.sharding_of(name)
 
     def _with_those_left(self, run: Callable[[CollectiveJob], Any]) -> Any:
         """What a function of all trainers gives; anew, with those left, when some have ended meanwhile."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -42,6 +43,27 @@ from dtrans.run.base.batch import batch_arrays, check_rows, part_types, share_of
 from dtrans.run.base.state import check_arrays, check_kind, check_types
 
 
+StepFunction = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLayout:
+    """How trainers have the inputs and outputs of a step.
+
+    Attributes:
+      axes: the axes that they are on, with their sizes.
+      sliced: the dimension of slices of each array of the state; None where it is whole.
+      shares: how they share each array of the batch: `split`, `key` or `replicated`.
+      ways: how their outputs are merged: an output is the `same` on all, or that of the `first`; `concat` joins their
+        rows, `each` gives each a row; or it is a `slice` along a dimension.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    sliced: tuple[int | None, ...]
+    shares: tuple[str, ...]
+    ways: tuple[tuple[str, int | None], ...]
+
+
 class Trainers(abc.ABC):
     """Where the trainers of a job are: how arrays get there, and how a program is run by all of them.
 
@@ -49,12 +71,13 @@ class Trainers(abc.ABC):
       mesh: Their devices; None where one device stands for all.
       run_id: Which run of the job it is: the default tag of its checkpoints.
       here: How many of them get their part of the batch from this process.
+      who: What errors call those; empty for "N trainers".
     """
 
     mesh: Mesh | None
     run_id: str
     here: int
-    who = ""  # they, in errors; as many trainers as there are by default
+    who = ""
 
     def at(self, axis: int | None) -> NamedSharding | None:
         """Where an array of the state is, which is sliced along a dimension, or whole everywhere."""
@@ -91,22 +114,8 @@ class Trainers(abc.ABC):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def mapped(
-        self,
-        plan: CollectivePlan,
-        program: Program,
-        sliced: Sequence[int | None],
-        shares: Sequence[str],
-        ways: Sequence[tuple[str, int | None]],
-    ) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]:
-        """A program for all trainers, as a function of (state, batch) that gives its outputs, merged.
-
-        Args:
-          sliced: the dimension of slices of each array of the state; None where it is whole.
-          shares: how trainers share each array of the batch.
-          ways: what becomes of each output: it is the `same` on all trainers, or that of the `first`; `concat` puts
-            their rows behind each other, `each` gives each a row; or a `slice` along a dimension.
-        """
+    def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
+        """A program for all trainers, as a function of (state, batch) that gives its outputs, merged."""
 
 
 class CollectiveJob(Job):
@@ -273,9 +282,10 @@ class CollectiveJob(Job):
     def _traced(self, state: CollectiveState, arrays: Sequence[Any]) -> tuple[CollectiveState, list[Any]]:
         """A step of all trainers, as `jax.jit` traces it, once for each batch shape."""
         program = self._program(state, arrays)
-        sliced = [self.slice_axis(n) for n in self._held_names]
-        ways = [self._way(n) for n in program.out_names]
-        made = self.trainers.mapped(self.plan, program, sliced, self._shares, ways)(self._held(state), arrays)
+        sliced = tuple(self.slice_axis(n) for n in self._held_names)
+        ways = tuple(self._way(n) for n in program.out_names)
+        layout = StepLayout(self.plan.axes, sliced, tuple(self._shares), ways)
+        made = self.trainers.mapped(program, layout)(self._held(state), arrays)
         values = dict(zip(program.out_names, made, strict=True))
         new = CollectiveState(*({n: values[n] for n in names} for names in self._state))
         return new, [values[n] for n in self._rest.names]
@@ -314,7 +324,7 @@ class CollectiveJob(Job):
         return [x for x, share in zip(xs, self._shares, strict=True) if share == "split"]
 
     def _way(self, name: str) -> tuple[str, int | None]:
-        """What becomes of an output: of state, all trainers have the same, or slices."""
+        """How an output is merged; of state, all trainers have the same, or slices."""
         axis = self.slice_axis(name)
         if axis is not None:
             return "slice", axis

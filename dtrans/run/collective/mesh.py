@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from dtrans.ir.program import Program
 from dtrans.plan import realises
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import as_run_on
-from dtrans.run.collective.job import CollectiveJob, Trainers
+from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout, Trainers
 from dtrans.zero.plan import ShardingPlan
 
 
@@ -50,21 +50,14 @@ class MeshTrainers(Trainers):
         """Where an array of the batch is."""
         return NamedSharding(self.mesh, P(self.mesh.axis_names)) if share == "split" else self._everywhere
 
-    def mapped(
-        self,
-        plan: CollectivePlan,
-        program: Program,
-        sliced: Sequence[int | None],
-        shares: Sequence[str],
-        ways: Sequence[tuple[str, int | None]],
-    ) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]:
+    def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
         one = per_trainer(program)
 
         def trainer(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            return [self.told(x, way) for x, (way, _) in zip(one(*held, *batch), ways, strict=True)]
+            return [self.told(x, way) for x, (way, _) in zip(one(*held, *batch), layout.ways, strict=True)]
 
-        specs = [self._sliced(a) for a in sliced], [self.of_batch(s).spec for s in shares]
-        outs = [self._sliced(axis) if way == "slice" else self.spec(way) for way, axis in ways]
+        specs = [self._sliced(a) for a in layout.sliced], [self.of_batch(s).spec for s in layout.shares]
+        outs = [self._sliced(axis) if way == "slice" else self.spec(way) for way, axis in layout.ways]
         # check_vma: the equations were traced without varying types, and replay only without the check
         return jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
 

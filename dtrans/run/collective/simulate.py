@@ -16,7 +16,7 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.program import Program
 from dtrans.plan import realises
 from dtrans.run.base.lowering import per_trainer
-from dtrans.run.collective.job import CollectiveJob, Trainers
+from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout, Trainers
 
 
 class SimulatedTrainers(Trainers):
@@ -33,18 +33,11 @@ class SimulatedTrainers(Trainers):
     def state(self, x: Any, axis: int | None) -> Any:
         return jax.device_put(x, jax.local_devices()[0])
 
-    def mapped(
-        self,
-        plan: CollectivePlan,
-        program: Program,
-        sliced: Sequence[int | None],
-        shares: Sequence[str],
-        ways: Sequence[tuple[str, int | None]],
-    ) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]:
-        axes = plan.axes
+    def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
+        axes, sliced, ways = layout.axes, layout.sliced, layout.ways
         sizes = [size for _, size in axes]
         one = per_trainer(program)
-        split = [0 if s == "split" else None for s in shares]
+        split = [0 if s == "split" else None for s in layout.shares]
 
         def step(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
             parts = [x if s is None else x.reshape(*sizes, -1, *x.shape[1:]) for x, s in zip(batch, split, strict=True)]
