@@ -150,7 +150,7 @@ class Plan(abc.ABC):
         who this process is (`dtrans.Role.from_env`). Each gives its own part of the batch to `step`.
 
         Args:
-          donate: as in `on_mesh`; never where the job goes on when trainers are lost.
+          donate: as in `on_mesh`; never where the job goes on when trainers are lost, and always by servers.
           options: of `dtrans.Executor`, with parameter servers: `deadline`, `wait_port`, `allow_remote`.
 
         Raises:

@@ -59,10 +59,11 @@ Source files, from the top; none imports one below it:
     pserver_state      what servers hold, and the pytrees of the step: without files
     collective_state   what trainers and ranks hold: without files
     orbax_io           one piece, and what pieces make up: the only file that knows orbax
-    api                save, restore and load
+    api                check, save, restore and load
 """
 
 from dtrans.checkpoint.api import (
+    check as check,
     latest as latest,
     load as load,
     restore as restore,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans.checkpoint import collective_state
-from dtrans.checkpoint.orbax_io import Checkpoint, Folder, PieceLayout, write
+from dtrans.checkpoint.orbax_io import Checkpoint, Folder, PieceLayout, check_place, write
 from dtrans.checkpoint.pserver_state import (
     TRAINER,
     arrays_of,
@@ -47,7 +47,9 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
     """Save what this process holds: one server, or the trainers or ranks here; others save theirs to the same path.
 
         save(path, plan, endpoint, state)     a server, in its process
-        save(path, job, state)                a job, in each of its processes
+        save(path, job, state)                a job, in each of its processes: of a server when it has served
+
+    `check(path, job)` looks at the path before training.
 
     Args:
       path: a folder that all processes see, one for each checkpoint: `ckpt/300`.
@@ -94,6 +96,29 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
     write(path, _layout(plan), endpoint, values, run_of(endpoint) if tag is None else tag)
 
 
+def check(path: Folder, job: Job) -> None:
+    """Check before training that `save(path, job, state)` will find its place.
+
+    Args:
+      path, job: as those of `save`.
+
+    Raises:
+      ConfigError: the path has pieces of a checkpoint already, is no folder, or cannot be written; the plan of the job
+        has no checkpoints; or orbax is not installed.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, optax, dtrans
+      >>> tx = optax.sgd(0.5)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+      >>> init = lambda: (p := {"w": jnp.arange(3.0)}, tx.init(p))
+      >>> job = dtrans.nccl2(dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init), trainers=2).simulate()
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     dtrans.checkpoint.check(f"{folder}/300", job)
+    """
+    layout, here = _pieces(job)
+    check_place(path, layout, here)
+
+
 def _layout(plan: PServerPlan) -> PieceLayout:
     who = {ep: f"pserver-{i}" for i, ep in enumerate(plan.servers)}
     return PieceLayout(
@@ -101,25 +126,34 @@ def _layout(plan: PServerPlan) -> PieceLayout:
     )
 
 
+def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
+    """The pieces of a job, and who of this process saves one."""
+    plan = job.plan
+    if isinstance(plan, PServerPlan):
+        check_plan(plan)
+        layout = _layout(plan)
+        return layout, [who for who in job.roles if who in layout.pieces]
+    if isinstance(plan, CollectivePlan):
+        layout = PieceLayout(plan.main, collective_state.rows_of(plan), collective_state.pieces_of(plan))
+        return layout, collective_state.savers(job)
+    return PieceLayout(plan.main, step_rows(plan.main, TRAINER), {TRAINER: "trainer-0"}), [TRAINER] * job.saves
+
+
 def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
-    tag = job.run_id if tag is None else tag
-    if isinstance(job.plan, PServerPlan):
-        check_plan(job.plan)
+    plan = job.plan
+    layout, here = _pieces(job)
+    if isinstance(plan, PServerPlan):
         job.check(state)
-        for ep, held in state.servers.items():
-            save(path, job.plan, ep, held, tag=tag)
-        save_trainer(path, job.plan, job.params(state), tag=tag)
-        return
-    if not isinstance(job.plan, CollectivePlan):
-        main = job.plan.main
-        values = arrays_of(main, job.params(state), job.opt_state(state))
-        if job.saves:
-            write(path, PieceLayout(main, step_rows(main, TRAINER), {TRAINER: "trainer-0"}), TRAINER, values, tag)
-        return
-    held = collective_state.checked_state(job, state)
-    layout = PieceLayout(job.plan.main, collective_state.rows_of(job.plan), collective_state.pieces_of(job.plan))
-    for who in collective_state.savers(job):
-        write(path, layout, who, collective_state.values_of(job.plan, who, held), tag)
+        of = lambda who: checked_trainer(plan, job.params(state)) if who == TRAINER else (
+            checked(plan, who, job.held(state, who)))  # fmt: skip
+    elif isinstance(plan, CollectivePlan):
+        held = collective_state.checked_state(job, state)
+        of = lambda who: collective_state.values_of(plan, who, held)
+    else:
+        whole = arrays_of(plan.main, job.params(state), job.opt_state(state))  # by all processes together
+        of = lambda who: whole
+    for who in here:
+        write(path, layout, who, of(who), job.run_id if tag is None else tag)
 
 
 def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | None = None) -> None:
@@ -228,6 +262,8 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
 
 
 def _restored_job(path: Folder, job: Any) -> Any:
+    if isinstance(job.plan, PServerPlan) and len(job.roles) == 1 and job.roles[0] in job.plan.servers:
+        return restore(path, job.plan, job.roles[0])
     if not isinstance(job.plan, CollectivePlan):
         return job.state_of(*load(path, job.plan.main))
     saved = Checkpoint.at(path).of(job.plan.main)

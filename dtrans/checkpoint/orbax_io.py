@@ -120,6 +120,27 @@ class PieceLayout:
     pieces: Mapping[str, str]
 
 
+def check_place(path: Folder, layout: PieceLayout, here: Sequence[str]) -> None:
+    """Check before training that pieces can be written to a path.
+
+    Args:
+      here: who of this process will write one.
+
+    Raises:
+      ConfigError: they cannot.
+    """
+    _orbax()
+    path = Path(path).absolute()
+    taken = [path / layout.pieces[who] for who in here if (path / layout.pieces[who]).exists()] or _finished(path)
+    if taken:
+        raise ConfigError(f"{taken[0]} is there already: save each checkpoint to a path of its own")
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{path} cannot hold a checkpoint: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path} cannot hold a checkpoint: {there} may not be written to")
+
+
 def write(path: Folder, layout: PieceLayout, who: str, values: Mapping[str, Any], tag: str) -> None:
     """Write one piece: what one of those who save holds, by the names of its rows."""
     ocp = _orbax()

@@ -48,6 +48,11 @@ class TrainerCommConfig:
     communicator: CommunicatorConfig | None = None
     averages: tuple[str, ...] = ()
 
+    @property
+    def gradients_per_update(self) -> int:
+        """How many gradients an update combines."""
+        return self.trainers if self.sync_mode else 1
+
 
 def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: TrainerCommConfig) -> Program:
     """The program of one trainer: (params, *batch) -> (params, loss[, aux])."""
@@ -133,8 +138,7 @@ class TrainerCommWriter:
     def send(self, leaf: str, grad: Any) -> None:
         """`split_byref` where the leaf has several blocks and is not cut later, and `send`."""
         blocks = self.placement.blocks[leaf]
-        gradients_per_update = self.wiring.trainers if self.wiring.sync_mode else 1
-        names = tuple(x.gradient(self.me["trainer_id"], gradients_per_update) for x in blocks)
+        names = tuple(x.gradient(self.me["trainer_id"], self.wiring.gradients_per_update) for x in blocks)
         if isinstance(grad, Var):
             self.b.labels.setdefault(grad, leaf + GRAD)
         parts: list[Any] = [grad]

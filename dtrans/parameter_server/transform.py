@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from dtrans.endpoints import parse_endpoints
@@ -34,13 +34,14 @@ from dtrans.parameter_server.averaged_leaves import averaged, averages_of
 from dtrans.parameter_server.dc_asgd import compensated
 from dtrans.parameter_server.geo_sgd import plan_geo_sgd
 from dtrans.parameter_server.gradient_merging import merging
-from dtrans.parameter_server.options import BlockPlacement, Geo, HalfAsync, Mode, Sync, check_options
+from dtrans.parameter_server.options import Async, BlockPlacement, Geo, HalfAsync, Mode, Sync, check_options
 from dtrans.parameter_server.placement import place
-from dtrans.parameter_server.plan import PServerPlan
+from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
 from dtrans.parameter_server.server_program import ServerProgramWriter
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, trainer_program, trainer_startup_program
 from dtrans.rows.analysis import analyse
-from dtrans.slicing.server_update import ServerUpdateBuilder
+from dtrans.slicing.blocks import Unit
+from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, cut
 from dtrans.step.forward_backward import refuse_nested
@@ -107,53 +108,44 @@ def pserver(
     step = cut(main)
     if isinstance(mode, Geo):
         return plan_geo_sgd(step, startup, endpoints, trainers, mode, placement)
-    averages = averages_of(step, batch.merge)
-    if averages and on_trainer_exit == "paddle":
-        raise ConfigError(
-            f"on_trainer_exit='paddle' with merge: {averages[0]} of a trainer that left would count as zero in the "
-            "mean; say on_trainer_exit='drop'"
-        )
-    sync_mode = isinstance(mode, Sync)
-    communicator = None if isinstance(mode, Sync) else mode.communicator
-    delay = None if isinstance(mode, Sync) else mode.delay
-    queue = None if communicator is None else queue_of(step, communicator)
-    runtime_split = mode.runtime_split if isinstance(mode, Sync) else communicator is not None
-    step = averaged(step, averages)
-    gradients_per_update = trainers if sync_mode else 1
-    refuse_nested(step, gradients_per_update)
-    if step.from_gradients and gradients_per_update > 1:
-        raise GradientError(
-            f"{step.from_gradients[0]} is computed from gradients; with {trainers} trainers each would compute it "
-            "from its own, not from their mean, which only the servers have. Leave it out of the step's results"
-        )
-    wiring = TrainerCommConfig(trainers, sync_mode, runtime_split, isinstance(mode, HalfAsync), queue, averages)
-    analysis = analyse(step.optimize, step.optimized)
-    types = {n: step.program.inputs[n] for n in step.optimized}
-    placed = place(analysis, types, endpoints, placement)
+    comm = trainer_comm(step, trainers, mode, batch)  # how trainers talk to servers
+    step = averaged(step, comm.averages)
+    check_step(step, comm, on_trainer_exit)
+    analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
+    placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement)
     startup = match_startup(step, startup)
-    slicer = ServerUpdateBuilder(analysis, placed, gradients_per_update)
-    adapt = None
-    if delay is not None:
-        adapt = functools.partial(compensated, trainers=trainers, how=delay, leaves=step.params, averages=averages)
-    servers = ServerProgramWriter(step, slicer, startup, trainers, sync_mode, on_trainer_exit, adapt)
-    plan = PServerPlan(
+    update = ServerUpdateBuilder(analysis, placed, comm.gradients_per_update)
+    servers = ServerProgramWriter(
+        step, update, startup, trainers, comm.sync_mode, on_trainer_exit, compensation(step, mode, comm)
+    )
+    programs = {ep: servers.programs(ep) for ep in endpoints}
+    if not comm.sync_mode:
+        check_async(programs)
+    return PServerPlan(
         main=step.program,
         startup=startup,
         placement=placed,
         trainers=trainers,
-        sync_mode=sync_mode,
-        servers={ep: servers.programs(ep) for ep in endpoints},
+        sync_mode=comm.sync_mode,
+        servers=programs,
         frozen=step.frozen,
         unsent=tuple(n for n in step.optimized if n not in step.gradients),
         unused_effects=step.unused_effects,
-        shared_state=slicer.shared_state,
-        runtime_split=runtime_split,
-        make_trainer=lambda k: trainer_program(step, placed, k, wiring),
-        make_trainer_startup=lambda k: trainer_startup_program(step, placed, startup, k, wiring),
+        shared_state=update.shared_state,
+        runtime_split=comm.runtime_split,
+        make_trainer=lambda k: trainer_program(step, placed, k, comm),
+        make_trainer_startup=lambda k: trainer_startup_program(step, placed, startup, k, comm),
     )
-    if not sync_mode:
-        check_async(plan)
-    return plan
+
+
+def trainer_comm(step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch) -> TrainerCommConfig:
+    """How the trainers of this step talk to servers."""
+    averages = averages_of(step, batch.merge)
+    if isinstance(mode, Sync):
+        return TrainerCommConfig(trainers, True, mode.runtime_split, averages=averages)
+    queue = None if mode.communicator is None else queue_of(step, mode.communicator)
+    half_async = isinstance(mode, HalfAsync)
+    return TrainerCommConfig(trainers, False, queue is not None, half_async, queue, averages)
 
 
 def queue_of(step: Cut, found: CommunicatorConfig) -> CommunicatorConfig:
@@ -164,9 +156,35 @@ def queue_of(step: Cut, found: CommunicatorConfig) -> CommunicatorConfig:
     return dataclasses.replace(found, merge=how) if found.merge == "auto" else found
 
 
-def check_async(plan: PServerPlan) -> None:
+def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None:
+    """Refuse steps that trainers and servers cannot share."""
+    if comm.averages and on_trainer_exit == "paddle":
+        raise ConfigError(
+            f"on_trainer_exit='paddle' with merge: {comm.averages[0]} of a trainer that left would count as zero in "
+            "the mean; say on_trainer_exit='drop'"
+        )
+    refuse_nested(step, comm.gradients_per_update)
+    if step.from_gradients and comm.gradients_per_update > 1:
+        raise GradientError(
+            f"{step.from_gradients[0]} is computed from gradients; with {comm.trainers} trainers each would compute it "
+            "from its own, not from their mean, which only the servers have. Leave it out of the step's results"
+        )
+
+
+def compensation(
+    step: Cut, mode: Sync | Async | HalfAsync, comm: TrainerCommConfig
+) -> Callable[[ServerWork, Sequence[Unit]], ServerWork] | None:
+    """What servers do about the delay of gradients, if anything."""
+    if isinstance(mode, Sync) or mode.delay is None:
+        return None
+    return functools.partial(
+        compensated, trainers=comm.trainers, how=mode.delay, leaves=step.params, averages=comm.averages
+    )
+
+
+def check_async(servers: Mapping[str, ServerPrograms]) -> None:
     """Refuse what an asynchronous job cannot do: its gradients come one by one."""
-    for endpoint, programs in plan.servers.items():
+    for endpoint, programs in servers.items():
         (serve,) = programs.main.jaxpr.jaxpr.eqns
         blocks = serve.params["optimize_blocks"]
         if any(x.level or x.role == DIST for x in blocks):

@@ -179,8 +179,17 @@ def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[St
         analysis = analysis or analyse(step.optimize, step.params)
         if leaf in analysis.groups:
             continue
-        found[leaf] = tuple(StageRows(f"{leaf}.block{k}", 0, a, b) for k, (a, b) in enumerate(ordered))
+        word = _word_for_rows(step)
+        found[leaf] = tuple(StageRows(f"{leaf}.{word}{k}", 0, a, b) for k, (a, b) in enumerate(ordered))
     return found
+
+
+def _word_for_rows(step: Cut) -> str:
+    """How rows of stacks are called: as blocks, unless an array of the step is called so."""
+    word = "block"
+    while any(f".{word}" in n for n in step.program.in_names):
+        word += "_"
+    return word
 
 
 def _run(eqn: JaxprEqn) -> tuple[int, int] | None:
@@ -267,12 +276,13 @@ def _half_of_blocks(
     analysis = analyse(step.optimize, step.params)
     types = step.program.inputs
     blocks: dict[str, tuple[Block, ...]] = {}
+    word = _word_for_rows(step)
     for n in step.optimized:
         t = types[n]
         if n in rows:
+            spans = [RowRange(r.start, r.stop) for r in rows[n]]
             blocks[n] = tuple(
-                Block(n, k, len(rows[n]), RowRange(r.start, r.stop), (r.stop - r.start, *t.shape[1:]), t.dtype, "here")
-                for k, r in enumerate(rows[n])
+                Block(n, k, len(spans), x, (x.rows, *t.shape[1:]), t.dtype, "here", word) for k, x in enumerate(spans)
             )
         else:
             blocks[n] = (Block(n, 0, 1, RowRange(0, t.shape[0]) if t.ndim else None, t.shape, t.dtype, "here"),)

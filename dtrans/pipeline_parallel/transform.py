@@ -148,23 +148,24 @@ def _timetable(given: str | Schedule, num_stages: int, num_micro_batch: int, chu
 def plan_pipeline(main: Program, startup: Program, o: PipelineOptions, timetable: Schedule) -> PipelinePlan:
     """What `pipeline` plans with these options."""
     refuse_collectives(main)
-    plain = cut(main)
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()]
+    plain = of_micro_batch(main, o, types)  # for what results are made of
     whole = captured(main)
-    step = of_micro_batch(whole, plain.batch, o, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()])
+    step = of_micro_batch(whole, o, types)
     check_names(step, o.of_parts)
-    startup = match_startup(plain, startup)
+    startup = match_startup(step, startup)
     forward = forward_pass(step)
     _check_names(forward, o)
-    merges = _merges(main, whole, step, forward, o)
+    merges = _merges(plain, whole, forward, o)
     check_state(merges, step.params, o)
     forward, found, turns, rows = _planned_stages(forward, o)
-    step = forward.step
+    step = forward.step  # loops over layers are in parts now
     stages = _stages(forward, found, o)
     homes, users = _homes(stages, step)
     cuts = cuts_of(step, stages, shards_of(forward, found, o), users)
     programs = _programs(forward, stages, merges, cuts, o)
     return PipelinePlan(
-        main=plain.program,
+        main=main,
         startup=startup,
         captured=whole,
         options=o,
@@ -229,13 +230,14 @@ def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
             )
 
 
-def _merges(main: Program, whole: Program, step: Cut, forward: ForwardPass, o: PipelineOptions) -> dict[str, str]:
+def _merges(plain: Cut, whole: Program, forward: ForwardPass, o: PipelineOptions) -> dict[str, str]:
     """What becomes of each result: as it was asked for, as the model collects it, or as it must be.
 
     Args:
-      main: the step as it was traced: its loss shows what results are made of.
-      whole: the captured step; `step` is that for a micro-batch, cut.
+      plain: the step for a micro-batch as it was traced: its loss shows what results are made of.
+      whole: the captured step.
     """
+    step = forward.step
     keys = {n: key for n, key in forward.collected.items() if n in step.results or n in step.params}
     for n, key in _collected_outside(whole, step).items():
         if keys.setdefault(n, key) != key:
@@ -250,7 +252,6 @@ def _merges(main: Program, whole: Program, step: Cut, forward: ForwardPass, o: P
                 f"{n} is collected under {key}; it is state, the same in all replicas, which GLOBAL_MEAN alone keeps"
             )
     given = {n: "mean" if n in step.params else "same" for n in keys}
-    plain = of_micro_batch(main, step.batch, o, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()])
     merges = merges_of(
         plain, dataclasses.replace(o.of_parts, batch=dataclasses.replace(o.batch, merge={**o.batch.merge, **given}))
     )
@@ -275,18 +276,18 @@ def _collected_outside(whole: Program, step: Cut) -> dict[str, str]:
     return found
 
 
-def of_micro_batch(
-    whole: Program, batch: Sequence[str], o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
-) -> Cut:
-    """The captured step for a micro-batch of a replica, cut.
+def of_micro_batch(whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Cut:
+    """A step for a micro-batch of a replica, cut.
 
     Args:
+      whole: the step, as it was traced or captured.
       types: of the inputs, with the whole batch.
 
     Raises:
       BatchError: rows that micro-batches and replicas do not divide.
     """
     given = []
+    batch = {n for spec in whole.args[2:] for n in spec.names}
     split = {n: t for n, t in zip(whole.in_names, types, strict=True)
              if n in batch and t.shape and not is_under(n, o.batch.unsplit_inputs)}  # fmt: skip
     rows = {t.shape[0]: n for n, t in split.items()}
@@ -315,7 +316,7 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
     Raises:
       BatchError: rows that cannot be shared, or a loss function that has other equations for such a batch.
     """
-    step = of_micro_batch(plan.captured, plan.batch, plan.options, types)
+    step = of_micro_batch(plan.captured, plan.options, types)
     forward, _ = turned(forward_pass(step), plan.turns)
     forward = taken_apart(forward, {n: rows for n, rows in plan.stacks.items() if n in step.params}).forward
     if len(forward.eqns) != len(plan.stage_of):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, NoReturn
 
+from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
 from dtrans.checkpoint.runs import run_of
 from dtrans.errors import ConfigError, StateError
 from dtrans.parameter_server.plan import PServerPlan
@@ -51,9 +52,6 @@ class RoleJob(Job):
         super().close()
         self._executor.__exit__(kind, error, trace)  # a failure is told to the servers
 
-    def state_of(self, params: Any, opt_state: Any) -> NoReturn:
-        raise ConfigError("the state of this job is on its servers: give each its part (dtrans.checkpoint.scatter)")
-
     def opt_state(self, state: Any) -> Any:
         raise ConfigError("the optimizer's state is on the servers: save them, and dtrans.checkpoint.load the whole")
 
@@ -63,6 +61,10 @@ class TrainerJob(RoleJob):
 
     A state is what the trainer holds: (params,), or (params, opt_state) where each trainer has its own (GEO-SGD).
     """
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return () if self.role.trainer_id else (TRAINER,)
 
     def init(self, *args: Any) -> tuple[Any, ...]:
         self._check_open()
@@ -83,6 +85,10 @@ class TrainerJob(RoleJob):
     def params(self, state: tuple[Any, ...]) -> Any:
         return state[0]
 
+    def state_of(self, params: Any, opt_state: Any) -> tuple[Any, ...]:
+        arrays_of(self.plan.main, params, opt_state)
+        return (params, opt_state) if self.plan.push_every else (params,)
+
     def opt_state(self, state: tuple[Any, ...]) -> Any:
         return state[1] if self.plan.push_every else super().opt_state(state)
 
@@ -95,6 +101,17 @@ class TrainerJob(RoleJob):
 
 class ServerJob(RoleJob):
     """One server: `init` makes its blocks, and `serve` updates them until every trainer has closed."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role.current_endpoint,)
+
+    def held(self, state: dict[str, Any], endpoint: str) -> dict[str, Any]:
+        """What the server holds."""
+        return state
+
+    def state_of(self, params: Any, opt_state: Any) -> dict[str, Any]:
+        return scatter(self.plan, self.role.current_endpoint, params, opt_state)
 
     def init(self, *args: Any) -> dict[str, Any]:
         self._check_open()
@@ -123,5 +140,7 @@ class ServerJob(RoleJob):
 @realises(PServerPlan, "cluster")
 def on_cluster(plan: PServerPlan, *, donate: bool = True, **options: Any) -> RoleJob:
     """This process's role."""
+    if not donate:
+        raise ConfigError("donate=False: a server updates its blocks where they are; leave it out")
     role = Role.from_env()
     return (TrainerJob if role.is_trainer else ServerJob)(plan, role, options)

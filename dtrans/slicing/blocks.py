@@ -26,6 +26,7 @@ class Block:
       span: its rows; None for a 0-d leaf.
       shape, dtype: of the block.
       endpoint: the server.
+      word: how blocks are called; another one where leaves are called so.
     """
 
     leaf: str
@@ -35,10 +36,11 @@ class Block:
     shape: tuple[int, ...]
     dtype: Any
     endpoint: str = ""
+    word: str = "block"
 
     def named(self, base: str) -> str:
         """The name of something that is cut as this block is: `opt_state/0/mu/w` to `opt_state/0/mu/w.block0`."""
-        return base if self.count == 1 else f"{base}.block{self.index}"
+        return base if self.count == 1 else f"{base}.{self.word}{self.index}"
 
     @property
     def name(self) -> str:

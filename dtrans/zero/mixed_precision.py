@@ -78,11 +78,12 @@ def scale_of(scaling: LossScaling, inputs: Mapping[str, Var]) -> Atom:
     return inputs[SCALE] if scaling.dynamic else scalar(scaling.initial)
 
 
-def low_precision(main: Program, amp: str, scaling: LossScaling | None) -> Program:
+def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | None) -> Program:
     """The step with its products in 16 bits, and its loss scaled.
 
     Args:
       main: the step.
+      step: the same, cut: it tells an update from what products are lowered in.
       amp: "bf16" or "fp16".
       scaling: how the loss is scaled. A dynamic scale becomes the third argument: see `scale_spec`.
 
@@ -90,7 +91,6 @@ def low_precision(main: Program, amp: str, scaling: LossScaling | None) -> Progr
       GradientError: the gradients that are to be scaled cannot be told: the step does not use `dtrans.value_and_grad`.
     """
     dtype = COMPRESSED[amp]
-    step = cut(main)
     roles = iter(step.program.roles)
     jaxpr = inline_calls(main.jaxpr, keep=(SEED,))
     inner = opened(jaxpr)
@@ -128,7 +128,8 @@ def low_precision(main: Program, amp: str, scaling: LossScaling | None) -> Progr
     def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         held = sum(len(spec.names) for spec in main.args[:2])
         extra = len(scale_spec().names) if dynamic else 0
-        return low_precision(main.specialize_flat([*types[:held], *types[held + extra :]]), amp, scaling)
+        again = main.specialize_flat([*types[:held], *types[held + extra :]])
+        return low_precision(again, cut(again), amp, scaling)
 
     return Program(main.name, b.build(outs), args, main.out, tuple(found), {}, specializer, main.ambiguous_outputs)
 

@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, JaxprEqn, Var, scan_counts
 from dtrans.data_parallel.accumulation import MicroSteps, Outputs, write_micro_steps
 from dtrans.data_parallel.options import COMPRESSED
+from dtrans.data_parallel.plan import Bucket
+from dtrans.data_parallel.reducer import buckets_of
 from dtrans.data_parallel.replica import fold_keys, take_inputs
 from dtrans.ir.array_fns import rows_from, times, together
 from dtrans.ir.builder import Builder
@@ -118,6 +120,12 @@ class RankLayout:
         low = {} if dtype is None else dict.fromkeys(low_gradients(step, COMPRESSED[dtype]), dtype)
         compress = {n: to for n, to in low.items() if n not in layers}
         return scatter_specs(self.slices.leaves, layers, compress, self.unreduced, self.groups)
+
+    def buckets(self, step: Cut) -> tuple[Bucket, ...]:
+        """The gradients that each collective moves, in the order of these."""
+        if self.owned is not None:
+            return self.owned.buckets(step, self.o)
+        return buckets_of({n: step.gradients[n] for n in ready_order(step)}, self.o, self.kind(step))
 
     @property
     def unreduced(self) -> Collection[str]:

@@ -23,12 +23,11 @@ from __future__ import annotations
 from dtrans.checks import check_int, check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
-from dtrans.data_parallel.reducer import buckets_of
 from dtrans.data_parallel.transform import check_names, refuse_collectives
 from dtrans.ir.program import Program
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import cut
-from dtrans.step.forward_backward import ready_order, refuse_nested
+from dtrans.step.cut import Cut, cut
+from dtrans.step.forward_backward import refuse_nested
 from dtrans.step.startup import check_programs, match_startup
 from dtrans.zero.mixed_precision import low_precision
 from dtrans.zero.options import Precision, ShardingOptions, Slicing
@@ -114,24 +113,26 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     plain = cut(main).with_reported()
     refuse_nested(plain, options.trainers)
     check_names(plain, options)
-    if options.precision.dtype is None:
-        step = plain
-    else:
-        step = cut(low_precision(main, options.precision.dtype, options.precision.scaling)).with_reported()
+    step = in_precision(plain, main, options.precision)
     given, startup = startup, match_startup(plain, startup)
-    merges = merges_of(step, options)
-    layout = RankLayout.of(step, options, merges)
-    values = {n: step.gradients[n] for n in ready_order(step)}
-    owned = layout.owned
+    merges = merges_of(step, options)  # what becomes of each result
+    layout = RankLayout.of(step, options, merges)  # which rank holds which slice of what
     return ShardingPlan(
         main=plain.program,
         startup=startup,
         program=rewritten(step, layout),
         options=options,
-        buckets=owned.buckets(step, options) if owned else buckets_of(values, options, layout.kind(step)),
+        buckets=layout.buckets(step),
         merges=merges,
         unused_effects=step.unused_effects,
         slices=layout.slices,
         replan=lambda other: plan_sharding(main, given, other),
-        owned=owned,
+        owned=layout.owned,
     )
+
+
+def in_precision(plain: Cut, main: Program, precision: Precision) -> Cut:
+    """The step with its products in the type that was asked for: in 16 bits it is another program, and cut anew."""
+    if precision.dtype is None:
+        return plain
+    return cut(low_precision(main, plain, precision.dtype, precision.scaling)).with_reported()

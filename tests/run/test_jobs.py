@@ -12,10 +12,12 @@ import optax
 import pytest
 from helpers import endpoints, tree_close
 from jax.sharding import Mesh
+from role_threads import HANG, RoleThreads, free_endpoints
 
 import dtrans
 from dtrans.errors import ConfigError, StateError
 from dtrans.plan import Costs, Job, Plan
+from dtrans.run.role_job import ServerJob, TrainerJob
 
 
 KEY = jax.random.key(0)
@@ -36,11 +38,11 @@ def init(key: Any) -> Any:
     return params, TX.init(params)
 
 
-def planned(name: str) -> Plan:
+def planned(name: str, pservers: tuple[str, ...] = endpoints(2)) -> Plan:
     main, startup = dtrans.trace(STEP, *init(KEY), X, Y), dtrans.trace(init, KEY)
     if name == "pserver":
         return dtrans.pserver(
-            main, startup, pservers=endpoints(2), trainers=2, placement=dtrans.BlockPlacement(min_block_size=1)
+            main, startup, pservers=pservers, trainers=2, placement=dtrans.BlockPlacement(min_block_size=1)
         )
     if name == "nccl2":
         return dtrans.nccl2(main, startup, trainers=2)
@@ -172,12 +174,58 @@ def test_a_role_runs_its_own_part_and_says_what_it_cannot(monkeypatch: pytest.Mo
             (lambda: job.step(state, X, Y), "makes no steps: job.serve"),
             (lambda: job.params(state), "has blocks of parameters: save them"),
             (lambda: job.opt_state(state), "the optimizer's state is on the servers"),
-            (lambda: job.state_of(*init(KEY)), r"give each its part \(dtrans.checkpoint.scatter\)"),
         ):
             with pytest.raises(ConfigError, match=says):
                 call()
     with pytest.raises(StateError, match="^this job is closed"):
         job.serve(state)
+    with pytest.raises(ConfigError, match="^donate=False: a server updates its blocks where they are"):
+        plan.on_cluster(donate=False)
     monkeypatch.setenv("DTRANS_TRAINERS", "3")
     with pytest.raises(ConfigError, match="^the plan is for 2 trainers and pservers .* environment says 3 and "):
         plan.on_cluster()
+
+
+def test_roles_save_their_own_parts_and_go_on_from_them(tmp_path: Any) -> None:
+    """Two trainers and two servers by `on_cluster`'s jobs, each in a thread."""
+    plan = planned("pserver", free_endpoints(2))
+
+    def serve(endpoint: str, path: Any, came_from: Any) -> None:
+        role = dtrans.Role("pserver", 2, tuple(plan.servers), current_endpoint=endpoint)
+        with ServerJob(plan, role, {"deadline": HANG}) as job:
+            dtrans.checkpoint.check(path, job)
+            first = job.init(KEY) if came_from is None else dtrans.checkpoint.restore(came_from, job)
+            dtrans.checkpoint.save(path, job, job.serve(first), tag="one")
+
+    def train(k: int, came_from: Any) -> Any:
+        role = dtrans.Role("trainer", 2, tuple(plan.servers), trainer_id=k)
+        with TrainerJob(plan, role, {"deadline": HANG}) as job:
+            state = job.init(KEY) if came_from is None else dtrans.checkpoint.restore(came_from, job)
+            return job.params(job.step(state, X[4 * k : 4 * k + 4], Y[4 * k : 4 * k + 4])[0])
+
+    came_from, want = None, init(KEY)
+    for number in range(2):
+        roles = RoleThreads()
+        path = tmp_path / str(number)
+        for endpoint in plan.servers:
+            roles.start(endpoint, serve, endpoint, path, came_from)
+        for k in range(2):
+            roles.start(f"trainer {k}", train, k, came_from)
+        ended = roles.all()
+        *want, _ = STEP(*want, X, Y)
+        for k in range(2):
+            tree_close(ended[f"trainer {k}"], want[0], 1e-6)
+        tree_close(dtrans.checkpoint.load(path, plan.main), tuple(want), 1e-6)
+        came_from = path
+
+
+def test_a_checkpoint_looks_for_its_place_before_training(plan: Plan, tmp_path: Any) -> None:
+    job = plan.simulate()
+    dtrans.checkpoint.check(tmp_path / "new" / "1", job)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/1 cannot hold a checkpoint: .*file is no folder$"):
+        dtrans.checkpoint.check(tmp_path / "file" / "1", job)
+    dtrans.checkpoint.save(tmp_path / "1", job, job.init(KEY))
+    with pytest.raises(ConfigError, match="-0 is there already: save each checkpoint to a path of its own$"):
+        dtrans.checkpoint.check(tmp_path / "1", job)

@@ -14,6 +14,7 @@ everything runs on that one, and no copy is made.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from dtrans.checkpoint.assemble import by_origin
-from dtrans.checkpoint.pserver_state import arrays_of, scatter
+from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
@@ -108,6 +109,7 @@ class MeshJob(Job):
         self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
         self.device_of = {ep: devices[(self.trainers + i) % len(devices)] for i, ep in enumerate(plan.servers)}
         self._pieces: dict[Program, MeshTrainerPrograms] = {}
+        self._last: Any = lambda: None  # the state that was returned last: it needs no second look
         one = SingleDeviceSharding(devices[0])
         self._replicated: Sharding = NamedSharding(self.mesh, P()) if count > 1 else one
         self._split: Sharding = NamedSharding(self.mesh, P(AXIS)) if count > 1 else one
@@ -161,7 +163,9 @@ class MeshJob(Job):
         )
         results = runner.results({n: values[n] for n in runner.result_names})
         values |= {n: self._to_each(values[n]) for n in self._local if not runner.is_stacked(runner.outs[n])}
-        return (MeshState({n: values[n] for n in state.params}, servers), *results)
+        new = MeshState({n: values[n] for n in state.params}, servers)
+        self._last = weakref.ref(new)
+        return (new, *results)
 
     def params(self, state: MeshState) -> Any:
         """The parameters, as the pytree that they were given in."""
@@ -176,10 +180,21 @@ class MeshJob(Job):
     def check(self, state: Any) -> None:
         self._check_open()
         check_kind(state, MeshState)
-        check_types(state.params, self._param_types)
-        for ep, held in state.servers.items():
+        for held in state.servers.values():
             check_arrays(held.items(), donates=self.donate)
-            check_types(held, self.plan.servers[ep].main.inputs)
+        if state is not self._last():
+            check_types(state.params, self._param_types)
+            for ep, programs in self.plan.servers.items():
+                check_types(state.servers.get(ep, {}), programs.main.inputs)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Who saves: the servers, and trainer 0."""
+        return (*self.plan.servers, TRAINER)
+
+    def held(self, state: MeshState, endpoint: str) -> Mapping[str, Any]:
+        """What a server holds."""
+        return state.servers[endpoint]
 
     def state_of(self, params: Any, opt_state: Any) -> MeshState:
         given = arrays_of(self.plan.main, params, opt_state)
