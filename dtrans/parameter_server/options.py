@@ -23,6 +23,11 @@ class DelayCompensation:
 
     Raises:
       ConfigError: a value that is out of range.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.DelayCompensation(0.5, decay=0.95).strength
+      0.5
     """
 
     strength: float = 1.0
@@ -46,6 +51,11 @@ class Sync:
 
     Raises:
       ConfigError: a value that is out of range.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.Sync().runtime_split
+      False
     """
 
     runtime_split: bool = False
@@ -99,6 +109,11 @@ class HalfAsync:
 
     Raises:
       ConfigError: a value that is out of range.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.HalfAsync(delay=dtrans.DelayCompensation(0.5)).communicator.max_merge_var_num
+      20
     """
 
     delay: DelayCompensation | None = None
@@ -120,6 +135,11 @@ class Geo:
 
     Raises:
       ConfigError: a value that is out of range.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.Geo(push_every=10).block_on_pull
+      False
     """
 
     push_every: int = 100

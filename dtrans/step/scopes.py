@@ -35,6 +35,7 @@ from urllib.parse import quote, unquote
 import jax
 
 from dtrans._jax import JaxprEqn, jaxprs_in_params, opened, scope_of
+from dtrans.checks import check_int, check_name
 from dtrans.errors import ConfigError
 
 
@@ -230,10 +231,9 @@ def _refuse_different(a: Scope, b: Scope) -> None:
 
 @contextmanager
 def _scope(kind: str, device_count: int | None, name: str | None) -> Iterator[None]:
-    if device_count is not None and (type(device_count) is not int or device_count < 1):
-        raise ConfigError(f"{kind}(device_count={device_count!r}): it must be a positive integer")
-    if name is not None and not (type(name) is str and name):
-        raise ConfigError(f"{kind}(name={name!r}): it must be a text that is not empty")
+    check_int(f"device_count of {kind}", device_count, "a positive integer", or_none=True)
+    if name is not None:
+        check_name(f"name of {kind}", name, "a text that is not empty")
     scope = Scope(kind, "" if name else _place(), name, device_count)
     outer = _entered.get()
     if outer is not None:

@@ -42,6 +42,11 @@ class LossScaling:
       ConfigError: a value that is out of range.
 
     Source: `update_loss_scaling` of Paddle (operators/amp/update_loss_scaling_op.h).
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.LossScaling(initial=1024.0, dynamic=False).initial
+      1024.0
     """
 
     initial: float = 2.0**15

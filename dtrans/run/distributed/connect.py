@@ -32,6 +32,7 @@ import numpy as np
 
 from dtrans._jax import backends_started
 from dtrans.checkpoint.runs import new_run
+from dtrans.checks import check_number, check_one_of
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import elastic
 from dtrans.run.distributed.membership import Membership, current, join, known
@@ -72,11 +73,9 @@ def connect(
       DeadlineError: trainers did not come in time; the message names them.
       PeerError: another trainer was told other endpoints.
     """
-    if not deadline > 0:
-        raise ConfigError(f"deadline must be a positive number of seconds, it is {deadline!r}")
+    check_number("deadline", deadline, "a positive number of seconds", lambda x: x > 0)
     loss = os.environ.get(LOSS, "abort") if on_trainer_loss is None else on_trainer_loss
-    if loss not in ("abort", "drop"):
-        raise ConfigError(f"on_trainer_loss must be 'abort' or 'drop', it is {loss!r}")
+    check_one_of("on_trainer_loss", loss, ("abort", "drop"))
     if role is None and _is_told():
         role = Role.from_env()
     if role is not None and not role.trainer_endpoints:

@@ -29,6 +29,7 @@ import zmq
 from dtrans._jax import JaxprEqn, Primitive
 from dtrans.checkpoint.pserver_state import TRAINER
 from dtrans.checkpoint.runs import new_run, note
+from dtrans.checks import check_number
 from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.ir.program import Program
 from dtrans.ops import concat_p, fetch_barrier_p, listen_and_serv_p, recv_p, send_barrier_p, send_p, split_byref_p
@@ -47,8 +48,7 @@ class EndpointFabric:
     """What one process needs to take part; see the module's docstring. Arguments are those of `Executor`."""
 
     def __init__(self, *, deadline: float, wait_port: bool, allow_remote: bool) -> None:
-        if not deadline > 0:
-            raise ConfigError(f"deadline must be a positive number of seconds, it is {deadline!r}")
+        check_number("deadline", deadline, "a positive number of seconds", lambda x: x > 0)
         self.deadline = deadline
         self.wait_port = wait_port
         self.allow_remote = allow_remote
