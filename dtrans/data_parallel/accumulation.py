@@ -39,8 +39,8 @@ class MicroSteps:
 
     Attributes:
       count: how many there are.
-      reduce: what becomes of their gradients: "mean" or "sum".
-      ways: what becomes of each result of theirs: "mean", "sum", "max", "concat", or "same" (the last one).
+      reduce: how their gradients are combined: "mean" or "sum".
+      ways: how each of their results is merged: "mean", "sum", "max", "concat", or "same" (the last one).
       example_count: the result that weights means over micro-steps; it is itself added up.
       whole: names of batch arrays that every micro-step gets whole.
     """
@@ -163,7 +163,7 @@ def _scanned(
 
     Args:
       names: of the inputs of a micro-step.
-      ways: what becomes of outputs; by name.
+      ways: how outputs are merged; by name.
       carried: the outputs that are inputs of the next micro-step.
       given: inputs that are not the step's own variables, by name.
     """

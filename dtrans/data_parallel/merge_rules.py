@@ -94,19 +94,19 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
             if of_rows.get(out):
                 raise ConfigError(
                     f"{n} is {t.str_short()}, and made of how many rows a trainer's part has, whatever is in them: say "
-                    f"what becomes of it, merge={{{n!r}: 'sum'}} or 'max'"
+                    f"how to merge it, merge={{{n!r}: 'sum'}} or 'max'"
                 )
             found[n] = "same"
         elif jnp.issubdtype(t.dtype, jnp.inexact):
             found[n] = o.reduce.op if n in step.results else "mean"
         elif n in made_here:
             raise ConfigError(
-                f"{n} is {t.str_short()} and made of a trainer's part of the batch: say what becomes of it, "
+                f"{n} is {t.str_short()} and made of a trainer's part of the batch: say how to merge it, "
                 f"merge={{{n!r}: 'sum'}} or 'max'"
             )
         elif o.micro_steps > 1:
             raise ConfigError(
-                f"{n} is {t.str_short()} and made in each of {o.micro_steps} micro-steps: say what becomes of it, "
+                f"{n} is {t.str_short()} and made in each of {o.micro_steps} micro-steps: say how to merge it, "
                 f"merge={{{n!r}: 'sum'}}, 'max' or 'same' (the last one)"
             )
         else:
@@ -189,7 +189,7 @@ def _static(name: str, here: Literal, whole: Atom | None, parts: int) -> str:
     if np.array_equal(parts * np.asarray(here.val), whole.val):
         return "sum"
     raise ConfigError(
-        f"{name} is {here.val} on a trainer's part and {whole.val} on the batch of all: say what becomes of it, "
+        f"{name} is {here.val} on a trainer's part and {whole.val} on the batch of all: say how to merge it, "
         f"merge={{{name!r}: 'same'}}, 'sum', 'max' or 'each'"
     )
 

@@ -59,7 +59,7 @@ class CollectivePlan(Plan):
         trainer's part.
       options: what it was planned with: see `dtrans.nccl2`.
       buckets: the gradients that are reduced together, in order; the state, after local steps.
-      merges: result, or parameter that trainers make, to what becomes of it.
+      merges: result, or parameter that trainers make, to how it is merged.
       unused_effects: effects of the step that no trainer carries out, such as printing the optimizer's state.
       replan: plans the same step with other options.
     """

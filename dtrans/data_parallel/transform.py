@@ -73,7 +73,7 @@ def nccl2(
         node, then across nodes, then gathered inside again, so that 1/n of the bytes go between nodes. Trainers are
         then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
       reduce: how gradients are reduced over trainers: a `dtrans.Reduce`, or its `op`, "mean" or "sum".
-      batch: how a batch is shared, and what becomes of results: a `dtrans.Batch`.
+      batch: how a batch is shared, and how results are merged: a `dtrans.Batch`.
       axis_name: of the axis that trainers are on.
 
     Raises:

@@ -12,7 +12,7 @@ the gradients of all trainers. `fetch_barrier` says that they have arrived.
 
 With `sections`, the rows of its blocks, an operand is a whole leaf that is cut when the program runs, and so is what
 `recv` gives (Paddle's `runtime_split_send_recv`). With `communicator`, both are left to what runs beside the program:
-`send` puts into its queue (`merge` says what becomes of several), `recv` gives what it has received last, and
+`send` puts into its queue (`merge` says how it combines several), `recv` gives what it has received last, and
 `send_barrier` waits until it has sent all and received what was made of it.
 
 The last is that of GEO-SGD (`geo_send_p`): its operands are parameters that the program has changed itself. Every
@@ -48,7 +48,7 @@ class CommunicatorConfig:
       independent_recv_thread: go on sending, as often as that, while parameters are on their way.
       merge: gradients by their "sum" or their "mean". "auto" is the sum where the update is linear in the gradient, as
         that of SGD is, so that one update by the sum is what all of them would have done; and else the mean. Nothing is
-        merged where a count decides what becomes of a gradient, as in `optax.MultiSteps`.
+        merged where a count decides how a gradient is used, as in `optax.MultiSteps`.
 
     Raises:
       ConfigError: a value that is out of range.

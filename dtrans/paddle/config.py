@@ -79,7 +79,7 @@ class DistributeTranspilerConfig:
         Either this or the argument of `transpile` turns it off.
       enable_dc_asgd: with sync_mode=False, compensate gradients for their delay.
       dc_asgd_lambda, dc_asgd_decay: how, which Paddle has no attributes for; see `dtrans.DelayCompensation`.
-      on_trainer_exit: what becomes of synchronous updates after a trainer that closes before the others, which Paddle
+      on_trainer_exit: how synchronous updates go on after a trainer that closes before the others, which Paddle
         has no attribute for: "drop" it from them, "paddle", or "error"; see `dtrans.pserver`.
       runtime_split_send_recv: with sync_mode=False, trainers have a communicator, and steps wait for nothing.
       communicator: how it works, in the place of Paddle's environment variables; a `dtrans.CommunicatorConfig`.
@@ -90,7 +90,7 @@ class DistributeTranspilerConfig:
         `dtrans.Geo`. `GeoSgdTranspiler` does so whatever this is.
       geo_sgd_need_push_nums: after how many steps a trainer gives the servers what has changed.
       geo_sgd_block_on_pull: let that step wait for what others have changed, which Paddle has no attribute for.
-      merge: what becomes of state that trainers make themselves, which Paddle has no attribute for; see
+      merge: how state is merged that trainers make themselves, which Paddle has no attribute for; see
         `dtrans.pserver` and `dtrans.nccl2`.
       print_log: log the plan when transpiling: at level INFO, by the logger "dtrans.paddle.transpiler", whose level and
         handlers are yours to set. Where logging is not set up, the plan goes to stderr, as Python's own warnings do.

@@ -3,7 +3,7 @@
 sum    where the update is linear in its gradients, and in nothing that updates change: one by the sum is what all of
        them would have done. So it is for plain SGD at one rate; not with momentum, weight decay or a clip
 mean   otherwise: one step, as large as any of them
-none   where a count decides what becomes of a gradient (`optax.MultiSteps`), or a parameter changes without one:
+none   where a count decides how a gradient is used (`optax.MultiSteps`), or a parameter changes without one:
        how often that is done matters
 """
 

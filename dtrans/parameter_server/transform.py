@@ -68,12 +68,12 @@ def pserver(
       trainers: how many trainers share each global batch; with `dtrans.Geo` each has batches of its own.
       mode: when servers update, and what trainers wait for: `dtrans.Sync`, `Async`, `HalfAsync` or `Geo`.
       placement: how leaves are cut into blocks, and which server has which: a `dtrans.BlockPlacement`.
-      on_trainer_exit: what becomes of synchronous updates after a trainer that closes before the others. "drop": each
+      on_trainer_exit: how synchronous updates go on after a trainer that closes before the others. "drop": each
         is of the gradients of those who take that step, over their number, as on one device that sees their rows only.
         "paddle": as Paddle 1.8 has it: the last gradient of who left counts once more, then as zero, and the sum goes
         on being divided by `trainers`. "error": the job ends with a `PeerError` that names it. One that fails, or
         closes in the middle of a step, ends a synchronous job in any case.
-      batch: what becomes of leaves that trainers make themselves, as batch statistics: a `dtrans.Batch` whose `merge`
+      batch: how leaves are merged that trainers make themselves, as batch statistics: a `dtrans.Batch` whose `merge`
         has their names, or what they lie under, with "own" (each trainer has its own, which is so by default) or
         "mean": servers average them. In asynchronous modes the newest counts.
 

@@ -11,7 +11,7 @@ stage_programs     forward and backward of each stage
 stage_vjp          what a stage's forward keeps for its backward
 stage_scan         loops over layers, cut into one for each stage
 split_stages       stages that are split over several devices
-results            what becomes of what micro-batches make
+results            how results of micro-batches are merged
 update             from sums of gradients to new parameters
 update_by_stage    the update, cut by where its inputs live
 schedule           what each device does when, as a value

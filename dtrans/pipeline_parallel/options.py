@@ -157,5 +157,5 @@ class PipelineOptions:
 
     @cached_property
     def of_parts(self) -> Options:
-        """The same, of what becomes of results: they are of micro-batches of replicas."""
+        """The same, for merging results: they are made by micro-batches of replicas."""
         return dataclasses.replace(self.over_replicas, num_micro_batch=self.num_micro_batch)

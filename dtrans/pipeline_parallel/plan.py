@@ -81,7 +81,7 @@ class PipelinePlan(Plan):
       stage_of: the stage of each equation of the loss function.
       step_programs: forward and backward of each stage, for a micro-batch of the batch that was traced.
       update: from sums of gradients to new parameters.
-      merges: result, or parameter that the forward pass makes, to what becomes of it.
+      merges: result, or parameter that the forward pass makes, to how it is merged.
       homes: the stage that holds each parameter.
       users: the stages that make gradients of a parameter.
       unused_effects: effects of the step that are not carried out, such as printing the optimizer's state.

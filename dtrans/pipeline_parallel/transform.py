@@ -2,7 +2,7 @@
 
 capture    the loss function, before it is differentiated               dtrans.step.capture
 lay out    what every micro-batch goes through, as one list              forward_pass
-plan       which equation is of which stage                              stages
+plan       the stage of each equation                                     stages
 cut        forward, backward (and weights) of each stage                 stage_programs
 schedule   what each stage does when                                     dtrans.pipeline_parallel.schedule
 results    merged over micro-batches and replicas                        pipeline_results
@@ -84,7 +84,7 @@ def pipeline(
       memory: what stages and their replicas keep: a `dtrans.StageMemory`.
       reduce: how gradients are reduced over micro-batches and the replicas of a stage: a `dtrans.Reduce`, or its `op`.
         A clip in the optimizer is of the reduced gradients (EPL's `clip_after_allreduce`).
-      batch: how a batch is shared, and what becomes of results: a `dtrans.Batch`, without `example_count`. Batch
+      batch: how a batch is shared, and how results are merged: a `dtrans.Batch`, without `example_count`. Batch
         statistics are made by each micro-batch of those before the step.
 
     Raises:

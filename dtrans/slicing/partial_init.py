@@ -203,7 +203,7 @@ def recipe_of(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
 
 
 def _by_row_analysis(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
-    """The rows of which axis of which operand are the rows of this axis of the output?"""
+    """Which axis of which operand has the rows of this axis of the output?"""
     wanted = Rows("", part.axis)
     for i, a in enumerate(eqn.invars):
         for axis in range(a.aval.ndim):

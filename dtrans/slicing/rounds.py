@@ -100,7 +100,7 @@ class ExchangeRounds:
         return self.shared(atom)
 
     def derived(self, var: Var) -> bool:
-        """Whether others had better make a value of a whole leaf themselves, of what it is made of.
+        """Whether others had better make a value of a whole leaf themselves, from its operands.
 
         They had where that is smaller (a scalar that is broadcast), or is known to all a round earlier (the square of a
         0-d leaf, added to the sum of those of others).

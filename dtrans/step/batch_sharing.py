@@ -12,14 +12,14 @@ from dtrans.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """How a batch is shared, and what becomes of the results of its parts.
+    """How a batch is shared, and how the results of its parts are merged.
 
     Attributes:
       unsplit_inputs: names of batch arrays that every trainer gets whole. Others are split on dim 0; 0-d arrays go to
         every trainer, a `jax.random.key` folded with the trainer's number unless it is named here.
       example_count: the name of a result, a scalar that says how many examples a trainer's part of the batch has. It is
         itself added up.
-      merge: what becomes of results, and of parameters that the optimizer does not make (batch statistics), by name:
+      merge: how results are merged, and parameters that the optimizer does not make (batch statistics), by name:
         "mean", "sum" (of parameters: of what trainers add to them), "max", "concat" (on dim 0), "each" (a leading axis,
         one row per trainer), or "same" (they are equal anyway). By default what grows with the batch is concatenated,
         other floating-point results are reduced as gradients are, and parameters averaged; other results get a row per
@@ -45,7 +45,7 @@ class Batch:
         if isinstance(names, str) or not isinstance(names, Collection):
             raise ConfigError(f"unsplit_inputs={names!r} must be a collection of names of batch arrays")
         if not isinstance(merge, Mapping) or not all(isinstance(n, str) for n in merge):
-            raise ConfigError(f"merge={merge!r} must say for each name what becomes of it, such as {{'aux': 'sum'}}")
+            raise ConfigError(f"merge={merge!r} must say for each name how to merge it, such as {{'aux': 'sum'}}")
         object.__setattr__(self, "unsplit_inputs", tuple(names))
         object.__setattr__(self, "merge", dict(merge))
 

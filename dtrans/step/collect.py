@@ -1,4 +1,4 @@
-"""Collections: what becomes of a value of which every micro-batch of every replica makes one.
+"""Collections: how a value is merged of which every micro-batch of every replica makes one.
 
 `collect` marks values with a rule, an identity primitive each (as `dtrans.step.marks` marks gradients). On one device a
 mark is nothing. A pipeline reads the marks (`collected`) and gives, in the place of a marked output, one value merged

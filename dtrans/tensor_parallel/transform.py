@@ -91,7 +91,7 @@ def split(
       shards: how many there are. One has all: its program is the one that was given.
       axis_name: the named axis that they are on.
       outs: position of an output to the dimension along which it is wanted cut, or None to have it whole. Others are
-        as they come.
+        as they are made.
 
     Raises:
       ConfigError: no such input, output or dimension; a dimension without entries; no shards.

@@ -186,7 +186,7 @@ class SplitWriter(ShardValues):
         self._define(eqn, layouts, outs)
 
     def write(self, inner: Jaxpr, wanted: Mapping[int, int | None] | None = None) -> tuple[list[Atom], list[Placed]]:
-        """Write all equations; the outputs, and how they lie: whole or cut, as is asked for, or as they come."""
+        """Write all equations; the outputs, and how they lie: whole or cut, as is asked for, or as they are made."""
         for eqn in inner.eqns:
             self.equation(eqn)
         made: list[Atom] = []

@@ -60,7 +60,7 @@ class RankLayout:
 
     Attributes:
       o: the options.
-      merges: what becomes of results.
+      merges: how results are merged.
       slices: what is cut.
       half: the optimize half of a rank.
       owned: who owns which leaf, where leaves are not cut but given to ranks.

@@ -62,7 +62,7 @@ def sharding(
       slices: how leaves are sliced, and gathered again: a `dtrans.Slicing`.
       reduce: how gradients are reduced: a `dtrans.Reduce`, or its `op`. Parameters that are gathered behind an update
         are in buckets of the same size.
-      batch: how a batch is shared, and what becomes of results: a `dtrans.Batch`.
+      batch: how a batch is shared, and how results are merged: a `dtrans.Batch`.
 
     Raises:
       ConfigError: an option that is out of range, or names that the step does not have.
@@ -115,7 +115,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     check_names(plain, options)
     step = in_precision(plain, main, options.precision)
     given, startup = startup, match_startup(plain, startup)
-    merges = merges_of(step, options)  # what becomes of each result
+    merges = merges_of(step, options)  # how each result is merged
     layout = RankLayout.of(step, options, merges)  # which rank holds which slice of what
     return ShardingPlan(
         main=plain.program,

@@ -523,7 +523,7 @@ def test_options_out_of_range_are_refused_by_name(options, message):
 
 def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.sum(x > 0))
-    with pytest.raises(ConfigError, match="aux is int32.*made in each of 2 micro-steps: say what becomes of it"):
+    with pytest.raises(ConfigError, match="aux is int32.*made in each of 2 micro-steps: say how to merge it"):
         planned(optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))], trainers=2, num_micro_batch=2)
 
 
@@ -671,7 +671,7 @@ def test_a_leaf_without_elements_is_reduced_nowhere():
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"merge": "loss"}, "^merge='loss' must say for each name what becomes of it"),
+        ({"merge": "loss"}, "^merge='loss' must say for each name how to merge it"),
         ({"merge": ["loss"]}, r"^merge=\['loss'\] must say for each name"),
         ({"unsplit_inputs": None}, "^unsplit_inputs=None must be a collection of names"),
     ],

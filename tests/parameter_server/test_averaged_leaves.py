@@ -125,7 +125,7 @@ def test_statistics_are_sent_when_they_are_made_and_are_nobodys_by_default() -> 
     ({"params/stats/mean": "sum"}, "merge['params/stats/mean'] must be 'mean' or 'own', it is 'sum'"),
     ({"params/net/w": "mean"}, "merge['params/net/w']: no leaf of that name is made by the trainers; those that are: "
      "params/stats/mean, params/stats/seen, params/stats/var"),
-    ("mean", "merge='mean' must say for each name what becomes of it, such as {'aux': 'sum'}"),
+    ("mean", "merge='mean' must say for each name how to merge it, such as {'aux': 'sum'}"),
 ])  # fmt: skip
 def test_what_cannot_be_averaged_is_named(merge: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:

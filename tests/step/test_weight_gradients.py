@@ -15,7 +15,7 @@ from dtrans.step.weight_gradients import straightened
 
 
 def straight(fn, *args):
-    """(the jaxpr of a function, what becomes of it, the names of its equations)."""
+    """(the jaxpr of a function, its result, the names of its equations)."""
     jaxpr = jax.make_jaxpr(fn)(*args)
     inner = jaxpr.jaxpr
     eqns, _ = straightened(inner.eqns, ["backward"] * len(inner.eqns), inner.outvars)

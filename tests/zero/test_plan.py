@@ -570,7 +570,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"compress_scale": 2.0}, "compress_scale=2.0 is for compress='bf16' or 'fp16'"),
     ({"unsplit_inputs": "x"}, "unsplit_inputs='x' must be a collection of names of batch arrays"),
     ({"unsplit_inputs": ("z",)}, "z"),
-    ({"merge": "sum"}, "merge='sum' must say for each name what becomes of it"),
+    ({"merge": "sum"}, "merge='sum' must say for each name how to merge it"),
     ({"merge": {"aux": "sum"}}, "aux"),
     ({"merge": {"loss": "most"}}, "merge['loss'] must be 'mean', 'sum'"),
 ]

@@ -5,7 +5,7 @@
     ClusterFabric     the programs of the job, one by one; `Executor` has it
 
 Every process runs the same compiled program, and XLA carries out the reductions: with Gloo on CPUs, with NCCL on GPUs.
-The first state is trainer 0's, whatever the others made. How processes are connected, and what becomes of the job when
+The first state is trainer 0's, whatever the others made. How processes are connected, and how the job goes on when
 one ends, is in `dtrans.run.distributed.connect`.
 
 All trainers must reduce the same things in the same order. That they mean to is checked at the first step, and whenever

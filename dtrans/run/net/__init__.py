@@ -2,6 +2,6 @@
 
 wire      a msgpack header and raw frames
 buffers   memory that is received into, and kept
-inbox     blocks as they come into such memory
+inbox     blocks that arrive in such memory
 sockets   sockets as this package makes them
 """

@@ -1,4 +1,4 @@
-"""Blocks as they come: named memory, and how much of each block is here."""
+"""Blocks that arrive: named memory, and how much of each block is here."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
     client          a trainer's connection to one server
     server          the loop of every server; server_sockets: its sockets
     presence        which trainers are there; server_peers: the other servers, and what they have sent
-    sync_server     what becomes of messages where updates are of all trainers; sync_update: the update of a step
+    sync_server     handles messages where updates use all trainers; sync_update: the update of a step
     async_server    the same, where no trainer waits
     fabric          carries out the equations of `dtrans.ops` with the above
     background      what a trainer does beside its steps: communicator, geo

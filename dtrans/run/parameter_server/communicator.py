@@ -45,7 +45,7 @@ class Leaf:
       endpoints, names: of each block.
       sections: the number of rows of each; of a 0-d leaf, 1.
       shape, dtype: of the whole.
-      merge: what becomes of several that are sent as one: their "sum", their "mean" or the "newest".
+      merge: how several are combined that are sent as one: their "sum", their "mean" or the "newest".
     """
 
     endpoints: tuple[str, ...]

@@ -5,7 +5,7 @@
     send_barrier   is only noted
     recv           only notes what is wanted, and where in its parameter's memory it goes
     fetch_barrier  one message to each server: what is left in its outbox, that it was all, and what is wanted; the
-                   blocks land in the parameters as they come. An asynchronous step has none: that message goes before
+                   each block is received into the parameters. An asynchronous step has none: that message goes before
                    what comes next, or at the program's end (`settle`)
     concat         nothing is left to do: the blocks lie side by side
     listen_and_serv  serves

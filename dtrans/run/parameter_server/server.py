@@ -2,7 +2,7 @@
 
     server_sockets               sockets, and what is polled
     trainers, server_peers       who is present
-    sync_server, async_server    the kinds of servers: what becomes of gradients, when a trainer is answered, and what
+    sync_server, async_server    the kinds of servers: how gradients are used, when a trainer is answered, and what
                                  it means that one is late or has failed
     sync_update, block_update    the update
 

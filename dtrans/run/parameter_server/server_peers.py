@@ -50,7 +50,7 @@ class ServerPeers:
     Args:
       me: the server's endpoint.
       exchanges: that it takes part in, each step.
-      on_trainer_exit: what becomes of updates when a trainer leaves; the same on all of them.
+      on_trainer_exit: how updates go on when a trainer leaves; the same on all of them.
     """
 
     def __init__(self, me: str, exchanges: Sequence[Exchange], *, on_trainer_exit: str) -> None:

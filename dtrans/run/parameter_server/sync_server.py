@@ -5,7 +5,7 @@
                     send..., send_barrier, recv       every step
                     complete                          once
 
-Gradients are kept as they come, in memory that is kept too. When all trainers have said `send_barrier`, one
+Each gradient is kept when it arrives, in memory that is kept too. When all trainers have said `send_barrier`, one
 compiled call makes the new state, and the blocks that trainers asked for go out. Serving ends when every trainer
 has said `complete`. One that says so before the others has left: `on_trainer_exit` of `dtrans.pserver` says what later
 updates are made of.
