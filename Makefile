@@ -1,16 +1,23 @@
 # The environment is .venv, made from requirements.lock; every target below makes it when needed.
 # It has to be made with Python 3.11 or newer: make PYTHON=python3.12 test
+# The newest JAX has a lock of its own: make PYTHON=python3.13 VENV=.venv-newest LOCK=requirements-newest.lock test
 
 PYTHON ?= python3
 UV ?= uv
+COMPILE = $(UV) pip compile --no-config --no-emit-index-url --generate-hashes --extra dev \
+	--custom-compile-command 'make lock' --quiet
 
-BIN := .venv/bin
-STAMP := .venv/.installed
+NEWEST ?= python3.13
+VENV ?= .venv
+LOCK ?= requirements.lock
+AT_NEWEST = PYTHON=$(NEWEST) VENV=.venv-newest LOCK=requirements-newest.lock
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test fuzz soak lint format bench notebooks docs architecture lock clean
+.PHONY: help venv demo test core compat fuzz soak lint format bench notebooks docs architecture lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +29,19 @@ demo: $(STAMP) ## train with two trainers and two parameter servers as processes
 
 test: $(STAMP) ## run the tests, a file to each core at a time
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+core: $(STAMP) ## run the tests of the passes alone: a few minutes
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests/test_jax_versions.py tests/test_jax_imports.py \
+		tests/test_fingerprints.py tests/ir tests/step tests/rows tests/tensor_parallel tests/run/test_jobs.py
+
+compat: ## run the suite on the newest JAX, core tests on those between (needs Python 3.13; make NEWEST=... says where)
+	$(MAKE) test $(AT_NEWEST)
+	JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 $(MAKE) core $(AT_NEWEST)
+	.venv-newest/bin/python -m pytest -m soak tests/test_jax_primitives.py
+	$(MAKE) core PYTHON=$(NEWEST) VENV=.venv-oldest
+	$(MAKE) venv PYTHON=$(NEWEST) VENV=.venv-between LOCK=requirements-newest.lock
+	.venv-between/bin/python -m pip install --quiet 'jax==0.11.*' 'jaxlib==0.11.*'
+	$(MAKE) core PYTHON=$(NEWEST) VENV=.venv-between LOCK=requirements-newest.lock
 
 fuzz: $(STAMP) ## slice 2,000 random updates (takes minutes)
 	DTRANS_EXAMPLES=2000 $(BIN)/python -m pytest tests/slicing/test_any_update.py
@@ -51,19 +71,19 @@ docs: $(STAMP) ## write docs/optimizers.md anew, from the plans of all optimizer
 architecture: $(STAMP) ## write docs/architecture.md and its drawing anew, from the imports and a profiler hook
 	$(BIN)/python docs/architecture.py docs
 
-lock: ## write requirements.lock anew from pyproject.toml (needs uv); pins that still hold are kept
-	$(UV) pip compile --no-config --no-emit-index-url --universal --python-version 3.11 --generate-hashes \
-		--extra dev --custom-compile-command 'make lock' --quiet --output-file requirements.lock pyproject.toml
+lock: ## write both locks anew from pyproject.toml (needs uv); pins that still hold are kept
+	$(COMPILE) --universal --python-version 3.11 --constraint .ci/oldest.txt --output-file requirements.lock pyproject.toml
+	$(COMPILE) --universal --python-version 3.13 --output-file requirements-newest.lock pyproject.toml
 
-clean: ## remove caches and outputs; .venv stays
+clean: ## remove caches and outputs; environments stay
 	rm -rf build dist runs .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache loss.png *.egg-info
-	find . -path ./.venv -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -exec rm -rf {} +
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "dtrans needs Python 3.11 or newer, but $(PYTHON) is" \
 			"$$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
-	$(PIP) install --quiet --require-hashes --only-binary :all: -r requirements.lock
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --require-hashes --only-binary :all: -r $(LOCK)
 	$(PIP) install --quiet --no-build-isolation --no-deps -e .
 	@touch $@

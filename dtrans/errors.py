@@ -12,6 +12,14 @@ import re
 from collections.abc import Iterator, Mapping
 
 
+class UnknownPrimitiveWarning(UserWarning):
+    """JAX made an equation of a primitive that this dtrans does not know: it is treated as mixing everything."""
+
+
+class UntestedJaxWarning(UserWarning):
+    """This JAX is newer than the newest that this dtrans was tested with."""
+
+
 class DtransError(Exception):
     """The base of all."""
 

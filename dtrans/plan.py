@@ -234,7 +234,7 @@ class Job(abc.ABC):
 
 def program_flops(program: Program) -> int:
     """The floating-point operations of a program."""
-    return sum(flops(eqn) for eqn in program.jaxpr.jaxpr.eqns)
+    return sum(flops(eqn) for eqn in program.eqns)
 
 
 # -- the registry ----------------------------------------------------------------------------------

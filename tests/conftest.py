@@ -24,10 +24,37 @@ if TYPE_CHECKING:
 jax.config.update("jax_num_cpu_devices", 8)
 
 settings.register_profile(
-    "dtrans", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "dtrans",
+    deadline=None,
+    max_examples=int(os.environ.get("DTRANS_EXAMPLES", 10)),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("ci", settings.get_profile("dtrans"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dtrans")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "sampled(count): of the cases of this test so many run each time; the others are soak"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as soak the cases of a `sampled` test beyond its number.
+
+    Those that stay are spread over the cases by the golden ratio, so that no factor of a product of parameters is
+    always the same.
+    """
+    cases: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    for each in cases.values():
+        (count,) = each[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        spread = sorted(range(len(each)), key=lambda i: (i + 1) * 0.6180339887 % 1)
+        for i in spread[count:]:
+            each[i].add_marker(pytest.mark.soak)
 
 
 def open_sockets() -> set[str]:

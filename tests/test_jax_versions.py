@@ -4,11 +4,37 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
-from dtrans._jax import equations, lowered_jaxpr, map_bodies, opened, scan_counts, scan_with, while_counts
+import dtrans
+from dtrans._jax import (
+    ELEMENTWISE,
+    Primitive,
+    axes_of,
+    bodies,
+    bulletin_board,
+    equations,
+    is_reversed,
+    lowered_jaxpr,
+    map_bodies,
+    name_given,
+    opened,
+    scan_counts,
+    scan_length,
+    scan_with,
+    while_counts,
+    with_bodies,
+)
+from dtrans._jax.primitives import _OTHERS
+from dtrans._jax.versions import NEWEST_TESTED, warn_untested
+from dtrans.errors import TraceError, UnknownPrimitiveWarning, UntestedJaxWarning
 from dtrans.ir.inline import inline_calls
-from dtrans.rows.rules import ELEMENTWISE, RULES
+from dtrans.rows.rules import RULES
+from dtrans.slicing.partial_init import BACKWARD
+from dtrans.tensor_parallel.rules import RULES as SPLIT_RULES
+from dtrans.tensor_parallel.transform import split
 
 
 def loops(fn, *args):
@@ -57,9 +83,9 @@ def test_a_scan_is_written_with_other_stacks(consts, carried, taken, made):
     first = scan_counts(eqn)
 
     def body(*operands):
-        return [*jax.core.eval_jaxpr(opened(eqn.params["jaxpr"]), [], *operands[:-1]), operands[-1] + 1]
+        return [*jax.core.eval_jaxpr(opened(*bodies(eqn)), [], *operands[:-1]), operands[-1] + 1]
 
-    longer = jax.make_jaxpr(body)(*(v.aval for v in opened(eqn.params["jaxpr"]).invars), jnp.float32(0))
+    longer = jax.make_jaxpr(body)(*(v.aval for v in opened(*bodies(eqn)).invars), jnp.float32(0))
     out = type(eqn.outvars[0])(jax.typeof(jnp.ones(4, jnp.float32)))
     new = scan_with(eqn, longer, [*eqn.invars, inner.invars[-1]], [*eqn.outvars, out])
     assert scan_counts(new) == first
@@ -116,3 +142,136 @@ def test_activations_and_their_derivatives_keep_rows(name):
     jaxpr = inline_calls(lowered_jaxpr(both, jnp.full((4, 3), 0.5), jnp.ones((4, 3))))
     strange = {e.primitive.name for e in equations(jaxpr)} - ELEMENTWISE - RULES.keys() - {"iota", "scan"}
     assert not strange
+
+
+# -- accessors -------------------------------------------------------------------------------------
+
+
+def of_kind(name, fn, *args):
+    return next(e for e in equations(jax.make_jaxpr(fn)(*args)) if e.primitive.name == name)
+
+
+def a_scan():
+    return of_kind("scan", lambda x: jax.lax.scan(lambda c, x: (c + x, c), 0.0, x, reverse=True), jnp.ones(4))
+
+
+def test_accessors_say_what_equations_are():
+    scan = a_scan()
+    assert (scan_length(scan), is_reversed(scan), scan_counts(scan)) == (4, True, (0, 1))
+    cond = of_kind("cond", lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), 1.0)
+    assert [opened(b).eqns[0].primitive.name for b in bodies(cond)] == ["cos", "sin"]
+    loop = of_kind("while", lambda x: jax.lax.while_loop(lambda x: x < 3, lambda x: x + 1, x), 1.0)
+    assert [opened(b).eqns[0].primitive.name for b in bodies(loop)] == ["lt", "add"]
+    for eqn in (scan, cond, loop):
+        assert with_bodies(eqn, bodies(eqn)).items() <= eqn.params.items()
+    (psum,) = jax.make_jaxpr(lambda x: jax.lax.psum(x, "i"), axis_env=[("i", 2)])(1.0).eqns
+    assert axes_of(psum) == ["i"]
+    assert axes_of(of_kind("reduce_sum", lambda x: x.sum(1), jnp.ones((2, 2)))) == [1]
+
+
+def test_a_name_is_found_in_both_of_its_forms():
+    named = jax.make_jaxpr(lambda x: checkpoint_name(x * 2, "here"))(1.0)
+    assert [name_given(e) for e in equations(named)] == [None, "here"]
+
+
+def test_a_key_that_is_gone_is_named():
+    """As the next JAX might have it: the message says which JAX, which equation and which key."""
+    scan = a_scan()
+    counts = {"num_consts", "num_carry", "ft_in", "ft_out"}
+    without = lambda keys: scan.replace(params={k: v for k, v in scan.params.items() if k not in keys})
+    for keys, ask, gone in (
+        ({"jaxpr"}, bodies, "jaxpr"), ({"length"}, scan_length, "length"), ({"reverse"}, is_reversed, "reverse"),
+        (counts, scan_counts, "num_consts"),
+    ):  # fmt: skip
+        with pytest.raises(TraceError, match=rf"^jax {jax.__version__} has no parameter '{gone}' of scan, only "):
+            ask(without(keys))
+
+
+def test_a_version_that_is_answered_wrongly_is_noticed():
+    """A scan that says it in the way of the other JAX is read in that way, and not in this one's."""
+    scan = a_scan()
+
+    class Trees:
+        def unpack(self):
+            return (), (1,), ()
+
+    other = {"num_consts": 0, "num_carry": 1} if "ft_in" in scan.params else {"ft_in": Trees()}
+    params = {k: v for k, v in scan.params.items() if k not in ("num_consts", "num_carry", "ft_in", "ft_out")} | other
+    assert scan_counts(scan.replace(params=params)) == scan_counts(scan) == (0, 1)
+
+
+# -- primitives that no table knows ----------------------------------------------------------------
+
+
+def new_primitive_of_jax():
+    """A primitive that a later JAX might bring: it doubles."""
+    double = Primitive("double")
+    double.def_impl(lambda x: 2 * x)
+    double.def_abstract_eval(lambda x: x)
+    return double
+
+
+def test_an_unknown_primitive_in_an_update_is_named():
+    double = new_primitive_of_jax()
+
+    def step(params, opt_state, x):
+        loss, grads = dtrans.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+        return {"w": params["w"] - 0.1 * double.bind(grads["w"])}, opt_state, loss
+
+    init = lambda: ({"w": jnp.ones((8, 2))}, ())
+    main, startup = dtrans.trace(step, *init(), jnp.ones((4, 8))), dtrans.trace(init)
+    words = r"^double \(test_jax_versions.py:\d+\) is treated as mixing rows: params/w is whole$"
+    with pytest.warns(UnknownPrimitiveWarning, match=words):
+        plan = dtrans.pserver(main, startup, pservers="a:1,b:1", placement=dtrans.BlockPlacement(min_block_size=1))
+    assert len(plan.placement.blocks["params/w"]) == 1
+    assert "double, which dtrans does not know, mixes rows of f32[8,2]" in str(plan)
+    with pytest.warns(UnknownPrimitiveWarning, match=words):
+        plan = dtrans.sharding(main, startup, degree=2, slices=dtrans.Slicing(min_slice_size=0))
+    assert not plan.slices.leaves
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_unknown_primitive_in_a_split_layer_is_named(where):
+    double = new_primitive_of_jax()
+
+    @jax.custom_vjp
+    def layer(x):
+        return double.bind(x) if where == "forward" else 2 * x
+
+    layer.defvjp(lambda x: (layer(x), None), lambda _, g: (double.bind(g) if where == "backward" else 2 * g,))
+    fn = jax.value_and_grad(lambda w, x: jnp.sum(layer(x @ w) ** 2))
+    jaxpr = inline_calls(lowered_jaxpr(fn, jnp.ones((4, 4)), jnp.ones((2, 4))))
+    with pytest.warns(UnknownPrimitiveWarning, match="^double .*is treated as mixing rows: what it reads is gathered$"):
+        split(jaxpr, {0: 1}, 2, "model")
+
+
+def test_an_unknown_primitive_in_an_init_is_named():
+    double = new_primitive_of_jax()
+    tx = optax.sgd(0.1)
+    init = lambda: (p := {"w": double.bind(jnp.arange(16.0).reshape(8, 2))}, tx.init(p))
+    step = dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx)
+    main = dtrans.trace(step, *jax.eval_shape(init), jnp.ones((4, 8)))
+    placement = dtrans.BlockPlacement(min_block_size=1)
+    with pytest.warns(UnknownPrimitiveWarning, match="^double .*each server makes all of what init makes with it$"):
+        dtrans.pserver(main, dtrans.trace(init), pservers="a:1,b:1", placement=placement)
+
+
+def test_every_table_of_rules_is_of_known_primitives():
+    known = ELEMENTWISE | _OTHERS
+    own = {"all_reduce"}
+    for rules in (RULES, BACKWARD, SPLIT_RULES):
+        assert set(rules) - known - own == set()
+
+
+def test_a_jax_that_was_not_tested_is_said(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", f"{NEWEST_TESTED[0]}.{NEWEST_TESTED[1] + 1}.0.dev20990101")
+    with pytest.warns(UntestedJaxWarning, match=r"^dtrans was tested with jax up to [\d.]+, and this is "):
+        warn_untested()
+
+
+def test_a_store_that_has_moved_is_named(monkeypatch):
+    monkeypatch.delattr("jax.experimental.multihost_utils.distributed")
+    with pytest.raises(
+        TraceError, match=rf"^jax {jax.__version__} keeps the store of its processes elsewhere .*'distributed'"
+    ):
+        bulletin_board()

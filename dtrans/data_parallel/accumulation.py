@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, jaxpr_as_fun, small_jaxpr
+from dtrans._jax import Atom, ClosedJaxpr, jaxpr_as_fun, opened, small_jaxpr
 from dtrans.errors import BatchError
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
@@ -78,8 +78,8 @@ def write_micro_steps(
     micro = cut(_micro_program(step.program, step.batch, window)).with_reported()
     held = [n for n in step.frozen if n in window.ways]
     source = micro.program
-    vars_of = dict(zip(source.in_names, source.jaxpr.jaxpr.invars, strict=True))
-    outs_of: dict[str, Atom] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
+    vars_of = source.invars
+    outs_of: dict[str, Atom] = source.outvars
     grads: Mapping[str, Atom] = micro.gradients
     inner = Builder(source.jaxpr)
     given = given or {}
@@ -109,10 +109,10 @@ def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, At
     state = [*step.params, *step.opt_state]
     ways = {n: window.ways[n] for n in step.results}
     outs = [*ways, *state]
-    outs_of = dict(zip(micro.out_names, micro.jaxpr.jaxpr.outvars, strict=True))
+    outs_of = micro.outvars
     inner = Builder(micro.jaxpr)
-    inner.invars += micro.jaxpr.jaxpr.invars
-    for eqn in micro.jaxpr.jaxpr.eqns:
+    inner.invars += micro.inner.invars
+    for eqn in micro.eqns:
         inner.keep(eqn)
     names = list(micro.in_names)
     return _scanned(b, step, names, _Body(inner.build([outs_of[n] for n in outs]), names, outs), ways, state, window)
@@ -141,7 +141,7 @@ class _Body:
     """A micro-step as a function of arrays by name."""
 
     def __init__(self, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> None:
-        self.types = dict(zip(outs, [a.aval for a in jaxpr.jaxpr.outvars], strict=True))
+        self.types = dict(zip(outs, [a.aval for a in opened(jaxpr).outvars], strict=True))
         self._ins, self._outs = ins, outs
         self._fn: Callable[..., list[Any]] = jaxpr_as_fun(jaxpr)
 
@@ -214,7 +214,7 @@ def _scanned(
             found[n] = v.reshape(-1, *v.shape[2:]) if ways[n] == "concat" else v[-1]
         return [found[n] for n in ways] + [state[n] for n in carried]
 
-    vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
+    vars_of = step.program.invars
     atoms = [(given or {}).get(n, vars_of[n]) for n in names]
     made = b.inline(inline_calls(small_jaxpr(scan, [a.aval for a in atoms])), *atoms)
     return dict(zip((*ways, *carried), made, strict=True))

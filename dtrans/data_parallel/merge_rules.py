@@ -58,16 +58,14 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
     if parts == 1:
         found = {n: "each" if o.batch.merge.get(n) == "each" else "same" for n in (*step.results, *made_here)}
         return found if o.batch.example_count is None else found | {o.batch.example_count: "sum"}
-    outs = dict(zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True))
+    outs = program.outvars
     of_batch = _of_batch(step, o)
     named = [n for n in (*step.results, *made_here) if n not in o.batch.merge and n != o.batch.example_count]
     still = [n for n in named if isinstance(a := outs[n], Var) and not of_batch.get(a)]
     asked = [n for n in named if (program.outputs[n].ndim and n in step.results) or isinstance(outs[n], Literal)]
     whole = _of_all(step, o, parts, asked) if asked or still else None
     grown: Mapping[str, Any] = {} if whole is None else whole.outputs
-    grown_outs: Mapping[str, Atom] = (
-        {} if whole is None else dict(zip(whole.out_names, whole.jaxpr.jaxpr.outvars, strict=True))
-    )
+    grown_outs: Mapping[str, Atom] = {} if whole is None else whole.outvars
     of_rows = {} if whole is None else _of_rows(step, whole)
     found = {}
     for n in (*step.results, *made_here):
@@ -146,7 +144,7 @@ def _of_rows(step: Cut, whole: Program) -> dict[Var, int]:
 
     Equations are compared one by one; where they do not pair, nothing is known.
     """
-    here, there = step.program.jaxpr.jaxpr.eqns, inline_calls(whole.jaxpr).jaxpr.eqns
+    here, there = step.program.eqns, inline_calls(whole.jaxpr).jaxpr.eqns
     if [e.primitive for e in here] != [e.primitive for e in there]:
         return {}
     seeds = {v: 1 for x, y in zip(here, there, strict=True) if _told_apart(x, y) for v in x.outvars}
@@ -167,9 +165,9 @@ def _told_apart(x: JaxprEqn, y: JaxprEqn) -> bool:
 def _of_batch(step: Cut, o: Options) -> dict[Var, int]:
     """The values that differ by trainer, since their parts of the batch enter them."""
     program = step.program
-    inner = program.jaxpr.jaxpr
-    ins = dict(zip(program.in_names, inner.invars, strict=True))
-    outs = dict(zip(program.out_names, inner.outvars, strict=True))
+    inner = program.inner
+    ins = program.invars
+    outs = program.outvars
     if o.local_sgd is None:
         # what is made of gradients is made of the reduced ones
         return propagate(inner.eqns, {ins[n]: 1 for n in step.batch}, dict.fromkeys(step.boundary.values(), 0))
@@ -195,6 +193,6 @@ def _static(name: str, here: Literal, whole: Atom | None, parts: int) -> str:
 
 
 def _unchanged(program: Program, name: str) -> bool:
-    ins = dict(zip(program.in_names, program.jaxpr.jaxpr.invars, strict=True))
-    outs = dict(zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True))
+    ins = program.invars
+    outs = program.outvars
     return outs[name] is ins[name]

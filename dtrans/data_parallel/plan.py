@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dtrans._jax import JaxprEqn, is_varying, jaxprs_in_params, opened
+from dtrans._jax import SCAN, JaxprEqn, is_varying, jaxprs_in_params, opened, scan_length
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import nbytes
 from dtrans.ir.program import Program
@@ -43,7 +43,7 @@ def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
     for eqn in opened(jaxpr).eqns:
         if eqn.primitive in (all_reduce_p, reduce_scatter_p, all_gather_p, all_to_all_p):
             yield eqn, times
-        turns = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        turns = times * (scan_length(eqn) if eqn.primitive.name == SCAN else 1)
         for body in jaxprs_in_params(eqn.params):
             yield from collectives(body, turns)
 

@@ -32,7 +32,7 @@ def take_inputs(b: Builder, step: Cut, o: Options, cut: Mapping[str, Any] | None
     """
     keys: dict[Var, Var] = {}
     cut = cut or {}
-    for n, v in zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True):
+    for n, v in step.program.invars.items():
         is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
         if (
             o.trainers > 1
@@ -63,7 +63,7 @@ def write_from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means:
     """Results that are computed from gradients, from the reduced ones."""
     if not step.from_gradients:
         return {}
-    inner = step.program.jaxpr.jaxpr
+    inner = step.program.inner
     boundary = {v: means[n] for n, v in step.boundary.items() if n in means}
     env: dict[Var, Atom] = dict(boundary)
     here = {v for e in b.eqns for v in e.outvars}

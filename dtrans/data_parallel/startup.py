@@ -16,7 +16,7 @@ def joining_startup(plan: CollectivePlan, trainer_id: int, endpoints: Sequence[s
     Source: `DistributeTranspiler._transpile_nccl2`, and `ParallelExecutor::BCastParamsToDevices` (Paddle).
     """
     startup = plan.startup
-    inner = startup.jaxpr.jaxpr
+    inner = startup.inner
     b = Builder(startup.jaxpr)
     b.invars += inner.invars
     b.role = RPC

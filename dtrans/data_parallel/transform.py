@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, equations
+from dtrans._jax import Atom, axes_of, equations
 from dtrans.data_parallel.accumulation import MicroSteps, write_local_steps, write_micro_steps
 from dtrans.data_parallel.merge_rules import check_merge, merges_of
 from dtrans.data_parallel.options import Options, Reduce
@@ -153,8 +153,8 @@ def check_names(step: Cut, o: Options) -> None:
             raise ConfigError(f"compress={to!r}: the gradient of {name} is {g.aval.str_short()}, and {to} is real")
     source = step.program
     kept, _ = backward_slice(
-        source.jaxpr.jaxpr.eqns,
-        [a for n, a in zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True) if n in step.from_gradients],
+        source.eqns,
+        [a for n, a in source.outvars.items() if n in step.from_gradients],
         step.boundary.values(),
     )
     if any(source.roles[i] == BACKWARD for i in kept):
@@ -180,10 +180,8 @@ def check_example_count(step: Cut, o: Options, name: str) -> None:
 def refuse_collectives(main: Program) -> None:
     """A step that communicates by itself would reduce twice."""
     for eqn in equations(main.jaxpr):
-        axes = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
-        names = [n for a in axes for n in (a if isinstance(a, (tuple, list)) else (a,))]
         # a number is an axis of an array: of a psum over the axis of a vmap that this is left
-        if eqn.primitive.name == "shard_map" or not all(isinstance(n, (int, np.integer)) for n in names):
+        if eqn.primitive.name == "shard_map" or not all(isinstance(n, (int, np.integer)) for n in axes_of(eqn)):
             raise GradientError(
                 f"{main.name} has a collective in it already ({eqn.primitive.name}): its gradients may have been "
                 "reduced by what the step does itself. Give the step for one device, without shard_map, pmap or psum"
@@ -197,7 +195,7 @@ def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str
     """What trainers average beside results, by leaf, in the order in which it is made: gradients, or all state."""
     if o.local_sgd is None:
         return {n: step.gradients[n] for n in ready_order(step)}
-    outs = dict(zip(step.program.out_names, step.program.jaxpr.jaxpr.outvars, strict=True))
+    outs = step.program.outvars
     return {n: outs[n] for n in (*step.params, *step.opt_state) if merges.get(n) == "mean"}
 
 
@@ -210,7 +208,7 @@ def rewritten(
       kind: in what way the gradient of a leaf is reduced, where not all are in the same.
     """
     source = step.program
-    outs: dict[str, Atom] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
+    outs: dict[str, Atom] = source.outvars
     b = Builder(source.jaxpr)
     b.role = FORWARD
     keys = take_inputs(b, step, o)
@@ -243,7 +241,7 @@ def _trained_together(
     kind: Callable[[str], ReduceSpec],
 ) -> dict[str, Atom]:
     """Write a step on reduced gradients; its outputs by name."""
-    vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
+    vars_of = step.program.invars
     results = [n for n in step.results if n not in step.from_gradients]
     found = dict(outs)
     values = reduced_values(step, o, merges)
@@ -276,7 +274,7 @@ def _trained_apart(
     for leaf in values:
         reducer.made(leaf, found[leaf])
     reducer.finish()
-    vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
+    vars_of = step.program.invars
     others = {n: way for n, way in merges.items() if n not in values}
     return found | reducer.merged(found, others, vars_of) | reducer.means
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from dtrans._jax import JaxprEqn, jaxprs_in_params, opened
+from dtrans._jax import COND, SCAN, JaxprEqn, bodies, jaxprs_in_params, opened, scan_length
 
 
 # only moves, renames or makes data
@@ -73,18 +73,18 @@ def flops(eqn: JaxprEqn) -> int:
         out_features, *_ = params["dimension_numbers"].rhs_spec
         kernel = eqn.invars[1].aval
         return 2 * made * (_size(kernel) // max(1, int(kernel.shape[out_features])))
-    if name == "scan":
-        return int(params["length"]) * flops_of(opened(params["jaxpr"]).eqns)
-    if name == "cond":
-        return max(flops_of(opened(branch).eqns) for branch in params["branches"])
+    if name == SCAN:
+        return scan_length(eqn) * flops_of(opened(*bodies(eqn)).eqns)
+    if name == COND:
+        return max(flops_of(opened(branch).eqns) for branch in bodies(eqn))
     if name in _BY_INPUT:
         return sum(_size(a.aval) for a in eqn.invars)
     if name.startswith("scatter"):
         return _size(eqn.invars[-1].aval)  # one for each element of the updates
     if "window_dimensions" in params:
         return made * _product(params["window_dimensions"])
-    bodies = list(jaxprs_in_params(params))
-    return sum(flops_of(opened(body).eqns) for body in bodies) if bodies else made
+    nested = list(jaxprs_in_params(params))
+    return sum(flops_of(opened(body).eqns) for body in nested) if nested else made
 
 
 def flops_of(eqns: Iterable[JaxprEqn]) -> int:

@@ -32,13 +32,11 @@ class ShownProgram(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def jaxpr(self) -> Any: ...
+    def outvars(self) -> Mapping[str, Any]: ...
     @property
     def inputs(self) -> Mapping[str, Any]: ...
     @property
     def outputs(self) -> Mapping[str, Any]: ...
-    @property
-    def out_names(self) -> Sequence[str]: ...
     @property
     def ops(self) -> Sequence[ShownOp]: ...
     @property
@@ -95,7 +93,7 @@ def text(program: ShownProgram) -> str:
     lines += [f"  in   {n}: {short_type(t)}" for n, t in program.inputs.items()]
     lines += [f"  {op.role:<9}{op_line(op)}" for op in program.ops]
     names = program.value_names
-    for name, atom in zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True):
+    for name, atom in program.outvars.items():
         source = literal(atom) if hasattr(atom, "val") else names[atom]
         lines.append(f"  out  {name}: {short_type(atom.aval)}" + (f" = {source}" if source.rstrip("'") != name else ""))
     return "\n".join(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
 
 from dtrans._jax import (
     Atom,
@@ -13,36 +12,13 @@ from dtrans._jax import (
     JaxprEqn,
     Literal,
     Var,
+    call_body,
     closed,
     constants,
-    is_plain_jit,
     live_part,
     opened,
     within_scope,
 )
-
-
-# Calls whose body may stand in their place. The derivative rules of custom_jvp and custom_vjp are dead
-# weight once gradients have been taken. remat is not here: it is what keeps XLA from merging recomputation.
-_INLINED = {
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",  # from 0.11, in the place of the two before
-}
-
-
-# those of them that say how they are differentiated
-_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
-
-
-def _called(eqn: JaxprEqn, rules: bool) -> Any | None:
-    """The body of a call that may be inlined; with `rules`, derivative rules are still wanted."""
-    if is_plain_jit(eqn):
-        return eqn.params["jaxpr"]
-    key = _INLINED.get(eqn.primitive.name)
-    return None if key is None or (rules and eqn.primitive.name in _WITH_RULES) else eqn.params[key]
 
 
 # identities that say where a derivative begins (`dtrans.step.marks`), or how a value is merged (`dtrans.collect`)
@@ -66,7 +42,7 @@ def inline_calls(jaxpr: ClosedJaxpr, keep: Collection[str] = (), *, rules: bool 
     def walk(inner: Jaxpr, env: dict[Var, Atom], wrap: Callable[[JaxprEqn], JaxprEqn], top: bool) -> None:
         read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
         for eqn in inner.eqns:
-            body = _called(eqn, rules)
+            body = call_body(eqn, rules=rules)
             if eqn.primitive.name in _PASSED and eqn.primitive.name not in keep:
                 env[eqn.outvars[0]] = read(eqn.invars[0])
                 continue

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxpr_as_fun
+from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, equations, jaxpr_as_fun
 from dtrans.errors import NotRealisedError, TraceError
 from dtrans.ir import display
 from dtrans.ir.pytree import TreeSpec, as_array
@@ -69,7 +69,7 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class Program(NamedJaxpr):
     """A named, closed jaxpr.
 
     Attributes:
@@ -103,7 +103,7 @@ class Program:
     ambiguous_outputs: str = ""
 
     def __post_init__(self) -> None:
-        inner = self.jaxpr.jaxpr
+        inner = self.inner
         for what, have, names in (
             ("inputs", inner.invars, self.in_names),
             ("outputs", inner.outvars, self.out_names),
@@ -131,12 +131,12 @@ class Program:
     @cached_property
     def inputs(self) -> dict[str, Any]:
         """Name to type (shape and dtype) of each input."""
-        return {n: v.aval for n, v in zip(self.in_names, self.jaxpr.jaxpr.invars, strict=True)}
+        return {n: v.aval for n, v in self.invars.items()}
 
     @cached_property
     def outputs(self) -> dict[str, Any]:
         """Name to type (shape and dtype) of each output."""
-        return {n: v.aval for n, v in zip(self.out_names, self.jaxpr.jaxpr.outvars, strict=True)}
+        return {n: v.aval for n, v in self.outvars.items()}
 
     @cached_property
     def state(self) -> tuple[str, ...]:
@@ -156,13 +156,13 @@ class Program:
                 tuple(names[v] for v in eqn.outvars),
                 dict(eqn.params),
             )
-            for eqn, role in zip(self.jaxpr.jaxpr.eqns, self.roles, strict=True)
+            for eqn, role in zip(self.eqns, self.roles, strict=True)
         )
 
     @cached_property
     def value_names(self) -> dict[Var, str]:
         """A name for every value: of an input, a label, an output, or a number."""
-        inner = self.jaxpr.jaxpr
+        inner = self.inner
         names: dict[Var, str] = {v: f"const/{i}" for i, v in enumerate(inner.constvars)}
         names |= dict(zip(inner.invars, self.in_names, strict=True))
         outs = {v: n for v, n in zip(inner.outvars, self.out_names, strict=True) if isinstance(v, Var)}
@@ -186,7 +186,7 @@ class Program:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what the program computes: names, types, equations with all that is in them, and constants."""
-        parts = [str(self.in_names), str(self.out_names), without_addresses(str(self.jaxpr.jaxpr))]
+        parts = [str(self.in_names), str(self.out_names), without_addresses(str(self.inner))]
         told = hashlib.sha256("\n".join(parts).encode())
         for value in self.jaxpr.consts:
             is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -259,7 +259,7 @@ class Program:
 
     @cached_property
     def _signature(self) -> Signature:
-        return signature([v.aval for v in self.jaxpr.jaxpr.invars])
+        return signature([v.aval for v in self.inner.invars])
 
     @cached_property
     def _others(self) -> dict[Signature, Program]:

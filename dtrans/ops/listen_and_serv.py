@@ -26,7 +26,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dtrans._jax import ClosedJaxpr
+from dtrans._jax import ClosedJaxpr, NamedJaxpr
 from dtrans.ops.primitive import communication
 
 
@@ -57,7 +57,7 @@ class BlockGradient:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OptimizeBlock:
+class OptimizeBlock(NamedJaxpr):
     """One block of a server's work: a jaxpr on named values.
 
     Attributes:
@@ -80,7 +80,7 @@ class OptimizeBlock:
     grads: tuple[BlockGradient, ...] = ()
 
     def __repr__(self) -> str:
-        return f"<{self.role} block {self.name}: {len(self.jaxpr.jaxpr.eqns)} equations>"
+        return f"<{self.role} block {self.name}: {len(self.eqns)} equations>"
 
 
 def _serve(*state: Any, **_: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import jax.numpy as jnp
 
-from dtrans._jax import Primitive, ShapedArray, mlir
+from dtrans._jax import Primitive, ShapedArray, new_primitive
 from dtrans.errors import NotRealisedError
 
 
@@ -30,10 +30,6 @@ def communication(name: str, abstract_eval: Callable[..., Sequence[Any]]) -> Pri
             "or the whole job with plan.on_mesh()"
         )
 
-    primitive = Primitive(name)
-    primitive.multiple_results = True
+    primitive = new_primitive(name, types=abstract_eval, impl=refuse, lower=refuse, multiple_results=True)
     primitive.communicates = True  # type: ignore[attr-defined]
-    primitive.def_abstract_eval(abstract_eval)
-    primitive.def_impl(refuse)
-    mlir.register_lowering(primitive, refuse)
     return primitive

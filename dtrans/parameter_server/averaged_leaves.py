@@ -30,8 +30,8 @@ def averages_of(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
     Raises:
       ConfigError: names of no leaf that trainers make; a leaf that cannot be averaged.
     """
-    outs = dict(zip(step.program.out_names, step.program.jaxpr.jaxpr.outvars, strict=True))
-    made_here = [n for n in step.frozen if outs[n] not in step.program.jaxpr.jaxpr.invars]
+    outs = step.program.outvars
+    made_here = [n for n in step.frozen if outs[n] not in step.program.inner.invars]
     for root in merge:
         if not any(is_under(n, [root]) for n in made_here):
             known = ", ".join(made_here) or "none"
@@ -53,9 +53,9 @@ def averaged(step: Cut, leaves: Sequence[str]) -> Cut:
     if not leaves:
         return step
     program, half = step.program, step.optimize
-    outs: dict[str, Atom] = dict(zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True))
+    outs: dict[str, Atom] = program.outvars
     b = Builder(half.jaxpr)
-    given = {n: b.input(v.aval) for n, v in zip(half.in_names, half.jaxpr.jaxpr.invars, strict=True)}
+    given = {n: b.input(v.aval) for n, v in half.invars.items()}
     made = dict(zip(half.out_names, b.inline(half.jaxpr, *given.values()), strict=True))
     fresh: dict[Name, Var] = {}
     for n in leaves:

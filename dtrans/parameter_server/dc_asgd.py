@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dtrans._jax import ShapedArray
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import OPTIMIZE
@@ -78,14 +79,14 @@ def _compensating(
 ) -> OptimizeBlock:
     """An optimize block on compensated gradients."""
     b = Builder(block.jaxpr)
-    given = {n: b.input(v.aval) for n, v in zip(block.in_names, block.jaxpr.jaxpr.invars, strict=True)}
+    given = {n: b.input(v.aval) for n, v in block.invars.items()}
     values: dict[str, Any] = dict(given)
     out_names, outs = [], []
     for x in blocks:
         g = given.get(_gradient(x))
         if g is None:  # nothing is updated by it
             continue
-        aval = jax.core.ShapedArray(x.shape, x.dtype)
+        aval = ShapedArray(x.shape, x.dtype)
         for name in (x.name, x.name + BACKUP):
             if name not in given:
                 given[name] = b.input(aval)

@@ -85,9 +85,9 @@ def plan_geo_sgd(
 
 def shared(step: Cut) -> Cut:
     """The step with only those parameters as `optimized` that gradients enter; the others are each trainer's own."""
-    inner = step.program.jaxpr.jaxpr
+    inner = step.program.inner
     enters = propagate(inner.eqns, {}, dict.fromkeys(step.boundary.values(), 1))
-    outs = dict(zip(step.program.out_names, inner.outvars, strict=True))
+    outs = step.program.outvars
     chosen = tuple(n for n in step.optimized if isinstance(a := outs[n], Var) and enters.get(a))
     for n in chosen:
         if not jnp.issubdtype(t := step.program.outputs[n].dtype, jnp.inexact):
@@ -98,7 +98,7 @@ def shared(step: Cut) -> Cut:
 def adds(step: Cut) -> Cut:
     """The step with another optimize half, which adds something to each parameter."""
     like = step.program.jaxpr
-    outs = dict(zip(step.program.out_names, like.jaxpr.outvars, strict=True))
+    outs = step.program.outvars
     b = Builder(like)
     given = {n: b.input(outs[leaf].aval) for leaf in step.optimized for n in (Gradient(leaf), leaf)}
     made = [b.call(jax.lax.add, given[leaf], given[Gradient(leaf)])[0] for leaf in step.optimized]
@@ -127,10 +127,10 @@ def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
 def _trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers: int, mode: Geo) -> Program:
     """The program of one trainer: the step, and a `send` of its parameters."""
     source = step.program
-    outs: dict[str, Any] = dict(zip(source.out_names, source.jaxpr.jaxpr.outvars, strict=True))
+    outs: dict[str, Any] = source.outvars
     b = Builder(source.jaxpr)
-    b.invars += source.jaxpr.jaxpr.invars
-    for eqn, role in zip(source.jaxpr.jaxpr.eqns, source.roles, strict=True):
+    b.invars += source.inner.invars
+    for eqn, role in zip(source.eqns, source.roles, strict=True):
         b.role = role
         b.keep(eqn)
     outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, mode)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, JaxprEqn, Var
+from dtrans._jax import COND, LOOPS, Atom, JaxprEqn, Var
 from dtrans.ir.dataflow import propagate
 from dtrans.step.cut import Cut, Gradient, OptimizeHalf
 
@@ -33,11 +33,11 @@ _KEEPING = {"convert_element_type", "copy", "copy_p"}
 def merging(step: Cut) -> Literal["sum", "mean", "none"]:
     """What may be made of gradients of several steps."""
     half = step.optimize
-    inner = half.jaxpr.jaxpr
+    inner = half.inner
     of_gradient, of_state = 1, 2
     seeds = {
         v: of_gradient if isinstance(n, Gradient) else of_state
-        for n, v in zip(half.in_names, inner.invars, strict=True)
+        for n, v in half.invars.items()
         if isinstance(n, Gradient) or n in step.opt_state
     }
     enters = propagate(inner.eqns, seeds, {})
@@ -45,9 +45,9 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
     for eqn in inner.eqns:
         if any(bits(v) & of_gradient for v in eqn.outvars):
             decides = bits(eqn.invars[0]) if eqn.primitive.name == "select_n" else 0
-            if decides == of_state or eqn.primitive.name in ("cond", "while", "scan"):
+            if decides == of_state or eqn.primitive.name in (COND, *LOOPS):
                 return "none"
-    outs = dict(zip(half.out_names, inner.outvars, strict=True))
+    outs = half.outvars
     old = _unchanged(half, step.params)
     if any(
         not bits(a := outs[n]) & of_gradient and not (isinstance(a, Var) and old.get(a) == n) for n in step.optimized
@@ -61,8 +61,8 @@ def is_linear(half: OptimizeHalf, params: Sequence[str]) -> bool:
 
     No state may be made of gradients either.
     """
-    inner = half.jaxpr.jaxpr
-    ins = dict(zip(half.in_names, inner.invars, strict=True))
+    inner = half.inner
+    ins = half.invars
     moving = propagate(inner.eqns, {v: 1 for n, v in ins.items() if n in params}, {})  # what updates change
     linear = {v for n, v in ins.items() if isinstance(n, Gradient)}
     old = _unchanged(half, params)
@@ -85,15 +85,14 @@ def is_linear(half: OptimizeHalf, params: Sequence[str]) -> bool:
     kept = lambda n, a: isinstance(a, Var) and n in (old.get(a), new.get(a))
     made_of = propagate(inner.eqns, {v: 1 for n, v in ins.items() if isinstance(n, Gradient)}, {})
     return all(
-        kept(n, a) if n in params else not (isinstance(a, Var) and made_of.get(a))
-        for n, a in zip(half.out_names, inner.outvars, strict=True)
+        kept(n, a) if n in params else not (isinstance(a, Var) and made_of.get(a)) for n, a in half.outvars.items()
     )
 
 
 def _unchanged(half: OptimizeHalf, params: Sequence[str]) -> dict[Var, str]:
     """The values that still are a parameter: of another type, or with nothing added (`optax.set_to_zero`)."""
-    inner = half.jaxpr.jaxpr
-    old = {v: n for n, v in zip(half.in_names, inner.invars, strict=True) if isinstance(n, str) and n in params}
+    inner = half.inner
+    old = {v: n for n, v in half.invars.items() if isinstance(n, str) and n in params}
     zeros: set[Var] = set()
     is_zero = lambda a: a in zeros if isinstance(a, Var) else not a.aval.shape and bool(a.val == 0)
     for eqn in inner.eqns:

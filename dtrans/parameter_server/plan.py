@@ -222,8 +222,8 @@ class PServerPlan(Plan):
             sent = sum(r.nbytes * (len(r.over) - 1) for r in told if ep in r.owners)
             heard = sum(r.nbytes * (len(r.owners) - (ep in r.owners)) for r in told)
             grads = sum(b.nbytes for b in blocks if b.leaf not in unsent)
-            (serve,) = programs.main.jaxpr.jaxpr.eqns
-            work = sum(flops(e) for block in serve.params["optimize_blocks"] for e in block.jaxpr.jaxpr.eqns)
+            (serve,) = programs.main.eqns
+            work = sum(flops(e) for block in serve.params["optimize_blocks"] for e in block.eqns)
             params = sum(b.nbytes for b in blocks)
             rounds = 1 + sum(any(ep in r.over for r in values) for values in self.rounds)
             size = sum(self.server_bytes[ep].values())
@@ -244,7 +244,7 @@ class PServerPlan(Plan):
         """What servers tell each other in a step: for each round, the values that they reduce together."""
         found: dict[int, dict[str, Reduction]] = {}
         for block in self._optimize_blocks:
-            for eqn in block.jaxpr.jaxpr.eqns if block.role == DIST else ():
+            for eqn in block.eqns if block.role == DIST else ():
                 if eqn.primitive is all_reduce_p:
                     p, aval = eqn.params, eqn.outvars[0].aval
                     reduction = Reduction(p["name"], p["op"], aval.shape, aval.dtype, p["owners"], p["over"])
@@ -254,7 +254,7 @@ class PServerPlan(Plan):
     @cached_property
     def _optimize_blocks(self) -> tuple[OptimizeBlock, ...]:
         """The blocks of work of all servers."""
-        serves = (eqn for programs in self.servers.values() for eqn in programs.main.jaxpr.jaxpr.eqns)
+        serves = (eqn for programs in self.servers.values() for eqn in programs.main.eqns)
         return tuple(block for eqn in serves for block in eqn.params["optimize_blocks"])
 
     # -- showing ---------------------------------------------------------------------------------

@@ -81,8 +81,8 @@ class ServerProgramWriter:
 
     def init(self, endpoint: str, held: Mapping[str, ServerVariable]) -> Program:
         """The program that makes the server's initial values: its rows of the single-device init."""
-        inner = self.startup.jaxpr.jaxpr
-        made = dict(zip(self.startup.out_names, inner.outvars, strict=True))
+        inner = self.startup.inner
+        made = self.startup.outvars
         spec = TreeSpec.of({n: x.cut(self.types[x.of]) for n, x in held.items()})
         b = Builder(self.startup.jaxpr)
         b.invars += inner.invars

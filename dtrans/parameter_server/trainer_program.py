@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import Var
+from dtrans._jax import ShapedArray, Var
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import DIST, FORWARD, RPC, Program
@@ -57,9 +57,8 @@ class TrainerCommConfig:
 def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: TrainerCommConfig) -> Program:
     """The program of one trainer: (params, *batch) -> (params, loss[, aux])."""
     source = step.program
-    inner = source.jaxpr.jaxpr
-    vars_of = dict(zip(source.in_names, inner.invars, strict=True))
-    outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
+    vars_of = source.invars
+    outs_of = source.outvars
     b = Builder(source.jaxpr)
     b.invars += [vars_of[n] for n in (*step.params, *step.batch)]
     wire = TrainerCommWriter(b, placement, trainer_id, wiring)
@@ -106,8 +105,8 @@ def trainer_startup_program(
 
 def write_start(startup: Program, own: Sequence[str]) -> tuple[Builder, dict[str, Any]]:
     """A startup program, begun: it makes what is a trainer's `own`. And what the init makes, by name."""
-    inner = startup.jaxpr.jaxpr
-    outs: dict[str, Any] = dict(zip(startup.out_names, inner.outvars, strict=True))
+    inner = startup.inner
+    outs: dict[str, Any] = startup.outvars
     b = Builder(startup.jaxpr)
     b.invars += inner.invars
     b.role = FORWARD
@@ -175,7 +174,7 @@ class TrainerCommWriter:
                 *after,
                 epmap=tuple(x.endpoint for x in blocks),
                 names=tuple(x.name for x in blocks),
-                types=(jax.core.ShapedArray(shape, blocks[0].dtype),),
+                types=(ShapedArray(shape, blocks[0].dtype),),
                 **self._at_run_time(blocks),
                 **self.common,
             )
@@ -198,7 +197,7 @@ class TrainerCommWriter:
                 *after,
                 epmap=tuple(x.endpoint for x in blocks),
                 names=tuple(x.name for x in blocks),
-                types=tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in blocks),
+                types=tuple(ShapedArray(x.shape, x.dtype) for x in blocks),
                 **self.common,
             )
             b.labels.update(zip(got, (x.name for x in blocks), strict=True))

@@ -142,10 +142,16 @@ def trainer_comm(step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch
     """How the trainers of this step talk to servers."""
     averages = averages_of(step, batch.merge)
     if isinstance(mode, Sync):
-        return TrainerCommConfig(trainers, True, mode.runtime_split, averages=averages)
+        return TrainerCommConfig(trainers, sync_mode=True, runtime_split=mode.runtime_split, averages=averages)
     queue = None if mode.communicator is None else queue_of(step, mode.communicator)
-    half_async = isinstance(mode, HalfAsync)
-    return TrainerCommConfig(trainers, False, queue is not None, half_async, queue, averages)
+    return TrainerCommConfig(
+        trainers,
+        sync_mode=False,
+        runtime_split=queue is not None,  # whole gradients wait in the queue, and are cut when they are sent
+        half_async=isinstance(mode, HalfAsync),
+        communicator=queue,
+        averages=averages,
+    )
 
 
 def queue_of(step: Cut, found: CommunicatorConfig) -> CommunicatorConfig:
@@ -185,7 +191,7 @@ def compensation(
 def check_async(servers: Mapping[str, ServerPrograms]) -> None:
     """Refuse what an asynchronous job cannot do: its gradients come one by one."""
     for endpoint, programs in servers.items():
-        (serve,) = programs.main.jaxpr.jaxpr.eqns
+        (serve,) = programs.main.eqns
         blocks = serve.params["optimize_blocks"]
         if any(x.level or x.role == DIST for x in blocks):
             raise ConfigError(

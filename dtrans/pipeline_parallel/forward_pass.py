@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
+from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, propagate
@@ -26,7 +26,7 @@ from dtrans.step.summary import Summary, summaries, summary_p
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ForwardPass:
+class ForwardPass(HoldsJaxpr):
     """The forward pass of a step.
 
     Attributes:
@@ -53,11 +53,6 @@ class ForwardPass:
     collected: Mapping[str, str]
     unused_effects: tuple[str, ...]
 
-    @property
-    def eqns(self) -> Sequence[JaxprEqn]:
-        """The equations that are cut into stages."""
-        return self.jaxpr.jaxpr.eqns
-
     def before(self, b: Builder, wanted: Sequence[Atom], inputs: Mapping[Var, Atom]) -> list[Atom]:
         """Write what the prelude makes of the step's inputs."""
         inner = self.prelude.jaxpr
@@ -80,7 +75,7 @@ class ForwardPass:
 
     def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:
         """The names of the step's inputs that values of the prelude are made of."""
-        names = dict(zip(self.step.program.jaxpr.jaxpr.invars, self.step.program.in_names, strict=True))
+        names = dict(zip(self.step.program.inner.invars, self.step.program.in_names, strict=True))
         _, leaves = backward_slice(self.prelude.jaxpr.eqns, wanted)
         return [n for v, n in names.items() if v in leaves]
 
@@ -94,26 +89,27 @@ def forward_pass(step: Cut) -> ForwardPass:
     """
     source = step.program
     eqn = loss_of(source)
-    inner = source.jaxpr.jaxpr
+    inner = source.inner
     if eqn not in inner.eqns:
         raise GradientError(
             f"{source.name} takes its gradients in a loop or a branch; a pipeline takes the micro-batches itself: give "
             "the step of one batch, with dtrans.value_and_grad at its top"
         )
     at = inner.eqns.index(eqn)
-    outs = dict(zip(source.out_names, inner.outvars, strict=True))
-    made_here = [n for n in step.frozen if outs[n] is not dict(zip(source.in_names, inner.invars, strict=True))[n]]
+    outs = source.outvars
+    ins = source.invars
+    made_here = [n for n in step.frozen if outs[n] is not ins[n]]
     names = [n for n in (*step.results, *made_here) if n not in step.from_gradients]
-    count = len(opened(eqn.params["jaxpr"]).outvars)
+    count = len(opened(eqn.params["loss"]).outvars)
     of_gradients = propagate(inner.eqns, dict.fromkeys(eqn.outvars[count:], 1), {})
     blind = [i for i in step.observers if any(isinstance(a, Var) and of_gradients.get(a) for a in inner.eqns[i].invars)]
     observers = [i for i in step.observers if i not in blind]
     wanted: list[Atom] = [outs[n] for n in names]
     wanted += [a for i in observers for a in inner.eqns[i].invars]
     kept = sorted({*backward_slice(inner.eqns, wanted)[0], *observers, at})
-    marked = inline_calls(eqn.params["jaxpr"], keep=(COLLECT,), rules=True)
-    body = inline_calls(eqn.params["jaxpr"], rules=True)
-    differentiated, others = operands_of(eqn.replace(params={**eqn.params, "jaxpr": body}))
+    marked = inline_calls(eqn.params["loss"], keep=(COLLECT,), rules=True)
+    body = inline_calls(eqn.params["loss"], rules=True)
+    differentiated, others = operands_of(eqn.replace(params={**eqn.params, "loss": body}))
     _check(step, eqn, count, kept, at)
 
     # what the step makes of the loss's results reads them under the names they have inside
@@ -197,12 +193,12 @@ def _collected(
 
 def _check(step: Cut, eqn: JaxprEqn, count: int, kept: Sequence[int], at: int) -> None:
     """Refuse gradients that the step uses in another way than through their marks."""
-    inner = step.program.jaxpr.jaxpr
+    inner = step.program.inner
     raw = set(eqn.outvars[count:])
     for e in inner.eqns:
         if e.primitive is not mark_p and any(isinstance(a, Var) and a in raw for a in e.invars):
             raise GradientError(f"{step.program.name} uses gradients that dtrans.value_and_grad did not mark")
-    state = {v: n for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in step.opt_state}
+    state = {v: n for n, v in step.program.invars.items() if n in step.opt_state}
     _, leaves = backward_slice(inner.eqns, [a for a in eqn.invars if isinstance(a, Var)])
     for v, n in state.items():
         if v in leaves:

@@ -189,7 +189,7 @@ class PipelinePlan(Plan):
                     s.index,
                     s.eqns,
                     tuple(n for n, at in self.homes.items() if at == s.index),
-                    sum(flops(e) for e in s.forward.jaxpr.jaxpr.eqns),
+                    sum(flops(e) for e in s.forward.eqns),
                     sum(nbytes(types[n]) for n in s.sends),
                     sum(nbytes(types[n]) for n in s.kept),
                     peaks[self.device_of(s.index)],
@@ -216,7 +216,7 @@ class PipelinePlan(Plan):
             work = many * sum(map(program_flops, passes))
             for part in self.update.placed.pieces:
                 if part.place == self.device_of(s.index):
-                    work += sum(flops(e) for e in part.jaxpr.jaxpr.eqns)
+                    work += sum(flops(e) for e in part.eqns)
             count = o.replicas * self.cuts.shards[s.index]
             found.append(RoleCost(f"stage {s.index}", count, s.held, sent, received, rounds, work))
         return Costs(found)

@@ -137,9 +137,9 @@ def _split(p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], who
 
 def split_update(placed: PlacedUpdate, cuts: Cuts, sums: Mapping[str, tuple[str, int]]) -> PlacedUpdate:
     """The update, with the pieces of split stages as those of a shard; `sums` as in `Update`."""
-    inner = placed.program.jaxpr.jaxpr
+    inner = placed.program.inner
     named: dict[Var, str] = dict(zip(inner.invars, placed.program.in_names, strict=True))
-    outs = {a: n for n, a in zip(placed.program.out_names, inner.outvars, strict=True) if isinstance(a, Var)}
+    outs = {a: n for n, a in placed.program.outvars.items() if isinstance(a, Var)}
     given = {v: cuts.state.get(sums[n][0] if n in sums else n) for v, n in named.items()}
     dims: dict[Var, int] = {v: d for v, d in given.items() if d is not None}
     new = {v: cuts.state.get(n) for v, n in outs.items()}

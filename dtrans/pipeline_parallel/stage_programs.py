@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, ShapedArray, Var, closed, constants, opened
 from dtrans.ir.array_fns import padded
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, propagate
@@ -119,7 +119,7 @@ class StageProgramWriter:
         self.scatter = scatter
         self.count = max(stage_of) + 1
         eqns = forward.eqns
-        inner = forward.jaxpr.jaxpr
+        inner = forward.inner
         self.inputs = set(inner.invars)
         self.consts = dict(zip(inner.constvars, constants(forward.jaxpr), strict=True))
         made = {v: s for e, s in zip(eqns, stage_of, strict=True) for v in e.outvars}
@@ -218,7 +218,7 @@ class StageProgramWriter:
         self, own: Sequence[int], received: Sequence[Var], wanted: Sequence[Atom]
     ) -> tuple[ClosedJaxpr, list[Var], list[Var]]:
         """The equations of a stage, as a function of inputs of the forward pass and of what it was sent."""
-        f, inner = self.forward, self.forward.jaxpr.jaxpr
+        f, inner = self.forward, self.forward.inner
         mine = set(own)
         effects = [a for i in own if f.eqns[i].effects for a in f.eqns[i].invars]
         stop = set(received)
@@ -239,7 +239,7 @@ class StageProgramWriter:
         """What a stage makes of the step's inputs before it begins."""
         f = self.forward
         source = f.step.program
-        vars_of = dict(zip(source.in_names, source.jaxpr.jaxpr.invars, strict=True))
+        vars_of = source.invars
         b = Builder(f.prelude)
         inputs: dict[Var, Atom] = {vars_of[n]: b.input(vars_of[n].aval) for n in names}
         return b.build(f.before(b, wanted, inputs))
@@ -355,7 +355,7 @@ def _live(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]
 def _wide(t: Any) -> Any:
     """The type in which gradients are added up: 16 bits may be too few for a sum."""
     small = jnp.issubdtype(t.dtype, jnp.floating) and jnp.finfo(t.dtype).bits < 32
-    return jax.core.ShapedArray(t.shape, jnp.float32 if small else t.dtype)
+    return ShapedArray(t.shape, jnp.float32 if small else t.dtype)
 
 
 def _added(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -19,7 +19,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var, closed, constants, scan_counts
+from dtrans._jax import (
+    SCAN,
+    Atom,
+    JaxprEqn,
+    Literal,
+    Var,
+    closed,
+    constants,
+    is_reversed,
+    scan_counts,
+    scan_length,
+    scan_turns,
+)
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
@@ -57,7 +69,7 @@ def loops_of(forward: ForwardPass) -> list[int]:
     """The positions of loops that can be cut: forward scans over a stack that the loss is differentiated by."""
     found = []
     for i, eqn in enumerate(forward.eqns):
-        if eqn.primitive.name == "scan" and not eqn.params["reverse"] and eqn.params["length"] > 1:
+        if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
             xs = eqn.invars[sum(scan_counts(eqn)) :]
             if any(isinstance(a, Var) and a in forward.diff for a in xs):
                 found.append(i)
@@ -66,7 +78,7 @@ def loops_of(forward: ForwardPass) -> list[int]:
 
 def single_turns(forward: ForwardPass) -> Turns:
     """Every turn of every loop by itself."""
-    return tuple(tuple(range(forward.eqns[i].params["length"] + 1)) for i in loops_of(forward))
+    return tuple(tuple(range(scan_length(forward.eqns[i]) + 1)) for i in loops_of(forward))
 
 
 def turned(forward: ForwardPass, turns: Turns) -> tuple[ForwardPass, list[tuple[int, int]]]:
@@ -79,7 +91,7 @@ def turned(forward: ForwardPass, turns: Turns) -> tuple[ForwardPass, list[tuple[
         return forward, [(i, 0) for i in range(len(forward.eqns))]
     parts = dict(zip(loops_of(forward), turns, strict=True))
     b = Builder(forward.jaxpr)
-    b.invars += forward.jaxpr.jaxpr.invars
+    b.invars += forward.inner.invars
     origin: list[tuple[int, int]] = []
     for i, eqn in enumerate(forward.eqns):
         if i not in parts or len(parts[i]) == 2:  # all of it in one
@@ -88,7 +100,7 @@ def turned(forward: ForwardPass, turns: Turns) -> tuple[ForwardPass, list[tuple[
             continue
         for part in _parts(b, eqn, parts[i]):
             origin += [(i, part)] * (len(b.eqns) - len(origin))
-    jaxpr = b.build(forward.jaxpr.jaxpr.outvars)
+    jaxpr = b.build(forward.inner.outvars)
     return dataclasses.replace(forward, jaxpr=jaxpr), origin
 
 
@@ -105,7 +117,7 @@ def _parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Any:
             *(v.aval for v in eqn.outvars[:carried]),
             *(v.aval.update(shape=(stop - start, *v.aval.shape[1:])) for v in eqn.outvars[carried:]),
         ]
-        made = b.copy(eqn, [*eqn.invars[:first], *carry, *mine], outs, length=stop - start)
+        made = b.copy(eqn, [*eqn.invars[:first], *carry, *mine], outs, **scan_turns(stop - start))
         carry = list(made[:carried])
         stacked.append(list(made[carried:]))
         if k == last:  # what reads the loop reads its last part
@@ -156,9 +168,9 @@ def stages_of_parts(
 def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
     """Which leaves stages hold rows of: stacks of which each stage reads its own rows, and nothing else."""
     step = forward.step
-    outs = {a for a in forward.jaxpr.jaxpr.outvars if isinstance(a, Var)}
+    outs = {a for a in forward.inner.outvars if isinstance(a, Var)}
     direct = {a for a in forward.prelude.jaxpr.outvars if isinstance(a, Var)}
-    names = dict(zip(step.program.jaxpr.jaxpr.invars, step.program.in_names, strict=True))
+    names = dict(zip(step.program.inner.invars, step.program.in_names, strict=True))
     read = {a for e in forward.prelude.jaxpr.eqns for a in e.invars if isinstance(a, Var)}
     analysis: RowAnalysis | None = None
     found: dict[str, tuple[StageRows, ...]] = {}
@@ -221,7 +233,7 @@ def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]])
     half, state = _half_of_blocks(forward.step, rows)
     every = {**rows, **state}
     step = _step(forward.step, every, half)
-    vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
+    vars_of = step.program.invars
     by_leaf = {leaf: v for v, leaf in forward.diff.items()}
     env: dict[tuple[Var, tuple[int, int]], Var] = {}
     diff, given = dict(forward.diff), dict(forward.given)
@@ -242,13 +254,11 @@ def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]])
         else:
             read = [renamed.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
             eqns.append(eqn.replace(invars=read))
-    inner = forward.jaxpr.jaxpr
+    inner = forward.inner
     jaxpr = closed(inner.constvars, constants(forward.jaxpr), list(given), inner.outvars, eqns, forward.jaxpr)
     p = forward.prelude.jaxpr
     outs = [a for a in given.values() if isinstance(a, Var)]
-    prelude = closed(
-        p.constvars, constants(forward.prelude), step.program.jaxpr.jaxpr.invars, outs, p.eqns, forward.prelude
-    )
+    prelude = closed(p.constvars, constants(forward.prelude), step.program.inner.invars, outs, p.eqns, forward.prelude)
     return Taken(dataclasses.replace(forward, step=step, jaxpr=jaxpr, diff=diff, given=given, prelude=prelude), every)
 
 
@@ -306,7 +316,7 @@ def _half_of_blocks(
     name_of: dict[Var, Name] = {v: n for n, v in held.items()}
     new: dict[str, Atom] = {}
     for block in work.blocks:
-        given = dict(zip(block.in_names, block.jaxpr.jaxpr.invars, strict=True))
+        given = block.invars
         for g in block.grads:
             values[g.name] = v = b.input(given[g.name].aval)
             name_of[v] = Gradient(rows[g.leaf][g.index].name if g.leaf in rows else g.leaf)
@@ -320,9 +330,9 @@ def _half_of_blocks(
 def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf) -> Cut:
     """The step with rows as arrays of its state."""
     source = step.program
-    inner = source.jaxpr.jaxpr
-    vars_of = dict(zip(source.in_names, inner.invars, strict=True))
-    outs = dict(zip(source.out_names, inner.outvars, strict=True))
+    inner = source.inner
+    vars_of = source.invars
+    outs = source.outvars
     named: Callable[[str], list[str]] = lambda n: [r.name for r in rows[n]] if n in rows else [n]
     b = Builder(source.jaxpr)
     b.role = FORWARD

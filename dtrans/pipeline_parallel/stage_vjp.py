@@ -26,6 +26,7 @@ from dtrans._jax import (
     closed,
     constants,
     evaluate,
+    name_given,
     opened,
     small_jaxpr,
 )
@@ -157,7 +158,7 @@ def _barriers(inner: Jaxpr, wanted: Sequence[Var], given: Collection[Atom], name
             continue
         seen.add(v)
         eqn = made_by[v]
-        named = eqn.primitive.name == "name" and eqn.params["name"] in names
+        named = name_given(eqn) in names
         if named or of.get(v) == drawn or is_communication(eqn) or eqn.effects:
             found[v] = None
         else:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from dtrans._jax import Var, closed, equations
+from dtrans._jax import Var, closed, equations, name_given
 from dtrans.checks import check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
@@ -215,8 +215,8 @@ def _planned_stages(
 
 def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
     """Refuse names of values to keep that no value has."""
-    there = {e.params["name"] for e in forward.eqns if e.primitive.name == "name"}
-    inside = {e.params["name"] for e in equations(forward.jaxpr) if e.primitive.name == "name"} - there
+    there = {name_given(e) for e in forward.eqns} - {None}
+    inside = {name_given(e) for e in equations(forward.jaxpr)} - {None, *there}
     for n in () if isinstance(o.memory.gradient_checkpoint, str) else o.memory.gradient_checkpoint:
         if n in inside:
             raise ConfigError(
@@ -226,7 +226,7 @@ def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
         if n not in there:
             raise ConfigError(
                 f"gradient_checkpoint names {n!r}; what checkpoint_name names in the loss is "
-                f"{', '.join(sorted(there)) or 'nothing'}"
+                f"{', '.join(sorted(map(str, there))) or 'nothing'}"
             )
 
 
@@ -267,9 +267,7 @@ def _collected_outside(whole: Program, step: Cut) -> dict[str, str]:
     inner = flat.jaxpr
     around = [e for e in inner.eqns if e.primitive is not value_and_grad_p]
     keys = collected(closed([], [], [], [], around, flat))
-    found = {
-        n: keys[a] for n, a in zip(whole.out_names, inner.outvars, strict=True) if isinstance(a, Var) and a in keys
-    }
+    found = {n: keys[a] for n, a in whole.outvars.items() if isinstance(a, Var) and a in keys}
     for n, key in found.items():
         if n in step.from_gradients or n in step.opt_state or n in step.optimized:
             raise ConfigError(f"{n} is collected under {key}; there is one of it, made of the gradients of all")

@@ -201,8 +201,7 @@ def _step(
 ) -> Program:
     """The update as a step: (params, opt_state, sums) -> (params, opt_state, results of gradients)."""
     source = step.program
-    inner = source.jaxpr.jaxpr
-    vars_of = dict(zip(source.in_names, inner.invars, strict=True))
+    vars_of = source.invars
     b = Builder(source.jaxpr)
     b.role = FORWARD
     b.invars += [vars_of[n] for n in (*step.params, *step.opt_state)]
@@ -247,8 +246,8 @@ def _of_gradients(
 ) -> dict[str, Atom]:
     """Write the results that are computed from gradients."""
     source = step.program
-    inner = source.jaxpr.jaxpr
-    outs = dict(zip(source.out_names, inner.outvars, strict=True))
+    inner = source.inner
+    outs = source.outvars
     if not step.from_gradients:
         return {}
     env: dict[Var, Atom] = {v: grads[n] for n, v in step.boundary.items() if n in grads}

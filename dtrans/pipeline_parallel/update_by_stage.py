@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, closed, constants
+from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Var, closed, constants
 from dtrans.ir.cost import nbytes
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import Program
@@ -30,7 +30,7 @@ HUB = -1  # made at the hub, of what several places have
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StagePart:
+class StagePart(HoldsJaxpr):
     """What one place does without hearing of others.
 
     Attributes:
@@ -86,8 +86,7 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
     Args:
       group: the group of each output by name; what is not an output, and what several groups need, is made before all.
     """
-    inner = placed.program.jaxpr.jaxpr
-    of = {a: group[n] for n, a in zip(placed.program.out_names, inner.outvars, strict=True)
+    of = {a: group[n] for n, a in placed.program.outvars.items()
           if n in group and isinstance(a, Var)}  # fmt: skip
     pieces: list[StagePart] = []
     for piece in placed.pieces:
@@ -98,7 +97,7 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
 
 def _apart(piece: StagePart, of: Mapping[Var, int], groups: Sequence[int]) -> list[StagePart]:
     """A piece as several: what groups have in common, and then each group."""
-    inner = piece.jaxpr.jaxpr
+    inner = piece.inner
     wanted = {g: [v for v in piece.makes if of.get(v) == g] for g in groups}
     need = {g: set(backward_slice(inner.eqns, wanted[g])[0]) for g in groups}
     others = [v for v in piece.makes if v not in of]
@@ -114,7 +113,7 @@ def _apart(piece: StagePart, of: Mapping[Var, int], groups: Sequence[int]) -> li
 
 
 def _part(piece: StagePart, which: Sequence[int], makes: Sequence[Var]) -> StagePart:
-    inner = piece.jaxpr.jaxpr
+    inner = piece.inner
     eqns = [inner.eqns[i] for i in which]
     made = {v for e in eqns for v in e.outvars}
     read = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
@@ -132,10 +131,10 @@ class _Placer:
     ) -> None:
         self.program = program
         self.home, self.out_at, self.places = home, out_at, places
-        inner = program.jaxpr.jaxpr
+        inner = program.inner
         self.eqns = inner.eqns
         self.made_by = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
-        self.at: dict[Var, int | None] = {v: home[n] for n, v in zip(program.in_names, inner.invars, strict=True)}
+        self.at: dict[Var, int | None] = {v: home[n] for n, v in program.invars.items()}
         self.where: list[int | None] = []  # of each equation
         users = self._users()
         for eqn, wanted in zip(self.eqns, users, strict=True):
@@ -161,7 +160,7 @@ class _Placer:
     def _users(self) -> list[set[int | None]]:
         """The places of the outputs that are made of what each equation makes."""
         wanted: dict[Var, set[int | None]] = {}
-        for n, a in zip(self.program.out_names, self.program.jaxpr.jaxpr.outvars, strict=True):
+        for n, a in self.program.outvars.items():
             if isinstance(a, Var):
                 at = self.out_at[n]
                 wanted.setdefault(a, set()).update(range(self.places) if at is None else [at])
@@ -179,9 +178,8 @@ class _Placer:
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:
-        inner = self.program.jaxpr.jaxpr
         ends: list[tuple[Atom, int]] = []
-        for n, a in zip(self.program.out_names, inner.outvars, strict=True):
+        for n, a in self.program.outvars.items():
             at = self.out_at[n]
             ends += [(a, p) for p in (range(self.places) if at is None else [at])]
         for a, p in ends:
@@ -227,7 +225,7 @@ class _Placer:
         return self.level[var, p]
 
     def _piece(self, p: int, which: Sequence[int], outs: set[tuple[Var, int]]) -> StagePart:
-        inner = self.program.jaxpr.jaxpr
+        inner = self.program.inner
         eqns: list[JaxprEqn] = [self.eqns[i] for i in which]
         made = {v for e in eqns for v in e.outvars}
         consts = dict(zip(inner.constvars, constants(self.program.jaxpr), strict=True))

@@ -61,12 +61,12 @@ class RowAnalysis:
     @cached_property
     def inputs(self) -> dict[Name, Var]:
         """Input name to variable."""
-        return dict(zip(self.half.in_names, self.half.jaxpr.jaxpr.invars, strict=True))
+        return self.half.invars
 
     @cached_property
     def outputs(self) -> dict[str, Atom]:
         """Output name to value."""
-        return dict(zip(self.half.out_names, self.half.jaxpr.jaxpr.outvars, strict=True))
+        return self.half.outvars
 
     def home(self, layout: Layout) -> str | None:
         """The leaf, or the first leaf of the group, that a value with this layout lives with; None if it is shared."""
@@ -120,9 +120,9 @@ def _settled(
     half: OptimizeHalf, params: Sequence[str], whole: Collection[str], axes: Mapping[str, int]
 ) -> tuple[Flow, list[Whole]]:
     """The layouts once those of state inputs have settled, and everything that binds leaves."""
-    inner = half.jaxpr.jaxpr
-    inputs = dict(zip(half.in_names, inner.invars, strict=True))
-    outputs = dict(zip(half.out_names, inner.outvars, strict=True))
+    inner = half.inner
+    inputs = half.invars
+    outputs = half.outvars
     start: dict[Var, Layout] = {}
     for name in params:
         rows = Rows(name, axes.get(name, 0))

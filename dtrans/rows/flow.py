@@ -9,7 +9,23 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var, opened, origin_of, scan_counts, scope_of, while_counts
+from dtrans._jax import (
+    COND,
+    SCAN,
+    WHILE,
+    Atom,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies,
+    is_known,
+    opened,
+    origin_of,
+    scan_counts,
+    scope_of,
+    warn_unknown,
+    while_counts,
+)
 from dtrans.ir.display import short_type
 from dtrans.rows.layout import SHARED, Layout, Rows, Whole, join, leaves_of, sendable
 from dtrans.rows.rules import Step, step_of
@@ -76,11 +92,11 @@ class _Pass:
         rows = [x for x in ins if isinstance(x, Rows)]
         leaves = leaves_of([*stuck, *rows])
         name = eqn.primitive.name
-        if name == "cond" or (leaves and name in _LOOPS):
+        if name == COND or (leaves and name in _CONTROL):
             # what comes from other leaves, and can be sent, is there before the first turn
             sent = [SHARED if leaves and isinstance(x, Whole) and not x.leaves <= leaves else x for x in ins]
             flow.crosses |= sent != list(ins)
-            return _LOOPS[name](self, flow, eqn, sent)
+            return _CONTROL[name](self, flow, eqn, sent)
         if stuck or len(leaves) > 1:
             out: Layout = Whole(leaves, stuck[0].reason if stuck else self._reason(eqn, ins, "mixes leaves"))
         elif rows:
@@ -91,6 +107,8 @@ class _Pass:
             if step is not None and not leaves <= set(self.whole):
                 flow.crosses = True
                 return step
+            if step is None and not is_known(eqn):
+                warn_unknown(eqn, f"is treated as mixing rows: {', '.join(sorted(leaves))} is whole")
             # what a whole leaf is reduced to is small, and can be sent
             out = Whole(leaves, None if step else self._reason(eqn, ins, "mixes rows"))
         else:
@@ -113,27 +131,28 @@ class _Pass:
     def _cond(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
         """Each output is what it is in any branch. What reads several homes is taken apart later."""
         which, *operands = ins
-        bodies: list[Flow] = []
+        flows: list[Flow] = []
         outs: list[Layout] = [SHARED] * len(eqn.outvars)
-        for branch in eqn.params["branches"]:
+        for branch in bodies(eqn):
             inside, made = self._body(eqn, branch, operands)
-            bodies.append(inside)
-            outs = [join(a, b, "cond") for a, b in zip(outs, made, strict=True)]
+            flows.append(inside)
+            outs = [join(a, b, COND) for a, b in zip(outs, made, strict=True)]
             flow.bound += inside.bound
             flow.crosses |= inside.crosses
         if isinstance(which, Whole):
             flow.crosses |= any(leaves_of([x]) - which.leaves for x in outs) or SHARED in outs
-        return Step(tuple(x if isinstance(x, Rows) else None for x in ins), tuple(outs), bodies=tuple(bodies))
+        return Step(tuple(x if isinstance(x, Rows) else None for x in ins), tuple(outs), bodies=tuple(flows))
 
     def _scan(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
         consts, carry = scan_counts(eqn)
+        (jaxpr,) = bodies(eqn)
         inside = [_moved(x, -1) if i >= consts + carry else x for i, x in enumerate(ins)]
         if None in inside:
             return self._bound(eqn, ins, "goes through the rows")
         given: list[Layout] = [x for x in inside if x is not None]
         while True:
-            body, outs = self._body(eqn, eqn.params["jaxpr"], given)
-            joined = [join(a, b, "scan") for a, b in zip(given[consts : consts + carry], outs, strict=False)]
+            body, outs = self._body(eqn, jaxpr, given)
+            joined = [join(a, b, SCAN) for a, b in zip(given[consts : consts + carry], outs, strict=False)]
             if joined == given[consts : consts + carry]:
                 break
             given[consts : consts + carry] = joined
@@ -143,14 +162,15 @@ class _Pass:
 
     def _while(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
         of_cond, of_body = while_counts(eqn)
+        cond_jaxpr, body_jaxpr = bodies(eqn)
         given = list(ins)
         while True:
-            body, outs = self._body(eqn, eqn.params["body_jaxpr"], given[of_cond:])
-            joined = [join(a, b, "while") for a, b in zip(given[of_cond + of_body :], outs, strict=True)]
+            body, outs = self._body(eqn, body_jaxpr, given[of_cond:])
+            joined = [join(a, b, WHILE) for a, b in zip(given[of_cond + of_body :], outs, strict=True)]
             if joined == given[of_cond + of_body :]:
                 break
             given[of_cond + of_body :] = joined
-        test, (goes_on,) = self._body(eqn, eqn.params["cond_jaxpr"], given[:of_cond] + joined)
+        test, (goes_on,) = self._body(eqn, cond_jaxpr, given[:of_cond] + joined)
         if goes_on is not SHARED:
             return self._bound(eqn, given, "goes on as rows tell it", bodies=(test, body))
         return self._loop(flow, eqn, ins, given, joined, (test, body))
@@ -184,10 +204,11 @@ class _Pass:
         operand = next((a for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Rows)), None)
         of = f" of {short_type(operand.aval)}" if operand else ""
         where = origin_of(eqn) or (origin_of(self.within) if self.within else "") or scope_of(eqn)
-        return f"{eqn.primitive.name} {what}{of}" + (f" ({where})" if where else "")
+        name = eqn.primitive.name + ("" if is_known(eqn) else ", which dtrans does not know,")
+        return f"{name} {what}{of}" + (f" ({where})" if where else "")
 
 
-_LOOPS = {"cond": _Pass._cond, "scan": _Pass._scan, "while": _Pass._while}
+_CONTROL = {COND: _Pass._cond, SCAN: _Pass._scan, WHILE: _Pass._while}
 
 
 _NO_ROWS = frozenset({Rows("", 0), Rows("", 1)})  # more than one claim: it is read whole

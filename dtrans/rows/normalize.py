@@ -26,7 +26,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, map_bodies, opened
+from dtrans._jax import (
+    COND,
+    LOOPS,
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies,
+    closed,
+    constants,
+    map_bodies,
+    opened,
+    with_bodies,
+)
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
 from dtrans.rows.layout import SHARED, Layout, Rows, leaves_of
@@ -46,7 +60,7 @@ def inline_bodies(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _inlined(eqn: JaxprEqn) -> JaxprEqn:
-    if eqn.primitive.name not in ("cond", "scan", "while"):
+    if eqn.primitive.name not in (COND, *LOOPS):
         return eqn
     flat: Callable[[Any], Any] = lambda body: inline_bodies(inline_calls(body))
     return eqn.replace(params=map_bodies(eqn.params, flat))
@@ -83,11 +97,11 @@ class _Rewriter:
             atoms = [self.read(a) for a in eqn.invars]
             step = flow.steps.get(i)
             made: Sequence[Atom] | None = None
-            if step is not None and eqn.primitive.name == "cond":
+            if step is not None and eqn.primitive.name == COND:
                 made = self.cond(eqn, atoms, step.outs, step.bodies)
             elif step is not None and eqn.primitive.name in ("argmax", "argmin"):
                 made = self.arg_reduce(eqn, atoms, flow.layout(eqn.invars[0]))
-            elif step is not None and eqn.primitive.name in ("scan", "while"):
+            elif step is not None and eqn.primitive.name in LOOPS:
                 made = self.loop(eqn, atoms, step.outs)
             elif step is not None and step.reduce in ("sum", "prod"):
                 made = self.widened(eqn, atoms)
@@ -104,22 +118,22 @@ class _Rewriter:
     # -- branches --------------------------------------------------------------------------------
 
     def cond(
-        self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout], bodies: Sequence[Flow]
+        self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout], flows: Sequence[Flow]
     ) -> Sequence[Atom] | None:
-        if any(flow.crosses for flow in bodies):
+        if any(flow.crosses for flow in flows):
             return self.both_sides(eqn, atoms)
-        branches = []
-        for branch, flow in zip(eqn.params["branches"], bodies, strict=True):
+        branches, old = [], bodies(eqn)
+        for branch, flow in zip(old, flows, strict=True):
             inside = _Rewriter(branch, self.roots)
             made = inside.rewrite(flow) if flow.steps else branch
             branches.append(made if inside.changed else branch)
         places: dict[str | None, list[int]] = {}
         for i, layout in enumerate(outs):
             places.setdefault(self.place(layout), []).append(i)
-        if len(places) == 1 and all(a is b for a, b in zip(branches, eqn.params["branches"], strict=True)):
+        if len(places) == 1 and all(a is b for a, b in zip(branches, old, strict=True)):
             return None
         if len(places) == 1:
-            return self.b.copy(eqn, atoms, [v.aval for v in eqn.outvars], branches=tuple(branches))
+            return self.b.copy(eqn, atoms, [v.aval for v in eqn.outvars], **with_bodies(eqn, branches))
         outputs: list[Atom] = list(eqn.outvars)
         readers = [_Branch(b) for b in branches]
         for wanted in places.values():
@@ -142,13 +156,13 @@ class _Rewriter:
         used = sorted({i for _, operands in closures for i in operands})
         pruned = tuple(b.pruned(eqns, used, wanted) for b, (eqns, _) in zip(branches, closures, strict=True))
         types = [eqn.outvars[i].aval for i in wanted]
-        return self.b.copy(eqn, [atoms[0], *(atoms[1 + i] for i in used)], types, branches=pruned)
+        return self.b.copy(eqn, [atoms[0], *(atoms[1 + i] for i in used)], types, **with_bodies(eqn, pruned))
 
     def both_sides(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom]:
         """All branches, and a choice."""
         which, *operands = atoms
         sides = []
-        for branch in eqn.params["branches"]:
+        for branch in bodies(eqn):
             inner = opened(branch)
             env: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
             env.update((v, self.b.constant(c)) for v, c in zip(inner.constvars, constants(branch), strict=True))

@@ -5,7 +5,8 @@ carried out on a block of those rows: which operands are given as rows, what lay
 where it reduces over the rows, by which operation the parts of several blocks become one. A rule that answers None
 has met something else: rows that are mixed.
 
-This file is where a primitive learns to be sliced: add a function to `RULES`, or its name to `ELEMENTWISE`.
+This file is where a primitive learns to be sliced: add a function to `RULES`, or its name to
+`dtrans._jax.primitives.ELEMENTWISE`.
 Loops and branches are not here: what they do is what their bodies do (`dtrans.rows.analysis`).
 """
 
@@ -16,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import JaxprEqn
+from dtrans._jax import ELEMENTWISE, JaxprEqn
 from dtrans.rows.layout import SHARED, Layout, Rows
 
 
@@ -37,24 +38,6 @@ class Step:
     reduce: str | None = None
     params: Callable[[Sequence[Any]], dict[str, Any]] | None = None
     bodies: tuple[Any, ...] = ()
-
-
-# Primitives whose output at an index depends on the operands at that index only.
-# fmt: off
-ELEMENTWISE = frozenset(
-    {
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-        "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
-        "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc",
-        "exp", "exp2", "expm1", "floor", "ge", "gradient", "gt", "igamma", "igammac", "imag", "integer_pow",
-        "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "mulhi", "name",
-        "ne", "neg", "nextafter", "not", "one_minus_square", "optimization_barrier", "or", "polygamma", "polynomial",
-        "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt",
-        "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
-        "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
-    }
-)
-# fmt: on
 
 
 def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:

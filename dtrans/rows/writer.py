@@ -18,11 +18,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened, scan_counts, while_counts
+from dtrans._jax import (
+    COND,
+    ELEMENTWISE,
+    SCAN,
+    WHILE,
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies,
+    opened,
+    scan_counts,
+    while_counts,
+    with_bodies,
+)
 from dtrans.ir.builder import Builder
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import SHARED, Layout, Rows
-from dtrans.rows.rules import ELEMENTWISE, Step
+from dtrans.rows.rules import Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,24 +219,19 @@ class RowWriter:
 
     def _bodies(self, eqn: JaxprEqn, step: Step) -> dict[str, Any]:
         """The parameters of a loop or a branch, its bodies on this block."""
-        name, p = eqn.primitive.name, eqn.params
-        if name == "cond":
-            pairs = zip(p["branches"], step.bodies, strict=True)
-            return {"branches": tuple(self._body(b, f, step.outs) for b, f in pairs)}
-        if name == "scan":
-            (flow,) = step.bodies
-            inner = opened(p["jaxpr"])
+        name, old = eqn.primitive.name, bodies(eqn)
+        if name == COND:
+            outs: list[Sequence[Layout]] = [step.outs] * len(old)
+        elif name == SCAN:
+            (flow,), (inner,) = step.bodies, map(opened, old)
             consts, carried = scan_counts(eqn)
             carry = inner.invars[consts : consts + carried]
-            outs = [*map(flow.layout, carry), *map(flow.layout, inner.outvars[carried:])]
-            return {"jaxpr": self._body(p["jaxpr"], flow, outs)}
-        assert name == "while", name
-        test, flow = step.bodies
-        carry = opened(p["body_jaxpr"]).invars[while_counts(eqn)[1] :]
-        return {
-            "cond_jaxpr": self._body(p["cond_jaxpr"], test, [SHARED]),
-            "body_jaxpr": self._body(p["body_jaxpr"], flow, [flow.layout(v) for v in carry]),
-        }
+            outs = [[*map(flow.layout, carry), *map(flow.layout, inner.outvars[carried:])]]
+        else:
+            assert name == WHILE, name
+            carry = opened(old[1]).invars[while_counts(eqn)[1] :]
+            outs = [[SHARED], [*map(step.bodies[1].layout, carry)]]
+        return with_bodies(eqn, map(self._body, old, step.bodies, outs))
 
     def _body(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
         """A body on this block, its outputs with the given layouts."""

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Primitive, ShapedArray, batching, mlir, threefry2x32_p
+from dtrans._jax import ShapedArray, new_primitive, threefry2x32_p
 
 
 def counts(key_type: Any) -> bool:
@@ -124,8 +124,9 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any
     return jax.vmap(functools.partial(block_bits, **params), in_axes=tuple(dims))(*args), 0
 
 
-block_bits_p = Primitive("random_bits")
-block_bits_p.def_impl(jax.jit(block_bits, static_argnames=("bit_width", "shape", "axis", "start", "stop")))
-block_bits_p.def_abstract_eval(_type)
-batching.primitive_batchers[block_bits_p] = _batch
-mlir.register_lowering(block_bits_p, mlir.lower_fun(block_bits, multiple_results=False))
+block_bits_p = new_primitive(
+    "random_bits",
+    types=_type,
+    impl=jax.jit(block_bits, static_argnames=("bit_width", "shape", "axis", "start", "stop")),
+    batch=_batch,
+)

@@ -52,7 +52,7 @@ class ExchangeRounds:
 
     def __init__(self, analysis: RowAnalysis) -> None:
         self.analysis = analysis
-        self.eqns: Sequence[JaxprEqn] = analysis.half.jaxpr.jaxpr.eqns
+        self.eqns: Sequence[JaxprEqn] = analysis.half.eqns
         self.made_by = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.crossings: dict[Var, CrossServerValue] = {}
         self.eqns_of: dict[str, list[int]] = {}

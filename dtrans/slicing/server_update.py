@@ -110,7 +110,7 @@ class ServerUpdateBuilder:
         self.made_by = {v: e for e in self.levels.eqns for v in e.outvars}
         self.input_names = {v: n for n, v in self.analysis.inputs.items() if isinstance(n, str)}
         # what depends on an input at all; the rest are constants, made where they are used
-        self._dependent = propagate(self.jaxpr.jaxpr.eqns, dict.fromkeys(self.jaxpr.jaxpr.invars, 1), {})
+        self._dependent = propagate(self.half.eqns, dict.fromkeys(self.half.inner.invars, 1), {})
         # which servers have parts of what a home gives to others
         self._owners = {
             self.analysis.home_of(leaf): tuple(ep for ep in placement.endpoints if ep in at[leaf]) for leaf in at

@@ -19,19 +19,17 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Primitive, Var, closed, constants, equations, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, closed, constants, equations, is_traced, new_primitive, opened
 from dtrans.errors import GradientError
 from dtrans.ir.program import Program
 
 
-value_and_grad_p = Primitive("value_and_grad")
-value_and_grad_p.multiple_results = True
-
-
-@value_and_grad_p.def_abstract_eval
-def _types(*operands: Any, jaxpr: ClosedJaxpr, count: int) -> list[Any]:
+def _types(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:
     gradients = [t.update(weak_type=False) for t in operands[:count]]
-    return [a.aval for a in opened(jaxpr).outvars] + gradients
+    return [a.aval for a in opened(loss).outvars] + gradients
+
+
+value_and_grad_p = new_primitive("value_and_grad", types=_types, multiple_results=True)
 
 
 _captures: Any = jax.make_user_context(False)
@@ -55,12 +53,12 @@ def left_as_it_is(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> t
     traced: Any = jax.make_jaxpr(on_arrays)(*flat)
     inner = opened(traced)
     # what the function closes over is an operand if it is a value of the step; arrays stay constants
-    around = {v: c for v, c in zip(inner.constvars, constants(traced), strict=True) if isinstance(c, jax.core.Tracer)}
+    around = {v: c for v, c in zip(inner.constvars, constants(traced), strict=True) if is_traced(c)}
     held = [(v, c) for v, c in zip(inner.constvars, constants(traced), strict=True) if v not in around]
     body = closed(
         [v for v, _ in held], [c for _, c in held], [*inner.invars, *around], inner.outvars, inner.eqns, traced
     )
-    made = value_and_grad_p.bind(*flat, *around.values(), jaxpr=body, count=len(flat))
+    made = value_and_grad_p.bind(*flat, *around.values(), loss=body, count=len(flat))
     values, gradients = made[: len(inner.outvars)], made[len(inner.outvars) :]
     out = jax.tree.unflatten(shape[-1], values)
     return out, jax.tree.unflatten(structure, gradients)
@@ -107,6 +105,6 @@ def loss_of(program: Program) -> JaxprEqn:
 
 def operands_of(eqn: JaxprEqn) -> tuple[dict[Var, Atom], dict[Var, Atom]]:
     """What a loss function is given: what it is differentiated by, and what else it reads, by its own variables."""
-    given = list(zip(opened(eqn.params["jaxpr"]).invars, eqn.invars, strict=True))
+    given = list(zip(opened(eqn.params["loss"]).invars, eqn.invars, strict=True))
     count = eqn.params["count"]
     return dict(given[:count]), dict(given[count:])

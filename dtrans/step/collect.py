@@ -27,13 +27,10 @@ from jax.tree_util import keystr, tree_map_with_path
 from dtrans._jax import (
     Atom,
     ClosedJaxpr,
-    Primitive,
     Var,
-    ad,
-    batching,
     equations,
     jaxprs_in_params,
-    mlir,
+    new_identity,
     opened,
     scope_of,
 )
@@ -51,9 +48,6 @@ KEYS = (GLOBAL_CONCAT, GLOBAL_MEAN, GLOBAL_SUM, LOCAL_CONCAT, LOCAL_MEAN, LOCAL_
 
 # the name of the mark; everything but pipelines reads through it (`dtrans.ir.builder`)
 COLLECT = "collect"
-collect_p = Primitive(COLLECT)
-collect_p.def_impl(lambda x, *, key: x)
-collect_p.def_abstract_eval(lambda x, *, key: x)
 
 
 def _collect_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, key: str) -> tuple[Any, Any]:
@@ -66,9 +60,7 @@ def _collect_batch(args: Sequence[Any], dims: Sequence[Any], *, key: str) -> tup
     return collect_p.bind(jnp.moveaxis(args[0], dims[0], 0), key=key), 0
 
 
-ad.primitive_jvps[collect_p] = _collect_jvp
-batching.primitive_batchers[collect_p] = _collect_batch
-mlir.register_lowering(collect_p, lambda ctx, x, *, key: [x])
+collect_p = new_identity(COLLECT, jvp=_collect_jvp, batch=_collect_batch)
 
 
 def collect(value: Any, key: str) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, origin_of
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, NamedJaxpr, Var, origin_of
 from dtrans.errors import GradientError, OptimizerError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, propagate
@@ -88,7 +88,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OptimizeHalf:
+class OptimizeHalf(NamedJaxpr):
     """The optimize half of a step: a closed jaxpr and the names of its inputs and outputs."""
 
     jaxpr: ClosedJaxpr

@@ -25,7 +25,7 @@ def refuse_nested(step: Cut, trainers: int) -> None:
 
 def ready_order(step: Cut) -> list[str]:
     """The leaves in the order in which their gradients are made; constants and inputs come last."""
-    at = {v: i for i, e in enumerate(step.program.jaxpr.jaxpr.eqns) for v in e.outvars}
+    at = {v: i for i, e in enumerate(step.program.eqns) for v in e.outvars}
     last = len(at)
     return sorted(step.gradients, key=lambda n: at.get(g, last) if isinstance(g := step.gradients[n], Var) else last)
 
@@ -71,8 +71,8 @@ def write_trainer_half(
       The results, and the parameters that trainers make, by name.
     """
     source = step.program
-    inner = source.jaxpr.jaxpr
-    outs_of = dict(zip(source.out_names, inner.outvars, strict=True))
+    inner = source.inner
+    outs_of = source.outvars
     wanted = [outs_of[n] for n in (*results, *step.frozen)] + list(step.gradients.values())
     wanted += [a for i in step.observers for a in inner.eqns[i].invars]
     kept = sorted({*backward_slice(inner.eqns, wanted)[0], *step.observers})

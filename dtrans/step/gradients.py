@@ -16,10 +16,10 @@ what it makes becomes the new parameter without the old one being read again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, equations, jaxprs_in_params, scope_of
+from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Literal, Var, equations, jaxprs_in_params, scope_of
 from dtrans.errors import GradientError
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.display import short_type
@@ -29,7 +29,7 @@ from dtrans.step.marks import mark_p
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OpenStep:
+class OpenStep(HoldsJaxpr):
     """A training step with its calls inlined, and what is looked up in it.
 
     Attributes:
@@ -39,10 +39,6 @@ class OpenStep:
 
     source: Program
     jaxpr: ClosedJaxpr
-
-    @property
-    def eqns(self) -> Sequence[JaxprEqn]:
-        return self.jaxpr.jaxpr.eqns
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -69,7 +65,7 @@ class OpenStep:
     @cached_property
     def vars(self) -> dict[str, Var]:
         """Name to input."""
-        return dict(zip(self.source.in_names, self.jaxpr.jaxpr.invars, strict=True))
+        return dict(zip(self.source.in_names, self.inner.invars, strict=True))
 
     @cached_property
     def names(self) -> dict[Var, str]:
@@ -79,7 +75,7 @@ class OpenStep:
     @cached_property
     def outs(self) -> dict[str, Atom]:
         """Name to output."""
-        return dict(zip(self.source.out_names, self.jaxpr.jaxpr.outvars, strict=True))
+        return dict(zip(self.source.out_names, self.inner.outvars, strict=True))
 
     @cached_property
     def made_by(self) -> dict[Var, int]:
@@ -230,7 +226,7 @@ def _crossing(step: OpenStep) -> set[Var]:
     """Values made by differentiation and used by something that was not."""
     made = {v for e, d in zip(step.eqns, step.derived, strict=True) if d for v in e.outvars}
     used = {a for e, d in zip(step.eqns, step.derived, strict=True) if not d for a in e.invars if isinstance(a, Var)}
-    used |= {a for a in step.jaxpr.jaxpr.outvars if isinstance(a, Var)}
+    used |= {a for a in step.inner.outvars if isinstance(a, Var)}
     return made & used
 
 

@@ -21,15 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_map_with_path
 
-from dtrans._jax import Primitive, ad, batching, mlir
+from dtrans._jax import is_zero, new_identity
 from dtrans.errors import GradientError, OptimizerError
 from dtrans.ir.pytree import combine, is_differentiable, join_path, partition
 from dtrans.step.capture import captures, left_as_it_is
-
-
-mark_p = Primitive("gradient")
-mark_p.def_impl(lambda g, p, *, leaf: g)
-mark_p.def_abstract_eval(lambda g, p, *, leaf: g)
 
 
 def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, leaf: str) -> tuple[Any, Any]:
@@ -37,40 +32,31 @@ def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, leaf: str) -> 
     return mark_p.bind(*primals, leaf=leaf), tangents[0]
 
 
-def _mark_batch(args: Sequence[Any], dims: Sequence[Any], *, leaf: str) -> tuple[Any, Any]:
-    return mark_p.bind(*args, leaf=leaf), dims[0]
-
-
-ad.primitive_jvps[mark_p] = _mark_jvp
-batching.primitive_batchers[mark_p] = _mark_batch
-mlir.register_lowering(mark_p, lambda ctx, g, p, *, leaf: [g])
-
+mark_p = new_identity("gradient", jvp=_mark_jvp)
 
 # Where the derivative of a loss begins: an identity on the cotangent that the backward pass starts from. Of a loss that
 # is scaled, that is what is multiplied. Everything but mixed precision reads through it (`dtrans.ir.builder`).
 SEED = "loss_seed"
-_seed_p = Primitive(SEED)
-_seed_p.def_impl(lambda ct: ct)
-_seed_p.def_abstract_eval(lambda ct: ct)
-ad.primitive_jvps[_seed_p] = lambda primals, tangents: (_seed_p.bind(*primals), tangents[0])
-batching.primitive_batchers[_seed_p] = lambda args, dims: (_seed_p.bind(*args), dims[0])
-mlir.register_lowering(_seed_p, lambda ctx, ct: [ct])
 
-# an identity on the tangent of a loss, whose transpose is the seed; there is nothing of it where nothing is derived
-_loss_p = Primitive("loss")
-_loss_p.def_impl(lambda x: x)
-_loss_p.def_abstract_eval(lambda x: x)
-batching.primitive_batchers[_loss_p] = lambda args, dims: (_loss_p.bind(*args), dims[0])
-mlir.register_lowering(_loss_p, lambda ctx, x: [x])
-ad.primitive_transposes[_loss_p] = lambda ct, x: [ct if type(ct) is ad.Zero else _seed_p.bind(ct)]
+
+def _seed_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return _seed_p.bind(*primals), tangents[0]
+
+
+_seed_p = new_identity(SEED, jvp=_seed_jvp)
 
 
 def _loss_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    return x, t if type(t) is ad.Zero else _loss_p.bind(t)
+    return x, t if is_zero(t) else _loss_p.bind(t)
 
 
-ad.primitive_jvps[_loss_p] = _loss_jvp
+def _loss_transpose(ct: Any, x: Any) -> list[Any]:
+    return [ct if is_zero(ct) else _seed_p.bind(ct)]
+
+
+# an identity on the tangent of a loss, whose transpose is the seed; there is nothing of it where nothing is derived
+_loss_p = new_identity("loss", jvp=_loss_jvp, transpose=_loss_transpose)
 
 
 def _as_loss(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from dtrans._jax import opened
 from dtrans.errors import ConfigError, TraceError
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import FORWARD, Program
@@ -58,7 +59,7 @@ def match_startup(step: Cut, startup: Program) -> Program:
     flat = [n for key, _ in parts for n in names[order.index(key)]]
     jaxpr = inline_calls(startup.jaxpr)
     out = TreeSpec(startup.out.treedef, _renamed(startup.out, flat))
-    roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
+    roles = (FORWARD,) * len(opened(jaxpr).eqns)
     return dataclasses.replace(startup, jaxpr=jaxpr, out=out, roles=roles, specializer=None)
 
 

@@ -22,16 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, ClosedJaxpr, Primitive, ad, batching, def_kept, equations, jaxprs_in_params, mlir, opened
+from dtrans._jax import Atom, ClosedJaxpr, equations, jaxprs_in_params, new_kept, opened
 from dtrans.errors import ConfigError, TraceError
 from dtrans.step.collect import GLOBAL_CONCAT, GLOBAL_MEAN, merged
 
 
 SCALAR, HISTOGRAM, IMAGE, AUDIO, TEXT = KINDS = ("scalar", "histogram", "image", "audio", "text")
-
-# `mapped`: how many dimensions `jax.vmap` has put in front. `options`: pairs of a name and a value.
-summary_p = Primitive("summary")
-def_kept(summary_p)
 
 
 def _summary_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -42,9 +38,8 @@ def _summary_batch(args: Sequence[Any], dims: Sequence[Any], *, mapped: int, **p
     return summary_p.bind(jnp.moveaxis(args[0], dims[0], 0), mapped=mapped + 1, **params), []
 
 
-ad.primitive_jvps[summary_p] = _summary_jvp
-batching.primitive_batchers[summary_p] = _summary_batch
-mlir.register_lowering(summary_p, lambda ctx, *args, **params: [])
+# `mapped`: how many dimensions `jax.vmap` has put in front. `options`: pairs of a name and a value.
+summary_p = new_kept("summary", jvp=_summary_jvp, batch=_summary_batch)
 
 
 # -- inside a step -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import ClosedJaxpr, Var, lowered_jaxpr, scope_of
+from dtrans._jax import ClosedJaxpr, Var, lowered_jaxpr, opened, scope_of
 from dtrans.errors import TraceError
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import TreeSpec, as_array
@@ -93,7 +93,7 @@ def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
     """
     after: set[Var] = set()
     roles = []
-    for eqn in jaxpr.jaxpr.eqns:
+    for eqn in opened(jaxpr).eqns:
         fed = any(isinstance(a, Var) and a in after for a in eqn.invars)
         role = BACKWARD if "transpose(" in scope_of(eqn) else OPTIMIZE if fed else FORWARD
         if role != FORWARD:

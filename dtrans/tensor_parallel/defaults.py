@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, opened
+from dtrans._jax import ELEMENTWISE, REMAT, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, bodies, closed, opened
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.rows.layout import SHARED, Rows
-from dtrans.rows.rules import ELEMENTWISE
 from dtrans.tensor_parallel.layout import Placed, Shards, cut_along
 from dtrans.tensor_parallel.rules import Operand, choose
-from dtrans.tensor_parallel.writer import REMAT, SAME_NUMBERS
+from dtrans.tensor_parallel.writer import SAME_NUMBERS
 
 
 # a parameter, and which of its dimensions each dimension of a value is
@@ -106,7 +105,7 @@ class _Pass:
                 self.origins[eqn.outvars[0]] = (origin[0], _followed(eqn, origin[1]))
 
     def _remat(self, eqn: JaxprEqn) -> None:
-        body = opened(eqn.params["jaxpr"])
+        body = opened(*bodies(eqn))
         flat = opened(inline_calls(closed((), (), body.invars, body.outvars, body.eqns, body)))
         for a, v in zip(eqn.invars, flat.invars, strict=True):
             self.layouts[v] = self.layout(a)

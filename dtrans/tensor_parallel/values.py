@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
+from dtrans._jax import ELEMENTWISE, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
 from dtrans.ir.array_fns import padded, rows_from, times
 from dtrans.ir.builder import Builder
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
 from dtrans.ops.all_to_all import all_to_all_p
 from dtrans.rows.layout import SHARED, Rows
-from dtrans.rows.rules import ELEMENTWISE
 from dtrans.tensor_parallel.array_fns import counted
 from dtrans.tensor_parallel.layout import PARTIAL, Gathered, Partial, Placed, Shards, nbytes
 from dtrans.tensor_parallel.rules import Operand, Way, way_of

@@ -18,7 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, closed, opened, origin_of, scope_of
+from dtrans._jax import (
+    REMAT,
+    Atom,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies,
+    closed,
+    opened,
+    origin_of,
+    scope_of,
+    with_bodies,
+)
 from dtrans.ir.array_fns import converted
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import inline_calls
@@ -30,7 +43,6 @@ from dtrans.tensor_parallel.rules import Way, choose
 from dtrans.tensor_parallel.values import ShardValues
 
 
-REMAT = ("remat2", "remat", "checkpoint")
 SAME_NUMBERS = frozenset({"transpose", "reshape", "squeeze", "convert_element_type", "broadcast_in_dim", "copy"})
 _LINEAR = frozenset({"neg", "reshape", "transpose", "squeeze", "reduce_sum", "copy"})
 _ADDS = frozenset({"add", "add_any", "sub"})
@@ -162,7 +174,7 @@ class SplitWriter(ShardValues):
     # -- bodies ----------------------------------------------------------------------------------
 
     def _remat(self, eqn: JaxprEqn) -> None:
-        body = eqn.params["jaxpr"]
+        (body,) = bodies(eqn)
         inner = opened(body)
         flat = inline_calls(closed((), (), inner.invars, inner.outvars, inner.eqns, inner))
         w = SplitWriter(flat, self.shards, self.gathers, self._said(eqn))
@@ -182,7 +194,7 @@ class SplitWriter(ShardValues):
             debug_info=written.jaxpr.debug_info.with_unknown_names(),
         )
         types = [a.aval for a in made]
-        outs = self.b.copy(eqn, [*constants, *atoms], types, jaxpr=new)
+        outs = self.b.copy(eqn, [*constants, *atoms], types, **with_bodies(eqn, [new]))
         self._define(eqn, layouts, outs)
 
     def write(self, inner: Jaxpr, wanted: Mapping[int, int | None] | None = None) -> tuple[list[Atom], list[Placed]]:

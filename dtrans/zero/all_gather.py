@@ -26,7 +26,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var, opened, scan_counts, scan_with
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, bodies, opened, scan_counts, scan_with
 from dtrans.ir.array_fns import converted
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
@@ -256,7 +256,7 @@ class Gatherer:
             stacks = self.stacks(eqn)
             if not stacks:
                 continue
-            body = opened(eqn.params["jaxpr"])
+            body = opened(*bodies(eqn))
             own = {body.invars[k]: stack for k, (stack, _) in stacks.items()}
             uses = LiveRanges(body.eqns, [""] * len(body.eqns), list(own), set(body.constvars).__contains__)
             for out, inner in list(zip(eqn.outvars, body.outvars, strict=True))[scan_counts(eqn)[1] :]:

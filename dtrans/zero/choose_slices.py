@@ -24,7 +24,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dtrans._jax import JaxprEqn, Literal, Var, scan_counts
+from dtrans._jax import SCAN, JaxprEqn, Literal, Var, scan_counts
 from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
@@ -152,18 +152,16 @@ def _axis(shape: tuple[int, ...], degree: int, stacked: bool) -> int | None:
 
 def _made_by_all(step: Cut) -> set[str]:
     """Leaves whose gradient is the same on all ranks, without a reduction: no part of the batch enters it."""
-    inner = step.program.jaxpr.jaxpr
-    batch = [v for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in step.batch]
+    inner = step.program.inner
+    batch = [v for n, v in step.program.invars.items() if n in step.batch]
     reached = propagate(inner.eqns, dict.fromkeys(batch, 1), {})
     return {n for n, g in step.gradients.items() if isinstance(g, Literal) or not reached.get(g)}
 
 
 def stacked_leaves(step: Cut) -> set[str]:
     """Leaves that only loops read, each turn one entry along the first dimension; seen through changes of type."""
-    inner = step.program.jaxpr.jaxpr
-    leaf_of: dict[Var, str] = {
-        v: n for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in step.params
-    }
+    inner = step.program.inner
+    leaf_of: dict[Var, str] = {v: n for n, v in step.program.invars.items() if n in step.params}
     scanned: set[str] = set()
     others: set[str] = set()
     for eqn, role in zip(inner.eqns, step.program.roles, strict=True):
@@ -185,6 +183,6 @@ def stacked_leaves(step: Cut) -> set[str]:
 
 def stacks_of(eqn: JaxprEqn) -> range:
     """The operands of an equation that are taken apart, turn by turn: those of a scan."""
-    if eqn.primitive.name != "scan":
+    if eqn.primitive.name != SCAN:
         return range(0)
     return range(sum(scan_counts(eqn)), len(eqn.invars))

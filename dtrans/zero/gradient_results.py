@@ -35,15 +35,15 @@ class GradientResults:
     """
 
     def __init__(self, step: Cut, slices: Slices, here: Collection[Var]) -> None:
-        inner = step.program.jaxpr.jaxpr
-        outs = dict(zip(step.program.out_names, inner.outvars, strict=True))
+        inner = step.program.inner
+        outs = step.program.outvars
         boundary = {v: n for n, v in step.boundary.items()}
         known = {n for n in step.params if n in slices.leaves}
-        there = set(here) - {v for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in known}
+        there = set(here) - {v for n, v in step.program.invars.items() if n in known}
         kept, _ = backward_slice(inner.eqns, [outs[n] for n in step.from_gradients], {*boundary, *there})
         b = Builder(step.program.jaxpr)
         names: dict[Var, Name] = {v: Gradient(n) for v, n in boundary.items()}
-        names |= {v: n for n, v in zip(step.program.in_names, inner.invars, strict=True) if n in step.params}
+        names |= {v: n for n, v in step.program.invars.items() if n in step.params}
         self.others: dict[Name, Var] = {}
         inputs: dict[Var, Name] = {}
         eqns = [inner.eqns[i] for i in kept]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, opened, scan_counts
+from dtrans._jax import Atom, JaxprEqn, Var, bodies, opened, scan_counts
 from dtrans.ir.array_fns import converted, padded
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
@@ -44,8 +44,8 @@ class Loop:
     """
 
     def __init__(self, g: LeafGatherer, eqn: JaxprEqn) -> None:
-        old: ClosedJaxpr = eqn.params["jaxpr"]
-        inner, b = opened(old), Builder(eqn.params["jaxpr"])
+        (old,) = bodies(eqn)
+        inner, b = opened(old), Builder(old)
         b.role = g.b.role
         _, carried = scan_counts(eqn)
         stacks = g.stacks(eqn)

@@ -20,8 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var
-from dtrans.rows.rules import ELEMENTWISE
+from dtrans._jax import ELEMENTWISE, Atom, JaxprEqn, Literal, Var
 
 
 # what is cheap enough to be made twice, beside what is elementwise

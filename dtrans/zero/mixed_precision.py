@@ -22,11 +22,14 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import (
+    REMAT,
+    SCAN,
     Atom,
     ClosedJaxpr,
     JaxprEqn,
     Literal,
     Var,
+    bodies,
     constants,
     jaxprs_in_params,
     map_bodies,
@@ -47,7 +50,6 @@ from dtrans.zero.options import LossScaling
 
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
-REMAT = ("remat2", "checkpoint")  # as JAX calls, or has called, `jax.checkpoint`
 # what moves elements and changes none: a change of type may as well come before
 LAYOUT = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "rev", "expand_dims", "copy")
 
@@ -240,7 +242,7 @@ class _Lower:
         operands = list(atoms)
 
         def lowered(body: Any) -> Any:
-            if name == "scan" or name in REMAT:  # which have one body, and its inputs are their operands
+            if name == SCAN or name in REMAT:  # which have one body, and its inputs are their operands
                 hoist = [name in REMAT or not _is_carried(eqn, k) for k in range(len(eqn.invars))]
                 known = [isinstance(a, Var) and a in self.params for a in eqn.invars]
             else:
@@ -310,7 +312,7 @@ def _narrowed(body: ClosedJaxpr, narrow: Sequence[bool], dtype: Any) -> ClosedJa
 
 def low_gradients(step: Cut, dtype: Any) -> set[str]:
     """The leaves whose gradient is a product in 16 bits, whatever type it has been given since."""
-    eqns = step.program.jaxpr.jaxpr.eqns
+    eqns = step.program.eqns
     made_by = {v: e for e in eqns for v in e.outvars}
     return {n for n, g in step.gradients.items() if isinstance(g, Var) and _is_low(g, made_by, dtype)}
 
@@ -323,11 +325,11 @@ def _is_low(atom: Atom, made_by: dict[Var, JaxprEqn], dtype: Any) -> bool:
         return True
     if eqn.primitive.name in LAYOUT or eqn.primitive.name == "add_any":
         return all(_is_low(a, made_by, dtype) for a in eqn.invars)
-    if eqn.primitive.name in ("scan", *REMAT):
-        body = opened(eqn.params["jaxpr"])
+    if eqn.primitive.name in (SCAN, *REMAT):
+        body = opened(*bodies(eqn))
         k = next(i for i, v in enumerate(eqn.outvars) if v is atom)
         inside = {v: e for e in body.eqns for v in e.outvars}
-        carried = scan_counts(eqn)[1] if eqn.primitive.name == "scan" else 0
+        carried = scan_counts(eqn)[1] if eqn.primitive.name == SCAN else 0
         return k >= carried and _is_low(body.outvars[k], inside, dtype)
     return False
 

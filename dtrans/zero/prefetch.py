@@ -16,7 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun, opened, scan_counts, small_jaxpr
+from dtrans._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Var,
+    is_reversed,
+    jaxpr_as_fun,
+    opened,
+    scan_counts,
+    scan_length,
+    small_jaxpr,
+)
 
 
 def prefetched(
@@ -33,11 +43,10 @@ def prefetched(
       types: of the operands of the loop: constants, what is carried, what is taken apart.
       outs: the variables of what it makes.
     """
-    p = eqn.params
-    (consts, carried), length = scan_counts(eqn), p["length"]
+    (consts, carried), length = scan_counts(eqn), scan_length(eqn)
     run: Callable[..., Any] = jaxpr_as_fun(body)
     made = [a.aval for a in opened(body).outvars[carried:]]
-    first, last, by = (length - 1, 0, -1) if p["reverse"] else (0, length - 1, 1)
+    first, last, by = (length - 1, 0, -1) if is_reversed(eqn) else (0, length - 1, 1)
 
     def loop(*operands: Any) -> Any:
         fixed, carry, parts = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, JaxprEqn, Var, scan_counts
+from dtrans._jax import SCAN, Atom, JaxprEqn, Var, scan_counts
 from dtrans.data_parallel.accumulation import MicroSteps, Outputs, write_micro_steps
 from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.plan import Bucket
@@ -98,12 +98,12 @@ class RankLayout:
         if o.stage == 1 or self._weights_or_clips or o.reduce.compress is not None:
             return {}
         program, boundary = step.program, set(step.boundary.values())
-        eqns = program.jaxpr.jaxpr.eqns
+        eqns = program.eqns
         trained = [e for e, role in zip(eqns, program.roles, strict=True) if role in (FORWARD, BACKWARD)]
         # what reads a gradient beside its mark needs all of it
         read = {a for e in trained if not boundary.intersection(e.outvars) for a in e.invars if isinstance(a, Var)}
-        read |= {a for a in program.jaxpr.jaxpr.outvars if isinstance(a, Var)}
-        made = {v for e in eqns if e.primitive.name == "scan" for v in e.outvars[scan_counts(e)[1] :]}
+        read |= {a for a in program.inner.outvars if isinstance(a, Var)}
+        made = {v for e in eqns if e.primitive.name == SCAN for v in e.outvars[scan_counts(e)[1] :]}
         found: dict[Var, str] = {}
         for leaf, g in step.gradients.items():
             s = self.slices.leaves.get(leaf)
@@ -152,9 +152,8 @@ class RankWriter:
         self.o = o = layout.o
         self.leaves = layout.slices.leaves
         self.source = step.program
-        inner = self.source.jaxpr.jaxpr
-        self.outs: dict[str, Atom] = dict(zip(self.source.out_names, inner.outvars, strict=True))
-        self.vars_of = dict(zip(self.source.in_names, inner.invars, strict=True))
+        self.outs: dict[str, Atom] = self.source.outvars
+        self.vars_of = self.source.invars
         self.kind = layout.kind(step)
         # reductions one after the other are one chain
         one_chain = dataclasses.replace(o.reduce, chains=1)
@@ -199,7 +198,7 @@ class RankWriter:
         n_state, n_given = (sum(len(spec.names) for spec in of[:2]) for of in (self.source.args, args))
 
         def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-            held = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.source.jaxpr.jaxpr.invars[:n_state]]
+            held = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.source.inner.invars[:n_state]]
             other = cut(self.source.specialize_flat([*held, *types[n_given:]])).with_reported()
             return rewritten(other, self.layout)
 
@@ -239,7 +238,7 @@ class RankWriter:
         return found
 
     def _gatherer(self, b: Builder, step: Cut, local: Mapping[str, Atom]) -> Any:
-        vars_of = dict(zip(step.program.in_names, step.program.jaxpr.jaxpr.invars, strict=True))
+        vars_of = step.program.invars
         stacked = stacked_leaves(step)
         given = {
             vars_of[n]: Given(n, s, local[n], stacked=n in stacked and s.axis > 0 and self.o.stage == 3)

@@ -102,7 +102,7 @@ def sliced_half(slices: Slices, axis_name: str) -> OptimizeHalf:
       axis_name: of the axis that the ranks are on.
     """
     half, flow = slices.analysis.half, slices.analysis.flow
-    eqns = half.jaxpr.jaxpr.eqns
+    eqns = half.eqns
     made_by = {v: e for e in eqns for v in e.outvars}
     b = Builder(half.jaxpr)
     writers: dict[str, SliceWriter] = {}

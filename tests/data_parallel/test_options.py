@@ -229,6 +229,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(OPTIONS))
 def test_every_way_to_reduce_gives_the_numbers_of_one_device(options, trainers, way):
@@ -270,6 +271,7 @@ CLIPPED = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(CLIPPED))
 def test_each_trainer_clips_its_own_gradient_before_they_are_averaged(options, trainers, way):
@@ -304,6 +306,7 @@ COMPRESS = {
 }
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(COMPRESS))
 def test_what_is_compressed_is_as_far_off_as_its_type_says(options, trainers, way):
@@ -355,6 +358,7 @@ NOISY = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("trainers,options,way", [(*of, way) for *of, ways in NOISY for way in ways])
 def test_statistics_go_from_micro_step_to_micro_step_and_keys_differ(trainers, options, way):

@@ -145,6 +145,7 @@ def x64() -> Any:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
 @pytest.mark.parametrize("trainers", [1, 2, 4, 8])
 def test_trainers_equal_one_device_on_the_global_batch(trainers: int, way: str) -> None:
@@ -186,6 +187,7 @@ def model_cases() -> dict[str, tuple[Any, Any, Any]]:
     }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("trainers, way", [(4, "simulate"), (2, "mesh")])
 @pytest.mark.parametrize("model", ["tied", "frozen", "masked", "nested-0d", "unused-leaf"])
 def test_every_model_equals_one_device(model: str, trainers: int, way: str) -> None:
@@ -223,6 +225,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("trainers, way", [(4, "simulate"), pytest.param(2, "mesh", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_equals_one_device(name: str, trainers: int, way: str) -> None:
@@ -370,6 +373,7 @@ def dropout(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Arra
     return square(params, x * jax.random.bernoulli(key, 0.5, x.shape), y)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
 @pytest.mark.parametrize("trainers", [1, 2, 4])
 def test_a_key_of_the_batch_is_each_trainers_own(trainers: int, way: str) -> None:

@@ -293,6 +293,7 @@ def test_lars_does_not_notice_the_scale_of_the_gradients():
 # -- as optax transformations ----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "schedule"])
 @pytest.mark.parametrize("name", SOME)
@@ -450,6 +451,7 @@ def test_elementwise_rules_leave_every_leaf_free_to_be_cut(name):
         assert analyse(done.optimize, done.optimized).groups == {}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "schedule"])
 @pytest.mark.parametrize("name", ["ftrl-l1-l2", "ftrl-power", "decayed_adagrad", "lars-all"])
 def test_a_job_trains_as_one_device_does(name, scheduled):

@@ -147,6 +147,7 @@ def check(case, plan, dtype, steps=STEPS):
 # -- every optimizer -------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("name", CASES)
 def test_three_servers_give_what_one_device_gives(name, dtype):
     case = CASES[name]

@@ -631,6 +631,7 @@ def shuffled():
     return [jax.devices()[i] for i in (3, 1, 4, 6, 5, 2)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "cluster,options,want",
     [
@@ -751,6 +752,7 @@ def layers_of(plan):
     return [[n.removeprefix("params/w") for n in s.params] for s in plan.stages]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "names,want",
     [

@@ -63,6 +63,7 @@ def nbytes(t):
 # -- programs --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
@@ -85,6 +86,7 @@ def test_everything_is_computed_once(name, stages, split):
         assert found[function] == whole[function], function
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_cotangents_and_weights_together_are_the_backward(name, stages):
@@ -134,6 +136,7 @@ def low(loss):
     return cast
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_weights_are_kept_for_each_micro_batch(name, cast):
@@ -258,6 +261,7 @@ MEMORY = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name,options", MEMORY)
 def test_devices_hold_what_their_stages_have(name, options):
     """After init, and after a step that may reuse the state it is given: the least that there can be, and batches."""

@@ -75,6 +75,7 @@ def check_case(models, case):
         tree_close(of.of(job.scheduled(name)), want, 1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.soak] * (k % 2)) for k, case in enumerate(pairwise(FACTORS))],

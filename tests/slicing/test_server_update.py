@@ -163,6 +163,7 @@ def case(request):
         yield tx, elementwise, params, plan
 
 
+@pytest.mark.sampled(7)
 def test_three_servers_compute_what_whole_arrays_compute(case):
     tx, elementwise, params, plan = case
     check(tx, params, plan, trainers=2)

@@ -173,6 +173,7 @@ def test_ranks_that_own_leaves_train_as_one_device(name: str) -> None:
     check("uneven", OPTIMIZERS[name](), 3, "greedy_even")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "name, degree, rule, replicas",
@@ -189,6 +190,7 @@ def test_degrees_rules_and_groups(name: str, degree: int, rule: str, replicas: i
     check("masked", OPTIMIZERS[name](), degree, rule, replicas)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("fuse", [32, 0], ids=["in one", "in parts"])
 @pytest.mark.parametrize(
@@ -270,6 +272,7 @@ def test_a_gradient_that_enters_a_norm_and_no_update(degree: int) -> None:
 FEW = ("adafactor", "sm3", "dog", "flatten", "noisy_sgd", "lookahead", "multi_transform", "apply_if_finite")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", FEW)
 def test_any_optimizer(name: str) -> None:

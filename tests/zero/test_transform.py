@@ -122,6 +122,7 @@ OTHERS: list[Choice] = [
 PAIRS = [*pairwise(list(FACTORS.values())), *OTHERS]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "choice", [pytest.param(c, marks=[pytest.mark.soak] * (k % 2)) for k, c in enumerate(PAIRS)], ids=named
@@ -154,18 +155,21 @@ ON_MESH: list[Choice] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("choice", ON_MESH, ids=named)
 def test_ranks_on_a_mesh_compute_what_one_device_computes_and_agree(choice: Choice) -> None:
     check(*choice, way="mesh")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["simulate", "mesh"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_float32_is_that_of_one_device_to_its_precision(stage: int, way: str) -> None:
     check("uneven", "clip, adam", 4, stage, 32, True, 2, way=way, dtype=jnp.float32, rtol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("prefetch, segment", [(0, 0), (3, 0), (2, 1e-3), (1, 32)])
 @pytest.mark.parametrize("model", ["uneven", pytest.param("transformer", marks=pytest.mark.soak), "scan"])
@@ -173,6 +177,7 @@ def test_what_is_gathered_ahead_of_time_or_together_is_the_same(model: str, pref
     check(model, "adamw", 4, 3, 32, True, 1, prefetch=prefetch, gather_bucket_MB=segment)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name, degree", [("sgd", 4), ("adamw", 3)])
@@ -212,6 +217,7 @@ def test_batches_of_other_sizes_are_traced_anew(stage: int) -> None:
 HARD = [(name, {"replicas": 2} if k % 3 else {"num_micro_batch": 2}, bool(k % 2)) for k, name in enumerate(SMALL)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name, options, marked", HARD)
 def test_models_that_are_hard_to_gather(name: str, options: Any, marked: bool) -> None:
@@ -246,6 +252,7 @@ def test_models_that_are_hard_to_gather_elsewhere(name: str, stage: int, degree:
 # -- padding ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("optimizer, way", [
     ("clip, adam", "simulate"), ("lamb", "simulate"), ("lamb", "mesh"), ("adafactor", "simulate"),
@@ -391,6 +398,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name, stage, degree, replicas", CASES)
 def test_every_option_does_what_it_does_in_nccl2_mode(name: str, stage: int, degree: int, replicas: int) -> None:
@@ -458,6 +466,7 @@ def test_results_that_are_computed_from_updates_and_new_parameters(stage: int, o
     tree_close(got, want, 1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["weight", "window"])
@@ -521,6 +530,7 @@ def zoo_case(name: str, stage: int, degree: int) -> None:
 FEW = ("adam", "adafactor", "lars", "sm3", "muon", "dog", "flatten", "noisy_sgd", "lookahead", "multi_transform")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", FEW)
 def test_any_optimizer(name: str) -> None:

@@ -48,7 +48,7 @@ OVER_AXIS: Rules = {
 @realises(CollectivePlan, "function")
 def per_trainer(program: Program) -> Callable[..., list[Any]]:
     """A program as a function of flat arrays, for one trainer on a named axis."""
-    inner = program.jaxpr.jaxpr
+    inner = program.inner
     constants = dict(zip(inner.constvars, program.jaxpr.consts, strict=True))
 
     def run(*args: Any) -> list[Any]:

@@ -97,8 +97,8 @@ class Segments:
           compute: runs one piece; its jitted function by default.
         """
         jaxpr = self.program.jaxpr
-        env: dict[Var, Any] = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-        env.update(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+        env: dict[Var, Any] = dict(zip(opened(jaxpr).invars, args, strict=True))
+        env.update(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
         read = lambda a: a.val if isinstance(a, Literal) else env[a]
         for step, dropped in zip(self.steps, self.dropped, strict=True):
             if isinstance(step, Compute):
@@ -112,7 +112,7 @@ class Segments:
             del outs  # `env` alone holds values, until they are dropped
             for v in dropped:
                 env.pop(v, None)
-        return [read(a) for a in jaxpr.jaxpr.outvars]
+        return [read(a) for a in opened(jaxpr).outvars]
 
 
 def cut_program(program: Program, *, computed: Rules | None = None, group_bytes: float = float("inf")) -> Segments:
@@ -123,7 +123,7 @@ def cut_program(program: Program, *, computed: Rules | None = None, group_bytes:
       group_bytes: send once this many bytes of gradients are ready; by default all at the end.
     """
     rules = computed or {}
-    inner = program.jaxpr.jaxpr
+    inner = program.inner
     order: list[list[JaxprEqn] | JaxprEqn] = [[]]
     behind: list[JaxprEqn] = []  # sends of the piece before the current one
     waiting: list[JaxprEqn] = []  # sends of the current one
@@ -180,7 +180,7 @@ def _piece(
     """The equations of one piece as a function of what they read to what is read later."""
     made = {v for e in eqns for v in e.outvars}
     reads = list(dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made))
-    constants = set(jaxpr.jaxpr.constvars)
+    constants = set(opened(jaxpr).constvars)
     reads = [v for v in reads if v not in constants]
     makes = [v for e in eqns for v in e.outvars if last[v] > index or v in outs]
     if not any(e.primitive in rules for e in eqns):
@@ -189,7 +189,7 @@ def _piece(
         for e in eqns:
             b.keep(e)
         return Compute(jaxpr_as_fun(b.build(makes)), tuple(reads), tuple(makes))
-    values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    values = dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
 
     def run(*args: Any) -> list[Any]:
         return interpret(eqns, {**values, **dict(zip(reads, args, strict=True))}, makes, rules)

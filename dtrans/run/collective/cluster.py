@@ -286,7 +286,7 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
     Raises:
       StateError: it is for another number of trainers.
     """
-    eqns = [e for e in program.jaxpr.jaxpr.eqns if e.primitive in OVER_AXES]
+    eqns = [e for e in program.eqns if e.primitive in OVER_AXES]
     names = max((tuple(e.params["over"]) for e in eqns), key=len)
     known = {e.params["over"][0]: e.params["size"] for e in eqns if "size" in e.params}
     free = [n for n in names if n not in known]
@@ -298,4 +298,4 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
 
 def is_of_cluster(program: Program) -> bool:
     """Whether a program reduces over trainers, and so is compiled as a whole."""
-    return any(e.primitive in OVER_AXES for e in program.jaxpr.jaxpr.eqns)
+    return any(e.primitive in OVER_AXES for e in program.eqns)

@@ -242,7 +242,7 @@ class CollectiveJob(Job):
     @cached_property
     def _opened_startup(self) -> ClosedJaxpr:
         """The startup program, whose first inputs are its constants: of processes, those of rank 0 are everybody's."""
-        inner = self._startup.jaxpr.jaxpr
+        inner = self._startup.inner
         return closed([], [], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner)
 
     @cached_property

@@ -48,7 +48,7 @@ class BackgroundComm:
 
     def prepare(self, program: Program) -> None:
         """Note what a program receives, all of which is received at once."""
-        for eqn in program.jaxpr.jaxpr.eqns:
+        for eqn in program.eqns:
             if eqn.primitive is recv_p and "communicator" in eqn.params:
                 (t,) = eqn.params["types"]
                 leaf = leaf_of(eqn, t)

@@ -87,7 +87,7 @@ class BlockUpdates:
         spent = self._spent.get(block.name, [])
         given = [n for n in block.in_names if n not in spent]
         order = [(n in spent, (spent if n in spent else given).index(n)) for n in block.in_names]
-        kind = (without_addresses(str(block.jaxpr.jaxpr)), tuple(order))
+        kind = (without_addresses(str(block.inner)), tuple(order))
         key = kind if not block.jaxpr.consts else id(block)
         if key not in self._compiled:
 

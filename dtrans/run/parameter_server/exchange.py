@@ -77,7 +77,7 @@ class Exchange:
     @classmethod
     def of(cls, block: OptimizeBlock, me: str) -> Exchange | None:
         """The exchange that a block ends with; None for a block that needs no other server."""
-        inner = block.jaxpr.jaxpr
+        inner = block.inner
         reductions = [eqn for eqn in inner.eqns if eqn.primitive is all_reduce_p]
         if not reductions:
             return None
@@ -86,7 +86,7 @@ class Exchange:
         reads = {a for eqn in inner.eqns for a in eqn.invars if isinstance(a, Var)}
         assert reads.isdisjoint(called), f"{block}: an equation reads what is reduced in the same block"
         own = [eqn for eqn in reductions if me in eqn.params["owners"]]
-        outs = list(zip(block.out_names, inner.outvars, strict=True))
+        outs = list(block.outvars.items())
         is_reduced = lambda a: isinstance(a, Var) and a in called
         plain = [(n, a) for n, a in outs if not is_reduced(a)]
         return cls(

@@ -226,8 +226,8 @@ class MeshJob(Job):
         outs = self.plan.main.outputs
         if self.trainers == 1:
             return frozenset()
-        inner = self.plan.main.jaxpr.jaxpr
-        ins = dict(zip(self.plan.main.in_names, inner.invars, strict=True))
+        inner = self.plan.main.inner
+        ins = self.plan.main.invars
         made = dict(zip(outs, inner.outvars, strict=True))
         return frozenset(n for n in self.plan.frozen if made[n] is not ins[n])
 

@@ -52,7 +52,7 @@ class MeshTrainerPrograms:
         self.plan = plan
         self.pieces = cut_program(program, computed=COMPUTED)
         self.param_names = plan.main.args[0].names
-        inner = program.jaxpr.jaxpr
+        inner = program.inner
         count = len(self.param_names)
         self.kinds: dict[Var, str] = {}
         for name, var in zip(self.param_names, inner.invars, strict=False):
@@ -66,7 +66,7 @@ class MeshTrainerPrograms:
             if any(v in self.kinds for v in reads):
                 assert isinstance(step, Compute)
                 self.kinds |= dict.fromkeys(step.makes, "stacked")
-        self.outs = dict(zip(program.out_names, inner.outvars, strict=True))
+        self.outs = program.outvars
         self.steps = [s for s in self.pieces.steps if isinstance(s, Compute)]
         self.compiled = {s: self._compile(s) for s in self.steps}
         self.rest = without(program.out, plan.main.args[0])

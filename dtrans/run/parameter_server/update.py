@@ -100,7 +100,7 @@ class ServerUpdate:
     @classmethod
     def of(cls, program: Program) -> ServerUpdate:
         """The update in a pserver program. Raises ConfigError for any other program."""
-        for eqn in program.jaxpr.jaxpr.eqns:
+        for eqn in program.eqns:
             if eqn.primitive is listen_and_serv_p:
                 return cls(eqn)
         raise ConfigError(f"program {program.name} is not a pserver program: it has no listen_and_serv")
@@ -130,7 +130,7 @@ class ServerUpdate:
         """Name to type, of what all trainers send."""
         found: dict[str, Any] = {}
         for b in self.blocks:
-            given = dict(zip(b.in_names, b.jaxpr.jaxpr.invars, strict=True))
+            given = b.invars
             found |= {n: given[g.name].aval for g in b.grads for n in g.sent.values()}
         return found
 

@@ -58,7 +58,7 @@ class _UpdateValues:
 def write_update(d: Draft) -> tuple[StateSlots, ResultSlots]:
     """Write the update: the slots of the new state, and those of results that it makes."""
     placed = d.at.plan.update.placed
-    inner = placed.program.jaxpr.jaxpr
+    inner = placed.program.inner
     name_of = dict(zip(inner.invars, placed.program.in_names, strict=True))
     values = _UpdateValues(d, name_of, _kinds(d.at, name_of))
     _sums_to_host(d)
@@ -108,7 +108,7 @@ def _donated(values: _UpdateValues, piece: StagePart, later: Collection[tuple[Va
     """The positions of old state whose new value is made in the same piece, and that is not wanted any more."""
     plan = values.d.at.plan
     program = plan.update.placed.program
-    outs = zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True)
+    outs = program.outvars.items()
     new_of = {a: n for n, a in outs if n in plan.state and isinstance(a, Var)}
     made = {new_of[v] for v in piece.makes if v in new_of}
     spent = lambda v: values.name_of.get(v) in made and (v, piece.place) not in later and v not in new_of
@@ -117,7 +117,7 @@ def _donated(values: _UpdateValues, piece: StagePart, later: Collection[tuple[Va
 
 def _of_piece(piece: StagePart) -> Callable[..., Sequence[Any]]:
     """A piece as a function of one replica."""
-    inner = piece.jaxpr.jaxpr
+    inner = piece.inner
     values = dict(zip(inner.constvars, constants(piece.jaxpr), strict=True))
 
     def run(*args: Any) -> Sequence[Any]:
@@ -129,7 +129,7 @@ def _of_piece(piece: StagePart) -> Callable[..., Sequence[Any]]:
 def _new_state(values: _UpdateValues) -> StateSlots:
     at, slots = values.d.at, values.d.slots
     plan, placed = at.plan, at.plan.update.placed
-    outs = dict(zip(placed.program.out_names, placed.program.jaxpr.jaxpr.outvars, strict=True))
+    outs = placed.program.outvars
     found: StateSlots = {}
     for n in plan.state:
         home, a = placed.home[n], outs[n]
@@ -147,7 +147,7 @@ def _new_state(values: _UpdateValues) -> StateSlots:
 def _made_by_update(values: _UpdateValues) -> ResultSlots:
     plan, program = values.d.at.plan, values.d.at.plan.update.placed.program
     found: ResultSlots = {}
-    for n, a in zip(program.out_names, program.jaxpr.jaxpr.outvars, strict=True):
+    for n, a in program.outvars.items():
         if n not in plan.state:
             stage = plan.update.placed.out_at[n] or 0
             slot = values.slot(a, stage) if isinstance(a, Var) else values.d.slots.literal(a, 0, n)
@@ -189,14 +189,14 @@ def _to_home(d: Draft, name: str, slot: int, kind: StageSharding, stage: int) ->
 def _kinds(at: Deployment, name_of: Mapping[Var, str]) -> dict[Any, StageSharding]:
     """How replicas have each value of the update: what is made of what they have for themselves is their own."""
     program = at.plan.update.placed.program
-    inner = program.jaxpr.jaxpr
+    inner = program.inner
     kinds: dict[Any, StageSharding] = {v: at.update_kind(n) for v, n in name_of.items()}
     for eqn in inner.eqns:
         whole = eqn.primitive in (all_gather_p, all_reduce_p)
         own = any(isinstance(a, Var) and _varies(kinds.get(a, SAME)) for a in eqn.invars)
         own = own or eqn.primitive is trainer_index_p
         kinds |= dict.fromkeys(eqn.outvars, EACH if own and not whole else SAME)
-    for n, a in zip(program.out_names, inner.outvars, strict=True):
+    for n, a in program.outvars.items():
         if isinstance(a, Var):  # state that is not cut is the same in all replicas, and so are results
             kinds[a] = at.state_kind(n)
     return kinds

@@ -128,11 +128,11 @@ class StateLayout:
 def _startup_of(plan: PipelinePlan, names: Sequence[str]) -> ClosedJaxpr:
     """What makes some arrays of the first state."""
     startup = plan.startup
-    outs = dict(zip(startup.out_names, startup.jaxpr.jaxpr.outvars, strict=True))
+    outs = startup.outvars
     rows = {r.name: (n, r) for n, runs in plan.stacks.items() for r in runs}
     b = Builder(startup.jaxpr)
-    b.invars += startup.jaxpr.jaxpr.invars
-    for eqn in startup.jaxpr.jaxpr.eqns:
+    b.invars += startup.inner.invars
+    for eqn in startup.eqns:
         b.keep(eqn)
     wanted = []
     for n in names:

@@ -140,13 +140,13 @@ class Owned:
 
     def startup(self, startup: Program) -> Program:
         """The init of one device, with state in the bins of all ranks."""
-        inner = startup.jaxpr.jaxpr
+        inner = startup.inner
         b = Builder(startup.jaxpr)
         b.invars += inner.invars
         b.role = FORWARD
         for eqn in inner.eqns:
             b.keep(eqn)
-        found: dict[str, Atom] = dict(zip(startup.out_names, inner.outvars, strict=True))
+        found: dict[str, Atom] = startup.outvars
         b.role = DIST
         if self.state.types:
             found |= packed(b, self.state, found)
@@ -252,8 +252,8 @@ def _updating_what_is_read(step: Cut) -> tuple[list[str], OptimizeHalf]:
     """
     half = step.optimize
     more = [n for n in step.params if n in half.graded and n not in step.optimized]
-    inner = half.jaxpr.jaxpr
-    inputs = dict(zip(half.in_names, inner.invars, strict=True))
+    inner = half.inner
+    inputs = half.invars
     new = {n: Var(step.program.inputs[n]) for n in more if n not in inputs}
     b = Builder(half.jaxpr)
     b.invars += [*inner.invars, *new.values()]

@@ -114,9 +114,7 @@ class OwnerWriter:
             later |= {self._named(n) for n in (*self.state.of_rank(k), *self.params.of_rank(k))}
             for b in work:
                 if b.level == level and self._is_unit(b):
-                    made = dict(
-                        zip(map(self._named, b.out_names), (a.aval for a in b.jaxpr.jaxpr.outvars), strict=True)
-                    )
+                    made = dict(zip(map(self._named, b.out_names), (a.aval for a in b.inner.outvars), strict=True))
                     types |= {n: t for n, t in made.items() if n in later}
                     owner |= dict.fromkeys(made, k)
         return Bins.of(types, owner, self.ranks, f"level {level}")

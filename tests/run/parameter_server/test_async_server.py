@@ -79,6 +79,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_one_trainer_is_sequential_training(role_threads: RoleThreads, tx: Any, servers: int) -> None:

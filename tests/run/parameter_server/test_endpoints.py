@@ -838,6 +838,7 @@ NAME = "params/w@GRAD"
 HEADER = {"order": sys.byteorder, "session": "s", "trainer": 0, "trainers": 1}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "frames, reason",
     [

@@ -133,6 +133,7 @@ def single_device(rounds: int, params: Any, loss: Any = mlp_loss, tx: Any = None
     return plain_run(plain_step(loss, tx), params, tx.init(params), batches())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("devices", [8, 1, 2, 4])
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_a_mesh_equals_one_device(rounds: int, devices: int) -> None:

@@ -75,6 +75,7 @@ def batches_of(rows: int, steps: int = 2, dtype: Any = jnp.float64, **kw: Any) -
 # -- numbers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "dtype, trainers, servers, devices, rows",
     [
@@ -105,6 +106,7 @@ def test_a_mesh_job_equals_one_device(dtype: Any, trainers: int, servers: int, d
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "tx",
     [
@@ -248,6 +250,7 @@ def test_optax_masked_trains_only_some_leaves_as_on_one_device() -> None:
         same_as_one_device(mlp_loss, tx, params, batches_of(4))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("shape", [(), (4,)], ids=["0-d", "1-d"])
 def test_a_leaf_that_the_loss_does_not_use_is_trained_as_on_one_device(shape: Any, dtype: Any) -> None:
@@ -555,6 +558,7 @@ def devices_of(x: jax.Array) -> set[int]:
     return {d.id for d in x.devices()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "trainers, servers, devices, trainer_ids, server_ids",
     [

@@ -89,6 +89,7 @@ def run(role_threads: RoleThreads, plan: PServerPlan, steps: Sequence[int]) -> t
 # -- numbers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "tx, servers, steps",
     [
@@ -294,6 +295,7 @@ def test_as_paddle_in_numbers(role_threads: RoleThreads) -> None:
 # -- what still ends the job -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("on_trainer_exit", ["drop", "paddle", "error"])
 @pytest.mark.parametrize("says_barrier", [False, True])
 def test_who_closes_in_the_middle_of_a_step_ends_the_job(

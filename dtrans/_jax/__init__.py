@@ -1,0 +1,89 @@
+"""All that this package knows of JAX beyond its documented API: when a new JAX moves something, it is mended here.
+
+    imports      what is imported from modules that promise nothing
+    jaxprs       jaxprs, open and closed
+    own          how primitives of this package are made
+    primitives   primitives by kind, and the parameters of loops, branches, calls and collectives
+    origins      where an equation comes from
+    runtime      devices and processes
+    versions     which JAX this was tested with
+
+Tests look that nothing else of the package imports such a module, names such a parameter, or takes a jaxpr apart by its
+attributes. Each file imports only those above it.
+"""
+
+from dtrans._jax.imports import (
+    Atom as Atom,
+    ClosedJaxpr as ClosedJaxpr,
+    Jaxpr as Jaxpr,
+    JaxprEqn as JaxprEqn,
+    Literal as Literal,
+    Primitive as Primitive,
+    ProcessFailureError as ProcessFailureError,
+    ShapedArray as ShapedArray,
+    Var as Var,
+    jaxpr_as_fun as jaxpr_as_fun,
+    jaxprs_in_params as jaxprs_in_params,
+    live_devices as live_devices,
+    new_jaxpr_eqn as new_jaxpr_eqn,
+    threefry2x32_p as threefry2x32_p,
+)
+from dtrans._jax.jaxprs import (
+    HoldsJaxpr as HoldsJaxpr,
+    NamedJaxpr as NamedJaxpr,
+    abstract_eval as abstract_eval,
+    closed as closed,
+    constants as constants,
+    equations as equations,
+    evaluate as evaluate,
+    is_jaxpr as is_jaxpr,
+    is_traced as is_traced,
+    live_part as live_part,
+    lowered_jaxpr as lowered_jaxpr,
+    map_bodies as map_bodies,
+    opened as opened,
+    small_jaxpr as small_jaxpr,
+)
+from dtrans._jax.origins import (
+    line_of as line_of,
+    origin_of as origin_of,
+    scope_of as scope_of,
+    warn_unknown as warn_unknown,
+    within_scope as within_scope,
+)
+from dtrans._jax.own import (
+    is_zero as is_zero,
+    new_identity as new_identity,
+    new_kept as new_kept,
+    new_primitive as new_primitive,
+)
+from dtrans._jax.primitives import (
+    COND as COND,
+    ELEMENTWISE as ELEMENTWISE,
+    LOOPS as LOOPS,
+    REMAT as REMAT,
+    SCAN as SCAN,
+    WHILE as WHILE,
+    axes_of as axes_of,
+    bodies as bodies,
+    call_body as call_body,
+    is_known as is_known,
+    is_reversed as is_reversed,
+    name_given as name_given,
+    scan_counts as scan_counts,
+    scan_length as scan_length,
+    scan_turns as scan_turns,
+    scan_with as scan_with,
+    while_counts as while_counts,
+    with_bodies as with_bodies,
+)
+from dtrans._jax.runtime import (
+    backends_started as backends_started,
+    bulletin_board as bulletin_board,
+    gloo_scatters_wrongly as gloo_scatters_wrongly,
+    is_varying as is_varying,
+)
+from dtrans._jax.versions import warn_untested
+
+
+warn_untested()

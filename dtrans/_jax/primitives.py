@@ -1,0 +1,204 @@
+"""Primitives by kind, and what is said in the parameters of loops, branches, calls and collectives.
+
+No other file of the package names such a parameter: when JAX says it in another way, the accessor here learns both. One
+that finds neither raises `TraceError` by name. What no table knows is treated as the worst kind, and said
+(`dtrans.errors.UnknownPrimitiveWarning`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax.imports import Atom, ClosedJaxpr, JaxprEqn, Var
+from dtrans._jax.jaxprs import opened
+from dtrans._jax.own import OWN
+from dtrans.errors import TraceError
+
+
+# -- kinds -----------------------------------------------------------------------------------------
+
+SCAN, WHILE, COND = "scan", "while", "cond"
+LOOPS = (SCAN, WHILE)
+REMAT = ("remat2", "remat", "checkpoint")  # as JAX calls, or has called, `jax.checkpoint`
+CALLS = ("closed_call", "core_call", "eval_jaxpr")  # the last from 0.11, in the place of the two before
+CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+_JIT = ("jit", "pjit")
+
+# fmt: off
+# The output at an index depends on the operands at that index only.
+ELEMENTWISE = frozenset(
+    {
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+        "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+        "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv",
+        "erfc", "exp", "exp2", "expm1", "floor", "ge", "gradient", "gt", "igamma", "igamma_grad_a", "igammac", "imag",
+        "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max",
+        "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "optimization_barrier",
+        "or", "polygamma", "polynomial", "population_count", "pow", "random_gamma_grad", "real", "reduce_precision",
+        "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+        "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+        "zeta",
+    }
+)
+
+# All others that are known: each strategy has rules for some of them, and treats the rest as what mixes everything.
+_OTHERS = frozenset(
+    {
+        "approx_top_k", "argmax", "argmin", "axis_index", "broadcast_in_dim", "call_hi_primitive", "cholesky",
+        "cholesky_update", "concatenate", "conv_general_dilated", "create_token", "cumlogsumexp", "cummax", "cummin",
+        "cumprod", "cumsum", "custom_linear_solve", "dce_sink", "debug_callback", "debug_print", "device_put",
+        "dot_general", "dynamic_slice", "dynamic_update_slice", "eig", "eigh", "empty", "empty2", "expand_dims",
+        "ffi_call", "fft", "gather", "geqrf", "hessenberg", "householder_product", "io_callback", "iota", "linear_call",
+        "lu", "lu_pivots_to_permutation", "ormqr", "pad", "platform_index", "pmax", "pmin", "psum", "psum_invariant",
+        "pure_callback", "pvary", "qr", "ragged_dot_general", "random_bits", "random_clone", "random_fold_in",
+        "random_gamma", "random_seed", "random_split", "random_unwrap", "random_wrap", "reduce", "reduce_and",
+        "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_window", "reduce_window_max",
+        "reduce_window_min", "reduce_window_sum", "reduce_xor", "reshape", "rev", "rng_bit_generator", "rng_uniform",
+        "scaled_dot", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub", "schur",
+        "select_and_gather_add", "select_and_scatter_add", "shard_map", "sharding_constraint", "slice", "sort",
+        "split", "squeeze", "stack", "svd", "symmetric_product", "threefry2x32", "tile", "top_k", "transpose",
+        "triangular_solve", "tridiagonal", "tridiagonal_solve", "unstack",
+    }
+)
+# fmt: on
+_KNOWN = ELEMENTWISE | _OTHERS | {SCAN, WHILE, COND, *REMAT, *CALLS, *CUSTOM_RULES, *_JIT}
+
+
+def is_known(eqn: JaxprEqn) -> bool:
+    """Whether a table here knows the primitive of an equation, or it is one of this package."""
+    return eqn.primitive.name in _KNOWN or eqn.primitive in OWN
+
+
+# -- bodies ----------------------------------------------------------------------------------------
+
+_BODIES = {
+    SCAN: ("jaxpr",),
+    WHILE: ("cond_jaxpr", "body_jaxpr"),
+    **dict.fromkeys((*REMAT, *_JIT), ("jaxpr",)),
+    **dict.fromkeys((*CALLS, *CUSTOM_RULES), ("call_jaxpr",)),
+}
+
+
+def param(eqn: JaxprEqn, key: str) -> Any:
+    """A parameter of an equation. Raises TraceError where this JAX has no such parameter."""
+    if key not in eqn.params:
+        raise TraceError(
+            f"jax {jax.__version__} has no parameter {key!r} of {eqn.primitive.name}, only {', '.join(eqn.params)}: "
+            "this dtrans does not know that JAX; take an older one"
+        )
+    return eqn.params[key]
+
+
+def bodies(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The jaxprs of a loop, a branch or a call: of a `while` its condition and its body, of a `cond` all branches."""
+    if eqn.primitive.name == COND:
+        return tuple(param(eqn, "branches"))
+    return tuple(param(eqn, key) for key in _BODIES[eqn.primitive.name])
+
+
+def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
+    """The parameters that say that `bodies` are others."""
+    if eqn.primitive.name == COND:
+        return {"branches": tuple(new)}
+    return dict(zip(_BODIES[eqn.primitive.name], new, strict=True))
+
+
+def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
+    """The body of a call that may stand in its place; None for anything else.
+
+    Derivative rules are dead weight once gradients have been taken. `jax.checkpoint` is no such call: it is what keeps
+    XLA from merging what is computed twice.
+
+    Args:
+      rules: calls with derivative rules stay, since they are still to be differentiated.
+    """
+    name = eqn.primitive.name
+    if is_plain_jit(eqn) or name in CALLS or (name in CUSTOM_RULES and not rules):
+        return bodies(eqn)[0]
+    return None
+
+
+def is_plain_jit(eqn: JaxprEqn) -> bool:
+    """A `jit` equation that only groups equations: no sharding or layout asked for. Donation is the caller's."""
+    if eqn.primitive.name not in _JIT:
+        return False
+    keys = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+    asked = [a for key in keys for a in eqn.params.get(key, ())]
+    return all(type(a).__name__ == "UnspecifiedValue" or a is None for a in asked)
+
+
+# -- loops -----------------------------------------------------------------------------------------
+
+
+def scan_length(eqn: JaxprEqn) -> int:
+    """How many turns a `scan` takes."""
+    return int(param(eqn, "length"))
+
+
+def is_reversed(eqn: JaxprEqn) -> bool:
+    """Whether a `scan` takes its last turn first."""
+    return bool(param(eqn, "reverse"))
+
+
+def scan_turns(length: int) -> dict[str, Any]:
+    """The parameters that say how many turns a `scan` takes."""
+    return {"length": length}
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many are carried; the rest is taken apart."""
+    if "ft_in" in eqn.params:  # from 0.11: a tree for each kind of operand
+        consts, carried, _ = map(len, eqn.params["ft_in"].unpack())
+        return consts, carried
+    return int(param(eqn, "num_consts")), int(param(eqn, "num_carry"))
+
+
+def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `while` are constants of its condition, and how many of its body; the rest is carried."""
+    return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
+
+
+def scan_with(eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
+    """A `scan` with another body, which takes apart and makes other stacks; its constants and what it carries stay."""
+    params = {**eqn.params, **with_bodies(eqn, [body])}
+    if "ft_in" in params:
+        consts, carried = scan_counts(eqn)
+        params |= _scan_trees(consts, carried, len(invars) - consts - carried, len(outvars) - carried)
+    return eqn.replace(invars=list(invars), outvars=list(outvars), params=params)
+
+
+@functools.cache
+def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, Any]:
+    """How a `scan` says from 0.11 which operands and results are of which kind: JAX is asked for one of this kind."""
+
+    def loop(fixed: list[Any], carry: list[Any], parts: list[Any]) -> Any:
+        def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
+            one = sum([*fixed, *carry, *parts], 0.0)  # so that every constant is read
+            return [one] * carried, [one] * made
+
+        return jax.lax.scan(turn, carry, parts, length=1)
+
+    jaxpr = jax.make_jaxpr(loop)([0.0] * consts, [0.0] * carried, [jax.numpy.zeros(1)] * taken)
+    (eqn,) = (e for e in opened(jaxpr).eqns if e.primitive.name == "scan")
+    return {key: eqn.params[key] for key in ("ft_in", "ft_out")}
+
+
+# -- names and axes --------------------------------------------------------------------------------
+
+
+def name_given(eqn: JaxprEqn) -> str | None:
+    """What `jax.ad_checkpoint.checkpoint_name` called a value; None for any other equation."""
+    if eqn.primitive.name == "name":
+        return str(param(eqn, "name"))
+    hijax: Any = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None  # JAX_REMAT3, from 0.12
+    return str(hijax.name) if type(hijax).__name__ == "CheckpointName" else None
+
+
+def axes_of(eqn: JaxprEqn) -> list[Any]:
+    """What a collective of JAX communicates over; of a reduction within an array its axes, which are numbers."""
+    each = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
+    return [n for axes in each for n in (axes if isinstance(axes, (tuple, list)) else (axes,))]

@@ -1,0 +1,28 @@
+"""Which JAX this package was tested with.
+
+The oldest is what pyproject.toml asks for. There is no upper bound, since none is known to fail: one that is newer than
+the newest tested may well work, and is said once.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+
+from dtrans.errors import UntestedJaxWarning
+
+
+NEWEST_TESTED = (0, 12, 0, 1)
+
+
+def warn_untested() -> None:
+    """Warn, once for each process, of a JAX that is newer than the newest that was tested."""
+    if _numbers(jax.__version__)[:2] > NEWEST_TESTED[:2]:
+        tested = ".".join(map(str, NEWEST_TESTED))
+        text = f"dtrans was tested with jax up to {tested}, and this is {jax.__version__}"
+        warnings.warn(UntestedJaxWarning(text), stacklevel=2)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
