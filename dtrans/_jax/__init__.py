@@ -1,12 +1,12 @@
 """All that this package knows of JAX beyond its documented API: when a new JAX moves something, it is mended here.
 
     imports      what is imported from modules that promise nothing
+    versions     which JAX this was tested with
     jaxprs       jaxprs, open and closed
     own          how primitives of this package are made
     primitives   primitives by kind, and the parameters of loops, branches, calls and collectives
     origins      where an equation comes from
     runtime      devices and processes
-    versions     which JAX this was tested with
 
 Tests look that nothing else of the package imports such a module, names such a parameter, or takes a jaxpr apart by its
 attributes. Each file imports only those above it.
