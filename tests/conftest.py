@@ -68,6 +68,19 @@ def open_sockets() -> set[str]:
     return found
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Iterator[None]:
+    """Let each file begin without what others compiled, and collect no garbage among what was there before it.
+
+    Thousands of compiled functions are gigabytes, and make every collection slow.
+    """
+    jax.clear_caches()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for temporary files, which must be empty again at the end; so must the lists of threads and sockets."""

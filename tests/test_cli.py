@@ -229,6 +229,7 @@ def test_train_as_processes_in_nccl2_mode(command: Any, capfd: pytest.CaptureFix
     assert difference_in(out) < 1e-5
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_train_as_processes_in_double_precision() -> None:
     """More servers than there are blocks for, and float64."""

@@ -10,7 +10,7 @@ RECORDED = fingerprints.recorded()
 PLANS, LOSSES = dict(fingerprints.plans()), dict(fingerprints.losses())
 VERSIONS, HERE = RECORDED["versions"], fingerprints.versions()
 
-pytestmark = pytest.mark.skipif(VERSIONS["jax"] != HERE["jax"], reason=f"recorded with jax {VERSIONS['jax']}")
+AS_RECORDED = VERSIONS["jax"] == HERE["jax"]
 
 
 def test_everything_is_recorded() -> None:
@@ -20,13 +20,18 @@ def test_everything_is_recorded() -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_are_as_recorded(name: str) -> None:
-    assert PLANS[name]() == RECORDED["plans"][name]
+    now, then = PLANS[name](), RECORDED["plans"][name]
+    if not AS_RECORDED:  # another JAX writes other equations: what is cut, moved and held is the same
+        now, then = fingerprints.moved(now), fingerprints.moved(then)
+    assert now == then
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_as_recorded(name: str) -> None:
     """Twenty steps. Processors round differently, so that the last digits are not compared."""
+    if not AS_RECORDED:
+        pytest.skip(f"recorded with jax {VERSIONS['jax']}")
     if name.startswith("characters") and VERSIONS["python"] != HERE["python"]:
         pytest.skip(f"recorded with the library of Python {VERSIONS['python']}")
     now = LOSSES[name]()

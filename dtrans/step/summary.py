@@ -1,7 +1,7 @@
 """Summaries: values of a step that are shown in TensorBoard, one for each tag whatever the job looks like.
 
 Inside a step, `scalar`, `histogram`, `image`, `audio` and `text` bind an equation each, without results and with an
-effect that keeps it (`dtrans._jax.def_kept`). On one device it does nothing, and what it looks at is computed only if
+effect that keeps it (`dtrans._jax.new_kept`). On one device it does nothing, and what it looks at is computed only if
 something else needs it. A pipeline finds these equations in the loss function it has traced (`summaries`), fetches
 what they look at from every micro-batch of every replica, makes one value of it (`merge`), and has it written
 (`dtrans.SummaryWriter`).

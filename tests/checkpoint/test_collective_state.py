@@ -84,6 +84,7 @@ def saved(tmp_path: Path) -> tuple[Path, Any, Any]:
 # -- from every layout to every other --------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [EIGHT, {"degree": 2, "replicas": 2, "stage": 1}, OWNERS], ids=str)
 def test_what_ranks_held_is_what_any_others_hold(options: Any, tmp_path: Path) -> None:
     check_layouts(OPTIMIZERS["adam"], options, LAYOUTS, tmp_path)

@@ -434,6 +434,7 @@ def batches_of(count: int) -> list[Any]:
     return [mlp_batch(8, dtype=jnp.float64, seed=i) for i in range(count)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "first, then",

@@ -1072,7 +1072,7 @@ def test_statistics_of_integers_must_say_how_they_are_merged() -> None:
 
     params, (batch, _) = square_case()
     params["seen"] = jnp.zeros((), jnp.int64)
-    with pytest.raises(ConfigError, match=r"^params/seen is int64\[\] and made of a trainer's part .*say what becomes"):
+    with pytest.raises(ConfigError, match=r"^params/seen is int64\[\] and made of a trainer's part .*say how to merge"):
         plan_of_step(step, lambda p: (p, ()), params, *batch)
     same_step(step, lambda p: (p, ()), params, [batch], way="mesh", merge={"params/seen": "sum"})
 

@@ -69,6 +69,11 @@ def lines_of(program: Program) -> Iterator[str]:
         yield _counted(role, plain)
 
 
+def moved(lines: list[str]) -> list[str]:
+    """The lines without those of plain equations, and without the numbers of values that have no name."""
+    return [re.sub(r"%\d+", "%", line) for line in lines if not line.lstrip().startswith("ops ")]
+
+
 def _counted(role: str, plain: collections.Counter[str]) -> str:
     line = f"ops {role} " + " ".join(f"{n}*{k}" if k > 1 else n for n, k in sorted(plain.items()))
     plain.clear()

@@ -98,6 +98,7 @@ def test_keys_are_folded_as_on_one_device(two: Any) -> None:
             assert distance(two[0][name], want) < 1e-12
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_four_trainers_are_one_device(tmp_path: Path, alone: Any) -> None:
     check_numbers(outcome(4, tmp_path), alone)
@@ -118,6 +119,7 @@ def check_options(found: Sequence[dict[str, Any]], options: dict[str, Any], trai
                     assert distance(of[n], want) < 1e-12, n
 
 
+@pytest.mark.soak
 def test_every_option_between_two_trainers(tmp_path: Path) -> None:
     check_options(outcome(2, tmp_path, "options"), script.OPTIONS | script.OF_TWO, 2)
 
@@ -358,6 +360,7 @@ def test_a_trainer_that_raises_is_named_with_its_words(monkeypatch: pytest.Monke
     assert time.monotonic() - started < 30.0  # it does not wait for the others at its end
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fate", ["kill", "idle"])
 def test_survivors_end_without_a_launcher(fate: str) -> None:
     """One that reduces gets an error, or is ended by JAX as one that does something else is, within the heartbeat."""
@@ -404,6 +407,7 @@ def with_those_left(trainers: int, fates: dict[tuple[int, int], str]) -> tuple[A
         return params, opt_state, losses, counts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "trainers, fates",

@@ -58,6 +58,7 @@ EVERY = [(servers, trainers, x64) for servers in (1, 2, 3) for trainers in (1, 2
 DEFAULT = [(2, 2, False)]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "servers, trainers, x64",

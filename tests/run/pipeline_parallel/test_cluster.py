@@ -18,6 +18,7 @@ from pipeline_trainer import ROWS, STEPS, noisy, planned_noisy
 from trainer_processes import outcome
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
