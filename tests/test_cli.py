@@ -273,8 +273,9 @@ def test_train_in_stages(command: Any, capsys: pytest.CaptureFixture[str], tmp_p
     assert command("train", *TINY, "--plot", str(plot), "--no-check") == 0
     out = capsys.readouterr().out
     assert "2 stages on 2 devices;" in out and "schedule PreferBackward: 4 micro-batches, bubble 1/5" in out
-    # at the width of a test's terminal the first is in two lines
-    assert [cells(out, str(k))[0] for k in range(2)] == ["10: blocks/0, embedding,", "10: blocks/1, norm"]
+    # at the width of a test's terminal the first may be in two lines
+    first, last = (cells(out, str(k))[0] for k in range(2))
+    assert first.startswith("10: blocks/0, embedding,") and last == "10: blocks/1, norm"
     pipeline, alone = cells(out, "loss of the first step")
     assert pipeline == alone and 4 < float(alone) < 5
     assert float(cells(out, "loss of the last 1, mean")[0]) < float(alone)

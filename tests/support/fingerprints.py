@@ -70,8 +70,13 @@ def lines_of(program: Program) -> Iterator[str]:
 
 
 def moved(lines: list[str]) -> list[str]:
-    """The lines without those of plain equations, and without the numbers of values that have no name."""
-    return [re.sub(r"%\d+", "%", line) for line in lines if not line.lstrip().startswith("ops ")]
+    """The lines without what another JAX writes otherwise.
+
+    That is plain equations, the numbers of values without a name, and residuals: what a derivative keeps of its forward
+    pass.
+    """
+    kept = (line for line in lines if not line.lstrip().startswith("ops "))
+    return [re.sub(r"%\d+", "%", re.sub(r" ?@residual/\S+", "", line)) for line in kept]
 
 
 def _counted(role: str, plain: collections.Counter[str]) -> str:

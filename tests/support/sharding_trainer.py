@@ -44,12 +44,12 @@ def init_from(mean: np.ndarray) -> Any:
 
 
 def mean_of(k: int) -> np.ndarray:
-    return np.linspace(0.0, 0.5 + k, 35, dtype=np.float32).reshape(5, 7)
+    return np.linspace(0.0, 0.5 + k, 35).reshape(5, 7)
 
 
 def batches() -> list[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(0)
-    draw = lambda columns: rng.normal(size=(ROWS, columns)).astype(np.float32)
+    draw = lambda columns: rng.normal(size=(ROWS, columns))
     return [(draw(5), draw(3)) for _ in range(2 * STEPS)]
 
 
@@ -120,4 +120,5 @@ def drop(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
     {job.__name__: job for job in (train, drop)}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,13 @@ from dtrans import checkpoint
 
 
 PATIENCE = 240.0  # seconds for what takes thirty on an idle machine
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double() -> Iterator[None]:
+    """64 bits, as in the processes."""
+    with jax.enable_x64(True):
+        yield
 
 
 def outcome(ranks: int, folder: Path, what: str, **options: Any) -> list[dict[str, Any]]:
@@ -59,7 +66,7 @@ def check(found: Sequence[dict[str, Any]], wanted: dict[str, Any], stage: int) -
     for of in found:
         for name, want in wanted.items():
             got = of[f"{stage} {name}"]
-            assert distance(got, want) < 1e-6, name
+            assert distance(got, want) < 1e-12, name
             assert got.tobytes() == found[0][f"{stage} {name}"].tobytes(), name
 
 
@@ -101,7 +108,7 @@ def paths(plan: Any) -> dict[str, str]:
         ("rows", "BatchError: trainers must give parts of one size; of x trainer 0 gives 1, trainer 1 gives 2 rows"),
         ("ragged", "BatchError: the arrays of a batch are split over the trainers on dim 0, but x has 3 and y has 2"),
         ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
-        ("state", "StateError: this is not a state of this job: params/b1 is float32[8] in it, and float32[7] here"),
+        ("state", "StateError: this is not a state of this job: params/b1 is float64[8] in it, and float64[7] here"),
         ("stage", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
         ("init", "PeerError: trainer 1 disagrees with trainer 0 about how training starts: it has another init"),
     ],
