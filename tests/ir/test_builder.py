@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import distance, evaluate, mlp_batch, mlp_loss, mlp_params, plain_step, quick
+from helpers import closes_remat, distance, evaluate, mlp_batch, mlp_loss, mlp_params, plain_step, quick
 
-from dtrans._jax import Literal, equations, opened, scope_of
+from dtrans._jax import Literal, equations, lowered_jaxpr, opened, scope_of
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.inline import eliminate_dead, inline_calls
@@ -101,19 +101,19 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_inlining_keeps_what_is_computed(name):
     fn = FUNCTIONS[name]
-    jaxpr = checked(inline_calls(jax.make_jaxpr(fn)(X)))
+    jaxpr = checked(inline_calls(lowered_jaxpr(fn, X)))
     assert not CALLS & set(kinds(jaxpr))
     same(jaxpr, fn, X)
 
 
 def test_inlining_keeps_the_order_and_number_of_equations():
-    jaxpr = jax.make_jaxpr(lambda x: jnp.cos(nested(jnp.sin(x))))(X)
+    jaxpr = lowered_jaxpr(lambda x: jnp.cos(nested(jnp.sin(x))), X)
     flat = inline_calls(jaxpr)
     assert kinds(flat) == ["sin", "tanh", "exp", "mul", "tanh", "exp", "add", "cos"]
 
 
 def test_a_body_called_twice_gets_variables_of_its_own():
-    flat = inline_calls(jax.make_jaxpr(FUNCTIONS["nested"])(X))
+    flat = inline_calls(lowered_jaxpr(FUNCTIONS["nested"], X))
     made = [v for e in flat.jaxpr.eqns for v in e.outvars]
     assert len(made) == len(set(made))
     assert kinds(flat).count("exp") == 4
@@ -135,7 +135,7 @@ def test_name_stacks_are_kept_under_that_of_the_call():
         with jax.named_scope("top"):
             return nested(x)
 
-    flat = inline_calls(jax.make_jaxpr(fn)(X))
+    flat = inline_calls(lowered_jaxpr(fn, X))
     scopes = {e.primitive.name: scope_of(e) for e in flat.jaxpr.eqns}
     for part in ("top", "outer", "deep"):
         assert part in scopes["exp"].split("/")
@@ -160,12 +160,13 @@ def test_a_constant_of_several_calls_is_hoisted_once():
     same(flat, lambda x: f(x) + f(x + 1), X)
 
 
+@closes_remat
 def test_remat_loops_and_branches_stay():
     def fn(x):
         y = jax.checkpoint(jnp.sin)(x)
         return jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, jax.lax.fori_loop(0, 3, lambda i, z: z * 2, y))
 
-    flat = inline_calls(jax.make_jaxpr(fn)(X))
+    flat = inline_calls(lowered_jaxpr(fn, X))
     assert (
         {"cond"} <= set(kinds(flat))
         and {"scan", "while"} & set(kinds(flat))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quick, tree_close, tree_equal
+from helpers import closes_remat, quick, tree_close, tree_equal
 from hypothesis import given, strategies as st
 
 from dtrans._jax import equations, lowered_jaxpr
@@ -183,7 +183,7 @@ def test_a_value_in_two_collections_is_an_error(fn):
         (scanned(loss), "scan"),
         (lambda w, x: jax.lax.cond(x[0, 0] > 0, loss, plain, w, x), "cond"),
         (lambda w, x: jax.lax.while_loop(lambda c: c < 3, lambda c: c + loss(w, x), 0.0), "while"),
-        (jax.checkpoint(loss), "remat2"),
+        pytest.param(jax.checkpoint(loss), "remat2", marks=closes_remat),
     ],
 )
 def test_values_that_nothing_can_see_are_an_error(fn, inside):

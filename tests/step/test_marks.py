@@ -13,7 +13,7 @@ import pytest
 from helpers import mlp_batch, mlp_loss, mlp_params, plain_run, plain_step, quick, tree_close, tree_equal
 
 import dtrans
-from dtrans._jax import equations
+from dtrans._jax import equations, lowered_jaxpr
 from dtrans.errors import GradientError
 from dtrans.step.marks import mark_p
 
@@ -24,7 +24,7 @@ BATCH = mlp_batch()
 
 def marks(fn, *args):
     """The leaves named by the marks in a function, nested ones included."""
-    return sorted(e.params["leaf"] for e in equations(jax.make_jaxpr(fn)(*args)) if e.primitive is mark_p)
+    return sorted(e.params["leaf"] for e in equations(lowered_jaxpr(fn, *args)) if e.primitive is mark_p)
 
 
 # -- value_and_grad --------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import closes_remat
 
-from dtrans._jax import equations, scope_of
+from dtrans._jax import equations, lowered_jaxpr, opened, scope_of
 from dtrans.errors import ConfigError
 from dtrans.ir.inline import inline_calls
 from dtrans.step.scopes import Scope, numbered, replicate, scope_of_eqn, scopes_of, split
@@ -24,13 +25,13 @@ W, X = jnp.ones((4, 4)), jnp.ones((3, 4))
 def scopes(fn, *args):
     """The scope of each equation of a traced function, by primitive."""
     with numbered():
-        eqns = inline_calls(jax.make_jaxpr(fn)(*args)).jaxpr.eqns
+        eqns = opened(inline_calls(lowered_jaxpr(fn, *args))).eqns
     return [(e.primitive.name, s) for e, s in zip(eqns, scopes_of(eqns), strict=True)]
 
 
 def texts(fn, *args):
     with numbered():
-        return [scope_of(e) for e in equations(jax.make_jaxpr(fn)(*args))]
+        return [scope_of(e) for e in equations(lowered_jaxpr(fn, *args))]
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -145,6 +146,7 @@ def test_scopes_in_traced_functions_of_their_own_do_not_meet_those_around_them()
     assert len({s for _, s in scopes(fn, X)}) == 3
 
 
+@closes_remat
 @pytest.mark.parametrize("times", [1, 3])
 def test_each_call_of_a_rematerialised_function_enters_its_scope_anew(times):
     @jax.checkpoint

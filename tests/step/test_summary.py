@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import mlp_batch, mlp_loss, mlp_params, quick, tree_close, tree_equal
+from helpers import closes_remat, mlp_batch, mlp_loss, mlp_params, quick, tree_close, tree_equal
 from hypothesis import given, strategies as st
 from PIL import Image
 
@@ -198,7 +198,13 @@ def test_a_tag_used_twice_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "wrap, inside", [(scanned, "scan"), (branched, "cond"), (looped, "while"), (jax.checkpoint, "remat2")]
+    "wrap, inside",
+    [
+        (scanned, "scan"),
+        (branched, "cond"),
+        (looped, "while"),
+        pytest.param(jax.checkpoint, "remat2", marks=closes_remat),
+    ],
 )
 def test_a_summary_that_nothing_can_see_is_an_error(wrap, inside):
     with pytest.raises(TraceError, match=f"the scalar mean is inside {inside}, .*; return the value from there"):

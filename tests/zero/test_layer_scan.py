@@ -117,6 +117,22 @@ def test_gathers_wait_for_nothing_that_is_not_made() -> None:
     check(loss, start(u=(5, 2), v=(2, D)), 6e-2)
 
 
+def test_a_gather_behind_a_loop_waits_for_what_the_loop_scattered() -> None:
+    """Else XLA may gather it before the loop, and keep it whole beside the gradients of all layers."""
+
+    def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        h = jnp.tanh(jnp.tanh(x @ p["first"]) @ p["second"])  # whose backward reads "second" behind that of the loop
+        return end(p, lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["a"])[0], y)
+
+    params = start(second=(D, D))
+    eqns = planned(loss, params, prefetch=0).program.eqns
+    scattered = [v for e in eqns if e.primitive.name == "scan" for v in e.outvars]
+    waits = [e for e in eqns if e.primitive.name == "after" and e.invars[1] in scattered]
+    gathers = [e for e in eqns if e.primitive.name == "all_gather" and e.params["name"] == "params/second"]
+    assert len(gathers) == 2 and gathers[1].invars[0] in [v for e in waits for v in e.outvars]
+    check(loss, params, 1e-4)
+
+
 def test_keys_and_constants_beside_layers() -> None:
     def loss(p: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Array:
         drop = jax.checkpoint(lambda h, w, k: jnp.tanh(h @ w) * jax.random.bernoulli(k, 1.0, h.shape))
