@@ -6,6 +6,7 @@ A result that is whole comes out of `vmap` with `out_axes=None`, which refuses w
 from __future__ import annotations
 
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -110,9 +111,14 @@ def on_mesh(program, types, args):
     ]
 
 
-def checked(fn, args, cuts, shards, *, outs=None, mesh=False, noise=True, lowered=False):
+def traced(fn):
+    """`jax.make_jaxpr` of what dtrans sees: lowered, as JAX's future flags need it."""
+    return lambda *args: lowered_jaxpr(fn, *args)
+
+
+def checked(fn, args, cuts, shards, *, outs=None, mesh=False, noise=True, trace=None):
     """Split a function of flat arrays; its results are those of one device."""
-    jaxpr = lowered_jaxpr(fn, *args) if lowered else jax.make_jaxpr(fn)(*args)
+    jaxpr = (trace or traced)(fn)(*args)
     program = split(jaxpr, cuts, shards, AXIS, outs=outs)
     types = [v.aval for v in jaxpr.jaxpr.outvars]
     expected = jax.tree.leaves(quick(fn)(*args))
@@ -189,7 +195,7 @@ def test_cross_entropy_on_devices(x64, shards):
 def test_no_array_of_all_logits_is_made():
     args = head(1000)
     for loss in LOSSES:
-        program = split(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1, 2)))(*args), {0: 1, 1: 0}, 4, AXIS)
+        program = split(traced(jax.value_and_grad(loss, (0, 1, 2)))(*args), {0: 1, 1: 0}, 4, AXIS)
         largest = max(v.aval.size for e in equations(program.jaxpr) for v in e.outvars)
         assert largest <= 6 * 250, loss
 
@@ -199,9 +205,9 @@ def test_what_cross_entropy_moves():
     d, c, b, n = 64, 1000, 8, 4
     args = [jnp.zeros(s, "float32") for s in ((d, c), (c,), (b, d))] + [jnp.zeros(b, "int32")]
     for loss in LOSSES:
-        forward = split(jax.make_jaxpr(loss)(*args), {0: 1, 1: 0}, n, AXIS)
+        forward = split(traced(loss)(*args), {0: 1, 1: 0}, n, AXIS)
         assert forward.moved.keys() == {"all_reduce"} and forward.moved["all_reduce"] <= 4 * 3 * b
-        both = split(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1, 2)))(*args), {0: 1, 1: 0}, n, AXIS)
+        both = split(traced(jax.value_and_grad(loss, (0, 1, 2)))(*args), {0: 1, 1: 0}, n, AXIS)
         moved = sum(t * sum(a.aval.size * 4 for a in e.invars) for e, t in collectives(both.jaxpr))
         assert moved == sum(both.moved.values()) <= 4 * (b * d + 4 * b)
         data_parallel = 4 * (d * c + c)  # the gradients of the head
@@ -216,7 +222,7 @@ def test_three_steps_of_sgd(x64, shards, classes):
         loss, (dw, db) = jax.value_and_grad(ce_optax, (0, 1))(w, b, x, y)
         return w - 0.3 * dw, b - 0.3 * db, loss
 
-    program = split(jax.make_jaxpr(step)(w, b, x, y), {0: 1, 1: 0}, shards, AXIS)
+    program = split(traced(step)(w, b, x, y), {0: 1, 1: 0}, shards, AXIS)
     assert program.out_cuts == (1, 0, None) and not program.gathers
     run = quick(jax.vmap(one_shard(program), (0, 0, None, None), [0, 0, None], axis_name=AXIS))
     held = pieces_of(w, 1, shards), pieces_of(b, 0, shards)
@@ -251,7 +257,7 @@ def test_the_position_of_what_is_not_a_number_or_infinite(x64):
 
 def test_positions_never_are_floats():
     """2^24 + 1 is no float32."""
-    jaxpr = jax.make_jaxpr(lambda x: jnp.argmax(x, -1))(jax.ShapeDtypeStruct((2**25,), "float32"))
+    jaxpr = traced(lambda x: jnp.argmax(x, -1))(jax.ShapeDtypeStruct((2**25,), "float32"))
     program = split(jaxpr, {0: 0}, 4, AXIS)
     for e in equations(program.jaxpr):
         if e.primitive.name == "convert_element_type":
@@ -349,7 +355,7 @@ def arrays(shapes):
 @pytest.mark.parametrize("shards", [soak(2), soak(3), 4, soak(8)])
 def test_columns_then_rows(x64, shards):
     args = arrays(MLP)
-    jaxpr = jax.make_jaxpr(mlp)(*args)
+    jaxpr = traced(mlp)(*args)
     cuts = default_cuts(jaxpr, range(4), shards)
     assert cuts == {0: 1, 1: 0, 2: 0}
     assert kinds(checked(mlp, args, cuts, shards)) == ["all_reduce"]
@@ -379,7 +385,7 @@ ATTENTION = [(6, 8), (6, 8), (6, 8), (8, 6), (2, 5, 6)]
 def test_heads_of_attention(x64, shards):
     args = arrays(ATTENTION)
     grads = jax.value_and_grad(lambda *a: jnp.sin(attention(*a)).sum(), range(5))
-    cuts = default_cuts(jax.make_jaxpr(attention)(*args), range(4), shards)
+    cuts = default_cuts(traced(attention)(*args), range(4), shards)
     assert cuts == {0: 1, 1: 1, 2: 1, 3: 0}
     assert kinds(checked(attention, args, cuts, shards)) == ["all_reduce"]
     # gradients of x through queries, keys and values are one sum
@@ -399,7 +405,7 @@ def test_a_layer_of_a_transformer_takes_four_sums():
     m, layers = 8, 3
     layer = arrays([(m, m)] * 4 + [(m, 32), (32,), (32, m), (m,)])
     params = [layer] * layers + [floats(m, 100)]
-    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(params, floats(2, 5, m), labels((2, 5), 100))
+    jaxpr = traced(jax.value_and_grad(loss))(params, floats(2, 5, m), labels((2, 5), 100))
     count = 8 * layers + 1
     cuts = default_cuts(jaxpr, range(count), 4)
     assert [cuts.get(i) for i in range(8)] == [1, 1, 1, 0, 1, 0, 0, None] and cuts[count - 1] == 1
@@ -424,7 +430,7 @@ def test_convolutions(x64, shards):
 
     args = arrays([(3, 3, 2, 4), (4,), (2, 2, 4, 3), (2, 5, 5, 2)])
     grads = jax.grad(lambda *a: jnp.sin(net(*a)).sum(), (0, 1, 2))
-    cuts = default_cuts(jax.make_jaxpr(net)(*args), [0, 1], shards)
+    cuts = default_cuts(traced(net)(*args), [0, 1], shards)
     assert cuts == {0: 3, 1: 0}
     program = checked(grads, args, {**cuts, 2: 2}, shards)
     assert program.out_cuts == (3, 0, 2) and not program.gathers
@@ -436,10 +442,10 @@ def test_recomputed_layers_stay_cut(x64, shards):
     layer = jax.checkpoint(mlp)
     grads = jax.grad(lambda *a: (layer(*a) ** 2).sum(), range(5))
     cuts = {0: 1, 1: 0, 2: 0}
-    for lowered in (False, True):
-        program = checked(grads, args, cuts, shards, lowered=lowered)
+    for trace in (traced, *([] if "JAX_REMAT3" in os.environ else [jax.make_jaxpr])):  # where it hides the layer
+        program = checked(grads, args, cuts, shards, trace=trace)
         assert not program.gathers and program.out_cuts == (1, 0, 0, None, None)
-    assert default_cuts(jax.make_jaxpr(layer)(*args), range(4), shards) == cuts
+    assert default_cuts(traced(layer)(*args), range(4), shards) == cuts
     constant = np.arange(5.0)
     with_constant = jax.checkpoint(lambda w, x: jnp.sin((x + constant) @ w).sum())
     checked(jax.grad(with_constant), (args[0], args[4]), {0: 1}, shards)
@@ -527,7 +533,7 @@ def experts(gate, w1, w2, x):
 @pytest.mark.parametrize(("groups", "count", "shards"), [(4, 8, 4), soak(3, 5, 2), soak(5, 3, 4)])
 def test_experts_take_two_exchanges(x64, groups, count, shards):
     args = arrays([(6, count), (count, 6, 16), (count, 16, 6), (groups, 5, 6)])
-    jaxpr = jax.make_jaxpr(experts)(*args)
+    jaxpr = traced(experts)(*args)
     cuts = default_cuts(jaxpr, [1, 2], shards, cuts={3: 0})
     assert cuts == {1: 0, 2: 0, 3: 0}
     forward = checked(experts, args, cuts, shards)
@@ -546,7 +552,7 @@ def test_experts_on_devices(x64):
 def test_what_experts_move():
     """An exchange is of the tokens that one shard has."""
     args = arrays([(6, 8), (8, 6, 16), (8, 16, 6), (4, 5, 6)])
-    program = split(jax.make_jaxpr(experts)(*args), {1: 0, 2: 0, 3: 0}, 4, AXIS)
+    program = split(traced(experts)(*args), {1: 0, 2: 0, 3: 0}, 4, AXIS)
     assert program.moved == {"all_to_all": 2 * 4 * (8 * 4 * 3 * 6) // 4}
 
 
@@ -559,7 +565,7 @@ def test_default_cuts_of_a_model():
         return h @ head.T + (h @ w.T[:, :8].T).sum()
 
     args = [jnp.ones(s) for s in ((20, 8), (8, 8), (8,), (30, 8))] + [jnp.zeros(4, int)]
-    jaxpr = jax.make_jaxpr(model)(*args)
+    jaxpr = traced(model)(*args)
     assert default_cuts(jaxpr, range(4), 2) == {0: 0, 1: 1, 2: 0, 3: 1}
     assert default_cuts(jaxpr, [1, 2], 2) == {1: 1, 2: 0}
     assert default_cuts(jaxpr, range(4), 2, cuts={1: 0}) == {0: 0, 1: 0, 3: 0}
@@ -571,7 +577,7 @@ def test_default_cuts_are_of_the_scope():
         with jax.named_scope("head"):
             return h @ w2
 
-    jaxpr = jax.make_jaxpr(model)(jnp.ones((4, 5)), jnp.ones((5, 6)), jnp.ones((2, 4)))
+    jaxpr = traced(model)(jnp.ones((4, 5)), jnp.ones((5, 6)), jnp.ones((2, 4)))
     within = lambda eqn: "head" in str(eqn.source_info.name_stack)
     assert default_cuts(jaxpr, [0, 1], 2, within) == {1: 1}
     assert default_cuts(jaxpr, [0, 1], 2) == {0: 1, 1: 0}
@@ -579,7 +585,7 @@ def test_default_cuts_are_of_the_scope():
 
 def test_default_cuts_of_gradients_are_those_of_the_forward_pass():
     args = [jnp.ones(s) for s in MLP]
-    grads = jax.make_jaxpr(jax.grad(lambda *a: mlp(*a).sum(), range(4)))(*args)
+    grads = traced(jax.grad(lambda *a: mlp(*a).sum(), range(4)))(*args)
     assert default_cuts(grads, range(4), 2) == {0: 1, 1: 0, 2: 0}
 
 
@@ -589,7 +595,7 @@ def test_tied_embeddings_are_cut_over_the_vocabulary(x64):
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     args = floats(11, 6), floats(6, 6), labels(7, 11), labels(7, 11, 1)
-    cuts = default_cuts(jax.make_jaxpr(loss)(*args), [0], 4)
+    cuts = default_cuts(traced(loss)(*args), [0], 4)
     assert cuts == {0: 0}
     program = checked(jax.value_and_grad(loss, (0, 1)), args, cuts, 4, outs={1: 0})
     assert not program.gathers and program.out_cuts == (None, 0, None)
@@ -610,7 +616,7 @@ def test_tied_embeddings_are_cut_over_the_vocabulary(x64):
     ],
 )
 def test_refusals(cuts, outs, shards, says):
-    jaxpr = jax.make_jaxpr(lambda w, x, e: x @ w)(jnp.ones((5, 4)), jnp.ones((3, 5)), jnp.ones(0))
+    jaxpr = traced(lambda w, x, e: x @ w)(jnp.ones((5, 4)), jnp.ones((3, 5)), jnp.ones(0))
     with pytest.raises(ConfigError, match=says):
         split(jaxpr, cuts, shards, AXIS, outs=outs)
 
@@ -621,7 +627,7 @@ def test_gathers_say_why(x64):
     (gathered,) = program.gathers  # once
     assert gathered.shape == (3, 10) and gathered.dtype == np.float64 and gathered.nbytes == 240
     assert gathered.reason.startswith("sort of f64[3,10]")
-    whole = split(jax.make_jaxpr(lambda x: x * 2)(floats(3, 10)), {0: 1}, 4, AXIS, outs={0: None})
+    whole = split(traced(lambda x: x * 2)(floats(3, 10)), {0: 1}, 4, AXIS, outs={0: None})
     assert [g.reason for g in whole.gathers] == ["output 0"] and whole.out_cuts == (None,)
 
 
