@@ -48,20 +48,22 @@ ELEMENTWISE = frozenset(
 # All others that are known: each strategy has rules for some of them, and treats the rest as what mixes everything.
 _OTHERS = frozenset(
     {
-        "approx_top_k", "argmax", "argmin", "axis_index", "broadcast_in_dim", "call_hi_primitive", "cholesky",
-        "cholesky_update", "concatenate", "conv_general_dilated", "create_token", "cumlogsumexp", "cummax", "cummin",
-        "cumprod", "cumsum", "custom_linear_solve", "dce_sink", "debug_callback", "debug_print", "device_put",
-        "dot_general", "dynamic_slice", "dynamic_update_slice", "eig", "eigh", "empty", "empty2", "expand_dims",
-        "ffi_call", "fft", "gather", "geqrf", "hessenberg", "householder_product", "io_callback", "iota", "linear_call",
-        "lu", "lu_pivots_to_permutation", "ormqr", "pad", "platform_index", "pmax", "pmin", "psum", "psum_invariant",
-        "pure_callback", "pvary", "qr", "ragged_dot_general", "random_bits", "random_clone", "random_fold_in",
-        "random_gamma", "random_seed", "random_split", "random_unwrap", "random_wrap", "reduce", "reduce_and",
-        "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_window", "reduce_window_max",
-        "reduce_window_min", "reduce_window_sum", "reduce_xor", "reshape", "rev", "rng_bit_generator", "rng_uniform",
-        "scaled_dot", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub", "schur",
-        "select_and_gather_add", "select_and_scatter_add", "shard_map", "sharding_constraint", "slice", "sort",
-        "split", "squeeze", "stack", "svd", "symmetric_product", "threefry2x32", "tile", "top_k", "transpose",
-        "triangular_solve", "tridiagonal", "tridiagonal_solve", "unstack",
+        "all_gather", "all_gather_invariant", "all_to_all", "approx_top_k", "argmax", "argmin", "axis_index",
+        "broadcast_in_dim", "call_hi_primitive", "cholesky", "cholesky_update", "concatenate", "conv_general_dilated",
+        "create_token", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "custom_linear_solve", "dce_sink",
+        "debug_callback", "debug_print", "device_put", "dot_general", "dynamic_slice", "dynamic_update_slice", "eig",
+        "eigh", "empty", "empty2", "expand_dims", "ffi_call", "fft", "gather", "geqrf", "hessenberg",
+        "householder_product", "io_callback", "iota", "linear_call", "lu", "lu_pivots_to_permutation", "ormqr", "pad",
+        "pbroadcast", "pgather", "platform_index", "pmax", "pmin", "ppermute", "precv", "psend", "psum",
+        "psum_invariant", "pure_callback", "pvary", "qr", "ragged_dot_general", "random_bits", "random_clone",
+        "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap", "random_wrap", "reduce",
+        "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_scatter", "reduce_sum",
+        "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "reduce_xor", "reshape", "rev",
+        "rng_bit_generator", "rng_uniform", "scaled_dot", "scatter", "scatter-add", "scatter-max", "scatter-min",
+        "scatter-mul", "scatter-sub", "schur", "select_and_gather_add", "select_and_scatter_add", "shard_map",
+        "sharding_constraint", "slice", "sort", "split", "squeeze", "stack", "svd", "symmetric_product",
+        "threefry2x32", "tile", "top_k", "transpose", "triangular_solve", "tridiagonal", "tridiagonal_solve",
+        "unstack",
     }
 )
 # fmt: on
