@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -73,7 +74,7 @@ def is_int(x: Any) -> bool:
 
 def is_number(x: Any) -> bool:
     """Whether it is a number, and no truth value."""
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def did_you_mean(name: Any, known: Iterable[str], otherwise: str) -> str:

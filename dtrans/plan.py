@@ -154,7 +154,7 @@ class Plan(abc.ABC):
           options: of `dtrans.Executor`, with parameter servers: `deadline`, `wait_port`, `allow_remote`.
 
         Raises:
-          ConfigError: not connected, or to another number of processes than the plan is for.
+          ConfigError: not connected, or to another number of processes than the plan is for; donate=False, of servers.
         """
         return self._realised("cluster", donate=donate, **options)
 

@@ -8,8 +8,8 @@
     origins      where an equation comes from
     runtime      devices and processes
 
-Tests look that nothing else of the package imports such a module, names such a parameter, or takes a jaxpr apart by its
-attributes. Each file imports only those above it.
+Tests look that nothing else of the package imports such a module, names such a parameter, or says `.jaxpr.jaxpr`. Each
+file imports only those above it.
 """
 
 from dtrans._jax.imports import (

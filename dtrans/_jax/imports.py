@@ -1,7 +1,7 @@
 """What is imported from outside JAX's documented API, and nothing else.
 
-`jax.extend` and `jax.interpreters` promise nothing from release to release. docs/longevity.md says of each name since
-when it is there, why it is needed, and what would take its place.
+`jax.extend` and `jax.interpreters` promise nothing from release to release. docs/longevity.md says of each name what it
+is needed for, and what would take its place.
 """
 
 from __future__ import annotations

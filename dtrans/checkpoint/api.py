@@ -262,8 +262,15 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
 
 
 def _restored_job(path: Folder, job: Any) -> Any:
-    if isinstance(job.plan, PServerPlan) and len(job.roles) == 1 and job.roles[0] in job.plan.servers:
-        return restore(path, job.plan, job.roles[0])
+    if isinstance(job.plan, PServerPlan):
+        check_plan(job.plan)
+        servers = [who for who in job.roles if who in job.plan.servers]
+        if len(job.roles) == 1 and servers:
+            return restore(path, job.plan, *servers)
+        if not servers:  # a trainer holds parameters alone
+            main = job.plan.main
+            rows = [row for row in step_rows(main) if row.origin_name in main.args[0].names]
+            return job.state_of(main.args[0].unflatten(Checkpoint.at(path).of(main).arrays(rows)), None)
     if not isinstance(job.plan, CollectivePlan):
         return job.state_of(*load(path, job.plan.main))
     saved = Checkpoint.at(path).of(job.plan.main)

@@ -131,10 +131,10 @@ def check_place(path: Folder, layout: PieceLayout, here: Sequence[str]) -> None:
     """
     _orbax()
     path = Path(path).absolute()
-    taken = [path / layout.pieces[who] for who in here if (path / layout.pieces[who]).exists()] or _finished(path)
+    taken = [path / layout.pieces[who] for who in here if os.path.exists(path / layout.pieces[who])] or _finished(path)
     if taken:
         raise ConfigError(f"{taken[0]} is there already: save each checkpoint to a path of its own")
-    there = next(p for p in (path, *path.parents) if p.exists())
+    there = next(p for p in (path, *path.parents) if os.path.exists(p))
     if not there.is_dir():
         raise ConfigError(f"{path} cannot hold a checkpoint: {there} is no folder")
     if not os.access(there, os.W_OK | os.X_OK):

@@ -173,6 +173,7 @@ def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[St
     names = dict(zip(step.program.inner.invars, step.program.in_names, strict=True))
     read = {a for e in forward.prelude.jaxpr.eqns for a in e.invars if isinstance(a, Var)}
     analysis: RowAnalysis | None = None
+    word = _word_for_rows(step)
     found: dict[str, tuple[StageRows, ...]] = {}
     for v, leaf in forward.diff.items():
         source = forward.given[v]
@@ -191,7 +192,6 @@ def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[St
         analysis = analysis or analyse(step.optimize, step.params)
         if leaf in analysis.groups:
             continue
-        word = _word_for_rows(step)
         found[leaf] = tuple(StageRows(f"{leaf}.{word}{k}", 0, a, b) for k, (a, b) in enumerate(ordered))
     return found
 

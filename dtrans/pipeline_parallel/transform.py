@@ -165,7 +165,7 @@ def plan_pipeline(main: Program, startup: Program, o: PipelineOptions, timetable
     cuts = cuts_of(step, stages, shards_of(forward, found, o), users)
     programs = _programs(forward, stages, merges, cuts, o)
     return PipelinePlan(
-        main=main,
+        main=cut(main).program,  # of the whole batch, with exact roles
         startup=startup,
         captured=whole,
         options=o,
@@ -267,7 +267,9 @@ def _collected_outside(whole: Program, step: Cut) -> dict[str, str]:
     inner = flat.jaxpr
     around = [e for e in inner.eqns if e.primitive is not value_and_grad_p]
     keys = collected(closed([], [], [], [], around, flat))
-    found = {n: keys[a] for n, a in whole.outvars.items() if isinstance(a, Var) and a in keys}
+    found = {
+        n: keys[a] for n, a in zip(whole.out_names, inner.outvars, strict=True) if isinstance(a, Var) and a in keys
+    }
     for n, key in found.items():
         if n in step.from_gradients or n in step.opt_state or n in step.optimized:
             raise ConfigError(f"{n} is collected under {key}; there is one of it, made of the gradients of all")

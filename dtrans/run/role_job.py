@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, NoReturn
 
-from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
+from dtrans.checkpoint.pserver_state import TRAINER, check_type, named, scatter
 from dtrans.checkpoint.runs import run_of
 from dtrans.errors import ConfigError, StateError
 from dtrans.parameter_server.plan import PServerPlan
@@ -26,8 +26,6 @@ class RoleJob(Job):
       role: of this process.
       options: of `dtrans.Executor`.
     """
-
-    saves = False
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         if role.trainers != plan.trainers or tuple(plan.servers) != role.pserver_endpoints:
@@ -66,6 +64,10 @@ class TrainerJob(RoleJob):
     def roles(self) -> tuple[str, ...]:
         return () if self.role.trainer_id else (TRAINER,)
 
+    @property
+    def run_id(self) -> str:  # type: ignore[override]
+        return run_of(TRAINER)  # as the session with the servers was noted
+
     def init(self, *args: Any) -> tuple[Any, ...]:
         self._check_open()
         made = self._executor.run(self.plan.trainer_startup_program(self.role.trainer_id), *args)
@@ -86,8 +88,12 @@ class TrainerJob(RoleJob):
         return state[0]
 
     def state_of(self, params: Any, opt_state: Any) -> tuple[Any, ...]:
-        arrays_of(self.plan.main, params, opt_state)
-        return (params, opt_state) if self.plan.push_every else (params,)
+        """The state of a trainer that goes on from these parameters; the optimizer's state is the servers'."""
+        if self.plan.push_every:
+            raise ConfigError("with GEO-SGD a trainer begins with job.init(...), which tells the servers of it")
+        for n, x in named(self.plan.main.args[0], params, "params").items():
+            check_type(x, self.plan.main.inputs[n], n, "the step takes")
+        return (params,)
 
     def opt_state(self, state: tuple[Any, ...]) -> Any:
         return state[1] if self.plan.push_every else super().opt_state(state)

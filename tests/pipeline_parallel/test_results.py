@@ -242,7 +242,7 @@ def test_collections_that_cannot_be():
         planned(in_loop)
 
 
-def collecting_outside(fn):
+def collecting_outside(fn, wrap=lambda step: step):
     """A step that collects what it makes after its loss."""
 
     def step(params, opt_state, x, y):
@@ -251,12 +251,13 @@ def collecting_outside(fn):
         return params, opt_state, {"loss": value, "more": collect(fn(value, grads, x), "GLOBAL_SUM")}
 
     batch = (jnp.asarray(array(16, 4)), jnp.asarray(array(16, 3)))
-    return Job(step, lambda key: (started(optax.sgd(0.1))[0], ()), batch)
+    return Job(wrap(step), lambda key: (started(optax.sgd(0.1))[0], ()), batch)
 
 
-def test_collections_outside_of_the_loss():
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit], ids=["plain", "jitted"])
+def test_collections_outside_of_the_loss(wrap):
     """Of the loss, and of the batch: the sum of 4 micro-batches. Of gradients there is one."""
-    of = collecting_outside(lambda value, grads, x: 2 * value + jnp.sum(x))
+    of = collecting_outside(lambda value, grads, x: 2 * value + jnp.sum(x), wrap)
     _, (found,) = ran(of, planned(of))
     tree_close(found["more"], 4 * 2 * found["loss"] + jnp.sum(of.batch[0]), 1e-12)
     with pytest.raises(ConfigError, match="more is collected under GLOBAL_SUM; there is one of it, made of the gradie"):

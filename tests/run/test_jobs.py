@@ -38,11 +38,11 @@ def init(key: Any) -> Any:
     return params, TX.init(params)
 
 
-def planned(name: str, pservers: tuple[str, ...] = endpoints(2)) -> Plan:
+def planned(name: str) -> Plan:
     main, startup = dtrans.trace(STEP, *init(KEY), X, Y), dtrans.trace(init, KEY)
     if name == "pserver":
         return dtrans.pserver(
-            main, startup, pservers=pservers, trainers=2, placement=dtrans.BlockPlacement(min_block_size=1)
+            main, startup, pservers=endpoints(2), trainers=2, placement=dtrans.BlockPlacement(min_block_size=1)
         )
     if name == "nccl2":
         return dtrans.nccl2(main, startup, trainers=2)
@@ -188,31 +188,48 @@ def test_a_role_runs_its_own_part_and_says_what_it_cannot(monkeypatch: pytest.Mo
 
 def test_roles_save_their_own_parts_and_go_on_from_them(tmp_path: Any) -> None:
     """Two trainers and two servers by `on_cluster`'s jobs, each in a thread."""
-    plan = planned("pserver", free_endpoints(2))
+
+    def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+        trained = {n: params[n] for n in ("w1", "w2")}
+        value, grads = dtrans.value_and_grad(lambda w: params["scale"] * loss(w, x, y))(trained)
+        updates, opt_state = TX.update(grads, opt_state, trained)
+        return {"scale": params["scale"], **optax.apply_updates(trained, updates)}, opt_state, value
+
+    def begin(key: Any) -> Any:
+        params, opt_state = init(key)
+        return {"scale": jnp.float32(2), **params}, opt_state
+
+    plan = dtrans.pserver(
+        dtrans.trace(step, *begin(KEY), X, Y), dtrans.trace(begin, KEY), pservers=free_endpoints(2), trainers=2,
+        placement=dtrans.BlockPlacement(min_block_size=1),
+    )  # fmt: skip
+    assert plan.frozen == ("params/scale",)
 
     def serve(endpoint: str, path: Any, came_from: Any) -> None:
         role = dtrans.Role("pserver", 2, tuple(plan.servers), current_endpoint=endpoint)
         with ServerJob(plan, role, {"deadline": HANG}) as job:
             dtrans.checkpoint.check(path, job)
             first = job.init(KEY) if came_from is None else dtrans.checkpoint.restore(came_from, job)
-            dtrans.checkpoint.save(path, job, job.serve(first), tag="one")
+            dtrans.checkpoint.save(path, job, job.serve(first))
 
-    def train(k: int, came_from: Any) -> Any:
+    def train(k: int, path: Any, came_from: Any) -> Any:
         role = dtrans.Role("trainer", 2, tuple(plan.servers), trainer_id=k)
         with TrainerJob(plan, role, {"deadline": HANG}) as job:
             state = job.init(KEY) if came_from is None else dtrans.checkpoint.restore(came_from, job)
-            return job.params(job.step(state, X[4 * k : 4 * k + 4], Y[4 * k : 4 * k + 4])[0])
+            state, _ = job.step(state, X[4 * k : 4 * k + 4], Y[4 * k : 4 * k + 4])
+            dtrans.checkpoint.save(path, job, state)
+            return job.params(state)
 
-    came_from, want = None, init(KEY)
+    came_from, want = None, begin(KEY)
     for number in range(2):
         roles = RoleThreads()
         path = tmp_path / str(number)
         for endpoint in plan.servers:
             roles.start(endpoint, serve, endpoint, path, came_from)
         for k in range(2):
-            roles.start(f"trainer {k}", train, k, came_from)
+            roles.start(f"trainer {k}", train, k, path, came_from)
         ended = roles.all()
-        *want, _ = STEP(*want, X, Y)
+        *want, _ = step(*want, X, Y)
         for k in range(2):
             tree_close(ended[f"trainer {k}"], want[0], 1e-6)
         tree_close(dtrans.checkpoint.load(path, plan.main), tuple(want), 1e-6)

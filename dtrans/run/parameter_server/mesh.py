@@ -180,7 +180,8 @@ class MeshJob(Job):
     def check(self, state: Any) -> None:
         self._check_open()
         check_kind(state, MeshState)
-        for held in state.servers.values():
+        for ep, held in state.servers.items():
+            self.plan.servers[ep]  # raises UnknownEndpointError
             check_arrays(held.items(), donates=self.donate)
         if state is not self._last():
             check_types(state.params, self._param_types)

@@ -72,7 +72,8 @@ def owned_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> dic
 def first_used(step: Cut) -> list[str]:
     """The leaves in the order in which the program first uses them; those that it does not use come last."""
     inner = step.program.inner
-    leaf_of = {v: n for n, v in step.program.invars.items() if n in set(step.params)}
+    params = set(step.params)
+    leaf_of = {v: n for n, v in step.program.invars.items() if n in params}
     used: dict[str, None] = {}
     for eqn, role in zip(inner.eqns, step.program.roles, strict=True):
         if role in (FORWARD, BACKWARD):
