@@ -70,11 +70,14 @@ def open_sockets() -> set[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> Iterator[None]:
-    """Let each file begin without what others compiled, and collect no garbage among what was there before it.
+    """Let each file begin without what others compiled or joined, and collect no garbage among what was there before.
 
     Thousands of compiled functions are gigabytes, and make every collection slow.
     """
+    from dtrans.checkpoint import runs
+
     jax.clear_caches()
+    runs._known.clear()  # which runs roles in threads of this process were in
     gc.collect()
     gc.freeze()
     yield
