@@ -28,7 +28,7 @@ demo: $(STAMP) ## train with two trainers and two parameter servers as processes
 	$(BIN)/dtrans train --engine processes --trainers 2 --pservers 2 --plot loss.png
 
 test: $(STAMP) ## run the tests, a file to each core at a time
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
 
 core: $(STAMP) ## run the tests of the passes alone: a few minutes
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests/test_jax_versions.py tests/test_jax_imports.py \

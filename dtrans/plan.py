@@ -170,6 +170,9 @@ class Plan(abc.ABC):
 class Job(abc.ABC):
     """A plan, running: `init`, `step`, and functions of the state in between. The job itself holds compiled code.
 
+    Jobs of parameter servers also have `roles`, those of this process who save a piece of a checkpoint, and
+    `held(state, endpoint)`, what a server holds.
+
     Attributes:
       plan: What it runs.
     """

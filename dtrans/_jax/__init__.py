@@ -4,8 +4,8 @@
     versions     which JAX this was tested with
     jaxprs       jaxprs, open and closed
     own          how primitives of this package are made
-    primitives   primitives by kind, and the parameters of loops, branches, calls and collectives
     origins      where an equation comes from
+    primitives   primitives by kind, and the parameters of loops, branches, calls and collectives
     runtime      devices and processes
 
 Tests look that nothing else of the package imports such a module, names such a parameter, or says `.jaxpr.jaxpr`. Each
@@ -48,7 +48,6 @@ from dtrans._jax.origins import (
     line_of as line_of,
     origin_of as origin_of,
     scope_of as scope_of,
-    warn_unknown as warn_unknown,
     within_scope as within_scope,
 )
 from dtrans._jax.own import (
@@ -74,6 +73,7 @@ from dtrans._jax.primitives import (
     scan_length as scan_length,
     scan_turns as scan_turns,
     scan_with as scan_with,
+    warn_if_unknown as warn_if_unknown,
     while_counts as while_counts,
     with_bodies as with_bodies,
 )

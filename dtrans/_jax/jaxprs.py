@@ -84,7 +84,7 @@ def closed(
 
 
 class HoldsJaxpr:
-    """What is written about a closed jaxpr, its `jaxpr`."""
+    """Something that holds a closed jaxpr, as `jaxpr`."""
 
     jaxpr: ClosedJaxpr
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import warnings
 
 from dtrans._jax.imports import JaxprEqn
-from dtrans.errors import UnknownPrimitiveWarning
 
 
 def scope_of(eqn: JaxprEqn) -> str:
@@ -48,13 +46,6 @@ def line_of(eqn: JaxprEqn) -> str:
         if not _library_of(frame.file_name):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""
-
-
-def warn_unknown(eqn: JaxprEqn, effect: str) -> None:
-    """Warn of an equation of an unknown primitive, and of its effect: `is treated as mixing rows: w is whole`."""
-    line = line_of(eqn)
-    name = eqn.primitive.name + (f" ({line})" if line else "")
-    warnings.warn(UnknownPrimitiveWarning(f"{name} {effect}"), stacklevel=2)
 
 
 def origin_of(eqn: JaxprEqn) -> str:

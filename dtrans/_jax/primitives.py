@@ -8,6 +8,7 @@ that finds neither raises `TraceError` by name. What no table knows is treated a
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ import jax
 
 from dtrans._jax.imports import Atom, ClosedJaxpr, JaxprEqn, Var
 from dtrans._jax.jaxprs import opened
+from dtrans._jax.origins import line_of
 from dtrans._jax.own import OWN
-from dtrans.errors import TraceError
+from dtrans.errors import TraceError, UnknownPrimitiveWarning
 
 
 # -- kinds -----------------------------------------------------------------------------------------
@@ -49,7 +51,7 @@ ELEMENTWISE = frozenset(
 _OTHERS = frozenset(
     {
         "all_gather", "all_gather_invariant", "all_to_all", "approx_top_k", "argmax", "argmin", "axis_index",
-        "broadcast_in_dim", "call_hi_primitive", "cholesky", "cholesky_update", "concatenate", "conv_general_dilated",
+        "broadcast_in_dim", "cholesky", "cholesky_update", "concatenate", "conv_general_dilated",
         "create_token", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "custom_linear_solve", "dce_sink",
         "debug_callback", "debug_print", "device_put", "dot_general", "dynamic_slice", "dynamic_update_slice", "eig",
         "eigh", "empty", "empty2", "expand_dims", "ffi_call", "fft", "gather", "geqrf", "hessenberg",
@@ -73,6 +75,14 @@ _KNOWN = ELEMENTWISE | _OTHERS | {SCAN, WHILE, COND, *REMAT, *CALLS, *CUSTOM_RUL
 def is_known(eqn: JaxprEqn) -> bool:
     """Whether a table here knows the primitive of an equation, or it is one of this package."""
     return eqn.primitive.name in _KNOWN or eqn.primitive in OWN
+
+
+def warn_if_unknown(eqn: JaxprEqn, effect: str) -> None:
+    """Warn of an equation whose primitive no table knows, and of the effect: `is treated as mixing rows: ...`."""
+    if not is_known(eqn):
+        line = line_of(eqn)
+        name = eqn.primitive.name + (f" ({line})" if line else "")
+        warnings.warn(UnknownPrimitiveWarning(f"{name} {effect}"), stacklevel=2)
 
 
 # -- bodies ----------------------------------------------------------------------------------------
@@ -185,7 +195,7 @@ def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, A
         return jax.lax.scan(turn, carry, parts, length=1)
 
     jaxpr = jax.make_jaxpr(loop)([0.0] * consts, [0.0] * carried, [jax.numpy.zeros(1)] * taken)
-    (eqn,) = (e for e in opened(jaxpr).eqns if e.primitive.name == "scan")
+    (eqn,) = (e for e in opened(jaxpr).eqns if e.primitive.name == SCAN)
     return {key: eqn.params[key] for key in ("ft_in", "ft_out")}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -140,20 +140,29 @@ def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
 
 
 def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
-    plan = job.plan
     layout, here = _pieces(job)
+    for who, values in _values(job, state, here):
+        write(path, layout, who, values, job.run_id if tag is None else tag)
+
+
+def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each of those who save, and what it holds; one at a time, since it is copied to the host."""
+    plan = job.plan
     if isinstance(plan, PServerPlan):
         job.check(state)
-        of = lambda who: checked_trainer(plan, job.params(state)) if who == TRAINER else (
-            checked(plan, who, job.held(state, who)))  # fmt: skip
+        for who in here:
+            if who == TRAINER:
+                yield who, checked_trainer(plan, job.params(state))
+            else:
+                yield who, checked(plan, who, job.held(state, who))
     elif isinstance(plan, CollectivePlan):
         held = collective_state.checked_state(job, state)
-        of = lambda who: collective_state.values_of(plan, who, held)
-    else:
-        whole = arrays_of(plan.main, job.params(state), job.opt_state(state))  # by all processes together
-        of = lambda who: whole
-    for who in here:
-        write(path, layout, who, of(who), job.run_id if tag is None else tag)
+        for who in here:
+            yield who, collective_state.values_of(plan, who, held)
+    else:  # put together by all processes, and saved by one
+        whole = arrays_of(plan.main, job.params(state), job.opt_state(state))
+        for who in here:
+            yield who, whole
 
 
 def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | None = None) -> None:

@@ -23,7 +23,7 @@ from dtrans._jax import (
     origin_of,
     scan_counts,
     scope_of,
-    warn_unknown,
+    warn_if_unknown,
     while_counts,
 )
 from dtrans.ir.display import short_type
@@ -107,8 +107,8 @@ class _Pass:
             if step is not None and not leaves <= set(self.whole):
                 flow.crosses = True
                 return step
-            if step is None and not is_known(eqn):
-                warn_unknown(eqn, f"is treated as mixing rows: {', '.join(sorted(leaves))} is whole")
+            if step is None:
+                warn_if_unknown(eqn, f"is treated as mixing rows: {', '.join(sorted(leaves))} is whole")
             # what a whole leaf is reduced to is small, and can be sent
             out = Whole(leaves, None if step else self._reason(eqn, ins, "mixes rows"))
         else:

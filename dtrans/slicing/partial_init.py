@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, is_known, opened, warn_unknown
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened, warn_if_unknown
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
 from dtrans.rows.layout import SHARED, Layout, Rows
@@ -199,8 +199,8 @@ def recipe_of(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """
     rule = BACKWARD.get(eqn.primitive.name)
     found = rule(eqn, out, part) if rule is not None else None
-    if rule is None and not is_known(eqn):
-        warn_unknown(eqn, "is treated as mixing rows: each server makes all of what init makes with it")
+    if rule is None:
+        warn_if_unknown(eqn, "is treated as mixing rows: each server makes all of what init makes with it")
     return found or _by_row_analysis(eqn, out, part)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jax.lax import GatherScatterMode as Mode
 
-from dtrans._jax import JaxprEqn, is_known, warn_unknown
+from dtrans._jax import JaxprEqn, warn_if_unknown
 from dtrans.rows.layout import SHARED, Rows, Shared
 from dtrans.rows.rules import step_of
 from dtrans.tensor_parallel.layout import Partial, Placed, Shards, cut_along, nbytes, rows_only
@@ -117,8 +117,7 @@ def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     """As the row analysis has it."""
     step = step_of(eqn, ins)
     if step is None:
-        if not is_known(eqn):
-            warn_unknown(eqn, "is treated as mixing rows: what it reads is gathered")
+        warn_if_unknown(eqn, "is treated as mixing rows: what it reads is gathered")
         return None
     return Way(step.operands, tuple(x if isinstance(x, Rows) else SHARED for x in step.outs),
                step.reduce or "", step.params)  # fmt: skip
