@@ -65,8 +65,9 @@ bench: $(STAMP) ## run the benchmarks
 notebooks: $(STAMP) ## run the notebooks from top to bottom
 	$(BIN)/python -m pytest notebooks --nbmake --nbmake-timeout=280
 
-docs: $(STAMP) ## write docs/optimizers.md anew, from the plans of all optimizers
+docs: $(STAMP) ## write docs/optimizers.md and docs/steps.md anew, from the plans of all optimizers and steps
 	$(BIN)/python tests/support/optimizer_zoo.py docs/optimizers.md
+	$(BIN)/python tests/support/step_table.py
 
 architecture: $(STAMP) ## write docs/architecture.md and its drawing anew, from the imports and a profiler hook
 	$(BIN)/python docs/architecture.py docs

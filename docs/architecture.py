@@ -26,6 +26,8 @@ LAYERS = (
     ("step",),
     ("rows",),
     ("slicing",),
+    ("engine",),
+    ("batch",),
     ("plan",),
     ("parameter_server", "data_parallel"),
     ("zero",),

@@ -1,4 +1,4 @@
-"""Faults that the tests must notice: one in each of 24 files that matter.
+"""Faults that the tests must notice: one in each of 24 files that matter, and five ways to cut a batch wrongly.
 
     python tests/faults.py                 plants each in a copy of the project, and runs its tests with `pytest -x`
     python tests/faults.py rules writer    some of them
@@ -49,6 +49,8 @@ class Fault:
         assert text.count(self.old) == 1, f"{self.file} has {self.old!r} {text.count(self.old)} times"
         return text.replace(self.old, self.new)
 
+
+BATCHES = ("batch/test_step_zoo.py",)
 
 FAULTS = (
     Fault(
@@ -194,6 +196,40 @@ FAULTS = (
         "found += _size(common)",
         "found += _size(box)",
         ("checkpoint/test_pserver_state.py", "checkpoint/test_collective_state.py"),
+    ),
+    Fault(  # what is a mean and a sum is called a mean
+        "batch/scaled.py",
+        """        if name in _SAME:
+            if len(set(known)) > 1:""",
+        """        if name in _SAME:
+            if len(set(known)) > 2:""",
+        BATCHES,
+    ),
+    Fault(  # each trainer normalises by its own statistics
+        "engine/writer.py",
+        """            self._define(eqn, [PARTIAL] * len(eqn.outvars), made)
+        else:""",
+        """            self._define(eqn, way.outs, made)
+        else:""",
+        BATCHES,
+    ),
+    Fault(  # padding is counted
+        "engine/writer.py",
+        "if row is None or not self.shards.pads(whole.aval.shape[row.axis], row):",
+        "if row is None or not self.shards.count:",
+        BATCHES,
+    ),
+    Fault(  # trainers draw the same mask
+        "engine/values.py",
+        "self.b.call(times(local), self.index())",
+        "self.b.call(times(0), self.index())",
+        BATCHES,
+    ),
+    Fault(  # what all trainers have is added up
+        "engine/values.py",
+        "(made,) = self.b.call(on_first, value, self.index())",
+        "made = value",
+        BATCHES,
     ),
 )
 

@@ -57,7 +57,8 @@ def test_a_record_is_a_value_whose_fields_are_described(record: Any) -> None:
 def test_arguments_that_are_no_records_are_named() -> None:
     x = dtrans.trace(lambda p, s, x: (p, s), 1.0, (), 1.0)
     for options, says in [
-        ({"batch": "exact"}, "batch must be a dtrans.Batch, it is 'exact'"),
+        ({"batch": "sum"}, "batch must be 'exact' or 'local', it is 'sum'"),
+        ({"batch": 3}, "batch must be 'exact', 'local' or a dtrans.Batch; it is 3"),
         ({"reduce": 3}, "reduce must be 'mean', 'sum' or a dtrans.Reduce; it is 3"),
     ]:
         for strategy, own in zip(STRATEGIES[:3], ({"trainers": 2}, {"degree": 2}, {"num_stages": 2}), strict=True):
@@ -68,7 +69,11 @@ def test_arguments_that_are_no_records_are_named() -> None:
         (dtrans.pipeline, {"num_stages": 2, "stages": 2}, "stages must be a dtrans.Stages, it is 2"),
         (dtrans.pipeline, {"num_stages": 2, "memory": "auto"}, "memory must be a dtrans.StageMemory, it is 'auto'"),
         (dtrans.pserver, {"placement": True}, "placement must be a dtrans.BlockPlacement, it is True"),
-        (dtrans.pserver, {"batch": dtrans.Batch(["x"])}, r"batch=Batch\(.*with parameter servers it has merge alone"),
+        (
+            dtrans.pserver,
+            {"batch": dtrans.Batch(unsplit_inputs=["x"])},
+            r"batch=Batch\(.*with parameter servers it has merge alone",
+        ),
         (
             dtrans.pserver,
             {"batch": dtrans.Batch(merge={"x": "sum"})},
@@ -117,8 +122,8 @@ def test_flat_options_become_records() -> None:
     assert grouped({"trainers": 2}, records) == {"trainers": 2}
     assert grouped({"bucket_MB": 0, "trainers": 2}, records) == {"trainers": 2, "reduce": dtrans.Reduce(bucket_MB=0)}
     assert grouped({"reduce": "sum", "chains": 2}, records) == {"reduce": dtrans.Reduce("sum", chains=2)}
-    given = {"batch": dtrans.Batch(["x"]), "merge": {"loss": "sum"}}
-    assert grouped(given, records) == {"batch": dtrans.Batch(("x",), merge={"loss": "sum"})}
+    given = {"batch": dtrans.Batch(unsplit_inputs=["x"]), "merge": {"loss": "sum"}}
+    assert grouped(given, records) == {"batch": dtrans.Batch(unsplit_inputs=("x",), merge={"loss": "sum"})}
 
 
 def test_an_option_that_nobody_has_is_named_with_the_closest() -> None:

@@ -29,12 +29,12 @@ from dtrans._jax import (
 )
 from dtrans._jax.primitives import _OTHERS
 from dtrans._jax.versions import NEWEST_TESTED, warn_untested
+from dtrans.engine.rules import RULES as SPLIT_RULES
+from dtrans.engine.split import split
 from dtrans.errors import TraceError, UnknownPrimitiveWarning, UntestedJaxWarning
 from dtrans.ir.inline import inline_calls
 from dtrans.rows.rules import RULES
 from dtrans.slicing.partial_init import BACKWARD
-from dtrans.tensor_parallel.rules import RULES as SPLIT_RULES
-from dtrans.tensor_parallel.transform import split
 
 
 def loops(fn, *args):

@@ -45,6 +45,7 @@ from dtrans._jax.jaxprs import (
     small_jaxpr as small_jaxpr,
 )
 from dtrans._jax.origins import (
+    from_line_of as from_line_of,
     line_of as line_of,
     origin_of as origin_of,
     scope_of as scope_of,

@@ -25,6 +25,11 @@ def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     return eqn.replace(source_info=info.replace(name_stack=stack, traceback=call.traceback))
 
 
+def from_line_of(eqn: JaxprEqn, source: JaxprEqn) -> JaxprEqn:
+    """`eqn`, written for the sake of `source`: its name stack, and its line."""
+    return eqn.replace(source_info=source.source_info)
+
+
 @functools.cache
 def _library_of(path: str) -> str:
     """The library that a source file belongs to: `jax`, `jaxlib`, `optax` or `dtrans`; "" for a file of the user.

@@ -96,7 +96,7 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
                 )
             found[n] = "same"
         elif jnp.issubdtype(t.dtype, jnp.inexact):
-            found[n] = o.reduce.op if n in step.results else "mean"
+            found[n] = (o.reduce.op or "mean") if n in step.results else "mean"
         elif n in made_here:
             raise ConfigError(
                 f"{n} is {t.str_short()} and made of a trainer's part of the batch: say how to merge it, "

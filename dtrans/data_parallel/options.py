@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import jax.numpy as jnp
 
+from dtrans.batch.shared import SharedStep
 from dtrans.checks import check_int, check_name, check_number, check_one_of, check_size, check_together, check_type
 from dtrans.errors import ConfigError
 from dtrans.step.batch_sharing import Batch
@@ -22,7 +23,7 @@ class Reduce:
     """How gradients are reduced over trainers, the ranks of a sharded job, or the replicas of a stage.
 
     Attributes:
-      op: "mean", or "sum" for a loss that is a sum over the batch.
+      op: "mean", or "sum" for a loss that is a sum over the batch; of an exact batch it is found, and may be left out.
       bucket_MB: the size up to which gradients are reduced together; 0 reduces each by itself.
       max_buckets: EPL's rule of buckets in the place of `bucket_MB`: at most about so many, of even size.
       chains: how many chains of reductions may run beside each other; within a chain each waits for the one before. By
@@ -47,7 +48,7 @@ class Reduce:
       dtrans.errors.ConfigError: op must be 'mean' or 'sum', it is 'max'
     """
 
-    op: str = "mean"
+    op: str | None = None
     bucket_MB: float = 32
     max_buckets: int | None = None
     chains: int | None = None
@@ -56,7 +57,8 @@ class Reduce:
     clip_local_norm: float | None = None
 
     def __post_init__(self) -> None:
-        check_one_of("op", self.op, ("mean", "sum"))
+        if self.op is not None:
+            check_one_of("op", self.op, ("mean", "sum"))
         check_size("bucket_MB", self.bucket_MB)
         check_int("max_buckets", self.max_buckets, or_none=True)
         check_int("chains", self.chains, or_none=True)
@@ -99,12 +101,13 @@ class Options:
         check_int("num_micro_batch", self.num_micro_batch, "a positive number of micro-steps")
         check_int("local_sgd", self.local_sgd, or_none=True)
         self.batch.check_merge(MERGES)
+        self.check_exact()
         count, reduce = self.batch.example_count, self.reduce
-        if count is not None and reduce.op != "mean":
+        if count is not None and reduce.op == "sum":
             raise ConfigError(f"example_count={count!r} is for reduce='mean', it is {reduce.op!r}")
         if self.local_sgd is not None:
             others = {
-                f"reduce={reduce.op!r}": reduce.op != "mean",
+                f"reduce={reduce.op!r}": reduce.op == "sum",
                 f"compress={reduce.compress!r}": reduce.compress is not None,
                 f"num_micro_batch={self.num_micro_batch}": self.num_micro_batch > 1,
                 f"clip_local_norm={reduce.clip_local_norm!r}": reduce.clip_local_norm is not None,
@@ -121,6 +124,31 @@ class Options:
                 f"trainers_per_node={node} must divide the {self.trainers} trainers into several nodes of several "
                 "trainers each"
             )
+
+    def check_exact(self) -> None:
+        """Refuse what is for trainers with numbers of their own."""
+        b = self.batch
+        if not b.exact:
+            b.check_axes()
+        given = {"reduce": self.reduce.op, "example_count": b.example_count, "merge": dict(b.merge) or None}
+        for name, value in given.items():
+            if b.exact and value is not None:
+                raise ConfigError(
+                    f"{name}={value!r} is for batch='local', where each trainer has numbers of its own: an exact batch "
+                    "is added up as one device has it. Leave it out, or say batch='local'"
+                )
+
+    @property
+    def local(self) -> Self:
+        """The same, where each trainer takes the step on its part alone."""
+        reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")
+        return dataclasses.replace(self, batch=dataclasses.replace(self.batch, kind="local", axes=0), reduce=reduce)
+
+    def of(self, shared: SharedStep) -> Self:
+        """The same for a step that is shared already: as its parts add up."""
+        whole = tuple(n for n in shared.step.batch if n not in shared.axes)
+        batch = dataclasses.replace(self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=whole)
+        return dataclasses.replace(self, batch=batch, reduce=dataclasses.replace(self.reduce, op=shared.reduce))
 
     @property
     def micro_steps(self) -> int:
@@ -141,3 +169,6 @@ class Options:
     def over(self) -> tuple[str, ...]:
         """The names of the axes."""
         return tuple(name for name, _ in self.axes)
+
+
+OptionsT = TypeVar("OptionsT", bound=Options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +18,7 @@ from dtrans.plan import Costs, Plan, RoleCost, program_flops, realiser
 
 
 if TYPE_CHECKING:
+    from dtrans.batch.shared import SharedStep
     from dtrans.data_parallel.options import Options
 
 
@@ -62,6 +63,9 @@ class CollectivePlan(Plan):
       merges: result, or parameter that trainers make, to how it is merged.
       unused_effects: effects of the step that no trainer carries out, such as printing the optimizer's state.
       replan: plans the same step with other options.
+      shared: how the batch is cut exactly; None where each trainer takes the step on its part alone.
+      for_whole: makes the program for a batch that the trainers do not divide, from the types of the step's inputs;
+        None where they must.
     """
 
     main: Program
@@ -72,6 +76,8 @@ class CollectivePlan(Plan):
     merges: Mapping[str, str]
     unused_effects: tuple[str, ...]
     replan: Callable[[Any], Any] = dataclasses.field(repr=False)
+    shared: SharedStep | None = dataclasses.field(default=None, kw_only=True)
+    for_whole: Callable[[Sequence[Any]], Program] | None = dataclasses.field(default=None, kw_only=True, repr=False)
 
     _right, _code = (3,), 1
     made_by: ClassVar = "nccl2"
@@ -201,12 +207,14 @@ class CollectivePlan(Plan):
     def notes(self) -> list[str]:
         """What else there is to know."""
         moved = ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_per_step.items()) or "nothing"
-        notes = [f"each trainer puts {moved} into collectives per step, over {' and '.join(self.axis_names)}"]
+        notes = [] if self.shared is None else list(self.shared.notes)
+        notes += [f"each trainer puts {moved} into collectives per step, over {' and '.join(self.axis_names)}"]
         if len(self.axes) > 1:
             across = ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_over(self.axis_names[0]).items())
             notes.append(f"of that between the {self.axes[0][1]} nodes: {across}")
         if self.options.local_sgd is not None:
             notes.append(f"after {self.options.local_sgd} steps of their own trainers average their state")
+            notes.append("statistics, counts and random numbers are those of each trainer's own rows")
         averaged = {leaf for b in self.buckets for leaf in b.leaves}
         notes += [f"{name}: {way}" for name, way in self.merges.items() if name not in averaged or way != "mean"]
         if self.unused_effects:

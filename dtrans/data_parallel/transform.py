@@ -5,9 +5,10 @@
                           beside the rest of the backward pass
     optimize              as it was, on the averaged gradients: the same on every trainer
 
-The program is one for all trainers (SPMD). With a loss that is a mean over the batch, and trainers that see equal
-shares of it, it computes what one device computes on the whole batch. With a `Batch.example_count` (a
-count of examples that the step returns) shares need not be equal: gradients and averaged results are weighted by it.
+The program is one for all trainers (SPMD), and computes what one device computes on the whole batch, whatever the step
+(`dtrans.batch`): what crosses the batch is reduced where it does. With `batch="local"` each trainer takes the step on
+its part alone, and means are averaged: with a `Batch.example_count` (a count of examples that the step returns)
+gradients and averaged results are weighted by it.
 
 With `local_sgd` trainers take whole steps by themselves, and what is reduced after them is parameters and optimizer
 state. All trainers have the same state before and after each step of the job, whichever way.
@@ -29,9 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, axes_of, equations
+from dtrans.batch.shared import SharedStep, share
 from dtrans.data_parallel.accumulation import MicroSteps, write_local_steps, write_micro_steps
 from dtrans.data_parallel.merge_rules import check_merge, merges_of
-from dtrans.data_parallel.options import Options, Reduce
+from dtrans.data_parallel.options import Options, OptionsT, Reduce
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.reducer import SAME_FOR_ALL, Reducer, ReduceSpec, buckets_of
 from dtrans.data_parallel.replica import fold_keys, take_inputs, write_from_gradients
@@ -42,7 +44,7 @@ from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import is_under
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import GRAD, Cut, Gradient, cut
-from dtrans.step.forward_backward import ready_order, refuse_nested, write_trainer_half
+from dtrans.step.forward_backward import ready_order, refuse_across, refuse_nested, write_trainer_half
 from dtrans.step.startup import check_programs, match_startup
 
 
@@ -55,7 +57,7 @@ def nccl2(
     local_sgd: int | None = None,
     trainers_per_node: int = 0,
     reduce: Reduce | str = Reduce(),
-    batch: Batch = Batch(),
+    batch: Batch | str = Batch(),
     axis_name: str = "trainers",
 ) -> CollectivePlan:
     """Plan data-parallel training of a traced step over collectives.
@@ -73,7 +75,8 @@ def nccl2(
         node, then across nodes, then gathered inside again, so that 1/n of the bytes go between nodes. Trainers are
         then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
       reduce: how gradients are reduced over trainers: a `dtrans.Reduce`, or its `op`, "mean" or "sum".
-      batch: how a batch is shared, and how results are merged: a `dtrans.Batch`.
+      batch: "exact", for one device's numbers whatever the step; "local", for trainers that each take the step on their
+        part alone; or a `dtrans.Batch`, which also says which arrays are cut, and how.
       axis_name: of the axis that trainers are on.
 
     Raises:
@@ -105,7 +108,7 @@ def nccl2(
         local_sgd=local_sgd,
         trainers_per_node=trainers_per_node,
         reduce=Reduce.of(reduce),
-        batch=batch,
+        batch=Batch.of(batch, "exact"),
     )
     return plan_data_parallel(main, startup, options)
 
@@ -113,22 +116,51 @@ def nccl2(
 def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
     """What `nccl2` plans with these options."""
     refuse_collectives(main)
-    step = cut(main).with_reported()
-    if options.local_sgd is None:
-        refuse_nested(step, options.trainers)
-    check_names(step, options)
-    given, startup = startup, match_startup(step, startup)
-    merges = merges_of(step, options)
+    plain = cut(main).with_reported()
+    check_names(plain, options)
+    given, startup = startup, match_startup(plain, startup)
+    step, o, shared = shared_by(plain, options)  # what one trainer carries out, and how that becomes one
+    merges = merges_of(step, o) if shared is None else shared.merges
     return CollectivePlan(
-        main=step.program,
+        main=plain.program,
         startup=startup,
-        program=rewritten(step, options, merges),
+        program=rewritten(step, o, merges),
         options=options,
-        buckets=buckets_of(reduced_values(step, options, merges), options),
+        buckets=buckets_of(reduced_values(step, o, merges), o),
         merges=merges,
-        unused_effects=step.unused_effects if options.local_sgd is None else (),
+        unused_effects=step.unused_effects if o.local_sgd is None else (),
         replan=lambda other: plan_data_parallel(main, given, other),
+        shared=shared,
+        for_whole=None if shared is None else lambda types: _of_whole(shared.whole(types), options),
     )
+
+
+def _of_whole(shared: SharedStep, options: Options) -> Program:
+    """The program of a trainer for a batch that trainers do not divide."""
+    return rewritten(shared.step, options.of(shared), shared.merges)
+
+
+def shared_by(plain: Cut, options: OptionsT) -> tuple[Cut, OptionsT, SharedStep | None]:
+    """The step of one trainer, and the options that it is written with.
+
+    Raises:
+      ConfigError: a trainer takes parts of the batch one after the other, and the step is not made of its parts.
+      GradientError: gradients that are computed from other gradients, of which each trainer would have its own.
+    """
+    if options.trainers == 1 or options.local_sgd is not None or not options.batch.exact:
+        if options.local_sgd is None:
+            refuse_nested(plain, options.trainers)
+        if options.trainers > 1:
+            refuse_across(plain)
+        return plain, options.local, None
+    shared = share(plain, options.batch, options.trainers, options.over)
+    if options.num_micro_batch > 1 and not shared.proven:
+        raise ConfigError(
+            f"num_micro_batch={options.num_micro_batch} takes rows of the batch one after the other, and "
+            f"{plain.program.name} has values of all of them ({shared.reason}). Say batch='local', for values of each "
+            "part alone, or leave num_micro_batch out"
+        )
+    return shared.step, options.of(shared), shared
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -281,4 +313,4 @@ def _trained_apart(
 
 def _window(step: Cut, o: Options, merges: Mapping[str, str]) -> MicroSteps:
     whole = [n for n in step.batch if is_under(n, o.batch.unsplit_inputs)]
-    return MicroSteps(o.micro_steps, o.reduce.op, merges, o.batch.example_count, whole)
+    return MicroSteps(o.micro_steps, o.reduce.op or "mean", merges, o.batch.example_count, whole)

@@ -24,7 +24,7 @@ from dtrans.pipeline_parallel.transform import pipeline as pipeline_of
 from dtrans.step.batch_sharing import Batch
 
 
-RECORDS = {"stages": Stages(), "memory": StageMemory(), "reduce": Reduce(), "batch": Batch()}
+RECORDS = {"stages": Stages(), "memory": StageMemory(), "reduce": Reduce(), "batch": Batch("local")}
 ZERO_LEVELS = {"": 0, "v0": 1, "v1": 1}
 OFFLOAD_LEVELS = {"": False, "v0": True}
 

@@ -25,6 +25,7 @@ from dtrans._jax import (
     abstract_eval,
     closed,
     constants,
+    from_line_of,
     new_jaxpr_eqn,
     opened,
     small_jaxpr,
@@ -44,6 +45,10 @@ class Builder:
 
     Args:
       like: the jaxpr that equations are copied from; its constants can be read.
+
+    Attributes:
+      role: of what is written next.
+      source: the equation that new ones are written for: they come from its line.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -65,6 +70,7 @@ class Builder:
         self.eqns: list[JaxprEqn] = []
         self.roles: list[str] = []
         self.role = ""
+        self.source: JaxprEqn | None = None
         self.labels: dict[Var, str] = {}
 
     def input(self, aval: Any) -> Var:
@@ -98,6 +104,7 @@ class Builder:
         env.update((v, self.constant(c)) for v, c in zip(body.constvars, constants(jaxpr), strict=True))
         read = lambda a: a if isinstance(a, Literal) else env[a]
         for eqn in body.eqns:
+            eqn = eqn if self.source is None else from_line_of(eqn, self.source)
             made = self.copy(eqn, [read(a) for a in eqn.invars], [v.aval for v in eqn.outvars])
             env.update(zip(eqn.outvars, made, strict=True))
         return [read(a) for a in body.outvars]
@@ -109,7 +116,8 @@ class Builder:
         parameters from release to release; use `call`.
         """
         outs = [Var(t) for t in abstract_eval(primitive, [a.aval for a in atoms], params)]
-        self._append(new_jaxpr_eqn(list(atoms), outs, primitive, params, set()), atoms)
+        eqn = new_jaxpr_eqn(list(atoms), outs, primitive, params, set())
+        self._append(eqn if self.source is None else from_line_of(eqn, self.source), atoms)
         return outs
 
     def part(self, value: Atom, axis: int, start: int, stop: int) -> Var:

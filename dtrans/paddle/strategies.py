@@ -41,7 +41,7 @@ NAMES = {
     "interval": "incr_every_n_steps",
 }
 
-RECORDS = {"slices": Slicing(), "reduce": Reduce(), "batch": Batch()}
+RECORDS = {"slices": Slicing(), "reduce": Reduce(), "batch": Batch("local")}
 
 
 # Paddle's other options: the value that asks for nothing, and what to use in place of any other.

@@ -129,7 +129,7 @@ class DistributeTranspiler:
             mode=self.config.when_updated(sync_mode),
             placement=self.config.placement(seed),
             on_trainer_exit=self.config.on_trainer_exit,
-            batch=Batch(merge=self.config.merge or {}),
+            batch=Batch("local", merge=self.config.merge or {}),
         )
         check_trainer_id(trainer_id, plan.trainers)
         self._plan, self._trainer_id = plan, trainer_id
@@ -163,7 +163,7 @@ class DistributeTranspiler:
             local_sgd=1 if kind == "local_sgd" else None,
             # Paddle's transpiler/collective.py reduces each gradient by itself
             reduce=Reduce(bucket_MB=0 if kind == "grad_allreduce" else 32, chains=None if chains == 1 else chains),
-            batch=Batch(merge=self.config.merge or {}),
+            batch=Batch("local", merge=self.config.merge or {}),
         )
         self._trainer_id, self._endpoints = trainer_id, endpoints
 

@@ -185,8 +185,8 @@ class BlockPlacement:
         check_int("seed", self.seed, "an integer from 0 to 2**32 - 1", least=0, most=2**32 - 1)
 
 
-def check_options(trainers: Any, mode: Any, placement: Any, on_trainer_exit: Any, batch: Any) -> None:
-    """Raise ConfigError for options that cannot be planned, by name."""
+def check_options(trainers: Any, mode: Any, placement: Any, on_trainer_exit: Any, batch: Any) -> Batch:
+    """Raise ConfigError for options that cannot be planned, by name. Returns how the batch is shared."""
     check_int("trainers", trainers, "a positive number of trainers")
     check_type("mode", mode, (Sync, Async, HalfAsync, Geo))
     check_type("placement", placement, BlockPlacement)
@@ -196,12 +196,16 @@ def check_options(trainers: Any, mode: Any, placement: Any, on_trainer_exit: Any
             f"on_trainer_exit={on_trainer_exit!r} is for synchronous updates: asynchronous ones never combine "
             "gradients of several trainers"
         )
-    check_type("batch", batch, Batch)
-    if batch.example_count is not None or batch.unsplit_inputs:
+    found = Batch.of(batch, "local")
+    found.check_axes()
+    if found.exact and found.merge:
+        raise ConfigError(f"merge={dict(found.merge)!r} is for batch='local': an exact step says so itself")
+    if found.example_count is not None or (found.unsplit_inputs and not found.exact):
         raise ConfigError(
             f"batch={batch!r}: with parameter servers it has merge alone; plan.on_mesh(unsplit_inputs=...) gives "
             "arrays to every trainer whole"
         )
-    if batch.merge and isinstance(mode, Geo):
-        raise ConfigError(f"merge={batch.merge!r} with dtrans.Geo: what no gradient enters is each trainer's own")
-    batch.check_merge(("mean", "own"))
+    if found.merge and isinstance(mode, Geo):
+        raise ConfigError(f"merge={found.merge!r} with dtrans.Geo: what no gradient enters is each trainer's own")
+    found.check_merge(("mean", "own"))
+    return found

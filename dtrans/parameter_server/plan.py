@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrans.batch.shared import SharedStep
 from dtrans.checks import is_int
 from dtrans.errors import ConfigError, UnknownEndpointError
 from dtrans.ir.cost import flops, nbytes
@@ -80,6 +81,8 @@ class PServerPlan(Plan):
       shared_state: optimizer state that lives with no leaf, since no row enters it, or only through reductions; it
         is on every server that needs it.
       runtime_split: leaves are cut into blocks when trainers run, not by their programs.
+      shared: how the batch is cut, where it is exact.
+      local_share: says what one device's numbers would take; None where nobody knows.
       push_every: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and each does.
     """
 
@@ -97,6 +100,8 @@ class PServerPlan(Plan):
     make_trainer: Callable[[int], Program] = dataclasses.field(repr=False)
     make_trainer_startup: Callable[[int], Program] = dataclasses.field(repr=False)
     push_every: int = 0
+    shared: SharedStep | None = dataclasses.field(default=None, repr=False)
+    local_share: Callable[[], SharedStep] | None = dataclasses.field(default=None, repr=False)
 
     _right, _code, _header = (1, 2), 0, ("block", "rows", "bytes", "endpoint")
 
@@ -271,7 +276,9 @@ class PServerPlan(Plan):
     @cached_property
     def notes(self) -> list[str]:
         """What else there is to know: bytes, whole leaves and why, what stays with the trainers."""
-        notes = []
+        notes = [] if self.shared is None else list(self.shared.notes)
+        if self.local_share is not None and self.shared is None and self.trainers > 1:
+            notes.append(self.local_share().local_note)
         for endpoint, size in self.server_bytes.items():
             notes.append(
                 f"{endpoint} holds {size['params']:,} bytes of parameters, {size['opt_state']:,} of optimizer state"

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from dtrans._jax import ShapedArray, Var
+from dtrans.ir.array_fns import times
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import DIST, FORWARD, RPC, Program
@@ -39,6 +40,8 @@ class TrainerCommConfig:
       half_async: with that, a step waits until what it sent is sent, and what it made is received.
       communicator: what sends and receives beside the program, if anything does.
       averages: leaves that trainers make and servers average.
+      scale: by what trainers multiply gradients before they send them: by their number, where the step adds up and
+        servers average.
     """
 
     trainers: int
@@ -47,6 +50,7 @@ class TrainerCommConfig:
     half_async: bool = False
     communicator: CommunicatorConfig | None = None
     averages: tuple[str, ...] = ()
+    scale: int = 1
 
     @property
     def gradients_per_update(self) -> int:
@@ -138,6 +142,8 @@ class TrainerCommWriter:
         """`split_byref` where the leaf has several blocks and is not cut later, and `send`."""
         blocks = self.placement.blocks[leaf]
         names = tuple(x.gradient(self.me["trainer_id"], self.wiring.gradients_per_update) for x in blocks)
+        if self.wiring.scale != 1:
+            (grad,) = self.b.call(times(self.wiring.scale), grad)
         if isinstance(grad, Var):
             self.b.labels.setdefault(grad, leaf + GRAD)
         parts: list[Any] = [grad]

@@ -26,6 +26,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from dtrans.batch.shared import share, share_alone
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ir.program import DIST, Program
@@ -44,7 +45,7 @@ from dtrans.slicing.blocks import Unit
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, cut
-from dtrans.step.forward_backward import refuse_nested
+from dtrans.step.forward_backward import refuse_across, refuse_nested
 from dtrans.step.startup import check_programs, match_startup
 
 
@@ -57,7 +58,7 @@ def pserver(
     mode: Mode = Sync(),
     placement: BlockPlacement = BlockPlacement(),
     on_trainer_exit: Literal["drop", "paddle", "error"] = "drop",
-    batch: Batch = Batch(),
+    batch: Batch | str = Batch(),
 ) -> PServerPlan:
     """Plan parameter-server training of a traced step.
 
@@ -73,9 +74,10 @@ def pserver(
         "paddle": as Paddle 1.8 has it: the last gradient of who left counts once more, then as zero, and the sum goes
         on being divided by `trainers`. "error": the job ends with a `PeerError` that names it. One that fails, or
         closes in the middle of a step, ends a synchronous job in any case.
-      batch: how leaves are merged that trainers make themselves, as batch statistics: a `dtrans.Batch` whose `merge`
-        has their names, or what they lie under, with "own" (each trainer has its own, which is so by default) or
-        "mean": servers average them. In asynchronous modes the newest counts.
+      batch: "local", where each trainer takes the step on its part alone, or "exact", which refuses a step whose parts
+        do not add up to one device's by themselves; or a `dtrans.Batch`. Its `merge` says of leaves that trainers make
+        themselves, as batch statistics, by their names, or what they lie under: "own" (each trainer has its own, which
+        is so by default) or "mean": servers average them. In asynchronous modes the newest counts.
 
     Raises:
       ConfigError: an option that is out of range.
@@ -104,11 +106,15 @@ def pserver(
     """
     check_programs(main, startup)
     endpoints = parse_endpoints(pservers)
-    check_options(trainers, mode, placement, on_trainer_exit, batch)
+    batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
     step = cut(main)
+    refuse_across(step)
+    shared = share_alone(step.with_reported(), batch, trainers, "servers") if batch.exact and trainers > 1 else None
     if isinstance(mode, Geo):
         return plan_geo_sgd(step, startup, endpoints, trainers, mode, placement)
     comm = trainer_comm(step, trainers, mode, batch)  # how trainers talk to servers
+    if shared is not None and shared.reduce == "sum":
+        comm = dataclasses.replace(comm, scale=comm.gradients_per_update)  # servers average
     step = averaged(step, comm.averages)
     check_step(step, comm, on_trainer_exit)
     analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
@@ -135,6 +141,8 @@ def pserver(
         runtime_split=comm.runtime_split,
         make_trainer=lambda k: trainer_program(step, placed, k, comm),
         make_trainer_startup=lambda k: trainer_startup_program(step, placed, startup, k, comm),
+        shared=shared,
+        local_share=lambda: share(cut(main).with_reported(), batch, trainers, ("trainers",)),
     )
 
 

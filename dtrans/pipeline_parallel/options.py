@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection
 from functools import cached_property
 
+from dtrans.batch.shared import SharedStep
 from dtrans.checks import check_flag, check_int, check_number, check_one_of, check_type
 from dtrans.data_parallel.options import Options, Reduce
 from dtrans.errors import ConfigError
@@ -135,10 +136,24 @@ class PipelineOptions:
                 f"clip_local_norm={norm!r} and sharding_stage={stage}: a replica's own gradients are clipped whole; "
                 "leave one of them out"
             )
+        self.batch.check_axes()
         if self.of_parts.batch.example_count is not None:
             raise ConfigError(
                 f"example_count={self.batch.example_count!r}: micro-batches of a pipeline count the same; leave it out"
             )
+
+    @property
+    def local(self) -> PipelineOptions:
+        """The same, where each micro-batch goes through the step alone."""
+        reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")
+        return dataclasses.replace(self, batch=dataclasses.replace(self.batch, kind="local"), reduce=reduce)
+
+    def of(self, shared: SharedStep) -> PipelineOptions:
+        """The same for a step that is shared already: as its parts add up."""
+        merge = {n: way for n, way in shared.merges.items() if way in ("mean", "sum")}
+        whole = tuple(n for n in shared.step.batch if n not in shared.axes)
+        batch = dataclasses.replace(self.batch, kind="local", merge=merge, unsplit_inputs=whole)
+        return dataclasses.replace(self, batch=batch, reduce=dataclasses.replace(self.reduce, op=shared.reduce))
 
     @property
     def model_stages(self) -> int:

@@ -2,7 +2,7 @@
 
 What comes into such a stage and what leaves it is whole on all shards, and so are batches and results. Parameters that
 the scope cuts are in pieces for good, with their gradients and their optimizer's state; what is kept of a micro-batch
-is as the forward pass leaves it. How equations are carried out on pieces: `dtrans.tensor_parallel.transform`.
+is as the forward pass leaves it. How equations are carried out on pieces: `dtrans.engine.split`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from dtrans._jax import Var
+from dtrans.engine.split import split
 from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
@@ -22,7 +23,6 @@ from dtrans.rows.layout import Rows
 from dtrans.step.cut import Cut
 from dtrans.step.scopes import scope_of_eqn, scopes_of
 from dtrans.tensor_parallel.defaults import default_cuts
-from dtrans.tensor_parallel.transform import split
 
 
 @dataclasses.dataclass(frozen=True)

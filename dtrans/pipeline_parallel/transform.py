@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from dtrans._jax import Var, closed, equations, name_given
+from dtrans.batch.shared import share_alone
 from dtrans.checks import check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
@@ -50,6 +51,7 @@ from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
 from dtrans.step.cut import Cut, cut
+from dtrans.step.forward_backward import refuse_across
 from dtrans.step.startup import check_programs, match_startup
 
 
@@ -64,7 +66,7 @@ def pipeline(
     stages: Stages = Stages(),
     memory: StageMemory = StageMemory(),
     reduce: Reduce | str = Reduce(),
-    batch: Batch = Batch(),
+    batch: Batch | str = Batch(),
 ) -> PipelinePlan:
     """Plan a pipeline: stages of the loss function on devices of their own, micro-batches that go through them.
 
@@ -84,7 +86,9 @@ def pipeline(
       memory: what stages and their replicas keep: a `dtrans.StageMemory`.
       reduce: how gradients are reduced over micro-batches and the replicas of a stage: a `dtrans.Reduce`, or its `op`.
         A clip in the optimizer is of the reduced gradients (EPL's `clip_after_allreduce`).
-      batch: how a batch is shared, and how results are merged: a `dtrans.Batch`, without `example_count`. Batch
+      batch: "local", where each micro-batch goes through the step alone, or "exact", which refuses a step whose
+        micro-batches do not add up to one device's numbers by themselves; or a `dtrans.Batch`, without `example_count`,
+        which also says how results are merged. Batch
         statistics are made by each micro-batch of those before the step.
 
     Raises:
@@ -127,7 +131,7 @@ def pipeline(
         stages=stages,
         memory=memory,
         reduce=Reduce.of(reduce),
-        batch=batch,
+        batch=Batch.of(batch, "local"),
     )
     return plan_pipeline(main, startup, options, timetable)
 
@@ -150,6 +154,9 @@ def plan_pipeline(main: Program, startup: Program, o: PipelineOptions, timetable
     refuse_collectives(main)
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()]
     plain = of_micro_batch(main, o, types)  # for what results are made of
+    refuse_across(plain)
+    shared = share_alone(plain, o.batch, o.parts, "micro-batches") if o.batch.exact and o.parts > 1 else None
+    o = o.local if shared is None else o.of(shared)
     whole = captured(main)
     step = of_micro_batch(whole, o, types)
     check_names(step, o.of_parts)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -109,6 +109,42 @@ def counters(shape: Sequence[int], axis: int, start: int, stop: int) -> tuple[ja
             carry = (low < more).astype(jnp.uint32)
             high = high + index * step_high + jax.lax.mulhi(index, jnp.broadcast_to(step_low, block)) + carry
     return high, low
+
+
+@functools.cache
+def bits_from(shape: tuple[int, ...], axis: int, count: int, bit_width: int) -> Callable[..., jax.Array]:
+    """`count` entries along `axis` of the bits that a key gives for an array of `shape`, from any start.
+
+    Args:
+      shape: at most 2**32 entries in all. What is behind the last one is anything.
+
+    Returns:
+      A function of a key of a counted kind, and the start.
+
+    Example:
+      >>> import jax
+      >>> key = jax.random.key(0)
+      >>> rows = bits_from((6, 2), 0, 3, 32)(key, jax.numpy.int32(2))
+      >>> bool((rows == jax.random.bits(key, (6, 2))[2:5]).all())
+      True
+    """
+    assert math.prod(shape) <= 2**32, shape
+    stride, dtype = math.prod(shape[axis + 1 :]), jnp.dtype(f"uint{bit_width}")
+
+    def fn(key: jax.Array, start: jax.Array) -> jax.Array:
+        block = (*shape[:axis], count, *shape[axis + 1 :])
+        low = jnp.broadcast_to(start.astype(jnp.uint32) * jnp.uint32(stride), block)
+        for d in range(len(shape)):
+            step = jnp.uint32(math.prod(shape[d + 1 :]))
+            low = low + jax.lax.broadcasted_iota(jnp.uint32, block, d) * step
+        zero = low & jnp.uint32(0)  # under a vmap of the start all four are mapped: the hash wants one shape
+        words = jax.random.key_data(key)
+        high, low = _hash(words[0] ^ zero, words[1] ^ zero, zero, low)
+        if bit_width == 64:
+            return (high.astype(dtype) << jnp.asarray(32, dtype)) | low.astype(dtype)
+        return (high ^ low).astype(dtype)
+
+    return fn
 
 
 def _words(number: int) -> tuple[int, int]:

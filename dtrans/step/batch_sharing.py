@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dtrans.checks import check_one_of
+from dtrans.checks import check_int, check_one_of, check_type
 from dtrans.errors import ConfigError
 
 
@@ -15,6 +15,15 @@ class Batch:
     """How a batch is shared, and how the results of its parts are merged.
 
     Attributes:
+      kind: "exact": the job gives one device's numbers, whatever the step: what crosses the batch (a masked mean, batch
+        statistics, a count) communicates, and random numbers with rows of the batch are one device's. "local": each
+        trainer takes the step on its part alone, with statistics, random numbers and counts of its own, as Paddle's
+        trainers do. By default "exact" over collectives (`dtrans.nccl2`, `dtrans.sharding`), and "local" with parameter
+        servers and in pipelines: these are exact where parts add up without an exchange between trainers, which their
+        plans say, and refuse other steps that are asked to be exact.
+      axes: the dimension of the batch in each batch argument, as `in_axes` of `jax.vmap`: a number, None for an
+        argument that every trainer gets whole, or a tuple with one of these for each argument. 0-d arrays are whole
+        anyway.
       unsplit_inputs: names of batch arrays that every trainer gets whole. Others are split on dim 0; 0-d arrays go to
         every trainer, a `jax.random.key` folded with the trainer's number unless it is named here.
       example_count: the name of a result, a scalar that says how many examples a trainer's part of the batch has. It is
@@ -31,15 +40,24 @@ class Batch:
 
     Example:
       >>> import dtrans
-      >>> dtrans.Batch(unsplit_inputs=["class_weights"], merge={"aux/hits": "sum"}).unsplit_inputs
+      >>> dtrans.Batch(unsplit_inputs=["class_weights"]).unsplit_inputs
       ('class_weights',)
+      >>> dtrans.Batch("local", merge={"aux/hits": "sum"}).exact
+      False
     """
 
+    kind: str | None = None
+    axes: Any = 0
     unsplit_inputs: Collection[str] = ()
     example_count: str | None = None
     merge: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.kind is not None:
+            check_one_of("batch", self.kind, ("exact", "local"))
+        each = self.axes if isinstance(self.axes, tuple) else (self.axes,)
+        for axis in each:
+            check_int("axes", axis, "a dimension, None, or a tuple with one of these for each", least=0, or_none=True)
         names: Any = self.unsplit_inputs
         merge: Any = self.merge
         if isinstance(names, str) or not isinstance(names, Collection):
@@ -48,6 +66,27 @@ class Batch:
             raise ConfigError(f"merge={merge!r} must say for each name how to merge it, such as {{'aux': 'sum'}}")
         object.__setattr__(self, "unsplit_inputs", tuple(names))
         object.__setattr__(self, "merge", dict(merge))
+
+    @classmethod
+    def of(cls, given: Any, kind: str) -> Batch:
+        """What is given as `batch`: a record, or its kind; `kind` is that of a record which does not say its own."""
+        if isinstance(given, str):
+            return cls(given)
+        check_type("batch", given, cls, "'exact', 'local' or a dtrans.Batch")
+        return given if given.kind is not None else dataclasses.replace(given, kind=kind)
+
+    def check_axes(self) -> None:
+        """Raise ConfigError for dimensions of the batch where it is always the first."""
+        if self.axes != 0:
+            raise ConfigError(
+                f"axes={self.axes!r} is for batch='exact' of dtrans.nccl2 and dtrans.sharding; elsewhere arrays are "
+                "cut on dim 0, but for those in unsplit_inputs"
+            )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the job gives one device's numbers, whatever the step."""
+        return self.kind == "exact"
 
     def check_merge(self, ways: Collection[str]) -> None:
         """Raise ConfigError for a way to merge that a strategy does not have."""

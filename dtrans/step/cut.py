@@ -62,8 +62,11 @@ class Cut:
       unused_effects: other equations with effects, by primitive; no half carries them out.
       nested: why gradients may be computed from another derivative, as a perturbed step does; each of several
         trainers would compute them from its own. Empty where they are not, or are marked.
-      optimize: the optimize half. Inputs: gradients, then parameters, then state; outputs: optimized parameters, then
-        state. Only what it uses.
+      across: why trainers and servers could not share the step, where one half reads what the other has: the update
+        reads the batch, as a learning rate that is an argument, or the loss reads the optimizer's state, as its count.
+        Empty where they can. Where each trainer has both halves it may do so.
+      optimize: the optimize half. Inputs: gradients, then parameters, then state, then arrays of the batch; outputs:
+        optimized parameters, then state. Only what it uses.
     """
 
     program: Program
@@ -80,6 +83,7 @@ class Cut:
     observers: tuple[int, ...]
     unused_effects: tuple[str, ...]
     nested: str
+    across: str
     optimize: OptimizeHalf
 
     def with_reported(self) -> Cut:
@@ -108,8 +112,8 @@ def cut(program: Program) -> Cut:
       program: of a function of (params, opt_state, *batch) that returns both, and the loss.
 
     Raises:
-      GradientError: not a training step, gradients that cannot be told, or an update that uses something
-        which only the trainers have. OptimizerError: an optimizer that is told the loss.
+      GradientError: not a training step, or gradients that cannot be told.
+      OptimizerError: an optimizer that is told the loss.
     """
     return _Cutter(open_step(program)).cut()
 
@@ -123,6 +127,7 @@ class _Cutter:
 
     def __init__(self, step: OpenStep) -> None:
         self.s = step
+        self.across = ""
 
     def cut(self) -> Cut:
         by_mark = marked(self.s)
@@ -175,6 +180,7 @@ class _Cutter:
             observers=observers,
             unused_effects=unused,
             nested="" if by_mark else nested(self.s, gradients),
+            across=self.across,
             optimize=optimize,
         )
 
@@ -192,26 +198,30 @@ class _Cutter:
             culprit, what = self.who_uses(
                 outs, out_names, gradients, self.s.vars[hidden[0]] if hidden else None, around
             )
-            raise GradientError(
+            self.across = (
                 f"{culprit} is updated with {what}, which only the trainers have; an update may use gradients, "
                 "parameters and optimizer state. If this is the gradient of something, take it with "
                 "dtrans.value_and_grad; if it is a schedule, "
                 "make it a function of a count in the optimizer state (optax.inject_hyperparams, optax schedules)"
             )
+            if around:
+                raise GradientError(self.across)
         owners = {v: n for n, v in gradients.items()}
         used = {owners[v] for v in leaves if v in owners}
         grad_names = [n for n in self.s.params if n in used]
         made = set(optimized)
         params = [n for n in self.s.params if n in made or self.s.vars[n] in leaves]
         builder = Builder(self.s.jaxpr)
+        batch = [n for n in hidden if n in self.s.batch]
+        params += [n for n in hidden if n not in batch and n not in params]
         builder.invars += [
             *(gradients[n] for n in grad_names),
-            *(self.s.vars[n] for n in (*params, *self.s.opt_state)),
+            *(self.s.vars[n] for n in (*params, *self.s.opt_state, *batch)),
         ]
         for i in kept:
             builder.keep(self.s.eqns[i])
         jaxpr = eliminate_dead(builder.build(outs))
-        in_names: tuple[Name, ...] = (*map(Gradient, grad_names), *params, *self.s.opt_state)
+        in_names: tuple[Name, ...] = (*map(Gradient, grad_names), *params, *self.s.opt_state, *batch)
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, kept
 
     def refuse_losses(self, kept: Sequence[int]) -> None:
@@ -262,7 +272,7 @@ class _Cutter:
             )
 
     def check_trainer_half(self, gradients: Mapping[str, Var], used: set[str], frozen: Sequence[str]) -> None:
-        """The trainers have no optimizer state: neither the loss nor a gradient may need it."""
+        """Note what needs the optimizer's state, which trainers of servers do not have."""
         outputs: dict[Name, Atom] = {n: self.s.outs[n] for n in (*self.s.results, *frozen)}
         outputs |= {Gradient(n): gradients[n] for n in used}
         state = {self.s.vars[n]: n for n in self.s.opt_state}
@@ -270,7 +280,7 @@ class _Cutter:
         for name, atom in outputs.items():
             if isinstance(atom, Var) and enters.get(atom):
                 taken = min(state[v] for v in backward_slice(self.s.eqns, [atom])[1] if v in state)
-                raise GradientError(
+                self.across = self.across or (
                     f"{name} is computed from {taken}, which belongs to the optimizer, and is not where the loss is; "
                     "keep the optimizer state (the second argument of the step) out of the loss and of the results"
                 )

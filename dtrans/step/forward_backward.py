@@ -23,6 +23,12 @@ def refuse_nested(step: Cut, trainers: int) -> None:
         )
 
 
+def refuse_across(step: Cut) -> None:
+    """Raise for a half that reads what only the other has, where the halves are carried out in different places."""
+    if step.across:
+        raise GradientError(step.across)
+
+
 def ready_order(step: Cut) -> list[str]:
     """The leaves in the order in which their gradients are made; constants and inputs come last."""
     at = {v: i for i, e in enumerate(step.program.eqns) for v in e.outvars}

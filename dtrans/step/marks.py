@@ -125,8 +125,7 @@ def make_train_step(loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = Fal
     """One training step: loss and gradients, the optax update, new parameters.
 
     Args:
-      loss_fn: `loss_fn(params, *batch)` returns a scalar, the *mean* over the batch; with `has_aux`,
-        (loss, aux). A loss that is a sum over the batch is not the same on trainers that each see a part.
+      loss_fn: `loss_fn(params, *batch)` returns a scalar; with `has_aux`, (loss, aux).
       tx: an `optax.GradientTransformation`, or anything with its `update`.
 
     Raises:

@@ -1,10 +1,4 @@
-"""Tensor parallelism: a program whose inputs are cut over shards, as the program of one shard.
+"""Tensor parallelism: which parameters of a layer are cut. `dtrans.engine` writes the layer on its pieces.
 
-transform   `split`: a program and its cuts to the program of one shard
-layout      whole, cut, or a part of a sum
-rules       how an equation is carried out on pieces
-values      values made into the layout that an equation reads
-writer      writes the program
-array_fns   small functions of arrays that it is written with
 defaults    which parameters of a layer are cut where the user does not say
 """

@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from dtrans._jax import ELEMENTWISE, REMAT, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, bodies, closed, opened
+from dtrans.engine.layout import Placed, Shards, cut_along
+from dtrans.engine.rules import Operand, choose
+from dtrans.engine.writer import SAME_NUMBERS
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.rows.layout import SHARED, Rows
-from dtrans.tensor_parallel.layout import Placed, Shards, cut_along
-from dtrans.tensor_parallel.rules import Operand, choose
-from dtrans.tensor_parallel.writer import SAME_NUMBERS
 
 
 # a parameter, and which of its dimensions each dimension of a value is
@@ -60,7 +60,7 @@ def default_cuts(
       {0: 1, 1: 0, 2: 0}
     """
     flat = eliminate_dead(inline_calls(jaxpr))
-    found = _Pass(set(params), Shards(shards, ""), scope or (lambda eqn: True), dict(cuts or {}))
+    found = _Pass(set(params), Shards(shards, ()), scope or (lambda eqn: True), dict(cuts or {}))
     inner = opened(flat)
     for i, v in enumerate(inner.invars):
         if i in found.cuts:

@@ -265,7 +265,7 @@ class RankWriter:
         """Write forward and backward of all micro-steps; their gradients are slices from stage 2 on."""
         o, step = self.o, self.step
         whole = [n for n in step.batch if is_under(n, o.batch.unsplit_inputs)]
-        window = MicroSteps(o.num_micro_batch, o.reduce.op, self.layout.merges, o.batch.example_count, whole)
+        window = MicroSteps(o.num_micro_batch, o.reduce.op or "mean", self.layout.merges, o.batch.example_count, whole)
         given = {n: self.local[n] for n in self.leaves} if o.slices_params else {}
 
         def half(inner: Builder, micro: Cut) -> Outputs:

@@ -20,14 +20,19 @@ meta_optimizers/sharding_optimizer.py (Paddle), which move whole variables from 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+
+from dtrans.batch.shared import SharedStep
 from dtrans.checks import check_int, check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
-from dtrans.data_parallel.transform import check_names, refuse_collectives
+from dtrans.data_parallel.transform import check_names, refuse_collectives, shared_by
 from dtrans.ir.program import Program
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, cut
-from dtrans.step.forward_backward import refuse_nested
 from dtrans.step.startup import check_programs, match_startup
 from dtrans.zero.mixed_precision import low_precision
 from dtrans.zero.options import Precision, ShardingOptions, Slicing
@@ -46,7 +51,7 @@ def sharding(
     precision: Precision | str | None = None,
     slices: Slicing = Slicing(),
     reduce: Reduce | str = Reduce(),
-    batch: Batch = Batch(),
+    batch: Batch | str = Batch(),
 ) -> ShardingPlan:
     """Plan data-parallel training in which ranks share the optimizer's state, gradients and parameters.
 
@@ -62,7 +67,8 @@ def sharding(
       slices: how leaves are sliced, and gathered again: a `dtrans.Slicing`.
       reduce: how gradients are reduced: a `dtrans.Reduce`, or its `op`. Parameters that are gathered behind an update
         are in buckets of the same size.
-      batch: how a batch is shared, and how results are merged: a `dtrans.Batch`.
+      batch: "exact", for one device's numbers whatever the step; "local", for ranks that each take the step on their
+        part alone; or a `dtrans.Batch`, which also says which arrays are cut, and how.
 
     Raises:
       ConfigError: an option that is out of range, or names that the step does not have.
@@ -97,7 +103,7 @@ def sharding(
         axis_name=slices.axis_name,
         num_micro_batch=num_micro_batch,
         reduce=Reduce.of(reduce),
-        batch=batch,
+        batch=Batch.of(batch, "exact"),
         stage=stage,
         degree=degree,
         replicas=replicas,
@@ -111,12 +117,12 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     """What `sharding` plans with these options."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
-    refuse_nested(plain, options.trainers)
     check_names(plain, options)
-    step = in_precision(plain, main, options.precision)
     given, startup = startup, match_startup(plain, startup)
-    merges = merges_of(step, options)  # how each result is merged
-    layout = RankLayout.of(step, options, merges)  # which rank holds which slice of what
+    # what one rank carries out of the step, and how that becomes one
+    step, o, shared = shared_by(in_precision(plain, main, options.precision), options)
+    merges = merges_of(step, o) if shared is None else shared.merges  # how each result is merged
+    layout = RankLayout.of(step, o, merges)  # which rank holds which slice of what
     return ShardingPlan(
         main=plain.program,
         startup=startup,
@@ -128,7 +134,15 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         slices=layout.slices,
         replan=lambda other: plan_sharding(main, given, other),
         owned=layout.owned,
+        shared=shared,
+        for_whole=None if shared is None or options.precision.dtype else partial(_of_whole, shared, options),
     )
+
+
+def _of_whole(shared: SharedStep, options: ShardingOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    """The program of a rank for a batch that ranks do not divide."""
+    other = shared.whole(types)
+    return rewritten(other.step, RankLayout.of(other.step, options.of(other), other.merges))
 
 
 def in_precision(plain: Cut, main: Program, precision: Precision) -> Cut:

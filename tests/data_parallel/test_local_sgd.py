@@ -187,7 +187,9 @@ def test_perturbed_steps_are_taken_by_each_trainer_for_itself() -> None:
     params, x = jnp.ones(3), jnp.arange(24.0).reshape(8, 3) / 10
     main, startup = dtrans.trace(step, params, (), x), dtrans.trace(lambda p: (p, ()), params)
     with pytest.raises(dtrans.errors.GradientError, match="computed from another derivative"):
-        dtrans.nccl2(main, startup, trainers=2)
+        dtrans.nccl2(main, startup, trainers=2, batch="local")
+    exact = dtrans.nccl2(main, startup, trainers=2).simulate()  # the first gradient is that of all
+    np.testing.assert_allclose(exact.params(exact.step(exact.init(params), x)[0]), step(params, (), x)[0], rtol=1e-12)
     job = dtrans.nccl2(main, startup, trainers=2, local_sgd=1).simulate()
     state, _ = job.step(job.init(params), x)
     want = (step(params, (), x[:4])[0] + step(params, (), x[4:])[0]) / 2
@@ -204,7 +206,7 @@ def test_what_the_optimizer_counts_must_be_merged_by_name() -> None:
     main = dtrans.trace(step, params, tx.init(params), *batch)
     merge = {f"opt_state/{n}": "max" for n in names} | {"aux/count": "sum", "aux/worst": "max"}
     plan = dtrans.nccl2(
-        main, dtrans.trace(init_of(tx), params), trainers=2, local_sgd=2, batch=dtrans.Batch(merge=merge)
+        main, dtrans.trace(init_of(tx), params), trainers=2, local_sgd=2, batch=dtrans.Batch("local", merge=merge)
     )
     x, y, mask = batch
     job = plan.simulate()

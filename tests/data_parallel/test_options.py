@@ -412,7 +412,7 @@ def collectives(plan):
 
 def test_a_hierarchy_moves_one_nth_of_the_bytes_between_nodes():
     params = mlp_params(SIZES)  # 6, 3, 30 and 18 numbers: padded to 8, 4, 32 and 20
-    _, plan = planned(optax.sgd(0.1), params, like=batch(0), trainers=8, trainers_per_node=4)
+    _, plan = planned(optax.sgd(0.1), params, like=batch(0), trainers=8, trainers_per_node=4, kind="local")
     exter, inter = plan.axis_names
     assert plan.axes == (("trainers_exter", 2), ("trainers_inter", 4))
     assert collectives(plan)[:3] == [("reduce_scatter", (inter,)), ("all_reduce", (exter,)), ("all_gather", (inter,))]
@@ -527,8 +527,11 @@ def test_options_out_of_range_are_refused_by_name(options, message):
 
 def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.sum(x > 0))
+    given = optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))]
     with pytest.raises(ConfigError, match="aux is int32.*made in each of 2 micro-steps: say how to merge it"):
-        planned(optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))], trainers=2, num_micro_batch=2)
+        planned(*given, trainers=2, num_micro_batch=2, kind="local")
+    plan = planned(*given, trainers=2, num_micro_batch=2)[1]
+    assert plan.merges == {"loss": "mean", "aux": "sum"}
 
 
 @pytest.mark.usefixtures("x64")
@@ -651,14 +654,14 @@ def test_counts_in_the_state_are_what_one_device_counts(options):
     with pytest.raises(ConfigError, match=r"^merge\['params/n'\]='same': it is made of a trainer's part"):
         flat_options.nccl2(main, startup, trainers=2, merge={"params/n": "same"}, **options)
     with pytest.raises(ConfigError, match=r"^params/n is int32\[\] and made of .* merge={'params/n': 'sum'} or 'max'$"):
-        flat_options.nccl2(main, startup, trainers=2, **options)
+        flat_options.nccl2(main, startup, trainers=2, kind="local", **options)
 
 
 def test_what_is_made_of_the_number_of_rows_must_be_merged_by_name():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.ones(x.shape[:1]).sum())
     given = optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))]
     with pytest.raises(ConfigError, match="^aux is float32.* made of how many rows a trainer's part has"):
-        planned(*given, trainers=2)
+        planned(*given, trainers=2, kind="local")
     job = planned(*given, trainers=2, merge={"aux": "sum"})[1].simulate()
     assert float(job.step(job.init({"w": jnp.ones(2)}), jnp.ones((8, 2)))[2]) == 8.0
 

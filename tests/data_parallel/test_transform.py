@@ -266,7 +266,9 @@ def test_a_clip_in_the_optimizer_is_of_the_mean_and_a_clip_in_the_loss_of_each_t
         params,
         gradients,
     )
-    before = plan_of(lambda params, g: jnp.mean(g @ clipped_backward(params["w"])), optax.sgd(1.0), params, gradients)
+    before = plan_of(
+        lambda params, g: jnp.mean(g @ clipped_backward(params["w"])), optax.sgd(1.0), params, gradients, kind="local"
+    )
     got_after, _, _ = train(after, way, params, [(gradients,)])
     got_before, _, _ = train(before, way, params, [(gradients,)])
     assert distance(got_after["w"], jnp.array([-0.6, -0.8])) < 1e-15
@@ -303,7 +305,9 @@ def test_parts_of_unequal_weight_give_the_exact_mean_and_not_the_mean_of_means(w
         masked_mean, optax.sgd(0.1), params, batches, way=way, trainers=4, has_aux=True, example_count="aux/count"
     )
     assert plan.merges == {"loss": "mean", "aux/count": "sum"}
-    unweighted = plan_of(masked_mean, optax.sgd(0.1), params, *batches[0], trainers=4, has_aux=True)
+    options = {"trainers": 4, "has_aux": True}
+    same_as_one_device(masked_mean, optax.sgd(0.1), params, batches, way=way, **options)  # with nothing said
+    unweighted = plan_of(masked_mean, optax.sgd(0.1), params, *batches[0], kind="local", **options)
     means, _, _ = train(unweighted, way, params, batches)
     exact, _, _ = train(plan, way, params, batches)
     assert distance(means["w"], exact["w"]) > 1e-3
@@ -345,6 +349,8 @@ def test_batch_statistics_are_the_mean_of_all_trainers(trainers: int, way: str) 
     params, batches = square_case()
     params["mean"] = jnp.ones(5)
     plan, _ = same_step(statistics_step, lambda p: (p, ()), params, batches, way=way, trainers=trainers)
+    assert plan.merges == {"loss": "sum", "params/mean": "same"}
+    plan, _ = same_step(statistics_step, lambda p: (p, ()), params, batches, way=way, trainers=trainers, kind="local")
     assert plan.merges == {"loss": "mean", "params/mean": "mean"}
 
 
@@ -380,7 +386,7 @@ def test_a_key_of_the_batch_is_each_trainers_own(trainers: int, way: str) -> Non
     """By hand: the key folded with the number of the trainer; one trainer has it as it is."""
     params, ((x, y), _) = square_case()
     key = jax.random.key(7)
-    plan = plan_of(dropout, optax.sgd(0.1), params, x, y, key, trainers=trainers)
+    plan = plan_of(dropout, optax.sgd(0.1), params, x, y, key, trainers=trainers, kind="local")
     got, _, ((loss,),) = train(plan, way, params, [(x, y, key)])
     again, _, _ = train(plan, way, params, [(x, y, key)])
     n = 8 // trainers
@@ -438,7 +444,7 @@ def test_results_are_averaged_joined_or_stacked_by_what_they_are(way: str) -> No
         nothing: None
 
     params, batches = mlp_params(dtype=F64), batches_of()
-    plan = plan_of(loss, optax.sgd(0.1), params, *batches[0], trainers=4, has_aux=True)
+    plan = plan_of(loss, optax.sgd(0.1), params, *batches[0], trainers=4, has_aux=True, kind="local")
     assert plan.merges == {
         "loss": "mean",
         "aux/of_batch/mean": "mean",
@@ -603,7 +609,7 @@ def test_small_gradients_survive_fp16_by_their_scale(way: str) -> None:
 def test_a_sum_that_overflows_in_fp16_arrives_as_infinity(way: str) -> None:
     loss = lambda params, x: jnp.mean(x) * params["w"]
     params, batch = {"w": F64(0.0)}, (jnp.full(4, 60000.0),)
-    plan = plan_of(loss, optax.sgd(1.0), params, *batch, compress="fp16")
+    plan = plan_of(loss, optax.sgd(1.0), params, *batch, compress="fp16", kind="local")
     got, _, _ = train(plan, way, params, [batch])
     assert float(got["w"]) == -np.inf
 
@@ -839,7 +845,7 @@ def test_three_trainers_divide_bfloat16_gradients_by_three() -> None:
     """Not multiply by a third: that is off by 2^-9 in bfloat16."""
     params, batch = {"w": jnp.bfloat16(0.0)}, (jnp.full(3, 3.0, jnp.bfloat16),)
     loss = lambda params, x: params["w"] * jnp.sum(x)
-    plan = plan_of(loss, optax.sgd(1.0), params, *batch, trainers=3)
+    plan = plan_of(loss, optax.sgd(1.0), params, *batch, trainers=3, kind="local")
     for way in JOBS:
         got, _, _ = train(plan, way, params, [batch])
         assert float(got["w"]) == -3.0
@@ -1073,8 +1079,9 @@ def test_statistics_of_integers_must_say_how_they_are_merged() -> None:
     params, (batch, _) = square_case()
     params["seen"] = jnp.zeros((), jnp.int64)
     with pytest.raises(ConfigError, match=r"^params/seen is int64\[\] and made of a trainer's part .*say how to merge"):
-        plan_of_step(step, lambda p: (p, ()), params, *batch)
+        plan_of_step(step, lambda p: (p, ()), params, *batch, kind="local")
     same_step(step, lambda p: (p, ()), params, [batch], way="mesh", merge={"params/seen": "sum"})
+    same_step(step, lambda p: (p, ()), params, [batch], way="mesh")
 
 
 def test_a_result_that_grows_in_two_dimensions_is_refused_by_name() -> None:
@@ -1083,13 +1090,16 @@ def test_a_result_that_grows_in_two_dimensions_is_refused_by_name() -> None:
     with pytest.raises(
         ConfigError, match=r"^aux is float64\[8,8\] on a trainer's part and float64\[16,16\] on the batch"
     ):
-        plan_of(loss, optax.sgd(0.1), params, *batch, has_aux=True)
+        plan_of(loss, optax.sgd(0.1), params, *batch, has_aux=True, kind="local")
+    same_as_one_device(loss, optax.sgd(0.1), params, [batch], way="simulate", has_aux=True)  # rows meet rows
 
 
 def test_a_batch_whose_rows_differ_is_refused_where_results_may_grow_with_it() -> None:
     loss = lambda params, x, y, scales: (jnp.mean((x @ params["w"] * scales - y) ** 2), x.sum(1))
     params, (batch, _) = square_case()
     with pytest.raises(ConfigError, match=r"^aux may grow with the batch, .* y has 8 and scales has 3 rows"):
+        plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True, kind="local")
+    with pytest.raises(BatchError, match=r"x has 8 and scales has 3 rows; name what every trainer needs whole in"):
         plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True)
     plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True, unsplit_inputs=("scales",))
 
@@ -1128,7 +1138,8 @@ def test_a_plan_shows_buckets_bytes_and_what_becomes_of_results() -> None:
     ]
     assert plan.notes[-1] == "loss: mean"
     for kind, n in plan.bytes_per_step.items():
-        assert f"{n:,} bytes of {kind}" in plan.notes[0]
+        assert f"{n:,} bytes of {kind}" in plan.notes[1]
+    assert plan.notes[0] == "exact: mean over 32 rows"
     assert repr(plan) == "<nccl2 plan of step: 4 trainers>"
     html = plan._repr_html_()
     for text in ("bucket/2", "<code>params/low</code>", "bfloat16", "loss: mean"):

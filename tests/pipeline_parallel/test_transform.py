@@ -197,7 +197,7 @@ def test_a_key_is_folded_with_replica_and_micro_batch(micro, replicas, way):
     tree_close(loss, sum(losses) / len(losses), 1e-12)
     tree_close(params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, mean), 1e-12)
 
-    other = dtrans.nccl2(*of.traced(), trainers=replicas, num_micro_batch=micro).simulate()
+    other = dtrans.nccl2(*of.traced(), trainers=replicas, num_micro_batch=micro, batch="local").simulate()
     state, *rest = other.step(other.init(key), *batch)
     tree_close((loss, kept), tuple(rest), 1e-12)
     tree_close(params, other.params(state), 1e-12)

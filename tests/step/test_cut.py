@@ -29,6 +29,7 @@ from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.step.cut import Gradient, cut
+from dtrans.step.forward_backward import refuse_across
 from dtrans.step.marks import mark_p
 
 
@@ -275,7 +276,7 @@ def test_the_program_of_a_cut_is_the_step():
 
 def refused(step, *args, match):
     with pytest.raises(GradientError, match=match) as e:
-        cut(dtrans.trace(step, *args))
+        refuse_across(cut(dtrans.trace(step, *args)))
     return str(e.value)
 
 
@@ -543,12 +544,13 @@ def test_a_gradient_computed_from_another_gradient_is_refused_for_several_traine
     main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *mlp_batch())
     startup = dtrans.trace(init_of(tx), params)
     dtrans.pserver(main, startup)
+    dtrans.nccl2(main, startup, trainers=2)  # the first gradient is that of all
     with pytest.raises(
         GradientError, match="computed from another derivative .*with 2 trainers each would use its own"
     ):
         dtrans.pserver(main, startup, trainers=2)
     with pytest.raises(GradientError, match="computed from another derivative"):
-        dtrans.nccl2(main, startup, trainers=2)
+        dtrans.nccl2(main, startup, trainers=2, batch="local")
 
 
 def test_a_derivative_inside_the_loss_is_part_of_it():

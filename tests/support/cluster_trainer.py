@@ -110,7 +110,7 @@ def numbers(folder: str) -> None:
     said["plan"] = refused(lambda: fused.on_cluster().step(state, *part(*batch)))
 
     merged = dtrans.nccl2(
-        main, startup, trainers=n, batch=dtrans.Batch(merge={"aux/wrong": "sum" if k == 0 else "max"})
+        main, startup, trainers=n, batch=dtrans.Batch("local", merge={"aux/wrong": "sum" if k == 0 else "max"})
     )
     said["merge"] = refused(lambda: merged.on_cluster().step(state, *part(*batch)))
     other_rate = dtrans.nccl2(*programs(rate=1e-2 + k), trainers=n)

@@ -2,6 +2,8 @@
 
 flat_options.nccl2(main, startup, trainers=2, bucket_MB=0)
 dtrans.nccl2(main, startup, trainers=2, reduce=dtrans.Reduce(bucket_MB=0))
+
+What only trainers with numbers of their own have (`reduce`, `example_count`, `merge`) says that they are such.
 """
 
 from __future__ import annotations
@@ -18,17 +20,23 @@ OF_SHARDING = SHARED | {"precision": dtrans.Precision(), "slices": dtrans.Slicin
 OF_PIPELINE = SHARED | {"stages": dtrans.Stages(), "memory": dtrans.StageMemory()}
 
 
+def _grouped(options: dict[str, Any], records: dict[str, Any]) -> dict[str, Any]:
+    if {"example_count", "merge"} & options.keys() or isinstance(options.get("reduce"), str):
+        options = {"kind": "local", **options}
+    return grouped(options, records)
+
+
 def nccl2(main: Any, startup: Any, **options: Any) -> Any:
-    return dtrans.nccl2(main, startup, **grouped(options, SHARED))
+    return dtrans.nccl2(main, startup, **_grouped(options, SHARED))
 
 
 def sharding(main: Any, startup: Any, **options: Any) -> Any:
-    return dtrans.sharding(main, startup, **grouped(options, OF_SHARDING))
+    return dtrans.sharding(main, startup, **_grouped(options, OF_SHARDING))
 
 
 def pipeline(main: Any, startup: Any, **options: Any) -> Any:
-    return dtrans.pipeline(main, startup, **grouped(options, OF_PIPELINE))
+    return dtrans.pipeline(main, startup, **_grouped(options, OF_PIPELINE))
 
 
 def pserver(main: Any, startup: Any, **options: Any) -> Any:
-    return dtrans.pserver(main, startup, **grouped(options, OF_PSERVER))
+    return dtrans.pserver(main, startup, **_grouped(options, OF_PSERVER))

@@ -290,7 +290,7 @@ def zoo_case(name: str, degree: int, rule: str) -> None:
     case = optimizer_zoo.CASES[name]
     params = case.params(jnp.float64)
     batches, init = given_gradients(case, params, degree), init_of(case.make())
-    plan = plan_of_step(zoo_step(case, None), init, params, *batches[0], degree=degree, partition=rule)
+    plan = plan_of_step(zoo_step(case, None), init, params, *batches[0], kind="local", degree=degree, partition=rule)
     got = trained(plan, "simulate", params, batches)
     tree_close(got[:2], alone(zoo_step(case, degree), init, params, batches)[:2], 1e-12)
 

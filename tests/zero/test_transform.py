@@ -494,7 +494,9 @@ def test_each_rank_has_a_key_of_its_own(stage: int) -> None:
     tx, params = OPTIMIZERS["adamw"](), {"w": uneven_params(jnp.float64)["w1"][:, :3]}
     x, _ = numbers(0, jnp.float64)
     key = jax.random.key(7)
-    plan = plan_of(loss, tx, params, x, key, stage=stage, degree=2, replicas=2)
+    exact = trained(plan_of(loss, tx, params, x, key, stage=stage, degree=2), "simulate", params, [(x, key)])
+    tree_close(exact, alone(plain_step(loss, tx), init_of(tx), params, [(x, key)]), 1e-12)
+    plan = plan_of(loss, tx, params, x, key, stage=stage, degree=2, replicas=2, kind="local")
     got = trained(plan, "simulate", params, [(x, key)])
 
     def mean(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
@@ -519,7 +521,7 @@ def zoo_case(name: str, stage: int, degree: int) -> None:
     params = case.params(jnp.float64)
     batches = given_gradients(case, params, degree)
     init = init_of(case.make())
-    plan = plan_of_step(zoo_step(case, None), init, params, *batches[0], stage=stage, degree=degree)
+    plan = plan_of_step(zoo_step(case, None), init, params, *batches[0], kind="local", stage=stage, degree=degree)
     got = trained(plan, "simulate", params, batches)
     want = alone(zoo_step(case, degree), init, params, batches)
     tree_close(got[:2], want[:2], 1e-12)
@@ -568,6 +570,8 @@ def test_any_leaves(found: Sequence[tuple[int, ...]], name: str, degree: int, st
         params = {f"p{i}": jnp.asarray(rng.normal(size=s)) for i, s in enumerate(found)}
         batches = given_gradients(case, params, degree, steps=2)
         init = init_of(case.make())
-        plan = plan_of_step(zoo_step(case, None), init, params, *batches[0], stage=stage, degree=degree, bucket_MB=fuse)
+        plan = plan_of_step(
+            zoo_step(case, None), init, params, *batches[0], kind="local", stage=stage, degree=degree, bucket_MB=fuse
+        )
         got = trained(plan, "simulate", params, batches)
         tree_close(got[:2], alone(zoo_step(case, degree), init, params, batches)[:2], 1e-12)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,10 @@ import jax.numpy as jnp
 
 from dtrans.errors import BatchError
 from dtrans.ir.pytree import TreeSpec, as_array
+
+
+# The dimension along which trainers have parts of an array of the batch; or `replicated`; or `key`: each has its own.
+Share = int | str
 
 
 def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping[str, Any]) -> list[Any]:
@@ -37,8 +41,8 @@ def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping
 
 def shared_batch(
     names: Sequence[str], arrays: Sequence[Any], trainers: int, whole: Collection[str], whole_option: str
-) -> list[tuple[Any, str]]:
-    """The arrays of a batch, and how trainers share each: `split` on dim 0, `replicated`, or `key` (each has its own).
+) -> list[tuple[Any, Share]]:
+    """The arrays of a batch, and how trainers share each.
 
     Args:
       names: of the arrays.
@@ -49,17 +53,22 @@ def shared_batch(
       BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
     """
     shared = [(x, share_of(name, x, trainers, whole)) for name, x in zip(names, arrays, strict=True)]
-    check_rows({n: x for n, (x, share) in zip(names, shared, strict=True) if share == "split"}, trainers, whole_option)
+    check_rows(rows_of(names, shared), trainers, whole_option)
     return shared
 
 
-def check_rows(split: Mapping[str, Any], trainers: int, whole_option: str, who: str = "") -> None:
+def rows_of(names: Sequence[str], shared: Sequence[tuple[Any, Share]]) -> dict[str, int]:
+    """How many rows each array has that trainers have parts of."""
+    return {n: x.shape[share] for n, (x, share) in zip(names, shared, strict=True) if isinstance(share, int)}
+
+
+def check_rows(given: Mapping[str, int], trainers: int, whole_option: str, who: str = "", uneven: bool = False) -> None:
     """Raises BatchError for arrays that differ in their number of rows, or that the trainers do not divide."""
     rows: dict[int, str] = {}
-    for name, x in split.items():
-        rows.setdefault(x.shape[0], name)
+    for name, count in given.items():
+        rows.setdefault(count, name)
     for count, name in rows.items():
-        if count % trainers:
+        if count % trainers and not uneven:
             raise BatchError(
                 f"{name} has {count} rows, which {who or f'{trainers} trainers'} do not divide: "
                 f"give batches of a multiple of {trainers}"
@@ -67,31 +76,31 @@ def check_rows(split: Mapping[str, Any], trainers: int, whole_option: str, who: 
     if len(rows) > 1:
         listed = " and ".join(f"{name} has {count}" for count, name in rows.items())
         raise BatchError(
-            f"the arrays of a batch are split over the trainers on dim 0, but {listed} rows; "
+            f"the arrays of a batch are split over the trainers, but {listed} rows; "
             f"name what every trainer needs whole in {whole_option}"
         )
 
 
-def share_of(name: str, x: Any, trainers: int, whole: Collection[str]) -> str:
-    """How trainers share one array of the batch: see `shared_batch`."""
+def share_of(name: str, x: Any, trainers: int, whole: Collection[str]) -> Share:
+    """How trainers share one array of the batch, where each takes the step on its part alone."""
     if trainers == 1 or name in whole:
         return "replicated"
     if x.ndim:
-        return "split"
+        return 0
     return "key" if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else "replicated"
 
 
-def part_types(arrays: Sequence[tuple[Any, str]], trainers: int) -> list[jax.ShapeDtypeStruct]:
-    """The types of one trainer's part."""
-    return [
-        jax.ShapeDtypeStruct((x.shape[0] // trainers, *x.shape[1:]) if share == "split" else x.shape, x.dtype)
-        for x, share in arrays
-    ]
+def part_types(arrays: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
+    """The types of one trainer's part; where trainers do not divide the rows, padded."""
+    return [_resized(x, share, lambda rows: -(-rows // trainers)) for x, share in arrays]
 
 
-def whole_types(parts: Sequence[tuple[Any, str]], trainers: int) -> list[jax.ShapeDtypeStruct]:
+def whole_types(parts: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
     """The types of a global batch of which each trainer gives such a part."""
-    return [
-        jax.ShapeDtypeStruct((x.shape[0] * trainers, *x.shape[1:]) if share == "split" else x.shape, x.dtype)
-        for x, share in parts
-    ]
+    return [_resized(x, share, lambda rows: rows * trainers) for x, share in parts]
+
+
+def _resized(x: Any, share: Share, rows: Callable[[int], int]) -> jax.ShapeDtypeStruct:
+    if isinstance(share, str):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ShapeDtypeStruct((*x.shape[:share], rows(x.shape[share]), *x.shape[share + 1 :]), x.dtype)

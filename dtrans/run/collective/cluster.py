@@ -33,6 +33,7 @@ from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.ir.program import Program, without_addresses
 from dtrans.ops import all_gather_p, all_reduce_p, broadcast_p, reduce_scatter_p, trainer_index_p
 from dtrans.plan import Job, realises
+from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import as_run_on
 from dtrans.run.collective.job import CollectiveJob
@@ -83,7 +84,7 @@ class ClusterTrainers(MeshTrainers):
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 
-    def batch(self, arrays: Sequence[Any], shares: Sequence[str]) -> list[Any]:
+    def batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
         return [to_global_array(x, self.of_batch(share)) for x, share in zip(arrays, shares, strict=True)]
 
     def check_start(self, startup: ClosedJaxpr) -> None:
@@ -115,12 +116,12 @@ class ClusterTrainers(MeshTrainers):
     def stepping(self) -> contextlib.AbstractContextManager[Any]:
         return peers()
 
-    def told(self, x: Any, way: str) -> Any:
+    def told(self, x: Any, way: str, axis: int | None) -> Any:
         if way not in ("concat", "each"):
             return x
-        return jax.lax.all_gather(x, self.mesh.axis_names, tiled=way == "concat")
+        return jax.lax.all_gather(x, self.mesh.axis_names, axis=axis or 0, tiled=way == "concat")
 
-    def spec(self, way: str) -> P:
+    def spec(self, way: str, axis: int | None) -> P:
         return P()  # every process has the whole
 
 

@@ -20,12 +20,14 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dtrans._jax import ClosedJaxpr, Literal, closed, jaxpr_as_fun
@@ -39,7 +41,7 @@ from dtrans.ir.array_fns import padded_to
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under, result_of, without
 from dtrans.plan import Job
-from dtrans.run.base.batch import batch_arrays, check_rows, part_types, share_of
+from dtrans.run.base.batch import Share, batch_arrays, check_rows, part_types, rows_of, share_of
 from dtrans.run.base.state import check_arrays, check_kind, check_types
 
 
@@ -53,14 +55,14 @@ class StepLayout:
     Attributes:
       axes: the axes that they are on, with their sizes.
       sliced: the dimension of slices of each array of the state; None where it is whole.
-      shares: how they share each array of the batch: `split`, `key` or `replicated`.
+      shares: how they share each array of the batch (`dtrans.run.base.batch.Share`).
       ways: how their outputs are merged: an output is the `same` on all, or that of the `first`; `concat` joins their
-        rows, `each` gives each a row; or it is a `slice` along a dimension.
+        rows along a dimension, `each` gives each a row; or it is a `slice` along a dimension.
     """
 
     axes: tuple[tuple[str, int], ...]
     sliced: tuple[int | None, ...]
-    shares: tuple[str, ...]
+    shares: tuple[Share, ...]
     ways: tuple[tuple[str, int | None], ...]
 
 
@@ -91,8 +93,8 @@ class Trainers(abc.ABC):
     def state(self, x: Any, axis: int | None) -> Any:
         """An array of a state from elsewhere, a checkpoint perhaps, where steps want it."""
 
-    def batch(self, arrays: Sequence[Any], shares: Sequence[str]) -> Sequence[Any]:
-        """What this process is given of a batch, where steps want it: `split`, `key` or `replicated`."""
+    def batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> Sequence[Any]:
+        """What this process is given of a batch, where steps want it."""
         return arrays
 
     def check_start(self, startup: ClosedJaxpr) -> None:  # noqa: B027
@@ -134,7 +136,9 @@ class CollectiveJob(Job):
         self._specs = main.args[2:]
         self._names = [n for spec in self._specs for n in spec.names]
         unsplit = {n for n in self._names if is_under(n, plan.unsplit_inputs)}
-        self._shares = [share_of(n, main.inputs[n], plan.trainers, unsplit) for n in self._names]
+        self._shares: list[Share] = [share_of(n, main.inputs[n], plan.trainers, unsplit) for n in self._names]
+        if plan.shared is not None:
+            self._shares = [plan.shared.axes.get(n, "replicated") for n in self._names]
         self._split = self._split_of(self._names)
         params, opt_state = program.args[:2]
         self._state = params.names, opt_state.names, tuple(plan.extra_state)
@@ -143,6 +147,7 @@ class CollectiveJob(Job):
         self._last: list[Any] = []  # types of the last batch: one like it needs no second look
         # state goes through jit as a whole: to take it apart here would cost more than a small step
         self._jitted = jax.jit(self._traced, donate_argnums=0 if donate else ())
+        self._uneven: dict[int, Any] = {}  # the same for batches that trainers do not divide, by their rows
 
     # -- what a user calls -----------------------------------------------------------------------
 
@@ -172,18 +177,21 @@ class CollectiveJob(Job):
         with self.trainers.stepping():
             arrays: Sequence[Any] = batch_arrays(self._specs, batch, self.plan.main.inputs)
             types = [(x.shape, x.dtype) for x in arrays]
-            if types == self._last:
+            step = self._jitted
+            if self._odd_rows(arrays):
+                step, arrays = self._of_odd_rows(arrays)
+            elif types == self._last:
                 arrays = self.trainers.batch(arrays, self._shares)
             else:
                 arrays = self._checked(arrays)
                 self.trainers.check_step(self._program(state, arrays), self._split, self.plan.merges)
                 self._last = types
             try:
-                new, rest = self._jitted(state, arrays)
+                new, rest = step(state, arrays)
             except ValueError as e:
                 if "incompatible devices" not in str(e):
                     raise
-                new, rest = self._jitted(self.here(state), arrays)
+                new, rest = step(self.here(state), arrays)
             return (new, *self.trainers.results(result_of(self._rest, rest)))
 
     def state_of(self, params: Any, opt_state: Any) -> CollectiveState:
@@ -191,7 +199,9 @@ class CollectiveJob(Job):
         return state_of(self, given, lambda rows: [as_numpy(given[row.origin_name][row.index]) for row in rows])
 
     def lower(self, state: CollectiveState, *batch: Any) -> Any:
-        return self._jitted.lower(state, self.arrays(batch))
+        arrays: Sequence[Any] = batch_arrays(self._specs, batch, self.plan.main.inputs)
+        step, arrays = self._of_odd_rows(arrays) if self._odd_rows(arrays) else (self._jitted, self._checked(arrays))
+        return step.lower(state, arrays)
 
     def params(self, state: CollectiveState) -> Any:
         """The parameters, whole, as the pytree that they were given in; in a job of processes, called by all."""
@@ -279,14 +289,28 @@ class CollectiveJob(Job):
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _traced(self, state: CollectiveState, arrays: Sequence[Any]) -> tuple[CollectiveState, list[Any]]:
-        """A step of all trainers, as `jax.jit` traces it, once for each batch shape."""
-        program = self._program(state, arrays)
+    def _traced(
+        self,
+        state: CollectiveState,
+        arrays: Sequence[Any],
+        program: Program | None = None,
+        types: Mapping[str, Any] | None = None,
+    ) -> tuple[CollectiveState, list[Any]]:
+        """A step of all trainers, as `jax.jit` traces it, once for each batch shape.
+
+        Args:
+          program: of a trainer, for a batch that trainers do not divide.
+          types: of what one device makes of that.
+        """
+        program = self._program(state, arrays) if program is None else program
         sliced = tuple(self.slice_axis(n) for n in self._held_names)
         ways = tuple(self._way(n) for n in program.out_names)
         layout = StepLayout(self.plan.axes, sliced, tuple(self._shares), ways)
         made = self.trainers.mapped(program, layout)(self._held(state), arrays)
         values = dict(zip(program.out_names, made, strict=True))
+        for (way, axis), name in zip(ways, program.out_names, strict=True):
+            if way == "concat" and types is not None:
+                values[name] = jax.lax.slice_in_dim(values[name], 0, types[name].shape[axis or 0], axis=axis or 0)
         new = CollectiveState(*({n: values[n] for n in names} for names in self._state))
         return new, [values[n] for n in self._rest.names]
 
@@ -296,6 +320,34 @@ class CollectiveJob(Job):
         held = dict(zip(self._held_names, self._held(state), strict=True))
         check_types(held, self._types)
         return self.plan.program.specialize_flat([*(self.plan.program.inputs[n] for n in self._held_names), *parts])
+
+    # -- batches that trainers do not divide -----------------------------------------------------
+
+    def _odd_rows(self, arrays: Sequence[Any]) -> int:
+        """How many rows a batch has that the trainers do not divide; 0 where they do, or must."""
+        rows = {x.shape[share] for x, share in zip(arrays, self._shares, strict=True) if isinstance(share, int)}
+        if self.plan.for_whole is None or len(rows) != 1 or self.trainers.here != self.plan.trainers:
+            return 0
+        (count,) = rows
+        return count if count % self.plan.trainers else 0
+
+    def _of_odd_rows(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """The step for such a batch, and its arrays with rows behind that enter nothing."""
+        rows = self._odd_rows(arrays)
+        if rows not in self._uneven:
+            types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+            main = self.plan.main.inputs
+            held = [main[n] for spec in self.plan.main.args[:2] for n in spec.names]
+            assert self.plan.for_whole is not None
+            given = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in held] + types
+            program, whole = self.plan.for_whole(given), self.plan.main.specialize_flat(given)
+            step = functools.partial(self._traced, program=program, types=whole.outputs)
+            self._uneven[rows] = jax.jit(step, donate_argnums=0 if self.donate else ())
+        parts = -(-rows // self.plan.trainers) * self.plan.trainers
+        behind = np.minimum(np.arange(parts), rows - 1)
+        wide = [jnp.take(x, behind, share) if isinstance(share, int) else x
+                for x, share in zip(arrays, self._shares, strict=True)]  # fmt: skip
+        return self._uneven[rows], self.trainers.batch(wide, self._shares)
 
     def _held(self, state: CollectiveState) -> list[Any]:
         """The arrays of a state, in the order of the program. Raises StateError for that of another job."""
@@ -315,13 +367,16 @@ class CollectiveJob(Job):
     def _checked(self, arrays: Sequence[Any]) -> Sequence[Any]:
         option = f"dtrans.{self.plan.made_by}(batch=dtrans.Batch(unsplit_inputs=(...)))"
         check_rows(
-            dict(zip(self._split, self._split_of(arrays), strict=True)), self.trainers.here, option, self.trainers.who
+            rows_of(self._names, list(zip(arrays, self._shares, strict=True))),
+            self.trainers.here,
+            option,
+            self.trainers.who,
         )
         return self.trainers.batch(arrays, self._shares)
 
     def _split_of(self, xs: Sequence[Any]) -> list[Any]:
         """Those of the arrays of a batch that trainers have parts of."""
-        return [x for x, share in zip(xs, self._shares, strict=True) if share == "split"]
+        return [x for x, share in zip(xs, self._shares, strict=True) if isinstance(share, int)]
 
     def _way(self, name: str) -> tuple[str, int | None]:
         """How an output is merged; of state, all trainers have the same, or slices."""
@@ -329,7 +384,9 @@ class CollectiveJob(Job):
         if axis is not None:
             return "slice", axis
         way = self.plan.merges.get(name, "")
-        return {"concat": "concat", "each": "each", "same": "first"}.get(way, "same"), None
+        if way == "concat":
+            return way, 0 if self.plan.shared is None else self.plan.shared.joined[name]
+        return {"each": "each", "same": "first"}.get(way, "same"), None
 
     def _whole_tree(self, spec: Any, held: Mapping[str, Any]) -> Any:
         cuts, whole = self.plan.cuts, self.trainers.whole

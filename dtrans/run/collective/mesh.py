@@ -14,6 +14,7 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.plan import realises
+from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import as_run_on
 from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout, Trainers
@@ -43,31 +44,34 @@ class MeshTrainers(Trainers):
     def state(self, x: Any, axis: int | None) -> Any:
         return jax.device_put(x, self.at(axis))
 
-    def batch(self, arrays: Sequence[Any], shares: Sequence[str]) -> list[Any]:
+    def batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
         return [_put(x, self.of_batch(share)) for x, share in zip(arrays, shares, strict=True)]
 
-    def of_batch(self, share: str) -> NamedSharding:
+    def of_batch(self, share: Share) -> NamedSharding:
         """Where an array of the batch is."""
-        return NamedSharding(self.mesh, P(self.mesh.axis_names)) if share == "split" else self._everywhere
+        return self._everywhere if isinstance(share, str) else NamedSharding(self.mesh, self._parts(share))
 
     def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
         one = per_trainer(program)
 
         def trainer(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            return [self.told(x, way) for x, (way, _) in zip(one(*held, *batch), layout.ways, strict=True)]
+            return [self.told(x, way, axis) for x, (way, axis) in zip(one(*held, *batch), layout.ways, strict=True)]
 
         specs = [self._sliced(a) for a in layout.sliced], [self.of_batch(s).spec for s in layout.shares]
-        outs = [self._sliced(axis) if way == "slice" else self.spec(way) for way, axis in layout.ways]
+        outs = [self._sliced(axis) if way == "slice" else self.spec(way, axis) for way, axis in layout.ways]
         # check_vma: the equations were traced without varying types, and replay only without the check
         return jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
 
-    def told(self, x: Any, way: str) -> Any:
+    def told(self, x: Any, way: str, axis: int | None) -> Any:
         """What a trainer gives of an output."""
         return x[None] if way == "each" else x
 
-    def spec(self, way: str) -> P:
+    def spec(self, way: str, axis: int | None) -> P:
         """Where that is of the output of all."""
-        return P(self.mesh.axis_names) if way in ("concat", "each") else P()
+        return self._parts(axis or 0) if way in ("concat", "each") else P()
+
+    def _parts(self, axis: int) -> P:
+        return P(*[None] * axis, self.mesh.axis_names)
 
     def _sliced(self, axis: int | None) -> P:
         return P() if axis is None else P(*[None] * axis, self.mesh.axis_names[-1])

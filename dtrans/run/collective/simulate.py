@@ -5,6 +5,7 @@ For tests, notebooks, and machines that one does not have.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,10 +38,12 @@ class SimulatedTrainers(Trainers):
         axes, sliced, ways = layout.axes, layout.sliced, layout.ways
         sizes = [size for _, size in axes]
         one = per_trainer(program)
-        split = [0 if s == "split" else None for s in layout.shares]
+        split = [None if isinstance(s, str) else 0 for s in layout.shares]
 
         def step(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            parts = [x if s is None else x.reshape(*sizes, -1, *x.shape[1:]) for x, s in zip(batch, split, strict=True)]
+            parts = [
+                x if isinstance(s, str) else _parts(x, s, sizes) for x, s in zip(batch, layout.shares, strict=True)
+            ]
             mapped: Callable[..., Any] = lambda held, batch: one(*held, *batch)
             held = [x if a is None else _slices(x, a, sizes[-1]) for x, a in zip(held, sliced, strict=True)]
             for name, size in reversed(axes):
@@ -55,6 +58,12 @@ class SimulatedTrainers(Trainers):
         return step
 
 
+def _parts(x: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
+    """The parts of an array of the batch, on leading axes."""
+    parts = _slices(x, axis, math.prod(sizes))
+    return parts.reshape(*sizes, *parts.shape[1:])
+
+
 def _slices(x: jax.Array, axis: int, count: int) -> jax.Array:
     """The slices of an array, on a leading axis."""
     cut = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
@@ -63,14 +72,14 @@ def _slices(x: jax.Array, axis: int, count: int) -> jax.Array:
 
 def _joined(x: Any, way: str, axis: int | None, leading: int) -> Any:
     """An output of all trainers, which are on the leading axes."""
+    if way == "concat":
+        x, leading = x.reshape(-1, *x.shape[leading:]), 1
     if axis is not None:
         back = jnp.moveaxis(x, 0, axis)
         return back.reshape(*back.shape[:axis], -1, *back.shape[axis + 2 :])
     if way == "first":
         return x[(0,) * leading]
-    if way in ("concat", "each"):
-        return x.reshape(-1, *x.shape[leading + (way == "concat") :])
-    return x
+    return x.reshape(-1, *x.shape[leading:]) if way == "each" else x
 
 
 @realises(CollectivePlan, "simulate")

@@ -35,7 +35,7 @@ from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
 from dtrans.plan import Job, realises
-from dtrans.run.base.batch import batch_arrays, part_types, shared_batch
+from dtrans.run.base.batch import Share, batch_arrays, part_types, shared_batch
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.segments import COMPUTED, Segments, cut_program
 from dtrans.run.base.state import check_arrays, check_kind, check_types
@@ -232,13 +232,13 @@ class MeshJob(Job):
         made = dict(zip(outs, inner.outvars, strict=True))
         return frozenset(n for n in self.plan.frozen if made[n] is not ins[n])
 
-    def _place(self, x: Any, share: str) -> Any:
+    def _place(self, x: Any, share: Share) -> Any:
         """One array of the batch on the trainers' devices."""
         if share == "key":
             x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))
         return _put(x, self._replicated if share == "replicated" else self._split)
 
-    def _runner(self, arrays: Sequence[tuple[Any, str]]) -> MeshTrainerPrograms:
+    def _runner(self, arrays: Sequence[tuple[Any, Share]]) -> MeshTrainerPrograms:
         """The trainer program for this batch, in pieces."""
         trainer = self.plan.trainer
         state = [trainer.inputs[n] for n in self.plan.main.args[0].names]

@@ -22,6 +22,7 @@ from dtrans.errors import BatchError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import result_of, without
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.base.batch import Share
 from dtrans.run.base.lowered import called
 from dtrans.run.base.segments import COMPUTED, Compute, cut_program
 
@@ -45,7 +46,12 @@ class MeshTrainerPrograms:
     """
 
     def __init__(
-        self, program: Program, batch: Sequence[tuple[Any, str]], mesh: Mesh, plan: PServerPlan, local: Collection[str]
+        self,
+        program: Program,
+        batch: Sequence[tuple[Any, Share]],
+        mesh: Mesh,
+        plan: PServerPlan,
+        local: Collection[str],
     ) -> None:
         self.program = program
         self.mesh = mesh
@@ -60,7 +66,7 @@ class MeshTrainerPrograms:
                 self.kinds[var] = "stacked"
         for (_, share), var in zip(batch, inner.invars[count:], strict=True):
             if share != "replicated":
-                self.kinds[var] = "split" if share == "split" else "stacked"
+                self.kinds[var] = "split" if isinstance(share, int) else "stacked"
         for step in self.pieces.steps:
             reads = step.reads if isinstance(step, Compute) else ()
             if any(v in self.kinds for v in reads):
@@ -114,6 +120,9 @@ class MeshTrainerPrograms:
         stacked = [n for n in self.result_names if self.is_stacked(self.outs[n])]
         if not stacked:
             return None
+        if self.plan.shared is not None:
+            ways = [self.plan.shared.merges[n] if n in stacked else None for n in self.result_names]
+            return _merging(ways)
         local = {n: self.outs[n].aval for n in stacked}
         whole: Mapping[str, Any] = local
         if any(t.ndim for t in local.values()):
@@ -134,15 +143,7 @@ class MeshTrainerPrograms:
             else:
                 how.append("mean" if jnp.issubdtype(local[n].dtype, jnp.inexact) else None)
 
-        def merge(values: list[Any]) -> list[Any]:
-            def one(x: Any, way: str | None) -> Any:
-                if way == "mean":
-                    return jnp.mean(x, 0)
-                return x.reshape(-1, *x.shape[2:]) if way == "concat" else x
-
-            return [one(x, way) for x, way in zip(values, how, strict=True)]
-
-        return jax.jit(merge)
+        return _merging(how)
 
     def results(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """What the step returns beside its state, merged, in the structure it had."""
@@ -151,3 +152,15 @@ class MeshTrainerPrograms:
             found = self.merge(found)
         merged = dict(zip(self.result_names, found, strict=True))
         return result_of(self.rest, [merged[n] for n in self.rest.names])
+
+
+def _merging(how: Sequence[str | None]) -> Callable[[list[Any]], list[Any]]:
+    """What makes one of the results of several trainers, each in its way; None leaves a result as it is."""
+    ways: Mapping[str | None, Callable[[Any], Any]] = {
+        "mean": lambda x: jnp.mean(x, 0),
+        "sum": lambda x: jnp.sum(x, 0, dtype=x.dtype),
+        "same": lambda x: x[0],
+        "concat": lambda x: x.reshape(-1, *x.shape[2:]),
+        None: lambda x: x,
+    }
+    return jax.jit(lambda values: [ways[way](x) for x, way in zip(values, how, strict=True)])

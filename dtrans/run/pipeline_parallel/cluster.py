@@ -23,7 +23,7 @@ from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.pytree import is_under
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
-from dtrans.run.base.batch import share_of, whole_types
+from dtrans.run.base.batch import Share, share_of, whole_types
 from dtrans.run.distributed.connect import connected
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.multihost import PARTS_DIFFER, check_consistent
@@ -102,7 +102,7 @@ class ConnectedProcesses(OneProcess):
     # -- batches ---------------------------------------------------------------------------------
 
     def whole_types(self, arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        split = {n: x.shape[0] for n, x in arrays.items() if self._share(n, x) == "split"}
+        split = {n: x.shape[0] for n, x in arrays.items() if isinstance(self._share(n, x), int)}
         shapes = "; ".join(f"{n} {x.shape} {x.dtype}" for n, x in arrays.items())
         rows = next(iter(split.values()), 0)
         check_consistent(self.at.plan.main, split, {**self._same, "batch": shapes}, rows=rows)
@@ -126,7 +126,7 @@ class ConnectedProcesses(OneProcess):
         for place, n in tape.given:
             readers.setdefault(n, set()).add(self.process_of(place))
         first = len(tape.instructions) + len(tape.results)  # the numbers before are theirs
-        split = {n: (first + i, x) for i, (n, x) in enumerate(arrays.items()) if self._share(n, x) == "split"}
+        split = {n: (first + i, x) for i, (n, x) in enumerate(arrays.items()) if isinstance(self._share(n, x), int)}
         for n, (key, x) in split.items():
             others = readers.get(n, set()) - {self.me}
             # a copy: it is sent later, and an array of NumPy may be written to meanwhile
@@ -149,7 +149,7 @@ class ConnectedProcesses(OneProcess):
             )
         return x
 
-    def _share(self, name: str, x: Any) -> str:
+    def _share(self, name: str, x: Any) -> Share:
         """How processes share an array of the batch: see `share_of`."""
         return share_of(name, x, self.count, self._whole)
 

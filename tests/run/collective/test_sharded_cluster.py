@@ -106,7 +106,7 @@ def paths(plan: Any) -> dict[str, str]:
         ("1 donated", "StateError: this state was already stepped from"),
         ("3 saved", "StateError: params/b1 was donated to a step; save the state that step returned"),
         ("rows", "BatchError: trainers must give parts of one size; of x trainer 0 gives 1, trainer 1 gives 2 rows"),
-        ("ragged", "BatchError: the arrays of a batch are split over the trainers on dim 0, but x has 3 and y has 2"),
+        ("ragged", "BatchError: the arrays of a batch are split over the trainers, but x has 3 and y has 2"),
         ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
         ("state", "StateError: this is not a state of this job: params/b1 is float64[8] in it, and float64[7] here"),
         ("stage", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),

@@ -486,7 +486,7 @@ def test_of_averaged_state_the_newest_is_sent(role_threads: RoleThreads, monkeyp
     batches = batches_of(6)
     plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
                           pservers=free_endpoints(1), mode=BESIDE,
-                          batch=dtrans.Batch(merge={"params/seen": "mean"}))  # fmt: skip
+                          batch=dtrans.Batch("local", merge={"params/seen": "mean"}))  # fmt: skip
     sends = {op.inputs[0]: op.attrs["merge"] for op in plan.trainer.ops if op.type == "send"}
     assert sends == {"params/w@GRAD": "sum", "params/seen@GRAD": "newest"}
     ended = gate.stalled(role_threads, plan, params, batches)

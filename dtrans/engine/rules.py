@@ -20,9 +20,9 @@ import numpy as np
 from jax.lax import GatherScatterMode as Mode
 
 from dtrans._jax import JaxprEqn, warn_if_unknown
+from dtrans.engine.layout import Partial, Placed, Shards, cut_along, nbytes, rows_only
 from dtrans.rows.layout import SHARED, Rows, Shared
 from dtrans.rows.rules import step_of
-from dtrans.tensor_parallel.layout import Partial, Placed, Shards, cut_along, nbytes, rows_only
 
 
 Ins = Sequence[Shared | Rows]
@@ -38,7 +38,7 @@ class Way:
       reduce: the operation that makes the parts of all shards one; "" where there are no parts.
       params: parameters that depend on shapes, from the types of its outputs on a shard.
       write: what writes it, where that is not the equation itself on other operands: a name in
-        `dtrans.tensor_parallel.writer._WRITE`.
+        `dtrans.engine.writer._WRITE`.
       at: what `write` has to know: the component of an index, or the like.
       sends: bytes that it moves beside its reduction.
     """
@@ -67,18 +67,22 @@ class Operand:
     has: Callable[[Rows | None], bool] = lambda row: False
 
 
-def choose(eqn: JaxprEqn, operands: Sequence[Operand], shards: Shards) -> Way:
-    """The way to carry out an equation some of whose operands are cut, or sums."""
+def choose(eqn: JaxprEqn, operands: Sequence[Operand], shards: Shards, as_term: bool = False) -> Way:
+    """The way to carry out an equation some of whose operands are cut, or sums.
+
+    Args:
+      as_term: terms of what it makes are enough: to add them up costs nothing here.
+    """
     rows = [rows_only(x.layout) for x in operands]
     ways = [way_of(eqn, rows, shards)]
     for i, x in enumerate(rows):
         if isinstance(x, Rows):
             ways.append(way_of(eqn, [x if i == j else SHARED for j in range(len(rows))], shards))
     ways.append(Way((None,) * len(rows), (SHARED,) * len(eqn.outvars)))
-    return min((w for w in ways if w is not None), key=lambda w: _cost(eqn, operands, w, shards))
+    return min((w for w in ways if w is not None), key=lambda w: _cost(eqn, operands, w, shards, as_term))
 
 
-def _cost(eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards) -> tuple[float, float]:
+def _cost(eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards, as_term: bool) -> tuple[float, float]:
     """Bytes of inputs that are gathered, and bytes that are moved."""
     gathered, moved = 0.0, float(way.sends)
     for a, operand, row in zip(eqn.invars, operands, way.operands, strict=True):
@@ -91,7 +95,7 @@ def _cost(eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards) 
             exchanged = row is not None and row.axis != had.axis
             moved += size / shards.count if exchanged else size
             gathered += 0 if exchanged or not operand.is_input else size
-    if way.reduce:
+    if way.reduce and not (as_term and way.reduce == "sum"):
         moved += 2 * sum(nbytes(v.aval) for v in eqn.outvars)
     return gathered, moved
 
@@ -230,6 +234,31 @@ def _fits(way: Way | None, ins: Ins) -> Way | None:
     return way
 
 
+def _window(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
+    """A window of one entry along the dimension that is cut, which is moved by one."""
+    (row,) = ins[:1]
+    p = eqn.params
+    if len(ins) > 1 or not isinstance(row, Rows):
+        return None
+    d = row.axis
+    kept = p["window_dimensions"][d] == p["window_strides"][d] == p["base_dilation"][d] == p["window_dilation"][d] == 1
+    return Way((row,), (row,)) if kept and tuple(p["padding"][d]) == (0, 0) else None
+
+
+def _array_sum(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
+    """A sum over dimensions of an array, as a sum over the axis of a `vmap` becomes."""
+    axes = eqn.params["axes"]
+    if not all(isinstance(a, (int, np.integer)) for a in axes) or eqn.params["axis_index_groups"] is not None:
+        return None
+    row = next((x for x in ins if isinstance(x, Rows)), None)
+    if row is None or any(x != row for x in ins):
+        return None
+    given = (row,) * len(ins)
+    if row.axis in axes:
+        return Way(given, (SHARED,) * len(ins), "sum")
+    return Way(given, (dataclasses.replace(row, axis=row.axis - sum(a < row.axis for a in axes)),) * len(ins))
+
+
 def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     """Examples and output features are kept; input features are summed over."""
     p = eqn.params
@@ -258,4 +287,6 @@ RULES: Mapping[str, Callable[[JaxprEqn, Ins, Shards], Way | None]] = {
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
     "conv_general_dilated": _convolution,
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
+    "psum": _array_sum,
 }

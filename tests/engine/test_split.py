@@ -19,13 +19,14 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from dtrans._jax import equations, lowered_jaxpr
 from dtrans.data_parallel.plan import collectives
+from dtrans.engine.split import pieces_of, split, whole_of
 from dtrans.errors import ConfigError
 from dtrans.ir.program import is_communication
+from dtrans.ops import all_gather_p, all_reduce_p
 from dtrans.ops.all_to_all import all_to_all_p
 from dtrans.run.base.lowering import OVER_AXIS
 from dtrans.run.base.segments import interpret
 from dtrans.tensor_parallel.defaults import default_cuts
-from dtrans.tensor_parallel.transform import pieces_of, split, whole_of
 
 
 AXIS = "shard"
@@ -86,6 +87,15 @@ def _with_noise(pieces, axis, size):
     where = np.expand_dims(rows >= size, tuple(d for d in range(1, pieces.ndim) if d != axis + 1))
     value = np.nan if pieces.dtype.kind == "f" else np.iinfo(pieces.dtype).max
     return np.where(where, value, pieces).astype(pieces.dtype)
+
+
+def deep(program):
+    """All equations, of bodies too."""
+    return list(equations(program.jaxpr))
+
+
+def loops(program):
+    return [e for e in deep(program) if e.primitive.name == "scan"]
 
 
 def on_mesh(program, types, args):
@@ -451,15 +461,71 @@ def test_recomputed_layers_stay_cut(x64, shards):
     checked(jax.grad(with_constant), (args[0], args[4]), {0: 1}, shards)
 
 
-def test_loops_and_branches_are_given_whole_values(x64):
+@pytest.mark.parametrize("shards", [2, soak(3)])
+def test_bodies_of_loops_are_cut(x64, shards):
+    """A recurrent network over time: the batch is cut, and gradients of weights are summed once, behind the loop."""
+
+    def loss(w, u, x):
+        def cell(h, xt):
+            h = jnp.tanh(xt @ w + h @ u)
+            return h, (h**2).sum()
+
+        last, sums = lax.scan(cell, jnp.zeros((x.shape[1], 4)), x)
+        return last.sum() + sums.mean()
+
+    args = (floats(3, 4), floats(4, 4), floats(5, 6, 3))
+    program = checked(jax.value_and_grad(loss, (0, 1)), args, {2: 1}, shards)
+    assert not program.gathers and not [e for e in deep(program) if e.primitive is all_gather_p]
+    assert all(e.primitive is not all_reduce_p for loop in loops(program) for e in equations(loop.params["jaxpr"]))
+    assert sum(program.moved.values()) == sum(x.nbytes for x in args[:2]) + 8
+
+
+def test_a_statistic_in_a_loop_is_one_of_all_shards(x64):
+    def loss(w, x):
+        def layer(h, w):
+            h = jnp.tanh(h @ w)
+            return (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-3), None
+
+        return (lax.scan(layer, x, w)[0] ** 2).sum()
+
+    program = checked(jax.value_and_grad(loss), (floats(3, 4, 4), floats(7, 4)), {1: 0}, 2)
+    assert not program.gathers
+    assert any(e.primitive is all_reduce_p for loop in loops(program) for e in equations(loop.params["jaxpr"]))
+
+
+def test_loops_with_a_condition_take_the_same_turns_everywhere(x64):
+    def fn(w, x):
+        until = lambda c: (c[1].sum() < 50) & (c[0] < 30)
+        count, last = lax.while_loop(until, lambda c: (c[0] + 1, c[1] + jnp.abs(x @ w) + 1), (0, jnp.zeros((5, 4))))
+        turned = lax.fori_loop(0, 3, lambda i, c: c + last[:, i] @ x, w[:, 0])
+        return count, last, turned
+
+    program = checked(fn, (floats(3, 4), floats(5, 3)), {1: 0}, 2)
+    assert program.out_cuts == (None, 0, None) and not program.gathers
+
+
+def test_branches_are_cut_where_any_of_them_is(x64):
+    def fn(w, x):
+        wide = lax.cond(w[0, 0] > 0, lambda: x * 2, lambda: jnp.ones_like(x))
+        total = lax.cond(w[0, 0] < 0, lambda: x.sum(0), lambda: jnp.arange(3.0))
+        mixed = lax.switch(jnp.int32(x.sum() > 0), [lambda: x.sum(0) @ w, lambda: jnp.cos(x[0] @ w)])
+        return wide, total, mixed
+
+    for sign in (1, -1):
+        program = checked(fn, (sign * jnp.abs(floats(3, 4)), floats(5, 3)), {1: 0}, 2)
+        assert program.out_cuts == (0, None, None)
+
+
+def test_a_loop_along_what_is_cut_is_given_whole_values(x64):
     def fn(w, x):
         turned, _ = lax.scan(lambda c, r: (c + r @ w, None), x[0] @ w, x)
-        until = lax.while_loop(lambda c: c.sum() < 50, lambda c: c + jnp.abs(w[0]) + 1, turned)
-        return lax.cond(x[0, 0] > 0, lambda: w * 2, lambda: w), until
+        return turned
 
-    program = checked(fn, (floats(5, 7), floats(4, 5)), {0: 1}, 3)
-    assert {g.reason.split()[0] for g in program.gathers} == {"scan"}  # once: others read what is whole by then
-    assert {(g.shape, g.nbytes) for g in program.gathers} == {((7,), 56), ((5, 7), 280)}
+    program = checked(fn, (floats(5, 7), floats(4, 5)), {1: 0}, 2)
+    assert [g.reason.split()[0] for g in program.gathers] == ["slice"]  # once: the loop reads what is whole by then
+    mixed = lambda x: lax.scan(lambda c, _: (jnp.sort(c, 0), None), x, None, length=9)[0]
+    program = checked(mixed, (floats(6, 7),), {0: 0}, 2)
+    assert [g.reason.split()[0] for g in program.gathers] == ["scan"]  # and not in each of its turns
 
 
 def test_calls_and_derivative_rules_of_users_are_looked_into(x64):
@@ -471,6 +537,18 @@ def test_calls_and_derivative_rules_of_users_are_looked_into(x64):
     layer = jax.jit(lambda w, x: jax.nn.gelu(scaled(x @ w)))
     grads = jax.grad(lambda w, x: layer(w, x).sum(), (0, 1))
     assert not checked(grads, (floats(5, 10), floats(4, 5)), {0: 1}, 4).gathers
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_rows_of_random_bits_are_made_without_the_rest(x64, bits, axis):
+    dtype = jnp.dtype(f"uint{bits}")
+    fn = lambda x, key: jax.random.bits(key, x.shape, dtype) ^ x
+    x, key = np.zeros((5, 7, 3), dtype), jax.random.key(3)
+    program = split(traced(fn)(x, key), {0: axis}, 2, AXIS)
+    assert not [e for e in deep(program) if e.primitive.name == "random_bits"]
+    whole = on_shards(program, [jax.eval_shape(fn, x, key)], [x, key])[0]
+    np.testing.assert_array_equal(whole, fn(x, key))
 
 
 def test_dropout_masks_are_those_of_one_device(x64):

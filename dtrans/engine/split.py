@@ -1,7 +1,7 @@
 """Tensor parallelism: a program whose inputs are cut over shards, as the program of one shard.
 
 `split` is given which inputs are cut, and along which dimension, and follows the cuts through the equations
-(`dtrans.tensor_parallel.rules`): a product with columns of a kernel makes columns of logits, a maximum over columns
+(`dtrans.engine.rules`): a product with columns of a kernel makes columns of logits, a maximum over columns
 is a maximum of local maxima, the loss of a label is given by the shard that has its class. What is written is one
 program for all shards, on pieces, with communication as equations (`dtrans.ops`); only `trainer_index` tells shards
 apart.
@@ -26,15 +26,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import ClosedJaxpr, Var, equations, opened
+from dtrans._jax import Atom, ClosedJaxpr, equations, opened
+from dtrans.engine.layout import Gathered, Placed, Shards, cut_along, nbytes
+from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import ConfigError
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import is_communication
 from dtrans.ops import all_gather_p, trainer_index_p
 from dtrans.rows.layout import SHARED, Rows
-from dtrans.tensor_parallel.layout import Gathered, Shards, cut_along, nbytes
-from dtrans.tensor_parallel.writer import SplitWriter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class SplitProgram:
     def moved(self) -> dict[str, int]:
         """Bytes that one shard puts into communication, by what it is; of a gather, what comes out of it.
 
-        Bodies of loops count once: nothing in them is cut, so that they hold no communication.
+        Bodies of loops count once.
         """
         found: dict[str, int] = {}
         for eqn in equations(self.jaxpr):
@@ -82,8 +82,7 @@ def split(
 ) -> SplitProgram:
     """The program of one shard of a program whose inputs are cut.
 
-    Loops and branches are carried out on whole values. Everything that has no rule is, too: always right, and told in
-    `gathers`.
+    Everything that has no rule is carried out on whole values: always right, and told in `gathers`.
 
     Args:
       jaxpr: a forward pass, or one with its gradients, or a step.
@@ -98,7 +97,7 @@ def split(
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from dtrans.tensor_parallel.transform import split
+      >>> from dtrans.engine.split import split
       >>> loss = lambda w, x, y: -jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[:, None], 1).mean()
       >>> args = jnp.ones((64, 1000)), jnp.ones((8, 64)), jnp.zeros(8, int)
       >>> one = split(jax.make_jaxpr(loss)(*args), {0: 1}, 4, "model")
@@ -117,34 +116,24 @@ def split(
     in_cuts = tuple(cuts.get(i) for i in range(len(inner.invars)))
     if shards == 1:
         return SplitProgram(flat, in_cuts, tuple(wanted.get(i) for i in range(len(inner.outvars))), 1, axis_name, ())
-    program, asked = _written(flat, in_cuts, wanted, Shards(shards, axis_name), {})
-    if asked:  # again, without making them whole as well; unless that would take gathers
-        again, _ = _written(flat, in_cuts, wanted, Shards(shards, axis_name), asked)
-        program = again if len(again.gathers) <= len(program.gathers) else program
-    return program
+    among = Shards(shards, (axis_name,))
+
+    def write(w: SplitWriter) -> SplitProgram:
+        for v, axis in zip(inner.invars, in_cuts, strict=True):
+            w.take(v, SHARED if axis is None else cut_along(axis), is_input=True)
+        made, layouts = w.write(inner, lambda i, x: _output(x, wanted.get(i, -1), inner.outvars[i], among))
+        out_cuts = tuple(x.axis if isinstance(x, Rows) else None for x in layouts)
+        jaxpr = eliminate_dead(w.b.build(made))
+        return SplitProgram(jaxpr, in_cuts, out_cuts, shards, axis_name, tuple(w.gathers))
+
+    return written(flat, among, write)
 
 
-def _written(
-    flat: ClosedJaxpr,
-    in_cuts: tuple[int | None, ...],
-    wanted: Mapping[int, int | None],
-    shards: Shards,
-    cut_at_birth: Mapping[Var, Rows],
-) -> tuple[SplitProgram, Mapping[Var, Rows]]:
-    """The program of a shard, and which whole values it makes in pieces too."""
-    inner = opened(flat)
-    gathers: list[Gathered] = []
-    w = SplitWriter(flat, shards, gathers)
-    w.cut_at_birth = cut_at_birth
-    for v, axis in zip(inner.invars, in_cuts, strict=True):
-        layout = SHARED if axis is None else cut_along(axis)
-        w.define(v, layout, w.b.input(shards.cut(v.aval, layout)))
-        if axis is not None:
-            w.inputs.add(v)
-    made, layouts = w.write(inner, wanted)
-    out_cuts = tuple(x.axis if isinstance(x, Rows) else None for x in layouts)
-    jaxpr = eliminate_dead(w.b.build(made))
-    return SplitProgram(jaxpr, in_cuts, out_cuts, shards.count, shards.axis_name, tuple(gathers)), w.asked
+def _output(made: Placed, axis: int | None, a: Atom, shards: Shards) -> Placed:
+    """How an output lies: along `axis`, or as it comes (-1), entry by entry; sums are made."""
+    if axis == -1:
+        axis = made.axis if isinstance(made, Rows) else None
+    return SHARED if axis is None else shards.plain(Rows("", axis), a.aval.shape[axis])
 
 
 def _check(option: str, what: str, cuts: Mapping[int, int | None], values: Any) -> None:
@@ -164,11 +153,11 @@ def pieces_of(x: Any, axis: int, shards: int) -> Any:
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.tensor_parallel.transform import pieces_of
+      >>> from dtrans.engine.split import pieces_of
       >>> pieces_of(np.arange(1, 8), 0, 4).tolist()
       [[1, 2], [3, 4], [5, 6], [7, 0]]
     """
-    local = Shards(shards, "").local(x.shape[axis], cut_along(axis))
+    local = Shards(shards, ()).local(x.shape[axis], cut_along(axis))
     behind = [(0, local * shards - n if d == axis else 0) for d, n in enumerate(x.shape)]
     np_ = np if isinstance(x, np.ndarray) else jnp
     wide = np_.pad(x, behind).reshape(*x.shape[:axis], shards, local, *x.shape[axis + 1 :])
@@ -180,7 +169,7 @@ def whole_of(pieces: Any, axis: int, size: int) -> Any:
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.tensor_parallel.transform import pieces_of, whole_of
+      >>> from dtrans.engine.split import pieces_of, whole_of
       >>> whole_of(pieces_of(np.arange(1, 8), 0, 4), 0, 7).tolist()
       [1, 2, 3, 4, 5, 6, 7]
     """

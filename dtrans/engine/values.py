@@ -20,14 +20,15 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import ELEMENTWISE, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
+from dtrans.engine.array_fns import counted, on_first
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, nbytes, rows_or_none
+from dtrans.engine.rules import Operand, Way, way_of
 from dtrans.ir.array_fns import padded, rows_from, times
 from dtrans.ir.builder import Builder
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
 from dtrans.ops.all_to_all import all_to_all_p
-from dtrans.rows.layout import SHARED, Rows
-from dtrans.tensor_parallel.array_fns import counted
-from dtrans.tensor_parallel.layout import PARTIAL, Gathered, Partial, Placed, Shards, nbytes
-from dtrans.tensor_parallel.rules import Operand, Way, way_of
+from dtrans.rows.layout import SHARED, Rows, Shared
+from dtrans.slicing.random_bits import bits_from, is_counted
 
 
 class ShardValues(abc.ABC):
@@ -36,15 +37,21 @@ class ShardValues(abc.ABC):
     Args:
       jaxpr: that they are of, without calls.
       shards: for whom.
-      gathers: where to note what is made whole.
       within: the equation whose body this is, as text.
+
+    Attributes:
+      gathers: what is made whole.
+      asked: what is made whole, and read in pieces.
+      sliced: in which pieces alone an input that is whole is read; `SHARED` where nothing reads it yet, None where
+        something reads more.
+      firsts: terms that only the first shard has, each with the value that it is of.
     """
 
-    def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, gathers: list[Gathered], within: str = "") -> None:
+    def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:
         inner = opened(jaxpr)
         self.b = Builder(jaxpr)
         self.shards = shards
-        self.gathers = gathers
+        self.gathers: list[Gathered] = []
         self.within = within
         self.layouts: dict[Var, Placed] = {}  # how a value was made; what is not here is whole
         self.inputs: set[Var] = set()  # inputs that are cut, and what holds the same numbers
@@ -53,7 +60,10 @@ class ShardValues(abc.ABC):
         reads: Iterable[Atom] = (*inner.outvars, *(a for e in inner.eqns for a in e.invars))
         self._uses = Counter(a for a in reads if isinstance(a, Var))
         self._starts: dict[int, Atom] = {}
-        self.asked: dict[Var, Rows] = {}  # whole values that are read cut, and made so
+        self._index: Atom | None = None
+        self.asked: dict[Var, Rows] = {}
+        self.sliced: dict[Var, Rows | Shared | None] = {}
+        self.firsts: dict[Var, Atom] = {}
         self._counted: dict[tuple[Atom, int], bool] = {}
         self._reason = ""
 
@@ -75,9 +85,18 @@ class ShardValues(abc.ABC):
             self.layouts[var] = layout
         self._made[var, layout if isinstance(layout, Rows) else None if layout is SHARED else PARTIAL] = value
 
-    def needed_by(self, reason: str) -> None:
+    def take(self, var: Var, layout: Placed, *, is_input: bool) -> None:
+        """An input, as it lies."""
+        self.define(var, layout, self.b.input(self.shards.cut(var.aval, layout)))
+        if layout is SHARED:
+            self.sliced[var] = SHARED
+        if is_input and isinstance(layout, Rows):
+            self.inputs.add(var)
+
+    def needed_by(self, reason: str, eqn: JaxprEqn | None = None) -> None:
         """What reads values from here on, for `gathers`."""
         self._reason = reason
+        self.b.source = eqn
 
     def read(self, atom: Atom, row: Rows | None) -> Atom:
         """A value, cut as it is asked for, or whole."""
@@ -86,16 +105,45 @@ class ShardValues(abc.ABC):
         key = (atom, row)
         if isinstance(atom, Literal):
             return self._rows_of(atom, row)
+        if row is None and atom in self.sliced:
+            self.sliced[atom] = None
         if key not in self._made:
             self._made[key] = self._converted(atom, self.layout(atom), row)
         return self._made[key]
+
+    def as_(self, atom: Atom, layout: Placed) -> Atom:
+        """A value, as it lies in some way."""
+        return self.term(atom) if isinstance(layout, Partial) else self.read(atom, rows_or_none(layout))
+
+    def term(self, atom: Atom) -> Atom:
+        """This shard's term of a value: of one that is whole, the first shard has all and others have nothing."""
+        if isinstance(self.layout(atom), Partial):
+            return self._made[atom, PARTIAL]
+        value = self.read(atom, None)
+        if self._is_zero(atom):
+            return value
+        (made,) = self.b.call(on_first, value, self.index())
+        if isinstance(made, Var) and made is not value:  # it is, where it has no entries
+            self.firsts[made] = value
+        return made
+
+    def _is_zero(self, atom: Atom) -> bool:
+        if isinstance(atom, Literal):
+            return bool(np.all(np.asarray(atom.val) == 0))
+        eqn = self._made_by.get(atom)
+        return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and self._is_zero(eqn.invars[0])
+
+    def index(self) -> Atom:
+        """The number of the shard."""
+        if self._index is None:
+            (self._index,) = self.b.bind(trainer_index_p, over=self.shards.over)
+        return self._index
 
     def start(self, size: int, row: Rows) -> Atom:
         """Where the shard's piece of a dimension begins."""
         local = self.shards.local(size, row)
         if local not in self._starts:
-            (index,) = self.b.bind(trainer_index_p, over=(self.shards.axis_name,))
-            self._starts[local] = self.b.call(times(local), index)[0]
+            self._starts[local] = self.b.call(times(local), self.index())[0]
         return self._starts[local]
 
     # -- conversions -----------------------------------------------------------------------------
@@ -112,6 +160,9 @@ class ShardValues(abc.ABC):
             if row is None:
                 assert self.b.is_constant(var), var
                 return var
+            if var in self.sliced:
+                self.sliced[var] = row if self.sliced[var] is SHARED else None
+                return self._rows_of(self._made[var, None], row)
             return self.made_as_rows(var, row) or self._rows_of(self.read(var, None), row)
         if row is None:
             return self._gathered(var, had)
@@ -121,7 +172,7 @@ class ShardValues(abc.ABC):
 
     def reduced(self, op: str, terms: Sequence[Atom]) -> list[Var]:
         """What terms of all shards make together."""
-        return self.b.bind(all_reduce_p, *terms, op=op, name="split", owners=(), over=(self.shards.axis_name,))
+        return self.b.bind(all_reduce_p, *terms, op=op, name="split", owners=(), over=self.shards.over)
 
     def _scattered(self, term: Atom, row: Rows) -> Atom:
         whole = self.shards.whole(term.aval.shape[row.axis], row)
@@ -140,7 +191,7 @@ class ShardValues(abc.ABC):
         return self._without_end(got, had.axis, shape[had.axis])
 
     def _among(self) -> dict[str, Any]:
-        return {"over": (self.shards.axis_name,), "size": self.shards.count}
+        return {"over": self.shards.over, "size": self.shards.count}
 
     def _without_end(self, value: Atom, axis: int, size: int) -> Atom:
         return value if value.aval.shape[axis] == size else self.b.part(value, axis, 0, size)
@@ -166,6 +217,11 @@ class ShardValues(abc.ABC):
                 return self.b.copy(eqn, [], [local], shape=local.shape)[0]
             start = self.start(shape[axis], row)
             return self.b.call(counted(np.dtype(var.aval.dtype), local.shape, axis), start)[0]
+        if name == "random_bits":
+            (key,) = eqn.invars
+            bits = bits_from(tuple(shape), axis, local.shape[axis], eqn.params["bit_width"])
+            self.asked[var] = row
+            return self.b.call(bits, self.read(key, None), self.start(shape[axis], row))[0]
         if name == "broadcast_in_dim":
             (operand,) = eqn.invars
             at = _operand_axis(eqn, axis)
@@ -188,6 +244,8 @@ class ShardValues(abc.ABC):
         name = eqn.primitive.name
         if name == "iota":
             return True
+        if name == "random_bits":
+            return not eqn.invars[0].aval.ndim and is_counted(eqn) and eqn.outvars[0].aval.size <= 2**32
         if name == "broadcast_in_dim":
             return len(eqn.invars) == 1
         if name in ELEMENTWISE:

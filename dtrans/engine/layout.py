@@ -38,17 +38,22 @@ def rows_only(x: Placed) -> Shared | Rows:
     return x if isinstance(x, Rows) else SHARED
 
 
+def rows_or_none(x: Placed) -> Rows | None:
+    """How a value is cut; None for one that is not."""
+    return x if isinstance(x, Rows) else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """The shards of a program.
 
     Attributes:
       count: how many there are.
-      axis_name: the named axis that they are on.
+      over: the named axes that they are on.
     """
 
     count: int
-    axis_name: str
+    over: tuple[str, ...]
 
     def local(self, size: int, row: Rows) -> int:
         """How many entries of `size` each shard has, padding included."""

@@ -1,0 +1,282 @@
+"""Whether one device's step is the mean, or the sum, of the same step on the trainers' parts.
+
+A trainer's step is written from the step on the whole batch (`dtrans.batch.trainer_step`). Where nothing crosses the
+batch it has the same equations as the user's step traced on the part alone, and differs in numbers only: those that are
+made of the size of the batch, as 1 / B is. Equations are paired from the outputs back, so that each value of the one is
+a power of the number of trainers times that of the other. The power follows from the numbers that differ, equation by
+equation: products add powers, sums keep what all their terms have, and what is neither takes what has none. What all
+trainers have whole (a penalty of parameters) is a term of the first one alone, and is the mean of what they have: that
+is the power one. A gradient with the power one is averaged, one without is added up.
+
+Nothing is assumed where equations do not pair, or powers do not fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans._jax import (
+    COND,
+    REMAT,
+    SCAN,
+    WHILE,
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies,
+    closed,
+    constants,
+    opened,
+    scan_counts,
+    while_counts,
+)
+from dtrans.batch.trainer_step import TrainerStep
+from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.inline import eliminate_dead, inline_calls
+from dtrans.ir.program import without_addresses
+from dtrans.step.cut import Cut, cut
+
+
+@dataclasses.dataclass(frozen=True)
+class PartScale:
+    """By which power of the number of trainers what a part makes is larger than its term of the whole.
+
+    Attributes:
+      gradients: of all gradients: 0 or 1.
+      results: of each result that is a sum over parts.
+    """
+
+    gradients: int
+    results: Mapping[str, int]
+
+
+_ZERO = None  # of a value that is nothing but zeros: any power fits
+Power = int | None
+_KEEP = frozenset(
+    {
+        "abs", "broadcast_in_dim", "conj", "copy", "copy_p", "cumsum", "expand_dims", "gradient", "imag", "name",
+        "neg", "real", "reduce_max", "reduce_min", "reduce_sum", "reshape", "rev", "slice", "split", "squeeze",
+        "stop_gradient", "transpose", "unstack",
+    }
+)  # fmt: skip
+_SAME = frozenset(
+    {"add", "add_any", "complex", "concatenate", "dynamic_update_slice", "max", "min", "pad", "stack", "sub"}
+)
+_FIRST = frozenset({"gather", "dynamic_slice", "convert_element_type", "reduce_precision"})  # indices have none
+
+
+class _NoScaleError(Exception):
+    """Equations that do not pair, or powers that do not fit."""
+
+
+def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> PartScale | None:
+    """The powers of a step; None where its parts do not add up to it by themselves.
+
+    Args:
+      step: traced on a trainer's part.
+      part: what was written from the step on the whole.
+      trainers: how many there are.
+    """
+    if part.exchanged or trainers < 2:
+        return None
+    theirs = cut(part.program).with_reported()
+    results = [n for n in step.results if n not in step.from_gradients]
+    asked = [n for n in (*results, *step.frozen) if n in part.merges]
+    halves = [
+        _half(of, [*(of.gradients[n] for n in step.gradients), *(of.program.outvars[n] for n in asked)])
+        for of in (step, theirs)
+    ]
+    try:
+        powers = _Pairing(trainers, part.firsts).powers(halves, [0] * len(opened(halves[0]).invars))
+    except _NoScaleError:
+        return None
+    graded, made = powers[: len(step.gradients)], dict(zip(asked, powers[len(step.gradients) :], strict=True))
+    of_gradients = {p for p in graded if p is not _ZERO}
+    if not of_gradients <= {0} and not of_gradients <= {1}:
+        return None
+    for n, way in part.merges.items():
+        if n in made and (made[n] or 0) not in ((0, 1) if way == "sum" else (0,)):
+            return None
+    return PartScale(max(of_gradients, default=0), {n: made.get(n) or 0 for n in part.merges})
+
+
+def _half(step: Cut, outs: Sequence[Atom]) -> ClosedJaxpr:
+    """Forward and backward, without what they do not need."""
+    inner = step.program.inner
+    kept, _ = backward_slice(inner.eqns, outs)
+    eqns = [inner.eqns[i] for i in kept]
+    return eliminate_dead(closed(inner.constvars, step.program.jaxpr.consts, inner.invars, list(outs), eqns, inner))
+
+
+class _Pairing:
+    """The powers of the values of two jaxprs whose equations pair, from the outputs back."""
+
+    def __init__(self, trainers: int, firsts: Mapping[Var, Atom]) -> None:
+        self.trainers = trainers
+        self.firsts = firsts
+
+    def powers(self, pair: Sequence[ClosedJaxpr], ins: Sequence[Power]) -> list[Power]:
+        """Of the outputs of a part and of its term, from those of the inputs."""
+        here, there = map(opened, pair)
+        if len(here.invars) != len(there.invars):
+            raise _NoScaleError
+        of = lambda a, b: (id(a), id(b))  # numbers have no hash
+        known: dict[tuple[int, int], Power] = dict(zip(map(of, here.invars, there.invars), ins, strict=True))
+        made_by = [{v: (e, i) for e in x.eqns for i, v in enumerate(e.outvars)} for x in (here, there)]
+        values = [dict(zip(opened(x).constvars, constants(x), strict=True)) for x in pair]
+        is_first = lambda b: isinstance(b, Var) and b in self.firsts
+        is_made = lambda a, side: isinstance(a, Var) and a in made_by[side]
+
+        def power(a: Atom, b: Atom) -> Power:
+            """Of a pair that is there, or of two numbers."""
+            if of(a, b) in known:
+                return known[of(a, b)]
+            number = lambda x, side: np.asarray(x.val if isinstance(x, Literal) else side.get(x))
+            return self.ratio(number(a, values[0]), number(b, values[1]))
+
+        outs = list(zip(here.outvars, there.outvars, strict=True))
+        if any(is_made(p, 0) != is_made(q, 1) and not is_first(q) for p, q in outs):
+            raise _NoScaleError
+        waiting = [pair for pair in outs if is_made(pair[1], 1)]
+        while waiting:
+            a, b = waiting[-1]
+            if of(a, b) in known:
+                waiting.pop()
+                continue
+            if is_first(b):  # trainers have it all, one by one: it is their mean
+                one = self.firsts[b]  # type: ignore[index]
+                if is_made(a, 0) and is_made(one, 1) and of(a, one) not in known:
+                    waiting.append((a, one))
+                    continue
+                whole = power(a, one)
+                known[of(a, b)] = whole if whole is _ZERO else whole + 1
+                continue
+            (x, i), (y, k) = made_by[0][a], made_by[1][b]  # type: ignore[index]
+            if x.primitive is not y.primitive or i != k or len(x.invars) != len(y.invars):
+                raise _NoScaleError
+            pairs = list(zip(x.invars, y.invars, strict=True))
+            if any(is_made(p, 0) != is_made(q, 1) and not is_first(q) for p, q in pairs):
+                raise _NoScaleError
+            missing = [p for p in pairs if is_made(p[1], 1) and of(*p) not in known]
+            if missing:
+                waiting += missing
+                continue
+            made = self.of_equation(x, y, [power(*p) for p in pairs])
+            known.update(zip(map(of, x.outvars, y.outvars), made, strict=True))
+        return [power(*p) for p in outs]
+
+    def ratio(self, here: Any, there: Any) -> Power:
+        """The power between two numbers."""
+        if here.dtype == object or here.shape != there.shape:
+            raise _NoScaleError
+        if np.array_equal(here, there, equal_nan=here.dtype.kind in "fc"):
+            return _ZERO if not np.any(here) else 0
+        for power in (1, -1, 2, -2):
+            if np.allclose(here, there * float(self.trainers) ** power, rtol=1e-6, atol=0):
+                return power
+        raise _NoScaleError
+
+    def of_equation(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
+        """The powers of what an equation makes."""
+        name, count = x.primitive.name, len(x.outvars)
+        if name in (SCAN, WHILE, COND, *REMAT):
+            return self.of_bodies(x, y, ins)
+        if not _alike(x, y):
+            raise _NoScaleError
+        known = [p for p in ins if p is not _ZERO]
+        if name in _KEEP or name in _FIRST:
+            if any(ins[1:]):
+                raise _NoScaleError
+            return [ins[0]] * count
+        if name in _SAME:
+            if len(set(known)) > 1:
+                raise _NoScaleError
+            return [known[0] if known else _ZERO] * count
+        if name == "select_n":
+            if ins[0] or len({p for p in ins[1:] if p is not _ZERO}) > 1:
+                raise _NoScaleError
+            return [next((p for p in ins[1:] if p is not _ZERO), _ZERO)]
+        if name in ("mul", "dot_general", "conv_general_dilated"):
+            return [_ZERO if _ZERO in ins else sum(known)]
+        if name == "div":
+            return [ins[0] if ins[0] is _ZERO else ins[0] - (ins[1] or 0)]
+        if name == "integer_pow":
+            return [ins[0] if ins[0] is _ZERO else ins[0] * x.params["y"]]
+        if name in ("square", "sqrt", "rsqrt"):
+            if name != "square" and ins[0]:
+                raise _NoScaleError
+            return [_ZERO if ins[0] is _ZERO and name != "rsqrt" else 2 * (ins[0] or 0)]
+        if name in ("scatter-add", "scatter"):
+            if ins[1] or len({p for p in (ins[0], ins[2]) if p is not _ZERO}) > 1:
+                raise _NoScaleError
+            return [next((p for p in (ins[0], ins[2]) if p is not _ZERO), _ZERO)]
+        if name in ("sign", "gt", "lt", "ge", "le") and len(set(known)) <= 1:  # a positive factor changes nothing
+            return [0] * count
+        if any(known):
+            raise _NoScaleError
+        return [0] * count
+
+    def of_bodies(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
+        """The powers of what a loop, a branch or a body of remat makes."""
+        name = x.primitive.name
+        flat = [[inline_calls(_closed(b)) for b in bodies(e)] for e in (x, y)]
+        if len(flat[0]) != len(flat[1]) or not _alike(x, y, without=bodies):
+            raise _NoScaleError
+        pairs = list(zip(*flat, strict=True))
+        if name in REMAT:
+            return self.powers(pairs[0], ins)
+        if name == COND:
+            if ins[0]:
+                raise _NoScaleError
+            return _together([self.powers(pair, ins[1:]) for pair in pairs])
+        if name == SCAN:
+            consts, carried = scan_counts(x)
+            fixed, carry, parts = ins[:consts], list(ins[consts : consts + carried]), ins[consts + carried :]
+            for _ in range(len(carry) + 1):
+                made = self.powers(pairs[0], [*fixed, *carry, *parts])
+                joined = _together([carry, made[:carried]])
+                if joined == carry:
+                    return [*carry, *made[carried:]]
+                carry = joined
+            raise _NoScaleError
+        of_cond, of_body = while_counts(x)
+        carry = list(ins[of_cond + of_body :])
+        for _ in range(len(carry) + 1):
+            joined = _together([carry, self.powers(pairs[1], [*ins[of_cond : of_cond + of_body], *carry])])
+            if joined == carry:
+                break
+            carry = joined
+        if any(self.powers(pairs[0], [*ins[:of_cond], *carry])):
+            raise _NoScaleError
+        return carry
+
+
+def _together(several: Sequence[Sequence[Power]]) -> list[Power]:
+    """The powers of values that are one thing or another."""
+    found: list[Power] = []
+    for powers in zip(*several, strict=True):
+        known = {p for p in powers if p is not _ZERO}
+        if len(known) > 1:
+            raise _NoScaleError
+        found.append(known.pop() if known else _ZERO)
+    return found
+
+
+def _closed(body: Any) -> ClosedJaxpr:
+    inner = opened(body)
+    return closed(inner.constvars, constants(body), inner.invars, inner.outvars, inner.eqns, inner)
+
+
+def _alike(x: JaxprEqn, y: JaxprEqn, without: Any = None) -> bool:
+    """Whether two equations of one primitive have the same parameters; bodies are compared elsewhere."""
+    if x.params.keys() != y.params.keys():
+        return False
+    skipped = set() if without is None else {k for k, v in x.params.items() if "jaxpr" in k or k == "branches"}
+    text = lambda e: without_addresses(str({k: v for k, v in e.params.items() if k not in skipped}))
+    return all(x.params[k] is y.params[k] for k in x.params if k not in skipped) or text(x) == text(y)

@@ -1,0 +1,136 @@
+"""The step of one trainer, on its part of the batch: a step like the user's, that gives terms of its gradients.
+
+The step is traced on the whole batch, and its trainer half is written on pieces (`dtrans.engine`): parameters are
+whole, the arrays of the batch are cut, numbers that are made of the size of the batch are those of the whole. What
+crosses the batch communicates where it does: a masked mean sums two numbers, batch normalisation its two statistics.
+Random numbers with rows of the batch are the rows of one device's.
+
+Gradients stay terms: their sum over trainers is the gradient. They are marked, and what follows them is the user's
+update as it was; so what comes out is a program that every strategy can cut, and whose gradients it adds up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dtrans._jax import Atom, Literal, Var, closed, equations, line_of
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, cut_along, nbytes
+from dtrans.engine.writer import SplitWriter, linear_terms, written
+from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.inline import eliminate_dead
+from dtrans.ir.program import FORWARD, Program, is_communication
+from dtrans.ops import trainer_index_p
+from dtrans.rows.layout import SHARED, Rows
+from dtrans.step.cut import Cut
+from dtrans.step.marks import mark_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """Something that trainers exchange in the forward or backward pass, beside gradients and results.
+
+    Attributes:
+      op: `all_reduce`, `all_gather`, `all_to_all` or `reduce_scatter`.
+      line: the user's line that needs it, `model.py:12`; empty where that is not known.
+      nbytes: how much each trainer puts in, or of a gather, gets out.
+    """
+
+    op: str
+    line: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainerStep:
+    """A step as each of several trainers carries it out.
+
+    Attributes:
+      program: (params, opt_state, *its part of the batch) to what the step returns. Its marked gradients are terms.
+      merges: how each result, and each parameter that trainers make, becomes that of one device: "sum", "same", or the
+        dimension along which trainers have its rows.
+      exchanged: what trainers exchange for it.
+      gathers: what of that is whole arrays of the batch, and why.
+      firsts: terms that only the first trainer has, each with the value that it is of.
+    """
+
+    program: Program
+    merges: Mapping[str, str | int]
+    exchanged: tuple[Exchanged, ...]
+    gathers: tuple[Gathered, ...]
+    firsts: Mapping[Var, Atom]
+
+
+def trainer_step(step: Cut, axes: Mapping[str, int], trainers: int, over: Sequence[str]) -> TrainerStep:
+    """Write the step of one trainer.
+
+    Args:
+      step: traced on the whole batch, with all gradients that anything uses.
+      axes: name to dimension of each array of the batch that is cut; trainers have all of others.
+      trainers: how many share the batch. They have `ceil(size / trainers)` entries each; what is behind the last real
+        one enters nothing.
+      over: the named axes that they are on.
+    """
+    source = step.program
+    eqns = source.eqns
+    ins, outs = source.invars, source.outvars
+    behind = propagate(eqns, dict.fromkeys(step.boundary.values(), 1), {})
+    is_behind = lambda e: any(isinstance(a, Var) and behind.get(a) for a in e.invars)
+    kept, _ = backward_slice(eqns, outs.values(), step.boundary.values())
+    after = [eqns[i] for i in kept if is_behind(eqns[i])]
+    made_after = {v for e in after for v in e.outvars} | set(step.boundary.values())
+
+    graded = [n for n in step.params if n in step.gradients]
+    terms = [step.gradients[n] for n in graded]
+    before = [n for n, a in outs.items() if not (isinstance(a, Var) and a in made_after)]
+    crossing = list(dict.fromkeys(a for e in after for a in e.invars if isinstance(a, Var) and a not in made_after))
+    watched = [eqns[i] for i in step.observers if not is_behind(eqns[i])]
+    wanted: list[Atom] = [*terms, *(outs[n] for n in before), *crossing]
+    needed, _ = backward_slice(eqns, [*wanted, *(a for e in watched for a in e.invars)])
+    half = [e for i, e in enumerate(eqns) if i in set(needed) or e in watched]
+
+    inner = closed(source.inner.constvars, source.jaxpr.consts, source.inner.invars, wanted, half, source.jaxpr)
+    results = [n for n in before if n in step.results]
+    added = linear_terms(inner.jaxpr, [a for a in (*terms, *(outs[n] for n in results)) if isinstance(a, Var)])
+    ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
+
+    def lies(i: int, made: Placed) -> Placed:
+        if i < len(terms):
+            return PARTIAL
+        i -= len(terms)
+        return made if i < len(before) and before[i] in results else SHARED
+
+    def write(w: SplitWriter) -> TrainerStep:
+        w.terms, b = added, w.b
+        for n, v in ins.items():
+            w.take(v, cut_along(axes[n]) if n in axes else SHARED, is_input=True)
+        made, layouts = w.write(inner.jaxpr, lies)
+        env: dict[Var, Atom] = dict(zip(crossing, made[len(terms) + len(before) :], strict=True))
+        b.source = None
+        for n, term in zip(graded, made, strict=False):
+            (env[step.boundary[n]],) = b.bind(mark_p, term, w.read(ins[n], None), leaf=n)
+        for eqn in after:
+            atoms = [a if isinstance(a, Literal) or b.is_constant(a) else env[a] for a in eqn.invars]
+            env.update(zip(eqn.outvars, b.copy(eqn, atoms, [v.aval for v in eqn.outvars]), strict=True))
+        found: dict[str, Atom] = dict(zip(before, made[len(terms) :], strict=False))
+        found |= {n: env[a] for n, a in outs.items() if n not in found and isinstance(a, Var)}
+        how = dict(zip(before, layouts[len(terms) :], strict=False))
+        jaxpr = eliminate_dead(b.build([found[n] for n in source.out_names]))
+        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)  # whoever cuts it knows better
+        program = Program(f"part of {source.name}", jaxpr, source.args, source.out, roles)
+        merges = {n: _merge(how.get(n, SHARED)) for n in ours}
+        return TrainerStep(program, merges, tuple(_exchanged(jaxpr)), tuple(w.gathers), w.firsts)
+
+    return written(inner, Shards(trainers, tuple(over)), write)
+
+
+def _merge(layout: Placed) -> str | int:
+    return int(layout.axis) if isinstance(layout, Rows) else "sum" if isinstance(layout, Partial) else "same"
+
+
+def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:
+    for eqn in equations(jaxpr):
+        if is_communication(eqn) and eqn.primitive is not trainer_index_p:
+            moved = eqn.outvars if eqn.primitive.name == "all_gather" else eqn.invars
+            yield Exchanged(eqn.primitive.name, line_of(eqn), sum(nbytes(a.aval) for a in moved))

@@ -1,0 +1,345 @@
+"""Writing the program of one shard.
+
+Equations are taken in order, and each is written once, on pieces or on whole values, as `dtrans.engine.rules`
+chooses; `dtrans.engine.values` has the values.
+
+Sums are left open as long as what reads them is linear, and the only one that does: gradients of one input through
+several products are added up before they are reduced, once. Bodies of remat, loops and branches are written in the same
+way (`dtrans.engine.loops`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import (
+    COND,
+    REMAT,
+    SCAN,
+    WHILE,
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    closed,
+    constants,
+    opened,
+    origin_of,
+    scope_of,
+    with_bodies,
+)
+from dtrans.engine.array_fns import best_local, candidates, decided, kept, own_indices, picked
+from dtrans.engine.layout import PARTIAL, Partial, Placed, Shards
+from dtrans.engine.loops import LoopPlan, WrittenBody, plan_loop
+from dtrans.engine.rules import Way, choose
+from dtrans.engine.values import ShardValues
+from dtrans.ir.array_fns import converted
+from dtrans.ir.display import short_type
+from dtrans.ir.inline import eliminate_dead, inline_calls
+from dtrans.ops import identity_of
+from dtrans.rows.layout import SHARED, Rows
+
+
+SAME_NUMBERS = frozenset({"transpose", "reshape", "squeeze", "convert_element_type", "broadcast_in_dim", "copy"})
+_LINEAR = frozenset({"neg", "reshape", "transpose", "squeeze", "reduce_sum", "copy"})
+_ADDS = frozenset({"add", "add_any", "sub"})
+_BILINEAR = frozenset({"mul", "dot_general", "conv_general_dilated"})
+# from which operand to which an equation is linear in all of them together; None: to the last
+_LINEAR_IN: Mapping[str, tuple[int, int | None]] = {
+    **dict.fromkeys(
+        (*_LINEAR, "expand_dims", "slice", "rev", "cumsum", "broadcast_in_dim", "split", "unstack"), (0, 1)
+    ),
+    **dict.fromkeys(("real", "imag", "conj", "div", "gather", "dynamic_slice", "name"), (0, 1)),
+    **dict.fromkeys((*_ADDS, "pad", "dynamic_update_slice", "complex"), (0, 2)),
+    **dict.fromkeys(("concatenate", "stack"), (0, None)),
+    "select_n": (1, None),
+}
+_WITH_BODIES = frozenset({*REMAT, SCAN, WHILE, COND})
+
+
+class SplitWriter(ShardValues):
+    """Writes the equations of one jaxpr for one shard."""
+
+    cut_at_birth: Mapping[Var, Rows] = MappingProxyType({})  # what is made in pieces, and not whole as well
+    terms: Collection[Var] = frozenset()  # sums that stay open wherever that can be, however often they are read
+
+    # -- equations -------------------------------------------------------------------------------
+
+    def equation(self, eqn: JaxprEqn) -> None:
+        """Write one equation."""
+        self.needed_by(self._said(eqn), eqn)
+        ins = [self.layout(a) for a in eqn.invars]
+        if eqn.primitive.name in _WITH_BODIES and any(x is not SHARED for x in ins):
+            if (plan := self._plan(eqn, ins)) is not None:
+                self._with_bodies(eqn, plan)
+                return
+            ins = [SHARED] * len(ins)
+        if all(x is SHARED for x in ins):
+            row = self.cut_at_birth.get(eqn.outvars[0]) if eqn.outvars else None
+            if row and (piece := self.made_as_rows(eqn.outvars[0], row)):
+                self._define(eqn, [row], [piece])
+                return
+            made: Sequence[Atom] = self.b.copy(eqn, [self.read(a, None) for a in eqn.invars], _types(eqn))
+            self._define(eqn, [SHARED] * len(made), made)
+            return
+        if (linear := self._open_operands(eqn, ins)) is not None:
+            terms = [self.term(a) if i in linear else self.read(a, None) for i, a in enumerate(eqn.invars)]
+            self._define(eqn, [PARTIAL] * len(eqn.outvars), self.b.copy(eqn, terms, _types(eqn)))
+            return
+        as_term = bool(eqn.outvars) and eqn.outvars[0] in self.terms
+        way = choose(eqn, [self.operand(a) for a in eqn.invars], self.shards, as_term)
+        made = self.carried_out(eqn, way)
+        if way.reduce == "sum":
+            self._define(eqn, [PARTIAL] * len(eqn.outvars), made)
+        else:
+            self._define(eqn, way.outs, self.reduced(way.reduce, made) if way.reduce else made)
+        if eqn.primitive.name in SAME_NUMBERS and self.operand(eqn.invars[0]).is_input:
+            self.inputs.update(eqn.outvars)
+
+    def _define(self, eqn: JaxprEqn, layouts: Sequence[Placed], made: Sequence[Atom]) -> None:
+        for v, x, value in zip(eqn.outvars, layouts, made, strict=True):
+            self.define(v, x, value)
+
+    def _open_operands(self, eqn: JaxprEqn, ins: Sequence[Placed]) -> Collection[int] | None:
+        """Which operands are read as terms, where an equation is linear in sums that may be made later; None elsewhere.
+
+        Sums that nothing else reads stay open through what changes no number, and sums of sums. What ends up as a term
+        anyway stays open wherever it is linear, and what is whole beside it is a term of the first shard.
+        """
+        opens = [i for i, x in enumerate(ins) if isinstance(x, Partial)]
+        if not opens or not eqn.outvars or any(isinstance(x, Rows) for x in ins):
+            return None
+        if eqn.outvars[0] in self.terms:
+            linear = linear_operands(eqn)
+            if any(set(opens) <= set(together) for together in linear):
+                return next(together for together in linear if set(opens) <= set(together))
+            return None
+        name = eqn.primitive.name
+        if any(self._uses[a] != 1 for i in opens if isinstance(a := eqn.invars[i], Var)):
+            return None
+        if name in _LINEAR:
+            return opens
+        if name in _ADDS:
+            same = all(a.aval.shape == eqn.outvars[0].aval.shape for a in eqn.invars)
+            return opens if same and len(opens) == len(ins) else None
+        # by a known number only: a term of 0 times what may be infinite is not a number
+        factor = next((a.val for a in eqn.invars if isinstance(a, Literal) and not a.aval.ndim), np.nan)
+        if name not in ("mul", "div") or not np.isfinite(factor):
+            return None
+        inexact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+        divides = isinstance(ins[0], Partial) and inexact and factor != 0
+        return opens if name == "mul" or divides else None
+
+    def _said(self, eqn: JaxprEqn) -> str:
+        where = scope_of(eqn) or origin_of(eqn) or self.within
+        operands = ", ".join(short_type(a.aval) for a in eqn.invars[:2])
+        return f"{eqn.primitive.name} of {operands}" + (f" ({where})" if where else "")
+
+    def carried_out(self, eqn: JaxprEqn, way: Way) -> list[Atom]:
+        atoms = [self.read(a, row) for a, row in zip(eqn.invars, way.operands, strict=True)]
+        if way.write:
+            return _WRITE[way.write](self, eqn, way, atoms)
+        if way.reduce:
+            atoms = [self._without_padding(a, x, row, way.reduce)
+                     for a, x, row in zip(eqn.invars, atoms, way.operands, strict=True)]  # fmt: skip
+        types = [self.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, way.outs, strict=True)]
+        return list(self.b.copy(eqn, atoms, types, **(way.params(types) if way.params else {})))
+
+    def _without_padding(self, whole: Atom, piece: Atom, row: Rows | None, op: str) -> Atom:
+        """A piece with what changes nothing in the place of padding."""
+        if row is None or not self.shards.pads(whole.aval.shape[row.axis], row):
+            return piece
+        size = whole.aval.shape[row.axis]
+        (nothing,) = self.b.call(identity_of(op, piece.aval.shape, piece.aval.dtype))
+        return self.b.call(kept(row.axis, size), piece, self.start(size, row), nothing)[0]
+
+    def _pick(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
+        """Entries of a dimension that is cut, by index: each shard gives those that it has."""
+        (row, _), p, (x, _) = way.operands, eqn.params, eqn.invars
+        assert row is not None
+        size = x.aval.shape[row.axis]
+        term = picked(way.at, size, p["dimension_numbers"], p["slice_sizes"], p["mode"], p["fill_value"])
+        return self.b.call(term, *atoms, self.start(size, row))
+
+    def _put(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
+        """Updates of a dimension that is cut, by index: each shard makes those that are its own."""
+        (row, *_), piece = way.operands, atoms[0]
+        assert row is not None
+        size = eqn.invars[0].aval.shape[row.axis]
+        clips = eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
+        own = own_indices(way.at, size, piece.aval.shape[row.axis], clips)
+        (at,) = self.b.call(own, atoms[1], self.start(size, row))
+        return list(self._scatter(eqn, [piece, at, atoms[2]], mode=jax.lax.GatherScatterMode.FILL_OR_DROP))
+
+    def _add_up(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
+        """Updates that are cut: each shard adds its own to nothing, and the first one to what there was."""
+        _, of, row = way.operands
+        assert row is not None and of is not None
+        updates = self._without_padding(eqn.invars[2], atoms[2], row, "sum")
+        first = self.term(eqn.invars[0])
+        return list(self._scatter(eqn, [first, atoms[1], updates]))
+
+    def _scatter(self, eqn: JaxprEqn, atoms: list[Atom], **params: Any) -> list[Var]:
+        return self.b.copy(eqn, atoms, [atoms[0].aval], indices_are_sorted=False, unique_indices=False, **params)
+
+    def _arg_reduce(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
+        """Where the best entry is: the lowest of the positions of those that are the best of all."""
+        (row,), (x,) = way.operands, atoms
+        assert row is not None
+        largest = eqn.primitive.name == "argmax"
+        op, size = ("max" if largest else "min"), eqn.invars[0].aval.shape[row.axis]
+        start = self.start(size, row)
+        (nothing,) = self.b.call(identity_of(op, x.aval.shape, x.aval.dtype))
+        found, at = self.b.call(best_local(row.axis, size, largest), x, start, nothing)
+        (best,) = self.reduced(op, [found])
+        (lowest,) = self.reduced("min", self.b.call(candidates(size), found, best, at))
+        (v,) = eqn.outvars
+        return self.b.call(converted(np.dtype(v.aval.dtype)), *self.b.call(decided, lowest))
+
+    # -- bodies ----------------------------------------------------------------------------------
+
+    def _plan(self, eqn: JaxprEqn, ins: Sequence[Placed]) -> LoopPlan | None:
+        """How the bodies of an equation are carried out; None where it is carried out on whole values."""
+        said = self._said(eqn)
+        inputs = [self.operand(a).is_input for a in eqn.invars]
+
+        def write(body: Any, ins: Sequence[Placed], outs: Sequence[Placed] | None, carried: int) -> WrittenBody:
+            wanted = [*range(carried), *(i for i, v in enumerate(eqn.outvars) if v in self.terms and i >= carried)]
+            return self._body(body, ins, outs, wanted, said, inputs[len(inputs) - len(ins) :])
+
+        return plan_loop(eqn, ins, write)
+
+    def _body(
+        self,
+        body: Any,
+        ins: Sequence[Placed],
+        outs: Sequence[Placed] | None,
+        added: Sequence[int],
+        said: str,
+        inputs: Sequence[bool],
+    ) -> WrittenBody:
+        """A body on pieces: its inputs, and its outputs where that is asked, lie as they are said to.
+
+        Args:
+          added: the outputs of which terms are enough.
+          said: the equation that it is of, as text.
+          inputs: which of its inputs are inputs of the program that are cut.
+        """
+        inner = opened(body)
+        flat = inline_calls(closed(inner.constvars, constants(body), inner.invars, inner.outvars, inner.eqns, inner))
+        ends = opened(flat).outvars
+        terms = linear_terms(opened(flat), [a for i in added if i < len(ends) and isinstance(a := ends[i], Var)])
+
+        def write(w: SplitWriter) -> WrittenBody:
+            w.terms = terms
+            for v, x, is_input in zip(opened(flat).invars, ins, inputs, strict=True):
+                w.take(v, x, is_input=is_input)
+            made, layouts = w.write(opened(flat), lambda i, x: x if outs is None else outs[i])
+            numbers = {v: i for i, v in enumerate(opened(flat).invars)}
+            sliced = {numbers[v]: row for v, row in w.sliced.items() if isinstance(row, Rows)}
+            return WrittenBody(eliminate_dead(w.b.build(made)), tuple(layouts), tuple(w.gathers), sliced)
+
+        return written(flat, self.shards, write, said)
+
+    def _with_bodies(self, eqn: JaxprEqn, plan: LoopPlan) -> None:
+        """Write an equation with its bodies on pieces."""
+        atoms = [self.as_(a, x) for a, x in zip(eqn.invars, plan.operands, strict=True)]
+        new: list[Any] = [b.jaxpr for b in plan.bodies]
+        if eqn.primitive.name in REMAT:  # its body has no constants of its own
+            (written,) = new
+            atoms = [*map(self.b.constant, constants(written)), *atoms]
+            new = [
+                written.jaxpr.replace(
+                    constvars=[],
+                    invars=[*written.jaxpr.constvars, *written.jaxpr.invars],
+                    debug_info=written.jaxpr.debug_info.with_unknown_names(),
+                )
+            ]
+        for b in plan.bodies:
+            self.gathers += b.gathers
+        types = [self.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, plan.outs, strict=True)]
+        self._define(eqn, plan.outs, self.b.copy(eqn, atoms, types, **with_bodies(eqn, new)))
+
+    # -- all of it -------------------------------------------------------------------------------
+
+    def write(self, inner: Jaxpr, wanted: Callable[[int, Placed], Placed]) -> tuple[list[Atom], list[Placed]]:
+        """Write all equations; the outputs, and how they lie.
+
+        Args:
+          wanted: how an output is wanted, from its number and how it is made.
+        """
+        for eqn in inner.eqns:
+            self.equation(eqn)
+        made: list[Atom] = []
+        layouts: list[Placed] = []
+        for i, a in enumerate(inner.outvars):
+            self.needed_by(f"output {i}" + (f" of {self.within}" if self.within else ""))
+            layout = wanted(i, self.layout(a))
+            made.append(self.as_(a, layout))
+            layouts.append(layout)
+        return made, layouts
+
+
+Made = TypeVar("Made")
+
+
+def written(jaxpr: ClosedJaxpr, shards: Shards, write: Callable[[SplitWriter], Made], within: str = "") -> Made:
+    """What `write` makes with a writer of a jaxpr.
+
+    It is written twice where values that are made whole are read in pieces: the second time they are made in pieces
+    alone, unless that would take gathers.
+    """
+    first = SplitWriter(jaxpr, shards, within)
+    made = write(first)
+    if not first.asked:
+        return made
+    second = SplitWriter(jaxpr, shards, within)
+    second.cut_at_birth = first.asked
+    again = write(second)
+    return again if len(second.gathers) <= len(first.gathers) else made
+
+
+def linear_terms(inner: Jaxpr, outs: Collection[Var]) -> set[Var]:
+    """Values of which terms are enough where terms of `outs` are: those that they are linear in."""
+    found = set(outs)
+    for eqn in reversed(inner.eqns):
+        if eqn.outvars and found.issuperset(eqn.outvars):
+            linear = {i for together in linear_operands(eqn) for i in together}
+            found.update(a for i, a in enumerate(eqn.invars) if i in linear and isinstance(a, Var))
+    return found
+
+
+def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
+    """The operands that an equation is linear in: those of a tuple together, others being fixed."""
+    name, count = eqn.primitive.name, len(eqn.invars)
+    if name in _BILINEAR:
+        return [(0,), (1,)]
+    if name == "broadcast_in_dim" and eqn.outvars[0].aval.size > eqn.invars[0].aval.size:
+        return []  # what it is made for has more entries: that is no place to add them up
+    if name == "convert_element_type":  # but for rounding
+        ends = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+        return [(0,)] if all(jnp.issubdtype(t, jnp.floating) for t in ends) else []
+    if name == "div" and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return []
+    first, last = _LINEAR_IN.get(name, (0, 0))
+    return [tuple(range(first, count if last is None else last))] if last != 0 else []
+
+
+def _types(eqn: JaxprEqn) -> list[Any]:
+    return [v.aval for v in eqn.outvars]
+
+
+_WRITE: Mapping[str, Callable[[SplitWriter, JaxprEqn, Way, list[Atom]], list[Atom]]] = {
+    "pick": SplitWriter._pick,
+    "put": SplitWriter._put,
+    "add_up": SplitWriter._add_up,
+    "arg_reduce": SplitWriter._arg_reduce,
+}
