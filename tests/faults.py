@@ -216,7 +216,7 @@ FAULTS = (
     Fault(  # padding is counted
         "engine/writer.py",
         "if row is None or not self.shards.pads(whole.aval.shape[row.axis], row):",
-        "if row is None or not self.shards.count:",
+        "if row is None or self.shards.count:",
         BATCHES,
     ),
     Fault(  # trainers draw the same mask

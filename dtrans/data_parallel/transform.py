@@ -154,6 +154,12 @@ def shared_by(plain: Cut, options: OptionsT) -> tuple[Cut, OptionsT, SharedStep 
             refuse_across(plain)
         return plain, options.local, None
     shared = share(plain, options.batch, options.trainers, options.over)
+    if options.reduce.clip_local_norm is not None and not shared.proven:
+        raise ConfigError(
+            f"clip_local_norm={options.reduce.clip_local_norm!r} clips what each trainer's own rows make, and "
+            f"{plain.program.name} has values of all of them ({shared.reason}). Say batch='local', or clip in the "
+            "optimizer, which clips the gradient of all"
+        )
     if options.num_micro_batch > 1 and not shared.proven:
         raise ConfigError(
             f"num_micro_batch={options.num_micro_batch} takes rows of the batch one after the other, and "

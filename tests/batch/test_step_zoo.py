@@ -211,3 +211,15 @@ def test_what_belongs_to_trainers_with_numbers_of_their_own_is_refused() -> None
     _, given = traced("masked_mean")
     with pytest.raises(ConfigError, match=r"num_micro_batch=2 takes rows .* values of all of them \(all_reduce for"):
         dtrans.nccl2(*given, trainers=2, num_micro_batch=2)
+    with pytest.raises(ConfigError, match=r"clip_local_norm=1.0 clips what .* values of all of them \(all_reduce for"):
+        dtrans.nccl2(*given, trainers=2, reduce=dtrans.Reduce(clip_local_norm=1.0))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["masked_mean", "dropout_key_argument", "contrastive", "batch_norm_by_hand"])
+def test_trainers_may_be_on_two_axes(name: str) -> None:
+    case, given = traced(name)
+    job = dtrans.nccl2(*given, trainers=4, trainers_per_node=2).on_mesh()
+    state, loss, *_ = job.step(job.init(jax.random.key(0)), *case.batch(12))
+    params, _, wanted, *_ = case.step(*case.init(jax.random.key(0)), *case.batch(12))
+    compare((job.params(state), loss), (params, wanted))
