@@ -32,7 +32,7 @@ test: $(STAMP) ## run the tests, a file to each core at a time
 
 core: $(STAMP) ## run the tests of the passes alone: a few minutes
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests/test_jax_versions.py tests/test_jax_imports.py \
-		tests/test_fingerprints.py tests/ir tests/step tests/rows tests/tensor_parallel tests/run/test_jobs.py
+		tests/test_fingerprints.py tests/ir tests/step tests/rows tests/engine tests/run/test_jobs.py
 
 compat: ## run the suite on the newest JAX, core tests on those between (needs Python 3.13; make NEWEST=... says where)
 	$(MAKE) test $(AT_NEWEST)
