@@ -156,6 +156,11 @@ class Options:
         return self.num_micro_batch if self.local_sgd is None else self.local_sgd
 
     @property
+    def splits_evenly(self) -> bool:
+        """Whether the trainers must divide the batch: where they do something to parts, one by one."""
+        return self.micro_steps > 1 or self.reduce.clip_local_norm is not None
+
+    @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The axes that trainers are on, with their sizes: one, or nodes and the trainers of a node."""
         if not self.trainers_per_node:

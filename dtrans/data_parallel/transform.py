@@ -24,6 +24,7 @@ Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of Para
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -131,13 +132,14 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
         unused_effects=step.unused_effects if o.local_sgd is None else (),
         replan=lambda other: plan_data_parallel(main, given, other),
         shared=shared,
-        for_whole=None if shared is None else lambda types: _of_whole(shared.whole(types), options),
+        for_whole=None if shared is None or options.splits_evenly else partial(_of_whole, shared, options),
     )
 
 
-def _of_whole(shared: SharedStep, options: Options) -> Program:
+def _of_whole(shared: SharedStep, options: Options, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
     """The program of a trainer for a batch that trainers do not divide."""
-    return rewritten(shared.step, options.of(shared), shared.merges)
+    other = shared.whole(types)
+    return rewritten(other.step, options.of(other), other.merges)
 
 
 def shared_by(plain: Cut, options: OptionsT) -> tuple[Cut, OptionsT, SharedStep | None]:

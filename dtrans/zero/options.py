@@ -169,6 +169,10 @@ class ShardingOptions(Options):
     slices: Slicing = Slicing()
     prefetches_in_loops: bool = True
 
+    @property
+    def splits_evenly(self) -> bool:
+        return super().splits_evenly or self.precision.dtype is not None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_one_of("stage", self.stage, (1, 2, 3))

@@ -135,7 +135,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         replan=lambda other: plan_sharding(main, given, other),
         owned=layout.owned,
         shared=shared,
-        for_whole=None if shared is None or options.precision.dtype else partial(_of_whole, shared, options),
+        for_whole=None if shared is None or options.splits_evenly else partial(_of_whole, shared, options),
     )
 
 

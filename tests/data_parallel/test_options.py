@@ -447,7 +447,8 @@ def test_buckets_by_epls_rule(sizes, max_buckets, groups):
     """As epl/communicators/coalescing.py makes them; gradients come in the order of the backward pass."""
     params = {f"w{i:02}": jnp.zeros(n) for i, n in enumerate(sizes)}
     loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(q**2) for q in p.values())
-    _, plan = planned(optax.sgd(0.1), params, loss, False, [jnp.ones(8)], trainers=2, max_buckets=max_buckets)
+    options = {"trainers": 2, "max_buckets": max_buckets, "kind": "local"}
+    _, plan = planned(optax.sgd(0.1), params, loss, False, [jnp.ones(8)], **options)
     assert [len(b.leaves) for b in plan.buckets] == groups
 
 

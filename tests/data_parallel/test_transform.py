@@ -904,7 +904,7 @@ def test_another_batch_size_is_compiled_once() -> None:
 
 
 def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> None:
-    params, pair, (x, y) = jobs(trainers=4)
+    params, pair, (x, y) = jobs(trainers=4, kind="local")
     for job in pair:
         state = job.init(params)
         with pytest.raises(

@@ -626,7 +626,7 @@ def test_devices_are_as_many_as_ranks() -> None:
 
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 def test_a_batch_that_ranks_cannot_share_is_refused(way: str) -> None:
-    job = getattr(round_plan(degree=2, replicas=2), way)()
+    job = getattr(round_plan(degree=2, replicas=2, kind="local"), way)()
     state = job.init(round_params())
     with pytest.raises(BatchError, match="x has 6 rows, which 4 trainers do not divide"):
         job.step(state, X[:6])
