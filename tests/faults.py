@@ -231,6 +231,18 @@ FAULTS = (
         "made = value",
         BATCHES,
     ),
+    Fault(  # parts are added up as they come
+        "run/parameter_server/trainer_rounds.py",
+        "order = sorted(trainers)",
+        "order = list(self._parts)",
+        ("run/parameter_server/test_trainer_rounds.py",),
+    ),
+    Fault(  # servers average terms of a sum
+        "parameter_server/transform.py",
+        'summed = tuple(step.gradients) if shared.reduce == "sum" else ()',
+        "summed = ()",
+        BATCHES,
+    ),
 )
 
 

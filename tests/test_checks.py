@@ -71,12 +71,12 @@ def test_arguments_that_are_no_records_are_named() -> None:
         (dtrans.pserver, {"placement": True}, "placement must be a dtrans.BlockPlacement, it is True"),
         (
             dtrans.pserver,
-            {"batch": dtrans.Batch(unsplit_inputs=["x"])},
+            {"batch": dtrans.Batch("local", unsplit_inputs=["x"])},
             r"batch=Batch\(.*with parameter servers it has merge alone",
         ),
         (
             dtrans.pserver,
-            {"batch": dtrans.Batch(merge={"x": "sum"})},
+            {"batch": dtrans.Batch("local", merge={"x": "sum"})},
             r"merge\['x'\] must be 'mean' or 'own', it is 'su",
         ),
     ]:

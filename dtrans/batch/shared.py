@@ -83,7 +83,15 @@ class SharedStep:
         return [f"exact: {how}", *moved]
 
 
-def share(step: Cut, batch: Batch, trainers: int, over: Sequence[str]) -> SharedStep:
+def share(
+    step: Cut,
+    batch: Batch,
+    trainers: int,
+    over: Sequence[str],
+    adapt: Callable[[TrainerStep], TrainerStep] = lambda part: part,
+    alone: Callable[[Mapping[str, str]], bool] = lambda merges: True,
+    open_state: bool = False,
+) -> SharedStep:
     """Share the batch of a step exactly.
 
     Args:
@@ -91,13 +99,18 @@ def share(step: Cut, batch: Batch, trainers: int, over: Sequence[str]) -> Shared
       batch: which of its arrays are cut, and along which dimension.
       trainers: how many there are.
       over: the named axes that they are on.
+      adapt: what becomes of a trainer's step that is not the step itself.
+      alone: whether trainers can take the step itself, where parts add up and their outputs are merged in these ways.
+      open_state: whether parameters that trainers make are merged as results are.
     """
     source = step.program
     axes = batch_axes(step, batch)
     rows = rows_of(source, axes)
 
     def of_whole(types: Sequence[jax.ShapeDtypeStruct]) -> TrainerStep:
-        made = trainer_step(cut(source.specialize_flat(types)).with_reported(), axes, trainers, over)
+        made = trainer_step(
+            cut(source.specialize_flat(types)).with_reported(), axes, trainers, over, open_state=open_state
+        )
         return dataclasses.replace(made, program=dataclasses.replace(made.program, name=source.name))
 
     def grown(types: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -112,14 +125,15 @@ def share(step: Cut, batch: Batch, trainers: int, over: Sequence[str]) -> Shared
         return SharedStep(step, reduce, known, joined, axes, trainers * rows, part, scale is not None, whole)
 
     def whole(types: Sequence[jax.ShapeDtypeStruct]) -> SharedStep:
-        part = of_whole(types)
+        part = adapt(of_whole(types))
         return shared(part, cut(part.program).with_reported(), None)
 
     part = of_whole(grown([*source.inputs.values()]))
     scale = scale_of_parts(step, part, trainers)
-    if scale is not None:
-        return shared(part, step, scale)
-    program = dataclasses.replace(part.program, specializer=lambda types: of_whole(grown(types)).program)
+    if scale is not None and alone((proven := shared(part, step, scale)).merges):
+        return proven
+    part = adapt(part)
+    program = dataclasses.replace(part.program, specializer=lambda types: adapt(of_whole(grown(types))).program)
     return shared(part, cut(program).with_reported(), None)
 
 
@@ -135,12 +149,17 @@ def share_alone(step: Cut, batch: Batch, parts: int, name: str) -> SharedStep:
     """
     shared = share(step, batch, parts, ("parts",))
     if not shared.proven:
-        raise ConfigError(
-            f"batch='exact': {step.program.name} has values of the whole batch ({shared.reason}), and {name} exchange "
-            "nothing but gradients and results. dtrans.nccl2 and dtrans.sharding do; or say batch='local': then each "
-            "part has its own statistics, random numbers and counts"
-        )
+        raise not_made_of_parts(step, shared, name)
     return shared
+
+
+def not_made_of_parts(step: Cut, shared: SharedStep, name: str) -> ConfigError:
+    """What is wrong with a step that parts take alone, which are called `name`."""
+    return ConfigError(
+        f"batch='exact': {step.program.name} has values of the whole batch ({shared.reason}), and {name} exchange "
+        "nothing but gradients and results. dtrans.nccl2 and dtrans.sharding do; or say batch='local': then each "
+        "part has its own statistics, random numbers and counts"
+    )
 
 
 def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:

@@ -62,7 +62,9 @@ class TrainerStep:
     firsts: Mapping[Var, Atom]
 
 
-def trainer_step(step: Cut, axes: Mapping[str, int], trainers: int, over: Sequence[str]) -> TrainerStep:
+def trainer_step(
+    step: Cut, axes: Mapping[str, int], trainers: int, over: Sequence[str], *, open_state: bool = False
+) -> TrainerStep:
     """Write the step of one trainer.
 
     Args:
@@ -71,6 +73,7 @@ def trainer_step(step: Cut, axes: Mapping[str, int], trainers: int, over: Sequen
       trainers: how many share the batch. They have `ceil(size / trainers)` entries each; what is behind the last real
         one enters nothing.
       over: the named axes that they are on.
+      open_state: parameters that trainers make may be terms, as results may.
     """
     source = step.program
     eqns = source.eqns
@@ -91,15 +94,16 @@ def trainer_step(step: Cut, axes: Mapping[str, int], trainers: int, over: Sequen
     half = [e for i, e in enumerate(eqns) if i in set(needed) or e in watched]
 
     inner = closed(source.inner.constvars, source.jaxpr.consts, source.inner.invars, wanted, half, source.jaxpr)
-    results = [n for n in before if n in step.results]
-    added = linear_terms(inner.jaxpr, [a for a in (*terms, *(outs[n] for n in results)) if isinstance(a, Var)])
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
+    opened = [n for n in before if n in step.results or (open_state and n in ours)]
+    are_values = lambda atoms: [a for a in atoms if isinstance(a, Var)]
+    added = linear_terms(inner.jaxpr, are_values([*terms, *(outs[n] for n in opened)]), are_values(terms))
 
     def lies(i: int, made: Placed) -> Placed:
         if i < len(terms):
             return PARTIAL
         i -= len(terms)
-        return made if i < len(before) and before[i] in results else SHARED
+        return made if i < len(before) and before[i] in opened else SHARED
 
     def write(w: SplitWriter) -> TrainerStep:
         w.terms, b = added, w.b

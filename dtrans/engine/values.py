@@ -230,7 +230,8 @@ class ShardValues(abc.ABC):
         if name in ELEMENTWISE:
             self.asked[var] = row
             return self.b.copy(eqn, [self.read(a, row if _has(a, var, axis) else None) for a in eqn.invars], [local])[0]
-        way = way_of(eqn, [row, *(SHARED,) * (len(eqn.invars) - 1)], self.shards)
+        first = dataclasses.replace(row, axis=_first_axis(eqn, axis))
+        way = way_of(eqn, [first, *(SHARED,) * (len(eqn.invars) - 1)], self.shards)
         if way is None or way.outs != (row,):
             return None
         self.asked[var] = row
@@ -253,7 +254,8 @@ class ShardValues(abc.ABC):
                 full = [a for a in eqn.invars if _has(a, var, axis)]
                 self._counted[var, axis] = bool(full) and all(self._is_counted(a, axis) for a in full)
             return self._counted[var, axis]
-        return name.startswith("scatter") and self._is_counted(eqn.invars[0], axis)
+        at = _first_axis(eqn, axis)
+        return at is not None and self._is_counted(eqn.invars[0], at)
 
     @abc.abstractmethod
     def carried_out(self, eqn: JaxprEqn, way: Way) -> list[Atom]:
@@ -263,6 +265,17 @@ class ShardValues(abc.ABC):
 def _has(a: Atom, out: Atom, axis: int) -> bool:
     """Whether an operand of an elementwise equation has all entries along an axis; others are repeated along it."""
     return a.aval.ndim == out.aval.ndim and a.aval.shape[axis] == out.aval.shape[axis]
+
+
+def _first_axis(eqn: JaxprEqn, axis: int) -> Any:
+    """The dimension of the first operand that an output's is, of what is written into it, or of a product."""
+    if eqn.primitive.name.startswith("scatter"):
+        return axis
+    if eqn.primitive.name != "dot_general":
+        return None
+    (summed, _), (together, _) = eqn.params["dimension_numbers"]
+    free = [d for d in range(eqn.invars[0].aval.ndim) if d not in (*summed, *together)]
+    return free[axis - len(together)] if len(together) <= axis < len(together) + len(free) else None
 
 
 def _operand_axis(eqn: JaxprEqn, axis: int) -> int | None:

@@ -62,6 +62,11 @@ _LINEAR_IN: Mapping[str, tuple[int, int | None]] = {
     **dict.fromkeys(("concatenate", "stack"), (0, None)),
     "select_n": (1, None),
 }
+_GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}  # and from which operand
+# what makes an entry of one entry of each operand
+_BY_ENTRY = _ADDS | {
+    "mul", "div", "neg", "select_n", "broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type",
+}  # fmt: skip
 _WITH_BODIES = frozenset({*REMAT, SCAN, WHILE, COND})
 
 
@@ -119,6 +124,8 @@ class SplitWriter(ShardValues):
             return None
         if eqn.outvars[0] in self.terms:
             linear = linear_operands(eqn)
+            if eqn.primitive.name == "scatter-add" and eqn.invars[2] not in self.terms:
+                return None
             if any(set(opens) <= set(together) for together in linear):
                 return next(together for together in linear if set(opens) <= set(together))
             return None
@@ -307,11 +314,21 @@ def written(jaxpr: ClosedJaxpr, shards: Shards, write: Callable[[SplitWriter], M
     return again if len(second.gathers) <= len(first.gathers) else made
 
 
-def linear_terms(inner: Jaxpr, outs: Collection[Var]) -> set[Var]:
-    """Values of which terms are enough where terms of `outs` are: those that they are linear in."""
-    found = set(outs)
+def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = ()) -> set[Var]:
+    """Values of which terms are enough where terms of `outs` are: those that they are linear in.
+
+    What a value is broadcast to has more entries, and is no place to add them up; but where it becomes, entry by entry,
+    one of those that are `summed` anyway.
+    """
+    found, anyway = set(outs), set(summed)
     for eqn in reversed(inner.eqns):
         if eqn.outvars and found.issuperset(eqn.outvars):
+            if eqn.primitive.name in _GROWS and _grows(eqn) and not anyway.issuperset(eqn.outvars):
+                if eqn.primitive.name == "broadcast_in_dim":
+                    found.difference_update(eqn.outvars)
+                continue
+            if anyway.issuperset(eqn.outvars) and eqn.primitive.name in _BY_ENTRY:
+                anyway.update(a for a in eqn.invars if isinstance(a, Var))
             linear = {i for together in linear_operands(eqn) for i in together}
             found.update(a for i, a in enumerate(eqn.invars) if i in linear and isinstance(a, Var))
     return found
@@ -322,8 +339,8 @@ def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
     name, count = eqn.primitive.name, len(eqn.invars)
     if name in _BILINEAR:
         return [(0,), (1,)]
-    if name == "broadcast_in_dim" and eqn.outvars[0].aval.size > eqn.invars[0].aval.size:
-        return []  # what it is made for has more entries: that is no place to add them up
+    if name == "scatter-add":
+        return [(0, 2)]
     if name == "convert_element_type":  # but for rounding
         ends = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
         return [(0,)] if all(jnp.issubdtype(t, jnp.floating) for t in ends) else []
@@ -331,6 +348,10 @@ def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
         return []
     first, last = _LINEAR_IN.get(name, (0, 0))
     return [tuple(range(first, count if last is None else last))] if last != 0 else []
+
+
+def _grows(eqn: JaxprEqn) -> bool:
+    return eqn.outvars[0].aval.size > eqn.invars[_GROWS[eqn.primitive.name]].aval.size
 
 
 def _types(eqn: JaxprEqn) -> list[Any]:

@@ -93,7 +93,7 @@ def pipeline(
     if cluster is not None:
         options["cluster"] = cluster
     with options_named(NAMES | {"op": NAMES["reduce"]}):
-        return pipeline_of(main, startup, **grouped({**options, **chosen}, RECORDS))
+        return pipeline_of(main, startup, **{"batch": RECORDS["batch"], **grouped({**options, **chosen}, RECORDS)})
 
 
 def _kept(kind: str, collection: Collection[str]) -> str | Collection[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from typing import Any
 
 from dtrans._jax import (
     Atom,
@@ -25,7 +26,13 @@ from dtrans._jax import (
 _PASSED = ("loss", "loss_seed", "collect")
 
 
-def inline_calls(jaxpr: ClosedJaxpr, keep: Collection[str] = (), *, rules: bool = False) -> ClosedJaxpr:
+def inline_calls(
+    jaxpr: ClosedJaxpr,
+    keep: Collection[str] = (),
+    *,
+    rules: bool = False,
+    body_of: Callable[[JaxprEqn], Any | None] | None = None,
+) -> ClosedJaxpr:
     """Replace every call by its body, at the top level and below.
 
     Loops and branches stay, and so do identities of this package that are named in `keep`. Inlined equations keep the
@@ -33,6 +40,7 @@ def inline_calls(jaxpr: ClosedJaxpr, keep: Collection[str] = (), *, rules: bool 
 
     Args:
       rules: leave calls that have a derivative of their own, since this is still to be differentiated.
+      body_of: gives the body that stands for an equation, or None; by default that of JAX's calls.
     """
     outer = opened(jaxpr)
     constvars, consts = list(outer.constvars), constants(jaxpr)
@@ -42,7 +50,7 @@ def inline_calls(jaxpr: ClosedJaxpr, keep: Collection[str] = (), *, rules: bool 
     def walk(inner: Jaxpr, env: dict[Var, Atom], wrap: Callable[[JaxprEqn], JaxprEqn], top: bool) -> None:
         read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
         for eqn in inner.eqns:
-            body = call_body(eqn, rules=rules)
+            body = call_body(eqn, rules=rules) if body_of is None else body_of(eqn)
             if eqn.primitive.name in _PASSED and eqn.primitive.name not in keep:
                 env[eqn.outvars[0]] = read(eqn.invars[0])
                 continue

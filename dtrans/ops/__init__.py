@@ -17,6 +17,7 @@ primitives refuses by name.
 from dtrans.ops.all_to_all import all_to_all_p as all_to_all_p
 from dtrans.ops.bootstrap import broadcast_p as broadcast_p, gen_nccl_id_p as gen_nccl_id_p
 from dtrans.ops.collectives import (
+    COMBINE as COMBINE,
     after_p as after_p,
     all_gather_p as all_gather_p,
     all_reduce_p as all_reduce_p,
@@ -38,6 +39,8 @@ from dtrans.ops.rpc import (
     DELTA as DELTA,
     MAX_MERGED as MAX_MERGED,
     CommunicatorConfig as CommunicatorConfig,
+    exchange_p as exchange_p,
+    exchanged as exchanged,
     fetch_barrier_p as fetch_barrier_p,
     geo_send_p as geo_send_p,
     recv_p as recv_p,

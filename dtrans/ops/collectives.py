@@ -36,21 +36,21 @@ from dtrans._jax import ShapedArray
 from dtrans.ops.primitive import communication
 
 
-# how two parts are made one, by the name of the operation
-COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
-    "sum": jnp.add,
-    "prod": jnp.multiply,
-    "max": jnp.maximum,
-    "min": jnp.minimum,
-    "and": jnp.bitwise_and,
-    "or": jnp.bitwise_or,
-    "xor": jnp.bitwise_xor,
+# how two parts are made one, by the name of the operation: a function of `jnp` and of `np`
+COMBINE: Mapping[str, str] = {
+    "sum": "add",
+    "prod": "multiply",
+    "max": "maximum",
+    "min": "minimum",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
 }
 
 
-def combine(op: str, parts: Sequence[Any]) -> Any:
-    """The parts of a reduction, made one in their order."""
-    return functools.reduce(COMBINE[op], parts)
+def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
+    """The parts of a reduction, made one in their order; arrays of `xp`."""
+    return functools.reduce(getattr(xp, COMBINE[op]), parts)
 
 
 @functools.cache

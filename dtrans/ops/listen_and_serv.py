@@ -9,10 +9,11 @@ reduces over rows, there is more than one level of this: the blocks of a level e
 holds its `all_reduce` equations, and those of the next level go on with what they gave.
 
 Trainers may leave a synchronous job before the others. `on_trainer_exit` says what updates are made of then: with
-"drop" of the gradients of those who are there, over their number (`dtrans.slicing.mean.mean_over`); with "paddle" its
+"drop" of the gradients of those who are there, over their number (`dtrans.slicing.mean.sent_by`); with "paddle" its
 last gradient counts once more, and then as zero, over the number of all; "error" ends the job.
 
-A gradient comes from each trainer under a name of its own (`BlockGradient.sent`), and blocks read their mean.
+A gradient comes from each trainer under a name of its own (`BlockGradient.sent`), and blocks read their mean, or their
+sum.
 
 With sync_mode=False an update is made of one gradient. Blocks that read `params/w.block0.bak` are given that block as
 the trainer whose gradient it is has last received it: `params/w.block0.trainer_1_bak` in the state.
@@ -41,19 +42,21 @@ def backup_of(block: str, trainer_id: int) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockGradient:
-    """The gradient of a parameter block, which an optimize block reads: the mean of what trainers send.
+    """The gradient of a parameter block, which an optimize block reads: what trainers send, made one.
 
     Attributes:
       name: what the optimize block calls it: `params/w@GRAD.block0`.
       leaf, index: whose gradient it is: that of this block of this leaf.
       sent: trainer to what its part is called where it is sent: `params/w@GRAD.block0.trainer_1`. There is one where
         updates are of one gradient, whichever trainer it is from.
+      op: how these become one: "mean" or "sum".
     """
 
     name: str
     leaf: str
     index: int
     sent: Mapping[int, str]
+    op: str = "mean"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

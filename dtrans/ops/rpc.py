@@ -5,6 +5,7 @@
     X...   = recv token           [epmap, names, types, trainer_id, trainers, sync_mode, sections?, communicator?]
     X...   = fetch_barrier X...   [endpoints, trainer_id]
     X...   = send X...            [epmap, names, sections, push_every, trainer_id, trainers]
+    X...   = exchange X...        [endpoint, round, how, trainer_id, trainers, sync_mode]
 
 `send` gives one gradient's blocks to their servers and does not wait. `send_barrier` says that all
 gradients of this step were sent. `recv` gives the newest blocks of one parameter: in sync mode those made of
@@ -19,17 +20,25 @@ The last is that of GEO-SGD (`geo_send_p`): its operands are parameters that the
 `push_every` times what has changed in them since is given to the servers, and what others have changed is
 in its results; 0 in a startup program, which tells from where they are to be changed.
 
-Source: paddle/fluid/operators/distributed_ops/{send,recv,send_barrier,fetch_barrier}_op.cc.
+`exchange` is what trainers tell each other in the middle of a synchronous step, through one of the servers: each
+operand is a part of a value that all have parts of, and `how` says what each becomes, as the collectives among trainers
+do: ("all_reduce", op), ("all_gather", axis), ("reduce_scatter", axis) or ("all_to_all", cut, joined). The rounds of a
+step are numbered.
+
+Source: paddle/fluid/operators/distributed_ops/{send,recv,send_barrier,fetch_barrier}_op.cc; `exchange` has none there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
+
+import jax.numpy as jnp
 
 from dtrans.checks import check_flag, check_int, check_one_of
 from dtrans.errors import ConfigError
+from dtrans.ops.collectives import combine
 from dtrans.ops.primitive import communication, token
 
 
@@ -112,8 +121,40 @@ def _geo_send(
     return list(leaves)
 
 
+def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], trainers: int, **_: Any) -> list[Any]:
+    assert len(parts) == len(how)
+    return [_exchanged(x, *way, trainers) for x, way in zip(parts, how, strict=True)]
+
+
+def exchanged(way: Sequence[Any], parts: Sequence[Any], mine: Callable[[Any, int], Any], xp: Any = jnp) -> Any:
+    """What a trainer gets in an `exchange` in this way, from the parts of all, in the order of trainers.
+
+    Args:
+      mine: this trainer's piece of an array, of as many as there are trainers, along a dimension.
+      xp: `jnp`, or `np` for arrays of NumPy.
+    """
+    op, *where = way
+    if op == "all_reduce":
+        return combine(where[0], parts, xp)
+    if op == "all_gather":
+        return xp.concatenate(parts, where[0])
+    pieces = [mine(x, where[0]) for x in parts]
+    return combine("sum", pieces, xp) if op == "reduce_scatter" else xp.concatenate(pieces, where[1])
+
+
+def _exchanged(x: Any, op: str, *where: Any) -> Any:
+    *axes, trainers = where
+    shape = list(x.shape)
+    if op in ("reduce_scatter", "all_to_all"):
+        shape[axes[0]] //= trainers
+    if op in ("all_gather", "all_to_all"):
+        shape[axes[-1]] *= trainers
+    return x.update(shape=tuple(shape))
+
+
 send_p = communication("send", _send)
 send_barrier_p = communication("send_barrier", lambda *tokens, endpoints, trainer_id, **_: [token()])
 recv_p = communication("recv", _recv)
 fetch_barrier_p = communication("fetch_barrier", lambda *blocks, endpoints, trainer_id: list(blocks))
 geo_send_p = communication("send", _geo_send)
+exchange_p = communication("exchange", _exchange)

@@ -196,14 +196,15 @@ def check_options(trainers: Any, mode: Any, placement: Any, on_trainer_exit: Any
             f"on_trainer_exit={on_trainer_exit!r} is for synchronous updates: asynchronous ones never combine "
             "gradients of several trainers"
         )
-    found = Batch.of(batch, "local")
-    found.check_axes()
+    found = Batch.of(batch, "local" if isinstance(mode, Geo) else "exact")
+    if not found.exact:
+        found.check_axes()
     if found.exact and found.merge:
         raise ConfigError(f"merge={dict(found.merge)!r} is for batch='local': an exact step says so itself")
     if found.example_count is not None or (found.unsplit_inputs and not found.exact):
         raise ConfigError(
-            f"batch={batch!r}: with parameter servers it has merge alone; plan.on_mesh(unsplit_inputs=...) gives "
-            "arrays to every trainer whole"
+            f"batch={batch!r}: with parameter servers it has merge alone where it is local; "
+            "plan.on_mesh(unsplit_inputs=...) gives arrays to every trainer whole"
         )
     if found.merge and isinstance(mode, Geo):
         raise ConfigError(f"merge={found.merge!r} with dtrans.Geo: what no gradient enters is each trainer's own")

@@ -8,14 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import jax
 import numpy as np
 
+from dtrans._jax import JaxprEqn
 from dtrans.batch.shared import SharedStep
 from dtrans.checks import is_int
 from dtrans.errors import ConfigError, UnknownEndpointError
 from dtrans.ir.cost import flops, nbytes
 from dtrans.ir.program import DIST, OPTIMIZE, Program
-from dtrans.ops import OptimizeBlock, all_reduce_p, backup_of
+from dtrans.ops import OptimizeBlock, all_reduce_p, backup_of, exchange_p
 from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin, SizeBalanced
 from dtrans.parameter_server.overview import VarsDistributed, overview_of
 from dtrans.parameter_server.placement import dispatched
@@ -83,6 +85,8 @@ class PServerPlan(Plan):
       runtime_split: leaves are cut into blocks when trainers run, not by their programs.
       shared: how the batch is cut, where it is exact.
       local_share: says what one device's numbers would take; None where nobody knows.
+      for_whole: says how a batch is shared that trainers do not divide, and gives the program of trainer 0 for it, from
+        the types of the inputs of `main`: parts are padded. None where they must divide it.
       push_every: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and each does.
     """
 
@@ -102,6 +106,9 @@ class PServerPlan(Plan):
     push_every: int = 0
     shared: SharedStep | None = dataclasses.field(default=None, repr=False)
     local_share: Callable[[], SharedStep] | None = dataclasses.field(default=None, repr=False)
+    for_whole: Callable[[Sequence[jax.ShapeDtypeStruct]], tuple[SharedStep, Program]] | None = dataclasses.field(
+        default=None, repr=False
+    )
 
     _right, _code, _header = (1, 2), 0, ("block", "rows", "bytes", "endpoint")
 
@@ -220,17 +227,24 @@ class PServerPlan(Plan):
         step, unsent = self.bytes_per_step, set(self.unsent)
         held = sum(nbytes(self.trainer.inputs[n]) for spec in self.trainer.args[:1] for n in spec.names)
         own = program_flops(self.trainer)
-        found = [RoleCost("trainer", self.trainers, held, step["send"], step["recv"], 1, own)]
+        told = [(r.params["endpoint"], *_moved(r)) for r in self.exchanges]
+        sends, receives = (sum(t[i] for t in told) for i in (1, 2))
+        found = [
+            RoleCost("trainer", self.trainers, held, step["send"] + sends, step["recv"] + receives, 1 + len(told), own)
+        ]
         for ep, programs in self.servers.items():
             blocks = [b for b in self.placement.table if b.endpoint == ep]
-            told = [r for values in self.rounds for r in values if ep in r.over]
-            sent = sum(r.nbytes * (len(r.over) - 1) for r in told if ep in r.owners)
-            heard = sum(r.nbytes * (len(r.owners) - (ep in r.owners)) for r in told)
+            reduced = [r for values in self.rounds for r in values if ep in r.over]
+            sent = sum(r.nbytes * (len(r.over) - 1) for r in reduced if ep in r.owners)
+            heard = sum(r.nbytes * (len(r.owners) - (ep in r.owners)) for r in reduced)
+            sent += self.trainers * sum(receives for at, _, receives in told if at == ep)
+            heard += self.trainers * sum(sends for at, sends, _ in told if at == ep)
             grads = sum(b.nbytes for b in blocks if b.leaf not in unsent)
             (serve,) = programs.main.eqns
             work = sum(flops(e) for block in serve.params["optimize_blocks"] for e in block.eqns)
             params = sum(b.nbytes for b in blocks)
             rounds = 1 + sum(any(ep in r.over for r in values) for values in self.rounds)
+            rounds += sum(at == ep for at, _, _ in told)
             size = sum(self.server_bytes[ep].values())
             found.append(
                 RoleCost(ep, 1, size, self.trainers * params + sent, self.trainers * grads + heard, rounds, work)
@@ -243,6 +257,11 @@ class PServerPlan(Plan):
         unsent = set(self.unsent)
         push = sum(b.nbytes for b in self.placement.table if b.leaf not in unsent)
         return {"send": push, "recv": sum(b.nbytes for b in self.placement.table)}
+
+    @cached_property
+    def exchanges(self) -> tuple[JaxprEqn, ...]:
+        """What trainers exchange in the middle of a step: the `exchange` equations of trainer 0, one for each round."""
+        return tuple(eqn for eqn in self.trainer.eqns if eqn.primitive is exchange_p)
 
     @cached_property
     def rounds(self) -> tuple[tuple[Reduction, ...], ...]:
@@ -290,6 +309,13 @@ class PServerPlan(Plan):
         notes.append(
             f"each of {self.trainers} trainers sends {step['send']:,} and receives {step['recv']:,} bytes {often}"
         )
+        if self.exchanges:
+            sends, receives = map(sum, zip(*map(_moved, self.exchanges), strict=True))
+            count, rounds = sum(len(r.invars) for r in self.exchanges), len(self.exchanges)
+            notes.append(
+                f"in the middle of a step trainers exchange {count} values through the pservers, in {rounds} "
+                f"round{'s' * (rounds > 1)}; each sends {sends:,} and receives {receives:,} bytes"
+            )
         for i, values in enumerate(self.rounds):
             told = sum(r.nbytes for r in values)
             notes.append(f"round {i + 1} among pservers: {len(values)} values, {told:,} bytes from each at most")
@@ -312,6 +338,11 @@ class PServerPlan(Plan):
     def _title(self) -> str:
         mode = "geo" if self.push_every else "sync" if self.sync_mode else "async"
         return f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} pservers, {mode}"
+
+
+def _moved(eqn: JaxprEqn) -> tuple[int, int]:
+    """The bytes that a trainer sends and receives in a round."""
+    return sum(nbytes(a.aval) for a in eqn.invars), sum(nbytes(v.aval) for v in eqn.outvars)
 
 
 def _unevenness(sizes: Sequence[int]) -> float:

@@ -24,6 +24,7 @@ from dtrans.ir.program import DIST, FORWARD, RPC, Program
 from dtrans.ir.pytree import without
 from dtrans.ops import CommunicatorConfig, concat_p, fetch_barrier_p, recv_p, send_barrier_p, send_p, split_byref_p
 from dtrans.parameter_server.averaged_leaves import averaged
+from dtrans.parameter_server.exchange_rounds import in_rounds
 from dtrans.slicing.blocks import Block, Placement
 from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import write_trainer_half
@@ -40,8 +41,8 @@ class TrainerCommConfig:
       half_async: with that, a step waits until what it sent is sent, and what it made is received.
       communicator: what sends and receives beside the program, if anything does.
       averages: leaves that trainers make and servers average.
-      scale: by what trainers multiply gradients before they send them: by their number, where the step adds up and
-        servers average.
+      scale: by what trainers multiply gradients before they send them: by their number, where they have terms of a sum
+        and servers average.
     """
 
     trainers: int
@@ -66,7 +67,8 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
     b = Builder(source.jaxpr)
     b.invars += [vars_of[n] for n in (*step.params, *step.batch)]
     wire = TrainerCommWriter(b, placement, trainer_id, wiring)
-    write_trainer_half(b, step, step.results, wire.send)
+    rounds = in_rounds(placement.endpoints, trainer_id, wiring.trainers)
+    write_trainer_half(b, step, step.results, wire.send, arrange=rounds)
     new = wire.update(step.optimized)
     outs = {**outs_of, **new}
 

@@ -12,8 +12,8 @@ may correct that for its delay (`dtrans.parameter_server.dc_asgd`). Geo is a pla
 
 The optimizer's state exists on the servers only. Initial values are the rows of the single-device init, and only these
 are computed (`dtrans.slicing.partial_init`).
-With a loss that is a mean over the batch, and trainers that see equal shares of it, the job computes what
-one device computes on the whole batch.
+The job computes what one device computes on the whole batch: where the step is not made of its parts, a trainer's
+program has what crosses the batch as `exchange` equations (`dtrans.parameter_server.exchange_rounds`).
 
 Source: python/paddle/fluid/transpiler/distribute_transpiler.py (`transpile`, `get_trainer_program`,
 `get_pserver_program`), order of operations included; the programs handed in are not changed.
@@ -26,13 +26,16 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dtrans.batch.shared import share, share_alone
+import jax
+
+from dtrans.batch.shared import SharedStep, share, share_alone
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ir.program import DIST, Program
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.averaged_leaves import averaged, averages_of
 from dtrans.parameter_server.dc_asgd import compensated
+from dtrans.parameter_server.exchange_rounds import TRAINERS, told_to_all
 from dtrans.parameter_server.geo_sgd import plan_geo_sgd
 from dtrans.parameter_server.gradient_merging import merging
 from dtrans.parameter_server.options import Async, BlockPlacement, Geo, HalfAsync, Mode, Sync, check_options
@@ -73,14 +76,18 @@ def pserver(
         is of the gradients of those who take that step, over their number, as on one device that sees their rows only.
         "paddle": as Paddle 1.8 has it: the last gradient of who left counts once more, then as zero, and the sum goes
         on being divided by `trainers`. "error": the job ends with a `PeerError` that names it. One that fails, or
-        closes in the middle of a step, ends a synchronous job in any case.
-      batch: "local", where each trainer takes the step on its part alone, or "exact", which refuses a step whose parts
-        do not add up to one device's by themselves; or a `dtrans.Batch`. Its `merge` says of leaves that trainers make
-        themselves, as batch statistics, by their names, or what they lie under: "own" (each trainer has its own, which
-        is so by default) or "mean": servers average them. In asynchronous modes the newest counts.
+        closes in the middle of a step, ends a synchronous job in any case; and so does one that closes early where the
+        step is not made of its parts.
+      batch: "exact": the job gives one device's numbers. Where parts of the batch do not add up to them by themselves,
+        trainers exchange what crosses it through the servers, in rounds that the plan counts; asynchronous trainers
+        cannot, and such a step is refused by its line. "local": each trainer takes the step on its part alone. Or a
+        `dtrans.Batch`. With "local", its `merge` says of leaves that trainers make themselves, as batch statistics, by
+        their names, or what they lie under: "own" (each trainer has its own, which is so by default) or "mean": servers
+        average them. In asynchronous modes the newest counts. With `dtrans.Geo` a batch is each trainer's own.
 
     Raises:
-      ConfigError: an option that is out of range.
+      ConfigError: an option that is out of range; an exact step that these trainers cannot take.
+      BatchError: arrays of an exact step's batch that differ in their number of rows.
       GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or a result is computed
         from them, which each of several trainers would do from its own.
       OptimizerError: an optimizer that must be told the loss, or with "require" one that mixes rows.
@@ -107,28 +114,38 @@ def pserver(
     check_programs(main, startup)
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
-    step = cut(main)
-    refuse_across(step)
-    shared = share_alone(step.with_reported(), batch, trainers, "servers") if batch.exact and trainers > 1 else None
+    plain = cut(main)
+    refuse_across(plain)
+    shared = shared_by(plain, batch, trainers, mode)
     if isinstance(mode, Geo):
-        return plan_geo_sgd(step, startup, endpoints, trainers, mode, placement)
+        return plan_geo_sgd(plain, startup, endpoints, trainers, mode, placement)
+    step = plain if shared is None or shared.proven else cut(shared.step.program)
     comm = trainer_comm(step, trainers, mode, batch)  # how trainers talk to servers
-    if shared is not None and shared.reduce == "sum":
-        comm = dataclasses.replace(comm, scale=comm.gradients_per_update)  # servers average
+    summed: tuple[str, ...] = ()
+    if shared is not None:
+        summed = tuple(step.gradients) if shared.reduce == "sum" else ()
+        on_trainer_exit = on_trainer_exit if shared.proven else refuse_exit(on_trainer_exit, shared)
     step = averaged(step, comm.averages)
     check_step(step, comm, on_trainer_exit)
     analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
     placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement)
     startup = match_startup(step, startup)
-    update = ServerUpdateBuilder(analysis, placed, comm.gradients_per_update)
+    update = ServerUpdateBuilder(analysis, placed, comm.gradients_per_update, summed)
     servers = ServerProgramWriter(
         step, update, startup, trainers, comm.sync_mode, on_trainer_exit, compensation(step, mode, comm)
     )
     programs = {ep: servers.programs(ep) for ep in endpoints}
+
+    def of_whole(types: Sequence[jax.ShapeDtypeStruct]) -> tuple[SharedStep, Program]:
+        assert shared is not None
+        whole = shared.whole(types)  # whose gradients are added up, where servers may average
+        wiring = comm if summed else dataclasses.replace(comm, scale=trainers)
+        return whole, trainer_program(cut(whole.step.program), placed, 0, wiring)
+
     if not comm.sync_mode:
         check_async(programs)
     return PServerPlan(
-        main=step.program,
+        main=plain.program,
         startup=startup,
         placement=placed,
         trainers=trainers,
@@ -136,14 +153,46 @@ def pserver(
         servers=programs,
         frozen=step.frozen,
         unsent=tuple(n for n in step.optimized if n not in step.gradients),
-        unused_effects=step.unused_effects,
+        unused_effects=plain.unused_effects,
         shared_state=update.shared_state,
         runtime_split=comm.runtime_split,
         make_trainer=lambda k: trainer_program(step, placed, k, comm),
         make_trainer_startup=lambda k: trainer_startup_program(step, placed, startup, k, comm),
         shared=shared,
-        local_share=lambda: share(cut(main).with_reported(), batch, trainers, ("trainers",)),
+        local_share=lambda: share(cut(main).with_reported(), batch, trainers, TRAINERS),
+        for_whole=None if shared is None or not comm.sync_mode else of_whole,
     )
+
+
+def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> SharedStep | None:
+    """How trainers share the batch; None where each takes the step on its part alone.
+
+    Raises:
+      ConfigError: a step that is not made of its parts, where updates are asynchronous.
+    """
+    if trainers == 1 or not batch.exact:
+        return None
+    if not isinstance(mode, Sync):
+        return share_alone(step.with_reported(), batch, trainers, "asynchronous trainers")
+    return share(
+        step.with_reported(),
+        batch,
+        trainers,
+        TRAINERS,
+        adapt=told_to_all,
+        # what trainers keep of parts that differ has to be told, and nobody would
+        alone=lambda merges: all(merges[n] == "same" for n in step.frozen if n in merges),
+    )
+
+
+def refuse_exit(on_trainer_exit: str, shared: SharedStep) -> Literal["error"]:
+    """How a job goes on without a trainer that left, where the step is of the batch of all: it ends."""
+    if on_trainer_exit == "paddle":
+        raise ConfigError(
+            f"on_trainer_exit='paddle': the step has values of the whole batch ({shared.reason}), which nobody has "
+            "without the trainer that left; leave it out, or say batch='local'"
+        )
+    return "error"
 
 
 def trainer_comm(step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch) -> TrainerCommConfig:

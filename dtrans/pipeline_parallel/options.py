@@ -136,7 +136,8 @@ class PipelineOptions:
                 f"clip_local_norm={norm!r} and sharding_stage={stage}: a replica's own gradients are clipped whole; "
                 "leave one of them out"
             )
-        self.batch.check_axes()
+        if not self.batch.exact:
+            self.batch.check_axes()
         if self.of_parts.batch.example_count is not None:
             raise ConfigError(
                 f"example_count={self.batch.example_count!r}: micro-batches of a pipeline count the same; leave it out"
@@ -150,7 +151,8 @@ class PipelineOptions:
 
     def of(self, shared: SharedStep) -> PipelineOptions:
         """The same for a step that is shared already: as its parts add up."""
-        merge = {n: way for n, way in shared.merges.items() if way in ("mean", "sum")}
+        results = shared.step.results
+        merge = {n: way for n, way in shared.merges.items() if way in ("mean", "sum") or n in results}
         whole = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(self.batch, kind="local", merge=merge, unsplit_inputs=whole)
         return dataclasses.replace(self, batch=batch, reduce=dataclasses.replace(self.reduce, op=shared.reduce))

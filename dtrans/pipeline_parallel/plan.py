@@ -18,6 +18,7 @@ from dtrans.plan import Costs, Plan, RoleCost, program_flops
 if TYPE_CHECKING:
     import jax
 
+    from dtrans.batch.shared import SharedStep
     from dtrans.ir.program import Program
     from dtrans.pipeline_parallel.device_layout import Cluster
     from dtrans.pipeline_parallel.options import PipelineOptions
@@ -92,6 +93,9 @@ class PipelinePlan(Plan):
       stacks: arrays of the state of which stages hold rows, each run of rows under a name of its own.
       summaries: what the step shows: see `dtrans.summary`.
       collected: result, or summary, to the collection that it is in: see `dtrans.collect`.
+      shared: how micro-batches share the batch, where that is exact.
+      values: makes what micro-batches are given beside the batch, from the whole of it, if anything.
+      axes: the dimension that has the rows, of each array of the batch where that is not the first.
       known: programs for other batches, once they were asked for.
     """
 
@@ -114,6 +118,9 @@ class PipelinePlan(Plan):
     stacks: Mapping[str, tuple[StageRows, ...]] = dataclasses.field(default_factory=dict)
     summaries: tuple[Summary, ...] = ()
     collected: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    shared: SharedStep | None = dataclasses.field(default=None, repr=False)
+    values: Program | None = None
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     known: dict[Any, StepPrograms] = dataclasses.field(default_factory=dict, repr=False)
 
     _right, _code = (0, 1, 3, 4, 5, 6, 7), 2
@@ -261,7 +268,14 @@ class PipelinePlan(Plan):
     def notes(self) -> list[str]:
         """What else there is to know."""
         o = self.options
-        notes = [
+        notes = [] if self.shared is None else list(self.shared.notes)
+        if self.values is not None:
+            made = [*self.values.outputs.values()]
+            notes.append(
+                f"  of the whole batch, before the micro-batches: {len(made)} value{'s' * (len(made) > 1)} that no "
+                f"parameter enters, {sum(map(nbytes, made)):,} bytes"
+            )
+        notes += [
             f"schedule {self.schedule.name}: {o.num_micro_batch} micro-batch{'es' * (o.num_micro_batch > 1)}, bubble "
             f"{self.schedule.bubble}",
         ]

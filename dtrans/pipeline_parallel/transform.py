@@ -1,6 +1,7 @@
 """pipeline: one training step becomes the programs of stages, and a schedule for them.
 
 capture    the loss function, before it is differentiated               dtrans.step.capture
+share      what micro-batches are given, and how they add up             dtrans.batch
 lay out    what every micro-batch goes through, as one list              forward_pass
 plan       the stage of each equation                                     stages
 cut        forward, backward (and weights) of each stage                 stage_programs
@@ -17,7 +18,8 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from dtrans._jax import Var, closed, equations, name_given
-from dtrans.batch.shared import share_alone
+from dtrans.batch.given_values import GivenValues, given_values, with_rows_first
+from dtrans.batch.shared import SharedStep, batch_axes, not_made_of_parts, share
 from dtrans.checks import check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
@@ -48,11 +50,14 @@ from dtrans.pipeline_parallel.stage_scan import (
 )
 from dtrans.pipeline_parallel.update import slices_of_sums, update_of
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.capture import captured, value_and_grad_p
+from dtrans.step.capture import captured, differentiated, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
 from dtrans.step.cut import Cut, cut
 from dtrans.step.forward_backward import refuse_across
 from dtrans.step.startup import check_programs, match_startup
+
+
+PARTS = ("parts",)  # the axis that micro-batches would be on
 
 
 def pipeline(
@@ -71,7 +76,7 @@ def pipeline(
     """Plan a pipeline: stages of the loss function on devices of their own, micro-batches that go through them.
 
     The step must take its gradients with `dtrans.value_and_grad` (or be made by `dtrans.make_train_step`): the loss is
-    cut before it is differentiated. Numbers are those of the step on the whole batch, whose loss is a mean over rows.
+    cut before it is differentiated. Numbers are those of the step on the whole batch.
 
     Args:
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
@@ -86,13 +91,15 @@ def pipeline(
       memory: what stages and their replicas keep: a `dtrans.StageMemory`.
       reduce: how gradients are reduced over micro-batches and the replicas of a stage: a `dtrans.Reduce`, or its `op`.
         A clip in the optimizer is of the reduced gradients (EPL's `clip_after_allreduce`).
-      batch: "local", where each micro-batch goes through the step alone, or "exact", which refuses a step whose
-        micro-batches do not add up to one device's numbers by themselves; or a `dtrans.Batch`, without `example_count`,
-        which also says how results are merged. Batch
-        statistics are made by each micro-batch of those before the step.
+      batch: "exact": the job gives one device's numbers. What no parameter enters is made of the whole batch, before
+        the micro-batches go (`dtrans.batch.given_values`); a step is refused, by its line, whose micro-batches do not
+        add up then. "local": each micro-batch goes through the step alone, and batch statistics are made by each
+        of those before the step. Or a `dtrans.Batch`, without `example_count`, which with "local" also says how results
+        are merged.
 
     Raises:
-      ConfigError: an option that is out of range, more stages than equations, scopes that contradict.
+      ConfigError: an option that is out of range, more stages than equations, scopes that contradict, an exact step
+        that is not made of its micro-batches.
       BatchError: a batch that micro-batches and replicas do not divide.
       GradientError: gradients that were not taken with `dtrans.value_and_grad`, or in a loop.
       TraceError: `startup` does not make what `main` takes.
@@ -131,7 +138,7 @@ def pipeline(
         stages=stages,
         memory=memory,
         reduce=Reduce.of(reduce),
-        batch=Batch.of(batch, "local"),
+        batch=Batch.of(batch, "exact"),
     )
     return plan_pipeline(main, startup, options, timetable)
 
@@ -152,18 +159,30 @@ def _timetable(given: str | Schedule, num_stages: int, num_micro_batch: int, chu
 def plan_pipeline(main: Program, startup: Program, o: PipelineOptions, timetable: Schedule) -> PipelinePlan:
     """What `pipeline` plans with these options."""
     refuse_collectives(main)
+    as_given, axes = cut(main), {}
+    if o.batch.exact:
+        check_names(as_given.with_reported(), o.of_parts)
+        axes = batch_axes(as_given, o.batch)
+        shared_ones = tuple(n for n in as_given.batch if n not in axes)
+        o = dataclasses.replace(o, batch=dataclasses.replace(o.batch, axes=0, unsplit_inputs=shared_ones))
+        main = with_rows_first(main, axes)
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()]
     plain = of_micro_batch(main, o, types)  # for what results are made of
     refuse_across(plain)
-    shared = share_alone(plain, o.batch, o.parts, "micro-batches") if o.batch.exact and o.parts > 1 else None
-    o = o.local if shared is None else o.of(shared)
     whole = captured(main)
+    shared, given = shared_by(main, whole, o, types)
+    o = o.local if shared is None else o.of(shared)
+    values = None
+    if given is not None:
+        values = given.made_by(whole)
+        whole = given.taken_by(whole)
+        types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in whole.inputs.values()]
     step = of_micro_batch(whole, o, types)
     check_names(step, o.of_parts)
     startup = match_startup(step, startup)
     forward = forward_pass(step)
     _check_names(forward, o)
-    merges = _merges(plain, whole, forward, o)
+    merges = _merges(plain, whole, forward, o, shared=shared is not None)
     check_state(merges, step.params, o)
     forward, found, turns, rows = _planned_stages(forward, o)
     step = forward.step  # loops over layers are in parts now
@@ -172,7 +191,7 @@ def plan_pipeline(main: Program, startup: Program, o: PipelineOptions, timetable
     cuts = cuts_of(step, stages, shards_of(forward, found, o), users)
     programs = _programs(forward, stages, merges, cuts, o)
     return PipelinePlan(
-        main=cut(main).program,  # of the whole batch, with exact roles
+        main=as_given.program,  # of the whole batch, with exact roles
         startup=startup,
         captured=whole,
         options=o,
@@ -191,7 +210,41 @@ def plan_pipeline(main: Program, startup: Program, o: PipelineOptions, timetable
         summaries=tuple(forward.summaries),
         collected=forward.collected,
         cluster=o.stages.cluster,
+        shared=shared,
+        values=values,
+        axes={n: axis for n, axis in axes.items() if axis},
     )
+
+
+def shared_by(
+    main: Program, whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[SharedStep | None, GivenValues | None]:
+    """How micro-batches share the batch, and what they are given for that; None where each takes the step alone.
+
+    Args:
+      main: the step of the whole batch, of these types.
+      whole: the same, captured.
+
+    Raises:
+      ConfigError: a step that is not made of its parts, with what no parameter enters given.
+    """
+    if not o.batch.exact or o.parts == 1:
+        return None, None
+    types = of_two_rows(whole, o, types)
+    whole = whole.specialize_flat(types)
+    plain = cut(silent(captured_part(main, o, types))).with_reported()
+    shared = share(plain, o.batch, o.parts, PARTS, open_state=True)
+    if shared.proven:
+        return shared, None
+    given = given_values(whole, captured_part(whole, o, types), o.parts, plain.frozen)
+    if given.spots:
+        batch = dataclasses.replace(o.batch, unsplit_inputs=(*o.batch.unsplit_inputs, *given.whole))
+        part = silent(differentiated(given.taken_by(captured_part(whole, o, types))))
+        again = share(cut(part).with_reported(), batch, o.parts, PARTS, open_state=True)
+        if again.proven:
+            return again, given
+        shared = again if again.part.exchanged else shared
+    raise not_made_of_parts(plain, shared, "micro-batches")
 
 
 def _planned_stages(
@@ -237,12 +290,13 @@ def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
             )
 
 
-def _merges(plain: Cut, whole: Program, forward: ForwardPass, o: PipelineOptions) -> dict[str, str]:
+def _merges(plain: Cut, whole: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool) -> dict[str, str]:
     """What becomes of each result: as it was asked for, as the model collects it, or as it must be.
 
     Args:
       plain: the step for a micro-batch as it was traced: its loss shows what results are made of.
       whole: the captured step.
+      shared: whether the step is exact, and the ways to merge in `o` are what was found of it.
     """
     step = forward.step
     keys = {n: key for n, key in forward.collected.items() if n in step.results or n in step.params}
@@ -250,6 +304,11 @@ def _merges(plain: Cut, whole: Program, forward: ForwardPass, o: PipelineOptions
         if keys.setdefault(n, key) != key:
             raise ConfigError(f"{n} is collected under {keys[n]} in the loss, and under {key} outside of it")
     for n, key in keys.items():
+        if shared:
+            raise ConfigError(
+                f"{n} is collected under {key}, which says how values of micro-batches are merged: that is for "
+                "batch='local'. An exact result is that of the whole batch; leave the collection out, or say so"
+            )
         if n in o.batch.merge:
             raise ConfigError(f"{n} is collected under {key}, and merge[{n!r}]={o.batch.merge[n]!r}: say one of them")
         if key.endswith("CONCAT") and not step.program.outputs[n].ndim:
@@ -283,8 +342,36 @@ def _collected_outside(whole: Program, step: Cut) -> dict[str, str]:
     return found
 
 
+def of_two_rows(
+    whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
+) -> list[jax.ShapeDtypeStruct]:
+    """The types of a batch of which micro-batches have two rows at least: in shapes, one row looks like none."""
+    batch = {n for spec in whole.args[2:] for n in spec.names}
+    split = [n in batch and t.shape and not is_under(n, o.batch.unsplit_inputs)
+             for n, t in zip(whole.in_names, types, strict=True)]  # fmt: skip
+    twice = any(is_split and t.shape[0] == o.parts for is_split, t in zip(split, types, strict=True))
+    more = lambda t, is_split: (2 * t.shape[0], *t.shape[1:]) if twice and is_split else t.shape
+    return [jax.ShapeDtypeStruct(more(t, is_split), t.dtype) for t, is_split in zip(types, split, strict=True)]
+
+
+def silent(program: Program) -> Program:
+    """A step that tells nothing: what a micro-batch prints, or shows, is its own, and is nothing to add up."""
+    inner = program.inner
+    eqns = [e for e in inner.eqns if e.outvars or not e.effects]
+    if len(eqns) == len(inner.eqns):
+        return program
+    jaxpr = closed(inner.constvars, program.jaxpr.consts, inner.invars, inner.outvars, eqns, inner)
+    again = lambda types: silent(program.specialize_flat(types))
+    return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(eqns), labels={}, specializer=again)
+
+
 def of_micro_batch(whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Cut:
-    """A step for a micro-batch of a replica, cut.
+    """A step for a micro-batch of a replica, cut. As `captured_part`, which says more."""
+    return cut(captured_part(whole, o, types)).with_reported()
+
+
+def captured_part(whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    """A step for a micro-batch of a replica.
 
     Args:
       whole: the step, as it was traced or captured.
@@ -314,7 +401,7 @@ def of_micro_batch(whole: Program, o: PipelineOptions, types: Sequence[jax.Shape
                 )
             shape = (shape[0] // o.parts, *shape[1:])
         given.append(jax.ShapeDtypeStruct(shape, t.dtype))
-    return cut(whole.specialize_flat(given)).with_reported()
+    return whole.specialize_flat(given)
 
 
 def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:

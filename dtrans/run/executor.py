@@ -9,15 +9,18 @@ reductions XLA carries out.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dtrans.errors import StateError
 from dtrans.ir.program import Program
-from dtrans.ops import broadcast_p, gen_nccl_id_p
+from dtrans.ops import broadcast_p, gen_nccl_id_p, trainer_index_p
 from dtrans.run.base.segments import Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.sockets import DEADLINE
@@ -93,7 +96,8 @@ class Executor:
             )
         if pieces is None:
             self._fabric.prepare(program)
-            self._pieces[program] = pieces = cut_program(program, group_bytes=GROUP_BYTES)
+            computed = {trainer_index_p: functools.partial(_index_of, program)}
+            self._pieces[program] = pieces = cut_program(program, computed=computed, group_bytes=GROUP_BYTES)
         run = pieces.run(flat)
         outs: Any = None
         while True:
@@ -107,6 +111,13 @@ class Executor:
             outs = fabric.carry_out(eqn, values)
             self._interrupted = program.name  # until it has run to its end
 
+    def exchange(self, endpoint: str, number: int, how: Sequence[Sequence[Any]], values: Sequence[Any]) -> list[Any]:
+        """Values of which each trainer of a synchronous job has a part, made one by a server.
+
+        All trainers call it alike, after a step: `dtrans.ops.rpc` says what ways there are.
+        """
+        return _on_device(self._fabric.exchange(endpoint, number, how, values))
+
     def close(self, error: BaseException | None = None) -> None:
         """Tell the servers that this trainer is done, or with `error` that it failed. May be called twice."""
         self._fabric.close(error)
@@ -119,6 +130,11 @@ class Executor:
     ) -> None:
         leaving = isinstance(error, SystemExit) and not error.code  # sys.exit(0) is not a failure
         self.close(None if leaving else error)
+
+
+def _index_of(program: Program, *, over: Any) -> list[Any]:
+    """The number of the trainer that a program is of."""
+    return [jnp.int32(next(e.params["trainer_id"] for e in program.eqns if "trainer_id" in e.params))]
 
 
 def _on_device(values: list[Any]) -> list[Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, NoReturn
 
+import numpy as np
+
 from dtrans.checkpoint.pserver_state import TRAINER, check_type, named, scatter
 from dtrans.checkpoint.runs import run_of
 from dtrans.errors import ConfigError, StateError
@@ -16,6 +18,9 @@ from dtrans.plan import Job, realises
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
+
+
+RESULTS = -1  # the number of the round of results, which is before those of the next step
 
 
 class RoleJob(Job):
@@ -57,6 +62,8 @@ class RoleJob(Job):
 class TrainerJob(RoleJob):
     """One trainer: `init` receives the first parameters of the servers, and `step` exchanges with them.
 
+    Where the batch is shared exactly results are those of all trainers: one server puts their parts together.
+
     A state is what the trainer holds: (params,), or (params, opt_state) where each trainer has its own (GEO-SGD).
     """
 
@@ -81,8 +88,27 @@ class TrainerJob(RoleJob):
     def step(self, state: tuple[Any, ...], *batch: Any) -> tuple[Any, ...]:
         """One step on this trainer's part of the batch: (state, loss[, aux])."""
         self.check(state)
-        made = self._executor.run(self.plan.trainer_program(self.role.trainer_id), *state, *batch)
+        made = self._merged(self._executor.run(self.plan.trainer_program(self.role.trainer_id), *state, *batch))
         return (tuple(made[: len(state)]), *made[len(state) :])
+
+    def _merged(self, made: Any) -> Any:
+        """What a step makes, with the results of all trainers in place of this one's."""
+        plan, shared, out = self.plan, self.plan.shared, self.plan.trainer.out
+        if shared is None or not plan.sync_mode:
+            return made
+        ways = {n: way for n, way in shared.merges.items() if way != "same" and n not in plan.main.args[0].names}
+        if not ways:
+            return made
+        values = dict(zip(out.names, out.flatten(made), strict=True))
+        add, join = ("all_reduce", "sum"), "all_gather"
+        how = [add, *((join, shared.joined[n]) if way == "concat" else add for n, way in ways.items())]
+        # trainers may have left: those who are here are counted
+        count, *found = self._executor.exchange(
+            next(iter(plan.servers)), RESULTS, how, [np.int32(1), *(values[n] for n in ways)]
+        )
+        for (n, way), x in zip(ways.items(), found, strict=True):
+            values[n] = x / count.astype(x.dtype) if way == "mean" else x
+        return out.unflatten([values[n] for n in out.names])
 
     def params(self, state: tuple[Any, ...]) -> Any:
         return state[0]

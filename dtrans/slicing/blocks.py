@@ -66,10 +66,10 @@ class Block:
         """The name of its gradient from one trainer: `params/w@GRAD.block0.trainer_1` (Paddle's scheme)."""
         return self.named(self.leaf + GRAD) + (f".trainer_{trainer_id}" if trainers > 1 else "")
 
-    def gradients(self, trainers: int) -> BlockGradient:
-        """Its gradient, of so many trainers."""
+    def gradients(self, trainers: int, op: str) -> BlockGradient:
+        """Its gradient, of so many trainers: their "mean" or "sum"."""
         sent = {k: self.gradient(k, trainers) for k in range(trainers)}
-        return BlockGradient(self.gradient(0, 1), self.leaf, self.index, sent)
+        return BlockGradient(self.gradient(0, 1), self.leaf, self.index, sent, op)
 
 
 @dataclasses.dataclass(frozen=True)

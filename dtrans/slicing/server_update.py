@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -91,19 +91,22 @@ class ServerUpdateBuilder:
       analysis: of the optimize half.
       placement: of the leaves.
       trainers: how many gradients each leaf gets; its update is by their mean.
+      summed: leaves whose update is by their sum.
 
     Raises:
       ConfigError: a leaf with the name that a block, a gradient or another value is given.
     """
 
-    def __init__(self, analysis: RowAnalysis, placement: Placement, trainers: int) -> None:
+    def __init__(
+        self, analysis: RowAnalysis, placement: Placement, trainers: int, summed: Collection[str] = ()
+    ) -> None:
         at: dict[str, set[str]] = {}
         for b in placement.table:
             at.setdefault(b.leaf, set()).add(b.endpoint)
         whole = [leaf for leaf, blocks in placement.blocks.items() if len(blocks) == 1]
         self.analysis = analysis.placed(whole)
         self.placement = placement
-        self.trainers = trainers
+        self.trainers, self.summed = trainers, frozenset(summed)
         self.half = self.analysis.half
         self.jaxpr = self.half.jaxpr
         self.levels = ExchangeRounds(self.analysis)
@@ -386,7 +389,11 @@ class _UnitWriter:
         inputs = slicer.analysis.inputs
         self.phases: dict[int, _UnitPhase] = {}
         self.inputs = {inputs[n]: n for n in (*self.leaves, *self.state)}
-        self.grads = {inputs[g]: b.gradients(slicer.trainers) for b in unit.blocks if (g := Gradient(b.leaf)) in inputs}
+        self.grads = {
+            inputs[g]: b.gradients(slicer.trainers, "sum" if b.leaf in slicer.summed else "mean")
+            for b in unit.blocks
+            if (g := Gradient(b.leaf)) in inputs
+        }
         for base in (*self.leaves, *self.state) if unit.span else ():
             slicer.claim(self.named(base), f"block {unit.blocks[0].index} of {base}")
         for grad in self.grads.values():

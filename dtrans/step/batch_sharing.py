@@ -15,12 +15,12 @@ class Batch:
     """How a batch is shared, and how the results of its parts are merged.
 
     Attributes:
-      kind: "exact": the job gives one device's numbers, whatever the step: what crosses the batch (a masked mean, batch
-        statistics, a count) communicates, and random numbers with rows of the batch are one device's. "local": each
-        trainer takes the step on its part alone, with statistics, random numbers and counts of its own, as Paddle's
-        trainers do. By default "exact" over collectives (`dtrans.nccl2`, `dtrans.sharding`), and "local" with parameter
-        servers and in pipelines: these are exact where parts add up without an exchange between trainers, which their
-        plans say, and refuse other steps that are asked to be exact.
+      kind: "exact", the default: the job gives one device's numbers, whatever the step: what crosses the batch (a
+        masked mean, batch statistics, a count) communicates, and random numbers with rows of the batch are one
+        device's. Where parts cannot exchange anything, as micro-batches of a pipeline, or trainers that do not wait for
+        each other, a step is refused that is not made of its parts. "local": each trainer takes the step on its part
+        alone, with statistics, random numbers and counts of its own, as Paddle's trainers do, and so those of
+        `dtrans.Geo`.
       axes: the dimension of the batch in each batch argument, as `in_axes` of `jax.vmap`: a number, None for an
         argument that every trainer gets whole, or a tuple with one of these for each argument. 0-d arrays are whole
         anyway.
@@ -79,8 +79,8 @@ class Batch:
         """Raise ConfigError for dimensions of the batch where it is always the first."""
         if self.axes != 0:
             raise ConfigError(
-                f"axes={self.axes!r} is for batch='exact' of dtrans.nccl2 and dtrans.sharding; elsewhere arrays are "
-                "cut on dim 0, but for those in unsplit_inputs"
+                f"axes={self.axes!r} is for batch='exact'; with batch='local' arrays are cut on dim 0, but for those "
+                "in unsplit_inputs"
             )
 
     @property

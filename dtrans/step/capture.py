@@ -19,7 +19,21 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, closed, constants, equations, is_traced, new_primitive, opened
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    closed,
+    constants,
+    equations,
+    is_traced,
+    jaxpr_as_fun,
+    lowered_jaxpr,
+    new_primitive,
+    opened,
+)
 from dtrans.errors import GradientError
 from dtrans.ir.program import Program
 
@@ -85,6 +99,44 @@ def _again(program: Program, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
     with _captures(True):
         made = trace(types)
     return dataclasses.replace(made, specializer=lambda types: _again(program, types))
+
+
+def differentiated(program: Program) -> Program:
+    """A captured step as it runs: with the derivative of its loss in place of the equation."""
+    inner = program.inner
+    consts = dict(zip(inner.constvars, program.jaxpr.consts, strict=True))
+
+    def run(*args: Any) -> list[Any]:
+        env = {**consts, **dict(zip(inner.invars, args, strict=True))}
+        read = lambda a: a.val if isinstance(a, Literal) else env[a]
+        for e in inner.eqns:
+            operands = [read(a) for a in e.invars]
+            if e.primitive is value_and_grad_p:
+                made = _value_and_grad(*operands, **e.params)
+            else:
+                made = e.primitive.bind(*operands, **e.primitive.get_bind_params(e.params))
+            env.update(zip(e.outvars, made if e.primitive.multiple_results else [made], strict=True))
+        return [read(a) for a in inner.outvars]
+
+    jaxpr = lowered_jaxpr(run, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars))
+    return dataclasses.replace(
+        program,
+        jaxpr=jaxpr,
+        roles=("",) * len(opened(jaxpr).eqns),
+        labels={},
+        specializer=lambda types: differentiated(program.specialize_flat(types)),
+    )
+
+
+def _value_and_grad(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:
+    """What the equation stands for."""
+
+    def of(arguments: list[Any]) -> tuple[Any, list[Any]]:
+        made = list(jaxpr_as_fun(loss)(*arguments, *operands[count:]))
+        return made[0], made
+
+    (_, values), gradients = jax.value_and_grad(of, has_aux=True)(list(operands[:count]))
+    return [*values, *gradients]
 
 
 def loss_of(program: Program) -> JaxprEqn:

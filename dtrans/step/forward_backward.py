@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from dtrans._jax import Atom, JaxprEqn, Var
@@ -10,7 +10,6 @@ from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.step.cut import Cut
-from dtrans.step.weight_gradients import straightened
 
 
 def refuse_nested(step: Cut, trainers: int) -> None:
@@ -34,6 +33,10 @@ def ready_order(step: Cut) -> list[str]:
     at = {v: i for i, e in enumerate(step.program.eqns) for v in e.outvars}
     last = len(at)
     return sorted(step.gradients, key=lambda n: at.get(g, last) if isinstance(g := step.gradients[n], Var) else last)
+
+
+# equations and their roles otherwise, from those and what is read beside what they read
+Arrange = Callable[[Sequence[JaxprEqn], Sequence[str], Collection[Atom]], tuple[list[JaxprEqn], list[str]]]
 
 
 class HalfWriter(Protocol):
@@ -62,7 +65,7 @@ def write_trainer_half(
     results: Sequence[str],
     made: Callable[[str, Atom], None],
     writer: Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter] | None = None,
-    straight: bool = False,
+    arrange: Arrange | None = None,
 ) -> dict[str, Atom]:
     """Write forward and backward.
 
@@ -71,7 +74,7 @@ def write_trainer_half(
       results: the outputs that are wanted, beside the parameters that trainers make.
       made: called with a leaf and its gradient, right after the equation that makes that.
       writer: gives who writes them, from the equations, their roles, and what is wanted of them.
-      straight: make products that are transposed next the other way round (`dtrans.step.weight_gradients`).
+      arrange: gives the equations and their roles otherwise, from those and what is wanted of them.
 
     Returns:
       The results, and the parameters that trainers make, by name.
@@ -88,8 +91,8 @@ def write_trainer_half(
     for leaf, atom in step.gradients.items():
         ready.setdefault(atom if isinstance(atom, Var) and atom in here else None, []).append(leaf)
     eqns, roles = [inner.eqns[i] for i in kept], [source.roles[i] for i in kept]
-    if straight:
-        eqns, roles = straightened(eqns, roles, wanted)
+    if arrange is not None:
+        eqns, roles = arrange(eqns, roles, wanted)
     at = {v: k for k, e in enumerate(eqns) for v in e.outvars}
     maker: Callable[[Atom], int] = lambda a: at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns)
     outs = {n: outs_of[n] for n in (*results, *step.frozen)}

@@ -33,6 +33,7 @@ from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.rows.analysis import analyse
 from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, cut
 from dtrans.step.forward_backward import HalfWriter, ready_order, write_trainer_half
+from dtrans.step.weight_gradients import straightened
 from dtrans.zero.all_gather import Gatherer
 from dtrans.zero.by_leaf.layout import Owned
 from dtrans.zero.choose_slices import Sliced, Slices, slices_of, stacked_leaves
@@ -232,7 +233,7 @@ class RankWriter:
         late: list[tuple[str, Atom]] = []
         tell = made if self.o.stage > 1 else lambda leaf, grad: late.append((leaf, grad))
         writer = self._gatherer(b, step, local) if self.o.slices_params or self.layout.layers(step) else None
-        found = write_trainer_half(b, step, results, tell, writer, straight=True)
+        found = write_trainer_half(b, step, results, tell, writer, straightened)
         for leaf, grad in late:
             made(leaf, grad)
         return found

@@ -1,7 +1,8 @@
 """Steps as people write them: the job gives one device's numbers, parameters and results, whatever the loss.
 
-Numbers are in 64 bits and differ by at most 1e-12 of what they are, or of one. Every case runs under nccl2 or one stage
-of sharding, on two or three trainers that may not divide the batch; by night, under all of these."""
+Numbers are in 64 bits and differ by at most 1e-12 of what they are, or of one. Every case runs under nccl2, one stage
+of sharding, with parameter servers, on two or three trainers that may not divide the batch, or in a pipeline; by night,
+under all of these."""
 
 from __future__ import annotations
 
@@ -19,13 +20,27 @@ import step_zoo
 
 import dtrans
 from dtrans.batch.shared import share
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigError, GradientError
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import cut
 
 
 NAMES = [c.name for c in step_zoo.CASES]
-STAGES = (0, 1, 2, 3)  # none: nccl2
+MODES = ("nccl2", "stage 1", "stage 2", "stage 3", "pserver", "pipeline")
+NOT_ON_SERVERS = {  # what they are refused for
+    "dropout_key_in_opt_state": "loss is computed from opt_state/0, which belongs to the optimizer",
+    "dropout_constant_key": "loss is computed from opt_state/0/count, which belongs to the optimizer",
+    "rate_argument": "is updated with rate, which only the trainers have",
+    "metrics_grad_norm": "aux/count is computed from opt_state/0/count, which belongs to the optimizer",
+}
+MEET = "values of the whole batch .* and micro-batches exchange nothing but"
+NOT_IN_PIPELINES = {
+    **NOT_ON_SERVERS,
+    **dict.fromkeys(("flax_batch_norm", "conv_batch_norm", "batch_norm_by_hand", "remat_batch_norm"), MEET),
+    **dict.fromkeys(("equinox_batch_norm", "contrastive", "triplet_hard", "barlow_twins", "moe_top1"), MEET),
+    "metrics_per_row": MEET,
+}
+REFUSED = {"pserver": NOT_ON_SERVERS, "pipeline": NOT_IN_PIPELINES}
 BATCHES = ((2, 12), (3, 13))  # trainers, rows
 
 
@@ -33,13 +48,21 @@ def axes_of(case: step_zoo.StepCase) -> Any:
     return 0 if case.batch_axes is None else case.batch_axes
 
 
-def planned(case: step_zoo.StepCase, trainers: int, stage: int, **options: Any) -> Any:
+def planned(case: step_zoo.StepCase, trainers: int, mode: str, **options: Any) -> Any:
+    if mode == "pipeline":
+        main = dtrans.trace(case.step, *case.init(jax.random.key(0)), *case.batch(12))
+        replicas = {"num_micro_batch": 3, "replicas": 2} if trainers == 3 else {"num_micro_batch": trainers}
+        startup = dtrans.trace(case.init, jax.random.key(0))
+        return dtrans.pipeline(main, startup, num_stages=2, batch=Batch(axes=axes_of(case)), **replicas)
     main = dtrans.trace(case.step, *case.init(jax.random.key(0)), *case.batch(6))
     given = main, dtrans.trace(case.init, jax.random.key(0))
     options = {"axes": axes_of(case), **options}
-    if not stage:
+    if mode == "nccl2":
         return flat_options.nccl2(*given, trainers=trainers, **options)
-    return flat_options.sharding(*given, degree=trainers, stage=stage, min_slice_size=0, **options)
+    if mode == "pserver":
+        servers = {"pservers": "127.0.0.1:1,127.0.0.1:2", "min_block_size": 1}
+        return flat_options.pserver(*given, trainers=trainers, **servers, **options)
+    return flat_options.sharding(*given, degree=trainers, stage=int(mode[-1]), min_slice_size=0, **options)
 
 
 def numbers(tree: Any) -> list[np.ndarray]:
@@ -59,17 +82,21 @@ def pairs() -> list[Any]:
     """Each case in one way for every run, and in the others by night."""
     found = []
     for i, name in enumerate(NAMES):
-        for k, (stage, batch) in enumerate(itertools.product(STAGES, BATCHES)):
-            soak = () if k == (3 * i) % 8 else (pytest.mark.soak,)
-            found.append(pytest.param(name, stage, *batch, marks=soak))
+        ways = list(itertools.product(MODES, BATCHES))
+        for k, (mode, batch) in enumerate(ways):
+            soak = () if k == (3 * i) % len(ways) else (pytest.mark.soak,)
+            if mode == "pipeline":
+                batch = (batch[0], 12)  # which parts have to divide
+            if name not in REFUSED.get(mode, ()):
+                found.append(pytest.param(name, mode, *batch, marks=soak))
     return found
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("name", "stage", "trainers", "rows"), pairs())
-def test_a_job_gives_the_numbers_of_one_device(name: str, stage: int, trainers: int, rows: int) -> None:
+@pytest.mark.parametrize(("name", "mode", "trainers", "rows"), pairs())
+def test_a_job_gives_the_numbers_of_one_device(name: str, mode: str, trainers: int, rows: int) -> None:
     case, key = step_zoo.by_name(name), jax.random.key(0)
-    job = planned(case, trainers, stage).simulate()
+    job = planned(case, trainers, mode).simulate()
     state, alone = job.init(key), case.init(key)
     step = jax.jit(case.step)
     for i in range(2):
@@ -82,9 +109,20 @@ def test_a_job_gives_the_numbers_of_one_device(name: str, stage: int, trainers: 
 
 
 @pytest.mark.usefixtures("x64")
-def test_the_page_says_what_each_step_takes() -> None:
-    """Analysis and programs of all, without running any: `docs/steps.md` is what they say."""
-    assert step_table.PAGE.read_text() == step_table.page(), "write it anew with `make docs`"
+@pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode, names in REFUSED.items() for name in names])
+def test_what_servers_and_pipelines_do_not_take_is_said(mode: str, name: str) -> None:
+    with pytest.raises((GradientError, ConfigError), match=REFUSED[mode][name]):
+        planned(step_zoo.by_name(name), 2, mode)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("cases", [slice(0, None, 4), pytest.param(slice(None), marks=pytest.mark.soak)])
+def test_the_page_says_what_each_step_takes(cases: slice) -> None:
+    """Analysis and programs, without running any: `docs/steps.md` is what they say."""
+    lines = step_table.PAGE.read_text().splitlines(keepends=True)
+    assert "".join(lines[: -len(step_zoo.CASES)]) == step_table.HEAD
+    rows = zip(lines[-len(step_zoo.CASES) :][cases], step_zoo.CASES[cases], strict=True)
+    assert all(line == step_table.row(case) for line, case in rows), "write it anew with `make docs`"
 
 
 @pytest.mark.usefixtures("x64")
@@ -92,12 +130,14 @@ def test_the_page_says_what_each_step_takes() -> None:
 def test_what_adds_up_is_taken_as_it_is(name: str) -> None:
     """The program is that of trainers with numbers of their own: nothing is written for it."""
     case = step_zoo.by_name(name)
-    exact = planned(case, 2, 0)
+    exact = planned(case, 2, "nccl2")
     assert exact.shared.proven == (name != "metrics_counts"), exact.notes
     assert not exact.shared.part.exchanged
     if exact.shared.proven and name != "rnn_time_major":
-        local = planned(case, 2, 0, kind="local", reduce=exact.shared.reduce)
+        local = planned(case, 2, "nccl2", kind="local", reduce=exact.shared.reduce)
         assert [op.type for op in exact.program.ops] == [op.type for op in local.program.ops]
+        exact, local = planned(case, 2, "pserver"), planned(case, 2, "pserver", kind="local")
+        assert [op.type for op in exact.trainer.ops] == [op.type for op in local.trainer.ops]
 
 
 def loss_of(kind: str) -> Any:
@@ -167,23 +207,84 @@ def test_masks_differ_by_row_and_not_by_trainer() -> None:
 
 
 @pytest.mark.usefixtures("x64")
-def test_servers_and_pipelines_take_what_adds_up_and_refuse_the_rest_by_line() -> None:
+def test_asynchronous_trainers_take_what_adds_up_and_refuse_the_rest_by_line() -> None:
     servers = {"pservers": "127.0.0.1:1,127.0.0.1:2", "trainers": 2}
-    stages = {"num_stages": 2, "num_micro_batch": 3}
-    key = jax.random.key(0)
     for name in ("mean_loss", "sum_loss"):
-        case, given = traced(name)
-        plans = dtrans.pserver(*given, **servers, batch="exact"), dtrans.pipeline(*given, **stages, batch="exact")
-        for job in (plan.simulate() for plan in plans):
-            state, loss = job.step(job.init(key), *case.batch(12))
-            params, _, wanted = case.step(*case.init(key), *case.batch(12))
-            compare((job.params(state), loss), (params, wanted))
+        _, given = traced(name)
+        assert dtrans.pserver(*given, **servers, mode=dtrans.Async()).shared.proven
     for name in ("masked_mean", "dropout_key_argument"):
         _, given = traced(name)
-        for plan, options in ((dtrans.pserver, servers), (dtrans.pipeline, stages)):
-            with pytest.raises(ConfigError, match=r"values of the whole batch \(.*\), and .* or say batch='local'"):
-                plan(*given, **options, batch="exact")
-        assert "local: numbers are of each part alone" in str(dtrans.pserver(*given, **servers))
+        for mode in (dtrans.Async(), dtrans.HalfAsync()):
+            with pytest.raises(
+                ConfigError, match=r"values of the whole batch \(.*\), and asynchronous .*batch='local'"
+            ):
+                dtrans.pserver(*given, **servers, mode=mode)
+        plan = dtrans.pserver(*given, **servers, batch="local")
+        assert "local: numbers are of each part alone" in str(plan)
+
+
+@pytest.mark.usefixtures("x64")
+def test_what_trainers_of_servers_exchange_takes_as_few_rounds_as_it_can() -> None:
+    rounds = {"masked_mean": 1, "contrastive": 4, "batch_norm_by_hand": 8, "dropout_key_argument": 1, "mean_loss": 0}
+    for name, count in rounds.items():
+        plan = planned(step_zoo.by_name(name), 2, "pserver")
+        assert [e.params["round"] for e in plan.exchanges] == list(range(count)), name
+        assert [e.params["endpoint"] for e in plan.exchanges] == [f"127.0.0.1:{1 + k % 2}" for k in range(count)]
+    plan = planned(step_zoo.by_name("masked_mean"), 2, "pserver")
+    told = "trainers exchange 2 values through the pservers, in 1 round; each sends 16 and receives 16 bytes"
+    assert told in str(plan)
+    trainer, first, second = plan.costs()
+    assert (trainer.rounds, first.rounds, second.rounds) == (2, 2, 1)
+    assert trainer.sent == plan.bytes_per_step["send"] + 16
+
+
+@pytest.mark.usefixtures("x64")
+def test_micro_batches_are_given_what_no_parameter_enters() -> None:
+    """What parts make by themselves they make; what is of the whole batch is made once, and its rows are handed out."""
+    values = {"masked_mean": [()], "dropout_key_argument": [(12, 8)], "metrics_counts": [(), ()], "mean_loss": None}
+    for name, shapes in values.items():
+        case = step_zoo.by_name(name)
+        plan = planned(case, 2, "pipeline")
+        assert (plan.values and [t.shape for t in plan.values.outputs.values()]) == shapes, name
+    assert "before the micro-batches: 2 values that no parameter enters, 16 bytes" in str(
+        planned(step_zoo.by_name("metrics_counts"), 2, "pipeline")
+    )
+    plan, case = planned(step_zoo.by_name("masked_mean"), 2, "pipeline"), step_zoo.by_name("masked_mean")
+    job = plan.on_mesh()
+    state, alone = job.init(jax.random.key(0)), case.init(jax.random.key(0))
+    for rows in (12, 8, 12):  # another batch is another number
+        state, loss = job.step(state, *case.batch(rows))
+        params, opt_state, wanted = case.step(*alone, *case.batch(rows))
+        alone = params, opt_state
+        compare((job.params(state), loss), (params, wanted))
+
+
+@pytest.mark.usefixtures("x64")
+def test_an_exchange_in_each_turn_of_a_loop_is_refused_by_line() -> None:
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        normed = lambda h, v: (jnp.tanh((h - h.mean(0)) @ v), None)
+        return (jax.lax.scan(normed, x, w)[0] ** 2).mean()
+
+    w, tx = jnp.ones((3, 2, 2)) / 2 + jnp.eye(2), optax.sgd(0.1)
+    main = dtrans.trace(dtrans.make_train_step(loss, tx), w, tx.init(w), jnp.ones((6, 2)))
+    given = main, dtrans.trace(lambda w: (w, tx.init(w)), w)
+    with pytest.raises(
+        ConfigError, match=r"scan has .* \(all_reduce for .*test_step_zoo.py:\d+\).*each turn would wait"
+    ):
+        dtrans.pserver(*given, trainers=2)
+    assert "exact: sum over 12 rows" in str(dtrans.nccl2(*given, trainers=2))
+
+
+@pytest.mark.usefixtures("x64")
+def test_sums_are_added_up_by_servers_also_without_a_trainer_that_left() -> None:
+    plan = planned(step_zoo.by_name("sum_loss"), 2, "pserver")
+    (serve,) = plan.servers["127.0.0.1:1"].main.eqns
+    assert {g.op for block in serve.params["optimize_blocks"] for g in block.grads} == {"sum"}
+    assert serve.params["on_trainer_exit"] == "drop"
+    (serve,) = planned(step_zoo.by_name("masked_mean"), 2, "pserver").servers["127.0.0.1:1"].main.eqns
+    assert serve.params["on_trainer_exit"] == "error"  # its numbers are those of the batch of both
+    with pytest.raises(ConfigError, match=r"on_trainer_exit='paddle': the step has values of the whole batch \(all_"):
+        planned(step_zoo.by_name("masked_mean"), 2, "pserver", on_trainer_exit="paddle")
 
 
 def traced(name: str) -> Any:
@@ -202,11 +303,11 @@ def test_what_belongs_to_trainers_with_numbers_of_their_own_is_refused() -> None
     with pytest.raises(ConfigError, match=r"axes=\(0, 1\): y is int32\[6\], which has no dimension 1"):
         dtrans.nccl2(*given, trainers=2, batch=Batch(axes=(0, 1)))
     for options in ({"batch": Batch("local", axes=1)}, {"batch": Batch("local", axes=(0, None))}):
-        with pytest.raises(ConfigError, match="axes=.* is for batch='exact' of dtrans.nccl2 and dtrans.sharding"):
+        with pytest.raises(ConfigError, match="axes=.* is for batch='exact'; with batch='local' arrays"):
             dtrans.nccl2(*given, trainers=2, **options)
-        with pytest.raises(ConfigError, match="axes=.* is for batch='exact' of dtrans.nccl2 and dtrans.sharding"):
+        with pytest.raises(ConfigError, match="axes=.* is for batch='exact'; with batch='local' arrays"):
             dtrans.pserver(*given, pservers="127.0.0.1:1", trainers=2, **options)
-        with pytest.raises(ConfigError, match="axes=.* is for batch='exact' of dtrans.nccl2 and dtrans.sharding"):
+        with pytest.raises(ConfigError, match="axes=.* is for batch='exact'; with batch='local' arrays"):
             dtrans.pipeline(*given, num_stages=2, num_micro_batch=2, **options)
     _, given = traced("masked_mean")
     with pytest.raises(ConfigError, match=r"num_micro_batch=2 takes rows .* values of all of them \(all_reduce for"):

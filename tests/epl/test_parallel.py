@@ -51,7 +51,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) -> None:
     keys, options, ours = SAME[name]
     plan = dtrans.epl.pipeline(*programs, ALWAYS | keys, **options)
-    want = flat_options.pipeline(*programs, **USUAL | ours)
+    want = flat_options.pipeline(*programs, **{"kind": "local"} | USUAL | ours)
     assert plan.options == want.options
     assert str(plan) == str(want)
 

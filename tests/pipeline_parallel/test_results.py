@@ -69,7 +69,14 @@ def job_of(loss, *, has_aux=True, count=16):
 def planned(of, micro=2, replicas=2, **options):
     return flat_options.pipeline(
         *of.traced(),
-        **{"num_stages": 2, "num_micro_batch": micro, "replicas": replicas, "flops_per_byte": 0, **options},
+        **{
+            "num_stages": 2,
+            "num_micro_batch": micro,
+            "replicas": replicas,
+            "flops_per_byte": 0,
+            "kind": "local",
+            **options,
+        },
     )
 
 

@@ -180,7 +180,8 @@ def test_a_key_is_folded_with_replica_and_micro_batch(micro, replicas, way):
     tx = optax.sgd(0.1)
     x, y, key = batch = (*rows(16), jax.random.key(3))
     of = job_of(noisy, PARAMS, batch, tx, has_aux=True)
-    params, _, loss, kept = of.of(getattr(planned(of, num_micro_batch=micro, replicas=replicas), way)(), 1)
+    plan = planned(of, num_micro_batch=micro, replicas=replicas, kind="local")
+    params, _, loss, kept = of.of(getattr(plan, way)(), 1)
 
     n = 16 // (micro * replicas)
     losses, grads, masks = [], [], []

@@ -544,11 +544,15 @@ def test_a_gradient_computed_from_another_gradient_is_refused_for_several_traine
     main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *mlp_batch())
     startup = dtrans.trace(init_of(tx), params)
     dtrans.pserver(main, startup)
-    dtrans.nccl2(main, startup, trainers=2)  # the first gradient is that of all
+    for strategy in (dtrans.nccl2, dtrans.pserver):
+        job = strategy(main, startup, trainers=2).simulate()
+        state, _ = job.step(job.init(params), *mlp_batch())  # the first gradient is that of all
+        wanted, _, _ = step(params, tx.init(params), *mlp_batch())
+        tree_close(job.params(state), wanted, 1e-6)
     with pytest.raises(
         GradientError, match="computed from another derivative .*with 2 trainers each would use its own"
     ):
-        dtrans.pserver(main, startup, trainers=2)
+        dtrans.pserver(main, startup, trainers=2, batch="local")
     with pytest.raises(GradientError, match="computed from another derivative"):
         dtrans.nccl2(main, startup, trainers=2, batch="local")
 

@@ -18,8 +18,7 @@ import pytest
 
 import dtrans
 from dtrans._jax import ELEMENTWISE, Literal, jaxprs_in_params, opened
-from dtrans.ops import OptimizeBlock, all_reduce_p
-from dtrans.ops.collectives import COMBINE
+from dtrans.ops import OptimizeBlock, all_reduce_p, combine
 from dtrans.parameter_server.plan import PServerPlan
 
 
@@ -227,7 +226,7 @@ def exchange(
         found[endpoint] = operands[0]
         if combining and deaf != (endpoint, p["name"]):
             assert set(found) == set(p["over"]), f"{p['name']} is over {p['over']}, {list(found)} have it"
-            (env[eqn.outvars[0]],) = [functools.reduce(COMBINE[p["op"]], [found[ep] for ep in p["owners"]])]
+            (env[eqn.outvars[0]],) = [combine(p["op"], [found[ep] for ep in p["owners"]])]
         else:
             env[eqn.outvars[0]] = operands[0]
     return [read(a) for a in inner.outvars]

@@ -89,7 +89,7 @@ def noisy() -> Job:
 def planned_noisy(one: Job) -> dtrans.PipelinePlan:
     """In two stages, of which the second reads what is whole and the labels."""
     name = dtrans.trace(one.step, *jax.eval_shape(one.init, jax.random.key(0)), *one.batch).args[4].names
-    batch, stages = dtrans.Batch(unsplit_inputs=name), dtrans.Stages(policy="BALANCE_OP_NUM")
+    batch, stages = dtrans.Batch("local", unsplit_inputs=name), dtrans.Stages(policy="BALANCE_OP_NUM")
     return dtrans.pipeline(*one.traced(), num_stages=2, num_micro_batch=2, batch=batch, stages=stages)
 
 

@@ -18,6 +18,7 @@ import step_zoo
 
 import dtrans
 from dtrans.batch.shared import SharedStep, share
+from dtrans.errors import DtransError
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import cut
 
@@ -27,25 +28,68 @@ TRAINERS, ROWS = 2, 12
 
 HEAD = f"""# What each step takes
 
-Over collectives (`dtrans.nccl2`, `dtrans.sharding`) a job gives the numbers of one device, whatever the step. The batch
-is cut over the trainers, forward and backward are written on their parts, and what crosses the batch communicates where
-it does. The table shows the steps that the tests hold to it: parameters, optimizer state and results within 1e-12 of
-one device in 64 bits, on two trainers and on three that do not divide the batch, in nccl2 mode and in all three stages
-of sharding. It is made by the tests (`make docs`), for {TRAINERS} trainers and {ROWS} rows.
+A job gives the numbers of one device. The batch is cut over the trainers, forward and backward are written on their
+parts, and what crosses the batch communicates where it does. The table shows the steps that the tests hold to it:
+parameters, optimizer state and results within 1e-12 of one device in 64 bits. They run on two trainers and on three
+that do not divide the batch, in nccl2 mode, in all three stages of sharding and with synchronous parameter servers, and
+in pipelines of two stages. It is made by the tests (`make docs`), for {TRAINERS} trainers or micro-batches, and {ROWS}
+rows.
 
-*Alone* says whether parts add up to one device's step without an exchange between trainers: then parameter servers and
-pipelines are exact too, which they say themselves; `batch="exact"` refuses other steps there. *Exchanged* counts what
-forward and backward move beside gradients and results, and how many bytes each trainer puts in (of a gather, gets out).
+*Alone* says whether parts add up to one device's step without an exchange between trainers; asynchronous trainers take
+such steps only. *Exchanged* counts what forward and backward move beside gradients and results, and how many bytes each
+trainer puts in (of a gather, gets out). *Servers* says in how many rounds through the servers trainers exchange that,
+results included. *Pipeline* says what is made of the whole batch before the micro-batches go, where that is enough:
+they exchange nothing.
 
-| step | what is special about it | alone | exchanged |
-| --- | --- | --- | --- |
+| step | what is special about it | alone | exchanged | servers | pipeline |
+| --- | --- | --- | --- | --- | --- |
 """
 
 
 def shared(case: step_zoo.StepCase) -> SharedStep:
     main = dtrans.trace(case.step, *case.init(jax.random.key(0)), *case.batch(ROWS // TRAINERS))
-    axes: Any = 0 if case.batch_axes is None else case.batch_axes
-    return share(cut(main).with_reported(), Batch(axes=axes), TRAINERS, ("trainers",))
+    return share(cut(main).with_reported(), Batch(axes=axes_of(case)), TRAINERS, ("trainers",))
+
+
+def axes_of(case: step_zoo.StepCase) -> Any:
+    return 0 if case.batch_axes is None else case.batch_axes
+
+
+def on_servers(case: step_zoo.StepCase) -> str:
+    """What parameter servers make of it."""
+    key = jax.random.key(0)
+    main = dtrans.trace(case.step, *case.init(key), *case.batch(ROWS // TRAINERS))
+    options = {"pservers": "127.0.0.1:1,127.0.0.1:2", "trainers": TRAINERS, "batch": Batch(axes=axes_of(case))}
+    try:
+        plan = dtrans.pserver(main, dtrans.trace(case.init, key), **options)  # type: ignore[arg-type]
+    except DtransError as e:
+        return f"refused: {why(e)}"
+    count = len(plan.exchanges)
+    return f"{count} round{'s' * (count > 1)}" if count else "exact"
+
+
+def in_pipeline(case: step_zoo.StepCase) -> str:
+    """What a pipeline makes of it."""
+    key = jax.random.key(0)
+    main = dtrans.trace(case.step, *case.init(key), *case.batch(ROWS))
+    options = {"num_stages": 2, "num_micro_batch": TRAINERS, "batch": Batch(axes=axes_of(case))}
+    try:
+        plan = dtrans.pipeline(main, dtrans.trace(case.init, key), **options)  # type: ignore[arg-type]
+    except DtransError as e:
+        return f"refused: {why(e)}"
+    count = 0 if plan.values is None else len(plan.values.outputs)
+    return f"{count} value{'s' * (count > 1)} before" if count else "exact"
+
+
+def why(error: DtransError) -> str:
+    """A refusal, in a few words."""
+    told = str(error)
+    words = {
+        "values of the whole batch": "rows meet after parameters",
+        "which belongs to the optimizer": "uses the optimizer's state",
+        "which only the trainers have": "the update reads the batch",
+    }
+    return next(short for long, short in words.items() if long in told)
 
 
 def row(case: step_zoo.StepCase) -> str:
@@ -55,7 +99,8 @@ def row(case: step_zoo.StepCase) -> str:
         moved.setdefault(x.op, []).append(x.nbytes)
     alone = f"{found.reduce} of parts" if found.proven else "no"
     listed = ", ".join(f"{len(n)} {op}, {sum(n):,} bytes" for op, n in sorted(moved.items())) or "nothing"
-    return f"| {case.name} | {case.what.rstrip('.')} | {alone} | {listed} |\n"
+    what = case.what.rstrip(".")
+    return f"| {case.name} | {what} | {alone} | {listed} | {on_servers(case)} | {in_pipeline(case)} |\n"
 
 
 def page() -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dtrans.errors import BatchError
 from dtrans.ir.pytree import TreeSpec, as_array
@@ -88,6 +89,19 @@ def share_of(name: str, x: Any, trainers: int, whole: Collection[str]) -> Share:
     if x.ndim:
         return 0
     return "key" if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else "replicated"
+
+
+def even_rows(x: Any, axis: int, trainers: int) -> Any:
+    """An array with rows behind, such that the trainers divide it. They are like the last one, and enter nothing."""
+    rows = x.shape[axis]
+    parts = -(-rows // trainers) * trainers
+    return x if parts == rows else jnp.take(x, np.minimum(np.arange(parts), rows - 1), axis)
+
+
+def parts_of(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """The parts of an array along a dimension, on a leading axis."""
+    cut = jnp.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
+    return jnp.moveaxis(cut, axis, 0)
 
 
 def part_types(arrays: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:

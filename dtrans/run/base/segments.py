@@ -54,11 +54,16 @@ COMPUTED: Rules = {split_byref_p: _split, concat_p: lambda *blocks, axis: [jnp.c
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compute:
-    """A run of plain equations: a closed jaxpr, or rules applied to equations, on the values of `reads`."""
+    """A run of plain equations, as a function of the values of `reads`.
+
+    Attributes:
+      rules: the communication in it that is computed.
+    """
 
     fn: Callable[..., Sequence[Any]]
     reads: tuple[Var, ...]
     makes: tuple[Var, ...]
+    rules: frozenset[Primitive] = frozenset()
 
     @cached_property
     def jitted(self) -> Callable[..., Sequence[Any]]:
@@ -183,7 +188,8 @@ def _piece(
     constants = set(opened(jaxpr).constvars)
     reads = [v for v in reads if v not in constants]
     makes = [v for e in eqns for v in e.outvars if last[v] > index or v in outs]
-    if not any(e.primitive in rules for e in eqns):
+    used = frozenset(x.primitive for e in eqns for x in (e, *_below(e)) if x.primitive in rules)
+    if not used:
         b = Builder(jaxpr)
         b.invars += reads
         for e in eqns:
@@ -194,7 +200,7 @@ def _piece(
     def run(*args: Any) -> list[Any]:
         return interpret(eqns, {**values, **dict(zip(reads, args, strict=True))}, makes, rules)
 
-    return Compute(run, tuple(reads), tuple(makes))
+    return Compute(run, tuple(reads), tuple(makes), used)
 
 
 def interpret(eqns: Sequence[JaxprEqn], env: dict[Var, Any], outs: Sequence[Atom], rules: Rules) -> list[Any]:

@@ -31,7 +31,16 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.ir.program import Program, without_addresses
-from dtrans.ops import all_gather_p, all_reduce_p, broadcast_p, reduce_scatter_p, trainer_index_p
+from dtrans.ops import (
+    all_gather_p,
+    all_reduce_p,
+    broadcast_p,
+    exchange_p,
+    recv_p,
+    reduce_scatter_p,
+    send_p,
+    trainer_index_p,
+)
 from dtrans.plan import Job, realises
 from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
@@ -298,5 +307,6 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
 
 
 def is_of_cluster(program: Program) -> bool:
-    """Whether a program reduces over trainers, and so is compiled as a whole."""
-    return any(e.primitive in OVER_AXES for e in program.eqns)
+    """Whether a program communicates over trainers alone, and so is compiled as a whole."""
+    kinds = {e.primitive for e in program.eqns}
+    return not kinds.isdisjoint(OVER_AXES) and kinds.isdisjoint((send_p, recv_p, exchange_p))

@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dtrans._jax import ClosedJaxpr, Literal, closed, jaxpr_as_fun
@@ -41,7 +40,7 @@ from dtrans.ir.array_fns import padded_to
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under, result_of, without
 from dtrans.plan import Job
-from dtrans.run.base.batch import Share, batch_arrays, check_rows, part_types, rows_of, share_of
+from dtrans.run.base.batch import Share, batch_arrays, check_rows, even_rows, part_types, rows_of, share_of
 from dtrans.run.base.state import check_arrays, check_kind, check_types
 
 
@@ -343,10 +342,8 @@ class CollectiveJob(Job):
             program, whole = self.plan.for_whole(given), self.plan.main.specialize_flat(given)
             step = functools.partial(self._traced, program=program, types=whole.outputs)
             self._uneven[rows] = jax.jit(step, donate_argnums=0 if self.donate else ())
-        parts = -(-rows // self.plan.trainers) * self.plan.trainers
-        behind = np.minimum(np.arange(parts), rows - 1)
-        wide = [jnp.take(x, behind, share) if isinstance(share, int) else x
-                for x, share in zip(arrays, self._shares, strict=True)]  # fmt: skip
+        even = lambda x, share: even_rows(x, share, self.plan.trainers) if isinstance(share, int) else x
+        wide = [even(x, share) for x, share in zip(arrays, self._shares, strict=True)]
         return self._uneven[rows], self.trainers.batch(wide, self._shares)
 
     def _held(self, state: CollectiveState) -> list[Any]:

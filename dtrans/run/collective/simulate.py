@@ -16,6 +16,7 @@ from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.program import Program
 from dtrans.plan import realises
+from dtrans.run.base.batch import parts_of
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout, Trainers
 
@@ -45,7 +46,7 @@ class SimulatedTrainers(Trainers):
                 x if isinstance(s, str) else _parts(x, s, sizes) for x, s in zip(batch, layout.shares, strict=True)
             ]
             mapped: Callable[..., Any] = lambda held, batch: one(*held, *batch)
-            held = [x if a is None else _slices(x, a, sizes[-1]) for x, a in zip(held, sliced, strict=True)]
+            held = [x if a is None else parts_of(x, a, sizes[-1]) for x, a in zip(held, sliced, strict=True)]
             for name, size in reversed(axes):
                 # out_axes None: vmap refuses what is not the same on all trainers
                 own = name == axes[-1][0]
@@ -60,14 +61,8 @@ class SimulatedTrainers(Trainers):
 
 def _parts(x: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
     """The parts of an array of the batch, on leading axes."""
-    parts = _slices(x, axis, math.prod(sizes))
+    parts = parts_of(x, axis, math.prod(sizes))
     return parts.reshape(*sizes, *parts.shape[1:])
-
-
-def _slices(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """The slices of an array, on a leading axis."""
-    cut = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
-    return jnp.moveaxis(cut, axis, 0)
 
 
 def _joined(x: Any, way: str, axis: int | None, leading: int) -> Any:

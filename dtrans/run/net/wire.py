@@ -9,6 +9,8 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     send_barrier   step                                waiting   reason
     recv           step[, blocks]                      refuse    reason[, last]
     alive          trainer, session                    goodbye
+    exchange       step, round, values, pieces         exchanged step, round, values,
+                   + frames                                      pieces + frames
     complete
     abort          reason
 
@@ -27,6 +29,9 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
 What a trainer says at the end of a step goes in one message: `then` names what follows, `send_barrier` and `recv`, with
 the fields that these have; the step of that `recv` is the next.
+
+`values` has [dtype, shape, way] for each value of a round, and their bytes come under the names "0", "1", ...; the
+answer has [dtype, shape] (`dtrans.run.parameter_server.trainer_rounds`).
 
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
@@ -61,12 +66,14 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "send_barrier": {"step": int},
     "recv": {"step": int},
     "alive": {"trainer": int, "session": str},
+    "exchange": {"step": int, "round": int, "values": list, "pieces": list},
     "complete": {},
     "abort": {"reason": str},
     "peer": {"endpoint": str, "order": str, "layout": str},
     "partials": {"step": int, "level": int, "pieces": list},
     "welcome": {"step": int, "local": str, "silence": (int, float)},
     "blocks": {"step": int, "pieces": list},
+    "exchanged": {"step": int, "round": int, "values": list, "pieces": list},
     "waiting": {"reason": str},
     "refuse": {"reason": str},
     "goodbye": {},

@@ -21,12 +21,14 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.endpoints import split_endpoint
 from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.run.net import wire
+from dtrans.run.net.inbox import Inbox
 from dtrans.run.net.sockets import LINGER, new_socket, tcp_address
 
 
@@ -115,6 +117,26 @@ class Connection:
             fields = several | at_end if i == len(messages) - 1 else several
             head = wire.header("send", step=self.step, pieces=pieces, **fields)
             self._socket.send_multipart([head, *frames], copy=False)
+
+    def exchange(self, number: int, values: Sequence[tuple[Any, Sequence[Any]]]) -> None:
+        """This trainer's part of round `number`: each array with the way in which those of all are made one."""
+        table = [[x.dtype.name, list(x.shape), list(way)] for x, way in values]
+        blocks = [(str(i), x) for i, (x, _) in enumerate(values)]
+        for frames in wire.framed("exchange", blocks, step=self.step, round=number, values=table):
+            self._socket.send_multipart(frames, copy=False)
+
+    def exchanged(self, number: int) -> list[np.ndarray]:
+        """The answer to that."""
+        inbox: Inbox | None = None
+        while inbox is None or inbox.missing():
+            message = self.receive(f"the exchange of round {number} of step {self.step}")
+            if message.op != "exchanged" or (message["step"], message["round"]) != (self.step, number):
+                raise PeerError(f"pserver {self.endpoint} answered `exchange` of round {number} with `{message.op}`")
+            if inbox is None:
+                memory = {str(i): np.empty(s, np.dtype(t)) for i, (t, s) in enumerate(message["values"])}
+                inbox = Inbox(memory, lambda name: f"pserver {self.endpoint} answered with {name}, which was not asked")
+            inbox.take(message)
+        return list(inbox.memory.values())
 
     def end_step(self, gradients: Sequence[tuple[str, Any]], /, *, sent: bool, barrier: bool, **fields: Any) -> None:
         """In one message, what ends a step and asks for parameters.

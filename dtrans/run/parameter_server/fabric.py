@@ -7,6 +7,7 @@
     fetch_barrier  one message to each server: what is left in its outbox, that it was all, and what is wanted; the
                    each block is received into the parameters. An asynchronous step has none: that message goes before
                    what comes next, or at the program's end (`settle`)
+    exchange       a message to the server of the round, and its answer, which is waited for
     concat         nothing is left to do: the blocks lie side by side
     listen_and_serv  serves
 
@@ -32,7 +33,16 @@ from dtrans.checkpoint.runs import new_run, note
 from dtrans.checks import check_number
 from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.ir.program import Program
-from dtrans.ops import concat_p, fetch_barrier_p, listen_and_serv_p, recv_p, send_barrier_p, send_p, split_byref_p
+from dtrans.ops import (
+    concat_p,
+    exchange_p,
+    fetch_barrier_p,
+    listen_and_serv_p,
+    recv_p,
+    send_barrier_p,
+    send_p,
+    split_byref_p,
+)
 from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
 from dtrans.run.net.inbox import Inbox
@@ -73,6 +83,7 @@ class EndpointFabric:
             send_barrier_p: self._send_barrier,
             recv_p: self._recv,
             fetch_barrier_p: self._fetch_barrier,
+            exchange_p: self._exchange,
             concat_p: self._concat,
             listen_and_serv_p: self._serve,
         }
@@ -130,6 +141,17 @@ class EndpointFabric:
         blocks = self._outbox.pop(endpoint, [])
         self._outbox_bytes.pop(endpoint, None)
         self._connection(endpoint).send_blocks(blocks)
+
+    def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        self._identify(eqn)
+        self._in_step = True
+        return self.exchange(eqn.params["endpoint"], eqn.params["round"], eqn.params["how"], values)
+
+    def exchange(self, endpoint: str, number: int, how: Sequence[Sequence[Any]], values: Sequence[Any]) -> list[Any]:
+        """Values of which each trainer has a part, made one by a server (`dtrans.ops.rpc`)."""
+        line = self._connection(endpoint)
+        line.exchange(number, [(np.asarray(x), way) for x, way in zip(values, how, strict=True)])
+        return line.exchanged(number)
 
     def _send_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._barriered = eqn.params["endpoints"]

@@ -5,8 +5,9 @@
     a server's optimize blocks        one jit per server and phase, on its device; optimizer state is donated
     all_reduce                        device_put of each server's parts to the devices of the others
     recv                              device_put of each block back to all trainer devices
+    exchange                          a gather over the axis, and what a server would make of it
 
-A trainer sees its own part of the batch and its own gradients, and nothing crosses between trainers but
+A trainer sees its own part of the batch and its own gradients, and nothing else crosses between trainers but
 through servers, as between processes. With fewer devices than trainers each device takes several in turn
 (a `lax.map`, so that the arithmetic of one trainer is the same wherever it runs). Without more than one device
 everything runs on that one, and no copy is made.
@@ -28,19 +29,26 @@ from dtrans.checkpoint.assemble import by_origin
 from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError
-from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
 from dtrans.plan import Job, realises
-from dtrans.run.base.batch import Share, batch_arrays, part_types, shared_batch
+from dtrans.run.base.batch import (
+    Share,
+    batch_arrays,
+    check_rows,
+    even_rows,
+    parts_of,
+    rows_of,
+    shared_batch,
+)
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.segments import COMPUTED, Segments, cut_program
 from dtrans.run.base.state import check_arrays, check_kind, check_types
 from dtrans.run.parameter_server.exchange import Exchange
-from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms
+from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms, shared_program
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors, own_buffers
 
 
@@ -48,16 +56,16 @@ from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vec
 class MeshJob(Job):
     """A plan, running in this process.
 
-    `init` and `step` are functions of a state; the job itself holds only compiled code. What comes out of
-    several trainers is merged: a result that grows with the batch is concatenated, any other
-    floating-point result (the loss) is averaged, and any other result gets a leading axis, one row per
-    trainer, since nothing says whether it is a count to be added or a flag.
+    `init` and `step` are functions of a state; the job itself holds only compiled code. What comes out of several
+    trainers is merged. Where the batch is shared exactly, results are those of one device. With batch="local" a result
+    that grows with the batch is concatenated, any other floating-point result (the loss) is averaged, and any other
+    result gets a leading axis, one row per trainer, since nothing says whether it is a count to be added or a flag.
 
     Args:
       plan: what to run.
       devices: trainers take the first, servers those after them, round-robin where there are fewer than
         roles; all of this process's by default.
-      unsplit_inputs: names of batch arrays that every trainer gets whole, e.g. class weights.
+      unsplit_inputs: with batch="local", names of batch arrays that every trainer gets whole, e.g. class weights.
       donate: let updates reuse the memory of the optimizer state they replace. A state that was stepped
         from can then not be stepped from again; parameters are never donated.
 
@@ -105,10 +113,15 @@ class MeshJob(Job):
         unknown = [r for r in unsplit_inputs if not any(is_under(n, [r]) for n in names)]
         if isinstance(unsplit_inputs, str) or unknown:
             raise ConfigError(f"unsplit_inputs={unsplit_inputs!r} must name arrays of the batch: {', '.join(names)}")
+        if plan.shared is not None and unsplit_inputs:
+            raise ConfigError(
+                f"unsplit_inputs={unsplit_inputs!r}: the plan shares the batch exactly; say it there, as "
+                "dtrans.pserver(batch=dtrans.Batch(unsplit_inputs=...))"
+            )
         count = max(d for d in range(1, min(len(devices), self.trainers) + 1) if self.trainers % d == 0)
         self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
         self.device_of = {ep: devices[(self.trainers + i) % len(devices)] for i, ep in enumerate(plan.servers)}
-        self._pieces: dict[Program, MeshTrainerPrograms] = {}
+        self._pieces: dict[tuple[Any, ...], MeshTrainerPrograms] = {}  # by the types of the batch
         self._last: Any = lambda: None  # the state that was returned last: it needs no second look
         one = SingleDeviceSharding(devices[0])
         self._replicated: Sharding = NamedSharding(self.mesh, P()) if count > 1 else one
@@ -137,19 +150,19 @@ class MeshJob(Job):
     def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
         """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
 
-        Arrays of the batch are split over the trainers on dim 0; 0-d arrays, and those named in `unsplit_inputs`, go
-        to every trainer whole. A PRNG key (`jax.random.key`) is folded with the trainer's number, so that noise
-        differs between trainers, and from what one device would draw.
+        Arrays of the batch are split over the trainers as the plan says; with batch="local" on dim 0, where 0-d arrays,
+        and those named in `unsplit_inputs`, go to every trainer whole, and a PRNG key (`jax.random.key`) is folded with
+        the trainer's number, so that noise differs between trainers, and from what one device would draw.
 
         Raises:
-          BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
+          BatchError: arrays that differ in their number of rows, or, with batch="local", that the trainers do not
+            divide.
           StateError: not a state of this job, or one that was already stepped from, and whose optimizer state
             was donated.
         """
         self.check(state)
-        option = "plan.on_mesh(unsplit_inputs=(...))"
         given = batch_arrays(self.plan.main.args[2:], batch, self.plan.main.inputs)
-        arrays = shared_batch(self._names, given, self.trainers, self._whole, option)
+        arrays = self._shared(given)
         runner = self._runner(arrays)
         servers = {ep: dict(held) for ep, held in state.servers.items()}
         params = [state.params[n] for n in runner.param_names]
@@ -232,20 +245,34 @@ class MeshJob(Job):
         made = dict(zip(outs, inner.outvars, strict=True))
         return frozenset(n for n in self.plan.frozen if made[n] is not ins[n])
 
+    def _shared(self, given: Sequence[Any]) -> list[tuple[Any, Share]]:
+        """The arrays of a batch, and how trainers share each. Raises BatchError where they cannot."""
+        if self.plan.shared is None:
+            return shared_batch(self._names, given, self.trainers, self._whole, "plan.on_mesh(unsplit_inputs=(...))")
+        axes = self.plan.shared.axes
+        arrays: list[tuple[Any, Share]] = [
+            (x, axes.get(n, "replicated")) for n, x in zip(self._names, given, strict=True)
+        ]
+        option = "dtrans.pserver(batch=dtrans.Batch(unsplit_inputs=(...)))"
+        check_rows(rows_of(self._names, arrays), self.trainers, option, uneven=self.plan.for_whole is not None)
+        return arrays
+
     def _place(self, x: Any, share: Share) -> Any:
         """One array of the batch on the trainers' devices."""
         if share == "key":
             x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))
+        if isinstance(share, int):
+            x = even_rows(x, share, self.trainers)
+            x = x if share == 0 else parts_of(x, share, self.trainers)
         return _put(x, self._replicated if share == "replicated" else self._split)
 
     def _runner(self, arrays: Sequence[tuple[Any, Share]]) -> MeshTrainerPrograms:
         """The trainer program for this batch, in pieces."""
-        trainer = self.plan.trainer
-        state = [trainer.inputs[n] for n in self.plan.main.args[0].names]
-        program = trainer.specialize_flat([*state, *part_types(arrays, self.trainers)])
-        if program not in self._pieces:
-            self._pieces[program] = MeshTrainerPrograms(program, arrays, self.mesh, self.plan, self._local)
-        return self._pieces[program]
+        key = tuple((x.shape, x.dtype) for x, _ in arrays)
+        if key not in self._pieces:
+            program, merges = shared_program(self.plan, arrays)
+            self._pieces[key] = MeshTrainerPrograms(program, arrays, self.mesh, self.plan, self._local, merges)
+        return self._pieces[key]
 
     def _drive(
         self,

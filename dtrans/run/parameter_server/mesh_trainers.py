@@ -2,14 +2,17 @@
 
 A value of several trainers is *stacked*: a global array with a leading axis, sharded over the trainer mesh. One
 that is the same for all trainers is *replicated*; the batch comes *split* on dim 0. Each piece of the program
-becomes one `jit(shard_map)`; a device that stands for several trainers takes them in turn.
+becomes one `jit(shard_map)`; a device that stands for several trainers takes them in turn. What trainers exchange in
+the middle of a step crosses on the axis, combined in their order, as a server does it.
 
-Results of several trainers are merged: one that grows with the batch is concatenated, any other
-floating-point result (the loss) is averaged, and any other gets a leading axis, one row per trainer.
+Results of several trainers are merged: where the batch is shared exactly, as the plan says; else one that grows with
+the batch is concatenated, any other floating-point result (the loss) is averaged, and any other gets a leading axis,
+one row per trainer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,13 +24,83 @@ from dtrans._jax import Var
 from dtrans.errors import BatchError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import result_of, without
+from dtrans.ops import exchange_p, exchanged, trainer_index_p
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.run.base.batch import Share
+from dtrans.run.base.batch import Share, part_types
 from dtrans.run.base.lowered import called
-from dtrans.run.base.segments import COMPUTED, Compute, cut_program
+from dtrans.run.base.segments import COMPUTED, Compute, Rules, cut_program
 
 
-AXIS = "trainers"
+AXIS, TURN = "trainers", "turn"  # the devices, and the trainers that one of them stands for
+
+
+def _gathered(x: jax.Array) -> list[jax.Array]:
+    """A value of every trainer, on each."""
+    parts = jax.lax.all_gather(jax.lax.all_gather(x, TURN), AXIS)
+    return list(parts.reshape(-1, *x.shape))
+
+
+def _index() -> jax.Array:
+    return jax.lax.axis_index(AXIS) * jax.lax.axis_size(TURN) + jax.lax.axis_index(TURN)
+
+
+def _mine(x: jax.Array, axis: int) -> jax.Array:
+    size = x.shape[axis] // (jax.lax.axis_size(AXIS) * jax.lax.axis_size(TURN))
+    return jax.lax.dynamic_slice_in_dim(x, _index() * size, size, axis)
+
+
+def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], **_: Any) -> list[Any]:
+    return [exchanged(way, _gathered(x), _mine) for way, x in zip(how, parts, strict=True)]
+
+
+AMONG_TRAINERS: Rules = {exchange_p: _exchange, trainer_index_p: lambda *, over: [_index()]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """How a result of all trainers, stacked, becomes one.
+
+    Attributes:
+      way: "mean", "sum", "same" or "concat".
+      axis: the dimension along which they are joined.
+      rows: how many of all are real ones; None where all are.
+    """
+
+    way: str
+    axis: int = 0
+    rows: int | None = None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.way == "concat":
+            joined = jax.lax.collapse(jnp.moveaxis(x, 0, self.axis), self.axis, self.axis + 2)
+            return joined if self.rows is None else jax.lax.slice_in_dim(joined, 0, self.rows, axis=self.axis)
+        if self.way == "same":
+            return x[0]
+        return jnp.mean(x, 0) if self.way == "mean" else jnp.sum(x, 0, dtype=x.dtype)
+
+
+def shared_program(
+    plan: PServerPlan, arrays: Sequence[tuple[Any, Share]]
+) -> tuple[Program, Mapping[str, Merge] | None]:
+    """A trainer's program for its part of a batch, and how results are merged, if the plan says so.
+
+    Args:
+      arrays: of the batch, and how trainers share each; they need not divide those of an exact plan.
+    """
+    main, shared = plan.main, plan.shared
+    if shared is None or not any(isinstance(s, int) and x.shape[s] % plan.trainers for x, s in arrays):
+        state = [plan.trainer.inputs[n] for n in main.args[0].names]
+        program = plan.trainer.specialize_flat([*state, *part_types(arrays, plan.trainers)])
+        if shared is None:
+            return program, None
+        return program, {n: Merge(way, shared.joined.get(n, 0)) for n, way in shared.merges.items()}
+    given = [main.inputs[n] for spec in main.args[:2] for n in spec.names] + [x for x, _ in arrays]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    assert plan.for_whole is not None
+    shared, program = plan.for_whole(types)
+    whole = main.specialize_flat(types).outputs
+    rows = {n: whole[n].shape[axis] for n, axis in shared.joined.items()}
+    return program, {n: Merge(way, shared.joined.get(n, 0), rows.get(n)) for n, way in shared.merges.items()}
 
 
 class MeshTrainerPrograms:
@@ -35,8 +108,9 @@ class MeshTrainerPrograms:
 
     Args:
       program: of trainer 0, for a trainer's part of the batch.
-      batch: the arrays of the global batch, and how trainers share each: `split`, `replicated`, or `key` (each
-        has its own); only types are looked at.
+      batch: the arrays of the global batch, and how trainers share each (`dtrans.run.base.batch.Share`); only types are
+        looked at.
+      merges: how results become those of one device; None where the plan does not say.
       mesh: the trainers' devices, on one axis.
       plan: that the program is of.
       local: parameters of which each trainer has its own.
@@ -52,11 +126,12 @@ class MeshTrainerPrograms:
         mesh: Mesh,
         plan: PServerPlan,
         local: Collection[str],
+        merges: Mapping[str, Merge] | None,
     ) -> None:
         self.program = program
         self.mesh = mesh
         self.plan = plan
-        self.pieces = cut_program(program, computed=COMPUTED)
+        self.pieces = cut_program(program, computed={**COMPUTED, **AMONG_TRAINERS})
         self.param_names = plan.main.args[0].names
         inner = program.inner
         count = len(self.param_names)
@@ -66,21 +141,23 @@ class MeshTrainerPrograms:
                 self.kinds[var] = "stacked"
         for (_, share), var in zip(batch, inner.invars[count:], strict=True):
             if share != "replicated":
-                self.kinds[var] = "split" if isinstance(share, int) else "stacked"
+                self.kinds[var] = "split" if share == 0 else "stacked"
         for step in self.pieces.steps:
-            reads = step.reads if isinstance(step, Compute) else ()
-            if any(v in self.kinds for v in reads):
-                assert isinstance(step, Compute)
+            if isinstance(step, Compute) and self._differs(step):
                 self.kinds |= dict.fromkeys(step.makes, "stacked")
         self.outs = program.outvars
         self.steps = [s for s in self.pieces.steps if isinstance(s, Compute)]
         self.compiled = {s: self._compile(s) for s in self.steps}
         self.rest = without(program.out, plan.main.args[0])
-        self.merge = self._merger([x for x, _ in batch])
+        self.merge = self._merger([x for x, _ in batch], merges)
 
     def is_stacked(self, atom: Any) -> bool:
         """Whether each trainer has a value of its own."""
         return isinstance(atom, Var) and self.kinds.get(atom) == "stacked"
+
+    def _differs(self, piece: Compute) -> bool:
+        """Whether each trainer makes something else of it."""
+        return any(v in self.kinds for v in piece.reads) or not AMONG_TRAINERS.keys().isdisjoint(piece.rules)
 
     def compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
         """Run one piece for all trainers."""
@@ -89,8 +166,9 @@ class MeshTrainerPrograms:
 
     def _compile(self, piece: Compute) -> Callable[..., Sequence[Any]]:
         kinds = [self.kinds.get(v) for v in piece.reads]
-        if not any(kinds):
+        if not self._differs(piece):
             return piece.jitted
+        told = not AMONG_TRAINERS.keys().isdisjoint(piece.rules)
         each = self.plan.trainers // self.mesh.size
 
         def on_device(*values: Any) -> list[Any]:
@@ -105,6 +183,8 @@ class MeshTrainerPrograms:
                 it = iter(mine)
                 return list(piece.fn(*(next(it) if k else x for k, x in zip(kinds, values, strict=True))))
 
+            if told:
+                return jax.vmap(lambda _, mine: one(mine), axis_name=TURN)(jnp.arange(each), own)
             if each == 1:
                 return [x[None] for x in one([x[0] for x in own])]
             return jax.lax.map(one, own)
@@ -113,23 +193,24 @@ class MeshTrainerPrograms:
         # check_vma: the equations were traced without varying types, and replay only without the check
         return jax.jit(jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False))
 
-    def _merger(self, batch: Sequence[Any]) -> Callable[[list[Any]], list[Any]] | None:
+    def _merger(
+        self, batch: Sequence[Any], merges: Mapping[str, Merge] | None
+    ) -> Callable[[list[Any]], list[Any]] | None:
         """What makes one result of each that several trainers have."""
         params = set(self.param_names)
         self.result_names = [n for n in self.outs if n not in params]
         stacked = [n for n in self.result_names if self.is_stacked(self.outs[n])]
         if not stacked:
             return None
-        if self.plan.shared is not None:
-            ways = [self.plan.shared.merges[n] if n in stacked else None for n in self.result_names]
-            return _merging(ways)
+        if merges is not None:
+            return _merging([merges[n] if n in stacked else None for n in self.result_names])
         local = {n: self.outs[n].aval for n in stacked}
         whole: Mapping[str, Any] = local
         if any(t.ndim for t in local.values()):
             main = self.plan.main
             state = [main.inputs[n] for n in (*main.args[0].names, *main.args[1].names)]
             whole = main.specialize_flat([*state, *batch]).outputs
-        how: list[str | None] = []
+        how: list[Merge | None] = []
         for n in self.result_names:
             if n not in local:
                 how.append(None)
@@ -139,9 +220,9 @@ class MeshTrainerPrograms:
                         f"{n} is {list(local[n].shape)} on a trainer and {list(whole[n].shape)} on one device: "
                         "it cannot be merged; results may grow with the batch on dim 0 only"
                     )
-                how.append("concat")
+                how.append(Merge("concat"))
             else:
-                how.append("mean" if jnp.issubdtype(local[n].dtype, jnp.inexact) else None)
+                how.append(Merge("mean") if jnp.issubdtype(local[n].dtype, jnp.inexact) else None)
 
         return _merging(how)
 
@@ -154,13 +235,6 @@ class MeshTrainerPrograms:
         return result_of(self.rest, [merged[n] for n in self.rest.names])
 
 
-def _merging(how: Sequence[str | None]) -> Callable[[list[Any]], list[Any]]:
+def _merging(how: Sequence[Merge | None]) -> Callable[[list[Any]], list[Any]]:
     """What makes one of the results of several trainers, each in its way; None leaves a result as it is."""
-    ways: Mapping[str | None, Callable[[Any], Any]] = {
-        "mean": lambda x: jnp.mean(x, 0),
-        "sum": lambda x: jnp.sum(x, 0, dtype=x.dtype),
-        "same": lambda x: x[0],
-        "concat": lambda x: x.reshape(-1, *x.shape[2:]),
-        None: lambda x: x,
-    }
-    return jax.jit(lambda values: [ways[way](x) for x, way in zip(values, how, strict=True)])
+    return jax.jit(lambda values: [x if way is None else way(x) for x, way in zip(values, how, strict=True)])

@@ -34,7 +34,14 @@ from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
 TICK = 1.0  # seconds between two looks at who is late
 SILENCE = 30.0  # seconds without a sign of life after which a trainer is taken for dead (they come every 2 s)
-TRAINER_OPS = ("send", "send_barrier", "recv", "complete", "abort")  # what trainers may say: methods of each kind
+TRAINER_OPS = (
+    "send",
+    "send_barrier",
+    "recv",
+    "exchange",
+    "complete",
+    "abort",
+)  # what trainers may say: methods of each kind
 
 
 class Server:

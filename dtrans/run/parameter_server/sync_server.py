@@ -10,6 +10,8 @@ compiled call makes the new state, and the blocks that trainers asked for go out
 has said `complete`. One that says so before the others has left: `on_trainer_exit` of `dtrans.pserver` says what later
 updates are made of.
 
+    in the middle:       exchange...                  where a step is not made of its parts
+
     every other server:  peer                         once
                          partials...                  every step and level
 
@@ -35,6 +37,7 @@ from dtrans.run.net.inbox import Inbox
 from dtrans.run.parameter_server.presence import Presence, Say, answer, named, wanted
 from dtrans.run.parameter_server.server_peers import ServerPeers
 from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.trainer_rounds import TrainerRounds
 from dtrans.run.parameter_server.update import ServerUpdate, Vectors
 
 
@@ -72,6 +75,7 @@ class SyncServer:
         # a trainer may send its own gradients only
         of = {k: {names[k] for names in update.sent} for k in range(trainers.count)}
         self._turns = {k: _Turn(self._inbox(k, names)) for k, names in of.items()}
+        self._rounds = TrainerRounds(trainers.count)
         self._spent: set[int] = set()  # of those who left, whose last gradients have counted
 
     def _inbox(self, k: int, names: Collection[str]) -> Inbox:
@@ -102,9 +106,17 @@ class SyncServer:
         if short:
             raise WireError(f"send_barrier of step {self.step}, but {short[0]} has {turn.grads.progress(short[0])}")
         turn.at_barrier = True
-        if self._trainers.left and self.on_trainer_exit == "error":
-            raise PeerError(self._unequal(min(self._trainers.left), k))
+        self._check_left(k)
         self._step_if_all_sent()
+
+    def exchange(self, k: int, message: wire.Message) -> None:
+        """Take a trainer's part of what all of them exchange."""
+        turn = self._in_turn(k, message)
+        if turn.at_barrier:
+            raise WireError(f"an exchange of step {self.step} after its send_barrier")
+        self._rounds.take(k, message)
+        self._check_left(k)
+        self._exchange_if_all_sent()
 
     def recv(self, k: int, message: wire.Message) -> None:
         """Take a request for parameters."""
@@ -121,7 +133,7 @@ class SyncServer:
         t, turn = self._trainers.known[k], self._turns[k]
         t.done = True
         self._say(t.address, "goodbye")
-        waiting = [i for i in self._at_barrier() if i != k]
+        waiting = [i for i in self._waiting() if i != k]
         if turn.at_barrier or turn.grads.begun:
             after = ", after its send_barrier" if turn.at_barrier else ""
             raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}{after}")
@@ -130,6 +142,7 @@ class SyncServer:
         if not self.step:
             self._forget([k])  # it never sent a gradient, and the memory for it holds anything
         self._step_if_all_sent()
+        self._exchange_if_all_sent()
 
     def abort(self, k: int, message: wire.Message) -> None:
         """End with a trainer that has failed."""
@@ -144,6 +157,15 @@ class SyncServer:
     def _at_barrier(self) -> list[int]:
         return [k for k in self._trainers.known if self._turns[k].at_barrier]
 
+    def _waiting(self) -> list[int]:
+        """The trainers that wait for others: at the barrier, or in an exchange."""
+        return self._at_barrier() + self._rounds.waiting()
+
+    def _check_left(self, k: int) -> None:
+        """Raise PeerError where trainer k goes on without one that has left, and may not."""
+        if self._trainers.left and self.on_trainer_exit == "error":
+            raise PeerError(self._unequal(min(self._trainers.left), k))
+
     def _unequal(self, gone: int, sends: int) -> str:
         """Why a job with on_trainer_exit="error" ends."""
         return (
@@ -156,9 +178,23 @@ class SyncServer:
     def _step_if_all_sent(self) -> None:
         """Make the step when all trainers have come, and those who have not left are at the barrier."""
         present = self._trainers.present
-        here = len(self._trainers.known) == self._trainers.count
-        if here and present and all(self._turns[k].at_barrier for k in present):
+        if self._all_came and present and all(self._turns[k].at_barrier for k in present):
             self._make_step()
+
+    @property
+    def _all_came(self) -> bool:
+        return len(self._trainers.known) == self._trainers.count
+
+    def _exchange_if_all_sent(self) -> None:
+        """Answer the open round when all trainers have come, and the parts of those who have not left are here."""
+        present, number = self._trainers.present, self._rounds.number
+        if number is None or not self._all_came or not set(present) <= set(self._rounds.waiting()):
+            return
+        self._late_since = None
+        for k, values in self._rounds.answers(present).items():
+            table = [[x.dtype.name, list(x.shape)] for x in values]
+            blocks = [(str(i), x) for i, x in enumerate(values)]
+            self._say(self._trainers.known[k].address, "exchanged", blocks, step=self.step, round=number, values=table)
 
     def _make_step(self) -> None:
         """All gradients are here."""
@@ -235,7 +271,7 @@ class SyncServer:
         for why in self._trainers.silent(now).values():
             raise DeadlineError(f"pserver {self.endpoint} {why}")
         absent = self._trainers.absent(now)
-        waiting = self._at_barrier()
+        waiting = self._waiting()
         deadline = self._trainers.deadline
         if not waiting:
             # at the end servers wait for each other only where one has not heard yet that the other is there
@@ -248,9 +284,11 @@ class SyncServer:
             return
         exchange = self._update.exchange
         if exchange is None:
-            late = absent + [k for k in self._trainers.present if not self._turns[k].at_barrier]
+            late = absent + [k for k in self._trainers.present if k not in waiting]
             self._late_since = self._late_since or now
-            what = f"gradients of step {self.step + 1} from {named(late)}"
+            number = self._rounds.number
+            due = "gradients" if number is None else f"the exchange of round {number}"
+            what = f"{due} of step {self.step + 1} from {named(late)}"
         else:
             self._late_since = self._update.since
             missing = self.peers.missing(self.step, exchange)

@@ -71,7 +71,7 @@ class SyncUpdate:
             gone = named(sorted(self._all - present))
             told = "pserver %s goes on without %s, which left: step %d and later ones are of %s"
             log.warning(told, self._whole.endpoint, gone, step + 1, named(sorted(present)))
-            self._updates[present] = CompiledUpdate(self._whole.mean_over(present))
+            self._updates[present] = CompiledUpdate(self._whole.sent_by(present))
         return self._updates[present]
 
     def _publish(self) -> None:

@@ -22,7 +22,7 @@ from dtrans.ir.program import Program
 from dtrans.ops import OptimizeBlock, listen_and_serv_p
 from dtrans.run.base.lowered import called
 from dtrans.run.parameter_server.exchange import Exchange
-from dtrans.slicing.mean import mean_of, mean_over
+from dtrans.slicing.mean import made_one, sent_by
 
 
 Vectors = Mapping[str, Sequence[Any]]  # by endpoint: where they go, or where they came from
@@ -72,8 +72,8 @@ class Phase:
         new: dict[str, Any] = {}
         packed: list[list[jax.Array]] = []
         for block in self.blocks:
-            means = {g.name: mean_of(*(grads[n] for n in g.sent.values())) for g in block.grads}
-            given = [means[n] if n in means else values[n] for n in block.in_names]
+            ones = {g.name: made_one(g.op, [grads[n] for n in g.sent.values()]) for g in block.grads}
+            given = [ones[n] if n in ones else values[n] for n in block.in_names]
             if self.ends is not None and block is self.blocks[-1]:
                 outs = evaluate(self.ends.local, *given)
                 count = len(self.ends.owned)
@@ -105,9 +105,9 @@ class ServerUpdate:
                 return cls(eqn)
         raise ConfigError(f"program {program.name} is not a pserver program: it has no listen_and_serv")
 
-    def mean_over(self, present: Collection[int]) -> ServerUpdate:
-        """The update by the gradients of some of the trainers, over their number (`dtrans.slicing.mean`)."""
-        blocks = tuple(mean_over(block, present) for block in self.blocks)
+    def sent_by(self, present: Collection[int]) -> ServerUpdate:
+        """The update by the gradients of some of the trainers alone (`dtrans.slicing.mean`)."""
+        blocks = tuple(sent_by(block, present) for block in self.blocks)
         return ServerUpdate(self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks}))
 
     @property

@@ -49,6 +49,11 @@ def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
     stages, count, me = plan.options.num_stages, cluster.trainers, cluster.trainer_id
     if cluster.on_trainer_loss == "drop":
         raise ConfigError("on_trainer_loss='drop': a pipeline cannot go on without its stages")
+    if plan.values is not None and count > 1:
+        raise ConfigError(
+            "batch='exact': micro-batches are given values of the whole batch, of which each of several processes has "
+            "a part; run it in one process, use dtrans.nccl2, or say batch='local'"
+        )
     if stages % count:
         raise ConfigError(
             f"the plan has {stages} stages, which {count} processes do not divide: plan a multiple of {count}"

@@ -132,10 +132,12 @@ class PipelineJob(Job):
         main = self.plan.main
         given = dict(zip(self.plan.batch, batch_arrays(main.args[2:], batch, main.inputs), strict=True))
         self._check_open()
-        tape = self._tape(given)
         held = self._layout.arrays(state)
         if state is not self._last():
             held = self._layout.put(held)
+        given |= {n: jnp.moveaxis(given[n], axis, 0) for n, axis in self.plan.axes.items()}
+        given = self._given(given, held)
+        tape = self._tape(given)
         arrays = self.processes.whole_batch(tape, given)
         env: list[Any] = [None] * tape.size
         for slot, x in tape.fixed.items():
@@ -145,6 +147,16 @@ class PipelineJob(Job):
                 x = arrays.get(n)
                 env[slot] = held[place, n] if x is None else self.places.put(x, place, self.at.batch_kind(n, x))
         return tape, env
+
+    def _given(self, arrays: dict[str, Any], held: Mapping[tuple[int, str], Any]) -> dict[str, Any]:
+        """What micro-batches get: the batch, and values of the whole of it that no parameter enters."""
+        values = self.plan.values
+        if values is None:
+            return arrays
+        state = [held[self.at.first_place(n), n] for n in values.args[-1].names]
+        of = values.specialize_flat([*arrays.values(), *state])
+        made = called(lambda: "values of the whole batch", of.compiled, *arrays.values(), *state)
+        return arrays | dict(zip(of.out_names, made, strict=True))
 
     def _tape(self, arrays: Mapping[str, Any]) -> StepProgram:
         """The instructions of a step, for a batch of these arrays."""

@@ -314,6 +314,7 @@ def test_batch_statistics_are_each_trainers_own(trainers: int, devices: int) -> 
             pservers=endpoints(2),
             trainers=trainers,
             placement=dtrans.BlockPlacement(min_block_size=1),
+            batch="local",
         )
         job = plan.on_mesh(jax.devices()[:devices])
         state, _ = run(job, job.init(params), batches)
@@ -347,23 +348,24 @@ def test_a_leaf_that_takes_the_value_of_a_0d_batch_array_is_followed() -> None:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def aux_job(aux: Any, *, trainers: int = 2, devices: int = 8, rows: int = 8) -> tuple[Any, Any]:
+def aux_job(aux: Any, *, trainers: int = 2, devices: int = 8, rows: int = 8, batch: str = "exact") -> tuple[Any, Any]:
     """What a job, and what one device, return as `aux(params, x, y)`."""
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> Any:
         return mlp_loss(params, x, y), aux(params, x, y)
 
-    params, batch, tx = mlp_params(), mlp_batch(rows), optax.sgd(0.1)
+    params, arrays, tx = mlp_params(), mlp_batch(rows), optax.sgd(0.1)
     step = dtrans.make_train_step(loss, tx, has_aux=True)
     plan = dtrans.pserver(
-        dtrans.trace(step, params, tx.init(params), *batch),
+        dtrans.trace(step, params, tx.init(params), *arrays),
         dtrans.trace(init_of(tx), params),
         pservers=endpoints(2),
         trainers=trainers,
+        batch=batch,
     )
     job = plan.on_mesh(jax.devices()[:devices])
-    _, value, got = job.step(job.init(params), *batch)
-    *_, want_value, want = jax.jit(step)(params, tx.init(params), *batch)
+    _, value, got = job.step(job.init(params), *arrays)
+    *_, want_value, want = jax.jit(step)(params, tx.init(params), *arrays)
     tree_close(value, want_value, 1e-6)
     return got, want
 
@@ -383,6 +385,8 @@ def test_aux_is_averaged_joined_or_stacked_by_what_it_is(trainers: int, devices:
         }
 
     got, want = aux_job(aux, trainers=trainers, devices=devices)
+    tree_close(got, want, 1e-6)
+    got, want = aux_job(aux, trainers=trainers, devices=devices, batch="local")
     counts = got.pop("wrong")
     total = want.pop("wrong")
     tree_close(got, want, 1e-6)
@@ -404,7 +408,7 @@ def test_a_result_that_grows_with_the_batch_in_two_dimensions_is_refused_by_name
     with pytest.raises(
         BatchError, match=r"aux is \[4, 4\] on a trainer and \[8, 8\] on one device: it cannot be merged"
     ):
-        aux_job(lambda params, x, y: x @ x.T)
+        aux_job(lambda params, x, y: x @ x.T, batch="local")
 
 
 def test_a_step_that_returns_a_dict_returns_the_rest_of_it() -> None:
@@ -455,7 +459,7 @@ def test_numpy_batches_of_float64_are_taken_as_jax_takes_them() -> None:
 
 
 def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> None:
-    params, _, _, job = small_job()
+    params, _, _, job = small_job(kind="local")
     state = job.init(params)
     x, y = mlp_batch(8)
     with pytest.raises(
@@ -465,6 +469,15 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
     with pytest.raises(BatchError, match="^x has 9 rows, which 2 trainers do not divide"):
         job.step(state, *mlp_batch(9))
     job.step(state, x, y)  # the state is as good as before
+
+
+def test_a_batch_that_the_trainers_do_not_divide_is_padded_where_the_job_is_exact() -> None:
+    with jax.enable_x64(True):
+        batches = [mlp_batch(n, dtype=jnp.float64) for n in (8, 7, 9, 1, 7)]
+        job, _ = same_as_one_device(mlp_loss, optax.adam(1e-2), mlp_params(dtype=jnp.float64), batches)
+        assert len(job._pieces) == 4
+        with pytest.raises(BatchError, match="cut over the trainers, but x has 8 and y has 7 rows|split over the tr"):
+            job.step(job.init(mlp_params(dtype=jnp.float64)), batches[0][0], batches[1][1])
 
 
 def test_a_wrong_number_of_batch_arguments_is_refused() -> None:
@@ -654,17 +667,25 @@ def test_arrays_of_a_batch_that_differ_in_rows_are_refused_unless_every_trainer_
     init = lambda key: (p := {"w": jax.random.normal(key, (3, 4))}, tx.init(p))
     step, key = dtrans.make_train_step(loss, tx), jax.random.key(0)
     x, y, weights = jnp.ones((8, 3)), jnp.zeros((8, 4)), jnp.arange(4.0)
-    plan = dtrans.pserver(dtrans.trace(step, *init(key), x, y, weights), dtrans.trace(init, key), trainers=2)
+    given = dtrans.trace(step, *init(key), x, y, weights), dtrans.trace(init, key)
+    with pytest.raises(BatchError, match=r"but x has 8 and weights has 4 rows; name what .*Batch\(unsplit_inputs="):
+        dtrans.pserver(*given, trainers=2)
+    exact = dtrans.pserver(*given, trainers=2, batch=dtrans.Batch(unsplit_inputs=["weights"]))
+    with pytest.raises(
+        ConfigError, match=r"the plan shares the batch exactly; say it there, as dtrans.pserver\(batch="
+    ):
+        exact.on_mesh(unsplit_inputs=("weights",))
+    plan = dtrans.pserver(*given, trainers=2, batch="local")
     job = plan.on_mesh()
     with pytest.raises(BatchError, match=r"but x has 8 and weights has 4 rows; name what .*on_mesh\(unsplit_inputs="):
         job.step(job.init(key), x, y, weights)
     with pytest.raises(ConfigError, match=r"unsplit_inputs=\('v',\) must name arrays of the batch: x, y, weights"):
         plan.on_mesh(unsplit_inputs=("v",))
-    job = plan.on_mesh(unsplit_inputs=("weights",))
-    state, got = job.step(job.init(key), x, y, weights)
     params, _, expected = jax.jit(step)(*init(key), x, y, weights)
-    tree_close(job.params(state), params, 1e-6)
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    for job in (exact.on_mesh(), plan.on_mesh(unsplit_inputs=("weights",))):
+        state, got = job.step(job.init(key), x, y, weights)
+        tree_close(job.params(state), params, 1e-6)
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -678,7 +699,7 @@ def test_a_key_differs_between_trainers_and_one_trainer_has_it_as_it_is(devices:
     step, key = dtrans.make_train_step(loss, tx, has_aux=True), jax.random.key(7)
     programs = dtrans.trace(step, *init(key), jnp.ones((4, 2)), key), dtrans.trace(init, key)
     for trainers in (1, 2):
-        job = dtrans.pserver(*programs, trainers=trainers).on_mesh(jax.devices()[:devices])
+        job = dtrans.pserver(*programs, trainers=trainers, batch="local").on_mesh(jax.devices()[:devices])
         _, _, noise = job.step(job.init(key), jnp.ones((4, 2)), key)
         keys = [key] if trainers == 1 else [jax.random.fold_in(key, k) for k in range(trainers)]
         expected = jnp.concatenate([jax.random.uniform(k, (4 // trainers, 2)) for k in keys])

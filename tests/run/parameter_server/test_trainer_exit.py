@@ -23,7 +23,7 @@ from dtrans.ops import send_barrier_p
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.parameter_server import sync_update
 from dtrans.run.parameter_server.update import ServerUpdate
-from dtrans.slicing.mean import mean_over
+from dtrans.slicing.mean import sent_by
 
 
 @pytest.fixture(autouse=True)
@@ -391,7 +391,7 @@ def test_blocks_of_some_trainers_are_those_of_a_job_of_as_many(tx: Any) -> None:
     for whole, half, alone in zip(blocks(four), blocks(two), blocks(one), strict=True):
         text = lambda block: without_addresses(str(block.jaxpr.jaxpr))
         for present in ((0, 1), (1, 3), (0, 2)):
-            made = mean_over(whole, present)
+            made = sent_by(whole, present)
             assert text(made) == text(half) == text(alone)
             for field in ("name", "role", "in_names", "out_names", "level"):
                 assert getattr(made, field) == getattr(half, field) == getattr(alone, field)

@@ -1,0 +1,346 @@
+"""Values of the whole batch that no parameter enters, made before the micro-batches.
+
+How many entries a mask has, a dropout mask, which rows are mixed: such values are of the whole batch, and need no
+micro-batch. A program of its own makes them first, from the batch alone, by the equations that one device carries out.
+Micro-batches are given them: their rows, or all of them. What is left may add up where the step as it was written does
+not (`dtrans.batch.scaled`): a masked mean is a sum over rows, once the number that it is divided by is known.
+
+    step      params, opt_state, *batch                       ->  what it returns
+    becomes   *batch                                          ->  @given/0, @given/1, ...
+              params, opt_state, *batch, @given/0, ...        ->  what it returns
+
+Which values those are is found by comparing the step on the whole batch with that on a part. A value is given unless it
+is the same rows anyway (labels as one-hot rows), which a part makes by itself. That choice is about use, not truth:
+whether parts add up is proven of the step that it leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import ELEMENTWISE, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.inline import eliminate_dead, inline_calls
+from dtrans.ir.program import FORWARD, Program
+from dtrans.ir.pytree import TreeSpec
+from dtrans.step.capture import loss_of
+from dtrans.step.collect import COLLECT
+
+
+ROOT = "@given"  # what the names of these values begin with
+# what gives rows of its result for rows of its operands, where shapes say so
+_BY_ROW = ELEMENTWISE | {
+    "argmax", "argmin", "broadcast_in_dim", "expand_dims", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
+    "reduce_prod", "reduce_sum", "reshape", "squeeze",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Spot:
+    """Where a captured step makes a value.
+
+    Attributes:
+      in_loss: whether an equation of the loss function makes it.
+      eqn: which one; None for a constant.
+      out: which of its outputs, or of the constants, it is.
+    """
+
+    in_loss: bool
+    eqn: int | None
+    out: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GivenValues:
+    """The values that micro-batches of a captured step are given.
+
+    Attributes:
+      spots: where each is made.
+      whole: the names of those that every micro-batch gets whole; of others it gets rows.
+      held: parameters without a gradient that they may be made of, a key perhaps.
+    """
+
+    spots: tuple[Spot, ...]
+    whole: tuple[str, ...]
+    held: tuple[str, ...] = ()
+
+    def taken_by(self, captured: Program) -> Program:
+        """A captured step with these values as its last arguments."""
+        step = _Flat(captured)
+        given = {spot: Var(step.value(spot).aval) for spot in self.spots}
+        sub = {step.value(s): v for s, v in given.items() if not s.in_loss}
+        eqns = [e if e is step.loss else e.replace(invars=_read(e.invars, sub)) for e in step.inner.eqns]
+        eqns[step.at] = self._loss(step, given, sub)
+        inner = step.inner
+        jaxpr = closed(
+            inner.constvars,
+            step.constants,
+            [*inner.invars, *given.values()],
+            _read(inner.outvars, sub),
+            eqns,
+            inner,
+        )
+        count = len(inner.invars)
+        return dataclasses.replace(
+            captured,
+            jaxpr=jaxpr,
+            args=(*captured.args, TreeSpec.of(tuple(v.aval for v in given.values()), ROOT)),
+            roles=(FORWARD,) * len(eqns),
+            labels={},
+            specializer=lambda types: self.taken_by(captured.specialize_flat(types[:count])),
+        )
+
+    def _loss(self, step: _Flat, given: Mapping[Spot, Var], sub: Mapping[Var, Var]) -> JaxprEqn:
+        """The equation of the loss, which reads those that it made."""
+        inside = {step.value(s): Var(v.aval) for s, v in given.items() if s.in_loss}
+        body = opened(step.body)
+        eqns = [e.replace(invars=_read(e.invars, inside)) for e in body.eqns]
+        new = closed(
+            body.constvars,
+            constants(step.body),
+            [*body.invars, *inside.values()],
+            _read(body.outvars, inside),
+            eqns,
+            step.body,
+        )
+        operands = [*_read(step.loss.invars, sub), *(v for s, v in given.items() if s.in_loss)]
+        return step.loss.replace(invars=operands, params={**step.loss.params, "loss": eliminate_dead(new)})
+
+    def made_by(self, captured: Program) -> Program:
+        """The program that makes these values, from the whole batch; `captured` is of that."""
+        step = _Flat(captured)
+        body = opened(step.body)
+        operand = dict(zip(body.invars, step.loss.invars, strict=True))
+        inlined = [e.replace(invars=_read(e.invars, operand)) for e in body.eqns]
+        eqns = [*step.inner.eqns[: step.at], *inlined, *step.inner.eqns[step.at + 1 :]]
+        outs = [operand.get(v, v) for v in map(step.value, self.spots)]
+        kept, used = backward_slice(eqns, outs)
+        ins = dict(zip(captured.in_names, step.inner.invars, strict=True))
+        held = tuple(n for n in self.held if ins[n] in used)
+        args = (*captured.args[2:], TreeSpec(jax.tree.structure(held), held))
+        state = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in captured.inputs.values()]
+        state = state[: len(state) - sum(len(spec.names) for spec in captured.args[2:])]
+        made = closed(
+            [*step.inner.constvars, *body.constvars],
+            [*step.constants, *constants(step.body)],
+            [ins[n] for spec in args for n in spec.names],
+            outs,
+            [eqns[i] for i in kept],
+            step.inner,
+        )
+        return Program(
+            f"values of the whole batch of {captured.name}",
+            eliminate_dead(made),
+            args,
+            TreeSpec.of(tuple(v.aval for v in outs), ROOT),
+            (FORWARD,) * len(eliminate_dead(made).jaxpr.eqns),
+            specializer=lambda types: self.made_by(
+                captured.specialize_flat([*state, *types[: len(types) - len(held)]])
+            ),
+        )
+
+
+def given_values(whole: Program, part: Program, parts: int, held: Sequence[str]) -> GivenValues:
+    """Find the values to be given.
+
+    Args:
+      whole: a captured step, of the whole batch.
+      part: the same of a micro-batch.
+      parts: how many there are.
+      held: parameters without a gradient.
+    """
+    return dataclasses.replace(_Finder(_Flat(whole), _Flat(part), parts).found(held), held=tuple(held))
+
+
+def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
+    """A step whose arrays of the batch have their rows on dim 0, and are turned as it wants them.
+
+    Args:
+      axes: name to the dimension that has the rows in the step as it is.
+    """
+    moved = {n: axis for n, axis in axes.items() if axis}
+    if not moved:
+        return main
+
+    def adapted(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        assert main.specializer is not None
+        given = [_moved(t, 0, moved.get(n, 0)) for n, t in zip(main.in_names, types, strict=True)]
+        step = main.specializer(given)
+        b = Builder(step.jaxpr)
+        ins = [b.input(_aval(v.aval, t.shape)) for v, t in zip(step.inner.invars, types, strict=True)]
+        turned = [b.call(_turned(moved[n]), v)[0] if n in moved else v for n, v in zip(step.in_names, ins, strict=True)]
+        jaxpr = b.build(b.inline(step.jaxpr, *turned))
+        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
+        return dataclasses.replace(step, jaxpr=jaxpr, roles=roles, labels={}, specializer=adapted)
+
+    return adapted([_moved(t, moved.get(n, 0), 0) for n, t in main.inputs.items()])
+
+
+def _moved(t: Any, source: int, to: int) -> jax.ShapeDtypeStruct:
+    shape = list(t.shape)
+    if source != to:
+        shape.insert(to, shape.pop(source))
+    return jax.ShapeDtypeStruct(tuple(shape), t.dtype)
+
+
+def _aval(aval: Any, shape: Sequence[int]) -> Any:
+    return aval.update(shape=tuple(shape))
+
+
+@functools.cache
+def _turned(axis: int) -> Callable[[Any], Any]:
+    return lambda x: jnp.moveaxis(x, 0, axis)
+
+
+class _Flat:
+    """A captured step without calls, and its loss."""
+
+    def __init__(self, captured: Program) -> None:
+        keep = ("loss", "loss_seed", COLLECT)
+        flat = _with_named_ends(inline_calls(captured.jaxpr, keep=keep))
+        self.program = captured
+        self.inner, self.constants = opened(flat), constants(flat)
+        self.loss = loss_of(dataclasses.replace(captured, jaxpr=flat, roles=("",) * len(self.inner.eqns)))
+        self.at = self.inner.eqns.index(self.loss)
+        self.body = _with_named_ends(inline_calls(self.loss.params["loss"], keep=keep, rules=True))
+
+    def value(self, spot: Spot) -> Var:
+        """What is made there."""
+        of = opened(self.body) if spot.in_loss else self.inner
+        return of.constvars[spot.out] if spot.eqn is None else of.eqns[spot.eqn].outvars[spot.out]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What is known of a value that no parameter enters.
+
+    Attributes:
+      own: whether parts make it by themselves: it is their rows of it, or all of it.
+      spot: where it is made; None for an array of the batch.
+    """
+
+    own: bool
+    spot: Spot | None = None
+
+
+class _Finder:
+    """Compares a step on the whole batch with that on a part."""
+
+    def __init__(self, whole: _Flat, part: _Flat, parts: int) -> None:
+        self.whole, self.part, self.parts = whole, part, parts
+        self.known: dict[Var, _Known] = {}  # by the value of the part
+        self.asked: dict[Spot, int | None] = {}
+
+    def found(self, held: Collection[str]) -> GivenValues:
+        w, p = self.whole, self.part
+        if [e.primitive for e in _all(w)] != [e.primitive for e in _all(p)]:
+            return GivenValues((), ())  # nothing can be compared
+        batch = {n for spec in p.program.args[2:] for n in spec.names}
+        for n, a, b in zip(p.program.in_names, w.inner.invars, p.inner.invars, strict=True):
+            if n in batch or n in held:
+                self.known[b] = _Known(self.rows(a, b) is not NotImplemented)
+        self._constants(w.inner, w.constants, p.inner, p.constants, in_loss=False)
+        for i, (x, y) in enumerate(zip(w.inner.eqns, p.inner.eqns, strict=True)):
+            if i == p.at:
+                self._loss(x, y)
+            else:
+                self._equation(x, y, Spot(in_loss=False, eqn=i, out=0))
+        self._read(w.inner.outvars, p.inner.outvars)
+        names = [f"{ROOT}/{i}" for i in range(len(self.asked))]
+        whole = tuple(n for n, rows in zip(names, self.asked.values(), strict=True) if rows is None)
+        return GivenValues(tuple(self.asked), whole)
+
+    def rows(self, a: Any, b: Any) -> Any:
+        """The dimension along which parts have rows; None where they have all; `NotImplemented` where it is neither."""
+        if a.aval.shape == b.aval.shape:
+            return None
+        cut = b.aval.ndim and a.aval.shape == (b.aval.shape[0] * self.parts, *b.aval.shape[1:])
+        return 0 if cut else NotImplemented
+
+    def _constants(self, w: Any, of_w: Sequence[Any], p: Any, of_p: Sequence[Any], *, in_loss: bool) -> None:
+        for i, (x, v) in enumerate(zip(of_w, p.constvars, strict=False)):
+            y = of_p[i]
+            same = x is y or (np.shape(x) == np.shape(y) and x.dtype == y.dtype and _equal(x, y))
+            self.known[v] = _Known(same, Spot(in_loss, None, i))
+
+    def _loss(self, x: JaxprEqn, y: JaxprEqn) -> None:
+        w, p = opened(self.whole.body), opened(self.part.body)
+        count = y.params["count"]
+        for v, a in zip(p.invars[count:], y.invars[count:], strict=True):
+            if not isinstance(a, Var):
+                self.known[v] = _Known(own=True)
+            elif a in self.known:
+                self.known[v] = self.known[a]
+        self._constants(w, constants(self.whole.body), p, constants(self.part.body), in_loss=True)
+        for i, (made, own) in enumerate(zip(w.eqns, p.eqns, strict=True)):
+            self._equation(made, own, Spot(in_loss=True, eqn=i, out=0))
+        self._read(w.outvars, p.outvars)
+
+    def _equation(self, x: JaxprEqn, y: JaxprEqn, spot: Spot) -> None:
+        free = all(not isinstance(a, Var) or a in self.known for a in y.invars)
+        if not free or y.effects or x.effects:
+            self._read(x.invars, y.invars)
+            return
+        own = y.primitive.name in _BY_ROW and self._by_row(x, y)
+        for k, v in enumerate(y.outvars):
+            # a number of a row is what its part makes of it, or nothing is: nobody else's would do
+            if y.primitive.name != "iota":
+                self.known[v] = _Known(own, dataclasses.replace(spot, out=k))
+            else:
+                self.known[v] = _Known(own=y.params["dimension"] != 0, spot=None)
+
+    def _by_row(self, x: JaxprEqn, y: JaxprEqn) -> bool:
+        """Whether a part makes its rows of the result from its rows of the operands."""
+        for a, b in zip(x.invars, y.invars, strict=True):
+            if isinstance(b, Literal):
+                if not isinstance(a, Literal) or not _equal(a.val, b.val):
+                    return False
+            elif not self.known[b].own:
+                return False
+        rows = [self.rows(a, b) for a, b in zip(x.invars, y.invars, strict=True)]
+        outs = [self.rows(a, b) for a, b in zip(x.outvars, y.outvars, strict=True)]
+        return NotImplemented not in (*rows, *outs) and (0 not in rows or None not in outs)
+
+    def _read(self, whole: Sequence[Atom], part: Sequence[Atom]) -> None:
+        """Values that are read by what parameters enter, or returned."""
+        for a, b in zip(whole, part, strict=True):
+            known = self.known.get(b) if isinstance(b, Var) else None
+            if known is None or known.own or known.spot is None or known.spot in self.asked:
+                continue
+            rows = self.rows(a, b)
+            if rows is not NotImplemented and not jnp.issubdtype(b.aval.dtype, jax.dtypes.extended):
+                self.asked[known.spot] = rows
+
+
+def _with_named_ends(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """The same with constants for numbers that are returned as they are: how many rows there are, perhaps."""
+    inner = opened(jaxpr)
+    numbers = {i: Var(a.aval) for i, a in enumerate(inner.outvars) if isinstance(a, Literal)}
+    values = [jnp.asarray(inner.outvars[i].val, v.aval.dtype) for i, v in numbers.items()]  # type: ignore[union-attr]
+    outs = [numbers.get(i, a) for i, a in enumerate(inner.outvars)]
+    return closed(
+        [*inner.constvars, *numbers.values()], [*constants(jaxpr), *values], inner.invars, outs, inner.eqns, jaxpr
+    )
+
+
+def _all(step: _Flat) -> Iterator[JaxprEqn]:
+    yield from step.inner.eqns
+    yield from opened(step.body).eqns
+
+
+def _equal(x: Any, y: Any) -> bool:
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return False
+    return np.array_equal(x, y, equal_nan=np.asarray(x).dtype.kind in "fc")
+
+
+def _read(atoms: Collection[Atom], sub: Mapping[Any, Any]) -> list[Atom]:
+    return [sub.get(a, a) if isinstance(a, Var) else a for a in atoms]

@@ -1,0 +1,135 @@
+"""What trainers tell each other in the middle of a step, through the servers, in rounds.
+
+A step that is not made of its parts (`dtrans.batch`) communicates where rows of the batch meet: a masked mean adds up
+two numbers, batch normalisation its statistics. Trainers have no connection but to servers, so that is what it goes
+through: a value is sent by all, made one by a server, and answered.
+
+Values that do not need each other share a round. Round n has those that n rounds have to come before, so there are as
+few as dependence allows; equations are put in the order of the rounds that they need. One server carries out a round,
+and servers take turns.
+
+What trainers give as results, and the statistics that they keep, is made whole in the same way: each of them has the
+numbers of one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from dtrans._jax import REMAT, Atom, JaxprEqn, Var, bodies, equations, jaxprs_in_params, line_of
+from dtrans.batch.trainer_step import TrainerStep
+from dtrans.errors import ConfigError
+from dtrans.ir.builder import Builder
+from dtrans.ir.inline import inline_calls
+from dtrans.ir.program import RPC, is_communication
+from dtrans.ops import (
+    all_gather_p,
+    all_reduce_p,
+    all_to_all_p,
+    exchange_p,
+    reduce_scatter_p,
+    trainer_index_p,
+)
+from dtrans.step.forward_backward import Arrange
+
+
+TRAINERS = ("trainers",)  # the axis that trainers are on
+
+HOW: dict[Any, Callable[[JaxprEqn], tuple[Any, ...]]] = {
+    all_reduce_p: lambda e: ("all_reduce", e.params["op"]),
+    all_gather_p: lambda e: ("all_gather", e.params["axis"]),
+    reduce_scatter_p: lambda e: ("reduce_scatter", e.params["axis"]),
+    all_to_all_p: lambda e: ("all_to_all", e.params["cut"], e.params["joined"]),
+}
+
+
+def told_to_all(part: TrainerStep) -> TrainerStep:
+    """A trainer's step whose results, and own parameters, are those of all; what has rows of each stays in parts.
+
+    Raises:
+      ConfigError: communication in the body of a loop, where each turn would take a round.
+    """
+    jaxpr = inline_calls(part.program.jaxpr, body_of=_communicating_remat)
+    b = Builder(jaxpr)
+    inner = dataclasses.replace(part.program, jaxpr=jaxpr, roles=("",) * len(jaxpr.jaxpr.eqns)).inner
+    b.invars += inner.invars
+    for eqn in inner.eqns:
+        loop = _told_within(eqn)
+        if loop is not None:
+            raise ConfigError(
+                f"batch='exact': {eqn.primitive.name} has values of the whole batch in its body ({loop.primitive.name} "
+                f"for {line_of(loop) or 'an unknown line'}), and with parameter servers each turn would wait for all "
+                "trainers. dtrans.nccl2 and dtrans.sharding carry it out; or say batch='local': then each part has its "
+                "own statistics, random numbers and counts"
+            )
+        b.keep(eqn)
+    outs = dict(zip(part.program.out_names, inner.outvars, strict=True))
+    for name, way in part.merges.items():
+        if way == "sum":
+            (outs[name],) = b.bind(all_reduce_p, outs[name], op="sum", name=name, owners=(), over=TRAINERS)
+    made = b.build([outs[n] for n in part.program.out_names])
+    roles = (part.program.roles[0] if part.program.roles else "",) * len(made.jaxpr.eqns)
+    program = dataclasses.replace(part.program, jaxpr=made, roles=roles)
+    merges = {n: "same" if way == "sum" else way for n, way in part.merges.items()}
+    return dataclasses.replace(part, program=program, merges=merges)
+
+
+def in_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> Arrange:
+    """Equations of a trainer in the order of the rounds that they need, each round in one equation."""
+
+    def arranged(
+        eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
+    ) -> tuple[list[JaxprEqn], list[str]]:
+        if not any(map(_is_told, eqns)):
+            return list(eqns), list(roles)
+        after: dict[Var, int] = {}  # how many rounds come before a value
+        at: list[tuple[int, int]] = []
+        told: dict[int, list[JaxprEqn]] = {}
+        for i, eqn in enumerate(eqns):
+            level = max((after.get(a, 0) for a in eqn.invars if isinstance(a, Var)), default=0)
+            if _is_told(eqn):
+                told.setdefault(level, []).append(eqn)
+            else:
+                at.append((level, i))
+            after.update(dict.fromkeys(eqn.outvars, level + _is_told(eqn)))
+        found, of = [], []
+        for level in range(max(told) + 2):
+            here = [i for n, i in at if n == level]
+            found += [eqns[i] for i in here]
+            of += [roles[i] for i in here]
+            if level in told:
+                endpoint = endpoints[level % len(endpoints)]
+                params = {"endpoint": endpoint, "round": level, "sync_mode": True}
+                params |= {"trainer_id": trainer_id, "trainers": trainers}
+                found.append(_round(told[level], params))
+                of.append(RPC)
+        return found, of
+
+    return arranged
+
+
+def _round(eqns: Sequence[JaxprEqn], params: dict[str, Any]) -> JaxprEqn:
+    """Several equations as one."""
+    how = tuple(HOW[e.primitive](e) for e in eqns for _ in e.invars)
+    return eqns[0].replace(
+        primitive=exchange_p,
+        invars=[a for e in eqns for a in e.invars],
+        outvars=[v for e in eqns for v in e.outvars],
+        params={**params, "how": how},
+    )
+
+
+def _is_told(eqn: JaxprEqn) -> bool:
+    return is_communication(eqn) and eqn.primitive is not trainer_index_p
+
+
+def _communicating_remat(eqn: JaxprEqn) -> Any:
+    """The body of a rematerialised function that communicates: what is known of all is not told again by a call."""
+    return bodies(eqn)[0] if eqn.primitive.name in REMAT and _told_within(eqn) is not None else None
+
+
+def _told_within(eqn: JaxprEqn) -> JaxprEqn | None:
+    """What is told in the bodies of an equation."""
+    return next((e for body in jaxprs_in_params(eqn.params) for e in equations(body) if _is_told(e)), None)

@@ -1,0 +1,257 @@
+"""What trainers exchange through servers in the middle of a step: by messages, among roles in threads, and by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import role_threads as roles
+import step_zoo
+from role_threads import RoleThreads, free_endpoints, serve
+
+import dtrans
+from dtrans.errors import DtransError, PeerError, WireError
+from dtrans.run.distributed.role import Role
+from dtrans.run.net import wire
+from dtrans.run.parameter_server.trainer_rounds import LARGEST, TrainerRounds, values_of
+from dtrans.run.role_job import TrainerJob
+
+
+TRAINERS, ROWS = 3, 12
+
+
+def planned(name: str, **options: Any) -> Any:
+    case, key = step_zoo.by_name(name), jax.random.key(0)
+    main = dtrans.trace(case.step, *case.init(key), *case.batch(ROWS // TRAINERS))
+    return dtrans.pserver(
+        main,
+        dtrans.trace(case.init, key),
+        pservers=free_endpoints(2),
+        trainers=TRAINERS,
+        placement=dtrans.BlockPlacement(min_block_size=1),
+        **options,
+    )
+
+
+def job_of(plan: Any, k: int) -> TrainerJob:
+    role = Role("trainer", TRAINERS, tuple(plan.servers), trainer_id=k)
+    return TrainerJob(plan, role, {"deadline": roles.HANG})
+
+
+def part(case: step_zoo.StepCase, k: int, seed: int) -> list[Any]:
+    """A trainer's part of a batch whose arrays all have rows first, or are keys."""
+    rows = slice(k * ROWS // TRAINERS, (k + 1) * ROWS // TRAINERS)
+    return [x[rows] if jnp.ndim(x) else x for x in case.batch(ROWS, seed=seed)]
+
+
+def trained(plan: Any, case: step_zoo.StepCase, k: int, steps: int) -> Any:
+    with job_of(plan, k) as job:
+        state, found = job.init(jax.random.key(0)), []
+        for i in range(steps):
+            state, *results = job.step(state, *part(case, k, i))
+            found.append(results)
+        return job.params(state), found
+
+
+def close(found: Any, wanted: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert (jnp.shape(a), jnp.result_type(a)) == (jnp.shape(b), jnp.result_type(b))
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["masked_mean", "flax_batch_norm", "dropout_key_argument", "metrics_per_row",
+                                  "metrics_confusion", "sum_loss"])  # fmt: skip
+def test_trainers_in_processes_have_the_numbers_of_one_device(role_threads: RoleThreads, name: str) -> None:
+    """Parameters and results, those of all rows too, on each of three trainers."""
+    case, plan, key = step_zoo.by_name(name), planned(name), jax.random.key(0)
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, key)
+    for k in range(TRAINERS):
+        role_threads.start(f"trainer {k}", trained, plan, case, k, 3)
+    ended = role_threads.all()
+    params, opt_state = case.init(key)
+    wanted = []
+    for i in range(3):
+        params, opt_state, *results = jax.jit(case.step)(params, opt_state, *case.batch(ROWS, seed=i))
+        wanted.append(results)
+    for k in range(TRAINERS):
+        close(ended[f"trainer {k}"], (params, wanted))
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_trainer_that_leaves_a_step_of_all_ends_the_job_by_name(role_threads: RoleThreads) -> None:
+    case, plan, key = step_zoo.by_name("masked_mean"), planned("masked_mean"), jax.random.key(0)
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, key)
+    for k in range(TRAINERS):
+        role_threads.start(f"trainer {k}", trained, plan, case, k, 1 if k == 2 else 3)
+    role_threads.join()
+    for k in (0, 1):
+        error = role_threads.end(f"trainer {k}")
+        assert isinstance(error, PeerError) and "trainer 2 closed after step 1" in str(error), error
+
+
+@pytest.mark.usefixtures("x64")
+def test_trainers_of_another_step_are_refused_in_their_first_round(role_threads: RoleThreads) -> None:
+    """Trainer 2 exchanges what belongs to another loss of the same parameters."""
+    plan, other = planned("masked_mean"), planned("batch_norm_by_hand")
+    case, key = step_zoo.by_name("masked_mean"), jax.random.key(0)
+    (endpoint,) = {e.params["endpoint"] for e in plan.exchanges}
+
+    def of_another(k: int) -> None:
+        with dtrans.Executor(deadline=roles.HANG) as exe:
+            exe.run(plan.trainer_startup_program(k), key)
+            exe.exchange(endpoint, 0, [("all_reduce", "sum")] * 3, [np.ones(8)] * 3)
+
+    assert other.exchanges[0].params["round"] == 0
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, key)
+    role_threads.start("trainer 0", trained, plan, case, 0, 1)
+    role_threads.start("trainer 1", trained, plan, case, 1, 1)
+    role_threads.start("trainer 2", of_another, 2)
+    role_threads.join()
+    told = [str(role_threads.end(f"trainer {k}")) for k in range(TRAINERS)]
+    assert all(isinstance(role_threads.end(f"trainer {k}"), DtransError) for k in range(TRAINERS)), told
+    assert any("every role must plan the same step with the same options" in t for t in told), told
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_trainer_that_does_not_come_to_a_round_is_named(role_threads: RoleThreads) -> None:
+    plan, case, key = planned("masked_mean"), step_zoo.by_name("masked_mean"), jax.random.key(0)
+
+    def impatient(ep: str) -> Any:
+        with dtrans.Executor(deadline=4.0) as exe:
+            return exe.run(plan.servers[ep].main, exe.run(plan.servers[ep].startup, key))
+
+    def idle(k: int) -> None:
+        with dtrans.Executor(deadline=roles.HANG) as exe:
+            exe.run(plan.trainer_startup_program(k), key)
+            for name in ("trainer 0", "trainer 1"):
+                role_threads.end(name)
+
+    for ep in plan.servers:
+        role_threads.start(ep, impatient, ep)
+    role_threads.start("trainer 0", trained, plan, case, 0, 1)
+    role_threads.start("trainer 1", trained, plan, case, 1, 1)
+    role_threads.start("trainer 2", idle, 2)
+    role_threads.join()
+    for k in (0, 1):
+        assert "for the exchange of round 0 of step 1 from trainer 2" in str(role_threads.end(f"trainer {k}"))
+
+
+# -- one round, by hand ----------------------------------------------------------------------------
+
+
+def message(number: int, parts: list[np.ndarray], ways: list[list[Any]]) -> wire.Message:
+    table = [[x.dtype.name, list(x.shape), way] for x, way in zip(parts, ways, strict=True)]
+    (frames,) = wire.framed("exchange", [(str(i), x) for i, x in enumerate(parts)], step=0, round=number, values=table)
+    return wire.parse(frames)
+
+
+WAYS = [["all_reduce", "sum"], ["all_reduce", "max"], ["all_gather", 1], ["reduce_scatter", 0], ["all_to_all", 0, 1]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16", "float16"])
+def test_each_way_is_what_a_collective_makes(dtype: str) -> None:
+    """As `jax.lax` has them among three of one axis."""
+    rng = np.random.default_rng(0)
+    whole = rng.integers(-9, 9, (3, 6, 2)).astype(np.dtype(jnp.dtype(dtype)))
+
+    def wanted(x: Any) -> Any:
+        lax = jax.lax
+        return (
+            lax.psum(x, "k"),
+            lax.pmax(x, "k"),
+            lax.all_gather(x, "k", axis=1, tiled=True),
+            lax.psum_scatter(x, "k", scatter_dimension=0, tiled=True),
+            lax.all_to_all(x, "k", 0, 1, tiled=True),
+        )
+
+    rounds = TrainerRounds(3)
+    for k in (2, 0, 1):  # in whatever order they come
+        rounds.take(k, message(4, [whole[k]] * 5, WAYS))
+    assert rounds.number == 4 and sorted(rounds.waiting()) == [0, 1, 2]
+    found = rounds.answers([0, 1, 2])
+    assert rounds.number is None and not rounds.waiting()
+    for way, w in enumerate(jax.vmap(wanted, axis_name="k")(whole)):
+        for k in range(3):
+            np.testing.assert_array_equal(found[k][way], w[k])
+            assert found[k][way].dtype == whole.dtype
+
+
+def test_parts_are_added_up_in_the_order_of_trainers() -> None:
+    rounds = TrainerRounds(3)
+    parts = {2: np.float32(-1e8), 0: np.float32(1e8), 1: np.float32(1.0)}
+    for k, x in parts.items():
+        rounds.take(k, message(0, [x.reshape(())], [["all_reduce", "sum"]]))
+    assert rounds.answers([0, 1, 2])[1][0] == (np.float32(1e8) + np.float32(1.0)) + np.float32(-1e8)
+
+
+@pytest.mark.parametrize("table", [
+    [], [7], [["float32", [2]]], [["float32", [2], []]], [["float32", [2], ["all_reduce", "median"]]],
+    [["float32", [2], ["all_reduce", 1]]], [["float32", [2], ["all_gather", 1]]],
+    [["float32", [2], ["all_gather", True]]],
+    [["float32", [-1], ["all_reduce", "sum"]]], [["float32", [True], ["all_reduce", "sum"]]],
+    [["object", [2], ["all_reduce", "sum"]]], [["no such", [2], ["all_reduce", "sum"]]],
+    [[["float32"], [2], ["all_reduce", "sum"]]], [["float32", "2", ["all_reduce", "sum"]]],
+    [["float32", [2], ["send", 0]]], [["float32", [2], [["all_reduce"], "sum"]]],
+    [["float32", [2], ["all_to_all", 0]]], [["float32", [LARGEST], ["all_reduce", "sum"]]],
+    [["float32", [4], ["reduce_scatter", 0]]], [["float32", [2, 3], ["all_to_all", 0, 1]]],
+    [["float32", [LARGEST, LARGEST, LARGEST], ["all_reduce", "sum"]]],
+])  # fmt: skip
+def test_what_cannot_be_exchanged_is_refused(table: Any) -> None:
+    with pytest.raises(WireError, match="an exchange of"):
+        values_of(table, 3)
+
+
+def test_a_part_that_is_not_due_changes_nothing() -> None:
+    rounds, x, way = TrainerRounds(2), np.ones(3, np.float32), [["all_reduce", "sum"]]
+    rounds.take(0, message(0, [x], way))
+    for bad, why in (
+        (message(1, [x], way), "an exchange of round 1 with 1 values of trainer 1, where trainer 0 is in round 0"),
+        (message(0, [x[:2]], way), "or these are others"),
+        (message(0, [x], [["all_reduce", "max"]]), "or these are others"),
+        (message(0, [x, x], way * 2), "with 2 values of trainer 1"),
+    ):
+        with pytest.raises(WireError, match=why):
+            rounds.take(1, bad)
+    with pytest.raises(WireError, match="a second part of round 0 of trainer 0"):
+        rounds.take(0, message(0, [x], way))
+    short = message(0, [x], way)
+    short.fields["pieces"][0][0] = ["1", 0, 12]
+    with pytest.raises(WireError, match="value '1' of an exchange of 1"):
+        rounds.take(1, short)
+    assert rounds.waiting() == [0]
+    rounds.take(1, message(0, [x], way))
+    np.testing.assert_array_equal(rounds.answers([0, 1])[0][0], [2, 2, 2])
+
+
+def test_results_of_a_mean_step_are_those_of_the_trainers_that_are_there(role_threads: RoleThreads) -> None:
+    """One leaves after its first step: the others' loss is that of their rows."""
+    with jax.enable_x64(True):
+        w, tx = jnp.ones(2), optax.sgd(0.0)
+        step = dtrans.make_train_step(lambda w, x: jnp.mean(x * w), tx)
+        init = lambda w: (w, tx.init(w))
+        main = dtrans.trace(step, *init(w), jnp.ones((2, 2)))
+        plan = dtrans.pserver(main, dtrans.trace(init, w), pservers=free_endpoints(1), trainers=TRAINERS)
+
+        def train(k: int) -> list[float]:
+            with job_of(plan, k) as job:
+                state, found = job.init(w), []
+                for _ in range(1 if k == 2 else 2):
+                    state, loss = job.step(state, jnp.full((2, 2), float(k)))
+                    found.append(float(loss))
+                return found
+
+        for ep in plan.servers:
+            role_threads.start(ep, serve, plan, ep, w)
+        for k in range(TRAINERS):
+            role_threads.start(f"trainer {k}", train, k)
+        ended = role_threads.all()
+        assert [ended[f"trainer {k}"] for k in range(TRAINERS)] == [[1.0, 0.5], [1.0, 0.5], [1.0]]
