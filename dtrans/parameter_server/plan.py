@@ -84,7 +84,7 @@ class PServerPlan(Plan):
         is on every server that needs it.
       runtime_split: leaves are cut into blocks when trainers run, not by their programs.
       shared: how the batch is cut, where it is exact.
-      local_share: says what one device's numbers would take; None where nobody knows.
+      local_note: says what one device's numbers would take; None where nobody knows.
       for_whole: says how a batch is shared that trainers do not divide, and gives the program of trainer 0 for it, from
         the types of the inputs of `main`: parts are padded. None where they must divide it.
       push_every: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and each does.
@@ -105,7 +105,7 @@ class PServerPlan(Plan):
     make_trainer_startup: Callable[[int], Program] = dataclasses.field(repr=False)
     push_every: int = 0
     shared: SharedStep | None = dataclasses.field(default=None, repr=False)
-    local_share: Callable[[], SharedStep] | None = dataclasses.field(default=None, repr=False)
+    local_note: Callable[[], str] | None = dataclasses.field(default=None, repr=False)
     for_whole: Callable[[Sequence[jax.ShapeDtypeStruct]], tuple[SharedStep, Program]] | None = dataclasses.field(
         default=None, repr=False
     )
@@ -296,8 +296,8 @@ class PServerPlan(Plan):
     def notes(self) -> list[str]:
         """What else there is to know: bytes, whole leaves and why, what stays with the trainers."""
         notes = [] if self.shared is None else list(self.shared.notes)
-        if self.local_share is not None and self.shared is None and self.trainers > 1:
-            notes.append(self.local_share().local_note)
+        if self.local_note is not None and self.shared is None and self.trainers > 1:
+            notes.append(self.local_note())
         for endpoint, size in self.server_bytes.items():
             notes.append(
                 f"{endpoint} holds {size['params']:,} bytes of parameters, {size['opt_state']:,} of optimizer state"

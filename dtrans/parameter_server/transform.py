@@ -30,7 +30,7 @@ import jax
 
 from dtrans.batch.shared import SharedStep, share, share_alone
 from dtrans.endpoints import parse_endpoints
-from dtrans.errors import ConfigError, GradientError
+from dtrans.errors import BatchError, ConfigError, GradientError
 from dtrans.ir.program import DIST, Program
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.averaged_leaves import averaged, averages_of
@@ -159,7 +159,7 @@ def pserver(
         make_trainer=lambda k: trainer_program(step, placed, k, comm),
         make_trainer_startup=lambda k: trainer_startup_program(step, placed, startup, k, comm),
         shared=shared,
-        local_share=lambda: share(cut(main).with_reported(), batch, trainers, TRAINERS),
+        local_note=lambda: local_note(plain, batch, trainers),
         for_whole=None if shared is None or not comm.sync_mode else of_whole,
     )
 
@@ -183,6 +183,14 @@ def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> SharedStep 
         # what trainers keep of parts that differ has to be told, and nobody would
         alone=lambda merges: all(merges[n] == "same" for n in step.frozen if n in merges),
     )
+
+
+def local_note(step: Cut, batch: Batch, trainers: int) -> str:
+    """What a plan says whose trainers take the step on their parts alone."""
+    try:
+        return share(step.with_reported(), batch, trainers, TRAINERS).local_note
+    except BatchError as e:  # of arrays that `plan.on_mesh(unsplit_inputs=...)` gives whole: the plan cannot know
+        return f"local: numbers are of each part alone, and averaged; one device's are not looked at: {e}"
 
 
 def refuse_exit(on_trainer_exit: str, shared: SharedStep) -> Literal["error"]:
