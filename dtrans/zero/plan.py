@@ -98,7 +98,8 @@ class ShardingPlan(CollectivePlan):
         """What else there is to know."""
         memory = self.memory()
         of = ", ".join(f"{n:,} bytes of {kind}" for kind, n in memory.items())
-        notes = [f"each rank holds {of}"]
+        notes = [] if self.shared is None else list(self.shared.notes)
+        notes.append(f"each rank holds {of}")
         notes += [f"{kind} over {axis}: {n:,} bytes per step" for (kind, axis), n in self.traffic().items()]
         notes += self.owned.notes if self.owned else []
         notes += [f"{leaf} is whole on every rank: {why}" for leaf, why in self.slices.wholes.items()]
