@@ -65,9 +65,10 @@ bench: $(STAMP) ## run the benchmarks
 notebooks: $(STAMP) ## run the notebooks from top to bottom
 	$(BIN)/python -m pytest notebooks --nbmake --nbmake-timeout=280
 
-docs: $(STAMP) ## write docs/optimizers.md and docs/steps.md anew, from the plans of all optimizers and steps
+docs: $(STAMP) ## write docs/optimizers.md, docs/steps.md and docs/libraries.md anew, from the plans of all of them
 	$(BIN)/python tests/support/optimizer_zoo.py docs/optimizers.md
 	$(BIN)/python tests/support/step_table.py
+	$(BIN)/python tests/support/library_table.py
 
 architecture: $(STAMP) ## write docs/architecture.md and its drawing anew, from the imports and a profiler hook
 	$(BIN)/python docs/architecture.py docs

@@ -84,14 +84,9 @@ def schedules_of(stages: int = 4, micro: int = 8, transfers: Sequence[float] = (
     rows = []
     for name in SCHEDULES:
         s = schedule(name, stages, micro)
-        spans = [s.makespan(*_each(s.chunks), transfer=c) for c in transfers]
-        rows.append([name, str(s.bubble), " ".join(map(str, s.peak)), *(f"{x:g}" for x in spans)])
+        spans = [s.makespan(transfer=c) for c in transfers]
+        rows.append([name, str(s.bubble), " ".join(map(str, s.peak)), *(f"{float(x):g}" for x in spans)])
     return table(("schedule", "bubble", "peak", *(f"transfer {c:g}" for c in transfers)), rows)
-
-
-def _each(chunks: int) -> tuple[float, float, float]:
-    """Costs of a chunk of a stage: all schedules do the same work."""
-    return (1, 2, 1) if chunks == 1 else (1 / chunks, 2 / chunks, 1 / chunks)
 
 
 def memory_of() -> str:
@@ -112,7 +107,7 @@ def memory_of() -> str:
 def chart(path: Path) -> None:
     """The picture of all schedules, for four devices and eight micro-batches."""
     made = [(name, schedule(name, 4, 8)) for name in SCHEDULES]
-    plays = [(name, s.play(*_each(s.chunks))) for name, s in made]
+    plays = [(name, s.play()) for name, s in made]
     made[0][1].gantt(path, plays, unit="forwards of a stage")
     # tenths of a point will do, and any font without serifs
     shorter = lambda m: " ".join(re.sub(r"(\.\d)\d+", r"\1", m[0]).split())

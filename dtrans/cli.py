@@ -69,7 +69,7 @@ def launch_command(
         str, typer.Option(help="`abort`; or in nccl2 mode `drop`: go on without a trainer that fails.")
     ] = "abort",
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")] = False,
-    deadline: Annotated[
+    time_limit: Annotated[
         float | None, typer.Option(min=0, help="End the job when it takes more seconds than this.")
     ] = None,
 ) -> None:
@@ -91,7 +91,7 @@ def launch_command(
         pservers=pservers,
         mode=mode,
         on_trainer_loss=on_trainer_loss,
-        deadline=deadline,
+        deadline=time_limit,
     )
 
 
@@ -140,7 +140,11 @@ def train(
     micro_batches: Annotated[int, _of(PIPELINE, "Into how many parts a replica cuts its rows.", 1)] = 8,
     schedule: Annotated[
         str,
-        _of(PIPELINE, "`PreferForward`, `PreferBackward`, `PreferBackwardOptimizer`, `Interleaved` or `ZeroBubble`."),
+        _of(
+            PIPELINE,
+            "`PreferForward` (`GPipe`), `PreferBackward` (`1F1B`), `PreferBackwardOptimizer`, `Interleaved` or "
+            "`ZeroBubble` (`ZB-H1`).",
+        ),
     ] = "PreferBackward",
     replicas: Annotated[int, _of(PIPELINE, "How many copies of the pipeline share a batch.", 1)] = 1,
     chunks: Annotated[int | None, _of(PIPELINE, "Stages on each device, for `Interleaved`; 2 by default.", 1)] = None,

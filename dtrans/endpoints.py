@@ -15,9 +15,14 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
       ConfigError: not of that form.
     """
     host, colon, port = endpoint.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536 or any(c.isspace() for c in endpoint):
+    plain = host[1:-1] if host.startswith("[") and host.endswith("]") else host.replace(":", "/")
+    odd = not plain or any(c.isspace() or c in "/;,@" for c in plain)
+    if not colon or odd or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{endpoint!r} is not an endpoint: write host:port, e.g. 127.0.0.1:6174")
     return host.strip("[]"), int(port)
+
+
+ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "*")
 
 
 def parse_endpoints(endpoints: str | Sequence[str], of: str = "pserver") -> tuple[str, ...]:
@@ -27,14 +32,23 @@ def parse_endpoints(endpoints: str | Sequence[str], of: str = "pserver") -> tupl
       of: whose they are, for errors.
 
     Raises:
-      ConfigError: none at all, one that is not host:port, or the same one twice.
+      ConfigError: none at all, one that is not host:port or that nobody can reach, or the same one twice.
     """
+    if not isinstance(endpoints, (str, Sequence)):
+        raise ConfigError(
+            f"{of}s must be endpoints, such as '127.0.0.1:6174,127.0.0.1:6175', or a list of them; it is {endpoints!r}"
+        )
     given = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
     parsed = tuple(e.strip() for e in given)
     if not parsed or parsed == ("",):
         raise ConfigError(f"no {of} endpoints were given: write e.g. {of}s='127.0.0.1:6174,127.0.0.1:6175'")
     for e in parsed:
-        split_endpoint(e)
+        host, _ = split_endpoint(e)
+        if host in ANY_ADDRESS:
+            raise ConfigError(
+                f"{e!r} is every address of a host, which nobody else can reach: write the one at which the others "
+                "reach it"
+            )
     twice = sorted({e for e in parsed if parsed.count(e) > 1})
     if twice:
         raise ConfigError(

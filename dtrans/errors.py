@@ -20,6 +20,10 @@ class UntestedJaxWarning(UserWarning):
     """This JAX is newer than the newest that this dtrans was tested with."""
 
 
+class CheckpointWarning(UserWarning):
+    """A checkpoint that cannot be read, and that is passed over for the one before it."""
+
+
 class DtransError(Exception):
     """The base of all."""
 

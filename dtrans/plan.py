@@ -16,21 +16,23 @@ from __future__ import annotations
 import abc
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir import display
 from dtrans.ir.cost import flops
 from dtrans.ir.program import Program
+from dtrans.step import one_state
 
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-    import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +181,7 @@ class Job(abc.ABC):
 
     plan: Any
     _closed = False
+    _functions: weakref.WeakKeyDictionary[Any, one_state.Applied] | None = None
 
     run_id: str  # which run of the job it is: the default tag of its checkpoints
     saves = True  # whether this process saves what all of them have alike
@@ -210,6 +213,125 @@ class Job(abc.ABC):
         Raises:
           TraceError: another structure than the step takes; StateError: an array of another shape or dtype.
         """
+
+    def gather(self, state: Any) -> Any:
+        """The state as one device has it: what a step of one state takes, or (params, opt_state).
+
+        Example:
+          >>> import jax, jax.numpy as jnp, dtrans
+          >>> def step(state, x):
+          ...     loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+          ...     return {"w": state["w"] - 0.5 * g, "steps": state["steps"] + 1}, loss
+          >>> init = lambda: {"w": jnp.ones(2), "steps": jnp.zeros((), int)}
+          >>> plan = dtrans.nccl2(dtrans.trace(step, init(), jnp.eye(2)), dtrans.trace(init), trainers=2)
+          >>> job = plan.simulate()
+          >>> state, loss = job.step(job.init(), jnp.eye(2))
+          >>> jax.tree.map(lambda a: a.tolist(), job.gather(state))
+          {'steps': 1, 'w': [0.5, 0.5]}
+        """
+        return one_state.joined(self.plan.main, self.params(state), self.opt_state(state))
+
+    def scatter(self, state: Any) -> Any:
+        """The state of this job that goes on from one device's: from what `gather` returns.
+
+        Raises:
+          TraceError: another structure than the step takes; StateError: an array of another shape or dtype.
+        """
+        return self.state_of(*one_state.divided(self.plan.main, state))
+
+    def with_hyperparameters(self, state: Any, **values: float) -> Any:
+        """A state with other hyperparameters, which the optimizer keeps by name (`optax.inject_hyperparams`).
+
+        Args:
+          values: by name, as `learning_rate=1e-3`.
+
+        Raises:
+          ConfigError: the optimizer keeps none of this name, or this process does not have it.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, dtrans
+          >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+          >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx)
+          >>> init = lambda: (p := {"w": jnp.zeros(2)}, tx.init(p))
+          >>> x = jnp.ones((2, 2))
+          >>> plan = dtrans.nccl2(dtrans.trace(step, *init(), x), dtrans.trace(init), trainers=2)
+          >>> job = plan.simulate()
+          >>> state, _ = job.step(job.with_hyperparameters(job.init(), learning_rate=0.25), x)
+          >>> job.params(state)["w"].tolist()
+          [0.25, 0.25]
+        """
+        kept = {n.rpartition("hyperparams/")[2]: n for n in self.plan.main.in_names if "hyperparams/" in n}
+        for name in values:
+            if name not in kept:
+                raise ConfigError(
+                    f"the optimizer keeps no {name!r} in its state; it keeps {', '.join(kept) or 'nothing'} by name. "
+                    "Wrap it in optax.inject_hyperparams, or let the step take what changes as an argument"
+                )
+        wanted, found = {kept[name]: x for name, x in values.items()}, set()
+
+        def replaced(path: Any, x: Any) -> Any:
+            key = getattr(path[-1], "key", None)
+            name = key[-1] if isinstance(key, tuple) else key
+            if name not in wanted:
+                return x
+            found.add(name)
+            new = jnp.full(x.shape, wanted[name], x.dtype)
+            return jax.device_put(new, x.sharding) if isinstance(x, jax.Array) else new
+
+        new = jax.tree_util.tree_map_with_path(replaced, state)
+        if found != set(wanted):
+            raise ConfigError(
+                f"{next(n for n in wanted if n not in found)} is on the servers: let the step take what changes as an "
+                "argument, which trainers tell them"
+            )
+        return new
+
+    def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
+        """`fn(params, *args)`, or `fn(state, *args)` of a step of one state: evaluation, or sampling.
+
+        `fn` is jitted, once for each function and shape. Only what it reads is brought together: not the optimizer's
+        state, where it reads none. On a mesh slices stay where they are, and XLA gathers what each product needs.
+
+        Args:
+          fn: a pure function, the same object at each call; it is compiled anew for another one.
+          args: pytrees of arrays. All trainers have all of their rows.
+
+        Returns:
+          What `fn` returns.
+
+        Raises:
+          ConfigError: `fn` reads state that this process cannot ask for, as that of servers in a job of processes.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax, dtrans
+          >>> tx = optax.sgd(0.5)
+          >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+          >>> init = lambda: (p := {"w": jnp.ones(2)}, tx.init(p))
+          >>> plan = dtrans.nccl2(dtrans.trace(step, *init(), jnp.eye(2)), dtrans.trace(init), trainers=2)
+          >>> job = plan.simulate()
+          >>> predict = lambda params, x: x @ params["w"]
+          >>> job.apply(predict, job.init(), 3 * jnp.eye(2)).tolist()
+          [3.0, 3.0]
+        """
+        if self._functions is None:
+            self._functions = weakref.WeakKeyDictionary()
+        applied = self._functions.get(fn)
+        if applied is None:
+            applied = self._functions[fn] = one_state.Applied(self.plan.main, fn, self._opened)
+        return applied(lambda names: self._leaves(state, names), *args)
+
+    def _leaves(self, state: Any, names: Collection[str]) -> dict[str, Any]:
+        """The arrays of these names, as `_opened` takes them; it may be asked for the parameters alone."""
+        found: dict[str, Any] = {}
+        for spec, whole in zip(self.plan.main.args, (self.params, self.opt_state), strict=False):
+            if not set(names).isdisjoint(spec.names):
+                found |= zip(spec.names, spec.flatten(whole(state)), strict=True)
+        one = jax.local_devices()[0]  # stages and servers have devices of their own
+        return {n: jax.device_put(found[n], one) for n in names}
+
+    def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Arrays as one device has them, from those of `_leaves`; traced."""
+        return leaves
 
     @abc.abstractmethod
     def lower(self, state: Any, *batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Faults that the tests must notice: one in each of 24 files that matter, and five ways to cut a batch wrongly.
+"""Faults that the tests must notice: one or two in each of 30 files that matter, and five ways to cut a batch wrongly.
 
     python tests/faults.py                 plants each in a copy of the project, and runs its tests with `pytest -x`
     python tests/faults.py rules writer    some of them
@@ -53,6 +53,24 @@ class Fault:
 BATCHES = ("batch/test_step_zoo.py",)
 
 FAULTS = (
+    Fault(
+        "batch/given_micro_steps.py",
+        "[SHARED if n in self.values.whole else cut_along(0) for n in made.out_names]",
+        "[SHARED for n in made.out_names]",
+        ("batch/test_micro_steps.py",),
+    ),
+    Fault(
+        "pipeline_parallel/results.py",
+        "jnp.concatenate(parts, axis)",
+        "jnp.concatenate(parts)",
+        ("pipeline_parallel/test_results.py",),
+    ),
+    Fault(
+        "run/pipeline_parallel/compile_update.py",
+        "return slots.array(stage, n)",
+        "return slots.array(0, n)",
+        ("pipeline_parallel/test_arguments_and_state.py",),
+    ),
     Fault(
         "rows/rules.py",
         'reduce=eqn.primitive.name.removeprefix("reduce_")',
@@ -154,6 +172,24 @@ FAULTS = (
         "if self.how.prefetch == 0 and self.late is not None:",
         "if False and self.late is not None:",
         ("zero/test_plan.py", "zero/test_layer_scan.py", "zero/test_transform.py"),
+    ),
+    Fault(
+        "zero/slice_flow.py",
+        "if eqn.primitive.name == COND and not flow.is_same(eqn.invars[0]):",
+        "if False:",
+        ("zero/test_loop_shapes.py",),
+    ),
+    Fault(
+        "zero/all_gather.py",
+        "self.b.call(times(self.how.degree), slice_)[0]",
+        "slice_",
+        ("zero/test_loop_shapes.py",),
+    ),
+    Fault(
+        "slicing/mean.py",
+        'if len(grads) == 1 or op == "same":',
+        "if len(grads) == 1:",
+        ("parameter_server/test_told_and_asked.py",),
     ),
     Fault(
         "zero/reduce_scatter.py",

@@ -57,7 +57,7 @@ def test_a_record_is_a_value_whose_fields_are_described(record: Any) -> None:
 def test_arguments_that_are_no_records_are_named() -> None:
     x = dtrans.trace(lambda p, s, x: (p, s), 1.0, (), 1.0)
     for options, says in [
-        ({"batch": "sum"}, "batch must be 'exact' or 'local', it is 'sum'"),
+        ({"batch": "sum"}, "batch must be 'exact', 'local' or 'micro', it is 'sum'"),
         ({"batch": 3}, "batch must be 'exact', 'local' or a dtrans.Batch; it is 3"),
         ({"reduce": 3}, "reduce must be 'mean', 'sum' or a dtrans.Reduce; it is 3"),
     ]:

@@ -107,7 +107,7 @@ def test_failed_role(command: Any, capsys: pytest.CaptureFixture[str], tmp_path:
 def test_launch_deadline(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import threading; threading.Event().wait()")
-    assert command("launch", "--deadline", "0.5", str(script)) == 1
+    assert command("launch", "--time-limit", "0.5", str(script)) == 1
     message = "dtrans: the launcher waited 0.5 s for the job: pserver 0, trainer 0 had not ended, and was stopped\n"
     assert capsys.readouterr().err == message
 
@@ -221,7 +221,7 @@ def test_train_as_processes(command: Any, capfd: pytest.CaptureFixture[str], tmp
     assert "<svg" in plot.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_train_as_processes_in_nccl2_mode(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert command("train", "--mode", "nccl2", "--engine", "processes", "--epochs", "8", "--optimizer", "adam") == 0
     out = capfd.readouterr().out
@@ -405,3 +405,11 @@ def test_train_defaults_in_stages(tmp_path: Path) -> None:
     assert float(cells(out, "loss of the first step")[0]) > 4.5
     assert float(cells(out, "loss of the last 10, mean")[0]) < 2.6 and float(cells(out, "validation loss")[0]) < 2.6
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_python_m_dtrans_is_the_command() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "dtrans", "launch", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 0, found.stderr
+    assert "--time-limit" in found.stdout and "--deadline" not in found.stdout  # that is what a role may wait

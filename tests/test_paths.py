@@ -83,6 +83,7 @@ def _written(folder: Path, text: str) -> Path:
     return file
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["dtrans", "Zoë's folder"])
 def test_a_job_runs_and_saves_in_any_folder(name):
     """Script, sockets, checkpoint and summaries, all below such a folder."""

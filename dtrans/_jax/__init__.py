@@ -59,6 +59,7 @@ from dtrans._jax.own import (
 )
 from dtrans._jax.primitives import (
     COND as COND,
+    CUSTOM_RULES as CUSTOM_RULES,
     ELEMENTWISE as ELEMENTWISE,
     LOOPS as LOOPS,
     REMAT as REMAT,
@@ -81,6 +82,7 @@ from dtrans._jax.primitives import (
 from dtrans._jax.runtime import (
     backends_started as backends_started,
     bulletin_board as bulletin_board,
+    coordinator as coordinator,
     gloo_scatters_wrongly as gloo_scatters_wrongly,
     is_varying as is_varying,
 )

@@ -49,14 +49,23 @@ def bulletin_board() -> Any:
 
     JAX has no documented way to it; this one goes by what `multihost_utils` itself uses.
     """
+    client = _of_job("client")
+    assert client is not None, "jax.distributed is not initialized"
+    return client
+
+
+def coordinator() -> str:
+    """The address at which `jax.distributed` connected the processes of the job, `host:port`."""
+    return str(_of_job("coordinator_address"))
+
+
+def _of_job(what: str) -> Any:
     utils: Any = multihost_utils
     try:
-        client = utils.distributed.global_state.client
+        return getattr(utils.distributed.global_state, what)
     except AttributeError as e:
         tested = ".".join(map(str, NEWEST_TESTED))
         raise TraceError(
             f"jax {jax.__version__} keeps the store of its processes elsewhere ({e}): dtrans knows where jax 0.10.2 to "
             f"{tested} have it; take one of these"
         ) from e
-    assert client is not None, "jax.distributed is not initialized"
-    return client

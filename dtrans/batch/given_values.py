@@ -3,7 +3,9 @@
 How many entries a mask has, a dropout mask, which rows are mixed: such values are of the whole batch, and need no
 micro-batch. A program of its own makes them first, from the batch alone, by the equations that one device carries out.
 Micro-batches are given them: their rows, or all of them. What is left may add up where the step as it was written does
-not (`dtrans.batch.scaled`): a masked mean is a sum over rows, once the number that it is divided by is known.
+not (`dtrans.batch.scaled`): a masked mean is a sum over rows, once the number that it is divided by is known. Beside a
+penalty of parameters, of which every micro-batch has all, it is a mean over micro-batches that are given a portion of
+that number.
 
     step      params, opt_state, *batch                       ->  what it returns
     becomes   *batch                                          ->  @given/0, @given/1, ...
@@ -26,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import ELEMENTWISE, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
+from dtrans.errors import BatchError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.inline import eliminate_dead, inline_calls
@@ -66,15 +69,52 @@ class GivenValues:
       spots: where each is made.
       whole: the names of those that every micro-batch gets whole; of others it gets rows.
       held: parameters without a gradient that they may be made of, a key perhaps.
+      parts: how many micro-batches there are.
+      portions: the names of those of which every micro-batch gets an equal portion, not the whole.
+      equations: the primitives of the step in which they were found, which spots count.
     """
 
     spots: tuple[Spot, ...]
     whole: tuple[str, ...]
     held: tuple[str, ...] = ()
+    parts: int = 1
+    portions: tuple[str, ...] = ()
+    equations: tuple[str, ...] = ()
+
+    def by_portions(self, captured: Program) -> Iterator[GivenValues]:
+        """The ways to give what every micro-batch gets whole: all of it, then portions of numbers, then of single ones.
+
+        A loss that is a sum over rows, divided by a number of the whole batch, is a sum over micro-batches. Divided by
+        a portion of that number it is a mean over them; so is a penalty of parameters, which all of them have whole.
+        """
+        step = _Flat(captured)
+        numbers = [
+            n for n in self.whole if jnp.issubdtype(step.value(self.spots[self.number(n)]).aval.dtype, jnp.inexact)
+        ]
+        yield self
+        if numbers:
+            yield dataclasses.replace(self, portions=tuple(numbers))
+        for n in numbers if len(numbers) > 1 else ():
+            yield dataclasses.replace(self, portions=(n,))
+
+    @staticmethod
+    def number(name: str) -> int:
+        """Which of these values has a name."""
+        return int(name.rpartition("/")[2])
+
+    def _flat(self, captured: Program) -> _Flat:
+        """A captured step whose equations are those among which the values were found."""
+        step = _Flat(captured)
+        if step.primitives != self.equations:
+            raise BatchError(
+                f"{captured.name} has other equations for parts of the batch of these shapes than for those for which "
+                "values of the whole batch were found: give each part two rows at least"
+            )
+        return step
 
     def taken_by(self, captured: Program) -> Program:
-        """A captured step with these values as its last arguments."""
-        step = _Flat(captured)
+        """A captured step with these values as its last arguments. Raises BatchError for one of other equations."""
+        step = self._flat(captured)
         given = {spot: Var(step.value(spot).aval) for spot in self.spots}
         sub = {step.value(s): v for s, v in given.items() if not s.in_loss}
         eqns = [e if e is step.loss else e.replace(invars=_read(e.invars, sub)) for e in step.inner.eqns]
@@ -115,8 +155,8 @@ class GivenValues:
         return step.loss.replace(invars=operands, params={**step.loss.params, "loss": eliminate_dead(new)})
 
     def made_by(self, captured: Program) -> Program:
-        """The program that makes these values, from the whole batch; `captured` is of that."""
-        step = _Flat(captured)
+        """The program that makes these values, from the whole batch; `captured` is of that. Errors as `taken_by`."""
+        step = self._flat(captured)
         body = opened(step.body)
         operand = dict(zip(body.invars, step.loss.invars, strict=True))
         inlined = [e.replace(invars=_read(e.invars, operand)) for e in body.eqns]
@@ -136,12 +176,17 @@ class GivenValues:
             [eqns[i] for i in kept],
             step.inner,
         )
+        b = Builder(made)
+        values = b.inline(made, *(b.input(v.aval) for v in opened(made).invars))
+        for n in self.portions:
+            (values[self.number(n)],) = b.call(_portion(self.parts), values[self.number(n)])
+        jaxpr = eliminate_dead(b.build(values))
         return Program(
             f"values of the whole batch of {captured.name}",
-            eliminate_dead(made),
+            jaxpr,
             args,
             TreeSpec.of(tuple(v.aval for v in outs), ROOT),
-            (FORWARD,) * len(eliminate_dead(made).jaxpr.eqns),
+            (FORWARD,) * len(opened(jaxpr).eqns),
             specializer=lambda types: self.made_by(
                 captured.specialize_flat([*state, *types[: len(types) - len(held)]])
             ),
@@ -157,7 +202,9 @@ def given_values(whole: Program, part: Program, parts: int, held: Sequence[str])
       parts: how many there are.
       held: parameters without a gradient.
     """
-    return dataclasses.replace(_Finder(_Flat(whole), _Flat(part), parts).found(held), held=tuple(held))
+    flat = _Flat(part)
+    found = _Finder(_Flat(whole), flat, parts).found(held)
+    return dataclasses.replace(found, held=tuple(held), parts=parts, equations=flat.primitives)
 
 
 def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
@@ -200,6 +247,11 @@ def _turned(axis: int) -> Callable[[Any], Any]:
     return lambda x: jnp.moveaxis(x, 0, axis)
 
 
+@functools.cache
+def _portion(parts: int) -> Callable[[Any], Any]:
+    return lambda x: x / parts
+
+
 class _Flat:
     """A captured step without calls, and its loss."""
 
@@ -211,6 +263,11 @@ class _Flat:
         self.loss = loss_of(dataclasses.replace(captured, jaxpr=flat, roles=("",) * len(self.inner.eqns)))
         self.at = self.inner.eqns.index(self.loss)
         self.body = _with_named_ends(inline_calls(self.loss.params["loss"], keep=keep, rules=True))
+
+    @property
+    def primitives(self) -> tuple[str, ...]:
+        """The names of all its primitives, in order."""
+        return tuple(e.primitive.name for e in (*self.inner.eqns, *opened(self.body).eqns))
 
     def value(self, spot: Spot) -> Var:
         """What is made there."""
@@ -241,7 +298,7 @@ class _Finder:
 
     def found(self, held: Collection[str]) -> GivenValues:
         w, p = self.whole, self.part
-        if [e.primitive for e in _all(w)] != [e.primitive for e in _all(p)]:
+        if w.primitives != p.primitives:
             return GivenValues((), ())  # nothing can be compared
         batch = {n for spec in p.program.args[2:] for n in spec.names}
         for n, a, b in zip(p.program.in_names, w.inner.invars, p.inner.invars, strict=True):
@@ -290,6 +347,9 @@ class _Finder:
             self._read(x.invars, y.invars)
             return
         own = y.primitive.name in _BY_ROW and self._by_row(x, y)
+        if y.primitive.name == "transpose" and self.rows(x.outvars[0], y.outvars[0]) is NotImplemented:
+            self._read(x.invars, y.invars)  # parts are given what has its rows on dim 0, and turn it as the step does
+            own = True
         for k, v in enumerate(y.outvars):
             # a number of a row is what its part makes of it, or nothing is: nobody else's would do
             if y.primitive.name != "iota":
@@ -329,11 +389,6 @@ def _with_named_ends(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     return closed(
         [*inner.constvars, *numbers.values()], [*constants(jaxpr), *values], inner.invars, outs, inner.eqns, jaxpr
     )
-
-
-def _all(step: _Flat) -> Iterator[JaxprEqn]:
-    yield from step.inner.eqns
-    yield from opened(step.body).eqns
 
 
 def _equal(x: Any, y: Any) -> bool:

@@ -14,7 +14,7 @@ Nothing is assumed where equations do not pair, or powers do not fit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,9 @@ from dtrans._jax import (
 from dtrans.batch.trainer_step import TrainerStep
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.inline import eliminate_dead, inline_calls
-from dtrans.ir.program import without_addresses
-from dtrans.step.cut import Cut, cut
+from dtrans.ir.program import Program, without_addresses
+from dtrans.step.cut import Cut
+from dtrans.step.marks import mark_p
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,40 +61,48 @@ _ZERO = None  # of a value that is nothing but zeros: any power fits
 Power = int | None
 _KEEP = frozenset(
     {
-        "abs", "broadcast_in_dim", "conj", "copy", "copy_p", "cumsum", "expand_dims", "gradient", "imag", "name",
-        "neg", "real", "reduce_max", "reduce_min", "reduce_sum", "reshape", "rev", "slice", "split", "squeeze",
-        "stop_gradient", "transpose", "unstack",
+        "abs", "broadcast_in_dim", "conj", "copy", "copy_p", "cummax", "cummin", "cumsum", "expand_dims", "fft",
+        "gradient", "imag", "name", "neg", "real", "reduce_max", "reduce_min", "reduce_sum", "reduce_window_max",
+        "reduce_window_min", "reduce_window_sum", "reshape", "rev", "slice", "split", "squeeze", "stop_gradient",
+        "transpose", "unstack",
     }
 )  # fmt: skip
-_SAME = frozenset(
-    {"add", "add_any", "complex", "concatenate", "dynamic_update_slice", "max", "min", "pad", "stack", "sub"}
+_SAME = frozenset({"add", "add_any", "complex", "concatenate", "max", "min", "pad", "stack", "sub"})
+# by what stands behind, as indices and the operand of a pool, none enters
+_FIRST = frozenset(
+    {"gather", "dynamic_slice", "convert_element_type", "reduce_precision", "select_and_scatter_add"}
+    | {"select_and_gather_add"}
 )
-_FIRST = frozenset({"gather", "dynamic_slice", "convert_element_type", "reduce_precision"})  # indices have none
 
 
 class _NoScaleError(Exception):
     """Equations that do not pair, or powers that do not fit."""
 
 
-def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> PartScale | None:
+def scale_of_parts(step: Cut, part: TrainerStep, trainers: int, portions: Collection[str] = ()) -> PartScale | None:
     """The powers of a step; None where its parts do not add up to it by themselves.
 
     Args:
       step: traced on a trainer's part.
       part: what was written from the step on the whole.
       trainers: how many there are.
+      portions: the inputs of which each has an equal portion, where the step on the whole has all.
     """
     if part.exchanged or trainers < 2:
         return None
-    theirs = cut(part.program).with_reported()
+    marks = {e.params["leaf"]: e.invars[0] for e in part.program.eqns if e.primitive is mark_p}
     results = [n for n in step.results if n not in step.from_gradients]
     asked = [n for n in (*results, *step.frozen) if n in part.merges]
     halves = [
-        _half(of, [*(of.gradients[n] for n in step.gradients), *(of.program.outvars[n] for n in asked)])
-        for of in (step, theirs)
+        _half(of, [*(gradients[n] for n in step.gradients), *(outs[n] for n in asked)])
+        for of, gradients, outs in (
+            (step.program, step.gradients, step.program.outvars),
+            (part.program, marks, part.program.outvars),
+        )
     ]
     try:
-        powers = _Pairing(trainers, part.firsts).powers(halves, [0] * len(opened(halves[0]).invars))
+        ins = [-1 if n in portions else 0 for n in step.program.in_names]
+        powers = _Pairing(trainers, part.firsts).powers(halves, ins)
     except _NoScaleError:
         return None
     graded, made = powers[: len(step.gradients)], dict(zip(asked, powers[len(step.gradients) :], strict=True))
@@ -106,12 +115,12 @@ def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> PartScale | N
     return PartScale(max(of_gradients, default=0), {n: made.get(n) or 0 for n in part.merges})
 
 
-def _half(step: Cut, outs: Sequence[Atom]) -> ClosedJaxpr:
+def _half(program: Program, outs: Sequence[Atom]) -> ClosedJaxpr:
     """Forward and backward, without what they do not need."""
-    inner = step.program.inner
+    inner = program.inner
     kept, _ = backward_slice(inner.eqns, outs)
     eqns = [inner.eqns[i] for i in kept]
-    return eliminate_dead(closed(inner.constvars, step.program.jaxpr.consts, inner.invars, list(outs), eqns, inner))
+    return eliminate_dead(closed(inner.constvars, program.jaxpr.consts, inner.invars, list(outs), eqns, inner))
 
 
 class _Pairing:
@@ -198,6 +207,10 @@ class _Pairing:
             if len(set(known)) > 1:
                 raise _NoScaleError
             return [known[0] if known else _ZERO] * count
+        if name == "dynamic_update_slice":  # behind what it writes are indices
+            if any(ins[2:]) or len({p for p in ins[:2] if p is not _ZERO}) > 1:
+                raise _NoScaleError
+            return [next((p for p in ins[:2] if p is not _ZERO), _ZERO)]
         if name == "select_n":
             if ins[0] or len({p for p in ins[1:] if p is not _ZERO}) > 1:
                 raise _NoScaleError

@@ -11,11 +11,12 @@ the sum, of what trainers make of their parts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from dtrans._jax import LOOPS, REMAT, bodies, equations, line_of
 from dtrans.batch.scaled import PartScale, scale_of_parts
 from dtrans.batch.trainer_step import TrainerStep, trainer_step
 from dtrans.errors import BatchError, ConfigError
@@ -91,6 +92,7 @@ def share(
     adapt: Callable[[TrainerStep], TrainerStep] = lambda part: part,
     alone: Callable[[Mapping[str, str]], bool] = lambda merges: True,
     open_state: bool = False,
+    portions: Collection[str] = (),
 ) -> SharedStep:
     """Share the batch of a step exactly.
 
@@ -99,9 +101,11 @@ def share(
       batch: which of its arrays are cut, and along which dimension.
       trainers: how many there are.
       over: the named axes that they are on.
-      adapt: what becomes of a trainer's step that is not the step itself.
+      adapt: makes another of a trainer's step that is not the step itself.
       alone: whether trainers can take the step itself, where parts add up and their outputs are merged in these ways.
       open_state: whether parameters that trainers make are merged as results are.
+      portions: arrays of which each trainer has a portion: all entries, divided by the number of trainers. Only a step
+        that is proven takes them.
     """
     source = step.program
     axes = batch_axes(step, batch)
@@ -113,8 +117,8 @@ def share(
         )
         return dataclasses.replace(made, program=dataclasses.replace(made.program, name=source.name))
 
-    def grown(types: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        return [_grown(t, axes.get(n), trainers) for n, t in zip(source.in_names, types, strict=True)]
+    def all_grown(types: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        return [grown(t, axes.get(n), trainers) for n, t in zip(source.in_names, types, strict=True)]
 
     def shared(part: TrainerStep, step: Cut, scale: PartScale | None) -> SharedStep:
         known = {n: "concat" if isinstance(way, int) else way for n, way in part.merges.items()}
@@ -128,12 +132,12 @@ def share(
         part = adapt(of_whole(types))
         return shared(part, cut(part.program).with_reported(), None)
 
-    part = of_whole(grown([*source.inputs.values()]))
-    scale = scale_of_parts(step, part, trainers)
+    part = of_whole(all_grown([*source.inputs.values()]))
+    scale = scale_of_parts(step, part, trainers, portions)
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
         return proven
     part = adapt(part)
-    program = dataclasses.replace(part.program, specializer=lambda types: adapt(of_whole(grown(types))).program)
+    program = dataclasses.replace(part.program, specializer=lambda types: adapt(of_whole(all_grown(types))).program)
     return shared(part, cut(program).with_reported(), None)
 
 
@@ -153,13 +157,26 @@ def share_alone(step: Cut, batch: Batch, parts: int, name: str) -> SharedStep:
     return shared
 
 
-def not_made_of_parts(step: Cut, shared: SharedStep, name: str) -> ConfigError:
-    """What is wrong with a step that parts take alone, which are called `name`."""
+def not_made_of_parts(step: Cut, shared: SharedStep, name: str, kind: str = "local") -> ConfigError:
+    """What is wrong with a step that parts take alone, which are called `name`; `kind` of `Batch` is the remedy."""
     return ConfigError(
         f"batch='exact': {step.program.name} has values of the whole batch ({shared.reason}), and {name} exchange "
-        "nothing but gradients and results. dtrans.nccl2 and dtrans.sharding do; or say batch='local': then each "
-        "part has its own statistics, random numbers and counts"
+        f"nothing but gradients and results. dtrans.nccl2 and dtrans.sharding do; or say batch={kind!r}: then each "
+        f"part has its own statistics, random numbers and counts{_drawn_inside(step.program)}"
     )
+
+
+def _drawn_inside(program: Program) -> str:
+    """What to do about random numbers that a loop or `jax.checkpoint` draws; empty where none does."""
+    for eqn in program.eqns:
+        if eqn.primitive.name in (*LOOPS, *REMAT):
+            for inner in equations(bodies(eqn)[-1]):
+                if inner.primitive.name == "random_bits":
+                    return (
+                        f". Random numbers are drawn in {eqn.primitive.name} ({line_of(inner) or line_of(eqn)}): "
+                        "in a pipeline draw them before it, with the rows of the batch on dim 0, and hand them in"
+                    )
+    return ""
 
 
 def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
@@ -178,10 +195,21 @@ def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
             t = step.program.inputs[n]
             if axis is None or not t.ndim or is_under(n, batch.unsplit_inputs):
                 continue
+            if _is_key_data(step.program, n):
+                raise ConfigError(
+                    f"{n} is {t.str_short()}, a key as jax.random.PRNGKey makes it, and would be cut as rows are: make "
+                    f"it with jax.random.key, or name it in dtrans.Batch(unsplit_inputs=({n!r},))"
+                )
             if axis >= t.ndim:
                 raise ConfigError(f"axes={batch.axes!r}: {n} is {t.str_short()}, which has no dimension {axis}")
             found[n] = axis
     return found
+
+
+def _is_key_data(program: Program, name: str) -> bool:
+    """Whether an array of the batch is the two numbers of a key, and is used as such."""
+    v = program.invars[name]
+    return v.aval.shape == (2,) and any(e.primitive.name == "random_wrap" and e.invars[0] is v for e in program.eqns)
 
 
 def rows_of(program: Program, axes: Mapping[str, int]) -> int:
@@ -198,7 +226,7 @@ def rows_of(program: Program, axes: Mapping[str, int]) -> int:
     return next(iter(rows), 0)
 
 
-def _grown(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
+def grown(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
     """The type of the whole of which each trainer has such a part."""
     shape = t.shape if axis is None else (*t.shape[:axis], t.shape[axis] * trainers, *t.shape[axis + 1 :])
     return jax.ShapeDtypeStruct(shape, t.dtype)

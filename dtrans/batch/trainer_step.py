@@ -91,7 +91,8 @@ def trainer_step(
     watched = [eqns[i] for i in step.observers if not is_behind(eqns[i])]
     wanted: list[Atom] = [*terms, *(outs[n] for n in before), *crossing]
     needed, _ = backward_slice(eqns, [*wanted, *(a for e in watched for a in e.invars)])
-    half = [e for i, e in enumerate(eqns) if i in set(needed) or e in watched]
+    kept_here = {*needed, *(i for i in step.observers if not is_behind(eqns[i]))}
+    half = [eqns[i] for i in sorted(kept_here)]
 
     inner = closed(source.inner.constvars, source.jaxpr.consts, source.inner.invars, wanted, half, source.jaxpr)
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, overload
@@ -27,7 +28,7 @@ from dtrans.checkpoint.pserver_state import (
 )
 from dtrans.checkpoint.runs import run_of
 from dtrans.data_parallel.plan import CollectivePlan
-from dtrans.errors import StateError
+from dtrans.errors import CheckpointWarning, StateError
 from dtrans.ir.program import Program
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Job
@@ -345,6 +346,8 @@ def load(path: Folder, main: Program) -> tuple[Any, Any]:
 def latest(folder: Folder) -> Path | None:
     """The last checkpoint in a folder of checkpoints that is whole; None where there is none.
 
+    One that is not, or that cannot be read, is passed over with a `CheckpointWarning`.
+
     Args:
       folder: whose folders with a number for a name are checkpoints: `ckpt/100`, `ckpt/200`.
 
@@ -362,7 +365,8 @@ def latest(folder: Folder) -> Path | None:
     for path in sorted(steps, key=lambda p: int(p.name), reverse=True):
         try:
             Checkpoint.at(path)
-        except StateError:
+        except StateError as e:
+            warnings.warn(CheckpointWarning(f"{path} is passed over: {e}"), stacklevel=2)
             continue
         return path
     return None

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans.errors import StateError
+from dtrans.ir.array_fns import is_key, words
 from dtrans.parameter_server.overview import VarDistributed
 
 
@@ -150,15 +151,10 @@ def as_numpy(x: Any) -> np.ndarray:
     return np.asarray(words(x))
 
 
-def words(x: Any) -> Any:
-    """A value; of random keys, the words that they are made of."""
-    return jax.random.key_data(x) if _is_key(x.dtype) else x
-
-
 def as_jax(data: np.ndarray, dtype: Any, device: jax.Device | None = None) -> jax.Array:
     """The inverse of `as_numpy`, in memory of its own; on the default device, unless another is given."""
     array = jnp.array(data, device=device)
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros((), dtype))) if _is_key(dtype) else array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros((), dtype))) if is_key(dtype) else array
 
 
 def copied(x: Any) -> jax.Array:
@@ -166,13 +162,9 @@ def copied(x: Any) -> jax.Array:
     return as_jax(as_numpy(x), x.dtype)
 
 
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 def stored(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of `as_numpy`."""
-    if _is_key(dtype):
+    if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return data.shape, data.dtype
     return shape, np.dtype(dtype)

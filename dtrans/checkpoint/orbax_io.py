@@ -31,10 +31,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtrans.checkpoint.assemble import as_jax, as_numpy, by_origin, joined, overlap, type_of, words
+from dtrans.checkpoint.assemble import as_jax, as_numpy, by_origin, joined, overlap, type_of, whole
 from dtrans.errors import ConfigError, StateError, not_installed
+from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
 from dtrans.parameter_server.overview import VarDistributed
+from dtrans.step.frozen import check_still
 
 
 FORMAT = 1
@@ -62,7 +64,9 @@ class Checkpoint:
     def at(cls, path: Folder) -> Checkpoint:
         """The checkpoint at a path. Raises StateError where it is none, or not a whole one."""
         path = Path(path).absolute()
-        there = {piece.name: _read_about(piece) for piece in _finished(path)}
+        with _reading(path):
+            pieces = _finished(path)
+        there = {piece.name: _read_about(piece) for piece in pieces}
         if not there:
             raise StateError(f"there is no checkpoint at {path}" + ("" if path.is_dir() else ": it is no folder"))
         name, first = next(iter(there.items()))
@@ -79,7 +83,7 @@ class Checkpoint:
         return cls(path, first["pieces"], first["types"], by_origin(rows))
 
     def of(self, main: Program) -> Checkpoint:
-        """Itself. Raises StateError where it is that of another step."""
+        """Itself. Raises StateError where it is that of another step, or of leaves that the step holds still."""
         wanted = _types_of(main)
         for name in (*wanted, *self.types):
             if self.types.get(name) != wanted.get(name):
@@ -87,6 +91,8 @@ class Checkpoint:
                     f"the checkpoint at {self.path} is of another step: {name} is {self.types.get(name, 'not')} in it, "
                     f"and {wanted.get(name, 'nothing')} in {main.name}"
                 )
+        for name, x in zip(main.still, self.on_host([whole(n, main.inputs[n]) for n in main.still]), strict=True):
+            check_still(main, name, x)
         return self
 
     def arrays(self, targets: Sequence[VarDistributed]) -> list[jax.Array]:
@@ -164,13 +170,19 @@ def write(path: Folder, layout: PieceLayout, who: str, values: Mapping[str, Any]
                 + (f", run or step, {theirs['tag']!r} and not {tag!r}" if theirs["tag"] != tag else "")
                 + "; save to a path of its own, and give processes that were not started together the same tag"
             )
-    path.mkdir(parents=True, exist_ok=True)
     # orbax refuses arrays without elements: their type says all of them
     alone = jax.process_count() == 1
     arrays = {n: as_numpy(x) if alone else _as_shared(x) for n, x in values.items() if math.prod(x.shape)}
     handler, args = _piece_types()
-    with _one_at_a_time, ocp.Checkpointer(handler(*_handlers()), multiprocessing_options=_alone()) as checkpointer:
-        checkpointer.save(place, args=args(arrays, about))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time, ocp.Checkpointer(handler(*_handlers()), multiprocessing_options=_alone()) as checkpointer:
+            checkpointer.save(place, args=args(arrays, about))
+    except (OSError, ValueError) as e:  # of orbax's own writer a full disk is a ValueError
+        raise StateError(
+            f"the piece of {who} cannot be written to {place}: {e}. Make room, or let this process write there; what "
+            "was saved before is as it was"
+        ) from e
 
 
 def _types_of(main: Program) -> dict[str, str]:
@@ -216,7 +228,7 @@ def _read_arrays(piece: Path, names: Mapping[str, None]) -> dict[str, np.ndarray
 
 @contextlib.contextmanager
 def _reading(piece: Path) -> Iterator[None]:
-    """Errors of orbax, with the piece that they are about."""
+    """Errors of orbax and of the disk, with the piece that they are about."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError) as e:

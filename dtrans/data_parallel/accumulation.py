@@ -14,18 +14,22 @@ leaves the optimizer's state to each trainer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, jaxpr_as_fun, opened, small_jaxpr
+from dtrans.batch.given_micro_steps import GivenMicroSteps
+from dtrans.data_parallel.options import Options
+from dtrans.data_parallel.reducer import clipped
 from dtrans.errors import BatchError
+from dtrans.ir.array_fns import in_one, parts_of
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
-from dtrans.ir.program import Program
-from dtrans.ir.pytree import unused_name
+from dtrans.ir.program import BACKWARD, FORWARD, Program
+from dtrans.ir.pytree import is_under, unused_name
 from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import write_trainer_half
 
@@ -42,14 +46,39 @@ class MicroSteps:
       reduce: how their gradients are combined: "mean" or "sum".
       ways: how each of their results is merged: "mean", "sum", "max", "concat", or "same" (the last one).
       example_count: the result that weights means over micro-steps; it is itself added up.
-      whole: names of batch arrays that every micro-step gets whole.
+      axes: the dimension along which each array of the batch is cut; every micro-step gets others whole.
+      keys: names of keys of the batch that are folded with the number of the micro-step.
+      joined: the dimension along which a result that is "concat" is joined, where that is not the first.
+      carried: parameters that trainers make and that go from micro-step to micro-step, as batch statistics of each do;
+        others are made of those before the step, and merged as results are.
+      given: what micro-steps are given of the whole batch, if anything.
+      clip_norm: the norm that the gradients of each are clipped to, if they are.
     """
 
     count: int
     reduce: str
     ways: Mapping[str, str]
     example_count: str | None
-    whole: Collection[str]
+    axes: Mapping[str, int]
+    keys: Sequence[str]
+    joined: Mapping[str, int]
+    carried: Sequence[str]
+    given: GivenMicroSteps | None
+    clip_norm: float | None
+
+    @classmethod
+    def of(cls, step: Cut, o: Options, merges: Mapping[str, str]) -> MicroSteps:
+        """Those of a trainer with these options."""
+        types = step.program.inputs
+        own = [n for n in step.batch if not is_under(n, o.batch.unsplit_inputs)]
+        shared = o.shared
+        axes = {n: 0 for n in own if types[n].ndim} if shared is None else shared.axes
+        keys = [n for n in own if jnp.issubdtype(types[n].dtype, jax.dtypes.prng_key) and not types[n].ndim]
+        joined = {} if shared is None else shared.joined
+        carried = [n for n in step.frozen if n in merges] if shared is None else []
+        reduce, count = o.reduce.op or "mean", o.batch.example_count
+        clip_norm = o.reduce.clip_of_each(o.num_micro_batch)
+        return cls(o.micro_steps, reduce, merges, count, axes, keys, joined, carried, o.given, clip_norm)
 
 
 def write_micro_steps(
@@ -75,27 +104,31 @@ def write_micro_steps(
     Raises:
       BatchError: rows that the micro-steps do not divide.
     """
-    micro = cut(_micro_program(step.program, step.batch, window)).with_reported()
-    held = [n for n in step.frozen if n in window.ways]
+    micro = cut(_micro_program(step.program, window)).with_reported()
+    merged = [*results, *(n for n in step.frozen if n in window.ways and n not in window.carried)]
     source = micro.program
     vars_of = source.invars
     outs_of: dict[str, Atom] = source.outvars
     grads: Mapping[str, Atom] = micro.gradients
     inner = Builder(source.jaxpr)
     given = given or {}
-    names = [n for n in (*micro.params, *micro.batch) if n not in given] + list(given)
+    names = [n for n in (*micro.params, *micro.asked, *micro.batch) if n not in given] + list(given)
     inner.invars += [vars_of[n] for n in names if n not in given]
     if half is None:
         write_trainer_half(inner, micro, results, lambda leaf, grad: None)
     else:
         made, grads = half(inner, micro)
         outs_of |= made
+    if window.clip_norm is not None:
+        inner.role = BACKWARD
+        grads = dict(zip(grads, inner.call(clipped(float(window.clip_norm)), *grads.values()), strict=True))
     called = {n: unused_name(n + GRAD, outs_of) for n in step.gradients}
     outs_of |= {name: grads[n] for n, name in called.items()}
-    ways = dict.fromkeys(called.values(), window.reduce) | {n: window.ways[n] for n in results}
-    outs = [*ways, *held]
+    ways = dict.fromkeys(called.values(), window.reduce) | {n: window.ways[n] for n in merged}
+    outs = [*ways, *window.carried]
     body = _Body(inner.build([outs_of[n] for n in outs]), names, outs)
-    found = _scanned(b, step, names, body, ways, held, window, given)
+    given = {**given, **_given_first(b, step, window)}
+    found = _scanned(b, step, names, body, ways, window.carried, window, given)
     return found, {n: found.pop(name) for n, name in called.items()}
 
 
@@ -105,7 +138,7 @@ def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, At
     Returns:
       All outputs of the step by name: parameters and optimizer state are those after the last step.
     """
-    micro = _micro_program(step.program, step.batch, window)
+    micro = _micro_program(step.program, window)
     state = [*step.params, *step.opt_state]
     ways = {n: window.ways[n] for n in step.results}
     outs = [*ways, *state]
@@ -118,23 +151,42 @@ def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, At
     return _scanned(b, step, names, _Body(inner.build([outs_of[n] for n in outs]), names, outs), ways, state, window)
 
 
-def _micro_program(source: Program, batch: Sequence[str], window: MicroSteps) -> Program:
+def _micro_program(source: Program, window: MicroSteps) -> Program:
     """The step, traced for a micro-step's part of the batch."""
-    types = []
+    types = [*micro_types(source, window.axes, window.count).values()]
+    return source.specialize_flat(types) if window.given is None else window.given.micro_step(types)
+
+
+def _given_first(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
+    """Write what micro-steps are given of the whole batch, by name: a trainer's rows of it, or all."""
+    if window.given is None:
+        return {}
+    source = step.program
+    made = window.given.of_trainer([jax.ShapeDtypeStruct(t.shape, t.dtype) for t in source.inputs.values()])
+    b.role = FORWARD
+    values = b.inline(made.jaxpr, *(source.invars[n] for n in made.in_names))
+    return dict(zip(made.out_names, values, strict=True))
+
+
+def micro_types(source: Program, axes: Mapping[str, int], count: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The types of the inputs of one of so many micro-steps.
+
+    Args:
+      axes: the dimension along which each array of the batch is cut.
+
+    Raises:
+      BatchError: rows that the micro-steps do not divide.
+    """
+    types = {}
     for n, t in source.inputs.items():
         shape = t.shape
-        if _is_split(n, t, batch, window):
-            if shape[0] % window.count:
-                raise BatchError(
-                    f"{n} has {shape[0]} rows on each trainer, which {window.count} micro-steps do not divide"
-                )
-            shape = (shape[0] // window.count, *shape[1:])
-        types.append(jax.ShapeDtypeStruct(shape, t.dtype))
-    return source.specialize_flat(types)
-
-
-def _is_split(name: str, t: Any, batch: Collection[str], window: MicroSteps) -> bool:
-    return name in batch and bool(t.ndim) and name not in window.whole
+        if n in axes:
+            at, rows = axes[n], shape[axes[n]]
+            if rows % count:
+                raise BatchError(f"{n} has {rows} rows on each trainer, which {count} micro-steps do not divide")
+            shape = (*shape[:at], rows // count, *shape[at + 1 :])
+        types[n] = jax.ShapeDtypeStruct(shape, t.dtype)
+    return types
 
 
 class _Body:
@@ -167,25 +219,20 @@ def _scanned(
       carried: the outputs that are inputs of the next micro-step.
       given: inputs that are not the step's own variables, by name.
     """
-    types, count, example_count = step.program.inputs, window.count, window.example_count
-    split = [n for n in names if _is_split(n, types[n], step.batch, window)]
-    keys = [
-        n
-        for n in step.batch
-        if jnp.issubdtype(types[n].dtype, jax.dtypes.prng_key) and not types[n].ndim and n not in window.whole
-    ]
+    count, example_count = window.count, window.example_count
+    split = [n for n in names if n in window.axes]
     added = [n for n, way in ways.items() if way in ("mean", "sum")]
     largest = [n for n, way in ways.items() if way == "max"]
     others = [n for n in ways if n not in added and n not in largest]
 
     def scan(*arrays: Any) -> list[Any]:
         values = dict(zip(names, arrays, strict=True))
-        rows = {n: values[n].reshape(count, -1, *values[n].shape[1:]) for n in split}
+        rows = {n: parts_of(values[n], window.axes[n], count) for n in split}
 
         def one(carry: Any, x: tuple[Any, dict[str, Any]]) -> Any:
             so_far, state = carry
             index, parts = x
-            folded = {n: jax.random.fold_in(values[n], index) for n in keys}
+            folded = {n: jax.random.fold_in(values[n], index) for n in window.keys}
             made = body({**values, **state, **folded, **parts})
             by = None if example_count is None else jnp.asarray(made[example_count])
             new = {}
@@ -211,11 +258,11 @@ def _scanned(
         found |= {n: found[n] / jnp.asarray(total, wide[n]) for n in added if ways[n] == "mean"}
         found |= {n: found[n].astype(body.types[n].dtype) for n in added}
         for n, v in rest.items():
-            found[n] = v.reshape(-1, *v.shape[2:]) if ways[n] == "concat" else v[-1]
+            found[n] = in_one(v, window.joined.get(n, 0)) if ways[n] == "concat" else v[-1]
         return [found[n] for n in ways] + [state[n] for n in carried]
 
     vars_of = step.program.invars
-    atoms = [(given or {}).get(n, vars_of[n]) for n in names]
+    atoms = [given[n] if given and n in given else vars_of[n] for n in names]
     made = b.inline(inline_calls(small_jaxpr(scan, [a.aval for a in atoms])), *atoms)
     return dict(zip((*ways, *carried), made, strict=True))
 

@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 import jax.numpy as jnp
 
+from dtrans.batch.given_micro_steps import GivenMicroSteps
 from dtrans.batch.shared import SharedStep
 from dtrans.checks import check_int, check_name, check_number, check_one_of, check_size, check_together, check_type
 from dtrans.errors import ConfigError
@@ -14,6 +15,7 @@ from dtrans.step.batch_sharing import Batch
 
 
 COMPRESSED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+CLIPPED_PER = ("step", "micro_batch")
 REDUCED = {"mean": "sum", "sum": "sum", "max": "max"}  # merge to operation
 MERGES = (*REDUCED, "concat", "each", "same")
 
@@ -34,6 +36,9 @@ class Reduce:
       clip_local_norm: clip each trainer's own gradients to this global norm *before* they are reduced, as EPL does by
         default. (A clip in the optimizer is one of the reduced gradients.) All reductions then wait for the last
         gradient.
+      clip_local_per: of which gradients that is the norm, where there are micro-batches: "step" clips what all of a
+        trainer's micro-batches make together, "micro_batch" what each of them makes, as EPL does. In a pipeline the
+        latter keeps the gradients of all micro-batches until the update.
 
     Raises:
       ConfigError: a value that is out of range, or a scale without a type.
@@ -55,6 +60,7 @@ class Reduce:
     compress: str | None = None
     compress_scale: float = 1.0
     clip_local_norm: float | None = None
+    clip_local_per: str = "step"
 
     def __post_init__(self) -> None:
         if self.op is not None:
@@ -67,6 +73,17 @@ class Reduce:
         if self.compress is None and self.compress_scale != 1.0:
             raise ConfigError(f"compress_scale={self.compress_scale!r} is for compress='bf16' or 'fp16', which is None")
         check_number("clip_local_norm", self.clip_local_norm, "a positive number", lambda x: x > 0, or_none=True)
+        check_one_of("clip_local_per", self.clip_local_per, CLIPPED_PER)
+        if self.clip_local_per != "step" and self.clip_local_norm is None:
+            raise ConfigError(f"clip_local_per={self.clip_local_per!r} is for clip_local_norm, which is None")
+
+    def clip_of_each(self, num_micro_batch: int) -> float | None:
+        """The norm that the gradients of each micro-batch are clipped to."""
+        return self.clip_local_norm if num_micro_batch > 1 and self.clip_local_per == "micro_batch" else None
+
+    def clip_of_all(self, num_micro_batch: int) -> float | None:
+        """The norm that those of all micro-batches together are clipped to."""
+        return self.clip_local_norm if self.clip_of_each(num_micro_batch) is None else None
 
     @classmethod
     def of(cls, given: Any) -> Reduce:
@@ -89,6 +106,8 @@ class Options:
     trainers_per_node: int = 0  # 0 where reductions are not hierarchical
     reduce: Reduce = Reduce()
     batch: Batch = Batch()
+    shared: SharedStep | None = None  # how an exact batch is shared, once that is known
+    given: GivenMicroSteps | None = None  # what micro-steps are given of the whole batch then
 
     def __post_init__(self) -> None:
         check_int(
@@ -148,7 +167,8 @@ class Options:
         """The same for a step that is shared already: as its parts add up."""
         whole = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=whole)
-        return dataclasses.replace(self, batch=batch, reduce=dataclasses.replace(self.reduce, op=shared.reduce))
+        reduce = dataclasses.replace(self.reduce, op=shared.reduce)
+        return dataclasses.replace(self, batch=batch, reduce=reduce, shared=shared)
 
     @property
     def micro_steps(self) -> int:

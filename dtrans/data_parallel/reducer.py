@@ -142,6 +142,7 @@ class Reducer:
     ) -> None:
         self.b = b
         self.o = o
+        self.clip_norm = o.reduce.clip_of_all(o.num_micro_batch)
         self.means: dict[str, Atom] = {}
         self.grads: dict[str, Atom] = {}
         self.kind = kind
@@ -169,19 +170,19 @@ class Reducer:
         self.missing[bucket.name].discard(leaf)
         if not self.missing[bucket.name]:
             self.waiting.append(bucket)
-        if self._count_is_there() and self.o.reduce.clip_local_norm is None:
+        if self._count_is_there() and self.clip_norm is None:
             self._flush()
 
     def finish(self) -> None:
         """Reduce what is left."""
-        if self.o.reduce.clip_local_norm is not None and self.grads:
+        if self.clip_norm is not None and self.grads:
             names = list(self.grads)
-            grads, bound = [self.grads[n] for n in names], float(self.o.reduce.clip_local_norm)
+            grads, bound = [self.grads[n] for n in names], float(self.clip_norm)
             if self.scale is None:
-                clipped = self.b.call(_clipped(bound), *grads)
+                made = self.b.call(clipped(bound), *grads)
             else:
-                clipped = self.b.call(_clipped_scaled(bound), self.scale, *grads)
-            of = {id(self.grads[n]): c for n, c in zip(names, clipped, strict=True)}
+                made = self.b.call(_clipped_scaled(bound), self.scale, *grads)
+            of = {id(self.grads[n]): c for n, c in zip(names, made, strict=True)}
             self.grads = {n: of[id(g)] for n, g in self.grads.items()}
         self._flush()
 
@@ -336,7 +337,7 @@ def _share(x: jax.Array, example_count: jax.Array, total: jax.Array) -> jax.Arra
 
 
 @functools.cache
-def _clipped(norm: float) -> Callable[..., Sequence[jax.Array]]:
+def clipped(norm: float) -> Callable[..., Sequence[jax.Array]]:
     """As `optax.clip_by_global_norm`."""
 
     def fn(*grads: jax.Array) -> Sequence[jax.Array]:

@@ -23,6 +23,7 @@ Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of Para
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -31,8 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, axes_of, equations
-from dtrans.batch.shared import SharedStep, share
-from dtrans.data_parallel.accumulation import MicroSteps, write_local_steps, write_micro_steps
+from dtrans.batch.given_micro_steps import GivenMicroSteps, share_given, silent
+from dtrans.batch.shared import SharedStep, batch_axes, grown, share
+from dtrans.data_parallel.accumulation import MicroSteps, micro_types, write_local_steps, write_micro_steps
 from dtrans.data_parallel.merge_rules import check_merge, merges_of
 from dtrans.data_parallel.options import Options, OptionsT, Reduce
 from dtrans.data_parallel.plan import CollectivePlan
@@ -43,10 +45,12 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import is_under
+from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
+from dtrans.step.capture import captured_if_marked
 from dtrans.step.cut import GRAD, Cut, Gradient, cut
 from dtrans.step.forward_backward import ready_order, refuse_across, refuse_nested, write_trainer_half
-from dtrans.step.startup import check_programs, match_startup
+from dtrans.step.startup import match_startup, of_two_parts
 
 
 def nccl2(
@@ -68,7 +72,8 @@ def nccl2(
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       trainers: how many trainers share each global batch.
       num_micro_batch: into how many micro-steps each trainer divides its part of the batch. Their gradients are added
-        up by a scan, and reduced once.
+        up by a scan, and reduced once. Values of the whole batch that no parameter enters (a dropout's mask) are made
+        in front of them.
       local_sgd: how many steps of its own each trainer takes, one after the other on so many parts of its part of the
         batch, before trainers average their parameters and optimizer state (local SGD): one reduction in so many steps.
         What the optimizer counts, other than steps, must be named in `batch.merge`.
@@ -101,7 +106,7 @@ def nccl2(
       >>> job.params(state)["w"].tolist(), float(loss)
       ([1.0, 2.0], 11.0)
     """
-    check_programs(main, startup)
+    main, startup = of_two_parts(main, startup)
     options = Options(
         trainers=trainers,
         axis_name=axis_name,
@@ -120,7 +125,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
     plain = cut(main).with_reported()
     check_names(plain, options)
     given, startup = startup, match_startup(plain, startup)
-    step, o, shared = shared_by(plain, options)  # what one trainer carries out, and how that becomes one
+    step, o, shared = shared_by(plain, options, main)  # what one trainer carries out, and how that becomes one
     merges = merges_of(step, o) if shared is None else shared.merges
     return CollectivePlan(
         main=plain.program,
@@ -142,21 +147,30 @@ def _of_whole(shared: SharedStep, options: Options, types: Sequence[jax.ShapeDty
     return rewritten(other.step, options.of(other), other.merges)
 
 
-def shared_by(plain: Cut, options: OptionsT) -> tuple[Cut, OptionsT, SharedStep | None]:
+def shared_by(plain: Cut, options: OptionsT, main: Program | None) -> tuple[Cut, OptionsT, SharedStep | None]:
     """The step of one trainer, and the options that it is written with.
+
+    Args:
+      main: the step as it was traced; None where it is another one, as in 16 bits.
 
     Raises:
       ConfigError: a trainer takes parts of the batch one after the other, and the step is not made of its parts.
       GradientError: gradients that are computed from other gradients, of which each trainer would have its own.
     """
-    if options.trainers == 1 or options.local_sgd is not None or not options.batch.exact:
+    parts = options.trainers * options.num_micro_batch
+    if parts == 1 or options.local_sgd is not None or not options.batch.exact:
         if options.local_sgd is None:
             refuse_nested(plain, options.trainers)
         if options.trainers > 1:
-            refuse_across(plain)
+            alone = options.local_sgd is not None
+            refuse_across(plain, remedy="" if alone else "With batch='exact' all trainers make one update, which may")
         return plain, options.local, None
-    shared = share(plain, options.batch, options.trainers, options.over)
-    if options.reduce.clip_local_norm is not None and not shared.proven:
+    given = None
+    if options.num_micro_batch == 1:
+        shared = share(plain, options.batch, parts, options.over)
+    else:
+        shared, given = _by_micro_steps(plain, options, main)
+    if options.reduce.clip_local_norm is not None and not (shared.proven and given is None):
         raise ConfigError(
             f"clip_local_norm={options.reduce.clip_local_norm!r} clips what each trainer's own rows make, and "
             f"{plain.program.name} has values of all of them ({shared.reason}). Say batch='local', or clip in the "
@@ -165,10 +179,35 @@ def shared_by(plain: Cut, options: OptionsT) -> tuple[Cut, OptionsT, SharedStep 
     if options.num_micro_batch > 1 and not shared.proven:
         raise ConfigError(
             f"num_micro_batch={options.num_micro_batch} takes rows of the batch one after the other, and "
-            f"{plain.program.name} has values of all of them ({shared.reason}). Say batch='local', for values of each "
-            "part alone, or leave num_micro_batch out"
+            f"{plain.program.name} has values of all of them ({shared.reason}). Those that no parameter enters are "
+            "made before, where gradients are taken with dtrans.value_and_grad, rows are on dim 0 and types those of "
+            "the step. Say batch='local', for values of each part alone, or leave num_micro_batch out"
         )
-    return shared.step, options.of(shared), shared
+    step = shared.step if options.num_micro_batch == 1 else plain
+    return step, dataclasses.replace(options.of(shared), given=given), shared
+
+
+def _by_micro_steps(step: Cut, o: Options, main: Program | None) -> tuple[SharedStep, GivenMicroSteps | None]:
+    """How the micro-steps of all trainers share the batch, and what they are given of the whole of it for that."""
+    axes, parts = batch_axes(step, o.batch), o.trainers * o.num_micro_batch
+    types = micro_types(step.program, axes, o.num_micro_batch)
+    for n, axis in axes.items():  # two rows at least: in shapes, one row looks like none
+        shape = types[n].shape
+        if shape[axis] == 1:
+            types[n] = jax.ShapeDtypeStruct((*shape[:axis], 2, *shape[axis + 1 :]), types[n].dtype)
+    part = step.program.specialize_flat([*types.values()])
+    shared = share(cut(part).with_reported(), o.batch, parts, o.over)
+    captured = None if shared.proven or main is None or any(axes.values()) else captured_if_marked(main)
+    if captured is None:
+        return shared, None
+    whole = captured.specialize_flat([grown(t, axes.get(n), parts) for n, t in types.items()])
+    batch = dataclasses.replace(o.batch, axes=0, unsplit_inputs=tuple(n for n in step.batch if n not in axes))
+    of_part = cut(silent(part)).with_reported()
+    leaves = leaves_of_state(step.optimize, step.params) if step.asked else {}
+    held = (*step.frozen, *(n for n in step.asked if n not in leaves))
+    again, values = share_given(of_part, whole, captured.specialize_flat([*types.values()]), held, batch, parts, o.over)
+    given = None if values is None else GivenMicroSteps(captured, values, axes, o.trainers, o.over)
+    return again, given
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -289,7 +328,7 @@ def _trained_together(
         reducer = Reducer(b, values, o, outs.get(o.batch.example_count or ""), GRAD, kind)
         write_trainer_half(b, step, results, reducer.made)
     else:
-        made, grads = write_micro_steps(b, step, _window(step, o, merges), results)
+        made, grads = write_micro_steps(b, step, MicroSteps.of(step, o, merges), results)
         found |= made
         reducer = Reducer(b, values, o, found.get(o.batch.example_count or ""), GRAD, kind)
         for leaf in values:
@@ -308,7 +347,7 @@ def _trained_apart(
     b: Builder, step: Cut, o: Options, merges: Mapping[str, str], outs: Mapping[str, Atom]
 ) -> dict[str, Atom]:
     """Write local steps, and the mean of what they make; its outputs by name."""
-    found = {**outs, **write_local_steps(b, step, _window(step, o, merges))}
+    found = {**outs, **write_local_steps(b, step, MicroSteps.of(step, o, merges))}
     values = reduced_values(step, o, merges)
     reducer = Reducer(b, values, o, found.get(o.batch.example_count or ""))
     for leaf in values:
@@ -317,8 +356,3 @@ def _trained_apart(
     vars_of = step.program.invars
     others = {n: way for n, way in merges.items() if n not in values}
     return found | reducer.merged(found, others, vars_of) | reducer.means
-
-
-def _window(step: Cut, o: Options, merges: Mapping[str, str]) -> MicroSteps:
-    whole = [n for n in step.batch if is_under(n, o.batch.unsplit_inputs)]
-    return MicroSteps(o.micro_steps, o.reduce.op or "mean", merges, o.batch.example_count, whole)

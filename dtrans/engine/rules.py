@@ -74,12 +74,16 @@ def choose(eqn: JaxprEqn, operands: Sequence[Operand], shards: Shards, as_term: 
       as_term: terms of what it makes are enough: to add them up costs nothing here.
     """
     rows = [rows_only(x.layout) for x in operands]
-    ways = [way_of(eqn, rows, shards)]
+    cost = lambda way: _cost(eqn, operands, way, shards, as_term)
+    natural = way_of(eqn, rows, shards)
+    if natural is not None and cost(natural) == (0, 0):
+        return natural
+    ways = [natural]
     for i, x in enumerate(rows):
         if isinstance(x, Rows):
             ways.append(way_of(eqn, [x if i == j else SHARED for j in range(len(rows))], shards))
     ways.append(Way((None,) * len(rows), (SHARED,) * len(eqn.outvars)))
-    return min((w for w in ways if w is not None), key=lambda w: _cost(eqn, operands, w, shards, as_term))
+    return min((w for w in ways if w is not None), key=cost)
 
 
 def _cost(eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards, as_term: bool) -> tuple[float, float]:
@@ -235,14 +239,14 @@ def _fits(way: Way | None, ins: Ins) -> Way | None:
 
 
 def _window(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """A window of one entry along the dimension that is cut, which is moved by one."""
-    (row,) = ins[:1]
-    p = eqn.params
-    if len(ins) > 1 or not isinstance(row, Rows):
+    """A window of one entry along the dimension that is cut, which is moved by one: a pool, or its derivative."""
+    row = next(x for x in ins if isinstance(x, Rows))
+    p, d = eqn.params, row.axis
+    steps = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    if any(p[key][d] != 1 for key in steps if key in p) or tuple(p["padding"][d]) != (0, 0):
         return None
-    d = row.axis
-    kept = p["window_dimensions"][d] == p["window_strides"][d] == p["base_dilation"][d] == p["window_dilation"][d] == 1
-    return Way((row,), (row,)) if kept and tuple(p["padding"][d]) == (0, 0) else None
+    operands = tuple(row if a.aval.ndim else None for a in eqn.invars)  # behind arrays stand what they begin with
+    return _fits(Way(operands, (row,) * len(eqn.outvars)), ins)
 
 
 def _array_sum(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
@@ -287,6 +291,7 @@ RULES: Mapping[str, Callable[[JaxprEqn, Ins, Shards], Way | None]] = {
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
     "conv_general_dilated": _convolution,
-    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
+    **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
+    **dict.fromkeys(("select_and_scatter_add", "select_and_gather_add"), _window),
     "psum": _array_sum,
 }

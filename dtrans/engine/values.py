@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class ShardValues(abc.ABC):
         self.sliced: dict[Var, Rows | Shared | None] = {}
         self.firsts: dict[Var, Atom] = {}
         self._counted: dict[tuple[Atom, int], bool] = {}
-        self._reason = ""
+        self._reason: Callable[[], str] = str
 
     # -- what values are -------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class ShardValues(abc.ABC):
         if is_input and isinstance(layout, Rows):
             self.inputs.add(var)
 
-    def needed_by(self, reason: str, eqn: JaxprEqn | None = None) -> None:
+    def needed_by(self, reason: Callable[[], str], eqn: JaxprEqn | None = None) -> None:
         """What reads values from here on, for `gathers`."""
         self._reason = reason
         self.b.source = eqn
@@ -180,7 +180,7 @@ class ShardValues(abc.ABC):
         return self.b.bind(reduce_scatter_p, wide, name="split", axis=row.axis, **self._among())[0]
 
     def _gathered(self, var: Var, had: Rows) -> Atom:
-        self.gathers.append(Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason))
+        self.gathers.append(Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason()))
         (wide,) = self.b.bind(all_gather_p, self._made[var, had], name="split", axis=had.axis, **self._among())
         return self._without_end(wide, had.axis, var.aval.shape[had.axis])
 
@@ -268,10 +268,15 @@ def _has(a: Atom, out: Atom, axis: int) -> bool:
 
 
 def _first_axis(eqn: JaxprEqn, axis: int) -> Any:
-    """The dimension of the first operand that an output's is, of what is written into it, or of a product."""
-    if eqn.primitive.name.startswith("scatter"):
+    """The dimension of the first operand that an output's is, moved, of what is written into it, or of a product."""
+    name = eqn.primitive.name
+    if name.startswith("scatter"):
         return axis
-    if eqn.primitive.name != "dot_general":
+    if name == "squeeze":
+        return [d for d in range(eqn.invars[0].aval.ndim) if d not in eqn.params["dimensions"]][axis]
+    if name == "transpose":
+        return eqn.params["permutation"][axis]
+    if name != "dot_general":
         return None
     (summed, _), (together, _) = eqn.params["dimension_numbers"]
     free = [d for d in range(eqn.invars[0].aval.ndim) if d not in (*summed, *together)]

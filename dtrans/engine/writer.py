@@ -10,6 +10,7 @@ way (`dtrans.engine.loops`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -74,13 +75,14 @@ class SplitWriter(ShardValues):
     """Writes the equations of one jaxpr for one shard."""
 
     cut_at_birth: Mapping[Var, Rows] = MappingProxyType({})  # what is made in pieces, and not whole as well
+    planned: dict[Any, LoopPlan | None]  # how loops and branches are carried out, by what they read
     terms: Collection[Var] = frozenset()  # sums that stay open wherever that can be, however often they are read
 
     # -- equations -------------------------------------------------------------------------------
 
     def equation(self, eqn: JaxprEqn) -> None:
         """Write one equation."""
-        self.needed_by(self._said(eqn), eqn)
+        self.needed_by(functools.partial(self._said, eqn), eqn)
         ins = [self.layout(a) for a in eqn.invars]
         if eqn.primitive.name in _WITH_BODIES and any(x is not SHARED for x in ins):
             if (plan := self._plan(eqn, ins)) is not None:
@@ -149,6 +151,9 @@ class SplitWriter(ShardValues):
         where = scope_of(eqn) or origin_of(eqn) or self.within
         operands = ", ".join(short_type(a.aval) for a in eqn.invars[:2])
         return f"{eqn.primitive.name} of {operands}" + (f" ({where})" if where else "")
+
+    def _output(self, number: int) -> str:
+        return f"output {number}" + (f" of {self.within}" if self.within else "")
 
     def carried_out(self, eqn: JaxprEqn, way: Way) -> list[Atom]:
         atoms = [self.read(a, row) for a, row in zip(eqn.invars, way.operands, strict=True)]
@@ -222,7 +227,10 @@ class SplitWriter(ShardValues):
             wanted = [*range(carried), *(i for i, v in enumerate(eqn.outvars) if v in self.terms and i >= carried)]
             return self._body(body, ins, outs, wanted, said, inputs[len(inputs) - len(ins) :])
 
-        return plan_loop(eqn, ins, write)
+        key = id(eqn), tuple(ins), tuple(inputs)
+        if key not in self.planned:
+            self.planned[key] = plan_loop(eqn, ins, write)
+        return self.planned[key]
 
     def _body(
         self,
@@ -288,7 +296,7 @@ class SplitWriter(ShardValues):
         made: list[Atom] = []
         layouts: list[Placed] = []
         for i, a in enumerate(inner.outvars):
-            self.needed_by(f"output {i}" + (f" of {self.within}" if self.within else ""))
+            self.needed_by(functools.partial(self._output, i))
             layout = wanted(i, self.layout(a))
             made.append(self.as_(a, layout))
             layouts.append(layout)
@@ -305,11 +313,12 @@ def written(jaxpr: ClosedJaxpr, shards: Shards, write: Callable[[SplitWriter], M
     alone, unless that would take gathers.
     """
     first = SplitWriter(jaxpr, shards, within)
+    first.planned = {}
     made = write(first)
     if not first.asked:
         return made
     second = SplitWriter(jaxpr, shards, within)
-    second.cut_at_birth = first.asked
+    second.planned, second.cut_at_birth = first.planned, first.asked
     again = write(second)
     return again if len(second.gathers) <= len(first.gathers) else made
 

@@ -55,6 +55,7 @@ NAMES = {
     "last_checkpointed_stage": "gradient_checkpoint.end_taskgraph",
     "sharding_stage": "zero.level",
     "offload": "offload.level",
+    "precision": "amp.level",
     "update_groups": "optimizer.num_apply_group",
     "max_buckets": "communication.max_splits",
     "chains": "communication.num_communicators",
@@ -63,15 +64,12 @@ NAMES = {
     "reduce": "communication.gradients_reduce_method",
 }
 
-_CAST = "cast in the model, or plan without stages: dtrans.sharding(precision='fp16')"
 _FILES = "call dtrans.epl.slice_files(files, worker, replicas), which has this option"
 
 # Keys that a plan does not look at: what to do in place of a value that is not the default.
 ELSEWHERE = {
     "gradient_checkpoint.check_gradients": "compare numbers with those of plan.simulate()",
-    "amp.level": _CAST,
-    "amp.loss_scale": _CAST,
-    "amp.debug_log": _CAST,
+    "amp.debug_log": "print(plan.programs[...]) shows what is in 16 bits",
     "cluster.run_visible_devices": "plan.on_mesh(devices) says which devices are used",
     "cluster.colocate_split_and_replicate": "stages have devices of their own; plan.simulate() has all on one",
     "io.slicing": _FILES,

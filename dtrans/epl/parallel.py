@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dtrans.checks import check_known, check_one_of, grouped
+from dtrans.checks import check_known, check_one_of, grouped, is_number
 from dtrans.data_parallel.options import Reduce
 from dtrans.epl.config import NAMES, Config
 from dtrans.errors import ConfigError, options_named
@@ -22,6 +22,8 @@ from dtrans.pipeline_parallel.options import StageMemory, Stages
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.transform import pipeline as pipeline_of
 from dtrans.step.batch_sharing import Batch
+from dtrans.step.scopes import scopes_within
+from dtrans.zero.options import Precision
 
 
 RECORDS = {"stages": Stages(), "memory": StageMemory(), "reduce": Reduce(), "batch": Batch("local")}
@@ -48,7 +50,8 @@ def pipeline(
         `jax.ad_checkpoint.checkpoint_name` gave them.
       cluster: how stages and replicas are laid out; by default "auto", with `cluster.device_place_prefer_intra_node`.
       **options: options of `dtrans.pipeline` that EPL has no key for, such as `replicas`, and fields of its records, as
-        `min_slice_size`.
+        `min_slice_size`. With `clip_local_norm` each micro-batch is clipped, as EPL does by default, unless
+        `clip_local_per` says otherwise.
 
     Returns:
       The plan that `dtrans.pipeline` makes.
@@ -73,15 +76,29 @@ def pipeline(
     if not isinstance(config, Config):
         config = Config(config)
     check_known("EPL's configuration", options, inspect.signature(pipeline_of).parameters, RECORDS, NAMES)
-    if config["pipeline.num_stages"] == -1:
-        raise ConfigError("pipeline.num_stages must be given: how many stages; scopes in the model must be as many")
-    if config.given.get("communication.clip_after_allreduce") is False:
+    scoped = any(scope.kind == "replicate" for scope in scopes_within(main.jaxpr))
+    if config["pipeline.num_stages"] == -1 and not scoped:
+        raise ConfigError(
+            "pipeline.num_stages must be given: how many stages; the model has no dtrans.replicate scopes, which would "
+            "say it"
+        )
+    after, norm = config.given.get("communication.clip_after_allreduce"), options.get("clip_local_norm")
+    if after is False and norm is None:
         raise ConfigError(
             "communication.clip_after_allreduce=False: a clip in the optimizer is always one of the reduced gradients; "
-            "clip_local_norm= clips those of each replica before. Leave it out"
+            "clip_local_norm= clips those of each replica and micro-batch before. Leave one of them out"
         )
+    if after and norm is not None:
+        raise ConfigError(
+            f"communication.clip_after_allreduce=True and clip_local_norm={norm!r}, which clips before: clip in the "
+            "optimizer, optax.clip_by_global_norm"
+        )
+    if norm is not None:
+        options = {"clip_local_per": "micro_batch"} | options  # EPL clips before it adds micro-batches up
     chosen = {name: config[key] for name, key in NAMES.items()}
     chosen |= {
+        "precision": _precision(config["amp.level"], config["amp.loss_scale"]),
+        "num_stages": "auto" if config["pipeline.num_stages"] == -1 else config["pipeline.num_stages"],
         "gradient_checkpoint": _kept(config["gradient_checkpoint.type"], collection),
         "sharding_stage": _level("zero.level", config["zero.level"], ZERO_LEVELS),
         "offload": _level("offload.level", config["offload.level"], OFFLOAD_LEVELS),
@@ -105,6 +122,19 @@ def _kept(kind: str, collection: Collection[str]) -> str | Collection[str]:
             "no other has any"
         )
     return collection if kind == "collection" else kind
+
+
+def _precision(level: str, scale: Any) -> Precision:
+    """What stages compute in: EPL's level O1 is products in float16, with a scaled loss."""
+    check_one_of("amp.level", level.lower(), ("", "o1"))
+    if not level:
+        return Precision()
+    if not is_number(scale):
+        raise ConfigError(
+            f"amp.loss_scale={scale!r}: stages of a pipeline take a fixed scale: give a number, such as 1024, beside "
+            "which optax.apply_if_finite skips steps that are not finite"
+        )
+    return Precision("fp16", loss_scaling=float(scale))
 
 
 def _level(key: str, level: str, levels: Mapping[str, Any]) -> Any:

@@ -179,7 +179,7 @@ def watch(settings: CharactersSettings, job: PipelineJob, state: PipelineState, 
         (state, _), play = timed(job, state, tokens)
         plays.append(play)
     ran = sorted(plays, key=lambda play: play.makespan)[TIMED_STEPS // 2]
-    return Watched(planned_play(job.plan, work=sum(t.end - t.start for t in ran)), ran, kept)
+    return Watched(planned_play(job.plan, work=sum(float(t.end - t.start) for t in ran)), ran, kept)
 
 
 def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Play:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Literal
+from dtrans._jax import Literal, ShapedArray
 
 
 @functools.cache
@@ -56,6 +56,42 @@ def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Arra
         return jax.lax.dynamic_slice_in_dim(padded_to(x, axis, size), start, count, axis)
 
     return fn
+
+
+def parts_of(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """The equal parts of an array along a dimension, on a leading axis."""
+    cut = jnp.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
+    return jnp.moveaxis(cut, axis, 0)
+
+
+def in_one(parts: jax.Array, axis: int) -> jax.Array:
+    """The inverse of `parts_of`."""
+    back = jnp.moveaxis(parts, 0, axis)
+    return back.reshape(*back.shape[:axis], -1, *back.shape[axis + 2 :])
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether it is that of keys of random generators."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def words(x: Any) -> Any:
+    """What is sent of an array: the words of keys."""
+    return jax.random.key_data(x) if is_key(x.dtype) else x
+
+
+def words_type(aval: Any) -> Any:
+    """The type of that."""
+    if not is_key(aval.dtype):
+        return aval
+    made = jax.eval_shape(words, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return ShapedArray(made.shape, made.dtype)
+
+
+@functools.cache
+def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
+    """Keys, from their words."""
+    return lambda x: jax.random.wrap_key_data(x, impl=impl)
 
 
 def together(*xs: jax.Array) -> Sequence[jax.Array]:

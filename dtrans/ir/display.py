@@ -32,6 +32,8 @@ class ShownProgram(Protocol):
     @property
     def name(self) -> str: ...
     @property
+    def guessed(self) -> bool: ...
+    @property
     def outvars(self) -> Mapping[str, Any]: ...
     @property
     def inputs(self) -> Mapping[str, Any]: ...
@@ -87,9 +89,12 @@ def op_line(op: ShownOp) -> str:
     return f"{left}{op.type} {' '.join(op.inputs)}".rstrip() + (f"  [{attrs}]" if attrs else "")
 
 
+GUESSED = "roles are guessed, from the names of scopes; those of a plan's programs are exact"
+
+
 def text(program: ShownProgram) -> str:
     """The whole program, one op a line, each with its role."""
-    lines = [f"program {program.name}"]
+    lines = [f"program {program.name}" + (f": {GUESSED}" if program.guessed else "")]
     lines += [f"  in   {n}: {short_type(t)}" for n, t in program.inputs.items()]
     lines += [f"  {op.role:<9}{op_line(op)}" for op in program.ops]
     names = program.value_names
@@ -110,7 +115,8 @@ def html(program: ShownProgram) -> str:
     inputs = ", ".join(f"{esc(n)}: {esc(short_type(t))}" for n, t in program.inputs.items())
     outputs = ", ".join(f"{esc(n)}: {esc(short_type(t))}" for n, t in program.outputs.items())
     return (
-        f"<details open><summary><b>program {esc(program.name)}</b>: {len(program.ops)} ops</summary>"
+        f"<details open><summary><b>program {esc(program.name)}</b>: {len(program.ops)} ops"
+        f"{f'; {GUESSED}' if program.guessed else ''}</summary>"
         f"<p>in <code>{inputs}</code></p><table>{rows}</table><p>out <code>{outputs}</code></p></details>"
     )
 

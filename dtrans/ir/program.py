@@ -78,8 +78,13 @@ class Program(NamedJaxpr):
       args: the shape of each argument.
       out: the shape of the result.
       roles: one of `ROLES` for each equation.
+      guessed: whether they are guessed from names of scopes, since the program was not cut yet.
       labels: names for values that are neither input nor output, e.g. `params/w@GRAD.block0`.
       ambiguous_outputs: why it is a guess which output is the new value of which input, if it is.
+      numbers: the outputs that the function returned as numbers of Python's.
+      still: arrays of the state that were one number everywhere at the start, and stay it, and that number: the step
+        hands them on (`dtrans.step.frozen`), and takes no others.
+      of_one_state: whether its first two arguments are parts of one state (`dtrans.step.one_state`).
       specializer: makes the same program for other input types (one `ShapeDtypeStruct` per input).
 
     Example:
@@ -101,6 +106,10 @@ class Program(NamedJaxpr):
         default=None, repr=False
     )
     ambiguous_outputs: str = ""
+    guessed: bool = False
+    numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    still: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    of_one_state: bool = False
 
     def __post_init__(self) -> None:
         inner = self.inner
@@ -137,6 +146,13 @@ class Program(NamedJaxpr):
     def outputs(self) -> dict[str, Any]:
         """Name to type (shape and dtype) of each output."""
         return {n: v.aval for n, v in self.outvars.items()}
+
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """The names of the inputs that it reads."""
+        used = {a for e in self.eqns for a in e.invars if isinstance(a, Var)}
+        used |= {a for a in self.inner.outvars if isinstance(a, Var)}
+        return frozenset(n for n, v in self.invars.items() if v in used)
 
     @cached_property
     def state(self) -> tuple[str, ...]:
@@ -255,7 +271,16 @@ class Program(NamedJaxpr):
         assert self.specializer is not None
         # what is traced is kept: it must not remember a map that asks for it
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return self.specializer([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted])
+            try:
+                return self.specializer([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted])
+            except (TypeError, ValueError) as e:
+                given = zip(self.in_names, wanted, self._signature, strict=True)
+                name, (shape, _), (had, _) = next(x for x in given if x[1] != x[2])
+                raise TraceError(
+                    f"{self.name} was traced with {name} of shape {tuple(had)}, and cannot be with {tuple(shape)}: "
+                    f"{e}\nA constant may have the size of the first batch: make it from the shape of an argument, or "
+                    "let it be one. The batch of all trainers has as many times the rows of one as there are"
+                ) from e
 
     @cached_property
     def _signature(self) -> Signature:

@@ -9,6 +9,7 @@ part of the program, as it would be for `jax.jit(..., static_argnums=...)`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Container, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ import numpy as np
 from jax.tree_util import PyTreeDef, keystr
 
 from dtrans.errors import BatchError, TraceError
+
+
+NUMBERS = (bool, int, float, complex)
 
 
 def is_array(leaf: Any) -> bool:
@@ -72,7 +76,7 @@ class TreeSpec:
             root = "value"
         return cls(treedef, tuple(join_path(root, p) if is_array(x) else Static(x) for p, x in paths))
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the arrays, in leaf order."""
         return tuple(x for x in self.leaves if isinstance(x, str))
@@ -117,7 +121,7 @@ def as_array(leaf: Any) -> Any:
     """A bare number as an array: of Python's, the one that JAX would make of it. Anything else as it is."""
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
-    return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf
+    return jnp.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf
 
 
 def check_integers(name: str, leaf: Any) -> None:

@@ -10,7 +10,9 @@ holds its `all_reduce` equations, and those of the next level go on with what th
 
 Trainers may leave a synchronous job before the others. `on_trainer_exit` says what updates are made of then: with
 "drop" of the gradients of those who are there, over their number (`dtrans.slicing.mean.sent_by`); with "paddle" its
-last gradient counts once more, and then as zero, over the number of all; "error" ends the job.
+last gradient counts once more, and then as zero, over the number of all; "error" ends the job. (In Paddle that is one
+outcome of a race. A `complete` makes the server zero gradients after its next update, but the end of a step takes that
+back: if the message comes before the others have received parameters, the gradient counts in every later update.)
 
 A gradient comes from each trainer under a name of its own (`BlockGradient.sent`), and blocks read their mean, or their
 sum.
@@ -18,7 +20,8 @@ sum.
 With sync_mode=False an update is made of one gradient. Blocks that read `params/w.block0.bak` are given that block as
 the trainer whose gradient it is has last received it: `params/w.block0.trainer_1_bak` in the state.
 
-Source: paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
+Source: paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc, and `Complete` and `ResetBarrierCounter` of
+paddle/fluid/operators/distributed/rpc_server.cc, for 1.8.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class BlockGradient:
       leaf, index: whose gradient it is: that of this block of this leaf.
       sent: trainer to what its part is called where it is sent: `params/w@GRAD.block0.trainer_1`. There is one where
         updates are of one gradient, whichever trainer it is from.
-      op: how these become one: "mean" or "sum".
+      op: how these become one: "mean" or "sum"; "same" of an argument of the step, which all trainers have.
     """
 
     name: str

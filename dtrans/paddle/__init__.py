@@ -3,7 +3,7 @@
 transpiler   `DistributeTranspiler`, `GeoSgdTranspiler`
 strategies   `sharding`
 config       `DistributeTranspilerConfig`
-optimizers   the optimizers of Paddle that optax lacks
+optimizers   Paddle's optimizers, decays and clips, with the numbers of its kernels
 """
 
 import importlib

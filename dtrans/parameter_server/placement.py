@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,7 +102,10 @@ def _placed(
 
     if balanced is dispatcher:
         give_tied()
-    for b, endpoint in zip(blocks, _answer(dispatcher, blocks, old.endpoints), strict=True):
+    answers = _answer(dispatcher, blocks, old.endpoints)
+    if balanced is not dispatcher:
+        _check_again(lambda: split_method(old.endpoints), blocks, old.endpoints, answers)
+    for b, endpoint in zip(blocks, answers, strict=True):
         at[b.leaf].append(dataclasses.replace(b, endpoint=endpoint))
         if balanced is not dispatcher:
             balanced.give(b.nbytes, endpoint)
@@ -124,8 +127,25 @@ def _placed(
     )
 
 
+def _check_again(
+    make: Callable[[], PSDispatcher], blocks: Sequence[Block], endpoints: Sequence[str], first: Sequence[str]
+) -> None:
+    """Raise ConfigError for a dispatcher that answers otherwise when it is asked again.
+
+    Each process of a job plans for itself, so that all have to be answered alike.
+    """
+    dispatcher = make()
+    for b, one, other in zip(blocks, first, _answer(dispatcher, blocks, endpoints), strict=True):
+        if one != other:
+            raise ConfigError(
+                f"{type(dispatcher).__name__}.dispatch placed {b.name} on {one}, and on {other} when it was asked "
+                "again: processes that plan alike would look for it in different places. It may depend on the blocks "
+                "and the endpoints alone"
+            )
+
+
 def _answer(dispatcher: PSDispatcher, blocks: Sequence[Block], endpoints: Sequence[str]) -> list[str]:
-    """Where a dispatcher wants the blocks. Raises ConfigError for an answer that is none."""
+    """One answer of a dispatcher. Raises ConfigError for one that is none."""
     name, known = f"{type(dispatcher).__name__}.dispatch", ", ".join(endpoints)
     answer: Any = dispatcher.dispatch(blocks)
     answers = list(answer) if isinstance(answer, Iterable) else []

@@ -240,6 +240,7 @@ class PServerPlan(Plan):
             sent += self.trainers * sum(receives for at, _, receives in told if at == ep)
             heard += self.trainers * sum(sends for at, sends, _ in told if at == ep)
             grads = sum(b.nbytes for b in blocks if b.leaf not in unsent)
+            grads += sum(told.get(ep, 0) for told in self.arguments.values())
             (serve,) = programs.main.eqns
             work = sum(flops(e) for block in serve.params["optimize_blocks"] for e in block.eqns)
             params = sum(b.nbytes for b in blocks)
@@ -256,7 +257,19 @@ class PServerPlan(Plan):
         """Bytes that one trainer sends (gradients) and receives (parameters) in a step that does."""
         unsent = set(self.unsent)
         push = sum(b.nbytes for b in self.placement.table if b.leaf not in unsent)
+        push += sum(n for told in self.arguments.values() for n in told.values())
         return {"send": push, "recv": sum(b.nbytes for b in self.placement.table)}
+
+    @cached_property
+    def arguments(self) -> dict[str, dict[str, int]]:
+        """Arguments of the step that the update reads: name to the bytes that each server is sent, by its endpoint."""
+        found: dict[str, dict[str, int]] = {}
+        for ep, programs in self.servers.items():
+            for block in (x for eqn in programs.main.eqns for x in eqn.params["optimize_blocks"]):
+                types = block.invars
+                for g in (g for g in block.grads if g.op == "same"):
+                    found.setdefault(g.leaf, {})[ep] = nbytes(types[g.name].aval)
+        return found
 
     @cached_property
     def exchanges(self) -> tuple[JaxprEqn, ...]:

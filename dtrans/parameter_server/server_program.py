@@ -59,6 +59,7 @@ class ServerProgramWriter:
     def main(self, endpoint: str, work: ServerWork) -> Program:
         """The program that serves."""
         units = self.slicer.placement.units[endpoint]
+        asked = [n for n in self.slicer.asked if self.slicer.asked_of(n) == endpoint]
         to_block = tuple(f"{n}:{block}" for n, block in work.grads.items())
         spec = TreeSpec.of({n: held.cut(self.types[held.of]) for n, held in work.held.items()})
         b = Builder(self.step.program.jaxpr)
@@ -72,10 +73,10 @@ class ServerProgramWriter:
             sync_mode=self.sync_mode,
             on_trainer_exit=self.on_trainer_exit,
             grad_to_block_id=to_block,
-            lr_decay_block_id=1 if work.blocks and work.blocks[0].role == LR_SCHED else -1,
+            lr_decay_block_id=next((i for i, x in enumerate(work.blocks, 1) if x.role == LR_SCHED), -1),
             optimize_blocks=work.blocks,
             state_names=spec.names,
-            param_names=tuple(x.name for u in units for x in u.blocks),
+            param_names=(*(x.name for u in units for x in u.blocks), *asked),
         )
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 

@@ -11,13 +11,14 @@ there is nothing to split or to concatenate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dtrans._jax import ShapedArray, Var
-from dtrans.ir.array_fns import times
+from dtrans.ir.array_fns import is_key, keys_of, times, words_type
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import DIST, FORWARD, RPC, Program
@@ -25,7 +26,7 @@ from dtrans.ir.pytree import without
 from dtrans.ops import CommunicatorConfig, concat_p, fetch_barrier_p, recv_p, send_barrier_p, send_p, split_byref_p
 from dtrans.parameter_server.averaged_leaves import averaged
 from dtrans.parameter_server.exchange_rounds import in_rounds
-from dtrans.slicing.blocks import Block, Placement
+from dtrans.slicing.blocks import Block, Placement, argument
 from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import write_trainer_half
 
@@ -41,6 +42,8 @@ class TrainerCommConfig:
       half_async: with that, a step waits until what it sent is sent, and what it made is received.
       communicator: what sends and receives beside the program, if anything does.
       averages: leaves that trainers make and servers average.
+      told: arguments of the step that the update reads, and the servers that need each.
+      asked: arrays of the optimizer's state that trainers ask for before a step, and the server that has each.
       scale: by what trainers multiply gradients before they send them: by their number, where they have terms of a sum
         and servers average.
     """
@@ -51,6 +54,8 @@ class TrainerCommConfig:
     half_async: bool = False
     communicator: CommunicatorConfig | None = None
     averages: tuple[str, ...] = ()
+    told: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    asked: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scale: int = 1
 
     @property
@@ -67,8 +72,11 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
     b = Builder(source.jaxpr)
     b.invars += [vars_of[n] for n in (*step.params, *step.batch)]
     wire = TrainerCommWriter(b, placement, trainer_id, wiring)
+    wire.ask({n: vars_of[n] for n in wiring.asked})
     rounds = in_rounds(placement.endpoints, trainer_id, wiring.trainers)
     write_trainer_half(b, step, step.results, wire.send, arrange=rounds)
+    for n, servers in wiring.told.items():
+        wire.tell(n, vars_of[n], servers)
     new = wire.update(step.optimized)
     outs = {**outs_of, **new}
 
@@ -158,6 +166,34 @@ class TrainerCommWriter:
         if self.wiring.communicator:
             where["merge"] = "newest" if leaf in self.wiring.averages else self.wiring.communicator.merge
         self.tokens += self.b.bind(send_p, *parts, **where, **self._at_run_time(blocks), **self.common)
+
+    def ask(self, state: Mapping[str, Var]) -> None:
+        """Arrays of the optimizer's state as they are before the step, by their variables."""
+        if not state:
+            return
+        b = self.b
+        b.role = RPC
+        where = self.wiring.asked
+        arrived: list[Var] = []
+        for n, v in state.items():
+            arrived += b.bind(recv_p, epmap=(where[n],), names=(n,), types=(words_type(v.aval),), **self.common)
+        there = b.bind(fetch_barrier_p, *arrived, endpoints=tuple(dict.fromkeys(where.values())), **self.me)
+        outs = {x: v for x, v in zip(there, state.values(), strict=True) if not is_key(v.aval.dtype)}
+        b.eqns[-1] = b.eqns[-1].replace(outvars=[outs.get(x, x) for x in there])
+        b.role = DIST
+        for x, v in zip(there, state.values(), strict=True):
+            if x not in outs:
+                b.call(keys_of(str(jax.random.key_impl(jnp.zeros((), v.aval.dtype)))), x)
+                b.eqns[-1] = b.eqns[-1].replace(outvars=[v])
+
+    def tell(self, name: str, value: Any, servers: Sequence[str]) -> None:
+        """A `send` of an argument of the step, to the servers that need it."""
+        if not servers:
+            return
+        (value,) = self.b.call(jnp.copy, value)  # of the type of the program, whatever it is given
+        self.b.role = RPC
+        names = (argument(name, self.wiring.gradients_per_update).sent[self.me["trainer_id"]],) * len(servers)
+        self.tokens += self.b.bind(send_p, *[value] * len(servers), epmap=tuple(servers), names=names, **self.common)
 
     def update(self, leaves: Sequence[str]) -> dict[str, Var]:
         """The barrier after the last gradient, then the new parameters; without one, the newest."""

@@ -28,7 +28,7 @@ from typing import Literal
 
 import jax
 
-from dtrans.batch.shared import SharedStep, share, share_alone
+from dtrans.batch.shared import SharedStep, batch_axes, share, share_alone
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import BatchError, ConfigError, GradientError
 from dtrans.ir.program import DIST, Program
@@ -44,12 +44,19 @@ from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
 from dtrans.parameter_server.server_program import ServerProgramWriter
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, trainer_program, trainer_startup_program
 from dtrans.rows.analysis import analyse
+from dtrans.rows.layout import SHARED
 from dtrans.slicing.blocks import Unit
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import Cut, cut
+from dtrans.step.cut import Cut, asks_for, cut
 from dtrans.step.forward_backward import refuse_across, refuse_nested
-from dtrans.step.startup import check_programs, match_startup
+from dtrans.step.startup import match_startup, of_two_parts
+
+
+SYNC_TELLS = (
+    "With mode=dtrans.Sync() an update may read arguments that all trainers share, and a loss state of the optimizer "
+    "that no row enters"
+)
 
 
 def pserver(
@@ -74,8 +81,9 @@ def pserver(
       placement: how leaves are cut into blocks, and which server has which: a `dtrans.BlockPlacement`.
       on_trainer_exit: how synchronous updates go on after a trainer that closes before the others. "drop": each
         is of the gradients of those who take that step, over their number, as on one device that sees their rows only.
-        "paddle": as Paddle 1.8 has it: the last gradient of who left counts once more, then as zero, and the sum goes
-        on being divided by `trainers`. "error": the job ends with a `PeerError` that names it. One that fails, or
+        "paddle": as Paddle 1.8 mostly has it: the last gradient of who left counts once more, then as zero, and the sum
+        goes on being divided by `trainers`. (It is one outcome of a race: in the other that gradient counts for ever;
+        see `dtrans.ops.listen_and_serv`.) "error": the job ends with a `PeerError` that names it. One that fails, or
         closes in the middle of a step, ends a synchronous job in any case; and so does one that closes early where the
         step is not made of its parts.
       batch: "exact": the job gives one device's numbers. Where parts of the batch do not add up to them by themselves,
@@ -111,11 +119,12 @@ def pserver(
       >>> [op.type for op in plan.trainer.ops if op.role in ("rpc", "dist")]
       ['split_byref', 'send', 'send_barrier', 'recv', 'fetch_barrier', 'concat']
     """
-    check_programs(main, startup)
+    main, startup = of_two_parts(main, startup)
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
     plain = cut(main)
-    refuse_across(plain)
+    refuse_across(plain, told=isinstance(mode, Sync), remedy=SYNC_TELLS)
+    check_arguments(plain, batch, trainers, on_trainer_exit)
     shared = shared_by(plain, batch, trainers, mode)
     if isinstance(mode, Geo):
         return plan_geo_sgd(plain, startup, endpoints, trainers, mode, placement)
@@ -130,7 +139,15 @@ def pserver(
     analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
     placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement)
     startup = match_startup(step, startup)
-    update = ServerUpdateBuilder(analysis, placed, comm.gradients_per_update, summed)
+    for n, output in step.asked.items():
+        if analysis.layout(analysis.inputs[n]) is not SHARED:
+            raise GradientError(asks_for(output, n))
+    update = ServerUpdateBuilder(analysis, placed, comm.gradients_per_update, summed, step.arguments, tuple(step.asked))
+    comm = dataclasses.replace(
+        comm,
+        told={n: update.told_to(n) for n in step.arguments},
+        asked={n: update.asked_of(n) for n in step.asked},
+    )
     servers = ServerProgramWriter(
         step, update, startup, trainers, comm.sync_mode, on_trainer_exit, compensation(step, mode, comm)
     )
@@ -201,6 +218,20 @@ def refuse_exit(on_trainer_exit: str, shared: SharedStep) -> Literal["error"]:
             "without the trainer that left; leave it out, or say batch='local'"
         )
     return "error"
+
+
+def check_arguments(step: Cut, batch: Batch, trainers: int, on_trainer_exit: str) -> None:
+    """Refuse updates that read arguments of which each trainer has its own part."""
+    if not step.arguments or trainers == 1:
+        return
+    if on_trainer_exit == "paddle":
+        raise ConfigError(
+            f"on_trainer_exit='paddle': {step.arguments[0]}, which the update reads, would count as zero of a trainer "
+            "that left; say on_trainer_exit='drop'"
+        )
+    cut_ = batch_axes(step, batch)
+    if any(n in cut_ for n in step.arguments):
+        raise GradientError(step.told)
 
 
 def trainer_comm(step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch) -> TrainerCommConfig:

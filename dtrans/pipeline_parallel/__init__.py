@@ -15,8 +15,7 @@ results            how results of micro-batches are merged
 update             from sums of gradients to new parameters
 update_by_stage    the update, cut by where its inputs live
 schedule           what each device does when, as a value
-orders             those of the schedules that have a name
-order_checks       whether orders are a schedule
+orders             those of the schedules that have a name, and whether any are a schedule
 playing            what orders cost: times, ticks, what is in flight
 task               a task of a schedule, and when it ran
 gantt              schedules, and what really ran, drawn

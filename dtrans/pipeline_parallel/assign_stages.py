@@ -15,16 +15,16 @@ readers.
 
 Policies:
 
-  BALANCE_FLOPS    the slowest stage is as fast as cuts between equations allow. Exact.
+  BALANCE_FLOPS    the slowest stage is as fast as cuts between equations allow, sending included. Exact. Where sending
+                   is dear a stage may be left with next to no work.
   REPEATED_LAYERS  repeated blocks (`dtrans.pipeline_parallel.repeated_blocks`), the same number on each stage; what
-  comes before
-                   them is on the first stage, what comes after on the last. EPL's rule; an error if none fit.
+                   comes before them is on the first stage, what comes after on the last. EPL's rule; an error if none
+                   fit.
   BALANCE_OP_NUM   the same number of equations. EPL's rule, without the stages that it loses.
-  HEURISTIC        the default. If the number of repeated blocks is a multiple of the stages, and the dearest costs at
-                   most `SLACK` times as much as the cheapest, blocks stay whole: as with REPEATED_LAYERS, but where
-                   what comes before or after them makes a stage do more than `SLACK` times as much work as need be;
-                   then cuts are the best there are that leave blocks whole. These are taken for other rows of blocks,
-                   too, where the slowest stage costs at most `SLACK` times as much as with BALANCE_FLOPS. Else that.
+  HEURISTIC        the default. The operations of stages are balanced; of the cuts near balance those that send the
+                   fewest bytes (`dtrans.pipeline_parallel.balance.balanced`), so that no stage is left with nothing.
+                   Repeated blocks stay whole where no stage does more than `SLACK` times as much work so; if their
+                   number is a multiple of the stages, and they cost about the same, as with REPEATED_LAYERS.
 
 EPL has no model of cost, and keeps blocks whole only where their number is a multiple (epl/parallel/planner.py).
 
@@ -37,18 +37,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
 
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, jaxprs_in_params
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import flops, nbytes
-from dtrans.pipeline_parallel.balance import contiguous, part_of_each, partition_balance
+from dtrans.pipeline_parallel.balance import SLACK, balanced, contiguous, part_of_each, partition_balance
 from dtrans.pipeline_parallel.repeated_blocks import Blocks, repeated_blocks
 from dtrans.step.scopes import Scope, scopes_of
 
 
 POLICIES = ("HEURISTIC", "REPEATED_LAYERS", "BALANCE_FLOPS", "BALANCE_OP_NUM")
-SLACK = 1.1
 
 # Operations that a device does in the time that one byte takes to the next: 100 Gflop/s over 10 GB/s. An accelerator on
 # a fast link has several hundred.
@@ -124,7 +124,8 @@ def stages_of(
     if policy == "BALANCE_OP_NUM":
         return part_of_each(partition_balance([1] * len(eqns), num_stages), len(eqns))
     rows = [_Row(forward, costs, order, flops_per_byte, batch) for order in _orders(forward, costs, batch)]
-    cuts = [(row, row.cut(num_stages)) for row in rows]
+    rule = balanced if policy in (None, "HEURISTIC") else contiguous
+    cuts = [(row, row.cut(num_stages, rule)) for row in rows]
     row, best = min(cuts, key=lambda cut: cut[0].slowest(cut[1]))
     if policy == "BALANCE_FLOPS":
         return row.stages(best)
@@ -147,8 +148,8 @@ def stage_costs(
       >>> forward = jax.make_jaxpr(lambda w, x: (jnp.tanh(x @ w) @ w).sum())(jnp.ones((64, 64)), jnp.ones((2, 64)))
       >>> for cost in stage_costs(forward, stages_of(forward, 2)):
       ...     print(cost)
-      StageCost(equations=1, flops=16384, sends=512)
-      StageCost(equations=3, flops=16640, sends=0)
+      StageCost(equations=2, flops=16512, sends=512)
+      StageCost(equations=2, flops=16512, sends=0)
     """
     eqns = forward.jaxpr.eqns
     count = max(stage_of, default=0) + 1
@@ -162,6 +163,9 @@ def stage_costs(
             sends[s] += nbytes(v.aval)
     mine = [[e for e, s in zip(eqns, stage_of, strict=True) if s == k] for k in range(count)]
     return tuple(StageCost(len(own), sum(map(flops, own)), sent) for own, sent in zip(mine, sends, strict=True))
+
+
+Rule: TypeAlias = Callable[[Sequence[float], Sequence[float], int], tuple[int, ...]]
 
 
 # -- the row of equations --------------------------------------------------------------------------
@@ -211,10 +215,11 @@ class _Row:
         sent = [*(self.crossing[i] for i in starts[1:]), 0.0]
         return max(sum(self.costs[a:b]) + c for a, b, c in zip(starts, ends, sent, strict=True))
 
-    def cut(self, parts: int, whole: Blocks | None = None) -> tuple[int, ...]:
-        """Where the parts begin, so that the slowest is as fast as can be.
+    def cut(self, parts: int, rule: Rule, whole: Blocks | None = None) -> tuple[int, ...]:
+        """Where the parts begin.
 
         Args:
+          rule: `contiguous` or `balanced`.
           whole: blocks that are not cut into.
         """
         inside = range(whole.starts[0] + 1, whole.stop) if whole else range(0)
@@ -222,11 +227,11 @@ class _Row:
         costs = [sum(self.costs[a:b]) for a, b in zip(places, [*places[1:], len(self.order)], strict=True)]
         dear = [k for k, cost in enumerate(costs) if cost > 0]
         if len(dear) < parts:
-            return tuple(places[k] for k in contiguous(costs, [self.crossing[i] for i in places], parts))
+            return tuple(places[k] for k in rule(costs, [self.crossing[i] for i in places], parts))
         # between two units that cost something one cut is enough: where the least crosses, the earliest of these
         between = [[0], *(places[a + 1 : b + 1] for a, b in itertools.pairwise(dear))]
         best = [min(gap, key=lambda i: (self.crossing[i], i)) for gap in between]
-        starts = contiguous([costs[k] for k in dear], [self.crossing[i] for i in best], parts)
+        starts = rule([costs[k] for k in dear], [self.crossing[i] for i in best], parts)
         return tuple(best[k] for k in starts)
 
 
@@ -275,16 +280,16 @@ def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
 
 
 def _heuristic(row: _Row, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
-    """Whole blocks, if they fit; else the best cut there is."""
+    """Whole blocks, if they fit; else the balanced cut."""
     found = repeated_blocks(row.eqns, row.costs, row.crossing, parts)
     if not found:
         return best
     blocks = found[0]
-    each, starts = blocks.costs(row.costs), row.cut(parts, blocks)
+    each, starts = blocks.costs(row.costs), row.cut(parts, balanced, blocks)
     if len(blocks) % parts == 0 and max(each) <= SLACK * min(each):
         even = _even(blocks, parts)
         return even if row.most_work(even) <= SLACK * row.most_work(starts) else starts
-    return starts if row.slowest(starts) <= SLACK * row.slowest(best) else best
+    return starts if row.most_work(starts) <= SLACK * row.most_work(best) else best
 
 
 def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:

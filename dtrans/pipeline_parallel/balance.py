@@ -1,4 +1,4 @@
-"""Cutting a row of units into consecutive parts: the exact answer, and EPL's two rules by name.
+"""Cutting a row of units into consecutive parts: two exact answers, and EPL's two rules by name.
 
 Everything here is about numbers alone; what the units are, and what crosses between them, is for
 `dtrans.pipeline_parallel.assign_stages` to say. All functions answer with where the parts start: `(0, 3, 5)` are the
@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 
 from dtrans.errors import ConfigError
+
+
+SLACK = 1.1  # how much slower than need be a part may be, if something else is gained
 
 
 def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
@@ -45,42 +48,95 @@ def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) ->
       (0, 2)
     """
     _check(costs, parts)
+    sent, work = _sent(costs, crossing), _work(costs)
+    units, whole = len(costs), lambda stop: work(stop) + sent[stop]
+    limit = _extreme(units, parts, whole, np.minimum, np.maximum, np.inf)
+    squares = lambda stop: work(stop) ** 2
+    return _best(units, parts, lambda stop: whole(stop) <= limit, lambda stop: sent[stop], squares)
+
+
+def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Cut a row of units where the least crosses, of the cuts that leave the work near balance. Exact.
+
+    Near balance is a cut of which no part does more than `SLACK` times the work that the slowest part has to do, and
+    none less than half of what the least can have beside that. Of several best answers it is one whose parts begin with
+    the dearest units (a layer begins with its product), of those the evenest.
+
+    Args, errors and what it returns are those of `contiguous`.
+
+    Example:
+      >>> from dtrans.pipeline_parallel.balance import balanced, contiguous
+      >>> layers, sends = [8] * 6 + [1], [1] * 6 + [0]
+      >>> balanced(layers, sends, 4), contiguous(layers, sends, 4)
+      ((0, 1, 3, 5), (0, 2, 4, 6))
+    """
+    _check(costs, parts)
+    sent, work = _sent(costs, crossing), _work(costs)
+    units, dearest = len(costs), -np.asarray(costs, float)
+    most = SLACK * _extreme(units, parts, work, np.minimum, np.maximum, np.inf)
+    within = lambda stop: np.where(work(stop) <= most, work(stop), -np.inf)
+    least = _extreme(units, parts, within, np.maximum, np.minimum, -np.inf) / 2
+    fits = lambda stop: (work(stop) <= most) & (work(stop) >= least)
+    return _best(units, parts, fits, lambda stop: sent[stop], lambda stop: dearest[:stop], lambda stop: work(stop) ** 2)
+
+
+def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
+    """What a cut at each place costs; nothing at both ends."""
     if len(crossing) != len(costs):
         raise ConfigError(f"crossing has {len(crossing)} entries for {len(costs)} units")
     sent = np.append(np.asarray(crossing, float), 0.0)
     sent[0] = 0.0
     if not (np.isfinite(sent).all() and (sent >= 0).all()):
         raise ConfigError("what crosses between units has a cost that is negative or not finite")
-    units = len(costs)
+    return sent
+
+
+def _work(costs: Sequence[float]) -> Callable[[int], Any]:
+    """The work of the parts that end at a place, by where they start."""
     done = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
-    work: Callable[[int], Any] = lambda stop: done[stop] - done[:stop]  # of parts up to `stop`, by where they start
+    return lambda stop: done[stop] - done[:stop]
 
-    # the cost of the slowest part, of the units up to each place in so many parts
-    slowest = np.full(units + 1, np.inf)
-    slowest[0] = 0.0
+
+def _extreme(units: int, parts: int, cost: Callable[[int], Any], best: Any, worst: Any, none: float) -> float:
+    """The cost of the worst part, of cuts into so many parts in which that is the best.
+
+    Args:
+      cost: of the parts that end at a place, by where they start.
+      best, worst: `np.minimum` and `np.maximum`, or the other way round.
+      none: what no cut at all costs: worse than any.
+    """
+    found = np.full(units + 1, none)
+    found[0] = -none
     for _ in range(parts):
-        now = np.full(units + 1, np.inf)
+        now = np.full(units + 1, none)
         for stop in range(1, units + 1):
-            now[stop] = np.maximum(slowest[:stop], work(stop) + sent[stop]).min()
-        slowest = now
-    limit = slowest[units]
+            now[stop] = best.reduce(worst(found[:stop], cost(stop)))
+        found = now
+    return float(found[units])
 
-    # among all answers that are as fast, what is sent and then the squares: both are sums, so one pass finds the best
-    total, squares = np.full(units + 1, np.inf), np.full(units + 1, np.inf)
-    total[0] = squares[0] = 0.0
+
+def _best(units: int, parts: int, fits: Callable[[int], Any], *keys: Callable[[int], Any]) -> tuple[int, ...]:
+    """Where parts start, of cuts in which all parts fit: the least sum of the first key over parts, then of the next.
+
+    Args:
+      fits: whether the parts that end at a place may be, by where they start.
+      keys: of the parts that end at a place, by where they start; or one number for all of these.
+    """
+    totals = np.full((len(keys), units + 1), np.inf)
+    totals[:, 0] = 0.0
     came_from = np.zeros((parts, units + 1), int)
     for part in range(parts):
-        next_total, next_squares = np.full(units + 1, np.inf), np.full(units + 1, np.inf)
+        now = np.full((len(keys), units + 1), np.inf)
         for stop in range(1, units + 1):
-            fits = np.flatnonzero((work(stop) + sent[stop] <= limit) & np.isfinite(total[:stop]))
-            if not fits.size:
+            left = np.flatnonzero(fits(stop) & np.isfinite(totals[0, :stop]))
+            if not left.size:
                 continue
-            fits = fits[total[fits] == total[fits].min()]
-            even = squares[fits] + work(stop)[fits] ** 2
-            best = int(fits[even.argmin()])
-            came_from[part, stop] = best
-            next_total[stop], next_squares[stop] = total[best] + sent[stop], even.min()
-        total, squares = next_total, next_squares
+            for key, total in zip(keys, totals, strict=True):
+                sums = (total[:stop] + key(stop))[left]
+                left = left[sums == sums.min()]
+            came_from[part, stop] = left[0]
+            now[:, stop] = [(total[:stop] + key(stop))[left[0]] for key, total in zip(keys, totals, strict=True)]
+        totals = now
     starts = [units]
     for part in reversed(range(parts)):
         starts.append(int(came_from[part, starts[-1]]))

@@ -67,11 +67,11 @@ class ForwardPass(HoldsJaxpr):
     @property
     def of_micro_batches(self) -> list[Var]:
         """The inputs that each micro-batch has its own of."""
-        return [v for v, a in self.given.items() if not self.of_params(a)]
+        return [v for v, a in self.given.items() if not self.of_state(a)]
 
-    def of_params(self, value: Atom) -> bool:
-        """Whether a value of the prelude is the same for all micro-batches: made of parameters, or of nothing."""
-        return all(n in self.step.params for n in self.inputs_of([value]))
+    def of_state(self, value: Atom) -> bool:
+        """Whether a value of the prelude is the same for all micro-batches: made of state, or of nothing."""
+        return all(n not in self.step.batch for n in self.inputs_of([value]))
 
     def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:
         """The names of the step's inputs that values of the prelude are made of."""
@@ -84,8 +84,7 @@ def forward_pass(step: Cut) -> ForwardPass:
     """The forward pass of a captured step.
 
     Raises:
-      GradientError: the derivative is taken in a loop, gradients are used without their marks, or the loss reads the
-        optimizer's state.
+      GradientError: the derivative is taken in a loop, or gradients are used without their marks.
     """
     source = step.program
     eqn = loss_of(source)
@@ -198,12 +197,4 @@ def _check(step: Cut, eqn: JaxprEqn, count: int, kept: Sequence[int], at: int) -
     for e in inner.eqns:
         if e.primitive is not mark_p and any(isinstance(a, Var) and a in raw for a in e.invars):
             raise GradientError(f"{step.program.name} uses gradients that dtrans.value_and_grad did not mark")
-    state = {v: n for n, v in step.program.invars.items() if n in step.opt_state}
-    _, leaves = backward_slice(inner.eqns, [a for a in eqn.invars if isinstance(a, Var)])
-    for v, n in state.items():
-        if v in leaves:
-            raise GradientError(
-                f"the loss of {step.program.name} is computed from {n}, which belongs to the optimizer; keep the "
-                "optimizer state (the second argument of the step) out of the loss"
-            )
     assert inner.eqns[at].primitive is value_and_grad_p and at in kept

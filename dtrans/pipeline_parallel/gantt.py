@@ -127,7 +127,7 @@ def draw(
     grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     shades: dict[tuple[str, int], Any] = {}
     for axes, (title, play), of in zip(grid, panels, units, strict=True):
-        longest = max(p.makespan for (_, p), u in zip(panels, units, strict=True) if u == of)
+        longest = max(float(p.makespan) for (_, p), u in zip(panels, units, strict=True) if u == of)
         _lay_out(axes, f"{title} (bubble {float(play.bubble):.1%})", devices, longest, of)
         for t in play:
             shades.setdefault((t.task.kind, t.task.stage // devices), _colour(t.task, devices))
@@ -192,21 +192,21 @@ def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
     assert figure is not None
     points = axes.get_window_extent().width * 72 / figure.dpi / axes.get_xlim()[1]  # per unit of time
     first = min(t.start for t in play)
-    axes.barh(range(devices), play.makespan, height=0.8, color=_IDLE, zorder=0)
+    axes.barh(range(devices), float(play.makespan), height=0.8, color=_IDLE, zorder=0)
     bars = axes.barh(
         [t.device for t in play],
-        [t.end - t.start for t in play],
-        left=[t.start - first for t in play],
+        [float(t.end - t.start) for t in play],
+        left=[float(t.start - first) for t in play],
         height=0.8,
         color=[_colour(t.task, devices) for t in play],
         edgecolor="white",
     )
     for bar, t in zip(bars, play, strict=True):
         bar.set_gid(f"play{panel}-{t.task.kind}{t.task.micro}-stage{t.task.stage}")
-        width, number = (t.end - t.start) * points, str(t.task.micro)
+        width, number = float(t.end - t.start) * points, str(t.task.micro)
         bar.set_linewidth(min(0.5, width / 5))
         if width >= 0.65 * _TEXT * len(number) + 2:
-            middle, ink = (t.start + t.end) / 2 - first, _ink(_colour(t.task, devices))
+            middle, ink = float((t.start + t.end) / 2 - first), _ink(_colour(t.task, devices))
             axes.text(middle, t.device, number, ha="center", va="center_baseline", fontsize=_TEXT, color=ink)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 from dtrans.batch.shared import SharedStep
@@ -13,6 +13,7 @@ from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel.assign_stages import FLOPS_PER_BYTE, POLICIES
 from dtrans.pipeline_parallel.device_layout import Cluster
 from dtrans.step.batch_sharing import Batch
+from dtrans.zero.options import Precision
 
 
 AXIS = "replica"
@@ -69,9 +70,12 @@ class StageMemory:
         less is under way at a time.
       offload: parameters, optimizer state and the update are on the host. Stages fetch a parameter for each task
         that reads it.
+      precision: in what types stages compute: a `dtrans.Precision`, or its `dtype`. With "bf16" products of matrices
+        are in 16 bits, forward and backward, and so is what is kept and sent for them. "fp16" needs a fixed scale of
+        the loss, `dtrans.Precision("fp16", loss_scaling=1024)`.
 
     Raises:
-      ConfigError: a value that is out of range, or slices of what is on the host.
+      ConfigError: a value that is out of range, slices of what is on the host, or a scale of the loss that changes.
 
     Example:
       >>> import dtrans
@@ -85,8 +89,17 @@ class StageMemory:
     last_checkpointed_stage: int = -1
     update_groups: int = 1
     offload: bool = False
+    precision: Precision | str | None = None
 
     def __post_init__(self) -> None:
+        precision = Precision.of(self.precision)
+        object.__setattr__(self, "precision", precision)
+        if precision.scaling is not None and precision.scaling.dynamic:
+            raise ConfigError(
+                f"precision={precision.dtype!r} with a scale of the loss that changes: stages of a pipeline take a "
+                f"fixed one, dtrans.Precision({precision.dtype!r}, loss_scaling=1024), beside which "
+                "optax.apply_if_finite skips steps that are not finite; or precision='bf16', which needs no scale"
+            )
         stage = self.sharding_stage
         if isinstance(stage, bool) or stage not in (0, 1, 2):
             raise ConfigError(
@@ -125,6 +138,7 @@ class PipelineOptions:
     memory: StageMemory
     reduce: Reduce
     batch: Batch
+    joined: Mapping[str, int] = dataclasses.field(default_factory=dict)  # where results have their rows
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_micro_batch", "replicas"):
@@ -144,6 +158,16 @@ class PipelineOptions:
             )
 
     @property
+    def precision(self) -> Precision:
+        """In what types stages compute."""
+        return Precision.of(self.memory.precision)
+
+    @property
+    def loss_scale(self) -> float:
+        """By what the loss is scaled while it is differentiated."""
+        return 1.0 if self.precision.scaling is None else self.precision.scaling.initial
+
+    @property
     def local(self) -> PipelineOptions:
         """The same, where each micro-batch goes through the step alone."""
         reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")
@@ -155,7 +179,8 @@ class PipelineOptions:
         merge = {n: way for n, way in shared.merges.items() if way in ("mean", "sum") or n in results}
         whole = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(self.batch, kind="local", merge=merge, unsplit_inputs=whole)
-        return dataclasses.replace(self, batch=batch, reduce=dataclasses.replace(self.reduce, op=shared.reduce))
+        reduce = dataclasses.replace(self.reduce, op=shared.reduce)
+        return dataclasses.replace(self, batch=batch, reduce=reduce, joined=shared.joined)
 
     @property
     def model_stages(self) -> int:
@@ -170,7 +195,14 @@ class PipelineOptions:
     @cached_property
     def over_replicas(self) -> Options:
         """What replicas do with their gradients, as trainers of nccl2 mode."""
-        return Options(trainers=self.replicas, axis_name=AXIS, reduce=self.reduce, batch=self.batch)
+        norm = self.reduce.clip_of_all(self.num_micro_batch)
+        reduce = dataclasses.replace(self.reduce, clip_local_norm=norm, clip_local_per="step")
+        return Options(trainers=self.replicas, axis_name=AXIS, reduce=reduce, batch=self.batch)
+
+    @property
+    def clip_of_each(self) -> float | None:
+        """The norm that the gradients of each micro-batch are clipped to; they are then kept until the update."""
+        return self.reduce.clip_of_each(self.num_micro_batch)
 
     @cached_property
     def of_parts(self) -> Options:

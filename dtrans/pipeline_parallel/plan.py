@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from dtrans.step.summary import Summary
 
 
+LOPSIDED = 2.5  # times as much work as the least has, from which on a plan has a note; 2 where layers are 2, 2, 1, 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """What there is to know of a stage.
@@ -168,6 +171,12 @@ class PipelinePlan(Plan):
             self.known[key] = self.programs_for(self, types)
         return self.known[key]
 
+    def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:
+        """What makes the values of a whole batch of these types that micro-batches are given, if there are any."""
+        if self.values is None:
+            return None
+        return self.values.specialize_flat([*batch.values(), *(self.types[n] for n in self.values.args[-1].names)])
+
     def scheduled(self, name: str) -> PipelinePlan:
         """The same programs in another order.
 
@@ -269,6 +278,11 @@ class PipelinePlan(Plan):
         """What else there is to know."""
         o = self.options
         notes = [] if self.shared is None else list(self.shared.notes)
+        if self.shared is None and o.parts > 1:
+            notes.append(
+                f"micro: numbers are those of each of {o.parts} micro-batches alone, statistics too; gradients are "
+                f"reduced by {o.reduce.op}"
+            )
         if self.values is not None:
             made = [*self.values.outputs.values()]
             notes.append(
@@ -279,6 +293,16 @@ class PipelinePlan(Plan):
             f"schedule {self.schedule.name}: {o.num_micro_batch} micro-batch{'es' * (o.num_micro_batch > 1)}, bubble "
             f"{self.schedule.bubble}",
         ]
+        if o.precision.dtype is not None:
+            scaled = "" if o.loss_scale == 1.0 else f", loss scaled by {o.loss_scale:g}"
+            notes.append(f"products of matrices in {o.precision.dtype}{scaled}")
+        if o.clip_of_each is not None:
+            kept = sum(nbytes(self.update.program.inputs[n]) for n in self.update.sums)
+            notes.append(
+                f"each micro-batch's gradients are clipped to {o.clip_of_each:g}, and kept until the update: {kept:,} "
+                "bytes over all stages"
+            )
+        notes += self._lopsided
         notes += [
             f"stage {s} is split over {n} devices: "
             + (", ".join(x for x in self.cuts.state if self.homes.get(x) == s) or "nothing of it is cut")
@@ -292,10 +316,24 @@ class PipelinePlan(Plan):
             if len(s) > 1
         ]
         notes += [f"{name}: {way}" for name, way in self.merges.items()]
+        if self.update.arguments:
+            notes.append(f"the update reads {', '.join(self.update.arguments)}, which all stages are given")
         if self.unused_effects:
             what = "gradients, or at what the optimizer makes"
             notes.append(f"not carried out, since it looks at {what}: {', '.join(self.unused_effects)}")
         return notes
+
+    @property
+    def _lopsided(self) -> list[str]:
+        """A note of stages of very different work."""
+        most, least = (pick(self.stages, key=lambda s: s.flops) for pick in (max, min))
+        if most.flops <= LOPSIDED * least.flops:
+            return []
+        share = lambda s: f"{s.flops / sum(s.flops for s in self.stages):.1%}"
+        return [
+            f"lopsided: stage {most.index} has {share(most)} of the operations and stage {least.index} {share(least)}, "
+            "and the step waits for the first: take fewer stages, or begin them elsewhere (dtrans.replicate)"
+        ]
 
     @property
     def _title(self) -> str:

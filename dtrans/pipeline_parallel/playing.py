@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from numbers import Integral, Real
 
 from dtrans.errors import ConfigError
-from dtrans.pipeline_parallel.task import Costs, Play, Task, TimedTask, needs
+from dtrans.pipeline_parallel.task import Costs, Play, Task, Time, TimedTask, needs
 
 
 def task_costs(
-    num_model_stages: int, splits_backward: bool, forward: Costs, backward: Costs, weight: Costs
-) -> dict[str, list[float]]:
+    num_stages: int, chunks: int, splits_backward: bool, forward: Costs, backward: Costs, weight: Costs
+) -> dict[str, list[Time]]:
     """What tasks of each kind cost, by model stage. Costs, and errors, are as in `Schedule.play`."""
-    costs = {
-        "F": _by_stage("forward", forward, num_model_stages),
-        "B": _by_stage("backward", backward, num_model_stages),
-    }
+    by_stage = lambda what, given: _by_stage(what, given, num_stages, chunks)
+    costs = {"F": by_stage("forward", forward), "B": by_stage("backward", backward)}
     if splits_backward:
-        costs["W"] = _by_stage("weight", weight, num_model_stages)
+        costs["W"] = by_stage("weight", weight)
         for k, (whole, part) in enumerate(zip(costs["B"], costs["W"], strict=True)):
             if part > whole:
                 raise ConfigError(f"at model stage {k} weight={part} is more than backward={whole}, which it is in")
@@ -27,11 +26,22 @@ def task_costs(
     return costs
 
 
-def _by_stage(what: str, given: Costs, num_model_stages: int) -> list[float]:
-    each = list(given) if isinstance(given, Iterable) else [given] * num_model_stages
-    if len(each) != num_model_stages:
-        raise ConfigError(f"{what} has {len(each)} costs, and the schedule {num_model_stages} model stages")
-    return [checked_cost(what, cost) for cost in each]
+def _by_stage(what: str, given: Costs, num_stages: int, chunks: int) -> list[Time]:
+    """The cost of each model stage; of one number for a device, each of its chunks has an equal part."""
+    count = num_stages * chunks
+    if not isinstance(given, Iterable):
+        return [_part(checked_cost(what, given), chunks)] * count
+    each = [checked_cost(what, cost) for cost in given]
+    if len(each) != count:
+        raise ConfigError(f"{what} has {len(each)} costs, and the schedule {count} model stages")
+    return list(each)
+
+
+def _part(cost: float, chunks: int) -> Time:
+    """One of so many equal parts of a cost, exact where the cost is."""
+    if not isinstance(cost, int):
+        return cost / chunks
+    return Fraction(cost, chunks) if cost % chunks else cost // chunks
 
 
 def checked_cost(what: str, cost: object) -> float:
@@ -41,7 +51,7 @@ def checked_cost(what: str, cost: object) -> float:
     return int(cost) if isinstance(cost, Integral) else float(cost)
 
 
-def play_tasks(tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Sequence[float]], transfer: float) -> Play:
+def play_tasks(tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Sequence[Time]], transfer: float) -> Play:
     """When each task begins and ends, if each device begins its next task as soon as it can.
 
     Args:
@@ -50,8 +60,8 @@ def play_tasks(tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Seque
       costs: by kind of task, what it costs at each model stage.
       transfer: how long what a task makes is on its way to another device.
     """
-    free: list[float] = [0] * num_stages
-    ends: dict[Task, float] = {}
+    free: list[Time] = [0] * num_stages
+    ends: dict[Task, Time] = {}
     timed = []
     for task in tasks:
         device = task.stage % num_stages

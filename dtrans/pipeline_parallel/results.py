@@ -63,7 +63,7 @@ def results_program(
             (local[n],) = b.call(_stacked, *parts)
         else:
             ways[n] = way
-            (local[n],) = b.call(_merged(way, n), *parts) if len(parts) > 1 else parts
+            (local[n],) = b.call(_merged(way, n, o.joined.get(n, 0)), *parts) if len(parts) > 1 else parts
     over = {n: way for n, way in ways.items() if way in REDUCED}
     found = local | Reducer(b, {}, o.over_replicas, None).merged(local, over, {})
     made = b.build([found[n] for n in stage.results])
@@ -85,8 +85,8 @@ def _collected(key: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _merged(way: str, name: str) -> Callable[..., Any]:
-    """What becomes of what several micro-batches made."""
+def _merged(way: str, name: str, axis: int) -> Callable[..., Any]:
+    """What becomes of what several micro-batches made; of rows they lie along `axis`."""
 
     def total(*parts: jax.Array) -> jax.Array:
         x = parts[0]
@@ -104,7 +104,7 @@ def _merged(way: str, name: str) -> Callable[..., Any]:
         return functools.reduce(jnp.maximum, parts)
 
     def joined(*parts: jax.Array) -> jax.Array:
-        return jnp.concatenate(parts)
+        return jnp.concatenate(parts, axis)
 
     def last(*parts: jax.Array) -> jax.Array:
         return parts[-1]

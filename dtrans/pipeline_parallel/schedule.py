@@ -6,10 +6,9 @@ of weights. What a task needs is the same in all schedules (`Schedule.needs`); a
 device does its own. The rest is read off these orders: what is in flight without any clock, makespan and bubble by
 playing the orders with costs, one global sequence from a play in which every task takes one tick.
 
-    orders         those of the schedules that have a name
-    order_checks   whether orders are a schedule
-    playing        what orders cost
-    gantt          how timed tasks are shown
+    orders    those of the schedules that have a name, and whether any are a schedule
+    playing   what orders cost
+    gantt     how timed tasks are shown
 
 Backward goes through micro-batches in ascending order in all schedules, so that gradients are added up in one order
 and all schedules give the same numbers.
@@ -27,10 +26,9 @@ from typing import Any
 from dtrans.checks import check_int
 from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel import gantt
-from dtrans.pipeline_parallel.order_checks import check_tasks, in_turn
-from dtrans.pipeline_parallel.orders import ORDERS
+from dtrans.pipeline_parallel.orders import ALIASES, ORDERS, check_tasks, in_turn
 from dtrans.pipeline_parallel.playing import checked_cost, peak_in_flight, play_tasks, task_costs, tick_table
-from dtrans.pipeline_parallel.task import Costs, Play, Task, TimedTask, needs
+from dtrans.pipeline_parallel.task import Costs, Play, Task, Time, TimedTask, needs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -140,23 +138,31 @@ class Schedule:
         """When each task begins and ends, if each device begins its next task as soon as it can.
 
         Args:
-          forward: what F costs, in any unit of time.
-          backward: what a whole backward costs.
-          weight: what W costs where backward is split; B is then `backward - weight`, so that schedules do equal work.
+          forward: what forward costs a device for a micro-batch, in any unit of time; each of its chunks has an equal
+            part. Or a number for each model stage.
+          backward: likewise, what a whole backward costs.
+          weight: likewise, what W costs where backward is split; B is then `backward - weight`, so that schedules do
+            equal work.
           transfer: how long what a task makes is on its way to another device, which meanwhile can do something else.
 
         Returns:
-          the timed tasks by start, then device. Times are ints where all costs are.
+          the timed tasks by start, then device. Times are exact where all costs are ints: fractions, where chunks
+            do not divide these.
 
         Raises:
           ConfigError: a cost that is not a finite number of at least 0, as many costs as there are not model stages,
             or a weight that costs more than the backward that it is a part of.
         """
-        costs = task_costs(self.num_model_stages, self.splits_backward, forward, backward, weight)
+        costs = task_costs(self.num_stages, self.chunks, self.splits_backward, forward, backward, weight)
         return play_tasks(self._started, self.num_stages, costs, checked_cost("transfer", transfer))
 
-    def makespan(self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0) -> float:
-        """How long a step takes; see `play` for the costs. An int where all of them are."""
+    def makespan(self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0) -> Time:
+        """How long a step takes; see `play` for the costs. Exact where all of them are ints.
+
+        Example:
+          >>> schedule("PreferBackward", 2, 2).makespan(), schedule("Interleaved", 2, 2, chunks=2).makespan()
+          (9, Fraction(15, 2))
+        """
         return self.play(forward, backward, weight, transfer).makespan
 
     @cached_property
@@ -183,7 +189,8 @@ class Schedule:
 
     @cached_property
     def _ticked(self) -> Play:
-        return self.play(forward=1, backward=2 if self.splits_backward else 1, weight=1)
+        tick = self.chunks
+        return self.play(forward=tick, backward=2 * tick if self.splits_backward else tick, weight=tick)
 
     # -- showing ---------------------------------------------------------------------------------
 
@@ -246,19 +253,19 @@ def schedule(name: str, num_stages: int, num_micro_batch: int, chunks: int | Non
     For S devices and M micro-batches, at the default costs of `Schedule.play`, the bubble of the first three is
     (S - 1) / (M + S - 1); on device s at most `peak` micro-batches are in flight:
 
-    - PreferForward: all forwards, then all backwards, as in GPipe. Peak M. Hides transfers best.
-    - PreferBackward: a backward as soon as there is one (1F1B). Peak min(M, S - s). EPL's default.
+    - PreferForward, or GPipe: all forwards, then all backwards. Peak M. Hides transfers best.
+    - PreferBackward, or 1F1B: a backward as soon as there is one. Peak min(M, S - s). EPL's default.
     - PreferBackwardOptimizer: the same with one more forward ahead on all but the last device, which hides a part of
       the transfers. Peak min(M, S - s + 1), on the last device 1.
     - Interleaved: 1F1B with several model stages on each device, which a micro-batch comes by in turn. Any M will do:
       where Megatron-LM needs a multiple of S, rounds here are of S to 2S - 1 (of M, if M < S). For M >= S the bubble is
       (S - 1) / (chunks x M + S - 1), as in the paper. It has more in flight than PreferBackward, and `chunks` times
       the transfers.
-    - ZeroBubble: 1F1B with backward split, ZB-H1 of the paper: W comes s micro-batches after its B, in what would be
+    - ZeroBubble, or ZB-H1: 1F1B with backward split. W comes s micro-batches after its B, in what would be
       idle time. For M >= S the bubble is (S - 1) / (3M + S - 1). Peak min(M, S) on each device.
 
     Args:
-      name: one of these, in any case.
+      name: one of these, in any case. The schedule has the first of two names.
       num_stages: how many devices there are.
       num_micro_batch: how many micro-batches a step has.
       chunks: model stages per device: at least 2, and 2 if not given, for Interleaved; the others have 1.
@@ -276,9 +283,10 @@ def schedule(name: str, num_stages: int, num_micro_batch: int, chunks: int | Non
       >>> schedule("ZeroBubble", 3, 4).bubble, schedule("Interleaved", 3, 4, chunks=2).bubble
       (Fraction(1, 7), Fraction(1, 5))
     """
-    found = {n.lower(): n for n in ORDERS}.get(str(name).lower())
+    names = {n: n for n in ORDERS} | ALIASES
+    found = {n.lower(): of for n, of in names.items()}.get(str(name).lower())
     if found is None:
-        raise ConfigError(f"schedule must be one of {', '.join(ORDERS)}, it is {name!r}")
+        raise ConfigError(f"schedule must be one of {', '.join(names)}, it is {name!r}")
     check_int("num_stages", num_stages)
     check_int("num_micro_batch", num_micro_batch)
     interleaved = found == "Interleaved"

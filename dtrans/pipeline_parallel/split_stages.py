@@ -48,11 +48,6 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
     count = [1] * o.model_stages
     said: dict[int, str] = {}
     for scope, s in zip(scopes_of(list(forward.eqns)), stage_of, strict=True):
-        if scope is not None and scope.kind == "replicate" and (scope.device_count or 1) > 1:
-            raise ConfigError(
-                f"{scope} asks for {scope.device_count} devices: a replica of a stage has one. Say replicas="
-                f"{scope.device_count} for more replicas, or dtrans.split(device_count={scope.device_count})"
-            )
         if scope is None or scope.kind != "split":
             continue
         if scope.device_count is None:
@@ -135,7 +130,7 @@ def _split(p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], who
     return program_of(p.name, made.jaxpr, p.in_names, p.out_names, p.roles[0] if p.roles else "forward")
 
 
-def split_update(placed: PlacedUpdate, cuts: Cuts, sums: Mapping[str, tuple[str, int]]) -> PlacedUpdate:
+def split_update(placed: PlacedUpdate, cuts: Cuts, sums: Mapping[str, tuple[str, int, int | None]]) -> PlacedUpdate:
     """The update, with the pieces of split stages as those of a shard; `sums` as in `Update`."""
     inner = placed.program.inner
     named: dict[Var, str] = dict(zip(inner.invars, placed.program.in_names, strict=True))

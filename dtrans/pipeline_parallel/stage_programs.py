@@ -16,6 +16,7 @@ between, and its cotangent comes back the same way; each adds its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,9 @@ class StagePrograms:
       forward, backward: its programs.
       weights: makes the gradients of weights, where the backward program does not.
       params: the leaves of the step that it reads.
-      sums: the name of each sum of gradients that it makes, and the leaf whose they are.
+      state: the arrays of the optimizer's state that it reads, which every stage has.
+      sums: the name of each sum of gradients that it makes, and the leaf whose they are. Where each micro-batch is
+        clipped, they are the gradients of one, and are not added up here.
       cotangents: the name of each cotangent, and the value that it is of.
       batch: the arrays of the batch that it reads.
       receives, sends: the values from the stage before, and for the stage after.
@@ -58,6 +61,7 @@ class StagePrograms:
     backward: Program
     weights: Program | None
     params: tuple[str, ...]
+    state: tuple[str, ...]
     sums: Mapping[str, str]
     cotangents: Mapping[str, str]
     batch: tuple[str, ...]
@@ -76,7 +80,7 @@ class StagePrograms:
         """What is kept of each micro-batch from its forward to its backward: residuals, and what it received."""
         here = {*self.forward.out_names, *self.receives}
         read = [*self.backward.in_names, *(self.weights.in_names if self.weights else ())]
-        given = {*self.params, *self.batch}
+        given = {*self.params, *self.state, *self.batch}
         return tuple(n for n in dict.fromkeys(read) if n in here and n not in given)
 
 
@@ -169,14 +173,16 @@ class StageProgramWriter:
         step_names = f.inputs_of([*given.values()])
         types = f.step.program.inputs
         params = tuple(n for n in step_names if n in f.step.params)
+        state = tuple(n for n in step_names if n in f.step.opt_state)
         batch = tuple(n for n in step_names if n in f.step.batch)
+        given_names = (*params, *state, *batch)
 
-        ins = [*params, *batch, *(self.names[v] for v in received)]
+        ins = [*given_names, *(self.names[v] for v in received)]
         ahead = [v for v in fronts if self.made_at[v] == s]
         through = [v for v in fronts if self.made_at[v] != s]
         has_loss = self.loss_at == s and self.differentiable(f.loss)
         vjp = StageVjp(
-            self._prelude([*params, *batch], list(given.values())),
+            self._prelude(given_names, list(given.values())),
             body,
             reads,
             received,
@@ -184,8 +190,8 @@ class StageProgramWriter:
             [*diff, *(v for v in backs if v in heard)],
             [*ahead, *([f.loss] if has_loss else [])],
             [*outs, *result_atoms],
-            [*(types[n] for n in (*params, *batch)), *(v.aval for v in received)],
-            len(params),
+            [*(types[n] for n in given_names), *(v.aval for v in received)],
+            len(params) + len(state),
             self._checkpoints(s),
         )
         leaves = tuple(f.diff[v] for v in diff)
@@ -196,7 +202,8 @@ class StageProgramWriter:
         sums = {unused_name(n + GRAD, types): n for n in leaves}
         cotangents = {v: self.names[v] + GRAD for v in (*fronts, *backs)}
         backward_jaxpr = self._backward(vjp, has_loss, ahead, through, backs, heard, leaves)
-        names_in = [*ins, *residuals, *(cotangents[v] for v in (*ahead, *through)), *sums]
+        so_far = sums if self.o.clip_of_each is None else ()
+        names_in = [*ins, *residuals, *(cotangents[v] for v in (*ahead, *through)), *so_far]
         names_out = [*(cotangents[v] for v in backs), *sums]
         backward, weights = self._programs(s, backward_jaxpr, names_in, names_out, len(backs))
         return StagePrograms(
@@ -205,6 +212,7 @@ class StageProgramWriter:
             backward,
             weights,
             params,
+            state,
             sums,
             {name: self.names[v] for v, name in cotangents.items()},
             batch,
@@ -260,10 +268,12 @@ class StageProgramWriter:
         saved = [b.input(a.aval) for a in vjp.kept]
         cts: list[Atom] = [b.input(v.aval) for v in ahead]
         passing = {v: b.input(v.aval) for v in through}
-        sums = [b.input(self._sum_type(n)) for n in leaves]
+        types = [self._sum_type(n) for n in leaves]
+        adds = self.o.clip_of_each is None
+        sums = [b.input(t) for t in types] if adds else []
         if has_loss:
             loss = self.forward.loss
-            cts += [Literal(loss.aval.dtype.type(1), loss.aval.update(weak_type=False))]
+            cts += [Literal(loss.aval.dtype.type(self.o.loss_scale), loss.aval.update(weak_type=False))]
         b.role = BACKWARD
         made = vjp.write_backward(b, stage_ins, saved, cts)
         grads, back = made[: len(leaves)], dict(zip([v for v in backs if v in heard], made[len(leaves) :], strict=True))
@@ -274,7 +284,12 @@ class StageProgramWriter:
             else:
                 outs.append(back[v] if v in back else passing[v])
         grads = self._scattered(b, dict(zip(leaves, grads, strict=True)))
-        outs += [b.call(_added, acc, g)[0] for acc, g in zip(sums, grads, strict=True)]
+        scale = self.o.loss_scale
+        if adds:
+            add = _added if scale == 1.0 else _added_unscaled(scale)
+            outs += [b.call(add, acc, g)[0] for acc, g in zip(sums, grads, strict=True)]
+        else:
+            outs += [b.call(_cast(t.dtype, scale), g)[0] for t, g in zip(types, grads, strict=True)]
         return b.build(outs)
 
     def _sum_type(self, leaf: str) -> Any:
@@ -360,6 +375,16 @@ def _wide(t: Any) -> Any:
 
 def _added(x: jax.Array, y: jax.Array) -> jax.Array:
     return x + y.astype(x.dtype)
+
+
+@functools.cache
+def _added_unscaled(scale: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda x, y: x + y.astype(x.dtype) / scale
+
+
+@functools.cache
+def _cast(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x.astype(dtype) if scale == 1.0 else x.astype(dtype) / scale
 
 
 def sums_of(programs: Sequence[StagePrograms]) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """A stage's equations, differentiated: what its forward pass keeps, and the backward pass that reads it.
 
 `jax.vjp` is taken of the stage by itself, and what its derivative reads of the forward pass (the *residuals*) is looked
-at one by one. Inputs of the stage are read again, numbers stand in the program, what is made of parameters alone (a
-weight in another type) is made again. With checkpoints all is made again but what has a name that was asked for, what
-was made of random numbers alone (so that a mask is not drawn twice), what has an effect, and what comes from other
-replicas.
+at one by one. Inputs of the stage are read again, numbers stand in the program, what is made of state alone (a weight
+in another type) is made again. With checkpoints all is made again but what has a name that was asked for, what was made
+of random numbers alone (so that a mask is not drawn twice), what has an effect, and what comes from other replicas.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class StageVjp:
         ahead: Sequence[Atom],
         outs: Sequence[Atom],
         in_types: Sequence[Any],
-        n_params: int,
+        n_state: int,
         checkpoints: Collection[str] | None,
     ) -> None:
         self.in_types = in_types
@@ -81,7 +80,7 @@ class StageVjp:
         inner = opened(traced)
         count = len(outs)
         leaves = inner.outvars[count:]
-        cheap = propagate(inner.eqns, dict.fromkeys(inner.invars[n_params:], 1), {})
+        cheap = propagate(inner.eqns, dict.fromkeys(inner.invars[n_state:], 1), {})
         at: set[Atom] = {*inner.invars}
         self._source = traced
         self._residuals: list[Atom] = list(leaves)

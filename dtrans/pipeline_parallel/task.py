@@ -9,7 +9,11 @@ from typing import NamedTuple, TypeAlias
 
 
 Costs: TypeAlias = float | Sequence[float]
-"""What a task costs, in any unit of time: the same for all model stages, or one number for each."""
+"""What tasks cost, in any unit of time: one number for all that a device has of a micro-batch, or one for each model
+stage."""
+
+Time: TypeAlias = float | Fraction
+"""A time in that unit: an int or a fraction where costs are ints."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -45,8 +49,8 @@ class TimedTask(NamedTuple):
 
     task: Task
     device: int
-    start: float
-    end: float
+    start: Time
+    end: Time
 
 
 class Play(tuple[TimedTask, ...]):
@@ -67,16 +71,14 @@ class Play(tuple[TimedTask, ...]):
         return max((t.device for t in self), default=-1) + 1
 
     @property
-    def makespan(self) -> float:
-        """From the first start to the last end; an int where times are."""
+    def makespan(self) -> Time:
+        """From the first start to the last end; exact where times are."""
         return max(t.end for t in self) - min(t.start for t in self) if self else 0
 
     @property
     def bubble(self) -> Fraction | float:
-        """The idle share of devices: 1 - busy / (devices x makespan). Exact of ints; 0 if no time goes by."""
-        busy, available = sum(t.end - t.start for t in self), self.num_devices * self.makespan
+        """The idle share of devices: 1 - busy / (devices x makespan). Exact where times are; 0 if no time goes by."""
+        busy, available = sum((t.end - t.start for t in self), Fraction(0)), self.num_devices * self.makespan
         if not available:
             return Fraction(0)
-        if isinstance(busy, int) and isinstance(available, int):
-            return 1 - Fraction(busy, available)
-        return 1 - busy / available
+        return 1 - busy / (Fraction(available) if isinstance(busy, Fraction) else available)

@@ -14,21 +14,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
 
 from dtrans._jax import Var, closed, equations, name_given
-from dtrans.batch.given_values import GivenValues, given_values, with_rows_first
-from dtrans.batch.shared import SharedStep, batch_axes, not_made_of_parts, share
+from dtrans.batch.given_micro_steps import share_given, silent
+from dtrans.batch.given_values import GivenValues, with_rows_first
+from dtrans.batch.shared import SharedStep, batch_axes, not_made_of_parts
 from dtrans.checks import check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.transform import check_names, refuse_collectives
-from dtrans.errors import BatchError, ConfigError
+from dtrans.errors import BatchError, ConfigError, GradientError
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.pipeline_parallel.assign_stages import stages_of
+from dtrans.pipeline_parallel.auto_stages import auto_stages
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
 from dtrans.pipeline_parallel.options import PipelineOptions, StageMemory, Stages
 from dtrans.pipeline_parallel.plan import PipelinePlan, StepPrograms
@@ -48,13 +51,16 @@ from dtrans.pipeline_parallel.stage_scan import (
     taken_apart,
     turned,
 )
-from dtrans.pipeline_parallel.update import slices_of_sums, update_of
+from dtrans.pipeline_parallel.update import arguments_of, slices_of_sums, update_of
+from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.capture import captured, differentiated, value_and_grad_p
+from dtrans.step.capture import captured, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
-from dtrans.step.cut import Cut, cut
+from dtrans.step.cut import Cut, asks_for, cut
 from dtrans.step.forward_backward import refuse_across
-from dtrans.step.startup import check_programs, match_startup
+from dtrans.step.scopes import scopes_within
+from dtrans.step.startup import match_startup, of_two_parts
+from dtrans.zero.mixed_precision import check_scale, low_products
 
 
 PARTS = ("parts",)  # the axis that micro-batches would be on
@@ -64,7 +70,7 @@ def pipeline(
     main: Program,
     startup: Program,
     *,
-    num_stages: int,
+    num_stages: int | Literal["auto"],
     num_micro_batch: int = 1,
     schedule: str | Schedule = "PreferBackward",
     replicas: int = 1,
@@ -81,11 +87,14 @@ def pipeline(
     Args:
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
       startup: the traced init, -> (params, opt_state).
-      num_stages: how many devices a replica has, each with a stage (or `stages.chunks` of them).
+      num_stages: how many devices a replica has, each with a stage (or `stages.chunks` of them). "auto": as many as the
+        model has `dtrans.replicate` scopes; without, as make a step fastest by the costs that stages are cut by, on the
+        devices that there are (`dtrans.pipeline_parallel.auto_stages`).
       num_micro_batch: how many parts a replica cuts its part of the batch into. Parameters are updated once, after all.
-      schedule: what each device does when: "PreferForward" (all forwards, then all backwards), "PreferBackward" (1F1B),
-        "PreferBackwardOptimizer" (one micro-batch more under way, which hides transfers), "Interleaved" (several stages
-        on each device), "ZeroBubble" (gradients of weights fill the gaps), or a `dtrans.Schedule`.
+      schedule: what each device does when: "PreferForward" or "GPipe" (all forwards, then all backwards),
+        "PreferBackward" or "1F1B", "PreferBackwardOptimizer" (one micro-batch more under way, which hides transfers),
+        "Interleaved" (several stages on each device), "ZeroBubble" or "ZB-H1" (gradients of weights fill the gaps), or
+        a `dtrans.Schedule`.
       replicas: how many copies of the pipeline share the batch. Those of a stage reduce their gradients.
       stages: how stages are found, and laid out over devices: a `dtrans.Stages`.
       memory: what stages and their replicas keep: a `dtrans.StageMemory`.
@@ -93,9 +102,9 @@ def pipeline(
         A clip in the optimizer is of the reduced gradients (EPL's `clip_after_allreduce`).
       batch: "exact": the job gives one device's numbers. What no parameter enters is made of the whole batch, before
         the micro-batches go (`dtrans.batch.given_values`); a step is refused, by its line, whose micro-batches do not
-        add up then. "local": each micro-batch goes through the step alone, and batch statistics are made by each
-        of those before the step. Or a `dtrans.Batch`, without `example_count`, which with "local" also says how results
-        are merged.
+        add up then. "micro": each micro-batch goes through the step alone, with batch statistics of its own; those
+        that the model keeps are made by each of those before the step. ("local" is another name of it.) Or a
+        `dtrans.Batch`, without `example_count`, which with "micro" also says how results are merged.
 
     Raises:
       ConfigError: an option that is out of range, more stages than equations, scopes that contradict, an exact step
@@ -125,22 +134,42 @@ def pipeline(
       >>> bool(jnp.allclose(loss, jnp.tanh(jnp.tanh(jnp.tanh(jnp.tanh(1.0)))) ** 2))
       True
     """
-    check_programs(main, startup)
+    main, startup = of_two_parts(main, startup)
     check_type("stages", stages, Stages)
-    timetable = _timetable(schedule, num_stages, num_micro_batch, stages.chunks)
+    if num_stages == "auto" and isinstance(schedule, Schedule):
+        num_stages = schedule.num_stages
+    auto, count = num_stages == "auto", 1 if num_stages == "auto" else num_stages
+    timetable = _timetable(schedule, count, num_micro_batch, stages.chunks)
     options = PipelineOptions(
-        num_stages=num_stages,
+        num_stages=count,
         num_micro_batch=num_micro_batch,
         schedule=timetable.name,
         splits_backward=timetable.splits_backward,
         chunks=timetable.chunks,
-        replicas=replicas,
+        replicas=replicas * devices_of_scopes(main),
         stages=stages,
         memory=memory,
         reduce=Reduce.of(reduce),
-        batch=Batch.of(batch, "exact"),
+        batch=Batch.of(batch, "exact", micro=True),
     )
-    return plan_pipeline(main, startup, options, timetable)
+    return plan_pipeline(main, startup, options, timetable, auto=auto)
+
+
+def devices_of_scopes(main: Program) -> int:
+    """How many devices `replicate` scopes ask for; each takes a part of what a replica has of the batch.
+
+    Raises:
+      ConfigError: scopes that ask for different numbers.
+    """
+    scopes = [s for s in scopes_within(main.jaxpr) if s.kind == "replicate"]
+    counts = {s.device_count or 1: s for s in scopes}
+    if len(counts) > 1:
+        (a, first), (b, second) = list(counts.items())[:2]
+        raise ConfigError(
+            f"{first} asks for {a} device{'s' * (a > 1)} and {second} for {b}: stages share out what a replica has of "
+            "the batch over equally many. Give all scopes one device_count, or more work to a stage of its own"
+        )
+    return next(iter(counts), 1)
 
 
 def _timetable(given: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None) -> Schedule:
@@ -156,8 +185,15 @@ def _timetable(given: str | Schedule, num_stages: int, num_micro_batch: int, chu
     return given
 
 
-def plan_pipeline(main: Program, startup: Program, o: PipelineOptions, timetable: Schedule) -> PipelinePlan:
-    """What `pipeline` plans with these options."""
+def plan_pipeline(
+    main: Program, startup: Program, o: PipelineOptions, timetable: Schedule, *, auto: bool = False
+) -> PipelinePlan:
+    """What `pipeline` plans with these options.
+
+    Args:
+      auto: whether how many stages there are is found here, and those of the options and the timetable are not looked
+        at.
+    """
     refuse_collectives(main)
     as_given, axes = cut(main), {}
     if o.batch.exact:
@@ -168,7 +204,8 @@ def plan_pipeline(main: Program, startup: Program, o: PipelineOptions, timetable
         main = with_rows_first(main, axes)
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()]
     plain = of_micro_batch(main, o, types)  # for what results are made of
-    refuse_across(plain)
+    refuse_across(plain, told=True)
+    _check_told(plain, o)
     whole = captured(main)
     shared, given = shared_by(main, whole, o, types)
     o = o.local if shared is None else o.of(shared)
@@ -181,6 +218,10 @@ def plan_pipeline(main: Program, startup: Program, o: PipelineOptions, timetable
     check_names(step, o.of_parts)
     startup = match_startup(step, startup)
     forward = forward_pass(step)
+    if o.precision.scaling is not None:
+        check_scale(o.precision.scaling, forward.loss.aval.dtype, main.name)
+    if auto:
+        o, timetable = auto_stages(forward, o)
     _check_names(forward, o)
     merges = _merges(plain, whole, forward, o, shared=shared is not None)
     check_state(merges, step.params, o)
@@ -216,6 +257,25 @@ def plan_pipeline(main: Program, startup: Program, o: PipelineOptions, timetable
     )
 
 
+def _check_told(step: Cut, o: PipelineOptions) -> None:
+    """Refuse updates that read what each micro-batch has rows of, and losses that read the optimizer's state of leaves.
+
+    Args:
+      step: for a micro-batch, as it was traced.
+    """
+    for n in arguments_of(step) if o.parts > 1 else ():
+        if step.program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs):
+            raise GradientError(
+                f"the update of {step.program.name} reads {n}, of which each micro-batch has rows: it may read what "
+                f"all of them share, 0-d arrays and those of dtrans.Batch(unsplit_inputs=({n!r},)); what is made of "
+                "rows belongs into the loss function"
+            )
+    leaves = leaves_of_state(step.optimize, step.params) if step.asked else {}
+    for n, output in step.asked.items():
+        if n in leaves:
+            raise GradientError(asks_for(output, n))
+
+
 def shared_by(
     main: Program, whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[SharedStep | None, GivenValues | None]:
@@ -233,18 +293,11 @@ def shared_by(
     types = of_two_rows(whole, o, types)
     whole = whole.specialize_flat(types)
     plain = cut(silent(captured_part(main, o, types))).with_reported()
-    shared = share(plain, o.batch, o.parts, PARTS, open_state=True)
+    held = (*plain.frozen, *plain.asked)
+    shared, given = share_given(plain, whole, captured_part(whole, o, types), held, o.batch, o.parts, PARTS)
     if shared.proven:
-        return shared, None
-    given = given_values(whole, captured_part(whole, o, types), o.parts, plain.frozen)
-    if given.spots:
-        batch = dataclasses.replace(o.batch, unsplit_inputs=(*o.batch.unsplit_inputs, *given.whole))
-        part = silent(differentiated(given.taken_by(captured_part(whole, o, types))))
-        again = share(cut(part).with_reported(), batch, o.parts, PARTS, open_state=True)
-        if again.proven:
-            return again, given
-        shared = again if again.part.exchanged else shared
-    raise not_made_of_parts(plain, shared, "micro-batches")
+        return shared, given
+    raise not_made_of_parts(plain, shared, "micro-batches", "micro")
 
 
 def _planned_stages(
@@ -307,7 +360,7 @@ def _merges(plain: Cut, whole: Program, forward: ForwardPass, o: PipelineOptions
         if shared:
             raise ConfigError(
                 f"{n} is collected under {key}, which says how values of micro-batches are merged: that is for "
-                "batch='local'. An exact result is that of the whole batch; leave the collection out, or say so"
+                "batch='micro'. An exact result is that of the whole batch; leave the collection out, or say so"
             )
         if n in o.batch.merge:
             raise ConfigError(f"{n} is collected under {key}, and merge[{n!r}]={o.batch.merge[n]!r}: say one of them")
@@ -354,17 +407,6 @@ def of_two_rows(
     return [jax.ShapeDtypeStruct(more(t, is_split), t.dtype) for t, is_split in zip(types, split, strict=True)]
 
 
-def silent(program: Program) -> Program:
-    """A step that tells nothing: what a micro-batch prints, or shows, is its own, and is nothing to add up."""
-    inner = program.inner
-    eqns = [e for e in inner.eqns if e.outvars or not e.effects]
-    if len(eqns) == len(inner.eqns):
-        return program
-    jaxpr = closed(inner.constvars, program.jaxpr.consts, inner.invars, inner.outvars, eqns, inner)
-    again = lambda types: silent(program.specialize_flat(types))
-    return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(eqns), labels={}, specializer=again)
-
-
 def of_micro_batch(whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Cut:
     """A step for a micro-batch of a replica, cut. As `captured_part`, which says more."""
     return cut(captured_part(whole, o, types)).with_reported()
@@ -408,8 +450,17 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
     """The programs of a plan for a batch of other types: the same stages.
 
     Raises:
-      BatchError: rows that cannot be shared, or a loss function that has other equations for such a batch.
+      BatchError: rows that cannot be shared, an argument of another type that the update reads, or a loss function that
+        has other equations for such a batch.
     """
+    given = dict(zip(plan.captured.in_names, types, strict=True))
+    for n in plan.update.arguments:
+        t, read = given[n], plan.update.program.inputs[n]
+        if (t.shape, t.dtype) != (read.shape, read.dtype):
+            raise BatchError(
+                f"{n} is {t.dtype}{list(t.shape)}, and the update reads it as {read.dtype}{list(read.shape)}: plan it "
+                "for this batch"
+            )
     step = of_micro_batch(plan.captured, plan.options, types)
     forward, _ = turned(forward_pass(step), plan.turns)
     forward = taken_apart(forward, {n: rows for n, rows in plan.stacks.items() if n in step.params}).forward
@@ -424,7 +475,24 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
 
 def _stages(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions) -> tuple[StagePrograms, ...]:
     scatter = slices_of_sums(forward.step, o) if o.memory.sharding_stage == 2 else {}
+    if o.precision.dtype is not None:
+        forward, stage_of = _in_low_precision(forward, stage_of, o.precision.dtype)
     return StageProgramWriter(forward, stage_of, o, scatter).stages()
+
+
+def _in_low_precision(forward: ForwardPass, stage_of: Sequence[int], amp: str) -> tuple[ForwardPass, tuple[int, ...]]:
+    """A forward pass with its products in 16 bits, and the stage of each of its equations."""
+    params = [v for v, a in forward.given.items() if forward.of_state(a)]
+    jaxpr, origin = low_products(forward.jaxpr, amp, params)
+    lowered = dataclasses.replace(forward, jaxpr=jaxpr)
+    stages = [stage_of[i] for i in origin]
+    known = {v for e in forward.eqns for v in e.outvars}
+    first: dict[Var, int] = {}  # the first stage that reads a value
+    for i, eqn in reversed(list(enumerate(lowered.eqns))):
+        if known.isdisjoint(eqn.outvars):  # what is narrowed for several stages is so in the first of them
+            stages[i] = min((first[v] for v in eqn.outvars if v in first), default=stages[i])
+        first |= {a: min(stages[i], first.get(a, stages[i])) for a in eqn.invars if isinstance(a, Var)}
+    return lowered, tuple(stages)
 
 
 def _programs(

@@ -1,9 +1,9 @@
 """The end of a pipelined step: gradients of all micro-batches become new parameters.
 
-It is a training step by itself, whose batch are the sums of gradients: summed over the stages that share a leaf,
-divided by the number of micro-batches, marked. So what is known of training steps holds for it: replicas reduce as in
-nccl2 mode, or keep slices of the optimizer's state as in sharding. Then it is cut by stage
-(`dtrans.pipeline_parallel.update_by_stage`).
+It is a training step by itself. Its batch are the sums of gradients (summed over the stages that share a leaf, divided
+by the number of micro-batches, marked) and the arguments that it reads, such as a learning rate. So what is known of
+training steps holds for it: replicas reduce as in nccl2 mode, or keep slices of the optimizer's state as in sharding.
+Then it is cut by stage (`dtrans.pipeline_parallel.update_by_stage`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, Literal, Var
-from dtrans.data_parallel.reducer import ReduceSpec
+from dtrans.data_parallel.reducer import ReduceSpec, clipped
 from dtrans.data_parallel.transform import rewritten as over_replicas
+from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program
@@ -28,7 +29,8 @@ from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.split_stages import Cuts, split_update
 from dtrans.pipeline_parallel.stage_scan import StageRows, joined
 from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, grouped, place
-from dtrans.rows.analysis import analyse
+from dtrans.rows.analysis import leaves_of_state
+from dtrans.step.capture import value_and_grad_p
 from dtrans.step.cut import GRAD, Cut, Gradient, cut
 from dtrans.step.marks import mark_p
 from dtrans.zero.choose_slices import Sliced, slices_of
@@ -44,17 +46,23 @@ class Update:
     Attributes:
       placed: its program, in pieces; it is of one replica.
       layout: how replicas share the state, where they keep slices of it.
-      sums: each input that is a sum of gradients: of which leaf, and the stage that makes it.
+      sums: each input that is a sum of gradients: of which leaf, the stage that makes it, and of which micro-batch it
+        is; None for the sum over all.
     """
 
     placed: PlacedUpdate
     layout: RankLayout | None
-    sums: Mapping[str, tuple[str, int]]
+    sums: Mapping[str, tuple[str, int, int | None]]
 
     @property
     def program(self) -> Program:
-        """The program: (params, opt_state, sums of gradients) -> (params, opt_state, results of gradients)."""
+        """The program: (params, opt_state, sums and arguments) -> (params, opt_state, results of gradients)."""
         return self.placed.program
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments of the step that it reads, the same in all stages."""
+        return tuple(n for n in self.program.args[2].names if n not in self.sums)
 
     def slice_axis(self, name: str) -> int | None:
         """The dimension along which replicas have slices of an array of the state; None where each has all of it."""
@@ -82,45 +90,50 @@ def update_of(
       rows: leaves of which stages hold rows, as leaves of their own.
     """
     types = step.program.inputs
-    name_of = lambda n, s: unused_name(n + GRAD if s == homes[n] else f"{n}{GRAD}.stage{s}", types)
-    named = {name_of(n, s): (n, s) for n in sums for s in users[n]}
-    called = {n: [name_of(n, s) for s in users[n]] for n in sums}
+    micros = [None] if o.clip_of_each is None else range(o.num_micro_batch)
+
+    def name_of(n: str, s: int, m: int | None) -> str:
+        at, of = "" if s == homes[n] else f".stage{s}", "" if m is None else f".micro{m}"
+        return unused_name(f"{n}{GRAD}{at}{of}", types)
+
+    named = {name_of(n, s, m): (n, s, m) for n in sums for s in users[n] for m in micros}
+    called = {n: [[name_of(n, s, m) for s in users[n]] for m in micros] for n in sums}
     whole_sums = {n: t.update(shape=types[n].shape) for n, t in sums.items()}
     whole = cut(_step(step, whole_sums, called, rows, o)).with_reported()
     layout = None
     if o.replicas > 1 and o.memory.sharding_stage:
         layout = dataclasses.replace(RankLayout.of(whole, _sharding(o), {}), groups=homes)
         if o.memory.sharding_stage == 2:
-            program = _SlicedSums(whole, _with_sums(layout, named), called, o).program()
+            flat = {n: [name for of in names for name in of] for n, names in called.items()}
+            program = _SlicedSums(whole, _with_sums(layout, named), flat, o).program()
         else:
             program = RankWriter(whole, layout).program()
     else:
         program = over_replicas(whole, o.over_replicas, {}, lambda leaf: ReduceSpec(group=homes[leaf]))
-    analysis = analyse(step.optimize, step.params)
+    leaf_of = leaves_of_state(step.optimize, step.params)
     home: dict[str, int | None] = {n: homes[n] for n in step.params}
-    for n in step.opt_state:
-        known = n in analysis.inputs
-        leaf = analysis.home(analysis.layout(analysis.inputs[n])) if known else None
-        home[n] = None if leaf is None else homes[leaf]
+    home |= {n: homes[leaf_of[n]] if n in leaf_of else None for n in step.opt_state}
     out_at = dict(home)
-    home |= {n: stage for n, (_, stage) in named.items()}
+    home |= dict.fromkeys(arguments_of(step)) | {n: stage for n, (_, stage, _) in named.items()}
     out_at |= {n: o.model_stages - 1 for n in program.out_names if n not in out_at}
     placed = place(program, home, out_at, o.model_stages)
     if o.memory.update_groups > 1:
-        leaf_of = {n: n for n in step.params} | {
-            n: leaf
-            for n in step.opt_state
-            if n in analysis.inputs and (leaf := analysis.home(analysis.layout(analysis.inputs[n]))) is not None
-        }
-        placed = grouped(placed, _apply_groups(step, homes, leaf_of, o))
+        placed = grouped(placed, _apply_groups(step, homes, {n: n for n in step.params} | leaf_of, o))
     return Update(split_update(placed, cuts, named), layout, named)
+
+
+def arguments_of(step: Cut) -> tuple[str, ...]:
+    """The arguments that a step reads behind its gradients: the optimizer's, and those of results of gradients."""
+    of_results = [step.program.outvars[n] for n in step.from_gradients]
+    _, leaves = backward_slice(step.program.eqns, of_results, step.boundary.values())
+    return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)
 
 
 def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
     """The leaves of whose gradients each replica adds up a slice, in stage 2 of sharding."""
     if o.replicas == 1:
         return {}
-    return dict(slices_of(step, o.replicas, least=o.memory.min_slice_size, stacked=(), sliced_in_use=False).leaves)
+    return dict(slices_of(step, o.replicas, least=o.memory.min_slice_size, in_layers=False, sliced_in_use=False).leaves)
 
 
 def _apply_groups(
@@ -140,9 +153,9 @@ def _apply_groups(
     return {n: group.get(leaf, 0) for n, leaf in leaf_of.items()}
 
 
-def _with_sums(layout: RankLayout, sums: Mapping[str, tuple[str, int]]) -> RankLayout:
+def _with_sums(layout: RankLayout, sums: Mapping[str, tuple[str, int, int | None]]) -> RankLayout:
     """A layout in which the sums of gradients are slices too."""
-    held = {n: layout.slices.leaves[leaf] for n, (leaf, _) in sums.items() if leaf in layout.slices.leaves}
+    held = {n: layout.slices.leaves[leaf] for n, (leaf, _, _) in sums.items() if leaf in layout.slices.leaves}
     return _SumsLayout(**{f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}, sums=held)
 
 
@@ -195,33 +208,43 @@ def _sharding(o: PipelineOptions) -> ShardingOptions:
 def _step(
     step: Cut,
     sums: Mapping[str, Any],
-    called: Mapping[str, Sequence[str]],
+    called: Mapping[str, Sequence[Sequence[str]]],
     rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Program:
-    """The update as a step: (params, opt_state, sums) -> (params, opt_state, results of gradients)."""
+    """The update as a step: (params, opt_state, sums and arguments) -> (params, opt_state, results of gradients)."""
     source = step.program
     vars_of = source.invars
     b = Builder(source.jaxpr)
     b.role = FORWARD
     b.invars += [vars_of[n] for n in (*step.params, *step.opt_state)]
-    types = {name: sums[n] for n, names in called.items() for name in names}
+    arguments = arguments_of(step)
+    types = {name: sums[n] for n, parts in called.items() for names in parts for name in names}
+    types |= {n: vars_of[n].aval for n in arguments}
     spec = TreeSpec.of(types)
     given = {n: b.input(types[n]) for n in spec.names}
+    read = {**vars_of, **{n: given[n] for n in arguments}}
+    parts = {n: [_total(b, [given[name] for name in names]) for names in of] for n, of in called.items()}
+    if o.clip_of_each is not None:
+        for m in range(o.num_micro_batch):
+            made = b.call(clipped(float(o.clip_of_each)), *(of[m] for of in parts.values()))
+            for of, x in zip(parts.values(), made, strict=True):
+                of[m] = x
     grads: dict[str, Atom] = {}
     for n in step.gradients:
         if n not in called:  # the loss does not read it
             (zero,) = b.call(jnp.zeros_like, vars_of[n])
             (grads[n],) = b.bind(mark_p, zero, vars_of[n], leaf=n)
             continue
-        mean = mean_of(b, [given[name] for name in called[n]], vars_of[n].aval.dtype, o)
+        mean = mean_of(b, parts[n], vars_of[n].aval.dtype, o)
         (grads[n],) = b.bind(mark_p, mean, vars_of[n], leaf=n)
     b.role = OPTIMIZE
     half = step.optimize
-    atoms = [grads[n.leaf] if isinstance(n, Gradient) else vars_of[n] for n in half.in_names]
+    atoms = [grads[n.leaf] if isinstance(n, Gradient) else read[n] for n in half.in_names]
     found: dict[str, Atom] = {n: vars_of[n] for n in (*step.params, *step.opt_state)}
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
-    found |= _of_gradients(b, step, grads, rows)
+    found |= {n: b.call(jnp.copy, a)[0] for n, a in found.items() if a in given.values()}  # state may be donated
+    found |= _of_gradients(b, step, grads, rows, {vars_of[n]: given[n] for n in arguments})
     state = (*source.args[:2], TreeSpec.of({n: source.outputs[n] for n in step.from_gradients}))
     out = TreeSpec(
         jax.tree_util.treedef_tuple([s.treedef for s in state]), tuple(leaf for s in state for leaf in s.leaves)
@@ -236,27 +259,43 @@ def _step(
 
 
 def mean_of(b: Builder, sums: Sequence[Atom], dtype: Any, o: PipelineOptions) -> Atom:
-    """Write the gradient of a leaf, of the sums that stages made over micro-batches."""
-    total = functools.reduce(lambda x, y: b.call(jax.lax.add, x, y)[0], sums)
-    return b.call(_mean(o.num_micro_batch if o.reduce.op == "mean" else 1, dtype), total)[0]
+    """Write the gradient of a leaf, of parts of its sum over micro-batches."""
+    return b.call(_mean(o.num_micro_batch if o.reduce.op == "mean" else 1, dtype), _total(b, sums))[0]
+
+
+def _total(b: Builder, parts: Sequence[Atom]) -> Atom:
+    return functools.reduce(lambda x, y: b.call(jax.lax.add, x, y)[0], parts)
 
 
 def _of_gradients(
-    b: Builder, step: Cut, grads: Mapping[str, Atom], rows: Mapping[str, Sequence[StageRows]]
+    b: Builder,
+    step: Cut,
+    grads: Mapping[str, Atom],
+    rows: Mapping[str, Sequence[StageRows]],
+    arguments: Mapping[Var, Atom],
 ) -> dict[str, Atom]:
-    """Write the results that are computed from gradients."""
+    """Write the results that are computed from gradients; `arguments` by the step's variables.
+
+    Raises:
+      GradientError: one that is made of values of the loss function too.
+    """
     source = step.program
     inner = source.inner
     outs = source.outvars
     if not step.from_gradients:
         return {}
-    env: dict[Var, Atom] = {v: grads[n] for n, v in step.boundary.items() if n in grads}
+    env: dict[Var, Atom] = {v: grads[n] for n, v in step.boundary.items() if n in grads} | {**arguments}
     for n, v in step.boundary.items():
         if n in rows:
             (env[v],) = b.call(joined(0), *(grads[r.name] for r in rows[n]))
     read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
     for i in backward_slice(inner.eqns, [outs[n] for n in step.from_gradients], list(env))[0]:
         eqn = inner.eqns[i]
+        if eqn.primitive is value_and_grad_p:
+            raise GradientError(
+                f"{', '.join(step.from_gradients)}: computed from gradients and from what the loss function returns, "
+                "which a pipeline has in other places; return them as two results"
+            )
         env.update(zip(eqn.outvars, b.copy(eqn, [read(a) for a in eqn.invars]), strict=True))
     return {n: read(outs[n]) for n in step.from_gradients}
 

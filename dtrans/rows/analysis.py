@@ -116,6 +116,17 @@ def analyse(half: OptimizeHalf, params: Sequence[str], axes: Mapping[str, int] |
             whole |= groups.keys()
 
 
+def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]:
+    """The leaf that each array of the optimizer's state lives with; those that no row enters live with none."""
+    analysis = analyse(half, params)
+    found: dict[str, str] = {}
+    for n, v in analysis.inputs.items():
+        leaf = analysis.home(analysis.layout(v))
+        if isinstance(n, str) and n not in params and leaf is not None:
+            found[n] = leaf
+    return found
+
+
 def _settled(
     half: OptimizeHalf, params: Sequence[str], whole: Collection[str], axes: Mapping[str, int]
 ) -> tuple[Flow, list[Whole]]:

@@ -15,6 +15,9 @@ from dtrans.rows.writer import RowRange
 from dtrans.step.cut import GRAD
 
 
+ARG = "@ARG"  # what follows the name of an argument of the step where it is sent
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
     """A run of rows of one leaf, on one server.
@@ -70,6 +73,14 @@ class Block:
         """Its gradient, of so many trainers: their "mean" or "sum"."""
         sent = {k: self.gradient(k, trainers) for k in range(trainers)}
         return BlockGradient(self.gradient(0, 1), self.leaf, self.index, sent, op)
+
+
+def argument(name: str, trainers: int) -> BlockGradient:
+    """An argument of the step that an update reads, which all trainers send: `rate@ARG.trainer_1`."""
+    told = name + ARG
+    return BlockGradient(
+        told, name, 0, {k: told + (f".trainer_{k}" if trainers > 1 else "") for k in range(trainers)}, "same"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from dtrans.ops import OptimizeBlock
 
 
 def made_one(op: str, grads: Sequence[jax.Array]) -> jax.Array:
-    """The sum of gradients; for "mean" scaled by one over their number; of one gradient, that."""
-    if len(grads) == 1:
+    """The sum of gradients; for "mean" scaled by one over their number; of one, or of what is the "same", that."""
+    if len(grads) == 1 or op == "same":
         return grads[0]
     total = functools.reduce(jax.lax.add, grads)
     return total * (1 / len(grads)) if op == "mean" else total

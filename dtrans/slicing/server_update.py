@@ -23,6 +23,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import jax.numpy as jnp
+
 from dtrans._jax import Atom, Literal, Var
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
@@ -32,7 +34,7 @@ from dtrans.ops import BlockGradient, OptimizeBlock, all_reduce_p, combine, iden
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.layout import SHARED, Rows
 from dtrans.rows.writer import RowRange, RowWriter
-from dtrans.slicing.blocks import Placement, Unit
+from dtrans.slicing.blocks import Placement, Unit, argument
 from dtrans.slicing.rounds import CrossServerValue, ExchangeRounds
 from dtrans.step.cut import Gradient
 
@@ -92,13 +94,21 @@ class ServerUpdateBuilder:
       placement: of the leaves.
       trainers: how many gradients each leaf gets; its update is by their mean.
       summed: leaves whose update is by their sum.
+      told: arguments of the step that the update reads, which trainers tell the servers that need them.
+      asked: state that lives with no leaf, and for which trainers ask before a step.
 
     Raises:
       ConfigError: a leaf with the name that a block, a gradient or another value is given.
     """
 
     def __init__(
-        self, analysis: RowAnalysis, placement: Placement, trainers: int, summed: Collection[str] = ()
+        self,
+        analysis: RowAnalysis,
+        placement: Placement,
+        trainers: int,
+        summed: Collection[str] = (),
+        told: Collection[str] = (),
+        asked: Collection[str] = (),
     ) -> None:
         at: dict[str, set[str]] = {}
         for b in placement.table:
@@ -106,7 +116,7 @@ class ServerUpdateBuilder:
         whole = [leaf for leaf, blocks in placement.blocks.items() if len(blocks) == 1]
         self.analysis = analysis.placed(whole)
         self.placement = placement
-        self.trainers, self.summed = trainers, frozenset(summed)
+        self.trainers, self.summed, self.told, self.asked = trainers, frozenset(summed), frozenset(told), tuple(asked)
         self.half = self.analysis.half
         self.jaxpr = self.half.jaxpr
         self.levels = ExchangeRounds(self.analysis)
@@ -165,7 +175,15 @@ class ServerUpdateBuilder:
     def constant_params(self) -> frozenset[str]:
         """Parameters that the update reads and never changes."""
         made = set(self.analysis.outputs)
-        return frozenset(n for n in self.half.in_names if isinstance(n, str) and n not in made)
+        return frozenset(n for n in self.half.in_names if isinstance(n, str) and n not in made) - self.told
+
+    def asked_of(self, name: str) -> str:
+        """The server that is asked for an array of the state: the first that has it."""
+        return next(ep for ep, server in self._servers.items() if name in server.shared_state)
+
+    def told_to(self, name: str) -> tuple[str, ...]:
+        """The servers that need an argument of the step."""
+        return tuple(ep for ep, server in self._servers.items() if name in server.read)
 
     def _settle(self) -> None:
         """Let every server have the shared state that it needs, and all of them what none needs (a count of steps)."""
@@ -243,7 +261,7 @@ class _Server:
         self.names: dict[Var, str] = {}
         shared = _SharedWriter(self)
         levels = sorted({*shared.phases, *(n for u in self.units for n in u.phases), *self._joins})
-        blocks: list[OptimizeBlock] = []
+        blocks: list[OptimizeBlock] = [told] if (told := self._told()) else []
         for level in levels:
             if level in shared.phases:
                 blocks.append(shared.block(level))
@@ -254,6 +272,21 @@ class _Server:
             if joined:
                 blocks.append(joined)
         return ServerWork(tuple(blocks), held)
+
+    def _told(self) -> OptimizeBlock | None:
+        """The block that takes arguments of the step."""
+        s = self.s
+        names = [n for n in s.half.in_names if isinstance(n, str) and n in self.read & s.told]
+        if not names:
+            return None
+        b = Builder(s.jaxpr)
+        given = [b.input(s.analysis.inputs[n].aval) for n in names]
+        outs = [b.call(jnp.copy, v)[0] for v in given]  # a server writes into the memory of what it was sent
+        grads = tuple(argument(n, s.trainers) for n in names)
+        for grad in grads:
+            s.claim(grad.name, f"an argument of the step, {grad.leaf}")
+        in_names = tuple(g.name for g in grads)
+        return OptimizeBlock("arguments", OPTIMIZE, b.build(outs), in_names, tuple(names), 0, grads)
 
     def _held(self) -> dict[str, ServerVariable]:
         held: dict[str, ServerVariable] = {}

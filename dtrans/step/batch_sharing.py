@@ -20,7 +20,8 @@ class Batch:
         device's. Where parts cannot exchange anything, as micro-batches of a pipeline, or trainers that do not wait for
         each other, a step is refused that is not made of its parts. "local": each trainer takes the step on its part
         alone, with statistics, random numbers and counts of its own, as Paddle's trainers do, and so those of
-        `dtrans.Geo`.
+        `dtrans.Geo`. "micro", in pipelines alone: each micro-batch takes the step alone, with statistics of its own;
+        "local" is the same there.
       axes: the dimension of the batch in each batch argument, as `in_axes` of `jax.vmap`: a number, None for an
         argument that every trainer gets whole, or a tuple with one of these for each argument. 0-d arrays are whole
         anyway.
@@ -36,7 +37,7 @@ class Batch:
         from its own. Parameter servers have ways of their own, see `dtrans.pserver`.
 
     Raises:
-      ConfigError: what are no names.
+      ConfigError: another kind; what are no names.
 
     Example:
       >>> import dtrans
@@ -54,7 +55,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         if self.kind is not None:
-            check_one_of("batch", self.kind, ("exact", "local"))
+            check_one_of("batch", self.kind, ("exact", "local", "micro"))
         each = self.axes if isinstance(self.axes, tuple) else (self.axes,)
         for axis in each:
             check_int("axes", axis, "a dimension, None, or a tuple with one of these for each", least=0, or_none=True)
@@ -68,19 +69,33 @@ class Batch:
         object.__setattr__(self, "merge", dict(merge))
 
     @classmethod
-    def of(cls, given: Any, kind: str) -> Batch:
-        """What is given as `batch`: a record, or its kind; `kind` is that of a record which does not say its own."""
+    def of(cls, given: Any, kind: str, *, micro: bool = False) -> Batch:
+        """What is given as `batch`: a record, or its kind.
+
+        Args:
+          kind: that of a record which does not say its own.
+          micro: whether the strategy is one of micro-batches, which may have statistics of their own.
+
+        Raises:
+          ConfigError: a kind that the strategy does not have.
+        """
         if isinstance(given, str):
-            return cls(given)
+            given = cls(given)
         check_type("batch", given, cls, "'exact', 'local' or a dtrans.Batch")
-        return given if given.kind is not None else dataclasses.replace(given, kind=kind)
+        found: Batch = given if given.kind is not None else dataclasses.replace(given, kind=kind)
+        if found.kind == "micro" and not micro:
+            raise ConfigError(
+                "batch='micro' is for dtrans.pipeline, whose micro-batches then have statistics of their own. Say "
+                "batch='local', where each trainer has its own"
+            )
+        return found
 
     def check_axes(self) -> None:
         """Raise ConfigError for dimensions of the batch where it is always the first."""
         if self.axes != 0:
             raise ConfigError(
-                f"axes={self.axes!r} is for batch='exact'; with batch='local' arrays are cut on dim 0, but for those "
-                "in unsplit_inputs"
+                f"axes={self.axes!r} is for batch='exact'; with batch={self.kind!r} arrays are cut on dim 0, but for "
+                "those in unsplit_inputs"
             )
 
     @property

@@ -35,6 +35,8 @@ from dtrans._jax import (
     opened,
 )
 from dtrans.errors import GradientError
+from dtrans.ir.batched_gathers import batched_gathers
+from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 
 
@@ -72,7 +74,7 @@ def left_as_it_is(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> t
     body = closed(
         [v for v, _ in held], [c for _, c in held], [*inner.invars, *around], inner.outvars, inner.eqns, traced
     )
-    made = value_and_grad_p.bind(*flat, *around.values(), loss=body, count=len(flat))
+    made = value_and_grad_p.bind(*flat, *around.values(), loss=batched_gathers(body), count=len(flat))
     values, gradients = made[: len(inner.outvars)], made[len(inner.outvars) :]
     out = jax.tree.unflatten(shape[-1], values)
     return out, jax.tree.unflatten(structure, gradients)
@@ -87,6 +89,16 @@ def captured(program: Program) -> Program:
     made = _again(program, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in program.inputs.values()])
     loss_of(made)
     return made
+
+
+def captured_if_marked(program: Program) -> Program | None:
+    """The same; None for a step that is of no such kind."""
+    if program.specializer is None:
+        return None
+    made = _again(program, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in program.inputs.values()])
+    found = [e for e in equations(made.jaxpr) if e.primitive is value_and_grad_p]
+    at_top = any(e.primitive is value_and_grad_p for e in opened(inline_calls(made.jaxpr)).eqns)
+    return made if len(found) == 1 and at_top else None
 
 
 def _again(program: Program, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
@@ -144,13 +156,15 @@ def loss_of(program: Program) -> JaxprEqn:
     found = [e for e in equations(program.jaxpr) if e.primitive is value_and_grad_p]
     if not found:
         raise GradientError(
-            f"{program.name} takes its gradients with jax.grad: a pipeline is cut through the loss before it is "
-            "differentiated, which only dtrans.value_and_grad (or dtrans.make_train_step) lets it see"
+            f"{program.name} takes its gradients with jax.grad, or with what calls it: a pipeline is cut through the "
+            "loss before it is differentiated, which only dtrans.value_and_grad lets it see. Write that in place of "
+            "jax.value_and_grad, nnx.value_and_grad or eqx.filter_value_and_grad, or use dtrans.make_train_step"
         )
     if len(found) > 1:
         raise GradientError(
-            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline is of one loss: add the "
-            "losses up, and differentiate their sum"
+            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline is of one loss. Losses "
+            "that share no parameters can be added up, and their sum differentiated; of others dtrans.nccl2 and "
+            "dtrans.sharding take each"
         )
     return found[0]
 

@@ -62,9 +62,12 @@ class Cut:
       unused_effects: other equations with effects, by primitive; no half carries them out.
       nested: why gradients may be computed from another derivative, as a perturbed step does; each of several
         trainers would compute them from its own. Empty where they are not, or are marked.
-      across: why trainers and servers could not share the step, where one half reads what the other has: the update
-        reads the batch, as a learning rate that is an argument, or the loss reads the optimizer's state, as its count.
-        Empty where they can. Where each trainer has both halves it may do so.
+      across: why trainers and servers could not share the step, where one half reads what the other makes: the update
+        what trainers make beside gradients, or a result what the update makes. Empty where they can. Where each
+        trainer has both halves it may do so.
+      told: the same where the update reads arguments of the step, as a learning rate: trainers can tell servers those.
+      asked: arrays of the optimizer's state that forward and backward read, as a random key in it, and for which of
+        their outputs; trainers can ask servers for those that no row enters.
       optimize: the optimize half. Inputs: gradients, then parameters, then state, then arrays of the batch; outputs:
         optimized parameters, then state. Only what it uses.
     """
@@ -84,7 +87,15 @@ class Cut:
     unused_effects: tuple[str, ...]
     nested: str
     across: str
+    told: str
+    asked: Mapping[str, str]
     optimize: OptimizeHalf
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments of the step, beside its state, that the update reads."""
+        known = set(self.batch)
+        return tuple(n for n in self.optimize.in_names if isinstance(n, str) and n in known)
 
     def with_reported(self) -> Cut:
         """The same, with all gradients that anything uses as `gradients`."""
@@ -103,6 +114,14 @@ class OptimizeHalf(NamedJaxpr):
     def graded(self) -> frozenset[str]:
         """The leaves whose gradients go in."""
         return frozenset(n.leaf for n in self.in_names if isinstance(n, Gradient))
+
+
+def asks_for(output: str, state: str) -> str:
+    """What is wrong with an output that reads the optimizer's state where nobody can tell it."""
+    return (
+        f"{output} is computed from {state}, which belongs to the optimizer, and is not where the loss is; "
+        "keep the optimizer state (the second argument of the step) out of the loss and of the results"
+    )
 
 
 def cut(program: Program) -> Cut:
@@ -128,6 +147,8 @@ class _Cutter:
     def __init__(self, step: OpenStep) -> None:
         self.s = step
         self.across = ""
+        self.told = ""
+        self.asked: dict[str, str] = {}
 
     def cut(self) -> Cut:
         by_mark = marked(self.s)
@@ -181,6 +202,8 @@ class _Cutter:
             unused_effects=unused,
             nested="" if by_mark else nested(self.s, gradients),
             across=self.across,
+            told=self.told,
+            asked=self.asked,
             optimize=optimize,
         )
 
@@ -198,14 +221,18 @@ class _Cutter:
             culprit, what = self.who_uses(
                 outs, out_names, gradients, self.s.vars[hidden[0]] if hidden else None, around
             )
-            self.across = (
+            message = (
                 f"{culprit} is updated with {what}, which only the trainers have; an update may use gradients, "
                 "parameters and optimizer state. If this is the gradient of something, take it with "
                 "dtrans.value_and_grad; if it is a schedule, "
                 "make it a function of a count in the optimizer state (optax.inject_hyperparams, optax schedules)"
             )
             if around:
-                raise GradientError(self.across)
+                raise GradientError(message)
+            if all(n in self.s.batch for n in hidden):
+                self.told = message
+            else:
+                self.across = message
         owners = {v: n for n, v in gradients.items()}
         used = {owners[v] for v in leaves if v in owners}
         grad_names = [n for n in self.s.params if n in used]
@@ -272,18 +299,40 @@ class _Cutter:
             )
 
     def check_trainer_half(self, gradients: Mapping[str, Var], used: set[str], frozen: Sequence[str]) -> None:
-        """Note what needs the optimizer's state, which trainers of servers do not have."""
+        """Note what needs the optimizer's state, or an update, which trainers of servers do not have."""
+        proper = {n: self.s.eqns[self.s.made_by[v]].invars[0] for n, v in gradients.items() if v in self.s.made_by}
         outputs: dict[Name, Atom] = {n: self.s.outs[n] for n in (*self.s.results, *frozen)}
-        outputs |= {Gradient(n): gradients[n] for n in used}
+        outputs |= {Gradient(n): proper.get(n, gradients[n]) for n in used}
         state = {self.s.vars[n]: n for n in self.s.opt_state}
+        boundary = set(gradients.values())
+        taken_at = {n: proper.get(n, gradients[n]) for n in sorted(used)}
+        self.across = self.one_after_the_other(taken_at, boundary) or self.across
         enters = propagate(self.s.eqns, dict.fromkeys(state, 1), {})
         for name, atom in outputs.items():
-            if isinstance(atom, Var) and enters.get(atom):
-                taken = min(state[v] for v in backward_slice(self.s.eqns, [atom])[1] if v in state)
-                self.across = self.across or (
-                    f"{name} is computed from {taken}, which belongs to the optimizer, and is not where the loss is; "
-                    "keep the optimizer state (the second argument of the step) out of the loss and of the results"
+            if not isinstance(atom, Var) or not enters.get(atom):
+                continue
+            leaves = backward_slice(self.s.eqns, [atom], () if isinstance(name, Gradient) else boundary)[1]
+            taken = sorted(state[v] for v in leaves if v in state)
+            if leaves & boundary and not self.across and taken:
+                self.across = asks_for(str(name), taken[0])
+            for n in taken:
+                self.asked.setdefault(n, str(name))
+
+    def one_after_the_other(self, gradients: Mapping[str, Atom], boundary: Iterable[Var]) -> str:
+        """What is wrong where a gradient is taken at a parameter that the same step has updated; empty if none is."""
+        updated = propagate(self.s.eqns, {}, dict.fromkeys(boundary, 1))
+        made = {a: n for n in self.s.params if isinstance(a := self.s.outs[n], Var) and updated.get(a)}
+        enters = propagate(self.s.eqns, {}, {v: i + 1 for i, v in enumerate(made)})
+        for name, gradient in gradients.items():
+            if isinstance(gradient, Var) and gradient not in made and enters.get(gradient):
+                _, read = backward_slice(self.s.eqns, [gradient], made)
+                first = next(n for v, n in made.items() if v in read)
+                return (
+                    f"the gradient of {name} is taken at the new {first}, so that the step updates one after the "
+                    "other: trainers would have to wait for the servers in its middle. Take both gradients before the "
+                    "updates; or use dtrans.nccl2 or dtrans.sharding with batch='exact', where every trainer has both"
                 )
+        return ""
 
     def observers(self, optimize: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Equations with effects: those that trainers can carry out, by position, and the names of the others."""
@@ -306,4 +355,4 @@ class _Cutter:
                 roles.append(OPTIMIZE)
             else:
                 roles.append(BACKWARD if self.s.derived[i] else FORWARD)
-        return dataclasses.replace(self.s.source, jaxpr=self.s.jaxpr, roles=tuple(roles))
+        return dataclasses.replace(self.s.source, jaxpr=self.s.jaxpr, roles=tuple(roles), guessed=False)

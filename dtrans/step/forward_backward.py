@@ -9,7 +9,7 @@ from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
-from dtrans.step.cut import Cut
+from dtrans.step.cut import Cut, asks_for
 
 
 def refuse_nested(step: Cut, trainers: int) -> None:
@@ -22,10 +22,20 @@ def refuse_nested(step: Cut, trainers: int) -> None:
         )
 
 
-def refuse_across(step: Cut) -> None:
-    """Raise for a half that reads what only the other has, where the halves are carried out in different places."""
+def refuse_across(step: Cut, *, told: bool = False, remedy: str = "") -> None:
+    """Raise for a half that reads what only the other has, where the halves are carried out in different places.
+
+    Args:
+      told: whether the one may tell the other: arguments of the step, and arrays of the optimizer's state.
+      remedy: where they may, for errors.
+    """
     if step.across:
         raise GradientError(step.across)
+    if not told and step.told:
+        raise GradientError(f"{step.told}{remedy and f'. {remedy}'}")
+    if not told and step.asked:
+        name, output = next(iter(step.asked.items()))
+        raise GradientError(f"{asks_for(output, name)}{remedy and f'. {remedy}'}")
 
 
 def ready_order(step: Cut) -> list[str]:

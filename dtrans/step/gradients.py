@@ -16,7 +16,7 @@ what it makes becomes the new parameter without the old one being read again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Literal, Var, equations, jaxprs_in_params, scope_of
@@ -132,7 +132,9 @@ def marked(step: OpenStep) -> dict[str, Var]:
             raise GradientError(
                 f"dtrans.value_and_grad was taken with respect to `{eqn.params['leaf'] or 'its argument'}`, "
                 "which is not a leaf of "
-                f"`{step.params[0].split('/')[0]}`, the first argument of {step.source.name}"
+                f"`{step.params[0].split('/')[0]}`, the first argument of {step.source.name}. Take the gradient of "
+                "what is computed from a leaf (a perturbed one) with jax.value_and_grad, which every strategy but a "
+                "pipeline finds by itself"
             )
         if leaf in found:
             raise GradientError(
@@ -164,25 +166,26 @@ def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
 
 def inferred(step: OpenStep) -> dict[str, Var]:
     """Parameter to the value that must be its gradient; see the module's docstring."""
-    candidates = _crossing(step)
+    candidates = crossing(step)
     of_shape: dict[tuple[int, ...], set[Var]] = {}
     for v in candidates:
         of_shape.setdefault(v.aval.shape, set()).add(v)
+    new = {a for n in step.params if isinstance(a := step.outs[n], Var) and a is not step.vars[n]}
     from_batch = propagate(step.eqns, {step.vars[n]: 1 for n in step.batch}, dict.fromkeys(candidates, 0))
     reads_params = propagate(step.eqns, {step.vars[n]: 1 for n in step.params}, dict.fromkeys(candidates, 0))
     found: dict[str, Var] = {}
     for name in step.params:
-        out, shape = step.outs[name], step.vars[name].aval.shape
-        fits = of_shape.get(shape, set())
-        reach = _shape_keeping(step, out, shape, fits) or _reached(step, out, fits)
+        out = step.outs[name]
+        fits = of_shape.get(step.vars[name].aval.shape, set())
+        reach = candidates_for(step, name, fits, stop=new - {out} - fits)  # a teacher follows; the gradient is not its
         if len(reach) == 1:
             (candidate,) = reach
             _check_inferred(step, name, candidate, reads_params)
             found[name] = candidate
             continue
         # no candidate is right for a leaf that never changes, or that the loss does not use: both are
-        # told apart from a hidden gradient by whether the batch enters its update
-        if not reach and not (isinstance(out, Var) and from_batch.get(out)):
+        # told apart from a hidden gradient by whether the batch enters its update, through a derivative
+        if not reach and not (isinstance(out, Var) and from_batch.get(out) and _derivatives_enter(step, out)):
             continue
         listed = (
             "\n".join(f"  {describe(step, v)}" for v in sorted(reach or fits, key=step.made_by.__getitem__)) or "  none"
@@ -222,7 +225,20 @@ def _check_inferred(step: OpenStep, name: str, candidate: Var, reads_params: Map
         )
 
 
-def _crossing(step: OpenStep) -> set[Var]:
+def candidates_for(step: OpenStep, name: str, among: Collection[Var], stop: Collection[Var] = frozenset()) -> set[Var]:
+    """What may be the gradient of a leaf: those of its shape that its new value is made of, not by way of `stop`."""
+    out, shape = step.outs[name], step.vars[name].aval.shape
+    fits = {v for v in among if v.aval.shape == shape}
+    met = _shape_keeping(step, out, shape, {*fits, *stop}) or _reached(step, out, {*fits, *stop})
+    return met & fits
+
+
+def _derivatives_enter(step: OpenStep, out: Atom) -> bool:
+    """Whether anything that differentiation made enters a value; of statistics of the batch nothing does."""
+    return any(step.derived[i] for i in backward_slice(step.eqns, [out])[0])
+
+
+def crossing(step: OpenStep) -> set[Var]:
     """Values made by differentiation and used by something that was not."""
     made = {v for e, d in zip(step.eqns, step.derived, strict=True) if d for v in e.outvars}
     used = {a for e, d in zip(step.eqns, step.derived, strict=True) if not d for a in e.invars if isinstance(a, Var)}

@@ -34,7 +34,7 @@ from urllib.parse import quote, unquote
 
 import jax
 
-from dtrans._jax import JaxprEqn, jaxprs_in_params, opened, scope_of
+from dtrans._jax import ClosedJaxpr, JaxprEqn, jaxprs_in_params, opened, scope_of
 from dtrans.checks import check_int, check_name
 from dtrans.errors import ConfigError
 
@@ -90,7 +90,8 @@ def replicate(device_count: int | None = None, name: str | None = None) -> Itera
     name are one. (EPL, `epl.replicate`; epl/strategies/replicate.py)
 
     Args:
-      device_count: the devices that one replica of it has.
+      device_count: the devices that one replica of it has: each takes a part of the replica's part of the batch, so
+        that it makes as many times as many replicas. The same in all scopes of a model.
       name: for messages and plans, and to enter one taskgraph several times.
 
     Raises:
@@ -212,6 +213,22 @@ def scopes_of(eqns: list[JaxprEqn]) -> tuple[Scope | None, ...]:
             _refuse_different(known.setdefault(scope.key, scope), scope)
         found.append(scope)
     return tuple(found)
+
+
+def scopes_within(jaxpr: ClosedJaxpr) -> tuple[Scope, ...]:
+    """The scopes of all equations of a program, each once, in the order in which they come.
+
+    Example:
+      >>> import jax
+      >>> from dtrans.step.scopes import replicate, scopes_within
+      >>> @jax.jit
+      ... def f(x):
+      ...     with replicate(device_count=2, name="body"):
+      ...         return x * 2
+      >>> [str(scope) for scope in scopes_within(jax.make_jaxpr(f)(1.0))]
+      ["replicate(name='body')"]
+    """
+    return tuple({s.key: s for eqn in opened(jaxpr).eqns for s in _scopes_of(eqn)}.values())
 
 
 def _scopes_of(eqn: JaxprEqn) -> Iterator[Scope]:

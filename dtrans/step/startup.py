@@ -12,20 +12,57 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import opened
+from dtrans._jax import closed, opened
 from dtrans.errors import ConfigError, TraceError
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import FORWARD, Program
-from dtrans.ir.pytree import TreeSpec, is_array
+from dtrans.ir.pytree import Static, TreeSpec, is_array
 from dtrans.step.cut import Cut
+from dtrans.step.frozen import hands_on_what_is_still
+from dtrans.step.one_state import has_one_state, in_two_parts, startup_in_two_parts
 from dtrans.step.trace import children
 
 
-def check_programs(main: Any, startup: Any) -> None:
-    """Raises ConfigError for what is not a traced step, or not a traced init."""
+def of_two_parts(main: Any, startup: Any, *, slices_still: bool = False) -> tuple[Program, Program]:
+    """A traced step and a traced init; of a step of one state, both in two parts (`dtrans.step.one_state`).
+
+    What the step holds still, although it writes an update for it, it hands on (`dtrans.step.frozen`).
+
+    Args:
+      slices_still: leave it as it is: ranks hold slices of what is updated, and all of what is handed on.
+
+    Raises:
+      ConfigError: something else.
+      GradientError, TraceError: as `dtrans.step.one_state` says.
+    """
     for name, program in (("main", main), ("startup", startup)):
         if not isinstance(program, Program):
             raise ConfigError(f"{name} must be a Program (dtrans.trace(fn, *args)), it is {type(program).__name__}")
+    startup = with_numbers(startup, main.args[:2])
+    if has_one_state(main, startup):
+        main = in_two_parts(main)
+        startup = startup_in_two_parts(main, startup)
+    if len(main.args) < 2 or slices_still:
+        return main, startup
+    return hands_on_what_is_still(main, startup), startup
+
+
+def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
+    """What makes a state, with those of its numbers held still that the step holds still.
+
+    An Equinox module has numbers among its leaves, as the rate of a dropout: init returns them, and they are data
+    where the step counts them.
+    """
+    below = lambda n: n.partition("/")[2]
+    data = {below(n) for spec in state for n in spec.names} - {""}
+    still = {n for n in startup.numbers if data.isdisjoint((n, below(n)))}
+    if not still:
+        return startup
+    leaves = tuple(Static(startup.numbers[x]) if x in still else x for x in startup.out.leaves)
+    out, made, inner = TreeSpec(startup.out.treedef, leaves), startup.outvars, startup.inner
+    outvars = [made[n] for n in out.names]
+    jaxpr = closed(inner.constvars, startup.jaxpr.consts, inner.invars, outvars, inner.eqns, startup.jaxpr)
+    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, numbers={}, specializer=None)
 
 
 def match_startup(step: Cut, startup: Program) -> Program:

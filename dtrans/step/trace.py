@@ -13,8 +13,9 @@ import jax
 
 from dtrans._jax import ClosedJaxpr, Var, lowered_jaxpr, opened, scope_of
 from dtrans.errors import TraceError
+from dtrans.ir.batched_gathers import batched_gathers
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
-from dtrans.ir.pytree import TreeSpec, as_array
+from dtrans.ir.pytree import NUMBERS, Static, TreeSpec, as_array, is_array
 from dtrans.step.scopes import numbered
 
 
@@ -50,22 +51,35 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
 
     def on_arrays(*arrays: Any) -> list[Any]:
         it = iter(arrays)
-        out = jax.tree.map(as_array, fn(*(s.unflatten([next(it) for _ in s.names]) for s in specs)))
-        result.append(out)
-        return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
+        made = fn(*(s.unflatten([next(it) for _ in s.names]) for s in specs))
+        result.append((made, out := _with_arrays(made, args)))
+        return [x for x in jax.tree.leaves(out) if is_array(x)]
 
     flat = [x for spec, arg in zip(specs, args, strict=True) for x in spec.flatten(arg)]
     with numbered():
-        jaxpr = lowered_jaxpr(on_arrays, *flat)
-    out, ambiguous_outputs = _result_spec(result[-1], args, roots)
+        jaxpr = batched_gathers(lowered_jaxpr(on_arrays, *flat))
+    counting = _with_counts(args, result[-1][0])
+    if counting is not None:
+        return trace(fn, *counting, name=name)
+    out, ambiguous_outputs = _result_spec(result[-1][1], args, roots)
 
     def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         it = iter(types)
         return trace(fn, *(s.unflatten([next(it) for _ in s.names]) for s in specs), name=name)
 
+    leaves = zip(out.leaves, jax.tree.leaves(result[-1][0]), strict=True)
+    numbers = {n: x for n, x in leaves if isinstance(n, str) and isinstance(x, NUMBERS)}
     called = name or getattr(fn, "__name__", type(fn).__name__).strip("<>")
     return Program(
-        called, jaxpr, specs, out, guess_roles(jaxpr), specializer=specializer, ambiguous_outputs=ambiguous_outputs
+        called,
+        jaxpr,
+        specs,
+        out,
+        guess_roles(jaxpr),
+        specializer=specializer,
+        ambiguous_outputs=ambiguous_outputs,
+        numbers=numbers,
+        guessed=True,
     )
 
 
@@ -105,6 +119,8 @@ def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
 def _result_spec(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[TreeSpec, str]:
     """Name the parts of a result (see `trace`), and say why that is a guess, where it is."""
     parts = children(out)
+    if args and not jax.tree_util.treedef_is_leaf(jax.tree.structure(out)) and _alike(out, args[0]):
+        return TreeSpec.of(out, roots[0]), ""
     if parts is None:
         return TreeSpec.of(out, "out"), ""
     by_key = not isinstance(out, (tuple, list)) or hasattr(out, "_fields")
@@ -146,10 +162,53 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
+    """The parts of a result, in leaf order: each may be the new value of an argument, or all that of the first."""
+    parts = children(out)
+    structure: Any = jax.tree.structure(out)
+    alone = parts is None or (args and structure == jax.tree.structure(args[0]))
+    return [out] if alone else [part for _, part in parts or ()]
+
+
+def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
+    """A result with arrays for its numbers; those that state holds, and that the step hands on, stay as they are."""
+    leaves: list[Any] = []
+    for part in _parts_of(out, args):
+        handed_on = any(_alike(part, a) for a in args[:2])
+        leaves += jax.tree.leaves(part if handed_on else jax.tree.map(as_array, part))
+    return jax.tree.unflatten(jax.tree.structure(out), leaves)
+
+
+def _with_counts(args: Sequence[Any], out: Any) -> tuple[Any, ...] | None:
+    """The arguments with arrays for those numbers of Python's in the state that the step counts; None if there is none.
+
+    A flax `TrainState` begins with `step=0`: a number that changes is data, one that does not is part of the program.
+    """
+    found = list(args)
+    for i, arg in enumerate(args[:2]):
+        structure: Any = jax.tree.structure(arg)
+        leaves = jax.tree.leaves(arg)
+        for part in _parts_of(out, args):
+            new, of_part = jax.tree.flatten(part)
+            if of_part == structure:
+                leaves = [
+                    as_array(a) if isinstance(a, NUMBERS) and not Static(a).same(b) else a
+                    for a, b in zip(leaves, new, strict=True)
+                ]
+        if any(is_array(a) and not is_array(b) for a, b in zip(leaves, jax.tree.leaves(arg), strict=True)):
+            found[i] = jax.tree.unflatten(structure, leaves)
+    return tuple(found) if any(a is not b for a, b in zip(found, args, strict=True)) else None
+
+
 def _alike(tree: Any, other: Any) -> bool:
     """Same structure and, leaf by leaf, the same shape."""
     structures: list[Any] = [jax.tree.structure(t) for t in (tree, other)]
     if structures[0] != structures[1]:
         return False
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return all(getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in pairs)
+
+    def same(a: Any, b: Any) -> bool:
+        number = isinstance(a, NUMBERS) or isinstance(b, NUMBERS)
+        return Static(a).same(b) if number else getattr(a, "shape", None) == getattr(b, "shape", None)
+
+    return all(same(a, b) for a, b in pairs)

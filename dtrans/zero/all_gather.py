@@ -9,10 +9,11 @@ this rewrite, so nothing keeps a gathered leaf as a residual but the equations t
 making two gathers of one slice one, and from beginning all of them at once. With a prefetch of k, a leaf is gathered
 while what is k windows before it is computed.
 
-A loop over layers (`scan`) takes a stack of slices apart, gathers a layer in its body, and scatters the gradient of
-that layer there too: neither the stack of gathered layers, nor that of whole gradients, is ever made. What the forward
-loop would hand to the backward loop of the layers themselves (a weight in another type) is made anew from the slice.
-With a prefetch, the first leaf of the next layer is gathered while one is computed (`dtrans.zero.prefetch`).
+What can be had as slices is made of slices (`dtrans.zero.slice_flow`): a loop over layers takes a stack of them apart,
+or picks one, gathers it in its body, and hands on what it makes of it as a slice; a penalty is a sum over slices.
+Gradients of layers are scattered in the loop that makes them (`dtrans.zero.scatter_flow`): neither the stack of
+gathered layers, nor that of whole gradients, is ever made. With a prefetch, the first leaf of the next layer is
+gathered while one is computed (`dtrans.zero.prefetch`).
 
 Source: stage 3 of ZeRO (arXiv 1910.02054); in Paddle, `_shard_parameter` of auto_parallel_sharding.py, which broadcasts
 whole variables for each operator that reads them.
@@ -20,22 +21,26 @@ whole variables for each operator that reads them.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var, bodies, opened, scan_counts, scan_with
-from dtrans.ir.array_fns import converted
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+from dtrans.engine.writer import linear_operands
+from dtrans.ir.array_fns import converted, padded, times
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
-from dtrans.ops import after_p, all_gather_p
-from dtrans.zero.choose_slices import stacks_of
-from dtrans.zero.gathering import Gathering, Given, Residual, Scattered
-from dtrans.zero.layer_scan import Loop, StackOfSlices
-from dtrans.zero.live_ranges import LiveRange, LiveRanges, chain_of, is_cast
-from dtrans.zero.prefetch import prefetched
+from dtrans.ops import after_p, all_gather_p, all_reduce_p, reduce_scatter_p
+from dtrans.rows.flow import Flow
+from dtrans.rows.layout import Rows
+from dtrans.zero.gathering import Gathering, Given
+from dtrans.zero.layer_scan import written_loop
+from dtrans.zero.live_ranges import LiveRange, LiveRanges, is_cast
+from dtrans.zero.scatter_flow import scatter_flow
+from dtrans.zero.slice_flow import flat_bodies, slice_flow
+from dtrans.zero.update import SliceWriter
 
 
 class Gatherer:
@@ -43,35 +48,42 @@ class Gatherer:
 
     Args:
       b: that they are written with.
+      like: the jaxpr that they are of.
       eqns: in order.
       roles: of each.
-      given: by the variable of the leaf.
-      scattered: gradients that loops make layer by layer, and that are to be slices.
+      given: what is there, and wanted, as slices.
       ends: values that are wanted beside those that equations read, with the position of what makes each.
     """
 
     def __init__(
         self,
         b: Builder,
+        like: ClosedJaxpr,
         eqns: Sequence[JaxprEqn],
         roles: Sequence[str],
-        given: Mapping[Var, Given],
+        given: Given,
         how: Gathering,
-        scattered: Mapping[Var, Scattered],
         ends: Sequence[tuple[int, Atom]] = (),
     ) -> None:
         self.b = b
-        self.eqns = eqns
+        self.like = like
+        self.eqns = flat_bodies(eqns)
         self.roles = roles
         self.given = given
         self.how = how
-        self.scattered = scattered
-        self.env: dict[Var, Atom] = {}  # what stands for values of the step that are made otherwise
-        # what is wanted itself is made after all
-        wanted = {a for _, a in ends if isinstance(a, Var)}
-        self.residuals = {v: r for v, r in self._find_residuals().items() if v not in wanted}
-        self.uses = LiveRanges(eqns, roles, list(given), b.is_constant, ends, self._taken_apart, once=how.once)
+        self.env: dict[Var, Atom] = dict(given.summed)  # what stands for values of the step that are made otherwise
+        wanted = [a for _, a in ends]
+        self.scattering = s = scatter_flow(self.eqns, given.wanted, given.local, wanted, given.summed)
+        self.flow = slice_flow(self.eqns, given.rows, given.local, (), s.operands(self.eqns), in_loops=not how.once)
+        self._taken = {v for v, row in given.taken.items() if self.flow.rows.get(v) == row}
+        ends = [(i, a) for i, a in ends if not (isinstance(a, Var) and a in self._taken)]
+        self.flow.read_whole(a for _, a in ends)
+        self.uses = LiveRanges(self.flow, roles, ends, once=how.once)
         self._position = {id(e): i for i, e in enumerate(eqns)}
+        self._maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+        self.same_on_all = {v: self.eqns[i] for v, i in self._maker.items() if v not in given.local}
+        self._slices: dict[Var, Atom] = dict(given.slices)
+        self._writers: dict[str, _OnSlices] = {}
         self._gathered: dict[int, Atom] = {}  # by the identity of windows
         self._made: dict[tuple[Any, ...], Atom] = {}
         self._next = 0  # the window that is gathered next
@@ -80,32 +92,27 @@ class Gatherer:
         self._last: Var | None = None  # what was made last that may be waited for
         self.late: Var | None = None  # a scattered gradient, if one was made since
 
-    def for_body(
-        self,
-        b: Builder,
-        eqns: Sequence[JaxprEqn],
-        roles: Sequence[str],
-        given: Mapping[Var, Given],
-        how: Gathering,
-        ends: Sequence[tuple[int, Atom]],
-    ) -> Gatherer:
-        """The same for the body of a loop."""
-        return Gatherer(b, eqns, roles, given, how, {}, ends)
-
     # -- what the writer of a half calls -----------------------------------------------------------
 
     def emit(self, eqn: JaxprEqn) -> None:
-        """Write one equation; one that makes derived values is written where these are read."""
+        """Write one equation; what has slices is written where it is read."""
         i = self._position[id(eqn)]
-        if eqn.outvars and eqn.outvars[0] in self.uses.derived:
+        if i in self.flow.steps and not self.flow.steps[i].reduce:
+            return
+        if i in self.scattering.steps:
+            self._emit_on_rows(i)
+            return
+        if i in self.flow.reductions:
+            self._emit_reduction(i)
             return
         self._gather_for(i, eqn)
-        of_layers = self.stacks(eqn) or any(isinstance(a, Var) and a in self.residuals for a in eqn.invars)
-        if of_layers or any(v in self.scattered for v in eqn.outvars):
-            self._emit_loop(eqn, i)
+        if i in self.flow.passed or i in self.scattering.loops:
+            self._emit_loop(i)
         else:
             self.b.keep(eqn, [self.read(a, i) for a in eqn.invars])
         for v in eqn.outvars:
+            if v in self.scattering.rows and v not in self.env:
+                self.env[v] = self.scattered(v, self.scattering.rows[v])
             if self._can_be_waited_for(v):
                 self._last = v
 
@@ -126,23 +133,113 @@ class Gatherer:
 
     def result(self, atom: Atom, maker: int) -> Atom:
         """A value that is wanted, once the equation at `maker` is written."""
+        if isinstance(atom, Var) and atom in self._taken:
+            return self.slice_of(atom)
         if isinstance(atom, Var) and atom in self.uses.roots:
             self._gather_for(maker, None)
         return self.read(atom, maker)
 
+    # -- slices ------------------------------------------------------------------------------------
+
+    def slice_of(self, var: Var) -> Atom:
+        """The slice of a value that has one."""
+        if var not in self._slices:
+            i = self._maker[var]
+            (self._slices[var],) = self._on(self.flow.rows[var]).emit(self.eqns[i], self.flow.steps[i])
+        return self._slices[var]
+
+    def _is_there(self, var: Var, i: int) -> bool:
+        """Whether a slice can be made before equation `i`."""
+        if var in self._slices or var not in self._maker:
+            return True
+        at = self._maker[var]
+        if at not in self.flow.steps:
+            return var not in self.flow.rows and at < i
+        return all(self._is_there(a, i) for a in self.eqns[at].invars if isinstance(a, Var))
+
+    def handed_on(self, var: Var, made: Atom) -> None:
+        """A loop made the slice of a value."""
+        self._slices[var] = made
+
+    def _on(self, row: Rows) -> _OnSlices:
+        if row.leaf not in self._writers:
+            self._writers[row.leaf] = _OnSlices(self, row.leaf)
+        return self._writers[row.leaf]
+
+    def _emit_reduction(self, i: int) -> None:
+        """A reduction over slices, and over ranks."""
+        eqn, step, b = self.eqns[i], self.flow.steps[i], self.b
+        assert step.reduce is not None
+        w = self._on(next(row for row in step.operands if row is not None))
+        atoms = [w.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
+        (part,) = b.copy(eqn, w.without_padding(atoms, step), [eqn.outvars[0].aval])
+        role, b.role = b.role, DIST
+        (self.env[eqn.outvars[0]],) = b.bind(
+            all_reduce_p, part, op=step.reduce, name="slices", owners=(), over=(self.how.axis_name,)
+        )
+        b.role = role
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def scattered(self, var: Var, row: Rows) -> Atom:
+        """A rank's slice of the sum of what all ranks have of a gradient."""
+        b, s, grad, own = self.b, self.how.cut(row), self.env.get(var, var), var.aval.dtype
+        dtype = self.how.dtypes.get(row.leaf, own)
+        role, b.role = b.role, DIST
+        if own != dtype:
+            (grad,) = b.call(converted(jnp.dtype(dtype)), grad)
+        (whole,) = b.call(padded(s.axis, s.padded), grad)
+        (made,) = b.bind(reduce_scatter_p, whole, name="layers", over=(self.how.axis_name,), size=s.degree, axis=s.axis)
+        b.role = role
+        self.late = made
+        return made if own == dtype else b.call(converted(jnp.dtype(own)), made)[0]
+
+    def wanted_slice(self, atom: Atom, row: Rows) -> Atom:
+        """The slice of what is a term of a gradient: of what all ranks have, as often as there are ranks."""
+        if isinstance(atom, Var) and atom in self.scattering.rows:
+            return self.env[atom]
+        if isinstance(atom, Var) and atom in self.flow.local:
+            return self.scattered(atom, row)
+        slice_ = self._on(row).read(atom, row)
+        return slice_ if self._is_zero(atom) else self.b.call(times(self.how.degree), slice_)[0]
+
+    def _is_zero(self, atom: Atom) -> bool:
+        if isinstance(atom, Literal):
+            return bool(np.all(np.asarray(atom.val) == 0))
+        i = self._maker.get(atom)
+        return (
+            i is not None
+            and self.eqns[i].primitive.name == "broadcast_in_dim"
+            and self._is_zero(self.eqns[i].invars[0])
+        )
+
+    def _emit_on_rows(self, i: int) -> None:
+        """An equation that is linear in gradients, on slices of these."""
+        eqn, step = self.eqns[i], self.scattering.steps[i]
+        (row,) = step.outs
+        assert isinstance(row, Rows)
+        terms = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in self.flow.local}
+        together = next(ks for ks in linear_operands(eqn) if terms <= set(ks))
+        w = self._on(row)
+        atoms = [
+            self.wanted_slice(a, r) if r is not None and k in together else w.read(a, r)
+            for k, (a, r) in enumerate(zip(eqn.invars, step.operands, strict=True))
+        ]
+        types = [w.cut(v.aval, row) for v in eqn.outvars]
+        (self.env[eqn.outvars[0]],) = self.b.copy(eqn, atoms, types, **(step.params(types) if step.params else {}))
+
     # -- gathers -----------------------------------------------------------------------------------
 
     def _read(self, atom: Var, at: int) -> Atom:
-        if atom in self.given:
+        if atom not in self.uses.derived:
             return self._gathered[id(self.uses.window(atom, at))]
         eqn = self.uses.derived[atom]
         operand = eqn.invars[0]
-        if is_cast(eqn) and operand in self.given:
+        if is_cast(eqn) and operand not in self.uses.derived:
             window = self.uses.window(operand, at)  # type: ignore[arg-type]
             if window.dtype == atom.aval.dtype:
                 return self._gathered[id(window)]
-        atoms = [self.read(a, at) if isinstance(a, Var) and a in self.uses.roots else a for a in eqn.invars]
-        return self.b.copy(eqn, atoms, [atom.aval])[0]
+        return self.b.copy(eqn, [self.read(a, at) for a in eqn.invars], [atom.aval])[0]
 
     def _gather_for(self, i: int, eqn: JaxprEqn | None) -> None:
         """Gather the leaves whose windows begin at a position, and those that are to be there ahead of time."""
@@ -151,7 +248,9 @@ class Gatherer:
             self._anchors.append(self._anchor(eqn))
             self._begun += 1
         while self._next < min(len(windows), self._begun + (self.how.prefetch if self._begun else 0)):
-            together = self._segment(self._next)
+            together = self._segment(self._next, i)
+            if not together:
+                break
             before = self._next - self.how.prefetch
             anchor = self._anchors[max(0, before)] if self._anchors else self._last
             if self.how.prefetch == 0 and self.late is not None:
@@ -168,16 +267,18 @@ class Gatherer:
 
     def _can_be_waited_for(self, v: Var) -> bool:
         """Whether a value of the step is there under its name, and is a number."""
-        is_made = v not in self.env and v not in self.residuals and not self.b.is_constant(v)
+        is_made = v not in self.env and v not in self.flow.rows and not self.b.is_constant(v)
         return is_made and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
-    def _segment(self, start: int) -> list[LiveRange]:
-        """A window, and those behind it that are gathered with it."""
+    def _segment(self, start: int, i: int) -> list[LiveRange]:
+        """A window, and those behind it that are gathered with it, before equation `i`: none, where it is too early."""
         windows, total = self.uses.windows, 0
         found: list[LiveRange] = []
         for w in windows[start:]:
             total += w.leaf.aval.size * jnp.dtype(w.dtype).itemsize
             if found and (total > self.how.segment or w.role != found[0].role):
+                break
+            if not self._is_there(w.leaf, i):
                 break
             found.append(w)
         return found
@@ -187,22 +288,22 @@ class Gatherer:
         b.role = DIST
         kinds: dict[tuple[Any, int], list[LiveRange]] = {}
         for w in windows:
-            kinds.setdefault((w.dtype, self.given[w.leaf].sliced.axis), []).append(w)
+            kinds.setdefault((w.dtype, self.flow.rows[w.leaf].axis), []).append(w)
         for (dtype, axis), group in kinds.items():
             sent: list[Atom] = []
             for w in group:
-                x = self.given[w.leaf].atom
+                x = self.slice_of(w.leaf)
                 if dtype != w.leaf.aval.dtype:
                     x = self._cast(x, dtype)
                 if anchor is not None:
                     (x,) = b.bind(after_p, x, anchor)
                 sent.append(x)
-            names = [self.given[w.leaf].leaf for w in group]
+            names = [self.flow.rows[w.leaf].leaf for w in group]
             made = b.bind(
                 all_gather_p, *sent, name=names[0], over=(self.how.axis_name,), size=self.how.degree, axis=axis
             )
             for w, name, x in zip(group, names, made, strict=True):
-                s = self.given[w.leaf].sliced
+                s = self.how.cut(self.flow.rows[w.leaf])
                 b.labels[x] = f"{name}.gathered"
                 self._gathered[id(w)] = x if s.padded == s.size else b.part(x, s.axis, 0, s.size)
         b.role = role
@@ -214,80 +315,22 @@ class Gatherer:
             self._made[key] = self.b.call(converted(jnp.dtype(dtype)), x)[0]
         return self._made[key]
 
-    # -- loops over layers -------------------------------------------------------------------------
+    # -- loops -------------------------------------------------------------------------------------
 
-    def _stack_of(self, atom: Atom) -> tuple[Var, Any] | None:
-        """The stack that an operand is, or is in another type, and that type."""
-        if isinstance(atom, Literal):
-            return None
-        if atom in self.given:
-            return (atom, atom.aval.dtype) if self.given[atom].stacked else None
-        for v, g in self.given.items():
-            if g.stacked and self._casts.get(atom) is v:
-                return v, atom.aval.dtype
-        return None
+    def _emit_loop(self, i: int) -> None:
+        """Write a loop that is given slices, or makes some."""
+        self.b.keep(*written_loop(self, i))
 
-    @functools.cached_property
-    def _casts(self) -> dict[Var, Var]:
-        """Leaves in another type, to the leaf."""
-        found: dict[Var, Var] = {}
-        for e in self.eqns:
-            a = e.invars[0] if is_cast(e) else None
-            if isinstance(a, Var) and a in self.given:
-                found[e.outvars[0]] = a
-        return found
 
-    def stacks(self, eqn: JaxprEqn) -> dict[int, tuple[Var, Any]]:
-        """The operands of a loop that are stacks of slices, by position."""
-        found = {}
-        for k in stacks_of(eqn):
-            stack = self._stack_of(eqn.invars[k])
-            if stack is not None:
-                found[k] = stack
-        return found
+class _OnSlices(SliceWriter):
+    """Writes equations on slices of one leaf."""
 
-    def _taken_apart(self, eqn: JaxprEqn) -> Sequence[int]:
-        return [*self.stacks(eqn)]
+    def __init__(self, g: Gatherer, leaf: str) -> None:
+        super().__init__(g.like, Flow({}), g.how.leaves[leaf], g.how.axis_name, g.same_on_all)
+        self.g, self.b = g, g.b
 
-    def _find_residuals(self) -> dict[Var, Residual]:
-        """What loops make of their layers alone, and only other loops read, layer by layer."""
-        found: dict[Var, Residual] = {}
-        for eqn in self.eqns:
-            stacks = self.stacks(eqn)
-            if not stacks:
-                continue
-            body = opened(*bodies(eqn))
-            own = {body.invars[k]: stack for k, (stack, _) in stacks.items()}
-            uses = LiveRanges(body.eqns, [""] * len(body.eqns), list(own), set(body.constvars).__contains__)
-            for out, inner in list(zip(eqn.outvars, body.outvars, strict=True))[scan_counts(eqn)[1] :]:
-                roots = uses.roots.get(inner) if isinstance(inner, Var) else None
-                if roots is None or len(roots) != 1:
-                    continue
-                (start,) = roots
-                chain = chain_of(inner, uses.derived)  # type: ignore[arg-type]
-                if not any(a in body.constvars for e in chain for a in e.invars):
-                    found[out] = Residual(own[start], start, tuple(chain), inner)  # type: ignore[arg-type]
-        for eqn in self.eqns:
-            for k, a in enumerate(eqn.invars):
-                if isinstance(a, Var) and a in found and k not in stacks_of(eqn):
-                    del found[a]
-        return found
+    def own(self, var: Var) -> Atom | None:
+        return self.g.slice_of(var) if var in self.g.flow.rows else None
 
-    def _emit_loop(self, eqn: JaxprEqn, i: int) -> None:
-        """Write a loop over slices of layers."""
-        loop = Loop(self, eqn)
-        read = [a if isinstance(a, StackOfSlices) else self.read(a, i) for a in loop.operands]
-        atoms = [self._slice(a) if isinstance(a, StackOfSlices) else a for a in read]
-        if loop.ahead is not None:
-            types = [a.aval for a in atoms]
-            new = prefetched(eqn, loop.body, *loop.ahead, types, loop.outvars)
-        else:
-            new = scan_with(eqn, loop.body, atoms, loop.outvars)
-        self.b.keep(new, atoms)
-        self.env.update(loop.changed)
-        if loop.changed:
-            self.late = next(iter(loop.changed.values()))
-
-    def _slice(self, s: StackOfSlices) -> Atom:
-        atom = self.given[s.leaf].atom
-        return atom if s.dtype == s.leaf.aval.dtype else self._cast(atom, s.dtype)
+    def outside(self, var: Var) -> Atom | None:
+        return self.g.env.get(var, var)

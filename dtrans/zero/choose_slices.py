@@ -4,12 +4,13 @@ Every rank gets as many rows of a leaf as every other. Where the degree does not
 *padding*: zeros at the start, never gathered, and never part of a norm.
 
 A leaf is cut along its first dimension; along the longest other one where the first has fewer rows than there are
-ranks (the kernel of a convolution), and along the second where it is a stack that a loop over layers takes apart (a
+ranks (the kernel of a convolution), and along a later one where it is a stack of which layers are read one by one (a
 rank that had whole layers would have nothing to give to the gather of a layer). It stays whole on every rank
 
   - where its update cannot be sliced (a matrix under Muon, a 0-d leaf): `dtrans.rows.analysis` says why;
+  - where forward and backward read its state, as those of a generator do that is trained after its discriminator;
   - where it is small: a slice saves bytes, and costs every rank one more part of a collective;
-  - where no gradient updates it, or all ranks make its gradient without hearing of each other.
+  - where no gradient updates it, or all ranks make its gradient without hearing of each other, and it has no state.
 
 The optimizer's state is cut as the rows of its leaf are.
 
@@ -21,17 +22,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import SCAN, JaxprEqn, Literal, Var, scan_counts
+from dtrans._jax import JaxprEqn, Literal, Var
 from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import Rows
 from dtrans.step.cut import Cut
 from dtrans.step.marks import mark_p
-from dtrans.zero.live_ranges import is_cast
+from dtrans.zero.scatter_flow import scatter_flow
+from dtrans.zero.slice_flow import flat_bodies, local_values, slice_flow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,20 +93,25 @@ class Slices:
     unreduced: Collection[str] = ()
 
 
-def slices_of(step: Cut, degree: int, *, least: int, stacked: Collection[str], sliced_in_use: bool) -> Slices:
+def slices_of(step: Cut, degree: int, *, least: int, in_layers: bool, sliced_in_use: bool) -> Slices:
     """Decide.
 
     Args:
       step: the step, cut.
       degree: how many ranks there are.
       least: a leaf of fewer elements stays whole.
-      stacked: leaves that loops take apart along their first dimension.
+      in_layers: whether it matters which layers of a leaf are read together.
       sliced_in_use: whether leaves are sliced in the forward pass too (stage 3).
     """
     types = {n: step.program.inputs[n] for n in step.params}
-    axes = {n: axis for n in step.params if (axis := _axis(types[n].shape, degree, n in stacked)) is not None}
+    axes = {n: axis for n in step.params if (axis := _axis(types[n].shape, degree)) is not None}
+    if in_layers:
+        axes = _read_as_layers(step, axes, degree)
     analysis = analyse(step.optimize, step.params, {n: axis for n, axis in axes.items() if axis})
     shared = _made_by_all(step)
+    rows = {n: row for n, v in analysis.inputs.items() if isinstance(row := analysis.layout(v), Rows)}
+    in_state = {row.leaf for n, row in rows.items() if isinstance(n, str) and n not in step.params}
+    asked = {row.leaf: n for n, row in rows.items() if isinstance(n, str) and n in step.asked}
     leaves: dict[str, Sliced] = {}
     wholes: dict[str, str] = {}
     for n, t in types.items():
@@ -117,29 +124,29 @@ def slices_of(step: Cut, degree: int, *, least: int, stacked: Collection[str], s
             wholes[n] = group.reason or "it is updated together with one that is whole"
         elif not t.size:
             wholes[n] = "it has no elements"
+        elif n in asked:
+            wholes[n] = f"{step.asked[asked[n]]} is made of {asked[n]}"
         elif t.size < least:
             wholes[n] = f"it has {t.size} elements, fewer than {least}"
         elif n not in axes:
             wholes[n] = f"no dimension of {t.str_short()} has rows for {degree} ranks"
-        elif n in shared and not sliced_in_use:
+        elif n in shared and not sliced_in_use and n not in in_state:
             wholes[n] = "its gradient is no sum over ranks"
-        elif n not in step.optimize.graded and not sliced_in_use:
+        elif n not in step.optimize.graded and not sliced_in_use and n not in in_state:
             wholes[n] = "no gradient enters its update"
         else:
             size = t.shape[axes[n]]
             leaves[n] = Sliced(axes[n], size, -(-size // degree), degree)
     state: dict[str, Sliced] = {}
-    for name, var in analysis.inputs.items():
-        row = analysis.layout(var)
-        if isinstance(row, Rows) and row.leaf in leaves and isinstance(name, str) and name not in step.params:
+    for name, row in rows.items():
+        if row.leaf in leaves and isinstance(name, str) and name not in step.params:
             own = leaves[row.leaf]
             state[name] = Sliced(row.axis, own.size * row.width, own.part * row.width, degree)
     return Slices(analysis, leaves, state, wholes, frozenset(shared))
 
 
-def _axis(shape: tuple[int, ...], degree: int, stacked: bool) -> int | None:
-    """The dimension along which an array is cut; None if none has rows for at least half of the ranks."""
-    first = 1 if stacked and len(shape) > 1 else 0
+def _axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
+    """The dimension along which an array is cut, `first` or a later one; None if none has rows for half the ranks."""
     if len(shape) <= first:
         return None
     if shape[first] >= degree:
@@ -158,31 +165,46 @@ def _made_by_all(step: Cut) -> set[str]:
     return {n for n, g in step.gradients.items() if isinstance(g, Literal) or not reached.get(g)}
 
 
-def stacked_leaves(step: Cut) -> set[str]:
-    """Leaves that only loops read, each turn one entry along the first dimension; seen through changes of type."""
-    inner = step.program.inner
-    leaf_of: dict[Var, str] = {v: n for n, v in step.program.invars.items() if n in step.params}
-    scanned: set[str] = set()
-    others: set[str] = set()
-    for eqn, role in zip(inner.eqns, step.program.roles, strict=True):
-        if role not in (FORWARD, BACKWARD):
-            continue
-        stacks = stacks_of(eqn)
-        for i, a in enumerate(eqn.invars):
-            leaf = None if isinstance(a, Literal) else leaf_of.get(a)
-            if leaf is None:
-                continue
-            if i in stacks:
-                scanned.add(leaf)
-            elif is_cast(eqn):
-                leaf_of[eqn.outvars[0]] = leaf
-            elif eqn.primitive is not mark_p:  # a mark says whose it is, and reads nothing
-                others.add(leaf)
-    return scanned - others
+def _read_as_layers(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
+    """The dimension along which each leaf is cut, so that as little as can be of it is whole at a time.
+
+    Args:
+      axes: where nothing else is known.
+    """
+    eqns, _ = trainer_equations(step)
+    vars_of = step.program.invars
+    local = local_values(eqns, [vars_of[n] for n in step.batch])
+    gradients = summed_gradients(step, eqns, axes)
+    best = dict(axes)
+    least: dict[str, int] = {}
+    ahead = dict(axes)
+    for first in range(1, 1 + max((vars_of[n].aval.ndim for n in axes), default=0)):
+        scattering = scatter_flow(eqns, {g: Rows(n, ahead[n]) for g, n in gradients.items() if n in ahead}, local)
+        rows = {vars_of[n]: Rows(n, axis) for n, axis in ahead.items()}
+        found = slice_flow(eqns, rows, local, (), scattering.operands(eqns)).largest()
+        for n, axis in ahead.items():
+            if found.get(n, 0) < least.get(n, math.inf):
+                best[n], least[n] = axis, found.get(n, 0)
+        # another dimension may be better for what is read at all in layers
+        again = {n for n in ahead if least[n] == vars_of[n].aval.size or first > 1}
+        ahead = {n: a for n in again if (a := _axis(vars_of[n].aval.shape, degree, first)) is not None}
+    return best
 
 
-def stacks_of(eqn: JaxprEqn) -> range:
-    """The operands of an equation that are taken apart, turn by turn: those of a scan."""
-    if eqn.primitive.name != SCAN:
-        return range(0)
-    return range(sum(scan_counts(eqn)), len(eqn.invars))
+def summed_gradients(step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str]) -> dict[Var, str]:
+    """The gradients of leaves that nothing reads but their update, which loops may make as slices."""
+    made = {v for e in eqns for v in e.outvars}
+    atoms = (*step.program.inner.outvars, *(a for e in eqns for a in e.invars))
+    read = {a for a in atoms if isinstance(a, Var)}
+    found: dict[Var, str] = {}
+    for leaf, g in step.gradients.items():
+        if leaf in leaves and isinstance(g, Var) and g in made and g not in read and g not in found:
+            found[g] = leaf
+    return found
+
+
+def trainer_equations(step: Cut) -> tuple[list[JaxprEqn], list[str]]:
+    """The equations of forward and backward, calls in their loops inlined, and their roles; no marks."""
+    pairs = [(e, role) for e, role in zip(step.program.eqns, step.program.roles, strict=True)
+             if role in (FORWARD, BACKWARD) and e.primitive is not mark_p]  # fmt: skip
+    return flat_bodies([e for e, _ in pairs]), [role for _, role in pairs]

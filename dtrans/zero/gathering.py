@@ -1,63 +1,25 @@
-"""What is gathered, and how: slices that are there, gradients that loops scatter, and how far ahead."""
+"""What is gathered, and how: what is there as slices, how gradients become slices, and how far ahead."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-from dtrans._jax import Atom, JaxprEqn, Var
-from dtrans.ir.builder import Builder
+from dtrans._jax import Atom, Var
+from dtrans.rows.layout import Rows
 from dtrans.zero.choose_slices import Sliced
-from dtrans.zero.live_ranges import LiveRanges
-
-
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """A slice that is there.
-
-    Attributes:
-      leaf: the name of the leaf, or of the stack that it is a layer of.
-      sliced: how it is cut.
-      atom: the slice.
-      stacked: whether loops take it apart, layer by layer.
-    """
-
-    leaf: str
-    sliced: Sliced
-    atom: Atom
-    stacked: bool = False
-
-    def for_layer(self, atom: Atom) -> Given:
-        """A layer's slice."""
-        return Given(self.leaf, self.layer, atom)
-
-    @property
-    def layer(self) -> Sliced:
-        """How one layer of a stack is cut."""
-        return dataclasses.replace(self.sliced, axis=self.sliced.axis - 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scattered:
-    """How the gradient of a stack of layers is made slices, layer by layer.
-
-    Attributes:
-      sliced: how the stack is cut.
-      dtype: the type in which it is reduced.
-    """
-
-    sliced: Sliced
-    dtype: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Gathering:
-    """How leaves are gathered.
+    """How leaves are gathered, and gradients scattered.
 
     Attributes:
       axis_name: the axis that the ranks are on.
       degree: how many there are.
+      leaves: how each leaf is cut, by its name.
+      dtypes: the type in which gradients of a leaf are reduced, where that is not their own.
       prefetch: how many windows ahead.
       prefetch_in_loops: the same, in loops over layers.
       segment: bytes up to which leaves of neighbouring windows are gathered together.
@@ -66,59 +28,35 @@ class Gathering:
 
     axis_name: str
     degree: int
+    leaves: Mapping[str, Sliced]
+    dtypes: Mapping[str, Any]
     prefetch: int
     prefetch_in_loops: int
     segment: float
     once: bool = False
 
+    def cut(self, row: Rows) -> Sliced:
+        """How a value with rows of a leaf is cut."""
+        s = self.leaves[row.leaf]
+        return Sliced(row.axis, s.size * row.width, s.part * row.width, s.degree)
+
 
 @dataclasses.dataclass(frozen=True)
-class Residual:
-    """What a forward loop would hand on of its layers: made of `leaf`, layer by layer, by `chain` from `start`."""
+class Given:
+    """What is there, or wanted, as slices where equations are written.
 
-    leaf: Var
-    start: Var
-    chain: tuple[JaxprEqn, ...]
-    out: Var
+    Attributes:
+      slices: the slice of each value that has one.
+      rows: of these.
+      local: values that differ from rank to rank.
+      wanted: gradients that are to be slices, and their rows.
+      summed: inputs that are slices of gradients.
+      taken: results that are taken as slices, where they have slices of these rows.
+    """
 
-
-class LeafGatherer(Protocol):
-    """Writes equations that read leaves, where there are slices of them (`dtrans.zero.all_gather`)."""
-
-    late: Var | None
-
-    @property
-    def b(self) -> Builder: ...
-    @property
-    def given(self) -> Mapping[Var, Given]: ...
-    @property
-    def how(self) -> Gathering: ...
-    @property
-    def scattered(self) -> Mapping[Var, Scattered]: ...
-    @property
-    def residuals(self) -> Mapping[Var, Residual]: ...
-    @property
-    def uses(self) -> LiveRanges: ...
-
-    def stacks(self, eqn: JaxprEqn) -> dict[int, tuple[Var, Any]]:
-        """The operands of a loop that are stacks of slices, by position."""
-
-    def for_body(
-        self,
-        b: Builder,
-        eqns: Sequence[JaxprEqn],
-        roles: Sequence[str],
-        given: Mapping[Var, Given],
-        how: Gathering,
-        ends: Sequence[tuple[int, Atom]],
-    ) -> LeafGatherer:
-        """The same for the body of a loop."""
-
-    def given_already(self, whole: Atom) -> None:
-        """Take what the first window needs as gathered."""
-
-    def emit(self, eqn: JaxprEqn) -> None:
-        """Write one equation."""
-
-    def result(self, atom: Atom, maker: int) -> Atom:
-        """A value that is wanted, once the equation at `maker` is written."""
+    slices: Mapping[Var, Atom]
+    rows: Mapping[Var, Rows]
+    local: set[Var]
+    wanted: Mapping[Var, Rows]
+    summed: Mapping[Var, Atom] = dataclasses.field(default_factory=dict)
+    taken: Mapping[Var, Rows] = dataclasses.field(default_factory=dict)

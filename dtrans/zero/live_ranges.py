@@ -15,16 +15,15 @@ window and the type is smaller.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import ELEMENTWISE, Atom, JaxprEqn, Literal, Var
+from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans.zero.slice_flow import SliceFlow
 
 
-# what is cheap enough to be made twice, beside what is elementwise
-CHEAP = ELEMENTWISE | {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "rev", "expand_dims"}
 KEPT_WINDOWS = 8  # a leaf stays gathered between two uses while no more others than this are gathered
 
 
@@ -56,15 +55,12 @@ class LiveRange:
 
 
 class LiveRanges:
-    """What equations read of leaves.
+    """What equations read of leaves, and of their parts.
 
     Args:
-      eqns: in order.
-      roles: of each.
-      leaves: the variables of the leaves that are sliced.
-      is_constant: whether a variable is a constant of the program.
+      flow: what of the equations has slices, and what is read whole.
+      roles: of each equation.
       ends: values that are wanted beside those that equations read: position of what makes it, and the value.
-      taken_apart: for an equation, the operands that it takes apart by itself, turn by turn.
       once: whether a leaf has one window, from its first use to its last.
 
     Attributes:
@@ -73,63 +69,49 @@ class LiveRanges:
     """
 
     def __init__(
-        self,
-        eqns: Sequence[JaxprEqn],
-        roles: Sequence[str],
-        leaves: Sequence[Var],
-        is_constant: Callable[[Var], bool],
-        ends: Sequence[tuple[int, Atom]] = (),
-        taken_apart: Callable[[JaxprEqn], Sequence[int]] = lambda eqn: (),
-        *,
-        once: bool = False,
+        self, flow: SliceFlow, roles: Sequence[str], ends: Sequence[tuple[int, Atom]] = (), *, once: bool = False
     ) -> None:
         self._once = once
-        self.roots: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v in leaves}
+        self.roots = flow.roots
         self.derived: dict[Var, JaxprEqn] = {}
         self.windows: list[LiveRange] = []
-        self._types: dict[Var, frozenset[tuple[Var, Any]]] = {v: frozenset([(v, v.aval.dtype)]) for v in leaves}
+        self._types: dict[Var, frozenset[tuple[Var, Any]]] = {}
         self._at: dict[tuple[Var, int], LiveRange] = {}
         self._open: dict[Var, tuple[LiveRange, int]] = {}
         wanted: dict[int, list[Atom]] = {}
         for i, atom in ends:
             wanted.setdefault(i, []).append(atom)
-        for i, eqn in enumerate(eqns):
-            if self._is_derived(eqn, is_constant):
-                self._derive(eqn)
-                read: list[Atom] = []
-            else:
-                apart = taken_apart(eqn)
-                read = [a for k, a in enumerate(eqn.invars) if k not in apart]
-            for a in (*read, *wanted.get(i, ())):
+        for i, eqn in enumerate(flow.eqns):
+            out = eqn.outvars[0] if eqn.outvars else None
+            if out in self.roots and self.roots[out] != {out}:
+                self.derived[out] = eqn
+            for a in (*flow.reads.get(i, ()), *wanted.get(i, ())):
                 self._use(a, i, roles[i])
-        for a in wanted.get(len(eqns), ()):
-            self._use(a, len(eqns), roles[-1] if roles else "")
+        for a in wanted.get(len(flow.eqns), ()):
+            self._use(a, len(flow.eqns), roles[-1] if roles else "")
 
     def window(self, leaf: Var, at: int) -> LiveRange:
         """The window in which a leaf is read at a position."""
         return self._at[leaf, at]
 
-    def _is_derived(self, eqn: JaxprEqn, is_constant: Callable[[Var], bool]) -> bool:
-        if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1 or eqn.effects:
-            return False
-        known = [a in self.roots for a in eqn.invars if isinstance(a, Var) and not is_constant(a)]
-        return bool(known) and all(known)
-
-    def _derive(self, eqn: JaxprEqn) -> None:
-        (out,) = eqn.outvars
-        ins = [a for a in eqn.invars if isinstance(a, Var) and a in self.roots]
-        self.derived[out] = eqn
-        self.roots[out] = frozenset().union(*(self.roots[a] for a in ins))
-        first = ins[0]
-        if is_cast(eqn) and self.roots[first] == {first}:
-            self._types[out] = frozenset([(first, out.aval.dtype)])
-        else:
-            self._types[out] = frozenset().union(*(self._types[a] for a in ins))
+    def _types_of(self, v: Var) -> frozenset[tuple[Var, Any]]:
+        """The leaves that a value is made of, each with the type in which it is needed."""
+        if v not in self._types:
+            eqn = self.derived.get(v)
+            if eqn is None:
+                self._types[v] = frozenset([(v, v.aval.dtype)])
+            else:
+                ins = [a for a in eqn.invars if isinstance(a, Var) and a in self.roots]
+                if is_cast(eqn) and self.roots[ins[0]] == {ins[0]}:
+                    self._types[v] = frozenset([(ins[0], v.aval.dtype)])
+                else:
+                    self._types[v] = frozenset().union(*map(self._types_of, ins))
+        return self._types[v]
 
     def _use(self, atom: Atom, i: int, role: str) -> None:
         if isinstance(atom, Literal) or atom not in self.roots:
             return
-        for leaf, dtype in self._types[atom]:
+        for leaf, dtype in self._types_of(atom):
             known = self._open.get(leaf)
             near = known and known[0].role == role and len(self.windows) - known[1] <= KEPT_WINDOWS
             if known and (near or self._once):
@@ -146,18 +128,3 @@ class LiveRanges:
 def is_cast(eqn: JaxprEqn) -> bool:
     """Whether an equation changes nothing but the type."""
     return eqn.primitive.name == "convert_element_type"
-
-
-def chain_of(var: Var, derived: Mapping[Var, JaxprEqn]) -> list[JaxprEqn]:
-    """The equations that a derived value is made by, in order."""
-    found: dict[Var, JaxprEqn] = {}
-
-    def visit(v: Var) -> None:
-        if v in derived and v not in found:
-            for a in derived[v].invars:
-                if isinstance(a, Var):
-                    visit(a)
-            found[v] = derived[v]
-
-    visit(var)
-    return list(found.values())

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import (
+    CUSTOM_RULES,
     REMAT,
     SCAN,
     Atom,
@@ -136,6 +137,38 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
     return Program(main.name, b.build(outs), args, main.out, tuple(found), {}, specializer, main.ambiguous_outputs)
 
 
+def low_products(jaxpr: ClosedJaxpr, amp: str, params: Sequence[Var]) -> tuple[ClosedJaxpr, list[int]]:
+    """A function that is not differentiated yet, with its products in 16 bits; its derivative has them so, too.
+
+    All values keep their names and types. Functions with a derivative of their own stay as they are.
+
+    Args:
+      jaxpr: the function, its calls inlined.
+      amp: "bf16" or "fp16".
+      params: inputs that are parameters.
+
+    Returns:
+      The function, and for each of its equations the position of the one that it was written for.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from dtrans.zero.mixed_precision import low_products
+      >>> jaxpr = jax.make_jaxpr(lambda w, x: jnp.sin(x @ w))(jnp.ones((2, 2)), jnp.ones((1, 2)))
+      >>> made, origin = low_products(jaxpr, "bf16", jaxpr.jaxpr.invars[:1])
+      >>> [(e.primitive.name, e.outvars[0].aval.dtype.name) for e in made.jaxpr.eqns][2:], origin
+      ([('dot_general', 'bfloat16'), ('convert_element_type', 'float32'), ('sin', 'float32')], [0, 0, 0, 0, 1])
+    """
+    inner = opened(jaxpr)
+    b = Builder(jaxpr)
+    b.invars += inner.invars
+    w = _Lower(b, COMPRESSED[amp], params)
+    origin: list[int] = []
+    for i, eqn in enumerate(inner.eqns):
+        w.emit(eqn, rewrite=eqn.primitive.name not in CUSTOM_RULES)
+        origin += [i] * (len(b.eqns) - len(origin))
+    return b.build(inner.outvars), origin
+
+
 def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprEqn], scaling: LossScaling) -> None:
     """Refuse losses that cannot be scaled."""
     if not seeds:
@@ -144,17 +177,22 @@ def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprE
             "gradients with dtrans.value_and_grad (or dtrans.make_train_step), outside of loops; or use "
             "precision='bf16', which needs no scale"
         )
-    for t in {e.outvars[0].aval.dtype for e in seeds}:
-        if not scaling.dynamic and scaling.initial > float(jnp.finfo(t).max):
-            raise ConfigError(
-                f"loss_scaling={scaling.initial!r} is infinite in {t}, the type of the loss of {main.name}: return the "
-                "loss in float32, or take a smaller scale"
-            )
+    for e in seeds:
+        check_scale(scaling, e.outvars[0].aval.dtype, main.name)
     reached = propagate(eqns, {e.outvars[0]: 1 for e in seeds}, {})
     if any(isinstance(a, Var) and reached.get(a) for e in seeds for a in e.invars):
         raise GradientError(
             f"{main.name} takes a derivative of a derivative, and the scale of the one would enter the other: use "
             "precision='bf16', which needs no scale"
+        )
+
+
+def check_scale(scaling: LossScaling, dtype: Any, name: str) -> None:
+    """Refuse a fixed scale that the type of a step's loss does not have."""
+    if not scaling.dynamic and scaling.initial > float(jnp.finfo(dtype).max):
+        raise ConfigError(
+            f"loss_scaling={scaling.initial!r} is infinite in {dtype}, the type of the loss of {name}: return the loss "
+            "in float32, or take a smaller scale"
         )
 
 

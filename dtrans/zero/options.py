@@ -194,6 +194,11 @@ class ShardingOptions(Options):
                 f"{self.stage}: gradients are scattered in each micro-step, and no rank has the whole of its own; use "
                 "stage 1"
             )
+        if self.reduce.clip_of_each(self.num_micro_batch) is not None and self.precision.scaling is not None:
+            raise ConfigError(
+                f"clip_local_per='micro_batch' and precision={dtype!r} with a scaled loss: gradients of micro-batches "
+                "are too large by the scale; say clip_local_per='step', or precision='bf16'"
+            )
         chains = self.reduce.chains
         if not slices.overlap and chains is not None and chains > 1:
             raise ConfigError(f"overlap=False and chains={chains}: several chains of reductions are there to overlap")

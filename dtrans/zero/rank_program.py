@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import SCAN, Atom, JaxprEqn, Var, scan_counts
+from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.data_parallel.accumulation import MicroSteps, Outputs, write_micro_steps
 from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.plan import Bucket
@@ -27,18 +27,20 @@ from dtrans.data_parallel.reducer import buckets_of
 from dtrans.data_parallel.replica import fold_keys, take_inputs
 from dtrans.ir.array_fns import rows_from, times, together
 from dtrans.ir.builder import Builder
-from dtrans.ir.program import BACKWARD, DIST, FORWARD, OPTIMIZE, Program, is_communication
-from dtrans.ir.pytree import both, is_under
+from dtrans.ir.program import DIST, FORWARD, OPTIMIZE, Program, is_communication
+from dtrans.ir.pytree import both
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.rows.analysis import analyse
+from dtrans.rows.layout import Rows
 from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, cut
-from dtrans.step.forward_backward import HalfWriter, ready_order, write_trainer_half
+from dtrans.step.forward_backward import Arrange, HalfWriter, ready_order, write_trainer_half
 from dtrans.step.weight_gradients import straightened
 from dtrans.zero.all_gather import Gatherer
 from dtrans.zero.by_leaf.layout import Owned
-from dtrans.zero.choose_slices import Sliced, Slices, slices_of, stacked_leaves
-from dtrans.zero.gathering import Gathering, Given, Scattered
+from dtrans.zero.choose_slices import Sliced, Slices, slices_of, summed_gradients, trainer_equations
+from dtrans.zero.gathering import Gathering, Given
 from dtrans.zero.gradient_results import GradientResults
+from dtrans.zero.layer_residuals import remade
 from dtrans.zero.mixed_precision import (
     GOOD,
     SCALE,
@@ -52,6 +54,8 @@ from dtrans.zero.mixed_precision import (
 )
 from dtrans.zero.options import ShardingOptions
 from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec, scatter_specs
+from dtrans.zero.scatter_flow import makers_of, scatter_flow
+from dtrans.zero.slice_flow import flat_bodies, local_values, slice_flow
 from dtrans.zero.update import sliced_half
 
 
@@ -84,8 +88,9 @@ class RankLayout:
         if o.slices.partition != "rows":
             owned = Owned.of(step, o)
             return cls(o, merges, owned.slices, owned.half, owned)
-        stacked = stacked_leaves(step) if o.stage > 1 else set()
-        slices = slices_of(step, o.degree, least=o.slices.min_slice_size, stacked=stacked, sliced_in_use=o.stage == 3)
+        slices = slices_of(
+            step, o.degree, least=o.slices.min_slice_size, in_layers=o.stage > 1, sliced_in_use=o.stage == 3
+        )
         return cls(o, merges, slices, sliced_half(slices, o.axis_name))
 
     @property
@@ -98,21 +103,13 @@ class RankLayout:
         o = self.o
         if o.stage == 1 or self._weights_or_clips or o.reduce.compress is not None:
             return {}
-        program, boundary = step.program, set(step.boundary.values())
-        eqns = program.eqns
-        trained = [e for e, role in zip(eqns, program.roles, strict=True) if role in (FORWARD, BACKWARD)]
-        # what reads a gradient beside its mark needs all of it
-        read = {a for e in trained if not boundary.intersection(e.outvars) for a in e.invars if isinstance(a, Var)}
-        read |= {a for a in program.inner.outvars if isinstance(a, Var)}
-        made = {v for e in eqns if e.primitive.name == SCAN for v in e.outvars[scan_counts(e)[1] :]}
-        found: dict[Var, str] = {}
-        for leaf, g in step.gradients.items():
-            s = self.slices.leaves.get(leaf)
-            if leaf in self.unreduced:  # no sum over ranks
-                continue
-            if s is not None and s.axis and isinstance(g, Var) and g in made and g not in read and g not in found:
-                found[g] = leaf
-        return found
+        eqns, _ = trainer_equations(step)
+        # ranks add up no others
+        found = summed_gradients(step, eqns, [n for n in self.slices.leaves if n not in self.unreduced])
+        rows = {g: Rows(n, self.slices.leaves[n].axis) for g, n in found.items()}
+        local = local_values(eqns, [step.program.invars[n] for n in step.batch])
+        flow, makers = scatter_flow(eqns, rows, local), makers_of(eqns)
+        return {g: n for g, n in found.items() if flow.ends_of(g, makers)[1]}
 
     def kind(self, step: Cut) -> Callable[[str], ScatterSpec]:
         """In what way each gradient is reduced."""
@@ -233,40 +230,56 @@ class RankWriter:
         late: list[tuple[str, Atom]] = []
         tell = made if self.o.stage > 1 else lambda leaf, grad: late.append((leaf, grad))
         writer = self._gatherer(b, step, local) if self.o.slices_params or self.layout.layers(step) else None
-        found = write_trainer_half(b, step, results, tell, writer, straightened)
+        found = write_trainer_half(b, step, results, tell, writer, self._arranged(step))
         for leaf, grad in late:
             made(leaf, grad)
         return found
 
-    def _gatherer(self, b: Builder, step: Cut, local: Mapping[str, Atom]) -> Any:
+    def _arranged(self, step: Cut) -> Arrange:
+        """How the equations are ordered, and what loops need not hand on."""
         vars_of = step.program.invars
-        stacked = stacked_leaves(step)
-        given = {
-            vars_of[n]: Given(n, s, local[n], stacked=n in stacked and s.axis > 0 and self.o.stage == 3)
-            for n, s in self.leaves.items()
-            if self.o.slices_params
-        }
-        o = self.o
+        rows = {vars_of[n]: Rows(n, s.axis) for n, s in self.leaves.items() if self.o.stage == 3}
+
+        def arrange(
+            eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
+        ) -> tuple[list[JaxprEqn], list[str]]:
+            eqns, roles = straightened(eqns, roles, wanted)
+            if rows:
+                flat = flat_bodies(eqns)
+                local = local_values(flat, [vars_of[n] for n in step.batch])
+                eqns = remade(slice_flow(flat, rows, local), {a for a in wanted if isinstance(a, Var)})
+            return eqns, roles
+
+        return arrange
+
+    def _gatherer(self, b: Builder, step: Cut, local: Mapping[str, Atom]) -> Any:
+        o, vars_of = self.o, step.program.invars
+        held = {n: s for n, s in self.leaves.items() if o.slices_params}
         dtype = COMPRESSED[o.precision.dtype] if o.precision.dtype else None
         low = set() if dtype is None else low_gradients(step, dtype)
-        layers = {
-            g: Scattered(self.leaves[n], dtype if n in low else g.aval.dtype)
-            for g, n in self.layout.layers(step).items()
-        }
+        layers = self.layout.layers(step)
         segment = (o.slices.gather_bucket_MB if o.stage == 3 else o.reduce.bucket_MB) * 2**20
         in_loops = o.prefetch if o.prefetches_in_loops else 0
-        how = Gathering(o.axis_name, o.degree, o.prefetch, in_loops, segment, once=o.stage < 3)
+        dtypes = {n: dtype if n in low else g.aval.dtype for g, n in layers.items()}
+        how = Gathering(o.axis_name, o.degree, self.leaves, dtypes, o.prefetch, in_loops, segment, once=o.stage < 3)
 
         def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Sequence[tuple[int, Atom]]) -> HalfWriter:
-            return Gatherer(b, eqns, roles, given, how, layers, ends)
+            given = Given(
+                {vars_of[n]: local[n] for n in held},
+                {vars_of[n]: Rows(n, s.axis) for n, s in held.items()},
+                local_values(eqns, [vars_of[n] for n in step.batch]),
+                {g: Rows(n, self.leaves[n].axis) for g, n in layers.items()},
+                taken={g: Rows(n, self.leaves[n].axis) for n in self.layout.unreduced
+                       if n in self.leaves and isinstance(g := step.gradients.get(n), Var)},
+            )  # fmt: skip
+            return Gatherer(b, step.program.jaxpr, eqns, roles, given, how, ends)
 
         return writer
 
     def _accumulated(self, results: Sequence[str]) -> Outputs:
         """Write forward and backward of all micro-steps; their gradients are slices from stage 2 on."""
         o, step = self.o, self.step
-        whole = [n for n in step.batch if is_under(n, o.batch.unsplit_inputs)]
-        window = MicroSteps(o.num_micro_batch, o.reduce.op or "mean", self.layout.merges, o.batch.example_count, whole)
+        window = MicroSteps.of(step, o, self.layout.merges)
         given = {n: self.local[n] for n in self.leaves} if o.slices_params else {}
 
         def half(inner: Builder, micro: Cut) -> Outputs:

@@ -33,7 +33,7 @@ from dtrans.data_parallel.transform import check_names, refuse_collectives, shar
 from dtrans.ir.program import Program
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, cut
-from dtrans.step.startup import check_programs, match_startup
+from dtrans.step.startup import match_startup, of_two_parts
 from dtrans.zero.mixed_precision import low_precision
 from dtrans.zero.options import Precision, ShardingOptions, Slicing
 from dtrans.zero.plan import ShardingPlan
@@ -94,7 +94,7 @@ def sharding(
       >>> job.params(state)["w"].shape, float(loss)
       ((6, 2), 36.0)
     """
-    check_programs(main, startup)
+    main, startup = of_two_parts(main, startup, slices_still=True)
     check_int("degree", degree, "a positive number of ranks")
     check_int("replicas", replicas, "a positive number of groups of ranks")
     check_type("slices", slices, Slicing)
@@ -120,7 +120,8 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     check_names(plain, options)
     given, startup = startup, match_startup(plain, startup)
     # what one rank carries out of the step, and how that becomes one
-    step, o, shared = shared_by(in_precision(plain, main, options.precision), options)
+    same = main if options.precision.dtype is None else None
+    step, o, shared = shared_by(in_precision(plain, main, options.precision), options, same)
     merges = merges_of(step, o) if shared is None else shared.merges  # how each result is merged
     layout = RankLayout.of(step, o, merges)  # which rank holds which slice of what
     return ShardingPlan(

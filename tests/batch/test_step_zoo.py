@@ -17,6 +17,7 @@ import optax
 import pytest
 import step_table
 import step_zoo
+from step_zoo import compare
 
 import dtrans
 from dtrans.batch.shared import share
@@ -28,14 +29,10 @@ from dtrans.step.cut import cut
 NAMES = [c.name for c in step_zoo.CASES]
 MODES = ("nccl2", "stage 1", "stage 2", "stage 3", "pserver", "pipeline")
 NOT_ON_SERVERS = {  # what they are refused for
-    "dropout_key_in_opt_state": "loss is computed from opt_state/0, which belongs to the optimizer",
-    "dropout_constant_key": "loss is computed from opt_state/0/count, which belongs to the optimizer",
-    "rate_argument": "is updated with rate, which only the trainers have",
-    "metrics_grad_norm": "aux/count is computed from opt_state/0/count, which belongs to the optimizer",
+    "metrics_grad_norm": "aux/norm is computed from gradients",
 }
-MEET = "values of the whole batch .* and micro-batches exchange nothing but"
+MEET = "values of the whole batch .* and micro-batches exchange nothing but .* or say batch='micro': then each part has"
 NOT_IN_PIPELINES = {
-    **NOT_ON_SERVERS,
     **dict.fromkeys(("flax_batch_norm", "conv_batch_norm", "batch_norm_by_hand", "remat_batch_norm"), MEET),
     **dict.fromkeys(("equinox_batch_norm", "contrastive", "triplet_hard", "barlow_twins", "moe_top1"), MEET),
     "metrics_per_row": MEET,
@@ -53,7 +50,7 @@ def planned(case: step_zoo.StepCase, trainers: int, mode: str, **options: Any) -
         main = dtrans.trace(case.step, *case.init(jax.random.key(0)), *case.batch(12))
         replicas = {"num_micro_batch": 3, "replicas": 2} if trainers == 3 else {"num_micro_batch": trainers}
         startup = dtrans.trace(case.init, jax.random.key(0))
-        return dtrans.pipeline(main, startup, num_stages=2, batch=Batch(axes=axes_of(case)), **replicas)
+        return dtrans.pipeline(main, startup, num_stages=2, batch=Batch(axes=axes_of(case), **options), **replicas)
     main = dtrans.trace(case.step, *case.init(jax.random.key(0)), *case.batch(6))
     given = main, dtrans.trace(case.init, jax.random.key(0))
     options = {"axes": axes_of(case), **options}
@@ -63,19 +60,6 @@ def planned(case: step_zoo.StepCase, trainers: int, mode: str, **options: Any) -
         servers = {"pservers": "127.0.0.1:1,127.0.0.1:2", "min_block_size": 1}
         return flat_options.pserver(*given, trainers=trainers, **servers, **options)
     return flat_options.sharding(*given, degree=trainers, stage=int(mode[-1]), min_slice_size=0, **options)
-
-
-def numbers(tree: Any) -> list[np.ndarray]:
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
-
-
-def compare(found: Any, wanted: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for a, b in zip(numbers(found), numbers(wanted), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        if a.size:
-            assert np.max(np.abs(a.astype(float) - b) / (1 + np.abs(b.astype(float)))) < 1e-12
 
 
 def pairs() -> list[Any]:
@@ -239,6 +223,46 @@ def test_what_trainers_of_servers_exchange_takes_as_few_rounds_as_it_can() -> No
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("trainers", [2, 3])
+def test_micro_batches_have_statistics_of_their_own_by_name(trainers: int) -> None:
+    """Gradients and loss are means of what each micro-batch makes of its rows, with their mean and variance."""
+    case, parts = step_zoo.by_name("batch_norm_by_hand"), 2 if trainers == 2 else 6
+    plan = planned(case, trainers, "pipeline", kind="micro")
+    assert f"micro: numbers are those of each of {parts} micro-batches alone, statistics too" in str(plan)
+    assert str(planned(case, trainers, "pipeline", kind="local")) == str(plan)
+
+    def mean_of_parts(params: Any, x: Any, y: Any) -> Any:
+        cut = zip(jnp.split(x, parts), jnp.split(y, parts), strict=True)
+        return sum(step_zoo.batch_norm_by_hand(params, *part) for part in cut) / parts
+
+    step, key = jax.jit(dtrans.make_train_step(mean_of_parts, step_zoo.ADAM)), jax.random.key(0)
+    job = plan.simulate()
+    state, alone = job.init(key), case.init(key)
+    for i in range(2):
+        batch = case.batch(12, seed=i)
+        state, loss = job.step(state, *batch)
+        params, opt_state, wanted = step(*alone, *batch)
+        alone = params, opt_state
+        compare((job.params(state), job.opt_state(state), loss), (params, opt_state, wanted))
+    _, _, exact = case.step(*case.init(key), *case.batch(12))
+    _, other = plan.simulate().step(job.init(key), *case.batch(12))
+    assert abs(float(exact - other)) > 1e-4  # one device's statistics are other ones
+
+
+@pytest.mark.usefixtures("x64")
+def test_only_pipelines_have_micro_batches_with_statistics() -> None:
+    _, given = traced("mean_loss")
+    for strategy, options in (
+        (dtrans.nccl2, {"trainers": 2, "num_micro_batch": 2}),
+        (dtrans.sharding, {"degree": 2}),
+        (dtrans.pserver, {"pservers": "127.0.0.1:1", "trainers": 2}),
+    ):
+        for batch in ("micro", Batch("micro")):
+            with pytest.raises(ConfigError, match="batch='micro' is for dtrans.pipeline, .* Say batch='local', where"):
+                strategy(*given, batch=batch, **options)
+
+
+@pytest.mark.usefixtures("x64")
 def test_micro_batches_are_given_what_no_parameter_enters() -> None:
     """What parts make by themselves they make; what is of the whole batch is made once, and its rows are handed out."""
     values = {"masked_mean": [()], "dropout_key_argument": [(12, 8)], "metrics_counts": [(), ()], "mean_loss": None}
@@ -310,12 +334,11 @@ def test_what_belongs_to_trainers_with_numbers_of_their_own_is_refused() -> None
         with pytest.raises(ConfigError, match="axes=.* is for batch='exact'; with batch='local' arrays"):
             dtrans.pipeline(*given, num_stages=2, num_micro_batch=2, **options)
     _, given = traced("masked_mean")
-    with pytest.raises(ConfigError, match=r"num_micro_batch=2 takes rows .* values of all of them \(all_reduce for"):
-        dtrans.nccl2(*given, trainers=2, num_micro_batch=2)
     with pytest.raises(ConfigError, match=r"clip_local_norm=1.0 clips what .* values of all of them \(all_reduce for"):
         dtrans.nccl2(*given, trainers=2, reduce=dtrans.Reduce(clip_local_norm=1.0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["masked_mean", "dropout_key_argument", "contrastive", "batch_norm_by_hand"])
 def test_trainers_may_be_on_two_axes(name: str) -> None:

@@ -43,7 +43,7 @@ import dtrans
 from dtrans import HashName, SizeBalanced, checkpoint
 from dtrans.checkpoint import runs
 from dtrans.checkpoint.runs import THIS_PROCESS
-from dtrans.errors import ConfigError, StateError, TraceError, UnknownEndpointError
+from dtrans.errors import CheckpointWarning, ConfigError, StateError, TraceError, UnknownEndpointError
 from dtrans.parameter_server.plan import PServerPlan
 
 
@@ -214,7 +214,7 @@ def test_a_state_that_was_donated_is_refused(tmp_path: Path) -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
 def test_a_checkpoint_serves_any_other_servers_and_one_device(tx: Any, options: Any, tmp_path: Path) -> None:
     plan, (params, opt_state) = planned(tx, **options), distinct_state(tx)
@@ -434,7 +434,7 @@ def batches_of(count: int) -> list[Any]:
     return [mlp_batch(8, dtype=jnp.float64, seed=i) for i in range(count)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "first, then",
@@ -718,7 +718,8 @@ def test_a_crash_while_saving_leaves_what_was_there(
         with pytest.raises(RuntimeError, match="crash"):
             checkpoint.save(tmp_path / "2", plan, second, held[second])
     assert any("tmp" in name for name in os.listdir(tmp_path / "2"))
-    assert checkpoint.latest(tmp_path) == path
+    with pytest.warns(CheckpointWarning, match="2 is passed over: .* is not whole"):
+        assert checkpoint.latest(tmp_path) == path
     with pytest.raises(StateError, match=f"is not whole: pserver-1 of {second}, pserver-2 of {third} is not there"):
         checkpoint.load(tmp_path / "2", plan.main)
     # what it left is in nobody's way
@@ -734,14 +735,41 @@ def test_the_latest_is_the_last_by_number_that_is_whole(saved: Any, tmp_path: Pa
     shutil.copytree(path, tmp_path / "9")
     shutil.copytree(path, tmp_path / "10")
     shutil.copytree(path, tmp_path / "last")
-    (tmp_path / "11").mkdir()
     (path / "pserver-old").mkdir()  # somebody's own
     (tmp_path / "12").write_text("no folder")
     assert checkpoint.latest(str(tmp_path)) == tmp_path / "10"
+    (tmp_path / "11").mkdir()
+    with pytest.warns(CheckpointWarning, match="/11 is passed over: there is no checkpoint at"):
+        assert checkpoint.latest(tmp_path) == tmp_path / "10"
+    (tmp_path / "11").rmdir()
     shutil.rmtree(tmp_path / "10" / "pserver-2")
-    assert checkpoint.latest(tmp_path) == tmp_path / "9"
+    with pytest.warns(CheckpointWarning, match="/10 is passed over: .* is not whole: pserver-2 of"):
+        assert checkpoint.latest(tmp_path) == tmp_path / "9"
+    shutil.rmtree(tmp_path / "10")
     shutil.rmtree(tmp_path / "9" / "pserver-0" / "overview")
-    assert checkpoint.latest(tmp_path) == path
+    with pytest.warns(CheckpointWarning, match="/9 is passed over: .*pserver-0 cannot be read as a piece"):
+        assert checkpoint.latest(tmp_path) == path
+
+
+def test_a_disk_that_refuses_is_named_with_the_piece(saved: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    import orbax.checkpoint as ocp
+
+    path, plan, held = saved
+    who = next(iter(held))
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(StateError, match=f"piece of {who} cannot be written to .*/file/1/pserver-0: .*[Nn]ot a dir"):
+        checkpoint.save(tmp_path / "file" / "1", plan, who, held[who])
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(ocp.PyTreeCheckpointHandler, "save", full)
+        with pytest.raises(StateError, match=r"cannot be written to .*/2/pserver-0: \[Errno 28\] No space left"):
+            checkpoint.save(tmp_path / "2", plan, who, held[who])
+        m.setattr(ocp.PyTreeCheckpointHandler, "restore", lambda *_, **__: full())
+        with pytest.raises(StateError, match=f"{path}/pserver-.* cannot be read as a piece of a checkpoint"):
+            checkpoint.load(path, plan.main)
 
 
 def test_a_format_of_a_later_version_is_told(saved: Any) -> None:

@@ -229,7 +229,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(OPTIONS))
 def test_every_way_to_reduce_gives_the_numbers_of_one_device(options, trainers, way):
@@ -239,6 +239,7 @@ def test_every_way_to_reduce_gives_the_numbers_of_one_device(options, trainers, 
         tree_close(got, with_each(made, plan, part), 1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("first", ["simulate", "pmap", "vmap of pmap", "shard_map"])
 def test_a_plan_runs_under_one_map_after_the_other(first):
@@ -271,7 +272,7 @@ CLIPPED = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(CLIPPED))
 def test_each_trainer_clips_its_own_gradient_before_they_are_averaged(options, trainers, way):
@@ -292,6 +293,39 @@ def test_each_trainer_clips_its_own_gradient_before_they_are_averaged(options, t
     assert min(found) < most < max(found), "some are to be clipped, others not"
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("stage", [0, 1], ids=["nccl2", "sharding"])
+def test_a_clip_of_each_micro_batch_comes_before_they_are_added_up(stage):
+    """By hand: gradients (3, 0), (0, 0.5), (0, 4) and (1, 0), clipped to 1 and averaged; together nothing else is."""
+    x = jnp.asarray([[3.0, 0.0], [0.0, 0.5], [0.0, 4.0], [1.0, 0.0]])
+    loss = lambda params, x: jnp.mean(x @ params["w"])
+    init = lambda key: (p := {"w": jnp.zeros(2)}, optax.sgd(1.0).init(p))
+    main = dtrans.trace(dtrans.make_train_step(loss, optax.sgd(1.0)), *init(jax.random.key(0)), x)
+    got = {}
+    for per in ("micro_batch", "step"):
+        options = {"num_micro_batch": 2, "reduce": dtrans.Reduce(clip_local_norm=1.0, clip_local_per=per)}
+        given = main, dtrans.trace(init, jax.random.key(0))
+        if stage:
+            slices = dtrans.Slicing(min_slice_size=0)
+            plan = dtrans.sharding(*given, stage=1, degree=2, slices=slices, **options)
+        else:
+            plan = dtrans.nccl2(*given, trainers=2, **options)
+        job = plan.simulate()
+        state, _ = job.step(job.init(jax.random.key(0)), x)
+        got[per] = job.params(state)["w"]
+    np.testing.assert_allclose(got["micro_batch"], [-(1 + 0 + 0 + 1) / 4, -(0 + 0.5 + 1 + 0) / 4], rtol=1e-12)
+    each = [np.array([1.5, 0.25]), np.array([0.5, 2.0])]
+    want = -sum(g / np.linalg.norm(g) for g in each) / 2
+    np.testing.assert_allclose(got["step"], want, rtol=1e-12)
+
+
+def test_a_clip_of_each_micro_batch_needs_a_norm_and_a_plain_scale():
+    with pytest.raises(ConfigError, match="clip_local_per='micro_batch' is for clip_local_norm, which is None"):
+        dtrans.Reduce(clip_local_per="micro_batch")
+    with pytest.raises(ConfigError, match="clip_local_per must be 'step' or 'micro_batch', it is 'window'"):
+        dtrans.Reduce(clip_local_norm=1.0, clip_local_per="window")
+
+
 BFLOAT, HALF = {"compress": "bf16"}, {"compress": "fp16"}
 COMPRESS = {
     "bf16": BFLOAT,
@@ -306,7 +340,7 @@ COMPRESS = {
 }
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(COMPRESS))
 def test_what_is_compressed_is_as_far_off_as_its_type_says(options, trainers, way):

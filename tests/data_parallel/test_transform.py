@@ -145,7 +145,7 @@ def x64() -> Any:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
 @pytest.mark.parametrize("trainers", [1, 2, 4, 8])
 def test_trainers_equal_one_device_on_the_global_batch(trainers: int, way: str) -> None:
@@ -379,7 +379,7 @@ def dropout(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Arra
     return square(params, x * jax.random.bernoulli(key, 0.5, x.shape), y)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
 @pytest.mark.parametrize("trainers", [1, 2, 4])
 def test_a_key_of_the_batch_is_each_trainers_own(trainers: int, way: str) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import flat_options
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from paths import DOCS
 from pipeline_models import MODELS
@@ -42,11 +44,26 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"max_buckets": 3, "chains": 1, "compress": "fp16", "compress_scale": 128.0, "replicas": 2},
     ),
     "sums": ({"communication.gradients_reduce_method": "sum"}, {"replicas": 2}, {"reduce": "sum", "replicas": 2}),
+    "a clip is of each micro-batch, as EPL's": (
+        {"communication.clip_after_allreduce": False},
+        {"clip_local_norm": 1.0},
+        {"clip_local_norm": 1.0, "clip_local_per": "micro_batch"},
+    ),
+    "a clip of all, by name": (
+        {},
+        {"clip_local_norm": 1.0, "clip_local_per": "step"},
+        {"clip_local_norm": 1.0, "clip_local_per": "step"},
+    ),
+    "mixed precision": (
+        {"amp.level": "O1", "amp.loss_scale": 128},
+        {},
+        {"precision": dtrans.Precision("fp16", loss_scaling=128)},
+    ),
     "what holds anyway": ({"communication.clip_after_allreduce": True, "auto.auto_parallel": True}, {}, {}),
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SAME)
 def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) -> None:
     keys, options, ours = SAME[name]
@@ -54,6 +71,23 @@ def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) ->
     want = flat_options.pipeline(*programs, **{"kind": "local"} | USUAL | ours)
     assert plan.options == want.options
     assert str(plan) == str(want)
+
+
+def test_scopes_say_how_many_stages_there_are() -> None:
+    """As in EPL, where only models without scopes are asked for a number."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for i, w in enumerate(params):
+            with dtrans.replicate(device_count=2, name=f"layer {i}"):
+                x = x @ w
+        return x.mean()
+
+    tx = optax.sgd(0.1)
+    init = lambda key: (p := [jnp.eye(4)] * 3, tx.init(p))
+    key, x = jax.random.key(0), jnp.ones((8, 4))
+    main = dtrans.trace(dtrans.make_train_step(loss, tx), *init(key), x)
+    plan = dtrans.epl.pipeline(main, dtrans.trace(init, key), {"pipeline.num_micro_batch": 2})
+    assert (plan.options.num_stages, plan.options.replicas) == (3, 2)
 
 
 def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
@@ -80,10 +114,17 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
         ({"pipeline.strategy": "Prefer"}, {}, "pipeline.strategy must be one of PreferForward, .*, it is 'Prefer'"),
         ({"zero.level": "v2"}, {}, "zero.level must be '', 'v0' or 'v1', it is 'v2'"),
         ({"offload.level": "v1"}, {}, "offload.level must be '' or 'v0', it is 'v1'"),
-        ({"amp.level": "O1"}, {}, "amp.level='O1': cast in the model, or plan without stages"),
+        ({"amp.level": "O1"}, {}, "amp.loss_scale='dynamic': stages of a pipeline take a fixed scale"),
+        ({"amp.level": "O2", "amp.loss_scale": 8}, {}, "amp.level must be '' or 'o1', it is 'o2'"),
+        ({"amp.debug_log": True}, {}, "amp.debug_log=True: print"),
         ({"io.slicing": True}, {}, "io.slicing=True: call dtrans.epl.slice_files"),
         ({"cluster.run_visible_devices": "0,1"}, {}, "cluster.run_visible_devices='0,1': plan.on_mesh"),
         ({"communication.clip_after_allreduce": False}, {}, "communication.clip_after_allreduce=False: "),
+        (
+            {"communication.clip_after_allreduce": True},
+            {"clip_local_norm": 1.0},
+            "communication.clip_after_allreduce=True and clip_local_norm=1.0",
+        ),
         ({"communication.max_splits": 0}, {}, "communication.max_splits must be"),
         ({"communication.gradients_reduce_method": "max"}, {}, "communication.gradients_reduce_method must be"),
         ({"gradient_checkpoint.type": "collection"}, {}, "gradient_checkpoint.type='collection' and collection="),

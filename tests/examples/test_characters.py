@@ -239,6 +239,7 @@ def test_the_planned_play_has_the_work_that_ran(small: None, text: Text, schedul
     assert plan.schedule.bubble == {"ZeroBubble": Fraction(1, 7)}.get(schedule, Fraction(1, 3))
 
 
+@pytest.mark.soak
 def test_what_ran_is_what_was_planned(small: None, text: Text) -> None:
     """Every task is in what ran once, and what is drawn beside it has as much work."""
     plan = planned(text)

@@ -314,7 +314,7 @@ def test_servers_start_with_what_paddles_started_with(case: Any) -> None:
         assert makes_random == bool(recorded["random"]), "nothing is made for another server"
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 def test_servers_start_with_rows_of_what_one_device_would_make(case: Any) -> None:
     """In Paddle each block was drawn by itself, with the same seed: all blocks of a parameter had the same rows."""
     init = case.plan.startup

@@ -124,6 +124,7 @@ CHECKPOINTS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["simulate", pytest.param("on_mesh", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("schedules,names,options", CHECKPOINTS)
 def test_what_is_computed_once_more_changes_no_number(schedules, names, options, way):
@@ -723,11 +724,26 @@ def test_what_a_byte_costs_moves_the_cut():
     """Stages of equal work send 64 numbers of each row; where that is dear, the last makes the mean alone."""
     params = net(2, 64, 64, 2, 64)
     of = job_of(square, params, rows(16, 2, 64))
-    cheap, dear = planned(of, flops_per_byte=0), planned(of, flops_per_byte=1e4)
+    cheap, dear = (planned(of, policy="BALANCE_FLOPS", flops_per_byte=cost) for cost in (0, 1e4))
+    assert [s.sends for s in planned(of, flops_per_byte=1e4).stages] == [8 * 2 * 8, 0]  # by default a stage has a layer
     assert [s.sends for s in cheap.stages] == [8 * 64 * 8, 0] and [s.sends for s in dear.stages] == [8, 0]
     for cost in (-1, True, "1", float("nan")):
         with pytest.raises(ConfigError, match="flops_per_byte must be a number of flops for each byte"):
             planned(of, flops_per_byte=cost)
+
+
+def test_a_lopsided_plan_says_so():
+    digits = job_of(square, net(64, 32, 4), rows(16, 64, 4))
+    plan = planned(digits)
+    assert [s.params for s in plan.stages] == [("params/w0",), ("params/w1",)]
+    first, last = (f"{s.flops / sum(s.flops for s in plan.stages):.1%}" for s in plan.stages)
+    want = (
+        f"lopsided: stage 0 has {first} of the operations and stage 1 {last}, and the step waits for the first: "
+        "take fewer stages, or begin them elsewhere (dtrans.replicate)"
+    )
+    assert want in plan.notes and f"\n{want}\n" in str(plan)
+    for even in (planned(job_of(square, net(8, 8, 8), rows(16, 8, 8))), planned(digits, num_stages=1)):
+        assert "lopsided" not in str(even)
 
 
 # -- scopes ----------------------------------------------------------------------------------------
@@ -767,6 +783,67 @@ def layers_of(plan):
 def test_scopes_are_stages(names, want):
     plan = check(scoped(*names), num_stages=len(want))
     assert layers_of(plan) == want
+
+
+@pytest.mark.parametrize(
+    "devices,options,want",
+    [
+        (4, {}, 3),  # the slowest of four stages would have two layers, as with three
+        (2, {}, 2),
+        (6, {}, 6),
+        (4, {"replicas": 2}, 2),
+        (4, {"num_micro_batch": 1}, 1),  # nothing runs beside anything
+        (2, {"schedule": "Interleaved", "chunks": 3}, 2),
+    ],
+)
+def test_auto_is_the_number_of_stages_with_which_a_step_is_fastest(devices, options, want):
+    of = job_of(square, net(*[8] * 7), rows(32, 8, 8))
+    options = {"num_micro_batch": 16, "cluster": Cluster(devices=jax.devices()[:devices])} | options
+    auto = planned(of, num_stages="auto", **options)
+    assert auto.options.num_stages == auto.schedule.num_stages == want
+    assert auto.options == planned(of, num_stages=want, **options).options
+
+
+def test_auto_counts_turns_of_loops():
+    stack = np.stack([array(8, 8, seed=i) for i in range(6)])
+    loss = lambda p, x, y: jnp.mean((jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)[0] - y) ** 2)
+    of = job_of(loss, stack, rows(32, 8, 8), optax.sgd(0.1))
+    cluster = Cluster(devices=jax.devices()[:3])
+    plan = planned(of, num_stages="auto", num_micro_batch=16, cluster=cluster)
+    assert [r.stop - r.start for r in plan.stacks["params"]] == [2, 2, 2]
+
+
+def test_auto_takes_what_the_model_the_schedule_and_the_cluster_say():
+    of = scoped("a", "b", "c")
+    assert layers_of(check(of, num_stages="auto")) == [["0"], ["1"], ["2"]]
+    with pytest.raises(ConfigError, match="num_stages='auto': the model has 3 scopes, which chunks=2 do not divide"):
+        planned(of, num_stages="auto", schedule="Interleaved")
+    plain = job_of(square, net(*[8] * 7), rows(32, 8, 8))
+    assert planned(plain, num_stages="auto", schedule=schedule_of("1F1B", 5, 2)).options.num_stages == 5
+    with pytest.raises(ConfigError, match="num_stages='auto' and policy='REPEATED_LAYERS', which needs to know how"):
+        planned(plain, num_stages="auto", policy="REPEATED_LAYERS")
+
+
+def devices_in_scopes(*counts):
+    def loss(params, x, y):
+        for i, count in enumerate(counts):
+            with dtrans.replicate(count, name=f"layer {i}"):
+                x = jnp.tanh(x @ params[f"w{i}"])
+        return jnp.mean((x - y) ** 2)
+
+    return job_of(loss, net(*[4] * (len(counts) + 1)), rows())
+
+
+def test_devices_of_a_scope_share_a_replicas_part_of_the_batch():
+    plan = check(devices_in_scopes(2, 2), "on_mesh")
+    assert plan.options.replicas == 2 and [s.peak for s in plan.stages] == [2, 1]
+    of = devices_in_scopes(2, 2)
+    job = plan.on_mesh()
+    state = job.init(jax.random.key(0))
+    assert {len(x.devices()) for x in state.params.values()} == {2}
+    assert planned(of, replicas=2).options.replicas == 4
+    with pytest.raises(ConfigError, match=r"replicate\(name='layer 0'\) asks for 2 devices and .*layer 1'\) for 1: "):
+        planned(devices_in_scopes(2, None))
 
 
 def test_scopes_are_shared_out_over_chunks():

@@ -501,3 +501,22 @@ def test_what_the_loss_prints_is_printed(capfd):
     ran(of, planned(of, 4, 1))
     jax.effects_barrier()
     assert sorted(capfd.readouterr().out.split("\n")[:-1]) == ["row 0", "row 12", "row 4", "row 8"]
+
+
+@pytest.mark.parametrize(("micro", "replicas"), [(2, 1), (2, 2)])
+def test_rows_of_a_result_are_joined_along_the_dimension_that_has_them(micro, replicas):
+    """A batch with time first and rows second, and a loss of each time and row."""
+    tx = optax.sgd(0.1)
+
+    def loss(params, x):
+        each = jnp.sum(jnp.tanh(jnp.tanh(x @ params["w0"]) @ params["w1"]) ** 2, -1)
+        return each.mean(), {"each": each}
+
+    step, x = dtrans.make_train_step(loss, tx, has_aux=True), array(3, 8, 4)
+    main, startup = dtrans.trace(step, *started(tx), x), dtrans.trace(lambda: started(tx))
+    job = dtrans.pipeline(
+        main, startup, num_stages=2, num_micro_batch=micro, replicas=replicas, batch=dtrans.Batch(axes=1)
+    ).simulate()
+    _, value, found = job.step(job.init(), x)
+    *_, wanted, aux = step(*started(tx), x)
+    tree_close((value, found), (wanted, aux), 1e-12)

@@ -11,6 +11,7 @@ import re
 import struct
 import xml.etree.ElementTree as ET
 from fractions import Fraction
+from numbers import Rational
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import given, strategies as st
 
 from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel.gantt import draw
+from dtrans.pipeline_parallel.orders import ALIASES
 from dtrans.pipeline_parallel.schedule import Schedule, schedule
 from dtrans.pipeline_parallel.task import Play, Task, TimedTask
 
@@ -176,7 +178,8 @@ def test_bubble_of_the_others_is_less():
             assert idle(several.ticks()) < of_epl or S == 1 or M == 1
             # the way of one micro-batch, and of the others behind it
             length = 3 * (chunks * M + S - 1) if M >= S else 3 * (chunks * S + M - 1)
-            assert several.makespan() == length, (S, M, chunks)
+            assert several.makespan() == Fraction(length, chunks), (S, M, chunks)
+            assert several.makespan() < schedule("PreferBackward", S, M).makespan() or S == 1 or M == 1
     assert schedule("ZeroBubble", 1, 4).bubble == schedule("Interleaved", 1, 4).bubble == 0
 
 
@@ -187,11 +190,37 @@ def test_makespan_with_transfers(name, makespan):
 
 
 def test_nothing_is_transferred_between_stages_of_one_device():
-    assert schedule("Interleaved", 1, 3, 2).makespan(transfer=9) == schedule("Interleaved", 1, 3, 2).makespan() == 18
+    assert schedule("Interleaved", 1, 3, 2).makespan(transfer=9) == schedule("Interleaved", 1, 3, 2).makespan() == 9
+
+
+@pytest.mark.parametrize(
+    "name,same", [("GPipe", "PreferForward"), ("1F1B", "PreferBackward"), ("zb-h1", "ZeroBubble")], ids=str
+)
+def test_names_of_the_field(name, same):
+    assert schedule(name, 4, 8) == schedule(same, 4, 8) and schedule(name, 4, 8).name == same
+
+
+def test_a_chunk_is_a_part_of_the_work_of_its_device():
+    """By hand: two devices of two chunks, two micro-batches. A forward of a chunk takes 1/2, a backward 1.
+
+    device 0   F0@0 F1@0 F0@2 F1@2 .    B0@2 B1@2 B0@0 B1@0
+    device 1   .    F0@1 F1@1 F0@3 .. B0@3 ..
+    """
+    s = schedule("Interleaved", 2, 2, 2)
+    at = {str(t.task): (t.start, t.end) for t in s.play()}
+    half = Fraction(1, 2)
+    assert (at["F0@0"], at["F1@0"], at["F0@2"]) == ((0, half), (half, 1), (1, 3 * half))
+    assert (at["F0@1"], at["F0@3"]) == ((half, 1), (3 * half, 2))
+    # 2 micro-batches x 2 chunks x 3/2 of work on a device, and half a forward and a backward of a chunk at both ends
+    assert s.makespan() == 2 * 3 + (half + 1) == Fraction(15, 2)
+    assert schedule("PreferBackward", 2, 2).makespan() == 2 * 3 + 3
+    # costs of model stages are as they are given
+    assert s.makespan([0.5] * 4, [1] * 4) == 7.5
+    assert s.makespan(2, 4, transfer=0) == 15 and isinstance(s.makespan(2, 4), int)
 
 
 def test_all_schedules_do_equal_work():
-    busy = {s.name: sum(t.end - t.start for t in s.play(3, 7, 2)) / s.chunks for s in all_of(4, 8)}
+    busy = {s.name: sum(t.end - t.start for t in s.play(3, 7, 2)) for s in all_of(4, 8)}
     assert set(busy.values()) == {4 * 8 * 10}
 
 
@@ -263,7 +292,7 @@ def test_in_a_play_each_task_begins_as_soon_as_it_can(case):
     play = s.play(**costs)
     at = {t.task: t for t in play}
     assert len(at) == len(play) == sum(map(len, s.orders))
-    cost = lambda what, k: costs[what][k] if isinstance(costs[what], list) else costs[what]
+    cost = lambda what, k: costs[what][k] if isinstance(costs[what], list) else Fraction(costs[what], s.chunks)
     for task, (_, device, start, end) in at.items():
         assert device == s.device_of(task.stage) == task.stage % s.num_stages
         far = [at[t].end + (costs["transfer"] if at[t].device != device else 0) for t in s.needs(task)]
@@ -275,7 +304,7 @@ def test_in_a_play_each_task_begins_as_soon_as_it_can(case):
         assert all(at[t].device == device for t in order)
     assert [(t.start, t.device) for t in play] == sorted((t.start, t.device) for t in play)
     assert play.makespan == s.makespan(**costs) == max(t.end for t in play)
-    assert all(isinstance(t.start, int) and isinstance(t.end, int) for t in play)
+    assert all(isinstance(x, int if s.chunks == 1 else Rational) for t in play for x in (t.start, t.end))
 
 
 @given(schedules())
@@ -353,8 +382,11 @@ def test_names_are_in_any_case(name):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("PreferBackwards", 2, 2), f"schedule must be one of {', '.join(NAMES)}, it is 'PreferBackwards'"),
-        ((None, 2, 2), f"schedule must be one of {', '.join(NAMES)}, it is None"),
+        (
+            ("PreferBackwards", 2, 2),
+            f"schedule must be one of {', '.join((*NAMES, *ALIASES))}, it is 'PreferBackwards'",
+        ),
+        ((None, 2, 2), f"schedule must be one of {', '.join((*NAMES, *ALIASES))}, it is None"),
         (("PreferForward", 0, 2), "num_stages must be a positive number, it is 0"),
         (("PreferForward", True, 2), "num_stages must be a positive number, it is True"),
         (("PreferForward", 2, -1), "num_micro_batch must be a positive number, it is -1"),

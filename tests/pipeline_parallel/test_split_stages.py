@@ -153,6 +153,7 @@ HEADS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shards,classes,way,tx,options", HEADS)
 def test_a_head_that_is_split(shards, classes, way, tx, options):
     """Of 7, 50 and 51 classes; over 2 and 4 devices they are padded. Loss and accuracy are those of one device."""

@@ -99,6 +99,7 @@ def test_what_a_step_hands_on_is_not_donated(way):
         tree_close((job.params(state), job.opt_state(state)), tuple(want), 1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 def test_a_key_that_the_loss_splits_is_the_same_in_all_replicas(way):
     def split(params, x):
@@ -126,6 +127,7 @@ def test_a_key_that_the_loss_splits_is_the_same_in_all_replicas(way):
     assert job.params(state)["key"] == want
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("held", [lambda m: m, jax.lax.stop_gradient])
 def test_a_new_statistic_that_the_derivative_reads_is_the_new_one(held):
     """It has the name of the old one, which the stage reads too."""
@@ -151,6 +153,7 @@ def test_a_new_statistic_that_the_derivative_reads_is_the_new_one(held):
     tree_close((job.params(state), value), (want[0], expected), 1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_loops_with_results_that_are_in_one_stage(stages):
     def looped(params, x):

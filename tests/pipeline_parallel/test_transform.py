@@ -172,6 +172,7 @@ def test_a_key_is_used_as_it_is_by_one_micro_batch():
         tree_close(got, want, 1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "micro,replicas,way", [(2, 1, "simulate"), (1, 2, "on_mesh"), (2, 2, "simulate"), (4, 2, "on_mesh")]
 )
@@ -320,6 +321,7 @@ def with_results(params, x, y):
 MERGE = {"aux/hits": "sum", "aux/worst": "max", "aux/bias": "same"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 @pytest.mark.parametrize("micro,replicas", [pytest.param(2, 1, marks=pytest.mark.soak), (1, 2), (4, 2)])
 def test_results_are_those_of_the_whole_batch(micro, replicas, way):
@@ -410,6 +412,7 @@ OPTIMIZERS = {
 FIRST = ("adamw", "clipped adam", "adafactor", "several steps")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [*FIRST, *(pytest.param(n, marks=pytest.mark.soak) for n in OPTIMIZERS if n not in FIRST)]
 )
@@ -446,6 +449,32 @@ def test_a_local_clip_is_of_all_stages_and_of_sums_over_micro_batches():
     tree_close(got, jax.tree.map(lambda p, a, b: p - (a + b) / 2, PARAMS, *clipped), 1e-12)
 
 
+CLIPS = [
+    ("simulate", {}),
+    ("on_mesh", {"replicas": 1, "schedule": "ZeroBubble"}),
+    ("on_mesh", {"offload": True, "replicas": 1}),
+]
+
+
+@pytest.mark.parametrize("way,options", CLIPS, ids=["replicas", "weights apart", "on the host"])
+def test_a_local_clip_of_each_micro_batch(way, options):
+    """EPL's default: the gradients of each micro-batch, of all stages, are clipped before any are added up."""
+    of = job_of(square, PARAMS, rows(16), optax.sgd(1.0))
+    x, y = of.batch
+    parts = [jax.grad(square)(PARAMS, *of) for of in zip(np.split(x, 4), np.split(y, 4), strict=True)]
+    norms = sorted(float(optax.tree.norm(g)) for g in parts)
+    most = (norms[1] + norms[2]) / 2  # two of the four are clipped
+    options = {"num_micro_batch": 4 // options.get("replicas", 2)} | options
+    plan = planned(of, num_stages=3, clip_local_norm=most, clip_local_per="micro_batch", **options)
+    assert any(note.startswith("each micro-batch's gradients are clipped to ") for note in plan.notes)
+    got = of.of(getattr(plan, way)(), 1)[0]
+    factors = [min(1, most / float(optax.tree.norm(g))) for g in parts]
+    clipped = [jax.tree.map(lambda g, by=by: g * by, of) for of, by in zip(parts, factors, strict=True)]
+    tree_close(got, jax.tree.map(lambda p, *gs: p - sum(gs) / 4, PARAMS, *clipped), 1e-12)
+    whole = of.of(planned(of, num_stages=3, clip_local_norm=most, **options).simulate(), 1)[0]
+    assert distance(whole["w0"], got["w0"]) > 1e-6, "the two clips differ"
+
+
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 @pytest.mark.parametrize("to,unit,least", [("fp16", 2.0**-11, 2.0**-25), ("bf16", 2.0**-8, 0.0)])
 def test_what_is_compressed_is_as_far_off_as_its_type_says(to, unit, least, way):
@@ -467,6 +496,7 @@ def test_what_is_compressed_is_as_far_off_as_its_type_says(to, unit, least, way)
 # -- sharding in a stage ---------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("optimizer", ["adamw", "clipped adam"])
@@ -711,6 +741,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "optimizer,way,options", [pytest.param(*of, marks=[pytest.mark.soak] * (k % 2)) for k, of in enumerate(LOOPS)]
 )

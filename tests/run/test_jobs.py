@@ -60,6 +60,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
     return planned(request.param)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_job_trains_as_one_device_and_says_what_it_is(plan: Plan, way: str) -> None:
     with getattr(plan, way)() as job:

@@ -270,7 +270,7 @@ FOLLOWED = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_parts_are_followed_through(name):
     found = in_blocks(FOLLOWED[name])

@@ -163,7 +163,7 @@ def case(request):
         yield tx, elementwise, params, plan
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 def test_three_servers_compute_what_whole_arrays_compute(case):
     tx, elementwise, params, plan = case
     check(tx, params, plan, trainers=2)
@@ -187,6 +187,7 @@ class TwoOnTheFirst(dtrans.PSDispatcher):
         return [self.eps[b.index // 2] for b in varlist]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb", "adafactor", "apply_if_finite"])
 def test_a_server_that_has_two_blocks_of_a_leaf_joins_their_parts_of_a_reduction(name):
     with jax.enable_x64(True):
@@ -395,6 +396,7 @@ def variants(plan, params, deaf):
         yield params, {**grads, name: changed}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "tx,ops",
     [
@@ -445,6 +447,7 @@ def test_a_server_that_goes_on_with_its_own_part_of_a_reduction_is_noticed(tx, o
 # -- memory ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["adam", "lamb", "adafactor"])
 def test_each_server_holds_its_share_of_parameters_and_state(name):
     """Within 5%, after startup and after steps; Adafactor's column sums, on every server, are in that."""

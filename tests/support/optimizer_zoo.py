@@ -26,8 +26,8 @@ import optax.contrib
 from helpers import endpoints
 
 import dtrans
-import dtrans.paddle.optimizers
 from dtrans.errors import OptimizerError
+from dtrans.paddle import optimizers as paddle
 from dtrans.parameter_server.plan import PServerPlan
 
 
@@ -303,9 +303,37 @@ CONTRIB: Mapping[str, Case] = {
 }
 
 PADDLE: Mapping[str, Case] = {
-    "ftrl": Case(lambda: dtrans.paddle.optimizers.ftrl(0.1, l1=0.01, l2=0.01)),
-    "decayed_adagrad": Case(lambda: dtrans.paddle.optimizers.decayed_adagrad(0.1)),
-    "lars_momentum": Case(lambda: dtrans.paddle.optimizers.lars_momentum(0.1, 0.9, lars_coeff=0.5)),
+    f"paddle.{name}": Case(make)
+    for name, make in {
+        "sgd": lambda: paddle.sgd(0.1),
+        "momentum": lambda: paddle.momentum(0.1, 0.9, use_nesterov=True),
+        "adam": lambda: paddle.adam(0.1),
+        "adamw": lambda: paddle.adamw(0.1, weight_decay=0.01),
+        "adamax": lambda: paddle.adamax(0.1),
+        "adagrad": lambda: paddle.adagrad(0.1),
+        "decayed_adagrad": lambda: paddle.decayed_adagrad(0.1),
+        # without an epsilon of this size it does not move what is bfloat16
+        "adadelta": lambda: paddle.adadelta(1.0, epsilon=1e-3),
+        "rmsprop": lambda: paddle.rmsprop(0.1, momentum=0.9, centered=True),
+        "ftrl": lambda: paddle.ftrl(0.1, l1=0.01),
+        "lamb": lambda: paddle.lamb(0.1),
+        "lars_momentum": lambda: paddle.lars_momentum(0.1, 0.9, lars_coeff=0.5),
+        "dpsgd": lambda: paddle.dpsgd(0.1, clip=0.8, batch_size=4.0, sigma=0.5),
+        "dpsgd, fix=True": lambda: paddle.dpsgd(0.1, clip=0.8, batch_size=4.0, sigma=0.5, fix=True),
+        "gradient_clip_by_value": lambda: optax.chain(paddle.gradient_clip_by_value(0.8), paddle.sgd(0.1)),
+        "gradient_clip_by_norm": lambda: optax.chain(paddle.gradient_clip_by_norm(0.8), paddle.sgd(0.1)),
+        "gradient_clip_by_global_norm": lambda: optax.chain(paddle.gradient_clip_by_global_norm(5.6), paddle.sgd(0.1)),
+        "noam_decay": lambda: paddle.sgd(paddle.noam_decay(4, 3)),
+        "exponential_decay": lambda: paddle.sgd(paddle.exponential_decay(0.1, 2, 0.5, staircase=True)),
+        "natural_exp_decay": lambda: paddle.sgd(paddle.natural_exp_decay(0.1, 2, 0.5)),
+        "inverse_time_decay": lambda: paddle.sgd(paddle.inverse_time_decay(0.1, 2, 0.5)),
+        "polynomial_decay": lambda: paddle.sgd(paddle.polynomial_decay(0.1, 2, 0.01, cycle=True)),
+        "piecewise_decay": lambda: paddle.sgd(paddle.piecewise_decay([2, 4], [0.1, 0.05, 0.02])),
+        "cosine_decay": lambda: paddle.sgd(paddle.cosine_decay(0.1, 2, 4)),
+        "step_decay": lambda: paddle.sgd(paddle.step_decay(0.1, 2, 0.5)),
+        "multi_step_decay": lambda: paddle.sgd(paddle.multi_step_decay(0.1, [1, 3], 0.5)),
+        "linear_lr_warmup": lambda: paddle.sgd(paddle.linear_lr_warmup(0.1, 3, 0.0, 0.1)),
+    }.items()
 }
 
 TRANSFORMS: Mapping[str, Case] = {
@@ -376,7 +404,7 @@ CHAINS: Mapping[str, Case] = {
 GROUPS: Mapping[str, Mapping[str, Case]] = {
     "Optimizers of optax": ALIASES,
     "Optimizers of optax.contrib": CONTRIB,
-    "Optimizers of dtrans.paddle.optimizers": PADDLE,
+    "Paddle's, of dtrans.paddle.optimizers (clips and decays with `sgd`)": PADDLE,
     "Transformations of gradients (before `sgd`)": TRANSFORMS,
     "Wrappers": WRAPPERS,
     "Schedules": INJECTED,
@@ -441,7 +469,7 @@ REFUSED: Mapping[str, Refusal] = {
 
 
 def exported() -> Iterator[str]:
-    """The names of the optimizers that optax exports, of optax.contrib's functions, and of dtrans.paddle.optimizers."""
+    """The names of the optimizers that optax exports, and of all functions of optax.contrib and of Paddle's module."""
     for name, made in vars(optax).items():
         fn = getattr(made, "func", made)  # nadam is a partial of adam
         if inspect.isfunction(fn) and fn.__module__ == "optax._src.alias":
@@ -450,9 +478,9 @@ def exported() -> Iterator[str]:
         # the parts that its own optimizers are made of, and a function of parameters, are no optimizers
         if inspect.isfunction(fn) and not name.startswith("scale_by_") and name != "schedule_free_eval_params":
             yield name
-    for name, fn in vars(dtrans.paddle.optimizers).items():
-        if inspect.isfunction(fn) and fn.__module__ == dtrans.paddle.optimizers.__name__ and not name.startswith("_"):
-            yield name
+    for name, fn in vars(paddle).items():
+        if inspect.isfunction(fn):
+            yield f"paddle.{name}"
 
 
 def exported_schedules() -> Iterator[str]:

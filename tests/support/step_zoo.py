@@ -179,6 +179,12 @@ def mean_loss(params: Tree, x: Any, y: Any) -> jax.Array:
     return _entropy(_logits(params, x), y).mean()
 
 
+@_trained(_mlp, _labelled, ADAM)
+def picked_by_row_number(params: Tree, x: Any, y: Any) -> jax.Array:
+    """Cross entropy by hand: `logp[arange(rows), y]`."""
+    return -jax.nn.log_softmax(_logits(params, x))[jnp.arange(len(y)), y].mean()
+
+
 @_trained(_mlp, _labelled, optax.sgd(0.01))
 def sum_loss(params: Tree, x: Any, y: Any) -> jax.Array:
     """The sum over rows."""
@@ -189,6 +195,13 @@ def sum_loss(params: Tree, x: Any, y: Any) -> jax.Array:
 def masked_mean(params: Tree, x: Any, y: Any, mask: Any) -> jax.Array:
     """The mean over rows that a mask names: a part of a batch has its own number of them."""
     return (_entropy(_logits(params, x), y) * mask).sum() / mask.sum()
+
+
+@_trained(_mlp, _masked, MOMENTUM)
+def masked_mean_and_penalty(params: Tree, x: Any, y: Any, mask: Any) -> jax.Array:
+    """A masked mean, and a penalty of weights, which is counted once."""
+    masked = (_entropy(_logits(params, x), y) * mask).sum() / jnp.maximum(mask.sum(), 1)
+    return masked + 0.01 * sum((leaf**2).sum() for leaf in jax.tree.leaves(params))
 
 
 @_trained(_mlp, _weighted, MOMENTUM)
@@ -283,6 +296,20 @@ def _flax_step(model: nn.Module, tx: Any, params: Tree, opt_state: Tree, x: Any,
 def flax_batch_norm(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any, ...]:
     """Flax's batch norm, with its running statistics beside the params."""
     return _flax_step(_BatchNormed(), MOMENTUM, params, opt_state, x, y)
+
+
+class _Pooled(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.max_pool(nn.relu(nn.Conv(4, (3, 3), dtype=jnp.float64)(x)), (2, 2), strides=(2, 2))
+        x = nn.avg_pool(x, (3, 3), strides=(1, 1), padding="SAME")
+        return nn.Dense(CLASSES, dtype=jnp.float64)(x.reshape(len(x), -1))
+
+
+@_trained(_of_flax(_Pooled(), (1, 6, 6, 2)), _images, MOMENTUM)
+def conv_pools(params: Tree, x: Any, y: Any) -> jax.Array:
+    """A convolution, and pools of the largest and of the mean."""
+    return _entropy(_Pooled().apply(params, x), y).mean()
 
 
 @_stepped(_beside(_of_flax(_ConvNet(), (1, 6, 6, 2)), ADAM), _images)
@@ -843,3 +870,18 @@ CASES: tuple[StepCase, ...] = tuple(_CASES)
 
 def by_name(name: str) -> StepCase:
     return next(case for case in CASES if case.name == name)
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    """The leaves of a tree; of keys their data."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
+
+
+def compare(found: Any, wanted: Any) -> None:
+    """Check that two trees are the same up to 1e-12 of what they are, or of one."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(numbers(found), numbers(wanted), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if a.size:
+            assert np.max(np.abs(a.astype(float) - b) / (1 + np.abs(b.astype(float)))) < 1e-12

@@ -18,8 +18,27 @@ from dtrans.run.distributed.role import Role, trainer_roles
 
 def environment(role: Role) -> dict[str, str]:
     """That of a trainer, and nothing of ours but its role."""
+    return plain_environment() | role.environment()
+
+
+def plain_environment() -> dict[str, str]:
+    """That of a process that is told nothing."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_"))}
-    return env | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | role.environment()
+    return env | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def slurm_environment(k: int, tasks: int, port: int) -> dict[str, str]:
+    """That of a task of a job under Slurm, as JAX reads it; the coordinator is on loopback."""
+    return plain_environment() | {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_STEP_NUM_NODES": str(tasks),
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_PROCID": str(k),
+        "SLURM_LOCALID": "0",
+        "JAX_COORDINATOR_PORT": str(port),
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
+    }
 
 
 @contextlib.contextmanager

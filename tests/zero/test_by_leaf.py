@@ -164,6 +164,7 @@ def check(
     tree_close(got, want, rtol)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.soak] * (k % 2)) for k, n in enumerate(OPTIMIZERS)]
@@ -173,7 +174,7 @@ def test_ranks_that_own_leaves_train_as_one_device(name: str) -> None:
     check("uneven", OPTIMIZERS[name](), 3, "greedy_even")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "name, degree, rule, replicas",
@@ -298,6 +299,7 @@ def zoo_case(name: str, degree: int, rule: str) -> None:
 # -- options ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "options",

@@ -155,14 +155,14 @@ ON_MESH: list[Choice] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("choice", ON_MESH, ids=named)
 def test_ranks_on_a_mesh_compute_what_one_device_computes_and_agree(choice: Choice) -> None:
     check(*choice, way="mesh")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["simulate", "mesh"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_float32_is_that_of_one_device_to_its_precision(stage: int, way: str) -> None:
@@ -177,7 +177,7 @@ def test_what_is_gathered_ahead_of_time_or_together_is_the_same(model: str, pref
     check(model, "adamw", 4, 3, 32, True, 1, prefetch=prefetch, gather_bucket_MB=segment)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name, degree", [("sgd", 4), ("adamw", 3)])
@@ -194,6 +194,7 @@ def test_a_leaf_of_16_bits(name: str, degree: int, stage: int) -> None:
     tree_close(got, want, 1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_without_marks(stage: int) -> None:
@@ -204,6 +205,7 @@ def test_a_step_without_marks(stage: int) -> None:
     tree_close(trained(plan, "simulate", params, batches), alone(step, init_of(tx), params, batches), 1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_batches_of_other_sizes_are_traced_anew(stage: int) -> None:
@@ -217,7 +219,7 @@ def test_batches_of_other_sizes_are_traced_anew(stage: int) -> None:
 HARD = [(name, {"replicas": 2} if k % 3 else {"num_micro_batch": 2}, bool(k % 2)) for k, name in enumerate(SMALL)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name, options, marked", HARD)
 def test_models_that_are_hard_to_gather(name: str, options: Any, marked: bool) -> None:
@@ -252,7 +254,7 @@ def test_models_that_are_hard_to_gather_elsewhere(name: str, stage: int, degree:
 # -- padding ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("optimizer, way", [
     ("clip, adam", "simulate"), ("lamb", "simulate"), ("lamb", "mesh"), ("adafactor", "simulate"),
@@ -435,6 +437,7 @@ def test_micro_steps_are_compressed_each(stage: int, replicas: int) -> None:
     assert max(errors) > 2.0**-8 / 100, "nothing was rounded"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "options", [{}, {"replicas": 2}, {"num_micro_batch": 2}, {"example_count": "aux/count"}], ids=str
@@ -485,6 +488,7 @@ def test_parts_of_unequal_weight_and_micro_steps_are_one_batch(name: str, stage:
     tree_close(got, want, 1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_rank_has_a_key_of_its_own(stage: int) -> None:

@@ -36,6 +36,17 @@ def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping
                 raise BatchError(
                     f"{name} is of shape {tuple(x.shape)}, the step was traced with {types[name].str_short()}"
                 )
+            of_python = x.ndim == 0 and getattr(x, "weak_type", False)
+            if of_python and x.dtype.kind in "biuf" and jnp.issubdtype(types[name].dtype, jnp.floating):
+                continue
+            if (
+                not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+                and jax.dtypes.canonicalize_dtype(x.dtype) != types[name].dtype
+            ):
+                raise BatchError(
+                    f"{name} is {x.dtype}, the step was traced with {types[name].str_short()}: cast it, or trace the "
+                    "step with arrays of this type"
+                )
         found += arrays
     return found
 
@@ -96,12 +107,6 @@ def even_rows(x: Any, axis: int, trainers: int) -> Any:
     rows = x.shape[axis]
     parts = -(-rows // trainers) * trainers
     return x if parts == rows else jnp.take(x, np.minimum(np.arange(parts), rows - 1), axis)
-
-
-def parts_of(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """The parts of an array along a dimension, on a leading axis."""
-    cut = jnp.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
-    return jnp.moveaxis(cut, axis, 0)
 
 
 def part_types(arrays: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:

@@ -21,7 +21,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -136,7 +136,7 @@ class CollectiveJob(Job):
         self._names = [n for spec in self._specs for n in spec.names]
         unsplit = {n for n in self._names if is_under(n, plan.unsplit_inputs)}
         self._shares: list[Share] = [share_of(n, main.inputs[n], plan.trainers, unsplit) for n in self._names]
-        if plan.shared is not None:
+        if plan.shared is not None and plan.trainers > 1:
             self._shares = [plan.shared.axes.get(n, "replicated") for n in self._names]
         self._split = self._split_of(self._names)
         params, opt_state = program.args[:2]
@@ -385,9 +385,23 @@ class CollectiveJob(Job):
             return way, 0 if self.plan.shared is None else self.plan.shared.joined[name]
         return {"each": "each", "same": "first"}.get(way, "same"), None
 
+    def _leaves(self, state: CollectiveState, names: Collection[str]) -> dict[str, Any]:
+        if self.plan.owned is not None or self.trainers.here != self.plan.trainers:
+            return super()._leaves(state, names)
+        held = dict(zip(self._held_names, self._held(state), strict=True))
+        return {n: held[n] for n in names}
+
+    def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {n: _unpadded(x, self.plan.cuts.get(n)) for n, x in leaves.items()}
+
     def _whole_tree(self, spec: Any, held: Mapping[str, Any]) -> Any:
         cuts, whole = self.plan.cuts, self.trainers.whole
         found = {n: whole(x, cuts[n].axis, cuts[n].size) if n in cuts else whole(x, None, 0) for n, x in held.items()}
         if self.plan.owned is not None:
             found = self.plan.owned.opened(found)
         return spec.unflatten([found[n] for n in spec.names])
+
+
+def _unpadded(x: Any, s: Any) -> Any:
+    """All slices of an array, without padding, where it is cut (`dtrans.zero.choose_slices.Sliced`); traced."""
+    return x if s is None or x.shape[s.axis] == s.size else jax.lax.slice_in_dim(x, 0, s.size, axis=s.axis)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.data_parallel.plan import CollectivePlan
+from dtrans.ir.array_fns import parts_of
 from dtrans.ir.program import Program
 from dtrans.plan import realises
-from dtrans.run.base.batch import parts_of
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout, Trainers
 

@@ -4,6 +4,7 @@ role            what a launched process knows of itself
 rendezvous      the trainers of nccl2 mode find one another
 connect         they become one job of `jax.distributed`
 elastic         those left of it go on
+address         where they reach each other, beside what JAX connects
 multihost       what they hold together and agree on
 launcher        starts the processes of a job on this host
 child_process   its processes, and what they print

@@ -56,14 +56,15 @@ def connect(
 
     Who this process is comes from the environment, as `dtrans launch --mode nccl2` sets it (see `Role`); without that,
     from JAX's own detection: Slurm, Open MPI, Kubernetes, TPU. Trainer 0's endpoint becomes the coordinator of
-    `jax.distributed`. A second call changes nothing.
+    `jax.distributed`. A second call changes nothing, but that it may allow other hosts.
 
     Args:
       role: who this process is; from the environment by default.
       deadline: seconds to wait for the other trainers: here, when the parts of the batch get another shape, and at the
         end of the job. A process that is silent for as long, or for 20 seconds if that is less, is taken for dead.
-      allow_remote: let endpoints be on other machines. Nothing is encrypted or authenticated: only on a network where
-        everybody may train with everybody.
+      allow_remote: let endpoints be on other machines, and stages of a pipeline that a scheduler has put on several
+        hosts send each other values. Nothing is encrypted or authenticated: only on a network where everybody may train
+        with everybody.
       on_trainer_loss: "abort" ends all trainers when one ends before its time; "drop" lets `plan.on_cluster()` go on
         with those left (see `dtrans.run.distributed.elastic`). From the variable DTRANS_ON_TRAINER_LOSS by default, or
         "abort".
@@ -90,11 +91,13 @@ def connect(
             atexit.register(_leave)
         everyone = tuple(range(jax.process_count()))
         endpoints = role.trainer_endpoints if role else ()
-        member = join(Membership(jax.process_index(), everyone, endpoints, deadline, loss))
+        member = join(Membership(jax.process_index(), everyone, endpoints, deadline, loss, allow_remote))
         member = join(dataclasses.replace(member, run=_first_word(member)))
         if loss == "drop":
             with elastic.all_or_none():  # from now on it is known who ends
                 pass
+    if allow_remote and not member.allow_remote:
+        member = join(dataclasses.replace(member, allow_remote=True))
     if role is not None:
         _check_same(role, member)
     if on_trainer_loss not in (None, member.on_trainer_loss):

@@ -22,6 +22,7 @@ class Membership:
       endpoints: of the trainers, also of lost ones; empty if JAX found them by itself.
       deadline: seconds to wait for others.
       on_trainer_loss: "abort" or "drop".
+      allow_remote: whether processes may bind addresses that other hosts reach.
       run: a word that the trainers of this run share, and no other run has.
     """
 
@@ -30,6 +31,7 @@ class Membership:
     endpoints: tuple[str, ...] = ()
     deadline: float = DEADLINE
     on_trainer_loss: str = "abort"
+    allow_remote: bool = False
     run: str = ""
 
     @property

@@ -29,6 +29,7 @@ from dtrans.checkpoint.assemble import by_origin
 from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError
+from dtrans.ir.array_fns import parts_of, words
 from dtrans.ir.pytree import is_under
 from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p
 from dtrans.parameter_server.overview import VarDistributed
@@ -40,7 +41,6 @@ from dtrans.run.base.batch import (
     batch_arrays,
     check_rows,
     even_rows,
-    parts_of,
     rows_of,
     shared_batch,
 )
@@ -299,7 +299,7 @@ class MeshJob(Job):
                 self._update(servers, grads)
                 outs = [None]
             elif eqn.primitive is recv_p:
-                outs = [servers[ep][n] for ep, n in zip(eqn.params["epmap"], eqn.params["names"], strict=True)]
+                outs = [words(servers[ep][n]) for ep, n in zip(eqn.params["epmap"], eqn.params["names"], strict=True)]
             elif eqn.primitive is fetch_barrier_p:
                 outs = [self._to_trainers(x) for x in values]
             else:

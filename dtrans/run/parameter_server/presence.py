@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtrans.errors import DeadlineError, WireError
+from dtrans.ir.array_fns import words_type
 from dtrans.run.net import wire
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -165,7 +166,7 @@ def wanted(update: ServerUpdate, k: int, table: Any) -> tuple[str, ...]:
     rows = table if isinstance(table, list) else [None]
     if not all(isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) for row in rows):
         raise WireError("`recv` of something that is not a list of [name, shape, dtype]")
-    types = {n: update.types[n] for n in update.params}
+    types = {n: words_type(update.types[n]) for n in update.params}
     for name, shape, dtype in table:
         held = types.get(name)
         if held is None:

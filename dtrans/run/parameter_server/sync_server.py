@@ -27,7 +27,7 @@ protocol is refused and logged, and changes nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from dtrans.errors import DeadlineError, PeerError, WireError
@@ -199,7 +199,20 @@ class SyncServer:
     def _make_step(self) -> None:
         """All gradients are here."""
         of = self._trainers.known if self.on_trainer_exit == "paddle" else self._trainers.present
+        self._check_arguments(sorted(of))
         self._go_on(self._update.begin(self._grads, frozenset(of), self.step))
+
+    def _check_arguments(self, trainers: Sequence[int]) -> None:
+        """Raise PeerError where trainers have an argument of the step of which there must be one."""
+        for argument, sent in self._whole.arguments.items():
+            first, *others = ((k, self._grads[sent[k]]) for k in trainers)
+            for k, x in others:
+                if x.tobytes() != first[1].tobytes():
+                    raise PeerError(
+                        f"{argument} of step {self.step + 1} is {wire.brief(first[1].tolist())} on trainer {first[0]}, "
+                        f"and {wire.brief(x.tolist())} on trainer {k}: the update reads it, and there is one update; "
+                        "give all trainers the same"
+                    )
 
     def _go_on(self, outgoing: Vectors | None) -> None:
         """Send what other servers need, and make the step as far as what came from them allows."""

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dtrans.ir.array_fns import words
 from dtrans.run.parameter_server.exchange import Exchange
 from dtrans.run.parameter_server.presence import log, named
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors
@@ -76,4 +77,4 @@ class SyncUpdate:
 
     def _publish(self) -> None:
         """The parameters as memory to send from; waits until they are made."""
-        self.values = {n: np.asarray(self.state[n]) for n in self._whole.params}
+        self.values = {n: np.asarray(words(self.state[n])) for n in self._whole.params}

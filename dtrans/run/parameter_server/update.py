@@ -140,6 +140,11 @@ class ServerUpdate:
         return tuple(g.sent for b in self.blocks for g in b.grads)
 
     @cached_property
+    def arguments(self) -> dict[str, Mapping[int, str]]:
+        """The arguments of the step that are read: name to what each trainer sends it as."""
+        return {g.leaf: g.sent for b in self.blocks for g in b.grads if g.op == "same"}
+
+    @cached_property
     def params(self) -> tuple[str, ...]:
         """The parameter blocks, which trainers ask for; everything else in the state is the server's own."""
         return tuple(self.eqn.params["param_names"])

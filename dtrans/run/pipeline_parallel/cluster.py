@@ -5,21 +5,24 @@ value goes from a stage of one process to that of another (`dtrans.run.pipeline_
 trainers that `dtrans.connect()` connected; process k of N has the stages k*S/N to (k+1)*S/N.
 
 Each gives its part of a batch: process k has rows k*B/N to (k+1)*B/N of the global one. A stage reads whole arrays, so
-each part of an array is sent to the processes whose stages read it: tokens to the first, labels to the last.
+each part of an array is sent to the processes whose stages read it: tokens to the first, labels to the last. Values of
+the whole batch that no parameter enters are made by the first process, which is sent what they are made of; it sends
+them to those whose stages read them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans.errors import BatchError, ConfigError
+from dtrans.errors import BatchError, ConfigError, PeerError
+from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
@@ -27,15 +30,17 @@ from dtrans.run.base.batch import Share, share_of, whole_types
 from dtrans.run.distributed.connect import connected
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.multihost import PARTS_DIFFER, check_consistent
+from dtrans.run.net import wire
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 from dtrans.run.pipeline_parallel.job import PipelineJob
-from dtrans.run.pipeline_parallel.p2p import P2PChannels
+from dtrans.run.pipeline_parallel.p2p import P2PChannels, on_host
 from dtrans.run.pipeline_parallel.processes import OneProcess
 from dtrans.run.pipeline_parallel.stage_devices import Function, OnDevices, Places, StageSharding
 
 
 _jobs = itertools.count()
+MAKER = 0  # the process that makes values of the whole batch: it has stage 0
 
 
 @realises(PipelinePlan, "cluster")
@@ -49,11 +54,6 @@ def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
     stages, count, me = plan.options.num_stages, cluster.trainers, cluster.trainer_id
     if cluster.on_trainer_loss == "drop":
         raise ConfigError("on_trainer_loss='drop': a pipeline cannot go on without its stages")
-    if plan.values is not None and count > 1:
-        raise ConfigError(
-            "batch='exact': micro-batches are given values of the whole batch, of which each of several processes has "
-            "a part; run it in one process, use dtrans.nccl2, or say batch='local'"
-        )
     if stages % count:
         raise ConfigError(
             f"the plan has {stages} stages, which {count} processes do not divide: plan a multiple of {count}"
@@ -125,24 +125,82 @@ class ConnectedProcesses(OneProcess):
     def check_tape(self, tape: StepProgram) -> None:
         check_consistent(self.at.plan.main, (), {**self._same, "tape": "\n".join(tape.lines)})
 
-    def whole_batch(self, tape: StepProgram, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+    def whole_batch(
+        self, tape: StepProgram, arrays: Mapping[str, Any], held: Mapping[tuple[int, str], Any]
+    ) -> Mapping[str, Any]:
         self._round += 1
         readers: dict[str, set[int]] = {}
         for place, n in tape.given:
             readers.setdefault(n, set()).add(self.process_of(place))
-        first = len(tape.instructions) + len(tape.results)  # the numbers before are theirs
-        split = {n: (first + i, x) for i, (n, x) in enumerate(arrays.items()) if isinstance(self._share(n, x), int)}
+        for n in () if tape.values is None else tape.values.read:
+            readers.setdefault(n, set()).add(MAKER)
+        keys = itertools.count(len(tape.instructions) + len(tape.results))  # the numbers before are theirs
+        split = {n: (next(keys), x) for n, x in arrays.items() if isinstance(self._share(n, x), int)}
         for n, (key, x) in split.items():
             others = readers.get(n, set()) - {self.me}
             # a copy: it is sent later, and an array of NumPy may be written to meanwhile
             part = np.array(x) if others and isinstance(x, np.ndarray) else x
             for k in others:
                 self._links.send(k, self._round, key, part)
-        return {**arrays} | {
+        self._check_arguments(arrays, keys)
+        whole = {**arrays} | {
             n: jnp.concatenate([x if k == self.me else self._part(k, key, n, x) for k in range(self.count)])
             for n, (key, x) in split.items()
             if self.me in readers.get(n, ())
         }
+        return whole if tape.values is None else whole | self._given(tape, tape.values, whole, held, readers, keys)
+
+    def _given(
+        self,
+        tape: StepProgram,
+        values: Program,
+        whole: Mapping[str, Any],
+        held: Mapping[tuple[int, str], Any],
+        readers: Mapping[str, Collection[int]],
+        keys: Iterator[int],
+    ) -> dict[str, Any]:
+        """The values of the whole batch that stages of this process read, which one process makes.
+
+        Args:
+          readers: the processes that read each.
+          keys: numbers for messages, the same in all processes.
+        """
+        state = {**held}
+        for n in values.args[-1].names:
+            place, key = self.at.first_place(n), next(keys)
+            owner = self.process_of(place)
+            if self.me == owner != MAKER:
+                self._links.send(MAKER, self._round, key, held[place, n])
+            elif self.me == MAKER != owner:
+                state[place, n] = self._links.receive(owner, self._round, key, n)
+        numbered = dict(zip(values.out_names, keys, strict=False))
+        if self.me != MAKER:
+            mine = {n: key for n, key in numbered.items() if self.me in readers.get(n, ())}
+            what = "a value of the whole batch"
+            return {n: self._links.receive(MAKER, self._round, key, what) for n, key in mine.items()}
+        made = self.made_first(tape, whole, state)
+        for n, key in numbered.items():
+            for k in {*readers.get(n, ())} - {self.me}:
+                self._links.send(k, self._round, key, made[n])
+        return made
+
+    def _check_arguments(self, arrays: Mapping[str, Any], keys: Iterator[int]) -> None:
+        """Raise PeerError where processes give an argument that the update reads, and that they must have the same."""
+        others = [k for k in range(self.count) if k != self.me]
+        numbered = dict(zip(self.at.plan.update.arguments, keys, strict=False))
+        for n, key in numbered.items():
+            for k in others:
+                self._links.send(k, self._round, key, arrays[n])
+        for n, key in numbered.items():
+            mine = on_host(arrays[n])[0]
+            for k in others:
+                x = on_host(self._links.receive(k, self._round, key, n))[0]
+                if x.tobytes() != mine.tobytes():
+                    one, two = sorted([(self.me, mine.tolist()), (k, x.tolist())])
+                    raise PeerError(
+                        f"{n} is {wire.brief(one[1])} on trainer {one[0]}, and {wire.brief(two[1])} on trainer "
+                        f"{two[0]}: the update reads it, and there is one update; give all processes the same"
+                    )
 
     def _part(self, origin: int, key: int, name: str, mine: Any) -> Any:
         """The part of an array that another process gives."""

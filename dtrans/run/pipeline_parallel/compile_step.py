@@ -31,13 +31,16 @@ from dtrans.run.pipeline_parallel.slots import Slots, with_releases
 from dtrans.run.pipeline_parallel.stage_devices import SAME
 
 
-def compile_step(at: Deployment, programs: StepPrograms, batch: Mapping[str, Any]) -> StepProgram:
+def compile_step(
+    at: Deployment, programs: StepPrograms, batch: Mapping[str, Any], values: Program | None = None
+) -> StepProgram:
     """The instructions of a step.
 
     Args:
       at: where it runs.
       programs: those for this batch.
-      batch: name to type of the arrays of the whole batch.
+      batch: name to type of the arrays of the whole batch, and of what is made of it first.
+      values: makes that, if anything.
     """
     d = Draft(at, programs, batch, Slots(at, programs, batch))
     _send_params(d)
@@ -57,7 +60,9 @@ def compile_step(at: Deployment, programs: StepPrograms, batch: Mapping[str, Any
     if not at.donate:
         stay |= set(slots.given.values())
     instructions = with_releases(d.instructions, stay)
-    return StepProgram(instructions, len(slots), slots.given, slots.fixed, state, results, kept, slots.passing())
+    return StepProgram(
+        instructions, len(slots), slots.given, slots.fixed, state, results, kept, slots.passing(), values
+    )
 
 
 def _send_params(d: Draft) -> None:
@@ -74,9 +79,12 @@ def _send_params(d: Draft) -> None:
                 sent.add(target)
 
 
-def _fetch_params(d: Draft, p: Program, s: StagePrograms) -> None:
-    """Fetch the parameters of a program from the host, for one task alone."""
+def _fetch_state(d: Draft, p: Program, s: StagePrograms) -> None:
+    """Fetch the state that a program reads from the host, for one task alone."""
     for n in p.in_names:
+        if n in s.state:
+            held, there = d.slots.state(s.index, n), d.slots.shared_state(s.index, n)
+            d.instructions.append(Transfer(held, there, s.index, s.index, SAME, n))
         if n in s.params:
             home = d.at.plan.homes[n]
             held = d.slots.state(d.at.plan.device_of(home), n)
@@ -84,7 +92,7 @@ def _fetch_params(d: Draft, p: Program, s: StagePrograms) -> None:
 
 
 def _write_zeros(d: Draft, s: StagePrograms) -> None:
-    if not s.leaves:
+    if not s.leaves or d.at.plan.options.clip_of_each is not None:
         return
     given = (s.weights or s.backward).inputs
     types = [given[n] for n in s.sums]
@@ -92,7 +100,7 @@ def _write_zeros(d: Draft, s: StagePrograms) -> None:
     def zeros() -> list[Any]:
         return [jnp.zeros(t.shape, t.dtype) for t in types]
 
-    makes = [d.slots.sum_of(s.index, n) for n in s.leaves]
+    makes = [d.slots.sum_of(s.index, n, None) for n in s.leaves]
     d.run((s, "zeros"), lambda: zeros, s.index, (), makes, f"zeros of stage {s.index}")
 
 
@@ -132,7 +140,7 @@ def _write_task(d: Draft, p: Program, s: StagePrograms, task: Task, made: Callab
     if not p.out_names:
         return
     if d.at.host is not None:
-        _fetch_params(d, p, s)
+        _fetch_state(d, p, s)
     reads = [d.slots.read(s, n, task.micro) for n in p.in_names]
     makes = [made(n) for n in p.out_names]
     if is_numbered(d.at, p, d.batch):

@@ -43,6 +43,10 @@ class _UpdateValues:
         if n is None:
             return slots.of(self.kinds[v].cut(placed.cuts.get(v)), "update", stage, v)
         home = placed.home[n]
+        if n in plan.update.arguments:
+            if at.host is None:
+                return slots.array(stage, n)
+            return slots.of(self.kinds[v], "argument on the host", stage, n)
         is_state = n in plan.state
         if is_state and home is None:
             return slots.state(stage, n)
@@ -50,9 +54,8 @@ class _UpdateValues:
             return slots.of(self.kinds[v], "update", stage, v)
         if is_state:
             return slots.state(at.place(n, stage), n)
-        return slots.of(
-            at.update_kind(n), "sum" if at.host is None else "sum on the host", stage, at.plan.update.sums[n][0]
-        )
+        leaf, _, m = plan.update.sums[n]
+        return slots.of(at.update_kind(n), "sum" if at.host is None else "sum on the host", stage, leaf, m)
 
 
 def write_update(d: Draft) -> tuple[StateSlots, ResultSlots]:
@@ -62,6 +65,7 @@ def write_update(d: Draft) -> tuple[StateSlots, ResultSlots]:
     name_of = dict(zip(inner.invars, placed.program.in_names, strict=True))
     values = _UpdateValues(d, name_of, _kinds(d.at, name_of))
     _sums_to_host(d)
+    _arguments_to_host(values)
     targets: dict[tuple[Var, int], list[int]] = {}
     for v, origin, target in placed.sends:
         targets.setdefault((v, origin), []).append(target)
@@ -80,10 +84,20 @@ def _sums_to_host(d: Draft) -> None:
     if d.at.host is None:
         return
     own = d.at.own
-    for s in d.programs.stages:
-        for name, n in s.sums.items():
-            here, there = (d.slots.of(own, which, s.index, n) for which in ("sum", "sum on the host"))
-            d.instructions.append(Transfer(here, there, s.index, s.index, own, name, to_host=True))
+    for name, (leaf, stage, m) in d.at.plan.update.sums.items():
+        here, there = (d.slots.of(own, which, stage, leaf, m) for which in ("sum", "sum on the host"))
+        d.instructions.append(Transfer(here, there, stage, stage, own, name, to_host=True))
+
+
+def _arguments_to_host(values: _UpdateValues) -> None:
+    """Send the arguments that the update reads to the host, if that is where parameters are."""
+    d = values.d
+    placed, arguments = d.at.plan.update.placed, d.at.plan.update.arguments
+    read = {(p.place, v): values.name_of[v] for p in placed.pieces for v in p.reads if v in values.name_of}
+    for (stage, v), n in read.items():
+        if d.at.host is not None and n in arguments:
+            here, there = d.slots.array(stage, n), values.slot(v, stage)
+            d.instructions.append(Transfer(here, there, stage, stage, values.kinds[v], n, to_host=True))
 
 
 def _send(values: _UpdateValues, v: Var, stage: int, targets: Mapping[tuple[Var, int], Sequence[int]]) -> None:

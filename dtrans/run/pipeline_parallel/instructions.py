@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from dtrans.ir.program import Program
 from dtrans.pipeline_parallel.task import Task
 from dtrans.run.pipeline_parallel.stage_devices import StageSharding
 
@@ -78,6 +79,7 @@ class StepProgram:
       results: slot of each result, the kind that it is of, and the stage that makes it.
       kept: by (stage, micro-batch), slots of what is kept from forward to backward.
       passing: the stage of each slot that is of one micro-batch.
+      values: makes what micro-batches are given beside the batch, from the whole of it, if anything.
     """
 
     instructions: tuple[tuple[Instruction, tuple[int, ...]], ...]
@@ -88,6 +90,7 @@ class StepProgram:
     results: dict[str, tuple[int, StageSharding, int]]
     kept: dict[tuple[int, int], tuple[int, ...]]
     passing: dict[int, int]
+    values: Program | None = None
 
     @property
     def lines(self) -> list[str]:

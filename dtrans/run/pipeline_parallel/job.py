@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans.checkpoint.pserver_state import arrays_of
+from dtrans.ir.array_fns import in_one
 from dtrans.ir.pytree import TreeSpec, result_of, without
 from dtrans.pipeline_parallel.forward_pass import summary_name
 from dtrans.pipeline_parallel.plan import PipelinePlan
@@ -136,9 +137,9 @@ class PipelineJob(Job):
         if state is not self._last():
             held = self._layout.put(held)
         given |= {n: jnp.moveaxis(given[n], axis, 0) for n, axis in self.plan.axes.items()}
-        given = self._given(given, held)
+        given |= {n: self._as_read(n, given[n]) for n in self.plan.update.arguments}
         tape = self._tape(given)
-        arrays = self.processes.whole_batch(tape, given)
+        arrays = self.processes.whole_batch(tape, given, held)
         env: list[Any] = [None] * tape.size
         for slot, x in tape.fixed.items():
             env[slot] = x
@@ -148,15 +149,10 @@ class PipelineJob(Job):
                 env[slot] = held[place, n] if x is None else self.places.put(x, place, self.at.batch_kind(n, x))
         return tape, env
 
-    def _given(self, arrays: dict[str, Any], held: Mapping[tuple[int, str], Any]) -> dict[str, Any]:
-        """What micro-batches get: the batch, and values of the whole of it that no parameter enters."""
-        values = self.plan.values
-        if values is None:
-            return arrays
-        state = [held[self.at.first_place(n), n] for n in values.args[-1].names]
-        of = values.specialize_flat([*arrays.values(), *state])
-        made = called(lambda: "values of the whole batch", of.compiled, *arrays.values(), *state)
-        return arrays | dict(zip(of.out_names, made, strict=True))
+    def _as_read(self, name: str, x: Any) -> Any:
+        """An argument that the update reads, in the type that it has there, where that is what JAX would make of it."""
+        wanted = self.plan.update.program.inputs[name].dtype
+        return x.astype(wanted) if x.dtype != wanted and jnp.promote_types(x.dtype, wanted) == wanted else x
 
     def _tape(self, arrays: Mapping[str, Any]) -> StepProgram:
         """The instructions of a step, for a batch of these arrays."""
@@ -164,8 +160,11 @@ class PipelineJob(Job):
         if key not in self._tapes:
             types = {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in self.plan.main.inputs.items()}
             given = self.processes.whole_types(arrays)
+            values = self.plan.values_for(given)
+            made = {} if values is None else values.outputs
+            given |= {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in made.items()}
             programs = self.plan.specialize([*{**types, **given}.values()])
-            tape = compile_step(self.at, programs, given)
+            tape = compile_step(self.at, programs, given, values)
             self.processes.check_tape(tape)
             self._tapes[key] = tape
         return self._tapes[key]
@@ -199,7 +198,7 @@ class PipelineJob(Job):
             return x
         way = self.plan.merges[name]
         if way in ("concat", "GLOBAL_CONCAT"):
-            return x.reshape(-1, *x.shape[2:])
+            return in_one(x, self.plan.options.joined.get(name, 0))
         return x.reshape(-1, *x.shape[1:]) if way == "each" else x[0]
 
     @cached_property

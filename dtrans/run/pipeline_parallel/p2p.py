@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import zmq
 
-from dtrans._jax import bulletin_board
-from dtrans.endpoints import split_endpoint
+from dtrans._jax import bulletin_board, coordinator
 from dtrans.errors import DeadlineError, PeerError, WireError
+from dtrans.run.distributed.address import address_of, this_host
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.net import wire
 
@@ -47,31 +47,36 @@ class P2PChannels:
         self._context: zmq.Context[Any] = zmq.Context()
         self._in = self._context.socket(zmq.PULL)
         self._in.setsockopt(zmq.RCVHWM, 0)
-        host = split_endpoint(cluster.endpoints[self.me])[0] if cluster.endpoints else "127.0.0.1"
-        self._in.setsockopt(zmq.IPV6, int(":" in host))
-        port = self._in.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
-        at = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        board = bulletin_board()
-        board.key_value_set(f"dtrans/links/{name}/{self.me}", at)
-        self._peers: dict[int, str] = {}
-        for k in range(self.count):
-            if k != self.me:
-                try:
-                    self._peers[k] = board.blocking_key_value_get(
-                        f"dtrans/links/{name}/{k}", max(1, int(self.deadline * 1000))
-                    )
-                except jax.errors.JaxRuntimeError as e:
-                    if "DEADLINE_EXCEEDED" not in str(e):
-                        raise
-                    raise DeadlineError(
-                        f"trainer {self.me} waited {self.deadline:g} s for trainer {k} to run the same pipeline"
-                    ) from e
+        hosts = self._told(f"{name}/hosts", this_host())
+        address = address_of(cluster, list(hosts.values()), coordinator())
+        self._in.setsockopt(zmq.IPV6, int(":" in address.bind))
+        port = self._in.bind_to_random_port(address.bound)
+        self._peers = self._told(name, address.at(port))
         self._here: dict[tuple[int, int, int], _Arrival] = {}
         self._outbox: queue.SimpleQueue[tuple[int, int, int, Any] | None] = queue.SimpleQueue()
         self._failed: list[BaseException] = []
         self._sender = threading.Thread(target=self._send_all, name="dtrans pipeline links", daemon=True)
         self._sender.start()
         atexit.register(self.close)
+
+    def _told(self, what: str, mine: str) -> dict[int, str]:
+        """What each process says, on the board of the job; this one says `mine`.
+
+        Raises:
+          DeadlineError: one did not say it.
+        """
+        board, found = bulletin_board(), {self.me: mine}
+        board.key_value_set(f"dtrans/links/{what}/{self.me}", mine)
+        for k in set(range(self.count)) - {self.me}:
+            try:
+                found[k] = board.blocking_key_value_get(f"dtrans/links/{what}/{k}", max(1, int(self.deadline * 1000)))
+            except jax.errors.JaxRuntimeError as e:
+                if "DEADLINE_EXCEEDED" not in str(e):
+                    raise
+                raise DeadlineError(
+                    f"trainer {self.me} waited {self.deadline:g} s for trainer {k} to run the same pipeline"
+                ) from e
+        return found
 
     # -- sending ---------------------------------------------------------------------------------
 
@@ -84,6 +89,8 @@ class P2PChannels:
         sockets: dict[int, zmq.Socket[Any]] = {}
         try:
             for k, address in self._peers.items():
+                if k == self.me:
+                    continue
                 sockets[k] = self._context.socket(zmq.PUSH)
                 sockets[k].setsockopt(zmq.SNDHWM, 0)
                 sockets[k].setsockopt(zmq.IPV6, int("[" in address))
@@ -91,7 +98,7 @@ class P2PChannels:
                 sockets[k].connect(address)
             while (item := self._outbox.get()) is not None:
                 to, step, key, value = item
-                array, impl = _on_host(value)
+                array, impl = on_host(value)
                 for pieces, frames in wire.messages([("value", array)]):
                     head = wire.header(
                         "value",
@@ -195,7 +202,7 @@ class _Arrival:
         wire.unpack(message, target, self._arrived)
 
 
-def _on_host(value: Any) -> tuple[np.ndarray, str]:
+def on_host(value: Any) -> tuple[np.ndarray, str]:
     """A value as its sender has it, computed; keys as their data, and the kind of keys that they are."""
     impl = ""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):

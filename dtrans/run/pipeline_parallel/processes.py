@@ -11,8 +11,10 @@ from typing import Any
 import jax
 
 from dtrans.checkpoint.runs import THIS_PROCESS
+from dtrans.run.base.lowered import called
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
+from dtrans.run.pipeline_parallel.stage_devices import SAME
 
 
 class OneProcess:
@@ -34,9 +36,30 @@ class OneProcess:
     def check_tape(self, tape: StepProgram) -> None:
         """Check that all processes are about to go through the same instructions."""
 
-    def whole_batch(self, tape: StepProgram, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The arrays of the global batch that stages of this process read; of others, this process's part."""
-        return arrays
+    def whole_batch(
+        self, tape: StepProgram, arrays: Mapping[str, Any], held: Mapping[tuple[int, str], Any]
+    ) -> Mapping[str, Any]:
+        """The arrays of the global batch that stages of this process read, with what is made of it first.
+
+        Of arrays that they do not read, it is this process's part.
+
+        Args:
+          arrays: what this process gives.
+          held: arrays of the state that it has, by (place, name).
+        """
+        return {**arrays, **self.made_first(tape, arrays, held)}
+
+    def made_first(
+        self, tape: StepProgram, arrays: Mapping[str, Any], held: Mapping[tuple[int, str], Any]
+    ) -> dict[str, Any]:
+        """Values of the whole batch that no parameter enters, made where stage 0 is."""
+        values = tape.values
+        if values is None:
+            return {}
+        state = [held[self.at.first_place(n), n] for n in values.args[-1].names]
+        given = [self.at.places.put(x, 0, SAME) for x in (*(arrays[n] for n in self.at.plan.batch), *state)]
+        made = called(lambda: "values of the whole batch", values.compiled, *given)
+        return dict(zip(values.out_names, made, strict=True))
 
     def move(self, number: int, ins: Transfer, env: list[Any]) -> None:
         """Carry out a transfer, as far as it is this process's."""

@@ -53,6 +53,12 @@ class Slots:
             return self.state(device, name)
         return self.of(SAME, "copy", device, name)
 
+    def shared_state(self, stage: int, name: str) -> int:
+        """An array of the optimizer's state that every stage has, where a stage reads it."""
+        if self._at.host is None:
+            return self.state(stage, name)
+        return self.of(SAME, "copy", self._at.plan.device_of(stage), name)
+
     def array(self, stage: int, name: str) -> int:
         """An array of the batch where a stage reads it."""
         device = self._at.plan.device_of(stage)
@@ -79,24 +85,27 @@ class Slots:
         """A value of the forward pass."""
         return self.of(self._at.own.cut(self._programs.cuts.get((stage, name))), "value", stage, name, m)
 
-    def sum_of(self, stage: int, leaf: str) -> int:
-        """The sum of a leaf's gradients that a stage makes."""
-        return self.of(self._at.sum_kind(leaf), "sum", stage, leaf)
+    def sum_of(self, stage: int, leaf: str, m: int | None) -> int:
+        """The sum of a leaf's gradients that a stage makes; where each micro-batch is clipped, the gradient of one."""
+        one = None if self._at.plan.options.clip_of_each is None else m
+        return self.of(self._at.sum_kind(leaf), "sum", stage, leaf, one)
 
     def made(self, s: StagePrograms, name: str, m: int) -> int:
         """An output of a backward program."""
         if name in s.sums:
-            return self.sum_of(s.index, s.sums[name])
+            return self.sum_of(s.index, s.sums[name], m)
         return self.of(self._at.own, "back", s.index, name, m) if name in s.cotangents else self.value(s.index, name, m)
 
     def read(self, s: StagePrograms, name: str, m: int) -> int:
         """An input of a program of a stage."""
         if name in s.sums:
-            return self.sum_of(s.index, s.sums[name])
+            return self.sum_of(s.index, s.sums[name], m)
         if name in s.cotangents:
             return self.of(self._at.own, "cotangent", s.index, name, m)
         if name in s.params:
             return self.param(s.index, name)
+        if name in s.state:
+            return self.shared_state(s.index, name)
         return self.array(s.index, name) if name in s.batch else self.value(s.index, name, m)
 
     def passing(self) -> dict[int, int]:

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from dtrans._jax import ClosedJaxpr, jaxpr_as_fun
+from dtrans.ir.array_fns import in_one, parts_of
 from dtrans.pipeline_parallel.options import AXIS, SPLIT
 
 
@@ -212,7 +213,7 @@ class OneDevice(Places):
         if kind.first:
             return x[0] if back else x
         if kind.axis is not None:
-            return _joined(x, kind.axis) if back else _apart(x, kind.axis, self.replicas)
+            return in_one(x, kind.axis) if back else parts_of(x, kind.axis, self.replicas)
         return x.reshape(self.replicas, -1, *x.shape[1:]) if kind.rows and not back else x
 
 
@@ -233,18 +234,7 @@ def _of_shards(x: jax.Array, kind: StageSharding, back: bool, shards: int) -> ja
     if kind.split is None:
         return x[0] if back else x
     at = kind.split + kind.own
-    return _joined(x, at) if back else _apart(x, at, shards)
-
-
-def _apart(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """Equal parts along a dimension, one behind the other along a leading axis."""
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]), axis, 0)
-
-
-def _joined(x: jax.Array, axis: int) -> jax.Array:
-    """The inverse of `_apart`."""
-    back = jnp.moveaxis(x, 0, axis)
-    return back.reshape(*back.shape[:axis], -1, *back.shape[axis + 2 :])
+    return in_one(x, at) if back else parts_of(x, at, shards)
 
 
 class Host(OneDevice):

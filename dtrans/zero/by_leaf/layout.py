@@ -26,6 +26,7 @@ import jax
 from dtrans._jax import Atom, ShapedArray, Var
 from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.reducer import buckets_of
+from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, without
@@ -65,13 +66,19 @@ class Owned:
 
     @classmethod
     def of(cls, step: Cut, o: ShardingOptions) -> Owned:
-        """Decide."""
+        """Decide. Raises ConfigError where forward and backward read what owners hold."""
         leaves, half = _updating_what_is_read(step)
         analysis = analyse(half, leaves)
         owner = owned_leaves(step, analysis, o.degree, o.slices.partition)
         params, opt_state = step.program.args[:2]
         root = free_name(f"{opt_state.root or 'opt_state'}/bins", opt_state.names)
         writer = OwnerWriter(analysis, owner, o, root, ready_order(step))
+        read = next((n for n in step.asked if n in writer.state.places), None)
+        if read:
+            raise ConfigError(
+                f"partition={o.slices.partition!r}: {step.asked[read]} is made of {read}, which the owner of its leaf "
+                "alone would have; partition='rows' keeps such leaves whole on every rank"
+            )
         types = {n: step.program.inputs[n] for n in opt_state.names if n not in writer.state.places}
         held = TreeSpec.of({**types, **writer.state.types})
         rest = without(without(step.program.out, params), opt_state)

@@ -122,7 +122,7 @@ def test_every_option_between_two_trainers(tmp_path: Path) -> None:
     check_options(outcome(2, tmp_path, "options"), script.OPTIONS | script.OF_TWO, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_of_two_devices_are_four_trainers(tmp_path: Path) -> None:
     found = outcome(2, tmp_path, "devices")
     check_options(found, script.OF_DEVICES, 4)
@@ -358,6 +358,7 @@ def test_a_trainer_that_raises_is_named_with_its_words(monkeypatch: pytest.Monke
     assert time.monotonic() - started < 30.0  # it does not wait for the others at its end
 
 
+@pytest.mark.soak
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fate", ["kill", "idle"])
 def test_survivors_end_without_a_launcher(fate: str) -> None:

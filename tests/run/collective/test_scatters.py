@@ -15,7 +15,7 @@ import scatter_trainer as script
 from trainer_processes import outcome
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_reduce_scatters_of_many_megabytes_are_the_sum_bit_for_bit(tmp_path: Path) -> None:
     found = outcome(2, tmp_path, 280, [sys.executable, "-W", "error", script.__file__, "scatters", str(tmp_path)])
     for of in found:

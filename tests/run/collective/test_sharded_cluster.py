@@ -70,6 +70,7 @@ def check(found: Sequence[dict[str, Any]], wanted: dict[str, Any], stage: int) -
             assert got.tobytes() == found[0][f"{stage} {name}"].tobytes(), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", script.STAGES)
 def test_two_ranks_are_one_device(two: Any, alone: Any, stage: int) -> None:
     check(two, {n: x for n, x in alone.items() if not n.startswith("again")}, stage)

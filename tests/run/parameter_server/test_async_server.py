@@ -194,6 +194,7 @@ def test_no_update_is_lost_where_nobody_waits(role_threads: RoleThreads) -> None
 # -- delay compensation ----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("decay", [None, 0.95])
 @pytest.mark.parametrize("name", ["adam", "momentum, joined schedules"])
 def test_delayed_gradients_are_compensated_as_the_paper_says(

@@ -75,6 +75,7 @@ def random_exchanges(seed: int) -> tuple[list[dict[str, Any]], dict[str, dict[st
     return reductions, values, made
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_server_gets_what_it_needs_and_all_get_the_same_bits(seed: int) -> None:
     reductions, values, exchanges = random_exchanges(seed)
@@ -133,7 +134,7 @@ def single_device(rounds: int, params: Any, loss: Any = mlp_loss, tx: Any = None
     return plain_run(plain_step(loss, tx), params, tx.init(params), batches())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [8, 1, 2, 4])
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_a_mesh_equals_one_device(rounds: int, devices: int) -> None:
@@ -171,6 +172,7 @@ def equals_one_device(
     tree_close({n.rpartition("/")[2]: x for n, x in traces.items()}, dict(want_state[-1][0].trace), 1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rounds, trainers, servers", [(1, 2, 3), (2, 2, 3), (2, 1, 2)])
 def test_servers_equal_one_device(role_threads: RoleThreads, rounds: int, trainers: int, servers: int) -> None:
     with jax.enable_x64(True):

@@ -90,7 +90,7 @@ def run(
 # -- one trainer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("block_on_pull", [True, False], ids=["wait", "beside"])
 @pytest.mark.parametrize("servers, every", [(1, 1), (3, 2), (2, 5), (2, 100)])
 def test_one_trainer_is_sequential_training(
@@ -131,7 +131,7 @@ def test_one_trainer_in_other_types(role_threads: RoleThreads, dtype: Any, close
 # -- several trainers ------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", [[0, 1, 2] * 6, [0, 0, 1, 2, 1, 2] * 3, [2] * 6 + [1] * 6 + [0] * 6],
                          ids=["in turns", "unevenly", "one after the other"])  # fmt: skip
 @pytest.mark.parametrize("every", [1, 2, 4])

@@ -140,6 +140,7 @@ def serves(plan: PServerPlan, ep: str, jobs: int) -> Any:
         return state
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("count, jobs", [(0, 12), (1, 3)])
 def test_jobs_follow_one_another_at_once(role_threads: RoleThreads, count: int, jobs: int) -> None:
     """Many, of no or one step: whoever is first, a server, a trainer or the end of the job before."""

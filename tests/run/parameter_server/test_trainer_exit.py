@@ -89,7 +89,7 @@ def run(role_threads: RoleThreads, plan: PServerPlan, steps: Sequence[int]) -> t
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "tx, servers, steps",
     [

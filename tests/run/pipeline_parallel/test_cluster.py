@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ import pytest
 from cluster_trainer import flat
 from paths import SUPPORT
 from pipeline_models import MODELS
-from pipeline_trainer import ROWS, STEPS, noisy, planned_noisy
-from trainer_processes import outcome
+from pipeline_trainer import ROWS, STEPS, masked, noisy, planned_masked, planned_noisy
+from role_threads import free_endpoints
+from trainer_processes import outcome, slurm_environment
 
 
 @pytest.mark.sampled(1)
@@ -48,6 +51,28 @@ def test_two_processes_make_the_numbers_of_one_device(options: dict[str, Any], t
     assert first & second <= {"opt_state/1/0/count"} and len(first | second) == len(want) - 1
 
 
+def test_stages_that_slurm_put_on_several_hosts_find_each_other(tmp_path: Path) -> None:
+    """Told by Slurm's variables alone; hosts are addresses of loopback, and the lines are not at 127.0.0.1."""
+    port = int(free_endpoints(1)[0].rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for k in range(2):
+            command = [sys.executable, str(SUPPORT / "slurm_trainer.py"), str(tmp_path)]
+            env = slurm_environment(k, 2, port)
+            out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            processes.append(stack.enter_context(subprocess.Popen(command, env=env, **out)))
+            stack.callback(processes[-1].kill)
+        said = [p.communicate(timeout=200)[0] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(said)
+    want = MODELS["mlp"].job(8).on_one_device(1)[-1]
+    for k in range(2):
+        found = json.loads((tmp_path / f"{k}.json").read_text())
+        assert found["trainers"] == 2 and found["endpoints"] == []
+        assert "the 2 trainers are on 2 hosts" in found["remote"] and "allow_remote=True" in found["remote"]
+        assert sorted(at.rpartition(":")[0] for at in found["peers"]) == ["tcp://127.0.0.2", "tcp://127.0.0.3"]
+        assert found["loss"] == pytest.approx(float(want), rel=1e-5)
+
+
 @pytest.mark.usefixtures("x64")
 def test_the_batch_is_the_parts_in_the_order_of_processes(tmp_path: Path) -> None:
     """Noise by micro-batch and results by row are those of the global batch; keys and unsplit inputs go as they are."""
@@ -69,3 +94,26 @@ def test_the_batch_is_the_parts_in_the_order_of_processes(tmp_path: Path) -> Non
         said = dict(process["said"])["sizes"]
         assert said.startswith("BatchError: trainers must give parts of one size; "), said
         assert f"trainer {1 - k} gives" in said and f"trainer {k} as [{[8, 4][k]}, 4]" in said
+
+
+@pytest.mark.usefixtures("x64")
+def test_processes_have_what_is_of_the_whole_batch_and_what_the_update_reads(tmp_path: Path) -> None:
+    """Masks of the whole batch, made by the first process of a key that the last one has; a rate, a count of steps."""
+    one = masked()
+    plan = planned_masked(one)
+    assert plan.home("params/key") == 1 and plan.values is not None and plan.values.args[-1].names == ("params/key",)
+    assert plan.update.arguments == ("rate",)
+    assert [s.state for s in plan.step_programs.stages] == [(), ("opt_state/steps",)]
+    found = outcome(
+        2, tmp_path, 200, [sys.executable, str(SUPPORT / "pipeline_trainer.py"), "given", str(tmp_path), "{}"]
+    )
+    state, (x, mask, rate), want, step = one.init(jax.random.key(0)), one.batch, {}, jax.jit(one.step)
+    for i in range(STEPS):
+        *state, loss = step(*state, x + i, mask, rate / (i + 1))
+        want |= flat(**{f"loss {i}": loss})
+    want |= flat(last=(state[0]["w"], state[1]))
+    for process in found:
+        for n, v in want.items():
+            np.testing.assert_allclose(process[n], v, rtol=1e-12, atol=1e-12, err_msg=n)
+        told = "PeerError: rate is 0.1 on trainer 0, and 1.1 on trainer 1: the update reads it, and there is one update"
+        assert dict(process["said"])["rate"].startswith(told), process["said"]

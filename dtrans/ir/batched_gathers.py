@@ -1,0 +1,180 @@
+"""Gathers and scatters by row numbers, written as batched ones.
+
+`x[jnp.arange(len(y)), y]` picks from each row of `x`, but its `gather` says that it picks from all of them: the number
+of the row is one component of an index. Where a component is proven to count a dimension of the indices, and that is
+as long as the dimension of the operand which it is an index of, the two are batched: the same numbers, and whoever
+looks at rows sees that each is picked from itself. A scatter, which is what the derivative of such a gather is, alike.
+
+    gather x[8,10] by [(0, y0), (1, y1), ...]       ->  gather each row of x by [(y0), (y1), ...]
+
+What is proven of components is in `dtrans.ir.row_numbers`. The rewrite changes no number of any program, so nothing
+that comes after has to trust it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Var,
+    bodies,
+    closed,
+    constants,
+    equations,
+    opened,
+    with_bodies,
+)
+from dtrans.ir.builder import Builder
+from dtrans.ir.row_numbers import Count, Given, Numbers, given_to_bodies
+
+
+_PICKS = frozenset({"gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+
+
+def batched_gathers(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """Write gathers and scatters whose indices count rows as batched ones, in bodies of calls and loops too.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from dtrans.ir.batched_gathers import batched_gathers
+      >>> old = jax.make_jaxpr(lambda x, y: x[jnp.arange(4), y])(jnp.ones((4, 5)), jnp.zeros(4, int))
+      >>> new = batched_gathers(old)
+      >>> [e.params["dimension_numbers"].operand_batching_dims for e in new.eqns if e.primitive.name == "gather"]
+      [(0,)]
+    """
+    new: ClosedJaxpr = _rewritten(jaxpr, {})
+    return new
+
+
+def _rewritten(jaxpr: Any, given: Mapping[Var, Given]) -> Any:
+    """An open or a closed jaxpr with batched gathers; itself where there are none.
+
+    Args:
+      given: what is known of its inputs, from the component that is asked for.
+    """
+    inner = opened(jaxpr)
+    if not any(e.primitive.name in _PICKS for e in equations(inner)):
+        return jaxpr
+    numbers = Numbers(jaxpr, given)
+    like = closed(inner.constvars, constants(jaxpr), inner.invars, inner.outvars, inner.eqns, inner)
+    b, env, changed = Builder(like), dict[Var, Atom](), False
+    b.invars += inner.invars
+    for eqn in inner.eqns:
+        atoms = _read(eqn.invars, env)
+        b.source = eqn
+        if (made := _batched(eqn, env, numbers, b)) is not None:
+            env[eqn.outvars[0]], changed = made, True
+            continue
+        new = _with_rewritten_bodies(eqn, numbers)
+        changed |= new is not eqn
+        b.keep(new, atoms)
+    if not changed:
+        return jaxpr
+    new_jaxpr = _without_unread(b.build(_read(inner.outvars, env)), inner)
+    return new_jaxpr if isinstance(jaxpr, ClosedJaxpr) else opened(new_jaxpr)
+
+
+def _read(atoms: Sequence[Atom], env: Mapping[Var, Atom]) -> list[Atom]:
+    return [env.get(a, a) if isinstance(a, Var) else a for a in atoms]
+
+
+def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
+    """Drop equations that nothing reads any more; what nothing read before stays."""
+    inner = opened(jaxpr)
+    unread = {v for e in old.eqns for v in e.outvars}
+    unread -= {a for a in (*old.outvars, *(a for e in old.eqns for a in e.invars)) if isinstance(a, Var)}
+    read = {a for a in inner.outvars if isinstance(a, Var)}
+    eqns: list[JaxprEqn] = []
+    for eqn in reversed(inner.eqns):
+        if eqn.effects or unread.intersection(eqn.outvars) or read.intersection(eqn.outvars):
+            eqns.append(eqn)
+            read.update(a for a in eqn.invars if isinstance(a, Var))
+    values = {v: c for v, c in zip(inner.constvars, constants(jaxpr), strict=True) if v in read}
+    return closed([*values], [*values.values()], inner.invars, inner.outvars, eqns[::-1], jaxpr)
+
+
+def _with_rewritten_bodies(eqn: JaxprEqn, numbers: Numbers) -> JaxprEqn:
+    """An equation with batched gathers in its bodies, if it is a call, a loop or a branch."""
+    given = given_to_bodies(eqn, numbers.known)
+    old = bodies(eqn) if given else ()
+    new = [_rewritten(j, dict(zip(opened(j).invars, g, strict=False))) for j, g in zip(old, given, strict=True)]
+    if all(a is b for a, b in zip(old, new, strict=True)):
+        return eqn
+    return eqn.replace(params={**eqn.params, **with_bodies(eqn, new)})
+
+
+def _batched(eqn: JaxprEqn, env: Mapping[Var, Atom], numbers: Numbers, b: Builder) -> Atom | None:
+    """A gather or a scatter that is batched where its indices count rows; None where they do not."""
+    if eqn.primitive.name not in _PICKS:
+        return None
+    gathers = eqn.primitive.name == "gather"
+    x, indices, window = eqn.invars[0].aval, eqn.invars[1].aval, (eqn.outvars[0] if gathers else eqn.invars[2]).aval
+    n = eqn.params["dimension_numbers"]
+    dims, gone, windows, theirs = (
+        (n.start_index_map, n.collapsed_slice_dims, n.offset_dims, n.start_indices_batching_dims)
+        if gathers
+        else (n.scatter_dims_to_operand_dims, n.inserted_window_dims, n.update_window_dims,
+              n.scatter_indices_batching_dims)
+    )  # fmt: skip
+    kept = [d for d in range(x.ndim) if d not in gone and d not in n.operand_batching_dims]
+    place = dict(zip(kept, windows, strict=True))  # of the entries of a dimension in what is picked, or written
+    found: dict[int, int] = {}  # dimension of the operand to that of the indices
+    for component, d in enumerate(dims):
+        if len(found) == len(dims) - 1:  # a gather by no index at all is none
+            break
+        if d in place and window.shape[place[d]] != 1:
+            continue
+        known = numbers.known(eqn.invars[1], component)
+        if not isinstance(known, Count) or known.axis in (*theirs, *found.values()):
+            continue
+        if known.size == x.shape[d] == indices.shape[known.axis]:
+            found[d] = known.axis
+    if not found:
+        return None
+    left = [component for component, d in enumerate(dims) if d not in found]
+    pairs = sorted([*zip(n.operand_batching_dims, theirs, strict=True), *found.items()])
+    dropped = [place[d] for d in found if d in place]
+    new = {
+        "operand_batching_dims": tuple(d for d, _ in pairs),
+        "start_indices_batching_dims" if gathers else "scatter_indices_batching_dims": tuple(k for _, k in pairs),
+        "collapsed_slice_dims" if gathers else "inserted_window_dims": tuple(d for d in gone if d not in found),
+        "start_index_map" if gathers else "scatter_dims_to_operand_dims": tuple(dims[c] for c in left),
+        "offset_dims" if gathers else "update_window_dims": tuple(
+            w - sum(k < w for k in dropped) for w in windows if w not in dropped
+        ),
+    }
+    params = {"dimension_numbers": n._replace(**new)}
+    atoms, components = _read(eqn.invars, env), _read(numbers.components(eqn.invars[1]), env)
+    rest = [components[c] if components else b.call(_component(c), atoms[1])[0] for c in left]
+    at = rest[0] if len(rest) == 1 else b.call(_joined, *rest)[0]
+    if gathers:
+        (made,) = b.copy(eqn, [atoms[0], at], indices_are_sorted=False, **params)
+        return b.call(_expanded(tuple(dropped)), made)[0] if dropped else made
+    updates = b.call(_squeezed(tuple(dropped)), atoms[2])[0] if dropped else atoms[2]
+    return b.copy(eqn, [atoms[0], at, updates], [eqn.outvars[0].aval], indices_are_sorted=False, **params)[0]
+
+
+@functools.cache
+def _component(number: int) -> Callable[[Any], Any]:
+    return lambda indices: jax.lax.slice_in_dim(indices, number, number + 1, axis=indices.ndim - 1)
+
+
+def _joined(*components: Any) -> Any:
+    return jax.lax.concatenate(components, components[0].ndim - 1)
+
+
+@functools.cache
+def _expanded(dims: tuple[int, ...]) -> Callable[[Any], Any]:
+    return lambda x: jax.lax.expand_dims(x, dims)
+
+
+@functools.cache
+def _squeezed(dims: tuple[int, ...]) -> Callable[[Any], Any]:
+    return lambda x: jax.lax.squeeze(x, dims)

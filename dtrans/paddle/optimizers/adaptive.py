@@ -1,0 +1,299 @@
+"""Paddle's Adagrad, DecayedAdagrad, Adadelta, RMSProp and Ftrl: steps by sums or averages of squared gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from dtrans.errors import ConfigError
+from dtrans.paddle.optimizers.leafwise import LeafStep, LearningRate, Scalar, complement, is_number, of, transformation
+
+
+class AdagradState(NamedTuple):
+    """State of `adagrad`.
+
+    Attributes:
+      count: updates so far, int32; None where the learning rate is no schedule.
+      moment: per leaf, the sum of squared gradients.
+    """
+
+    count: Any
+    moment: Any
+
+
+class DecayedAdagradState(NamedTuple):
+    """State of `decayed_adagrad`.
+
+    Attributes:
+      count: updates so far, int32; None where the learning rate is no schedule.
+      moment: per leaf, the moving average of squared gradients.
+    """
+
+    count: Any
+    moment: Any
+
+
+class AdadeltaState(NamedTuple):
+    """State of `adadelta`.
+
+    Attributes:
+      count: updates so far, int32; None where the learning rate is no schedule.
+      avg_squared_grad: per leaf, the moving average of squared gradients.
+      avg_squared_update: per leaf, the moving average of squared updates, as the kernel first computed them.
+    """
+
+    count: Any
+    avg_squared_grad: Any
+    avg_squared_update: Any
+
+
+class FtrlState(NamedTuple):
+    """State of `ftrl`.
+
+    Attributes:
+      count: updates so far, int32; None where the learning rate is no schedule.
+      squared_accum: per leaf, the sum of squared gradients.
+      linear_accum: per leaf, the sum of gradients, less what the parameters have followed of it.
+    """
+
+    count: Any
+    squared_accum: Any
+    linear_accum: Any
+
+
+def adagrad(
+    learning_rate: LearningRate, epsilon: Scalar = 1e-6, initial_accumulator_value: Scalar = 0.0
+) -> optax.GradientTransformation:
+    """Adagrad, with epsilon outside the root.
+
+        moment = moment + g²
+        param  = param - learning_rate · g / (sqrt(moment) + epsilon)
+
+    This is the paper's rule too. `optax.adagrad` has epsilon inside the root, and starts the moment at 0.1.
+
+    Args:
+      learning_rate: a number or a schedule.
+      epsilon: added to the root; with 0, an element whose gradients have all been zero becomes NaN.
+      initial_accumulator_value: what the moment starts with.
+
+    Returns:
+      A transformation with state `AdagradState`, the moment of the shapes and dtypes of the parameters. Its `update`
+      needs the parameters.
+
+    Raises:
+      ConfigError: from `update` without parameters.
+
+    Source: `AdagradOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
+    paddle/fluid/operators/optimizers/adagrad_op.h. Paper: Duchi et al., Adaptive Subgradient Methods, 2011.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, dtrans
+      >>> tx = dtrans.paddle.optimizers.adagrad(1.0, epsilon=1.0)
+      >>> params = jnp.array([1.0, 1.0])
+      >>> updates, _ = tx.update(jnp.array([1.0, -3.0]), tx.init(params), params)
+      >>> optax.apply_updates(params, updates).tolist()
+      [0.5, 1.75]
+    """
+
+    def rule(leaf: LeafStep, g: Any, p: Any, moment: Any) -> tuple[Any, ...]:
+        moment = moment + g * g
+        return -(leaf.lr * g / (jnp.sqrt(moment) + of(epsilon, p))), moment
+
+    return transformation("adagrad", learning_rate, AdagradState, rule, initial=initial_accumulator_value)
+
+
+def decayed_adagrad(
+    learning_rate: LearningRate, decay: Scalar = 0.95, epsilon: Scalar = 1e-6
+) -> optax.GradientTransformation:
+    """Adagrad over a moving average of squared gradients.
+
+        moment = decay·moment + (1 - decay)·g²
+        param  = param - learning_rate · g / (sqrt(moment) + epsilon)
+
+    To rounding it is `optax.rmsprop(learning_rate, decay, epsilon, eps_in_sqrt=False)`.
+
+    Args:
+      learning_rate: a number or a schedule.
+      decay: how much of the average stays.
+      epsilon: added to the root; with 0, an element whose gradients have all been zero becomes NaN.
+
+    Returns:
+      A transformation with state `DecayedAdagradState`, the moment of the shapes and dtypes of the parameters.
+      Its `update` needs the parameters.
+
+    Raises:
+      ConfigError: from `update` without parameters.
+
+    Source: `DecayedAdagradOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
+    paddle/fluid/operators/optimizers/decayed_adagrad_op.h.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, dtrans
+      >>> tx = dtrans.paddle.optimizers.decayed_adagrad(1.0, decay=0.75, epsilon=0.5)
+      >>> params = jnp.array([1.0, 1.0])
+      >>> updates, state = tx.update(jnp.array([1.0, 0.0]), tx.init(params), params)
+      >>> optax.apply_updates(params, updates).tolist(), state.moment.tolist()
+      ([0.0, 1.0], [0.25, 0.0])
+    """
+
+    def rule(leaf: LeafStep, g: Any, p: Any, moment: Any) -> tuple[Any, ...]:
+        moment = of(decay, p) * moment + complement(decay, p) * g * g
+        return -(leaf.lr * g / (jnp.sqrt(moment) + of(epsilon, p))), moment
+
+    return transformation("decayed_adagrad", learning_rate, DecayedAdagradState, rule)
+
+
+def adadelta(
+    learning_rate: LearningRate, epsilon: Scalar = 1e-6, rho: Scalar = 0.95, fix: bool = False
+) -> optax.GradientTransformation:
+    """Adadelta as Paddle's kernel computes it, which is not Adadelta.
+
+        avg_squared_grad   = rho·avg_squared_grad + (1 - rho)·g²
+        first              = -sqrt((avg_squared_update + epsilon) / (avg_squared_grad + epsilon)) · g
+        avg_squared_update = rho·avg_squared_update + (1 - rho)·first²
+        param              = param - sqrt((avg_squared_update + epsilon) / (avg_squared_grad + epsilon)) · g
+
+    Defects of the kernel:
+
+    - It names the update and does not store it: the last line computes it again, from the average that the third line
+      has just written. The paper adds `first` to the parameter.
+    - It has no learning rate: Paddle takes one, and drops it.
+
+    Args:
+      learning_rate: read with `fix` alone: a number or a schedule. Paddle has no default; the paper's is 1.
+      epsilon: added to both averages.
+      rho: how much of the averages stays.
+      fix: the paper's rule, times the learning rate: `optax.adadelta(learning_rate, rho, epsilon)`.
+
+    Returns:
+      A transformation with state `AdadeltaState`, averages of the shapes and dtypes of the parameters (with `fix` that
+      of optax). Its `update` needs the parameters.
+
+    Raises:
+      ConfigError: from `update` without parameters.
+
+    Source: `AdadeltaOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
+    paddle/fluid/operators/optimizers/adadelta_op.h. Paper: Zeiler, ADADELTA, 2012.
+
+    Example:
+      >>> import jax.numpy as jnp, dtrans
+      >>> params, g = jnp.zeros(1), jnp.ones(1)
+      >>> for fix in (False, True):
+      ...     tx = dtrans.paddle.optimizers.adadelta(1.0, epsilon=1.0, rho=0.0, fix=fix)
+      ...     print(f"{tx.update(g, tx.init(params), params)[0][0]:.4f}")
+      -0.8660
+      -0.7071
+    """
+    if fix:
+        return optax.adadelta(learning_rate, rho, epsilon)
+
+    def rule(leaf: LeafStep, g: Any, p: Any, grads: Any, updates: Any) -> tuple[Any, ...]:
+        eps, stays, enters = of(epsilon, p), of(rho, p), complement(rho, p)
+        grads = stays * grads + enters * g * g
+        step = lambda updates: -(jnp.sqrt((updates + eps) / (grads + eps)) * g)
+        updates = stays * updates + enters * jnp.square(step(updates))
+        return step(updates), grads, updates
+
+    return transformation("adadelta", learning_rate, AdadeltaState, rule)
+
+
+def rmsprop(
+    learning_rate: LearningRate,
+    rho: Scalar = 0.95,
+    epsilon: Scalar = 1e-6,
+    momentum: Scalar = 0.0,
+    centered: bool = False,
+) -> optax.GradientTransformation:
+    """RMSProp, with epsilon inside the root. It is `optax.rmsprop` with Paddle's defaults.
+
+        mean_square = rho·mean_square + (1 - rho)·g²
+        mean_grad   = rho·mean_grad + (1 - rho)·g                                 with `centered`, else 0
+        velocity    = momentum·velocity + learning_rate · g / sqrt(mean_square - mean_grad² + epsilon)
+        param       = param - velocity
+
+    Args:
+      learning_rate: a number or a schedule.
+      rho: how much of the averages stays.
+      epsilon: added under the root.
+      momentum: how much of the velocity stays.
+      centered: whether the root is of the variance, rather than of the mean square.
+
+    Returns:
+      A transformation. It needs no parameters.
+
+    Source: `RMSPropOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
+    paddle/fluid/operators/optimizers/rmsprop_op.h. Centred: Graves, Generating Sequences, 2013.
+
+    Example:
+      >>> import jax.numpy as jnp, dtrans
+      >>> tx = dtrans.paddle.optimizers.rmsprop(1.0, rho=0.75, epsilon=0.0)
+      >>> tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.zeros(2)))[0].tolist()
+      [-2.0, 2.0]
+    """
+    trace = None if is_number(momentum) and momentum == 0 else momentum
+    return optax.rmsprop(learning_rate, rho, epsilon, centered=centered, momentum=trace)
+
+
+def ftrl(
+    learning_rate: LearningRate, l1: Scalar = 0.0, l2: Scalar = 0.0, lr_power: Scalar = -0.5, fix: bool = False
+) -> optax.GradientTransformation:
+    """Follow The Regularized Leader (FTRL-Proximal), which drives parameters to exactly zero with `l1`.
+
+        new    = squared + g²
+        linear = linear + g - (new^-lr_power - squared^-lr_power) / learning_rate · param
+        param  = (l1·sign(linear) - linear) / (new^-lr_power / learning_rate + 2·l2)   where |linear| > l1, else 0
+
+    with 1e-10 added to `l1` and to `l2`. The parameter is set, not moved: an element whose gradient has been zero
+    from the start becomes 0, whatever it was. (The update is the difference, so that in floating point what was
+    set is met to within a rounding of the old parameter; zeros are met exactly.)
+
+    Defect: Paddle hands the kernel `l1` for its `l2`, so that the `l2` of the user has no effect.
+
+    Args:
+      learning_rate: a number or a schedule. It divides, so it may not be 0, not even in a warm-up.
+      l1: strength of the L1 regularization.
+      l2: strength of the L2 regularization, read with `fix` alone.
+      lr_power: how the step shrinks as squared gradients add up; -0.5 is the square root, 0 no shrinking.
+      fix: the formula with the user's `l2`. It is the paper's, whose lambda2 is 2·l2, and beta 0.
+
+    Returns:
+      A transformation with state `FtrlState`, its accumulators of the shapes and dtypes of the parameters. Its
+      `update` needs the parameters.
+
+    Raises:
+      ConfigError: a learning rate of 0 or an `lr_power` above 0, with which all becomes NaN; and from `update`
+        without parameters.
+
+    Source: `FtrlOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and the dense branch of
+    paddle/fluid/operators/optimizers/ftrl_op.h. (The formula in the docstring of the former divides by
+    learning_rate · param; the kernel does not.) Paper: McMahan et al., Ad Click Prediction, 2013.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, dtrans
+      >>> params, g = jnp.array([2.0, 1.0]), jnp.array([1.0, 0.25])
+      >>> for fix in (False, True):
+      ...     tx = dtrans.paddle.optimizers.ftrl(0.5, l1=1.0, l2=0.0, fix=fix)
+      ...     updates, _ = tx.update(g, tx.init(params), params)
+      ...     print(optax.apply_updates(params, updates).tolist())
+      [0.5, 0.0]
+      [1.0, 0.0]
+    """
+    if is_number(learning_rate) and learning_rate == 0:
+        raise ConfigError("ftrl divides by its learning rate: it may not be 0")
+    if is_number(lr_power) and lr_power > 0:
+        raise ConfigError(f"lr_power is {lr_power}; above 0 the first step of ftrl is not a number")
+    by_sqrt = is_number(lr_power) and lr_power == -0.5
+    strength2 = l2 if fix else l1
+
+    def rule(leaf: LeafStep, g: Any, p: Any, squared: Any, linear: Any) -> tuple[Any, ...]:
+        lambda1, lambda2 = of(l1, p) + 1e-10, of(strength2, p) + 1e-10
+        power = jnp.sqrt if by_sqrt else lambda x: jnp.power(x, -of(lr_power, p))
+        new = squared + g * g
+        linear = linear + g - (power(new) - power(squared)) / leaf.lr * p
+        x = lambda1 * jnp.sign(linear) - linear
+        y = power(new) / leaf.lr + 2 * lambda2
+        return jnp.where(jnp.abs(linear) > lambda1, x / y, 0) - p, new, linear
+
+    return transformation("ftrl", learning_rate, FtrlState, rule)

@@ -1,0 +1,311 @@
+"""Paddle's Adam, AdamW, Adamax and Lamb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dtrans.paddle.optimizers.leafwise import (
+    LeafStep,
+    LearningRate,
+    Scalar,
+    complement,
+    norm,
+    of,
+    path_name,
+    transformation,
+)
+
+
+class AdamState(NamedTuple):
+    """State of `adam`.
+
+    Attributes:
+      count: updates so far, int32; None where the learning rate is no schedule.
+      moment1: per leaf, the moving average of gradients.
+      moment2: per leaf, the moving average of squared gradients.
+      beta1_pow: the power of beta1 that the next update reads, a real number for all leaves.
+      beta2_pow: that of beta2.
+    """
+
+    count: Any
+    moment1: Any
+    moment2: Any
+    beta1_pow: Any
+    beta2_pow: Any
+
+
+class LambState(NamedTuple):
+    """State of `lamb`.
+
+    Attributes:
+      count: updates so far, int32; None where the learning rate is no schedule.
+      moment1: per leaf, the moving average of gradients.
+      moment2: per leaf, the moving average of squared gradients.
+    """
+
+    count: Any
+    moment1: Any
+    moment2: Any
+
+
+class AdamaxState(NamedTuple):
+    """State of `adamax`.
+
+    Attributes:
+      count: updates so far, int32; None where the learning rate is no schedule.
+      moment: per leaf, the moving average of gradients.
+      inf_norm: per leaf, the decayed maximum of absolute gradients.
+      beta1_pow: the power of beta1 that the next update reads, a real number for all leaves.
+    """
+
+    count: Any
+    moment: Any
+    inf_norm: Any
+    beta1_pow: Any
+
+
+def adam(
+    learning_rate: LearningRate = 0.001,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-8,
+    fix: bool = False,
+) -> optax.GradientTransformation:
+    """Adam, with epsilon added to the root that is not corrected.
+
+        moment1 = beta1·moment1 + (1 - beta1)·g
+        moment2 = beta2·moment2 + (1 - beta2)·g²
+        lr      = learning_rate · sqrt(1 - beta2^t) / (1 - beta1^t)
+        param   = param - lr · moment1 / (sqrt(moment2) + epsilon)
+
+    in update number t. Defect: the paper adds epsilon to the corrected root, sqrt(moment2 / (1 - beta2^t)). Where
+    epsilon matters, it is 32 times too large in the first update (with the default of beta2), and shrinks to its size.
+    (The paper's shorter form is this one, with an epsilon of its own. Paddle 2 has the paper's rule.)
+
+    Paddle's `lazy_mode` is about sparse gradients, of which there are none here.
+
+    Args:
+      learning_rate: a number or a schedule.
+      beta1: how much of the first moment stays.
+      beta2: how much of the second moment stays.
+      epsilon: added to the root.
+      fix: the paper's rule: `optax.adam(learning_rate, beta1, beta2, epsilon)`.
+
+    Returns:
+      A transformation with state `AdamState`, moments of the shapes and dtypes of the parameters (with `fix` that of
+      optax). Its `update` needs the parameters.
+
+    Raises:
+      ConfigError: from `update` without parameters.
+
+    Source: `AdamOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
+    paddle/fluid/operators/optimizers/adam_op.h. Paper: Kingma and Ba, Adam, 2015.
+
+    Example:
+      >>> import jax.numpy as jnp, dtrans
+      >>> params, g = jnp.zeros(1), jnp.ones(1)
+      >>> for fix in (False, True):
+      ...     tx = dtrans.paddle.optimizers.adam(1.0, beta1=0.0, beta2=0.75, epsilon=0.5, fix=fix)
+      ...     print(f"{tx.update(g, tx.init(params), params)[0][0]:.4f}")
+      -0.5000
+      -0.6667
+    """
+    if fix:
+        return optax.adam(learning_rate, beta1, beta2, epsilon)
+
+    def rule(leaf: LeafStep, g: Any, p: Any, moment1: Any, moment2: Any) -> tuple[Any, ...]:
+        moment1, moment2 = _moments(g, p, moment1, moment2, beta1, beta2)
+        beta1_pow, beta2_pow = leaf.powers
+        lr = leaf.lr * (jnp.sqrt(1 - beta2_pow) / (1 - beta1_pow)).astype(p.dtype)
+        return -(lr * (moment1 / (jnp.sqrt(moment2) + of(epsilon, p)))), moment1, moment2
+
+    return transformation("adam", learning_rate, AdamState, rule, betas=(beta1, beta2))
+
+
+def adamw(
+    learning_rate: LearningRate = 0.001,
+    weight_decay: Scalar = 0.01,
+    apply_decay_param_fun: Callable[[str], bool] | None = None,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-8,
+    fix: bool = False,
+) -> optax.GradientTransformation:
+    """Adam with weight decay that is not part of the gradient, as Paddle 1.8 makes it.
+
+        param = param - weight_decay·param - (the step of `adam`)
+
+    Defects: the decay is not multiplied by the learning rate, so that it goes on undiminished when a schedule has
+    brought that down; and the epsilon is that of `adam`.
+
+    Args:
+      learning_rate: a number or a schedule.
+      weight_decay: the part of a parameter that each step takes off it, whatever the learning rate. (Paddle 1.8 has
+        no default, and fails with 0.)
+      apply_decay_param_fun: which leaves decay: a function of a leaf's path, e.g. `dense/bias`. By default all.
+      beta1: how much of the first moment stays.
+      beta2: how much of the second moment stays.
+      epsilon: added to the root.
+      fix: decay times the learning rate, and the paper's Adam: `optax.adamw`.
+
+    Returns:
+      A transformation. Its `update` needs the parameters.
+
+    Raises:
+      ConfigError: from `update` without parameters (with `fix` a ValueError of optax).
+
+    Source: `extend_with_decoupled_weight_decay(AdamOptimizer)` of Paddle's
+    python/paddle/fluid/contrib/extend_optimizer/extend_optimizer_with_weight_decay.py. Paper: Loshchilov and Hutter,
+    Decoupled Weight Decay Regularization, 2019.
+
+    Example:
+      >>> import jax.numpy as jnp, dtrans
+      >>> params, g = jnp.ones(1), jnp.zeros(1)
+      >>> for fix in (False, True):
+      ...     tx = dtrans.paddle.optimizers.adamw(0.5, weight_decay=0.25, fix=fix)
+      ...     print(tx.update(g, tx.init(params), params)[0].tolist())
+      [-0.25]
+      [-0.125]
+    """
+
+    def decays(params: Any) -> Any:
+        fun = apply_decay_param_fun or (lambda path: True)
+        return jax.tree_util.tree_map_with_path(lambda path, p: fun(path_name(path)), params)
+
+    if fix:
+        return optax.adamw(learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay, mask=decays)
+
+    # the gradient was taken before the decay, and Adam's step reads no parameter: the two add up
+    minus = -weight_decay
+    return optax.chain(adam(learning_rate, beta1, beta2, epsilon), optax.add_decayed_weights(minus, mask=decays))
+
+
+def adamax(
+    learning_rate: LearningRate = 0.001,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-8,
+    fix: bool = False,
+) -> optax.GradientTransformation:
+    """Adamax, with epsilon added to what has decayed of the maximum.
+
+        moment   = beta1·moment + (1 - beta1)·g
+        inf_norm = max(|g|, beta2·inf_norm + epsilon)
+        param    = param - learning_rate / (1 - beta1^t) · moment / inf_norm
+
+    in update number t. Defect: epsilon is added again and again to a maximum that stays, up to epsilon / (1 - beta2) in
+    all: 1000 times epsilon with the default of beta2. The paper has none.
+
+    Args:
+      learning_rate: a number or a schedule.
+      beta1: how much of the moment stays.
+      beta2: how much of the maximum stays.
+      epsilon: keeps the maximum from 0.
+      fix: the paper's rule, with epsilon added to each |g| but kept out of the decay: `optax.adamax`.
+
+    Returns:
+      A transformation with state `AdamaxState`, accumulators of the shapes and dtypes of the parameters (with `fix`
+      that of optax). Its `update` needs the parameters.
+
+    Raises:
+      ConfigError: from `update` without parameters.
+
+    Source: `AdamaxOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
+    paddle/fluid/operators/optimizers/adamax_op.h. Paper: Kingma and Ba, Adam, 2015, section 7.
+
+    Example:
+      >>> import jax.numpy as jnp, dtrans
+      >>> params, g = jnp.zeros(1), jnp.ones(1)
+      >>> for fix in (False, True):
+      ...     tx = dtrans.paddle.optimizers.adamax(1.0, beta1=0.0, beta2=0.5, epsilon=1.0, fix=fix)
+      ...     print(tx.update(g, tx.init(params), params)[0].tolist())
+      [-1.0]
+      [-0.5]
+    """
+    if fix:
+        return optax.adamax(learning_rate, beta1, beta2, epsilon)
+
+    def rule(leaf: LeafStep, g: Any, p: Any, moment: Any, inf_norm: Any) -> tuple[Any, ...]:
+        moment = of(beta1, p) * moment + complement(beta1, p) * g
+        inf_norm = jnp.maximum(jnp.abs(g), of(beta2, p) * inf_norm + of(epsilon, p))
+        lr = leaf.lr / (1 - leaf.powers[0]).astype(p.dtype)
+        return -(lr * (moment / inf_norm)), moment, inf_norm
+
+    return transformation("adamax", learning_rate, AdamaxState, rule, betas=(beta1,))
+
+
+def lamb(
+    learning_rate: LearningRate = 0.001,
+    lamb_weight_decay: Scalar = 0.01,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.999,
+    epsilon: Scalar = 1e-6,
+    exclude_from_weight_decay_fn: Callable[[str], bool] | None = None,
+    fix: bool = False,
+) -> optax.GradientTransformation:
+    """LAMB without bias correction: Adam's step, scaled to the norm of the leaf.
+
+        moment1 = beta1·moment1 + (1 - beta1)·g
+        moment2 = beta2·moment2 + (1 - beta2)·g²
+        step    = moment1 / (sqrt(moment2) + epsilon) + weight_decay·param
+        param   = param - learning_rate · ‖param‖ / ‖step‖ · step
+
+    where the factor is the learning rate itself if a norm is 0. Defect: the moments are not corrected, though the op
+    is given the powers of beta. In the first update the step is 3 times as large as it should be beside the weight
+    decay and epsilon (with the defaults of beta).
+
+    Args:
+      learning_rate: a number or a schedule.
+      lamb_weight_decay: weight decay.
+      beta1: how much of the first moment stays.
+      beta2: how much of the second moment stays.
+      epsilon: added to the root.
+      exclude_from_weight_decay_fn: which leaves do not decay: a function of a leaf's path, e.g. `dense/bias`. They are
+        scaled to their norm as the others. By default none.
+      fix: the paper's rule, with corrected moments: `optax.lamb`.
+
+    Returns:
+      A transformation with state `LambState`, moments of the shapes and dtypes of the parameters (with `fix` that of
+      optax). Its `update` needs the parameters. Norms of leaves of half precision are taken in float32.
+
+    Raises:
+      ConfigError: from `update` without parameters (with `fix` a ValueError of optax).
+
+    Source: `LambOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
+    paddle/fluid/operators/optimizers/lamb_op.h. Paper: You et al., Large Batch Optimization for Deep Learning, 2020.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, dtrans
+      >>> tx = dtrans.paddle.optimizers.lamb(0.5, lamb_weight_decay=0.0, beta1=0.0, beta2=0.75, epsilon=0.0)
+      >>> params = jnp.array([3.0, 4.0, 0.0, 0.0])
+      >>> updates, _ = tx.update(jnp.array([1.0, 1.0, -1.0, 1.0]), tx.init(params), params)
+      >>> optax.apply_updates(params, updates).tolist()
+      [1.75, 2.75, 1.25, -1.25]
+    """
+    excluded = exclude_from_weight_decay_fn or (lambda path: False)
+    if fix:
+        mask = lambda params: jax.tree_util.tree_map_with_path(lambda path, p: not excluded(path_name(path)), params)
+        return optax.lamb(learning_rate, beta1, beta2, epsilon, weight_decay=lamb_weight_decay, mask=mask)
+
+    def rule(leaf: LeafStep, g: Any, p: Any, moment1: Any, moment2: Any) -> tuple[Any, ...]:
+        moment1, moment2 = _moments(g, p, moment1, moment2, beta1, beta2)
+        step = moment1 / (jnp.sqrt(moment2) + of(epsilon, p))
+        if not excluded(leaf.path):
+            step = step + of(lamb_weight_decay, p) * p
+        p_norm, step_norm = norm(p), norm(step)
+        scales = (p_norm > 0) & (step_norm > 0)
+        ratio = jnp.where(scales, p_norm / jnp.where(scales, step_norm, 1), 1).astype(p.dtype)
+        return -(leaf.lr * ratio * step), moment1, moment2
+
+    return transformation("lamb", learning_rate, LambState, rule)
+
+
+def _moments(g: Any, p: Any, moment1: Any, moment2: Any, beta1: Scalar, beta2: Scalar) -> tuple[Any, Any]:
+    """The moving averages of gradients and of their squares."""
+    moment1 = of(beta1, p) * moment1 + complement(beta1, p) * g
+    return moment1, of(beta2, p) * moment2 + complement(beta2, p) * g * g

@@ -1,0 +1,74 @@
+"""How many stages, where that is left open: `num_stages="auto"`.
+
+Scopes of the user say it. Without, it is the number with which a step is fastest, by the costs that stages are cut by
+and by the schedule: more stages have less work each, and longer ramps at both ends. Of numbers that are about as fast
+(`balance.SLACK`) it is the least, since each stage takes a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from dtrans.errors import ConfigError
+from dtrans.ir.cost import flops
+from dtrans.pipeline_parallel.assign_stages import scoped_stages, stage_costs, stages_of
+from dtrans.pipeline_parallel.balance import SLACK
+from dtrans.pipeline_parallel.device_layout import Cluster
+from dtrans.pipeline_parallel.forward_pass import ForwardPass
+from dtrans.pipeline_parallel.options import PipelineOptions
+from dtrans.pipeline_parallel.schedule import Schedule, schedule
+from dtrans.pipeline_parallel.stage_scan import loops_of, single_turns, turned
+
+
+def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptions, Schedule]:
+    """The options and the schedule of as many stages as the model says, or as make a step fastest.
+
+    Args:
+      forward: what is cut.
+      o: the options, for one stage.
+
+    Raises:
+      ConfigError: scopes that chunks do not divide, or a policy that needs a number.
+    """
+    if loops_of(forward):
+        forward, _ = turned(forward, single_turns(forward))
+    timetable = lambda n: schedule(o.schedule, n, o.num_micro_batch, o.chunks if o.chunks > 1 else None)
+    by_scope = scoped_stages(forward.jaxpr)
+    if by_scope is not None:
+        count = max(by_scope) + 1
+        if count % o.chunks:
+            raise ConfigError(f"num_stages='auto': the model has {count} scopes, which chunks={o.chunks} do not divide")
+        found = count // o.chunks
+    elif o.stages.policy == "REPEATED_LAYERS":
+        raise ConfigError(
+            "num_stages='auto' and policy='REPEATED_LAYERS', which needs to know how many stages share the layers: say "
+            "the number, or leave the policy out, which keeps layers whole where it can"
+        )
+    else:
+        spans = {n: _makespan(forward, o, timetable(n)) for n in range(1, _most(forward, o) + 1)}
+        found = min(n for n, span in spans.items() if span <= SLACK * min(spans.values()))
+    return dataclasses.replace(o, num_stages=found), timetable(found)
+
+
+def _most(forward: ForwardPass, o: PipelineOptions) -> int:
+    """The most stages that there may be: devices for each replica, and equations for each stage."""
+    work = sum(flops(e) > 0 for e in forward.eqns) or 1
+    return max(1, min(_devices(o.stages.cluster, o.replicas), work // o.chunks))
+
+
+def _devices(cluster: Cluster, replicas: int) -> int:
+    if cluster.slices is not None:  # [stage][replica][device]
+        return len(cluster.slices)
+    return 1 if cluster.layout == "all" else len(cluster.devices or jax.devices()) // replicas
+
+
+def _makespan(forward: ForwardPass, o: PipelineOptions, timetable: Schedule) -> float:
+    """How long a step takes, in the operations that a device does meanwhile."""
+    rate, batch = o.stages.flops_per_byte, forward.of_micro_batches
+    stage_of = stages_of(
+        forward.jaxpr, timetable.num_model_stages, policy=o.stages.policy, flops_per_byte=rate, batch=batch
+    )
+    work = [c.flops + rate * c.sends for c in stage_costs(forward.jaxpr, stage_of, batch)]
+    return float(timetable.makespan(work, [2 * x for x in work], work))

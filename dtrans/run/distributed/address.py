@@ -1,0 +1,97 @@
+"""Where processes of a job reach each other, beside what JAX connects.
+
+    endpoints are known      each process binds the host of its own: `dtrans launch`, or the variables of `Role`
+    all are on one host      loopback
+    a scheduler started them the address from which a process reaches the coordinator, which all of them can reach
+
+A process that is on the coordinator's host would reach it by loopback, or by a name for it; it binds all addresses of
+its host, and the others reach it by the coordinator's name, as they reached the coordinator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtrans.endpoints import is_loopback, split_endpoint
+from dtrans.errors import ConfigError
+from dtrans.run.distributed.membership import Membership
+
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux: two hosts of one name differ in it
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """An address of a process, without a port.
+
+    Attributes:
+      bind: the host that it binds; "*" for all addresses of its machine.
+      reach: the host by which the others reach it.
+    """
+
+    bind: str
+    reach: str
+
+    @property
+    def bound(self) -> str:
+        """What ZeroMQ binds."""
+        return _tcp(self.bind)
+
+    def at(self, port: int) -> str:
+        """What ZeroMQ connects to."""
+        return f"{_tcp(self.reach)}:{port}"
+
+
+def _tcp(host: str) -> str:
+    return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+
+
+def this_host() -> str:
+    """What tells this host from others."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = BOOT.read_text().strip()
+    return f"{socket.gethostname()} {boot}".strip()
+
+
+def address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> Address:
+    """Where this process is reached.
+
+    Args:
+      cluster: the job.
+      hosts: `this_host` of each trainer.
+      coordinator: the address, with its port, at which `jax.distributed` connected the processes.
+
+    Raises:
+      ConfigError: trainers are on several hosts, and nobody said that this is allowed; or this host has no way to the
+        coordinator.
+    """
+    if cluster.endpoints:
+        host = split_endpoint(cluster.endpoints[cluster.trainer_id])[0]
+        return Address(host, host)
+    if len(set(hosts)) == 1:
+        return Address("127.0.0.1", "127.0.0.1")
+    if not cluster.allow_remote:
+        raise ConfigError(
+            f"the {len(hosts)} trainers are on {len(set(hosts))} hosts, and what they send each other is neither "
+            "encrypted nor authenticated: binding an address that other hosts reach needs "
+            "dtrans.connect(allow_remote=True)"
+        )
+    host, port = split_endpoint(coordinator)
+    try:
+        own = route_to(host, port)
+    except OSError as e:
+        raise ConfigError(f"{cluster.name} finds no way from this host to the coordinator at {coordinator}: {e}") from e
+    return Address("*", host) if is_loopback(own) else Address(own, own)
+
+
+def route_to(host: str, port: int) -> str:
+    """The address of this host from which messages go to another. Nothing is sent. Raises OSError if there is none."""
+    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as s:
+        s.connect(where)
+        return str(s.getsockname()[0])

@@ -1,0 +1,320 @@
+"""Steps of one state: which of its leaves are parameters, and which belong to the optimizer.
+
+    step(state, *batch) -> state, ...     becomes     step(params, opt_state, *batch) -> params, opt_state, ...
+
+A flax `TrainState`, an nnx or Equinox model beside its optimizer, a dict of models: what each leaf is for is told by
+dataflow, not by its name.
+
+    parameter    forward reads it, and its own gradient makes its new value
+    constant     the step hands it on as it came in; parameters and optimizers have such
+    statistics   the batch makes its new value, and no gradient does, as for running means
+    key          a typed random key, which the step splits
+    follower     forward reads it too, but a parameter's new value makes its own: a teacher, a target network
+    optimizer    everything else: moments, counts, averages of parameters that only evaluation reads
+
+The last kind, and constants that only updates read, are `opt_state` of the step in two parts: the state's own
+structure, with None for the leaves that are not in it. The rest is `params`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Atom, Var, closed, constants, jaxpr_as_fun, lowered_jaxpr, opened, scope_of
+from dtrans.errors import GradientError, TraceError
+from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.inline import inline_calls
+from dtrans.ir.program import Program
+from dtrans.ir.pytree import TreeSpec, as_array, combine, is_array, unused_name
+from dtrans.step.gradients import OpenStep, candidates_for, crossing, marked
+from dtrans.step.trace import children
+
+
+PARAMETER, CONSTANT, STATISTICS, KEY = "parameter", "constant", "statistics", "key"
+FOLLOWER, OPTIMIZER = "follower", "optimizer"
+
+
+def has_one_state(program: Program, startup: Program) -> bool:
+    """Whether a step takes and returns one state: its first argument, which `startup` makes, and not its second.
+
+    A result may look like an array of the batch, as that of an autoencoder does: what `startup` makes decides.
+    """
+    outs, first = set(program.out_names), program.args[0].names if program.args else ()
+    if not first or not outs.issuperset(first):
+        return False
+    second = program.args[1].names if len(program.args) > 1 else None
+    if second is None or (second and not outs.issuperset(second)):
+        return True
+    if not second:  # an optimizer without state
+        return False
+    types = program.args[0].unflatten([program.inputs[n] for n in first])
+    return _types(types) == _types(startup.out.unflatten([startup.outputs[n] for n in startup.out_names]))
+
+
+def in_two_parts(program: Program) -> Program:
+    """A step of one state as one of (params, opt_state, *batch); see the module's docstring.
+
+    Raises:
+      GradientError: none of its leaves is a parameter; the message lists what was found.
+    """
+    kinds = kinds_of(OpenStep(program, inline_calls(program.jaxpr)))
+    if PARAMETER not in kinds.values():
+        found = ", ".join(f"{n} ({kind})" for n, kind in [*kinds.items()][:6])
+        raise GradientError(
+            f"{program.name} is not a training step: no gradient was found, since none of the leaves of its state is "
+            f"read by a loss and updated from that loss's derivative; found: {found}"
+            f"{', ...' if len(kinds) > 6 else ''}. Take gradients with dtrans.value_and_grad in place of "
+            "jax.value_and_grad"
+        )
+    return _divided(program, {n for n, kind in kinds.items() if kind != OPTIMIZER})
+
+
+def divide(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
+    """A state twice: the leaves with these names, and those that are no arrays; and all others. None elsewhere."""
+    leaves = spec.leaves
+    first = [leaf if leaf in names or not isinstance(leaf, str) else None for leaf in leaves]
+    second = [leaf if isinstance(leaf, str) and leaf not in names else None for leaf in leaves]
+    return _spec(jax.tree.unflatten(spec.treedef, first)), _spec(jax.tree.unflatten(spec.treedef, second))
+
+
+def _divided(program: Program, params: Collection[str]) -> Program:
+    state, *batch = program.args
+    args = (*divide(state, params), *batch)
+    place = {n: i for i, n in enumerate(program.in_names)}
+    order = [place[n] for spec in args for n in spec.names]
+    out = _result(program, args[:2])
+    made = dict(program.outvars)
+    inner = program.inner
+
+    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        assert program.specializer is not None
+        given = dict(zip(order, types, strict=True))
+        return _divided(program.specializer([given[i] for i in range(len(order))]), params)
+
+    made |= {unused_name(f"new_{n}", place): v for n, v in made.items() if n in place}
+    jaxpr = closed(
+        inner.constvars,
+        program.jaxpr.consts,
+        [inner.invars[i] for i in order],
+        [made[n] for n in out.names],
+        inner.eqns,
+        program.jaxpr,
+    )
+    return dataclasses.replace(
+        program,
+        jaxpr=jaxpr,
+        args=args,
+        out=out,
+        specializer=specializer if program.specializer else None,
+        of_one_state=True,
+    )
+
+
+def _result(program: Program, parts: Sequence[TreeSpec]) -> TreeSpec:
+    """The result of the step in two parts: both, then what the step returns beside its state."""
+    names = program.args[0].names
+    whole = jax.tree.unflatten(program.out.treedef, program.out.leaves)
+    both = [jax.tree.unflatten(spec.treedef, spec.leaves) for spec in parts]
+    if program.out.names == names:
+        return _spec((*both,))
+    known = set(program.in_names)
+    called = lambda leaf: unused_name(f"new_{leaf}", known) if leaf in known else leaf  # looks like it, and is not it
+    found = children(whole) or []
+    rest = {key: jax.tree.map(called, part) for key, part in found if _spec(part).names != names}
+    if isinstance(whole, dict):
+        return _spec({"params": both[0], "opt_state": both[1], **rest})
+    return _spec((*both, *rest.values()))
+
+
+def _spec(tree: Any) -> TreeSpec:
+    leaves, treedef = jax.tree.flatten(tree)
+    return TreeSpec(treedef, tuple(leaves))
+
+
+# -- what each leaf is for -------------------------------------------------------------------------
+
+
+def kinds_of(step: OpenStep) -> dict[str, str]:
+    """What each leaf of the first argument is for."""
+    names = step.params
+    gradients = marked(step)
+    of = set(gradients.values()) or crossing(step)
+    read = _read_by_forward(step, of)
+    parameters = set(gradients) or _parameters(step, of, read)
+    by_batch, by_gradient = 1, 2
+    batch = [n for spec in step.source.args[1:] for n in spec.names]
+    enters = propagate(step.eqns, {step.vars[n]: by_batch for n in batch}, dict.fromkeys(of, by_gradient))
+
+    def kind(name: str) -> str:
+        v, out = step.vars[name], step.outs[name]
+        bits = enters.get(out, 0) if isinstance(out, Var) else 0
+        if name in parameters:
+            return PARAMETER
+        if out is v:
+            return OPTIMIZER if name not in read and v in used else CONSTANT
+        if bits == by_batch:
+            return STATISTICS
+        if bits and name in read:
+            return FOLLOWER
+        return KEY if jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) and not bits else OPTIMIZER
+
+    used = {a for e in step.eqns for a in e.invars if isinstance(a, Var)}
+    return {n: kind(n) for n in names}
+
+
+def _read_by_forward(step: OpenStep, gradients: Collection[Var]) -> set[str]:
+    """The leaves whose values, as they came in, enter what is differentiated."""
+    names = step.params
+    new: list[Atom] = [step.outs[n] for n in names if step.outs[n] is not step.vars[n]]
+    fixed = dict.fromkeys([*gradients, *(a for a in new if isinstance(a, Var))], 0)
+    enters = propagate(step.eqns, {step.vars[n]: 1 << i for i, n in enumerate(names)}, fixed)
+    bits = 0
+    for eqn, derived in zip(step.eqns, step.derived, strict=True):
+        if derived or "jvp(" in scope_of(eqn):
+            for a in eqn.invars:
+                bits |= enters.get(a, 0) if isinstance(a, Var) else 0
+    return {n for i, n in enumerate(names) if bits >> i & 1}
+
+
+def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str]) -> set[str]:
+    """The leaves that forward reads, and whose new value is made of a gradient, and of no other's new value first."""
+    floating = [n for n in step.params if n in read and jnp.issubdtype(step.vars[n].aval.dtype, jnp.inexact)]
+    moving = [n for n in floating if step.outs[n] is not step.vars[n]]
+    graded = [n for n in moving if candidates_for(step, n, gradients)]
+    new = {a for n in graded if isinstance(a := step.outs[n], Var)}
+    return {n for n in graded if candidates_for(step, n, gradients, stop=new - {step.outs[n]})}
+
+
+# -- both programs ---------------------------------------------------------------------------------
+
+
+def startup_in_two_parts(main: Program, startup: Program) -> Program:
+    """What makes the one state of a step, as what makes its two parts.
+
+    Raises:
+      TraceError: it makes something else.
+    """
+    state = combine(*(spec.unflatten([main.inputs[n] for n in spec.names]) for spec in main.args[:2]))
+    made = startup.out.unflatten([startup.outputs[n] for n in startup.out_names])
+    wanted, have = (_types(tree) for tree in (state, made))
+    if wanted != have:
+        path = next(p for p in [*wanted, *have] if wanted.get(p) != have.get(p))
+        root = main.in_names[0].split("/")[0]
+        raise TraceError(
+            f"the startup program {startup.name} does not make what {main.name} takes: {root}/{path} is made as "
+            f"{have.get(path, 'nothing')}, and taken as {wanted.get(path, 'nothing')}; startup must be "
+            f"dtrans.trace(init, ...) with init(...) -> {root}"
+        )
+    name_of = dict(zip(_whole(main).names, startup.out_names, strict=True))
+    parts = [
+        TreeSpec(spec.treedef, tuple(name_of[x] if isinstance(x, str) else x for x in spec.leaves))
+        for spec in main.args[:2]
+    ]
+    both = [jax.tree.unflatten(spec.treedef, spec.leaves) for spec in parts]
+    out = _spec((*both,))
+    inner, made_by = startup.inner, startup.outvars
+    jaxpr = closed(
+        inner.constvars,
+        startup.jaxpr.consts,
+        inner.invars,
+        [made_by[n] for n in out.names],
+        inner.eqns,
+        startup.jaxpr,
+    )
+    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, specializer=None)
+
+
+def _types(tree: Any) -> Mapping[str, str]:
+    """Path below the root to type, of each array."""
+    arrays = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+    return {n: f"{x.dtype}{list(x.shape)}" for n, x in zip(TreeSpec.of(tree).names, arrays, strict=True)}
+
+
+# -- states and functions of them ------------------------------------------------------------------
+
+
+def joined(main: Program, params: Any, opt_state: Any) -> Any:
+    """What a step takes, of its two parts: one pytree, or a pair."""
+    return combine(params, opt_state) if main.of_one_state else (params, opt_state)
+
+
+def divided(main: Program, state: Any) -> tuple[Any, Any]:
+    """The inverse of `joined`. Raises TraceError for another structure."""
+    if not main.of_one_state:
+        if not isinstance(state, tuple) or len(state) != 2:
+            raise TraceError(f"the state of {main.name} is a pair, (params, opt_state), not {type(state).__name__}")
+        return state[0], state[1]
+    whole = _whole(main)
+    leaves, structure = jax.tree.flatten(state)
+    if structure == whole.treedef:  # a count may be a number of Python's
+        counts = [as_array(x) if isinstance(of, str) else x for of, x in zip(whole.leaves, leaves, strict=True)]
+        state = jax.tree.unflatten(structure, counts)
+    found = dict(zip(whole.names, whole.flatten(state, "the state"), strict=True))
+    first, second = (spec.unflatten([found[n] for n in spec.names]) for spec in main.args[:2])
+    return first, second
+
+
+def _whole(main: Program) -> TreeSpec:
+    """The one state of a step in two parts."""
+    parts = [jax.tree.unflatten(spec.treedef, spec.leaves) for spec in main.args[:2]]
+    return _spec(combine(*parts))
+
+
+class Applied:
+    """A function of the state that a step takes, or of its parameters, given only the leaves that it reads.
+
+    Args:
+      main: the step.
+      fn: `fn(state, *args)` of a step of one state, `fn(params, *args)` of others.
+      unpacked: leaves as one device has them, from those that the job has; it is traced.
+    """
+
+    def __init__(
+        self, main: Program, fn: Callable[..., Any], unpacked: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    ) -> None:
+        self._spec = _whole(main) if main.of_one_state else main.args[0]
+        self._types = [jax.ShapeDtypeStruct(main.inputs[n].shape, main.inputs[n].dtype) for n in self._spec.names]
+        self._fn, self._unpacked = weakref.ref(fn), unpacked
+        self._known: dict[Any, tuple[tuple[str, ...], Callable[..., list[Any]], Any]] = {}
+
+    def __call__(self, leaves: Callable[[Collection[str]], Mapping[str, Any]], *args: Any) -> Any:
+        """What the function returns, of the leaves that the job has under the names which it is asked for."""
+        flat, structure = jax.tree.flatten(args)
+        flat = [jnp.asarray(x) if not is_array(x) else x for x in flat]
+        key = structure, tuple(str(jax.typeof(x)) for x in flat)
+        if key not in self._known:
+            self._known[key] = self._compiled(flat, structure)
+        names, run, result = self._known[key]
+        return jax.tree.unflatten(result, run(leaves(names), flat))
+
+    def _compiled(self, flat: Sequence[Any], structure: Any) -> tuple[tuple[str, ...], Callable[..., list[Any]], Any]:
+        """The names of what the function reads, the function of these and of the arrays, and its result's structure."""
+        fn = self._fn()
+        assert fn is not None
+        result: list[Any] = []
+
+        def on_arrays(*arrays: Any) -> list[Any]:
+            state, rest = arrays[: len(self._types)], arrays[len(self._types) :]
+            made, tree = jax.tree.flatten(fn(self._spec.unflatten(state), *jax.tree.unflatten(structure, rest)))
+            result.append(tree)
+            return made
+
+        traced = inline_calls(lowered_jaxpr(on_arrays, *self._types, *flat))
+        inner = opened(traced)
+        _, read = backward_slice(inner.eqns, inner.outvars)
+        names = tuple(n for n, v in zip(self._spec.names, inner.invars, strict=False) if v in read)
+        given = [v for v in inner.invars[: len(self._types)] if v in read]
+        invars = [*given, *inner.invars[len(self._types) :]]
+        run = jaxpr_as_fun(closed(inner.constvars, constants(traced), invars, inner.outvars, inner.eqns, traced))
+
+        def of_leaves(leaves: Mapping[str, Any], flat: Sequence[Any]) -> list[Any]:
+            found = self._unpacked(leaves)
+            return [*run(*(found[n] for n in names), *flat)]
+
+        return names, jax.jit(of_leaves), result[-1]

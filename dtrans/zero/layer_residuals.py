@@ -1,0 +1,131 @@
+"""What a loop over layers hands to another loop of the layers themselves: made anew there, and not handed on.
+
+    forward: scan w -> h, stack of bf16(w)      becomes    forward: scan w -> h
+    backward: scan (stack of bf16(w)) ...                  backward: scan w ..., which begins with bf16(w)
+
+So nothing is kept from one direction to the other, and the layer is gathered in the type in which it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from dtrans._jax import (
+    REMAT,
+    SCAN,
+    Atom,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies,
+    closed,
+    constants,
+    opened,
+    scan_counts,
+    scan_with,
+    with_bodies,
+)
+from dtrans.zero.slice_flow import CHEAP, SliceFlow
+
+
+def remade(flow: SliceFlow, wanted: Collection[Atom]) -> list[JaxprEqn]:
+    """Equations, of which loops hand on nothing that is made of layers alone.
+
+    Args:
+      flow: what has slices among them.
+      wanted: what is read beside what these equations read.
+    """
+    eqns = list(flow.eqns)
+    for i, eqn in enumerate(eqns):
+        if eqn.primitive.name in REMAT and i in flow.inside:
+            (body,), (inside,) = map(opened, bodies(eqn)), flow.inside[i]
+            new = closed(body.constvars, [], body.invars, body.outvars, remade(inside, body.outvars), body)
+            eqns[i] = eqn.replace(params={**eqn.params, **with_bodies(eqn, [opened(new)])})
+    readers: dict[Var, list[tuple[int, int]]] = {}
+    for i, eqn in enumerate(eqns):
+        for k, a in enumerate(eqn.invars):
+            if isinstance(a, Var):
+                readers.setdefault(a, []).append((i, k))
+    for i, eqn in enumerate(eqns):
+        if eqn.primitive.name != SCAN:
+            continue
+        body = opened(*bodies(eqn))
+        left_out: set[int] = set()
+        for out, start, chain in _made_of_layers(flow, eqn, body):
+            v = eqn.outvars[out]
+            by = readers.get(v, [])
+            if v in wanted or not by or not all(_takes_apart(eqns[j], k) for j, k in by):
+                continue
+            left_out.add(out)
+            for j in {j for j, _ in by}:
+                eqns[j] = _with_chain(eqns[j], v, eqn.invars[start], body.invars[start], chain, body.outvars[out])
+        if left_out:
+            kept = [k for k in range(len(eqn.outvars)) if k not in left_out]
+            new = closed(
+                body.constvars, constants(*bodies(eqn)), body.invars, [body.outvars[k] for k in kept], body.eqns, body
+            )
+            eqns[i] = scan_with(eqns[i], new, eqns[i].invars, [eqns[i].outvars[k] for k in kept])
+    return eqns
+
+
+def _takes_apart(eqn: JaxprEqn, k: int) -> bool:
+    return eqn.primitive.name == SCAN and k >= sum(scan_counts(eqn))
+
+
+def _made_of_layers(flow: SliceFlow, eqn: JaxprEqn, body: Jaxpr) -> Iterator[tuple[int, int, Sequence[JaxprEqn]]]:
+    """The outputs that a loop stacks and makes of one of its layers: which, of which operand, and how."""
+    first = sum(scan_counts(eqn))
+    layers = {v: k for k, v in enumerate(body.invars) if k >= first and flow.row(eqn.invars[k]) is not None}
+    start: dict[Var, int] = dict(layers)
+    chains: dict[Var, tuple[JaxprEqn, ...]] = dict.fromkeys(layers, ())
+    for e in body.eqns:
+        ins = [a for a in e.invars if not isinstance(a, Literal)]
+        cheap = e.primitive.name in CHEAP and len(e.outvars) == 1 and not e.effects
+        if cheap and len({start.get(a) for a in ins} - {None}) == 1 and all(a in start for a in ins):
+            start[e.outvars[0]] = start[ins[0]]
+            chains[e.outvars[0]] = _joined([chains[a] for a in ins], e)
+    for k, a in enumerate(body.outvars):
+        if k >= scan_counts(eqn)[1] and isinstance(a, Var) and a in start:
+            yield k, start[a], chains[a]
+
+
+def _joined(chains: Sequence[Sequence[JaxprEqn]], last: JaxprEqn) -> tuple[JaxprEqn, ...]:
+    """The equations of several chains, each once, and one more."""
+    found = {id(e): e for chain in chains for e in chain}
+    return (*found.values(), last)
+
+
+def _with_chain(
+    eqn: JaxprEqn, residual: Var, stack: Atom, layer: Var, chain: Sequence[JaxprEqn], out: Atom
+) -> JaxprEqn:
+    """A loop that makes a residual of layers, and does not take it."""
+    body = opened(*bodies(eqn))
+    invars: list[Atom] = []
+    inner: list[Var] = []
+    names: dict[Atom, Var] = {}
+    made: list[Var] = []
+    for a, v in zip(eqn.invars, body.invars, strict=True):
+        if a is residual and _takes_apart(eqn, len(invars) + len(made)):
+            made.append(v)
+            continue
+        invars.append(a)
+        inner.append(v)
+        if a is stack and len(invars) > sum(scan_counts(eqn)):
+            names[layer] = v
+    if layer not in names:
+        names[layer] = Var(layer.aval)
+        invars.append(stack)
+        inner.append(names[layer])
+    prefix = []
+    for e in chain:
+        outs = [names.setdefault(v, Var(v.aval)) for v in e.outvars]
+        prefix.append(e.replace(invars=[a if isinstance(a, Literal) else names[a] for a in e.invars], outvars=outs))
+    for v in made:
+        names[v] = names[out]
+    seen = lambda a: a if isinstance(a, Literal) or a not in made else names[a]
+    rest = [e.replace(invars=[seen(a) for a in e.invars]) for e in body.eqns]
+    new = closed(
+        body.constvars, constants(*bodies(eqn)), inner, [seen(a) for a in body.outvars], [*prefix, *rest], body
+    )
+    return scan_with(eqn, new, invars, eqn.outvars)

@@ -1,0 +1,224 @@
+"""Where gradients that loops make become slices: where they are made, and not when all layers are there.
+
+What is wanted of a gradient, rows of it, says what is wanted of the values that it is a sum of, equation by equation
+from the last to the first, as long as these are linear and keep rows:
+
+    g = add_any a b          rows of g are those of a and of b
+    a = pad a'               (of layers 0 to 8)
+    a' = scan ...            a loop makes them: each layer is scattered in its turn
+    b = mul 2 w              made of leaves alone: rows of it, as often as there are ranks
+
+A gradient that is carried through a loop, and to which each turn adds that of one layer, is carried as slices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from dtrans._jax import REMAT, SCAN, Atom, JaxprEqn, Var, bodies, opened, scan_counts
+from dtrans.engine.writer import linear_operands
+from dtrans.rows.layout import SHARED, Rows
+from dtrans.rows.rules import Step, step_of
+from dtrans.zero.slice_flow import local_inside
+
+
+@dataclasses.dataclass(eq=False)
+class ScatterFlow:
+    """What is wanted of equations.
+
+    Attributes:
+      rows: the rows that are wanted of a value.
+      steps: by position, how an equation is carried out on rows.
+      loops: by position, the outputs of a loop that it is to make as slices, and their rows inside.
+      inside: by position, the same of its body.
+    """
+
+    rows: dict[Var, Rows]
+    steps: dict[int, Step] = dataclasses.field(default_factory=dict)
+    loops: dict[int, dict[int, Rows]] = dataclasses.field(default_factory=dict)
+    inside: dict[int, ScatterFlow] = dataclasses.field(default_factory=dict)
+
+    def operands(self, eqns: Sequence[JaxprEqn]) -> dict[int, Collection[int]]:
+        """By position, the operands of an equation that are read as slices."""
+        return {i: self._operands(i, eqns[i]) for i in (*self.steps, *self.loops)}
+
+    def _operands(self, i: int, eqn: JaxprEqn) -> Collection[int]:
+        if i in self.steps:
+            return [k for k, row in enumerate(self.steps[i].operands) if row is not None]
+        if i in self.loops and eqn.primitive.name == SCAN:
+            consts, carried = scan_counts(eqn)
+            return [consts + k for k in self.loops[i] if k < carried]
+        return ()
+
+    def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
+        """The elements of the largest value that is scattered for one that is wanted, and whether loops make some.
+
+        Args:
+          makers: the equation that makes a value, and its position.
+        """
+        ahead, whole, loops = [v], 0, False
+        while ahead:
+            v = ahead.pop()
+            if v not in makers:  # an input
+                continue
+            i, e = makers[v]
+            if i in self.steps:
+                ahead += [a for a in e.invars if isinstance(a, Var) and a in self.rows]
+            elif i in self.loops and e.outvars.index(v) in self.loops[i]:
+                loops = True
+            else:
+                whole = max(whole, int(v.aval.size))
+        return whole, loops
+
+
+def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
+    """The equation that makes each value, and its position."""
+    return {v: (i, e) for i, e in enumerate(eqns) for v in e.outvars}
+
+
+def scatter_flow(
+    eqns: Sequence[JaxprEqn],
+    wanted: Mapping[Var, Rows],
+    local: Collection[Var],
+    ends: Iterable[Atom] = (),
+    inputs: Collection[Var] = (),
+) -> ScatterFlow:
+    """Follow what is wanted back.
+
+    Args:
+      wanted: of which values, by the equations; each as rows of its leaf.
+      local: values that differ from rank to rank.
+      ends: values that are read beside what equations read.
+      inputs: that may be wanted as slices, too.
+    """
+    flow = ScatterFlow(dict(wanted))
+    made = {v for e in eqns for v in e.outvars} | set(inputs)
+    reads: Counter[Any] = Counter(a for e in eqns for a in e.invars if isinstance(a, Var))
+    reads.update(a for a in ends if isinstance(a, Var))
+
+    def want(a: Atom, row: Rows | None) -> None:
+        if row is not None and isinstance(a, Var) and a in local and a in made and reads[a] == 1 and a not in wanted:
+            flow.rows[a] = row
+
+    for i in range(len(eqns) - 1, -1, -1):
+        eqn = eqns[i]
+        found = {k: flow.rows[v] for k, v in enumerate(eqn.outvars) if v in flow.rows}
+        if not found:
+            continue
+        if eqn.primitive.name == SCAN or eqn.primitive.name in REMAT:
+            _into(flow, i, eqn, found, local, want)
+        elif len(eqn.outvars) == 1 and (step := _on_rows(eqn, found[0], local)) is not None:
+            flow.steps[i] = step
+            for a, row in zip(eqn.invars, step.operands, strict=True):
+                want(a, row)
+    _prune(flow, eqns, wanted, local, inputs)
+    return flow
+
+
+def _prune(
+    flow: ScatterFlow,
+    eqns: Sequence[JaxprEqn],
+    wanted: Mapping[Var, Rows],
+    local: Collection[Var],
+    inputs: Collection[Var],
+) -> None:
+    """Leave out what is no better scattered earlier: what no loop makes, and is as large as what is made of it."""
+    size: dict[Var, int] = dict.fromkeys(inputs, 0)  # of what is whole for a value; of what loops make 0
+    for i in sorted({*flow.steps, *flow.loops}):
+        eqn = eqns[i]
+        if i in flow.loops:
+            size |= {eqn.outvars[k]: 0 for k in flow.loops[i]}
+            continue
+        (out,), step = eqn.outvars, flow.steps[i]
+        given = [a for a, row in zip(eqn.invars, step.operands, strict=True) if row is not None and isinstance(a, Var)]
+        whole = [size.get(a, int(a.aval.size)) for a in given if a in local]
+        if len(whole) == len(given) and max(whole, default=0) >= out.aval.size:
+            del flow.steps[i]
+        else:
+            size[out] = max(whole, default=0)
+    kept = set(wanted)
+    for i in sorted({*flow.steps, *flow.loops}, reverse=True):
+        if not kept.intersection(eqns[i].outvars):
+            flow.steps.pop(i, None)
+            flow.loops.pop(i, None)
+            continue
+        kept.update(a for k in flow._operands(i, eqns[i]) if isinstance(a := eqns[i].invars[k], Var))
+    flow.rows = {v: row for v, row in flow.rows.items() if v in kept}
+
+
+def _on_rows(eqn: JaxprEqn, row: Rows, local: Collection[Var]) -> Step | None:
+    """How an equation that is linear in what ranks add up is carried out on rows of its output."""
+    summed = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in local}
+    if not any(summed <= set(together) for together in linear_operands(eqn)):
+        return None
+    step = rows_of_operands(eqn, row)
+    return step if step is not None and all(step.operands[k] is not None for k in summed) else None
+
+
+def rows_of_operands(eqn: JaxprEqn, row: Rows) -> Step | None:
+    """How an equation is carried out on rows of operands, so that its output has these rows; None where it cannot be.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from dtrans.rows.layout import Rows
+      >>> eqn = jax.make_jaxpr(jnp.transpose)(jnp.ones((6, 2))).jaxpr.eqns[0]
+      >>> rows_of_operands(eqn, Rows("w", 1)).operands
+      (Rows(leaf='w', axis=0, width=1),)
+    """
+    count = eqn.outvars[0].aval.shape[row.axis] // row.width
+    for k, a in enumerate(eqn.invars):
+        for axis, size in enumerate(a.aval.shape):
+            for width in dict.fromkeys((row.width, size // count if count else 0)):
+                if not width or size != count * width:
+                    continue
+                ins: list[Any] = [SHARED] * len(eqn.invars)
+                ins[k] = Rows(row.leaf, axis, width)
+                step = step_of(eqn, ins)
+                if step is not None and not step.reduce and step.outs == (row,):
+                    return step
+    return None
+
+
+def _into(
+    flow: ScatterFlow, i: int, eqn: JaxprEqn, found: Mapping[int, Rows], local: Collection[Var], want: Any
+) -> None:
+    """A loop, or a body that is computed twice."""
+    body = opened(*bodies(eqn))
+    consts, carried = scan_counts(eqn) if eqn.primitive.name == SCAN else (0, 0)
+    less = int(eqn.primitive.name == SCAN)
+    inside = {
+        k: row if k < carried else dataclasses.replace(row, axis=row.axis - less)
+        for k, row in found.items()
+        if k < carried or row.axis >= less
+    }
+    seeds = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in local}
+    within = local_inside(eqn, body, seeds)
+    while inside:
+        targets = {a: row for k, row in inside.items() if isinstance(a := body.outvars[k], Var)}
+        inputs = {body.invars[consts + k] for k in inside if k < carried}
+        inner = scatter_flow(body.eqns, targets, within, body.outvars, inputs)
+        bad = {k for k in inside if not _pays(inner, eqn, body, k, consts, carried)}
+        if not bad:
+            break
+        inside = {k: row for k, row in inside.items() if k not in bad}
+    if inside:
+        flow.loops[i], flow.inside[i] = inside, inner
+        for k in inside:
+            if k < carried:
+                want(eqn.invars[consts + k], inside[k])
+
+
+def _pays(inner: ScatterFlow, eqn: JaxprEqn, body: Any, k: int, consts: int, carried: int) -> bool:
+    """Whether a loop makes one of its outputs as slices with less that is whole at a time."""
+    out = body.outvars[k]
+    if not isinstance(out, Var) or out in body.invars:
+        return False
+    if eqn.primitive.name == SCAN and k >= carried:
+        return True
+    whole, loops = inner.ends_of(out, makers_of(body.eqns))
+    if eqn.primitive.name in REMAT:
+        return loops
+    return body.invars[consts + k] in inner.rows and 2 * whole <= int(out.aval.size)

@@ -1,0 +1,146 @@
+"""Micro-batches are given a number of the whole batch, or a portion of it, whichever makes their terms add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dtrans
+from dtrans.errors import ConfigError
+
+
+def masked(p: Any, x: Any, m: Any) -> Any:
+    return (jnp.tanh(x @ p["w"]) @ p["v"] * m).sum() / m.sum()
+
+
+def penalty(p: Any) -> Any:
+    return 0.1 * ((p["w"] ** 2).sum() + (p["v"] ** 2).sum())
+
+
+def weighed(p: Any, x: Any, m: Any) -> Any:
+    """Two numbers of the whole batch, of which only one is divided by."""
+    return (jnp.tanh(x @ p["w"]) @ p["v"] * (m - m.mean())).sum() / m.sum() + penalty(p)
+
+
+TAKEN = {
+    "mask": (lambda p, x, m: masked(p, x, m), ()),
+    "mask and penalty": (lambda p, x, m: masked(p, x, m) + penalty(p), ("@given/0",)),
+    "mask, and penalty of one": (lambda p, x, m: masked(p, x, m) + (p["v"] ** 2).sum(), ("@given/0",)),
+    "at least one": (lambda p, x, m: (x @ p["w"] @ p["v"] * m).sum() / jnp.maximum(m.sum(), 1.0) + penalty(p),
+                     ("@given/0",)),
+    "two numbers": (weighed, ("@given/1",)),
+    "penalty by the number": (lambda p, x, m: masked(p, x, m) + penalty(p) / m.sum(), ("@given/0",)),
+    "square of the number": (lambda p, x, m: (x @ p["w"] @ p["v"] * m).sum() / m.sum() ** 2 + penalty(p),
+                             ("@given/0",)),
+}  # fmt: skip
+REFUSED = {
+    "number beside a mean": lambda p, x, m: masked(p, x, m) + penalty(p) + (x @ p["w"]).sum(),
+    "square of a mean": lambda p, x, m: masked(p, x, m) ** 2 + penalty(p),
+}
+
+
+def planned(loss: Any, parts: int) -> tuple[Any, Any, Any]:
+    tx, rng = optax.sgd(0.1), np.random.default_rng(0)
+
+    def init(key: jax.Array) -> Any:
+        params = {"w": jnp.asarray(rng.normal(size=(4, 3))), "v": jnp.asarray(rng.normal(size=3))}
+        return params, tx.init(params)
+
+    step = dtrans.make_train_step(loss, tx)
+    start = init(jax.random.key(0))
+    main = dtrans.trace(step, *start, np.ones((12, 4)), np.ones(12))
+    plan = dtrans.pipeline(main, dtrans.trace(lambda: start), num_stages=2, num_micro_batch=parts)
+    return plan, step, start
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_no_parameter_enters_is_given_whole_or_in_portions(name: str, parts: int) -> None:
+    loss, portions = TAKEN[name]
+    plan, step, alone = planned(loss, parts)
+    assert plan.shared.reduce == ("mean" if portions else "sum")
+    divided = [e.invars[1].val for e in plan.values.eqns if e.primitive.name == "div" and not e.invars[0].aval.ndim]
+    assert divided.count(parts) == len(portions)
+    job = plan.simulate()
+    state = job.init()
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        batch = rng.normal(size=(12, 4)), (np.arange(12) % (seed + 2) == 0) + rng.random(12)
+        state, loss_of_all = job.step(state, *batch)
+        params, opt_state, wanted = step(*alone, *batch)
+        alone = params, opt_state
+        np.testing.assert_allclose(loss_of_all, wanted, rtol=1e-12, atol=1e-12)
+        for n, leaf in job.params(state).items():
+            np.testing.assert_allclose(leaf, params[n], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_adds_up_in_neither_way_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="values of the whole batch"):
+        planned(REFUSED[name], 2)
+
+
+def dropped(h: Any, w: Any, mask: Any) -> Any:
+    return jnp.where(mask, jnp.tanh(h @ w) / 0.5, 0.0)
+
+
+def drawn(key: Any, *shape: int) -> Any:
+    return jax.random.bernoulli(key, 0.5, shape)
+
+
+def of_layers(loss: Any) -> tuple[Any, Any, Any]:
+    """A step of three layers, with a key in its batch."""
+    tx, rng = optax.sgd(0.1), np.random.default_rng(0)
+    params = {"s": jnp.asarray(rng.normal(size=(3, 4, 4))), "v": jnp.asarray(rng.normal(size=4))}
+    step, start = dtrans.make_train_step(loss, tx), (params, tx.init(params))
+    main = dtrans.trace(step, *start, np.ones((12, 4)), jax.random.key(0))
+    return dtrans.pipeline(main, dtrans.trace(lambda: start), num_stages=2, num_micro_batch=3), step, start
+
+
+def mask_before_the_loop(p: Any, x: Any, key: Any) -> Any:
+    masks = jnp.moveaxis(drawn(key, len(x), 3, 4), 1, 0)
+    return (jax.lax.scan(lambda h, a: (dropped(h, *a), None), x, (p["s"], masks))[0] @ p["v"]).mean()
+
+
+def mask_before_checkpoint(p: Any, x: Any, key: Any) -> Any:
+    return (jax.checkpoint(dropped)(x, p["s"][0], drawn(key, len(x), 4)) @ p["s"][1] @ p["v"]).mean()
+
+
+def mask_in_the_loop(p: Any, x: Any, key: Any) -> Any:
+    turn = lambda h, a: (dropped(h, a[0], drawn(a[1], *h.shape)), None)
+    return (jax.lax.scan(turn, x, (p["s"], jax.random.split(key, 3)))[0] @ p["v"]).mean()
+
+
+def mask_in_checkpoint(p: Any, x: Any, key: Any) -> Any:
+    return (jax.checkpoint(lambda h, w: dropped(h, w, drawn(key, *h.shape)))(x, p["s"][0]) @ p["v"]).mean()
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("loss", [mask_before_the_loop, mask_before_checkpoint])
+def test_a_mask_that_is_drawn_before_a_loop_is_one_devices(loss: Any) -> None:
+    plan, step, alone = of_layers(loss)
+    job = plan.simulate()
+    state = job.init()
+    for seed in range(2):
+        batch = np.random.default_rng(seed).normal(size=(12, 4)), jax.random.key(seed)
+        state, loss_of_all = job.step(state, *batch)
+        params, opt_state, wanted = step(*alone, *batch)
+        alone = params, opt_state
+        np.testing.assert_allclose(loss_of_all, wanted, rtol=1e-12, atol=1e-12)
+        for n, leaf in job.params(state).items():
+            np.testing.assert_allclose(leaf, params[n], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("loss", [mask_in_the_loop, mask_in_checkpoint])
+def test_a_mask_that_is_drawn_inside_is_refused_by_its_line(loss: Any) -> None:
+    with pytest.raises(ConfigError, match=r"drawn in \w+ \(test_given_values.py:\d+\): .* draw them before it"):
+        of_layers(loss)

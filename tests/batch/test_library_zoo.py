@@ -1,0 +1,75 @@
+"""Steps as other libraries write them, in every strategy: one device's numbers, or a message that is true.
+
+In 64 bits, within 1e-12. Each case runs on one device and in one strategy every time, and in the others by night."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import library_table
+import library_zoo
+import numpy as np
+import pytest
+from library_table import MODES, planned
+
+from dtrans.errors import DtransError
+
+
+REFUSED = library_table.REFUSED
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    """The arrays of a tree; a count that is a number of Python's is one."""
+    found = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") or isinstance(x, (int, float))]
+    is_key = lambda x: jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key)
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in found]
+
+
+def compare(found: Any, wanted: Any) -> None:
+    for a, b in zip(numbers(found), numbers(wanted), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert np.max(np.abs(a.astype(float) - b) / (1 + np.abs(b.astype(float))), initial=0) < 1e-12
+
+
+def ways() -> list[Any]:
+    found = []
+    for i, case in enumerate(library_zoo.CASES):
+        modes = [m for m in MODES if case.name not in REFUSED.get(m, ())]
+        for k, mode in enumerate(modes):
+            soak = () if k == i % len(modes) else (pytest.mark.soak,)
+            found.append(pytest.param(case.name, mode, marks=soak))
+    return found
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("name", "mode"), ways())
+def test_the_librarys_own_step_gives_one_devices_numbers(name: str, mode: str) -> None:
+    case, key = library_zoo.by_name(name), jax.random.key(0)
+    job = planned(case, mode).simulate()
+    state, alone = job.init(key), case.state(key)
+    step = case.step(case.value_and_grad)
+    for i in range(2):
+        batch = case.batch(12, seed=i)
+        state, *results = job.step(state, *batch)
+        made = step(*alone, *batch)
+        alone, wanted = made[: len(alone)], made[len(alone) :]
+        compare(results, wanted)
+    compare(job.gather(state), alone)
+    again = job.scatter(job.gather(state))
+    compare(job.gather(again), alone)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode, names in REFUSED.items() for name in names])
+def test_what_is_refused_is_said(mode: str, name: str) -> None:
+    with pytest.raises(DtransError, match=REFUSED[mode][name]):
+        planned(library_zoo.by_name(name), mode)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_page_says_what_each_step_takes() -> None:
+    page = library_table.PAGE.read_text()
+    assert page == library_table.page(), "make docs"
+    assert len(library_zoo.CASES) == len({c.name for c in library_zoo.CASES}) == page.count("\n| ") - 2

@@ -1,0 +1,97 @@
+"""Gradients that are accumulated over micro-steps of trainers: the numbers of one device, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import step_zoo
+from pipeline_models import compiled_quickly
+from step_table import axes_of
+from step_zoo import compare
+
+import dtrans
+from dtrans.errors import BatchError, ConfigError
+from dtrans.step.batch_sharing import Batch
+
+
+KEY = jax.random.key(0)
+
+
+def planned(name: str, mode: str, trainers: int, **options: Any) -> Any:
+    case = step_zoo.by_name(name)
+    main = dtrans.trace(case.step, *case.init(KEY), *case.batch(12 // trainers))
+    given = main, dtrans.trace(case.init, KEY)
+    options = {"num_micro_batch": 2, "batch": Batch(axes=axes_of(case)), **options}
+    if mode == "nccl2":
+        return dtrans.nccl2(*given, trainers=trainers, **options)
+    slices = dtrans.Slicing(min_slice_size=0)
+    return dtrans.sharding(*given, degree=trainers, stage=int(mode), slices=slices, **options)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("name", "mode", "trainers"),
+    [
+        ("sum_loss", "nccl2", 1),
+        ("rnn_time_major", "nccl2", 2),  # rows on the second dimension
+        ("masked_mean", "nccl2", 2),
+        ("metrics_counts", "nccl2", 1),
+        ("dropout_key_in_opt_state", "1", 2),
+        ("mixup", "2", 2),
+        ("dropout_key_in_params", "3", 2),
+    ],
+)
+def test_micro_steps_give_the_numbers_of_one_device(name: str, mode: str, trainers: int) -> None:
+    case = step_zoo.by_name(name)
+    with compiled_quickly():
+        job, step = planned(name, mode, trainers).simulate(), jax.jit(case.step)
+        state, alone = job.init(KEY), case.init(KEY)
+        for rows in (12, 8) if name == "masked_mean" else (12,):
+            state, *results = job.step(state, *case.batch(rows))
+            params, opt_state, *wanted = step(*alone, *case.batch(rows))
+            alone = params, opt_state
+            compare((job.params(state), job.opt_state(state)), alone)
+            compare(tuple(results), tuple(wanted))
+
+
+@pytest.mark.usefixtures("x64")
+def test_values_of_the_batch_are_made_in_front_of_the_micro_steps() -> None:
+    """What crosses the batch is outside of the loop, once: here the number of entries of the mask."""
+    before = [op.type for op in planned("masked_mean", "nccl2", 2).program.ops]
+    assert before.index("all_reduce") < before.index("scan") and before.count("scan") == 1
+    assert "scan" not in [op.type for op in planned("masked_mean", "nccl2", 2, num_micro_batch=1).program.ops]
+
+
+@pytest.mark.usefixtures("x64")
+def test_what_micro_steps_would_exchange_is_refused() -> None:
+    told = r"num_micro_batch=2 takes rows .* values of all of them .*dtrans.value_and_grad, rows are on dim 0"
+    for trainers in (1, 2):
+        with pytest.raises(ConfigError, match=told):
+            planned("batch_norm_by_hand", "nccl2", trainers)
+    with pytest.raises(ConfigError, match=r"clip_local_norm=1.0 clips what each trainer's own rows make"):
+        planned("masked_mean", "nccl2", 2, reduce=dtrans.Reduce(clip_local_norm=1.0))
+
+    def by_hand(params: Any, opt_state: Any, x: jax.Array, mask: jax.Array) -> Any:
+        masked = lambda w: jnp.sum((x @ w) ** 2 * mask[:, None]) / jnp.sum(mask)
+        loss, grad = jax.value_and_grad(masked)(params)
+        return params - 0.1 * grad, opt_state, loss
+
+    init = lambda w: (w, optax.EmptyState())
+    main = dtrans.trace(by_hand, *init(jnp.ones((3, 2))), jnp.ones((6, 3)), jnp.ones(6))
+    with pytest.raises(ConfigError, match=told):
+        dtrans.nccl2(main, dtrans.trace(init, jnp.ones((3, 2))), trainers=2, num_micro_batch=2)
+
+
+@pytest.mark.usefixtures("x64")
+def test_parts_of_one_row_that_have_other_equations_are_refused() -> None:
+    """JAX leaves out what changes nothing for one row, so that values are made elsewhere than in a part of two."""
+    with pytest.raises(BatchError, match="other equations for parts .*: give each part two rows at least"):
+        planned("masked_mean", "nccl2", 2, num_micro_batch=6)
+    case = step_zoo.by_name("masked_mean")
+    main = dtrans.trace(case.step, *case.init(KEY), *case.batch(12))
+    with pytest.raises(BatchError, match="other equations for parts .*: give each part two rows at least"):
+        dtrans.pipeline(main, dtrans.trace(case.init, KEY), num_stages=2, num_micro_batch=12)

@@ -1,0 +1,80 @@
+"""Where processes reach each other: by endpoints, on one host, and where a scheduler started them on several."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from dtrans.errors import ConfigError
+from dtrans.run.distributed import address
+from dtrans.run.distributed.address import Address, address_of, route_to, this_host
+from dtrans.run.distributed.membership import Membership
+
+
+FAR = ("node001 a", "node002 b")
+COORDINATOR = "node001:61440"
+
+
+def member(k: int = 1, **options: Any) -> Membership:
+    return Membership(k, (0, 1), **{"allow_remote": True} | options)
+
+
+def routed(monkeypatch: pytest.MonkeyPatch, own: str) -> list[tuple[str, int]]:
+    """Have the way to any host begin at an address of this one; what was asked for."""
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(address, "route_to", lambda host, port: asked.append((host, port)) or own)
+    return asked
+
+
+def test_stages_on_other_hosts_are_reached_by_the_way_to_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = routed(monkeypatch, "10.0.0.7")
+    found = address_of(member(), FAR, COORDINATOR)
+    assert asked == [("node001", 61440)] and found == Address("10.0.0.7", "10.0.0.7")
+    assert (found.bound, found.at(4242)) == ("tcp://10.0.0.7", "tcp://10.0.0.7:4242")
+    routed(monkeypatch, "fd00::7")
+    assert address_of(member(), FAR, COORDINATOR).at(4242) == "tcp://[fd00::7]:4242"
+
+
+def test_a_process_beside_the_coordinator_is_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts of Debian call themselves 127.0.1.1, which the others cannot reach."""
+    routed(monkeypatch, "127.0.1.1")
+    found = address_of(member(0), FAR, COORDINATOR)
+    assert (found.bound, found.at(4242)) == ("tcp://*", "tcp://node001:4242")
+
+
+def test_processes_of_one_host_stay_on_loopback() -> None:
+    assert address_of(member(allow_remote=False), [FAR[0]] * 2, COORDINATOR) == Address("127.0.0.1", "127.0.0.1")
+
+
+def test_endpoints_come_first() -> None:
+    given = member(endpoints=("10.0.0.1:6000", "[fd00::2]:6000"), allow_remote=False)
+    assert address_of(given, FAR, COORDINATOR).bound == "tcp://[fd00::2]"
+
+
+def test_other_hosts_must_be_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"the 2 trainers are on 2 hosts, .* needs dtrans\.connect\(allow"):
+        address_of(member(allow_remote=False), FAR, COORDINATOR)
+
+
+def test_a_coordinator_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(host: str, port: int) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(address, "route_to", fail)
+    with pytest.raises(ConfigError, match="trainer 1 finds no way .* to the coordinator at node001:61440: .*not known"):
+        address_of(member(), FAR, COORDINATOR)
+
+
+def test_the_way_to_loopback_is_loopback() -> None:
+    assert route_to("127.0.0.1", 9) == "127.0.0.1"
+
+
+def test_a_host_is_told_by_its_name_and_by_when_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    assert this_host() == this_host() and socket.gethostname() in this_host()
+    here = tmp_path / "boot"
+    monkeypatch.setattr(address, "BOOT", here)
+    assert this_host() == socket.gethostname()  # there is no such file
+    here.write_text("another\n")
+    assert this_host() == f"{socket.gethostname()} another"

@@ -1,0 +1,180 @@
+"""Steps of one state: what each leaf is for, numbers that are counts, states in and out of jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import library_table
+import library_zoo
+import numpy as np
+import optax
+import pytest
+
+import dtrans
+from dtrans.errors import ConfigError, GradientError, TraceError
+from dtrans.ir.inline import inline_calls
+from dtrans.step.gradients import OpenStep
+from dtrans.step.one_state import kinds_of
+
+
+Tree = Any
+
+
+def kinds(name: str) -> dict[str, str]:
+    case, key = library_zoo.by_name(name), jax.random.key(0)
+    main = dtrans.trace(case.step(case.value_and_grad), *case.state(key), *case.batch(6))
+    return kinds_of(OpenStep(main, inline_calls(main.jaxpr)))
+
+
+@pytest.mark.usefixtures("x64")
+def test_what_each_leaf_is_for() -> None:
+    of = kinds("flax_batch_norm_dropout")
+    parts = {n.split("/")[1]: {k for m, k in of.items() if m.split("/")[1] == n.split("/")[1]} for n in of}
+    assert parts == {
+        "step": {"optimizer"},
+        "params": {"parameter"},
+        "opt_state": {"optimizer"},
+        "batch_stats": {"statistics"},
+        "key": {"constant"},
+    }
+    of = kinds("actor_critic")
+    for n, k in of.items():
+        part = n.split("/")[1]
+        assert k == ("optimizer" if part.startswith("opt") else "follower" if "target" in part else "parameter"), n
+    of = kinds("lora")
+    assert {n: k for n, k in of.items() if "/opt" not in n} == {
+        "state/base/b": "constant",
+        "state/base/w": "constant",
+        "state/lora/a": "parameter",
+        "state/lora/b": "parameter",
+    }
+    assert kinds("injected_rate")["state/opt/hyperparams/learning_rate"] == "optimizer"  # constant, for updates alone
+
+
+def descent(state: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
+    """An autoencoder: what it returns looks like the batch. It counts its steps with a number of Python's."""
+    loss = lambda w: jnp.mean((x @ w @ w.T - x) ** 2)
+    w = state["w"] - 0.1 * jax.grad(loss)(state["w"])
+    return {"w": w, "steps": state["steps"] + 1, "rate": state["rate"]}, x @ w @ w.T
+
+
+def autoencoder() -> Tree:
+    return {"w": jnp.arange(8.0).reshape(4, 2) / 8, "steps": 0, "rate": 0.1}
+
+
+X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
+
+
+def test_a_result_may_look_like_the_batch_and_a_number_that_changes_is_data() -> None:
+    main = dtrans.trace(descent, autoencoder(), X)
+    assert main.inputs["state/steps"].str_short() == "int32[]" and "state/rate" not in main.inputs
+    plan = dtrans.nccl2(main, dtrans.trace(autoencoder), trainers=2)
+    assert plan.main.out_names == ("state/w", "state/steps", "new_x")
+    job = plan.simulate()
+    state, made = job.step(job.init(), X)
+    alone, wanted = descent(autoencoder(), X)
+    np.testing.assert_allclose(made, wanted, rtol=1e-6)
+    whole = job.gather(state)
+    assert (int(whole["steps"]), whole["rate"]) == (1, 0.1)
+    np.testing.assert_allclose(whole["w"], alone["w"], rtol=1e-6)
+    again = job.scatter({**autoencoder(), "steps": 7})  # a number of Python's is taken
+    assert int(job.gather(job.step(again, X)[0])["steps"]) == 8
+    with pytest.raises(TraceError, match="the state has another structure"):
+        job.scatter({"w": whole["w"]})
+
+
+def test_a_startup_program_that_makes_something_else_is_refused_by_leaf() -> None:
+    main = dtrans.trace(lambda s, x: (descent(s, x)[0], x.sum()), autoencoder(), X)
+    wide = lambda: {**autoencoder(), "w": jnp.ones((4, 3))}
+    with pytest.raises(TraceError, match=r"s/w is made as float32\[4, 3\], and taken as float32\[4, 2\]; startup"):
+        dtrans.nccl2(main, dtrans.trace(wide), trainers=2)
+
+
+def test_a_step_without_a_gradient_says_what_was_found() -> None:
+    step = lambda s, x: ({"w": s["w"] - 0.1 * x.mean(), "n": s["n"] + 1}, x.sum())
+    init = lambda: {"w": jnp.ones(3), "n": jnp.zeros((), int)}
+    with pytest.raises(
+        GradientError, match=r"found: s/n \(optimizer\), s/w \(statistics\). Take gradients with dtrans"
+    ):
+        dtrans.nccl2(dtrans.trace(step, init(), X), dtrans.trace(init), trainers=2)
+
+
+TX = optax.adam(0.1)
+
+
+def dense(params: Tree, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ params["w1"]) @ params["w2"]
+
+
+def start() -> tuple[Tree, Tree]:
+    params = {"w1": jnp.arange(20.0).reshape(4, 5) / 20, "w2": jnp.ones((5, 1))}
+    return params, TX.init(params)
+
+
+STEP = dtrans.make_train_step(lambda params, x: jnp.mean(dense(params, x) ** 2), TX)
+
+
+@pytest.mark.parametrize("mode", ["nccl2", "stage 3", "pserver", "pipeline"])
+def test_a_function_of_the_parameters_reads_what_it_needs(mode: str) -> None:
+    given = dtrans.trace(STEP, *start(), X), dtrans.trace(start)
+    plans: dict[str, Any] = {
+        "nccl2": lambda: dtrans.nccl2(*given, trainers=2),
+        "stage 3": lambda: dtrans.sharding(*given, degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)),
+        "pserver": lambda: dtrans.pserver(*given, pservers="127.0.0.1:1,127.0.0.1:2", trainers=2),
+        "pipeline": lambda: dtrans.pipeline(*given, num_stages=2, num_micro_batch=2),
+    }
+    job = plans[mode]().on_mesh()
+    state, _ = job.step(job.init(), X)
+    params, _, _ = STEP(*start(), X)
+    np.testing.assert_allclose(job.apply(dense, state, X), dense(params, X), rtol=1e-5)
+    np.testing.assert_allclose(job.apply(dense, state, X[:3]), dense(params, X[:3]), rtol=1e-5)
+    loss = jax.jit(lambda params, x: {"of": (dense(params, x) ** 2).mean()})  # any pytree; jitted functions too
+    np.testing.assert_allclose(job.apply(loss, state, X)["of"], (dense(params, X) ** 2).mean(), rtol=1e-5)
+
+
+def test_slices_stay_where_they_are() -> None:
+    """What is sliced enters the compiled function as slices; XLA gathers what a product needs."""
+    given = dtrans.trace(STEP, *start(), X), dtrans.trace(start)
+    job = dtrans.sharding(*given, degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)).on_mesh()
+    state = job.init()
+    leaves = job._leaves(state, ["params/w1"])
+    assert leaves["params/w1"].sharding.shard_shape((4, 5)) == (2, 5)
+
+
+@pytest.mark.usefixtures("x64")
+def test_servers_are_not_asked_for_what_a_function_does_not_read() -> None:
+    case = library_zoo.by_name("flax_train_state")
+    main = dtrans.trace(case.step(case.value_and_grad), *case.state(jax.random.key(0)), *case.batch(4))
+    startup = dtrans.trace(case.init, jax.random.key(0))
+    plan = dtrans.pserver(main, startup, pservers="127.0.0.1:1", trainers=1)
+    job = plan.simulate()
+    state = job.init(jax.random.key(0))
+    calls: list[str] = []
+    asked = job.opt_state
+    job.opt_state = lambda state: calls.append("opt_state") or asked(state)
+    x, _ = case.batch(4)
+    logits = lambda state, x: state.apply_fn({"params": state.params}, x)
+    assert job.apply(logits, state, x).shape == (4, 3) and not calls
+    assert int(job.apply(lambda state: state.step, state)) == 0 and calls == ["opt_state"]
+
+
+@pytest.mark.parametrize("mode", ["nccl2", "stage 3", "pserver", "pipeline"])
+@pytest.mark.parametrize("way", ["on_mesh", "simulate"])
+@pytest.mark.sampled(4)
+def test_hyperparameters_are_changed_between_steps(mode: str, way: str) -> None:
+    case = library_zoo.by_name("injected_rate")
+    with jax.enable_x64(True):
+        job = getattr(library_table.planned(case, mode), way)()
+        state, alone = job.init(jax.random.key(0)), case.init(jax.random.key(0))
+        step, batch = case.step(jax.value_and_grad), case.batch(12)
+        for rate in (1e-2, 0.5):
+            state = job.with_hyperparameters(state, learning_rate=rate)
+            kept = alone["opt"].hyperparams
+            kept["learning_rate"] = jnp.full((), rate, kept["learning_rate"].dtype)
+            state, _ = job.step(state, *batch)
+            alone, _ = step(alone, *batch)
+        np.testing.assert_allclose(job.gather(state)["params"]["w"], alone["params"]["w"], rtol=1e-12)
+        with pytest.raises(ConfigError, match="the optimizer keeps no 'lr' in its state; it keeps b1, b2, eps"):
+            job.with_hyperparameters(state, lr=0.1)

@@ -1,0 +1,108 @@
+"""The page that says which steps of other libraries go into which strategy: `docs/libraries.md`.
+
+python tests/support/library_table.py     writes it anew (`make docs`)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+from paths import DOCS
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)  # before a module makes an array
+
+import library_zoo
+
+import dtrans
+from dtrans.errors import DtransError
+
+
+PAGE = DOCS / "libraries.md"
+MODES = ("nccl2", "stage 1", "stage 2", "stage 3", "pserver", "pipeline")
+TRAINERS, ROWS = 2, 12
+
+ORDER = "the gradient of .* is taken at the new .*, so that the step updates one after the other"
+REFUSED = {  # what they are refused for
+    "pserver": dict.fromkeys(("gan_in_order", "actor_critic"), ORDER),
+    "pipeline": {
+        **dict.fromkeys(("flax_batch_norm_dropout", "meta_gradient"), "has values of the whole batch"),
+        "sharpness_aware": "dtrans.value_and_grad was taken with respect to .*, which is not a leaf of `state`",
+        "gan": "calls dtrans.value_and_grad 2 times; a pipeline is of one loss",
+        **dict.fromkeys(("gan_in_order", "actor_critic"), ORDER),
+    },
+}
+WHY = {  # in a few words
+    ORDER: "a gradient is taken at a parameter that the step has just updated",
+    "has values of the whole batch": "rows meet after parameters",
+    "which is not a leaf of": "a gradient at perturbed parameters",
+    "a pipeline is of one loss": "two losses",
+}
+
+HEAD = f"""# Steps of other libraries
+
+People come with a step that works. `dtrans.trace(step, state, *batch)` takes one state of any structure: a flax
+`TrainState`, a state of nnx, an Equinox model beside its optimizer, a dict of models. What each of its leaves is for is
+told by dataflow: a *parameter* is read by the loss, and its own gradient makes its new value; a *follower* (a teacher,
+a target network) is read too, and made of a parameter's new value; *statistics* are made of the batch without a
+gradient; everything else that changes is the *optimizer's*. A step of `(params, opt_state, *batch)` is as it was.
+
+    main = dtrans.trace(train_step, state, images, labels)
+    startup = dtrans.trace(create_train_state, key)
+    job = dtrans.nccl2(main, startup, trainers=2).on_mesh()
+    state = job.init(key)
+    state, metrics = job.step(state, images, labels)
+    job.apply(accuracy, state, images, labels)      # a function of the state; only what it reads is brought together
+    job.gather(state)                               # the TrainState, as one device has it; job.scatter takes one
+
+The table shows the steps that the tests hold to it, as those libraries' pages write them: parameters, optimizer state
+and results within 1e-12 of one device in 64 bits, on {TRAINERS} trainers, servers or stages. They take gradients with
+their own library's `value_and_grad`; for a pipeline, which is cut through the loss before it is differentiated,
+`dtrans.value_and_grad` is written in its place. The table is made by the tests (`make docs`).
+
+| step | what is special about it | nccl2 | sharding 1, 2, 3 | servers | pipeline |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+
+def planned(case: library_zoo.LibraryCase, mode: str) -> Any:
+    """The plan of a case; a pipeline is given `dtrans.value_and_grad`."""
+    key = jax.random.key(0)
+    step = case.step(dtrans.value_and_grad if mode == "pipeline" else case.value_and_grad)
+    main = dtrans.trace(step, *case.state(key), *case.batch(ROWS))
+    given = main, dtrans.trace(case.init, key)
+    if mode == "nccl2":
+        return dtrans.nccl2(*given, trainers=TRAINERS)
+    if mode == "pserver":
+        placement = dtrans.BlockPlacement(min_block_size=1)
+        return dtrans.pserver(*given, pservers="127.0.0.1:1,127.0.0.1:2", trainers=TRAINERS, placement=placement)
+    if mode == "pipeline":
+        return dtrans.pipeline(*given, num_stages=2, num_micro_batch=TRAINERS)
+    slices = dtrans.Slicing(min_slice_size=0)
+    return dtrans.sharding(*given, degree=TRAINERS, stage=int(mode[-1]), slices=slices)
+
+
+def said(case: library_zoo.LibraryCase, mode: str) -> str:
+    """What a strategy makes of a case."""
+    try:
+        planned(case, mode)
+    except DtransError as e:
+        return "refused: " + next(short for long, short in WHY.items() if re.search(long, str(e)))
+    return "exact"
+
+
+def row(case: library_zoo.LibraryCase) -> str:
+    stages = {said(case, f"stage {i}") for i in (1, 2, 3)}
+    told = (said(case, "nccl2"), *stages, said(case, "pserver"), said(case, "pipeline"))
+    return f"| {case.name} | {case.what} | {' | '.join(told)} |\n"
+
+
+def page() -> str:
+    return HEAD + "".join(map(row, library_zoo.CASES))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
