@@ -38,6 +38,7 @@ LAYERS = (
     ("paddle", "epl"),
     ("examples",),
     ("cli",),
+    ("__main__",),
 )
 RUN_LAYERS = (
     ("base", "net"),

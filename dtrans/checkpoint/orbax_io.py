@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtrans.checkpoint.assemble import as_jax, as_numpy, by_origin, joined, overlap, type_of, whole
-from dtrans.errors import ConfigError, StateError, not_installed
+from dtrans.errors import ConfigError, DtransError, StateError, not_installed
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
 from dtrans.parameter_server.overview import VarDistributed
@@ -231,6 +231,8 @@ def _reading(piece: Path) -> Iterator[None]:
     """Errors of orbax and of the disk, with the piece that they are about."""
     try:
         yield
+    except DtransError:
+        raise  # it says its own cause
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise StateError(f"{piece} cannot be read as a piece of a checkpoint: {e}") from e
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, equations, jaxpr_as_fun
-from dtrans.errors import NotRealisedError, TraceError
+from dtrans.errors import DtransError, NotRealisedError, TraceError
 from dtrans.ir import display
 from dtrans.ir.pytree import TreeSpec, as_array
 
@@ -273,6 +273,8 @@ class Program(NamedJaxpr):
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             try:
                 return self.specializer([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted])
+            except DtransError:
+                raise  # it says its own cause
             except (TypeError, ValueError) as e:
                 given = zip(self.in_names, wanted, self._signature, strict=True)
                 name, (shape, _), (had, _) = next(x for x in given if x[1] != x[2])

@@ -85,7 +85,7 @@ def test_an_update_may_read_arguments_of_the_step() -> None:
     assert float(job.opt_state(state)["last"]) == 1.0 and found["taken"].dtype == jnp.float64
     with pytest.raises(BatchError, match=r"scales is float64\[1\], and the update reads it as float64\[4\]: plan it"):
         job.step(job.init(KEY), X, 0.1, SCALES[:1])
-    with pytest.raises(BatchError, match=r"rate is complex128\[\], and the update reads it as float64\[\]"):
+    with pytest.raises(BatchError, match=r"rate is complex128, the step was traced with float64\[\]: cast it"):
         job.step(job.init(KEY), X, np.asarray(1j), SCALES)
 
 
