@@ -96,7 +96,7 @@ def launch_command(
 
 
 # which mode an option of `train` is for is checked: one that is ignored would mislead
-DIGITS, PIPELINE = "Of pserver and nccl2 mode (digits)", "Of pipeline mode (characters)"
+DIGITS, PIPELINE = "Of pserver, nccl2 and sharding mode (digits)", "Of pipeline mode (characters)"
 
 
 def _of(panel: str, help: str, min: float | None = None) -> Any:
@@ -106,7 +106,12 @@ def _of(panel: str, help: str, min: float | None = None) -> Any:
 @app.command()
 def train(
     context: typer.Context,
-    mode: Annotated[str, typer.Option(help="`pserver`, `nccl2` (trainers only), or `pipeline` (stages).")] = "pserver",
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="`pserver`, `nccl2` (trainers only), `sharding` (they share the state too) or `pipeline` (stages)."
+        ),
+    ] = "pserver",
     engine: Annotated[
         str | None,
         typer.Option(
@@ -128,13 +133,27 @@ def train(
         Path | None, typer.Option(help="Draw the loss into this file; in pipeline mode what was planned and what ran.")
     ] = None,
     check: Annotated[
-        bool, typer.Option(help="End with exit code 1 when what was learnt, or the difference, is out of bounds.")
+        bool,
+        typer.Option(
+            help="Train on one device too, compare, and end with exit code 1 when what was learnt, or the difference, "
+            "is out of bounds."
+        ),
     ] = True,
     optimizer: Annotated[str, _of(DIGITS, "sgd, momentum, adam, adamw, lion, rmsprop, ...")] = "momentum",
     trainers: Annotated[int, _of(DIGITS, "How many trainers.", 1)] = 2,
     pservers: Annotated[int | None, _of(DIGITS, "How many parameter servers; none in nccl2 mode.", 1)] = None,
     epochs: Annotated[int, _of(DIGITS, "How often each image is seen.", 1)] = 20,
     min_block_size: Annotated[int, _of(DIGITS, "The fewest elements worth a block; 8192 or more.")] = 8192,
+    sharding_stage: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=3,
+            help="Of sharding mode: trainers share the optimizer's state (1), gradients too (2), parameters too (3).",
+            show_default="3",
+            rich_help_panel=DIGITS,
+        ),
+    ] = None,
     deadline: Annotated[float, _of(DIGITS, "Seconds that any role may wait for another.", 0.1)] = 60.0,
     stages: Annotated[int, _of(PIPELINE, "How many devices a replica has, each with a stage of the model.", 1)] = 2,
     micro_batches: Annotated[int, _of(PIPELINE, "Into how many parts a replica cuts its rows.", 1)] = 8,
@@ -152,7 +171,7 @@ def train(
 ) -> None:
     """Train distributed, and compare with one device on the same batches.
 
-    With trainers (`--mode pserver`, `--mode nccl2`) a perceptron learns handwritten digits. In stages (`--mode
+    With trainers (`--mode pserver`, `nccl2` or `sharding`) a perceptron learns handwritten digits. In stages (`--mode
     pipeline`) a transformer learns the source of Python's standard library, character by character.
     """
     _refuse(context, mode)
@@ -162,25 +181,27 @@ def train(
         per_device = chunks or (2 if schedule.lower() == "interleaved" else 1)
         shape = (stages, micro_batches, schedule, replicas, per_device)
         wanted = pipelined.CharactersSettings(*shape, steps, batch_size or 32, seed, engine or "mesh")
-        within = pipelined.train(wanted, plot=plot)
+        within = pipelined.train(wanted, plot=plot, check=check)
     else:
         from dtrans.examples import job, train as digits
 
-        settings = job.DigitsSettings(optimizer, epochs, batch_size or 64, seed, min_block_size, deadline)
-        engine = engine or "processes"
-        within = digits.train(settings, engine=engine, mode=mode, trainers=trainers, pservers=pservers, plot=plot)
-    if check and not within:
+        settings = job.DigitsSettings(
+            optimizer, epochs, batch_size or 64, seed, min_block_size, sharding_stage or 0, deadline
+        )
+        roles: Any = {"mode": mode, "trainers": trainers, "pservers": pservers}
+        within = digits.train(settings, engine=engine or "processes", **roles, plot=plot, check=check)
+    if not within:
         raise typer.Exit(1)
 
 
 def _refuse(context: typer.Context, mode: str) -> None:
     """Refuse options that are given, and are for another mode."""
-    other = {"pipeline": DIGITS, "pserver": PIPELINE, "nccl2": PIPELINE}.get(mode)
+    other = {"pipeline": DIGITS, "pserver": PIPELINE, "nccl2": PIPELINE, "sharding": PIPELINE}.get(mode)
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         given = source is not None and source.name == "COMMANDLINE"
         if given and other is not None and getattr(parameter, "rich_help_panel", None) == other:
-            modes = "pserver and nccl2 mode" if other == DIGITS else "pipeline mode"
+            modes = "pserver, nccl2 and sharding mode" if other == DIGITS else "pipeline mode"
             raise ConfigError(f"{parameter.opts[0]} is an option of {modes}; with --mode {mode} leave it out")
 
 

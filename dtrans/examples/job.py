@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,15 @@ from dtrans.examples.optimizer_choice import make_optimizer
 class DigitsSettings:
     """The settings of a job. Written as arguments of a command, since roles are processes.
 
+    Attributes:
+      optimizer: a name of `optimizer_choice`.
+      epochs: how often each image is seen.
+      batch_size: images in a global batch.
+      seed: of the split, the first parameters and the batches.
+      min_block_size: the fewest elements worth a block, with parameter servers.
+      sharding_stage: 1, 2 or 3 in sharding mode; 0 in the others.
+      deadline: seconds that a role may wait for another.
+
     Example:
       >>> from dtrans.examples.job import DigitsSettings
       >>> settings = DigitsSettings(optimizer="adam", epochs=3)
@@ -34,6 +43,7 @@ class DigitsSettings:
     batch_size: int = 64
     seed: int = 0
     min_block_size: int = 8192
+    sharding_stage: int = 0
     deadline: float = 60.0
 
     def arguments(self) -> list[str]:
@@ -72,6 +82,28 @@ def training(settings: DigitsSettings) -> tuple[Callable[..., Any], Callable[...
         return params, tx.init(params)
 
     return dtrans.make_train_step(digits.loss_fn, tx), init
+
+
+def train(
+    job: Any,
+    settings: DigitsSettings,
+    batches: Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]],
+    advance: Callable[[int, float], None],
+) -> Outcome:
+    """Train with a job.
+
+    Args:
+      batches: those of an epoch, or this process's parts of them.
+      advance: is called after each step, with the epoch and the loss.
+    """
+    state = job.init(settings.key)
+    losses: list[float] = []
+    for epoch in range(settings.epochs):
+        for x, y in batches(epoch):
+            state, loss = job.step(state, x, y)
+            losses.append(float(loss))
+            advance(epoch, losses[-1])
+    return Outcome(np.array(losses), job.params(state))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dtrans.errors import ConfigError, not_installed
 from dtrans.examples.job import DigitsSettings
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
+from dtrans.zero.plan import ShardingPlan
 
 
 def show_plan(plan: PServerPlan | CollectivePlan) -> None:
@@ -27,7 +29,7 @@ def show_plan(plan: PServerPlan | CollectivePlan) -> None:
         title = f"{plan.trainers} trainers, {len(plan.servers)} pservers"
         columns = {"block": "left", "rows": "right", "bytes": "right", "endpoint": "left"}
     else:
-        title = f"{plan.trainers} trainers"
+        title = f"{plan.trainers} {'ranks of sharding' if isinstance(plan, ShardingPlan) else 'trainers'}"
         columns = {"bucket": "left", "gradients of": "left", "type": "left", "bytes": "right"}
     table = Table(title=title, title_justify="left")
     for name, side in columns.items():
@@ -83,41 +85,48 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 @contextlib.contextmanager
 def progress_of_steps(steps: int, what: str) -> Iterator[Callable[[float], None]]:
-    """A progress bar over steps. Yields what is to be called after each, with the loss."""
-    bar = Progress(
-        TextColumn(f"{what:10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    task = bar.add_task("train", total=steps, loss="-")
-    with bar:
-        yield lambda loss: bar.update(task, advance=1, loss=f"{loss:.4f}")
+    """Progress over steps. Yields what is to be called after each, with the loss."""
+    with _progress(steps, f"{what:10}") as advance:
+        yield lambda loss: advance(f"loss {loss:.4f}")
 
 
 @contextlib.contextmanager
 def progress(
     settings: DigitsSettings, *, what: str = "loss", shown: bool = True
 ) -> Iterator[Callable[[int, float], None]]:
-    """A progress bar over all steps. Yields what is to be called after each, with the epoch and the loss.
+    """Progress over all steps. Yields what is to be called after each, with the epoch and the loss.
 
     Args:
       what: the loss it is.
-      shown: whether to draw it.
+      shown: whether to show it.
     """
-    bar = Progress(
-        TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(f"{what} {{task.fields[loss]}}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        disable=not shown,
-    )
     total = settings.epochs * settings.steps_per_epoch
-    task = bar.add_task("train", total=total, epoch=0, epochs=settings.epochs, loss="-")
+    with _progress(total, "training", shown) as advance:
+        yield lambda epoch, loss: advance(f"epoch {epoch + 1}/{settings.epochs} {what} {loss:.4f}")
+
+
+LINES = 10  # of progress, where no terminal shows a bar
+
+
+@contextlib.contextmanager
+def _progress(steps: int, what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """A bar in a terminal; elsewhere a line now and then. Yields what takes the news of a step."""
+    console = Console(soft_wrap=True, highlight=False)
+    if shown and not console.is_terminal:
+        done = itertools.count(1)
+
+        def line(news: str) -> None:
+            at = next(done)
+            if at * LINES // steps > (at - 1) * LINES // steps:
+                console.print(f"{what.strip()}: step {at} of {steps}, {news}", markup=False)
+
+        yield line
+        return
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
+    bar = Progress(*columns, TimeRemainingColumn(elapsed_when_finished=True), console=console, disable=not shown)
+    task = bar.add_task("train", total=steps, news="")
     with bar:
-        yield lambda epoch, loss: bar.update(task, advance=1, epoch=epoch + 1, loss=f"{loss:.4f}")
+        yield lambda news: bar.update(task, advance=1, news=news)
 
 
 def check_plot(path: Path) -> None:
@@ -137,8 +146,8 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"the plot cannot be written to {path}: its name must end in one of {', '.join(kinds)}")
 
 
-def plot_losses(path: Path, distributed: np.ndarray, single: np.ndarray, title: str) -> None:
-    """Draw both losses over the steps into an image file; its ending says of which kind.
+def plot_losses(path: Path, distributed: np.ndarray, single: np.ndarray | None, title: str) -> None:
+    """Draw the loss over the steps, and that of one device, into an image file; its ending says of which kind.
 
     Raises:
       ConfigError: the file cannot be written; or as `check_plot`.
@@ -150,7 +159,8 @@ def plot_losses(path: Path, distributed: np.ndarray, single: np.ndarray, title: 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="training loss (mean cross entropy)", title=title, yscale="log")
     axes.plot(distributed, color="tab:blue", linewidth=3, alpha=0.5, label="distributed")
-    axes.plot(single, color="black", linewidth=1, linestyle="--", label="single device")
+    if single is not None:
+        axes.plot(single, color="black", linewidth=1, linestyle="--", label="single device")
     axes.grid(alpha=0.3)
     axes.legend()
     try:

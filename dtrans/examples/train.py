@@ -1,7 +1,8 @@
 """The main job: train on the digits with trainers, distributed, and compare with one device on the same global batches.
 
 Two engines: `processes` starts trainers and pservers with `dtrans.run.distributed.launcher`, each running
-`dtrans.examples.train_role`; `mesh` runs the whole plan in this process. In nccl2 mode there are no pservers.
+`dtrans.examples.train_role`; `mesh` runs the whole plan in this process. In nccl2 and sharding mode there are no
+pservers.
 
 In exact arithmetic the two trainings are the same. Floating-point sums are rounded in another order, and the
 difference that remains is the figure this job reports: over all leaves, the largest max|a - b| / max|b|.
@@ -9,6 +10,7 @@ difference that remains is the figure this job reports: over all leaves, the lar
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import tempfile
@@ -22,12 +24,13 @@ from rich.console import Console
 import dtrans
 from dtrans.errors import BatchError, ConfigError
 from dtrans.examples import digits, report
-from dtrans.examples.job import DigitsSettings, Outcome, training
+from dtrans.examples.job import DigitsSettings, Outcome, train as run, training
 from dtrans.run.distributed.launcher import launch
 
 
 ENGINES = ("processes", "mesh")
-MODES = ("pserver", "nccl2")
+MODES = ("pserver", "nccl2", "sharding")
+SHARDING_STAGE = 3
 PSERVERS = 2
 MIN_ACCURACY = 0.95
 
@@ -40,33 +43,35 @@ def train(
     pservers: int | None = None,
     mode: str = "pserver",
     plot: Path | None = None,
+    check: bool = True,
 ) -> bool:
     """Train, print what came of it, and compare with one device.
 
     Args:
-      pservers: two by default; none in nccl2 mode.
+      pservers: two by default; none in nccl2 and sharding mode.
+      check: train on one device too, and compare.
 
     Returns:
-      Whether the test accuracy and the difference are within bounds.
+      Whether the test accuracy and the difference are within bounds. True where nothing is checked.
 
     Raises:
       ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.
     """
+    if mode == "sharding" and not settings.sharding_stage:
+        settings = dataclasses.replace(settings, sharding_stage=SHARDING_STAGE)
     _check(settings, engine, mode, trainers, pservers)
-    servers = 0 if mode == "nccl2" else PSERVERS if pservers is None else pservers
+    servers = 0 if mode != "pserver" else PSERVERS if pservers is None else pservers
     if plot is not None:
         report.check_plot(plot)
-    config = dtrans.DistributeTranspilerConfig(mode=mode, min_block_size=settings.min_block_size)
-    t = dtrans.DistributeTranspiler(config)
     if engine == "mesh":
-        distributed = _on_mesh(t, settings, trainers, servers)
+        distributed = _on_mesh(settings, mode, trainers, servers)
     else:
-        distributed = _as_processes(settings, mode, trainers, servers)
-    single = single_device(settings)
+        distributed = _as_processes(settings, trainers, servers)
+    single = single_device(settings) if check else None
     if plot is not None:
         others = f", {servers} pservers" if servers else ""
         title = f"digits, {settings.optimizer}: {trainers} trainers{others} ({engine})"
-        report.plot_losses(plot, distributed.losses, single.losses, title)
+        report.plot_losses(plot, distributed.losses, None if single is None else single.losses, title)
         Console(soft_wrap=True).print(f"loss plot: {plot}", highlight=False)
     return _compare(settings, distributed, single)
 
@@ -109,8 +114,10 @@ def _check(settings: DigitsSettings, engine: str, mode: str, trainers: int, pser
         raise ConfigError(f"there is no engine {engine!r}; it is one of {', '.join(ENGINES)}")
     if mode not in MODES:
         raise ConfigError(f"there is no mode {mode!r}; it is one of {', '.join(MODES)}, pipeline")
-    if mode == "nccl2" and pservers is not None:
-        raise ConfigError(f"there are no pservers in nccl2 mode; leave out --pservers {pservers}")
+    if mode != "pserver" and pservers is not None:
+        raise ConfigError(f"there are no pservers in {mode} mode; leave out --pservers {pservers}")
+    if mode != "sharding" and settings.sharding_stage:
+        raise ConfigError(f"--sharding-stage is of sharding mode; with --mode {mode} leave it out")
     if trainers < 1 or settings.batch_size % trainers:
         raise BatchError(
             f"a batch of {settings.batch_size} images cannot be divided among {trainers} trainers: "
@@ -120,35 +127,39 @@ def _check(settings: DigitsSettings, engine: str, mode: str, trainers: int, pser
         raise BatchError(f"--batch-size must be 1 to {digits.TRAIN_IMAGES}, the number of training images")
     if settings.epochs < 1:
         raise ConfigError(f"--epochs must be 1 or more, it is {settings.epochs}")
+    dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(min_block_size=settings.min_block_size))
     training(settings)
     digits.check_installed()
 
 
-def _on_mesh(t: dtrans.DistributeTranspiler, settings: DigitsSettings, trainers: int, pservers: int) -> Outcome:
-    """Train with every role on a device of this process. Without pservers, in nccl2 mode."""
+def _plan(settings: DigitsSettings, mode: str, main: Any, startup: Any, trainers: int, pservers: int) -> Any:
+    """The plan of a mode, for roles that are all in this process."""
+    if mode == "sharding":
+        return dtrans.sharding(main, startup, degree=trainers, stage=settings.sharding_stage)
+    # names only: nothing listens there
+    endpoints = [f"127.0.0.1:{6174 + i}" for i in range(pservers or trainers)]
+    config = dtrans.DistributeTranspilerConfig(mode=mode, min_block_size=settings.min_block_size)
+    t = dtrans.DistributeTranspiler(config)
+    if mode == "pserver":
+        t.transpile(0, main, ",".join(endpoints), trainers, startup_program=startup)
+    else:
+        t.transpile(0, main, trainers=endpoints, startup_program=startup, current_endpoint=endpoints[0])
+    return t.plan
+
+
+def _on_mesh(settings: DigitsSettings, mode: str, trainers: int, pservers: int) -> Outcome:
+    """Train with every role on a device of this process. Without pservers in nccl2 and sharding mode."""
     virtual_devices(trainers + pservers)
     data = digits.load(settings.seed)
     step, init = training(settings)
     batch = next(digits.batches(data, settings.seed, 0, settings.batch_size))
-    program = dtrans.trace(step, *jax.eval_shape(init, settings.key), *batch)
-    # names only: nothing listens there
-    endpoints = [f"127.0.0.1:{6174 + i}" for i in range(pservers or trainers)]
-    startup = dtrans.trace(init, settings.key)
-    if pservers:
-        t.transpile(0, program, ",".join(endpoints), trainers, startup_program=startup)
-    else:
-        t.transpile(0, program, trainers=endpoints, startup_program=startup, current_endpoint=endpoints[0])
-    report.show_plan(t.plan)
-    job: Any = t.plan.on_mesh()
-    state = job.init(settings.key)
-    losses = []
+    # a part of it, as a process has it: plans tell the rows of all
+    program = dtrans.trace(step, *jax.eval_shape(init, settings.key), *digits.shard(batch, 0, trainers))
+    plan = _plan(settings, mode, program, dtrans.trace(init, settings.key), trainers, pservers)
+    report.show_plan(plan)
+    batches = lambda epoch: digits.batches(data, settings.seed, epoch, settings.batch_size)
     with report.progress(settings) as advance:
-        for epoch in range(settings.epochs):
-            for x, y in digits.batches(data, settings.seed, epoch, settings.batch_size):
-                state, loss = job.step(state, x, y)
-                losses.append(float(loss))
-                advance(epoch, losses[-1])
-    return Outcome(np.array(losses), job.params(state))
+        return run(plan.on_mesh(), settings, batches, advance)
 
 
 def virtual_devices(count: int) -> None:
@@ -162,7 +173,7 @@ def virtual_devices(count: int) -> None:
         return
 
 
-def _as_processes(settings: DigitsSettings, mode: str, trainers: int, pservers: int) -> Outcome:
+def _as_processes(settings: DigitsSettings, trainers: int, pservers: int) -> Outcome:
     """Train with every role as a process. Trainers leave their losses, and their parameters, in files."""
     # roles see the precision of this process, however it was set, and on a GPU leave room for one another
     env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64")))}
@@ -170,25 +181,31 @@ def _as_processes(settings: DigitsSettings, mode: str, trainers: int, pservers: 
     with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
         command = [sys.executable, "-m", "dtrans.examples.train_role", directory, *settings.arguments()]
         try:
-            launch(command, trainers=trainers, pservers=pservers or None, mode=mode, env=env, inherit_stdout=True)
+            # ranks of sharding meet as trainers of nccl2 mode do
+            kind = "pserver" if pservers else "nccl2"
+            launch(command, trainers=trainers, pservers=pservers or None, mode=kind, env=env, inherit_stdout=True)
         finally:
             # trainer 0 hides it while it draws its progress, and may have been ended meanwhile
             Console().show_cursor(True)
         found = [Outcome.load(Path(directory) / f"trainer-{i}.npz") for i in range(trainers)]
-    # each loss is a mean over a shard, and shards are of one size; or of all already, in nccl2 mode
+    # each loss is a mean over a shard, and shards are of one size; or of all already, without pservers
     return Outcome(np.mean([o.losses for o in found], axis=0), found[0].params)
 
 
-def _compare(settings: DigitsSettings, distributed: Outcome, single: Outcome) -> bool:
-    """Print the verdict."""
+def _compare(settings: DigitsSettings, distributed: Outcome, single: Outcome | None) -> bool:
+    """Print the verdict; without training on one device the accuracy alone."""
     data = digits.load(settings.seed)
+    console = Console(soft_wrap=True, highlight=False)
     got = digits.accuracy(distributed.params, data.test_x, data.test_y)
+    said = f"test accuracy {got:.4f} on {len(data.test_y)} images"
+    if single is None:
+        console.print(said)
+        return True
     alone = digits.accuracy(single.params, data.test_x, data.test_y)
     apart = difference(distributed.params, single.params)
     kind = np.dtype(data.x.dtype).name
     good, near = got >= MIN_ACCURACY, apart < bound()
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"test accuracy {got:.4f} on {len(data.test_y)} images; single device {alone:.4f}")
+    console.print(f"{said}; single device {alone:.4f}")
     console.print(
         f"final parameters against single-device training on the same {len(single.losses)} global batches: "
         f"max relative difference {apart:.2e} ({kind}, bound {bound():.0e})"

@@ -4,6 +4,7 @@ Written as a user of Paddle's interface would. Started by `dtrans train --engine
 
     dtrans launch --trainers 2 --pservers 2 -m dtrans.examples.train_role runs/digits --optimizer adam
     dtrans launch --mode nccl2 --trainers 2 -m dtrans.examples.train_role runs/digits --optimizer adam
+    dtrans launch --mode nccl2 --trainers 2 -m dtrans.examples.train_role runs/digits --sharding-stage 3
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 import dtrans
 from dtrans.examples import digits, report
-from dtrans.examples.job import DigitsSettings, Outcome, training
+from dtrans.examples.job import DigitsSettings, Outcome, train, training
 
 
 def main() -> None:
@@ -35,6 +36,18 @@ def main() -> None:
     step, init = training(settings)
     program = dtrans.trace(step, *jax.eval_shape(init, settings.key), *my_batches(0)[0])
     startup = dtrans.trace(init, settings.key)
+    first = role.trainer_id == 0
+    # without pservers each has the loss of all
+    bar = report.progress(settings, what="loss of trainer 0" if role.mode == "pserver" else "loss", shown=first)
+    file = Path(directory) / f"trainer-{role.trainer_id}.npz"
+
+    if settings.sharding_stage:
+        plan = dtrans.sharding(program, startup, degree=role.trainers, stage=settings.sharding_stage)
+        if first:
+            report.show_plan(plan)
+        with plan.on_cluster() as job, bar as advance:
+            train(job, settings, my_batches, advance).save(file)
+        return
 
     config = dtrans.DistributeTranspilerConfig(mode=role.mode, min_block_size=settings.min_block_size)
     t = dtrans.DistributeTranspiler(config)
@@ -53,12 +66,10 @@ def main() -> None:
         exe.run(pserver, exe.run(pserver_startup, settings.key))
         return
 
-    first = role.trainer_id == 0
     if first:
         report.show_plan(t.plan)
     trainer = t.get_trainer_program()
     losses = []
-    bar = report.progress(settings, what="loss of trainer 0", shown=first)
     with dtrans.Executor(deadline=settings.deadline) as exe, bar as advance:
         # params; in nccl2 mode (params, opt_state)
         started = exe.run(t.get_trainer_startup_program(), settings.key)
@@ -68,7 +79,7 @@ def main() -> None:
                 *state, loss = exe.run(trainer, *state, x, y)
                 losses.append(float(loss))
                 advance(epoch, losses[-1])
-    Outcome(np.array(losses), state[0]).save(Path(directory) / f"trainer-{role.trainer_id}.npz")
+    Outcome(np.array(losses), state[0]).save(file)
 
 
 if __name__ == "__main__":
