@@ -24,6 +24,10 @@ class CheckpointWarning(UserWarning):
     """A checkpoint that cannot be read, and that is passed over for the one before it."""
 
 
+class NonfiniteWarning(UserWarning):
+    """Gradients of a trainer that are not finite."""
+
+
 class DtransError(Exception):
     """The base of all."""
 
@@ -69,6 +73,10 @@ class NotRealisedError(DtransError, RuntimeError):
 
 class StateError(DtransError, RuntimeError):
     """The state of a job was used in a way its job does not allow."""
+
+
+class NonfiniteError(DtransError, FloatingPointError):
+    """Gradients of a trainer that are not finite, where `on_nonfinite="error"` was said."""
 
 
 class WireError(DtransError, ValueError):

@@ -136,7 +136,9 @@ class Plan(abc.ABC):
           devices: trainers, ranks or stages take the first; of a mesh its devices in their order. All of this
             process's by default.
           donate: let each step reuse the memory of the state it was given, which cannot be used again.
-          options: `unsplit_inputs` of a pserver plan: names of batch arrays that every trainer gets whole.
+          options: `on_nonfinite`, but for pipelines: "warn" or "error" names the trainer, and the leaves, where
+            gradients have an infinity or a NaN in them, which "ignore" does not look for. `unsplit_inputs` of a pserver
+            plan: names of batch arrays that every trainer gets whole.
 
         Raises:
           ConfigError: fewer devices than the plan needs, or a plan that cannot run in one process.
@@ -153,7 +155,8 @@ class Plan(abc.ABC):
 
         Args:
           donate: as in `on_mesh`; never where the job goes on when trainers are lost, and always by servers.
-          options: of `dtrans.Executor`, with parameter servers: `deadline`, `wait_port`, `allow_remote`.
+          options: `on_nonfinite`, as in `on_mesh`; of `dtrans.Executor`, with parameter servers: `deadline`,
+            `wait_port`, `allow_remote`.
 
         Raises:
           ConfigError: not connected, or to another number of processes than the plan is for; donate=False, of servers.

@@ -18,6 +18,7 @@ from dtrans.ops.all_to_all import all_to_all_p as all_to_all_p
 from dtrans.ops.bootstrap import broadcast_p as broadcast_p, gen_nccl_id_p as gen_nccl_id_p
 from dtrans.ops.collectives import (
     COMBINE as COMBINE,
+    LAYERS as LAYERS,
     after_p as after_p,
     all_gather_p as all_gather_p,
     all_reduce_p as all_reduce_p,

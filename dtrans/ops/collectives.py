@@ -36,6 +36,8 @@ from dtrans._jax import ShapedArray
 from dtrans.ops.primitive import communication
 
 
+LAYERS = "layers"  # the name of reductions of gradients in a loop, layer by layer
+
 # how two parts are made one, by the name of the operation: a function of `jnp` and of `np`
 COMBINE: Mapping[str, str] = {
     "sum": "add",

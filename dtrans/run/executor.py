@@ -21,6 +21,7 @@ import numpy as np
 from dtrans.errors import StateError
 from dtrans.ir.program import Program
 from dtrans.ops import broadcast_p, gen_nccl_id_p, trainer_index_p
+from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.sockets import DEADLINE
@@ -65,10 +66,20 @@ class Executor:
         an error at once.
       allow_remote: let a server bind an address that is not this machine's loopback. Messages are neither
         encrypted nor authenticated: only on a network where everybody may train with everybody.
+      on_nonfinite: what a trainer of parameter servers does about gradients with an infinity or a NaN in them:
+        "ignore", "warn", or "error", before they are sent.
     """
 
-    def __init__(self, *, deadline: float = DEADLINE, wait_port: bool = True, allow_remote: bool = False) -> None:
-        self._fabric = EndpointFabric(deadline=deadline, wait_port=wait_port, allow_remote=allow_remote)
+    def __init__(
+        self,
+        *,
+        deadline: float = DEADLINE,
+        wait_port: bool = True,
+        allow_remote: bool = False,
+        on_nonfinite: str = "ignore",
+    ) -> None:
+        watch = GradientWatch(on_nonfinite)
+        self._fabric = EndpointFabric(deadline=deadline, wait_port=wait_port, allow_remote=allow_remote, watch=watch)
         self._cluster = ClusterFabric(deadline=deadline, allow_remote=allow_remote)
         self._pieces: dict[Program, Segments] = {}
         self._interrupted: str | None = None
@@ -80,6 +91,7 @@ class Executor:
           TraceError: arguments that do not fit the program.
           StateError: the executor is closed, or its last step was interrupted and the servers wait for the rest.
           PeerError: another role refused or failed; DeadlineError: it did not answer in time.
+          NonfiniteError: gradients of this trainer, with on_nonfinite="error".
           ConfigError: a program of nccl2 mode, and this process is not connected; see `dtrans.connect`.
         """
         flat = program.flatten(*args)

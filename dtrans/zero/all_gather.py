@@ -32,7 +32,7 @@ from dtrans.engine.writer import linear_operands
 from dtrans.ir.array_fns import converted, padded, times
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
-from dtrans.ops import after_p, all_gather_p, all_reduce_p, reduce_scatter_p
+from dtrans.ops import LAYERS, after_p, all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import Rows
 from dtrans.zero.gathering import Gathering, Given
@@ -189,7 +189,7 @@ class Gatherer:
         if own != dtype:
             (grad,) = b.call(converted(jnp.dtype(dtype)), grad)
         (whole,) = b.call(padded(s.axis, s.padded), grad)
-        (made,) = b.bind(reduce_scatter_p, whole, name="layers", over=(self.how.axis_name,), size=s.degree, axis=s.axis)
+        (made,) = b.bind(reduce_scatter_p, whole, name=LAYERS, over=(self.how.axis_name,), size=s.degree, axis=s.axis)
         b.role = role
         self.late = made
         return made if own == dtype else b.call(converted(jnp.dtype(own)), made)[0]

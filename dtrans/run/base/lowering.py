@@ -46,14 +46,18 @@ OVER_AXIS: Rules = {
 
 
 @realises(CollectivePlan, "function")
-def per_trainer(program: Program) -> Callable[..., list[Any]]:
-    """A program as a function of flat arrays, for one trainer on a named axis."""
+def per_trainer(program: Program, rules: Callable[[], Rules] = lambda: OVER_AXIS) -> Callable[..., list[Any]]:
+    """A program as a function of flat arrays, for one trainer on a named axis.
+
+    Args:
+      rules: makes those of a trace.
+    """
     inner = program.inner
     constants = dict(zip(inner.constvars, program.jaxpr.consts, strict=True))
 
     def run(*args: Any) -> list[Any]:
         return interpret(
-            inner.eqns, {**constants, **dict(zip(inner.invars, args, strict=True))}, inner.outvars, OVER_AXIS
+            inner.eqns, {**constants, **dict(zip(inner.invars, args, strict=True))}, inner.outvars, rules()
         )
 
     return run

@@ -140,8 +140,9 @@ class SurvivingJob(Job):
     Nothing is donated: a step that fails is taken again, from the same state. `plan` is that of those left.
     """
 
-    def __init__(self, plan: CollectivePlan) -> None:
-        self._job = job_of(plan, donate=False)
+    def __init__(self, plan: CollectivePlan, on_nonfinite: str) -> None:
+        self._on_nonfinite = on_nonfinite
+        self._job = job_of(plan, donate=False, on_nonfinite=on_nonfinite)
 
     @property
     def plan(self) -> CollectivePlan:
@@ -193,7 +194,7 @@ class SurvivingJob(Job):
         """What a function of all trainers gives; anew, with those left, when some have ended meanwhile."""
         while True:
             if len(trainer_devices()) != self.plan.trainers:
-                self._job = job_of(self.plan, donate=False)
+                self._job = job_of(self.plan, donate=False, on_nonfinite=self._on_nonfinite)
             try:
                 with all_or_none():
                     made = run(self._job)
@@ -208,7 +209,7 @@ class SurvivingJob(Job):
 
 
 @realises(CollectivePlan, "cluster")
-def on_cluster(plan: CollectivePlan, *, donate: bool) -> Job:
+def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignore") -> Job:
     """This process's trainers, as they run best on their platform."""
     devices, drop = trainer_devices(), connected().on_trainer_loss == "drop"
     if drop and isinstance(plan, ShardingPlan):
@@ -220,14 +221,16 @@ def on_cluster(plan: CollectivePlan, *, donate: bool) -> Job:
         each = jax.local_device_count()
         many = f": {len(connected().members)} processes with {each} devices each" if each > 1 else ""
         raise ConfigError(f"the plan is for {plan.trainers} trainers, {len(devices)} are connected{many}")
-    return SurvivingJob(plan) if drop else job_of(as_run_on(plan, jax.default_backend()), donate=donate)
+    if drop:
+        return SurvivingJob(plan, on_nonfinite)
+    return job_of(as_run_on(plan, jax.default_backend()), donate=donate, on_nonfinite=on_nonfinite)
 
 
-def job_of(plan: CollectivePlan, *, donate: bool) -> CollectiveJob:
+def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> CollectiveJob:
     """A job of all trainers that are there."""
     devices = trainer_devices()
     plan = plan.for_trainers(len(devices))
-    return CollectiveJob(plan, ClusterTrainers(mesh_of(plan, devices)), donate=donate)
+    return CollectiveJob(plan, ClusterTrainers(mesh_of(plan, devices)), donate=donate, on_nonfinite=on_nonfinite)
 
 
 def own_of(x: Any) -> Any:

@@ -35,12 +35,15 @@ from dtrans.checkpoint.collective_state import state_of
 from dtrans.checkpoint.pserver_state import arrays_of
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
-from dtrans.errors import StateError
+from dtrans.errors import ConfigError, StateError
 from dtrans.ir.array_fns import padded_to
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under, result_of, without
 from dtrans.plan import Job
 from dtrans.run.base.batch import Share, batch_arrays, check_rows, even_rows, part_types, rows_of, share_of
+from dtrans.run.base.lowering import OVER_AXIS
+from dtrans.run.base.nonfinite import GradientWatch
+from dtrans.run.base.segments import Rules
 from dtrans.run.base.state import check_arrays, check_kind, check_types
 
 
@@ -57,12 +60,14 @@ class StepLayout:
       shares: how they share each array of the batch (`dtrans.run.base.batch.Share`).
       ways: how their outputs are merged: an output is the `same` on all, or that of the `first`; `concat` joins their
         rows along a dimension, `each` gives each a row; or it is a `slice` along a dimension.
+      rules: makes the rules of communication of a trace.
     """
 
     axes: tuple[tuple[str, int], ...]
     sliced: tuple[int | None, ...]
     shares: tuple[Share, ...]
     ways: tuple[tuple[str, int | None], ...]
+    rules: Callable[[], Rules] = lambda: OVER_AXIS
 
 
 class Trainers(abc.ABC):
@@ -126,9 +131,13 @@ class CollectiveJob(Job):
       plan: what to run.
       trainers: where.
       donate: whether a step may reuse the memory of the state that it is given.
+      on_nonfinite: what is done about gradients of a trainer that are not finite: "ignore", "warn" or "error".
     """
 
-    def __init__(self, plan: CollectivePlan, trainers: Trainers, *, donate: bool) -> None:
+    def __init__(self, plan: CollectivePlan, trainers: Trainers, *, donate: bool, on_nonfinite: str = "ignore") -> None:
+        self.watch = GradientWatch(on_nonfinite)
+        if self.watch.looks:
+            _check_watched(plan, on_nonfinite)
         self.plan, self.trainers, self.donate = plan, trainers, donate
         self.mesh, self.run_id = trainers.mesh, trainers.run_id
         main, program = plan.main, plan.program
@@ -169,9 +178,11 @@ class CollectiveJob(Job):
         Raises:
           BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
           StateError: not a state of this job, or one that was already stepped from, and was donated.
+          NonfiniteError: with on_nonfinite="error", gradients of a step before.
           PeerError: another trainer has ended, or trains something else.
           DeadlineError: parts of another shape, and a trainer that goes on with those of before.
         """
+        self.watch.check()
         self.check(state)
         with self.trainers.stepping():
             arrays: Sequence[Any] = batch_arrays(self._specs, batch, self.plan.main.inputs)
@@ -304,7 +315,7 @@ class CollectiveJob(Job):
         program = self._program(state, arrays) if program is None else program
         sliced = tuple(self.slice_axis(n) for n in self._held_names)
         ways = tuple(self._way(n) for n in program.out_names)
-        layout = StepLayout(self.plan.axes, sliced, tuple(self._shares), ways)
+        layout = StepLayout(self.plan.axes, sliced, tuple(self._shares), ways, self._rules)
         made = self.trainers.mapped(program, layout)(self._held(state), arrays)
         values = dict(zip(program.out_names, made, strict=True))
         for (way, axis), name in zip(ways, program.out_names, strict=True):
@@ -312,6 +323,9 @@ class CollectiveJob(Job):
                 values[name] = jax.lax.slice_in_dim(values[name], 0, types[name].shape[axis or 0], axis=axis or 0)
         new = CollectiveState(*({n: values[n] for n in names} for names in self._state))
         return new, [values[n] for n in self._rest.names]
+
+    def _rules(self) -> Rules:
+        return self.watch.rules(OVER_AXIS, {b.name: b.leaves for b in self.plan.buckets}, self.plan.axis_names)
 
     def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
         """The program for a trainer's part of a batch."""
@@ -386,6 +400,7 @@ class CollectiveJob(Job):
         return {"each": "each", "same": "first"}.get(way, "same"), None
 
     def _leaves(self, state: CollectiveState, names: Collection[str]) -> dict[str, Any]:
+        self.watch.check(wait=True)
         if self.plan.owned is not None or self.trainers.here != self.plan.trainers:
             return super()._leaves(state, names)
         held = dict(zip(self._held_names, self._held(state), strict=True))
@@ -395,11 +410,25 @@ class CollectiveJob(Job):
         return {n: _unpadded(x, self.plan.cuts.get(n)) for n, x in leaves.items()}
 
     def _whole_tree(self, spec: Any, held: Mapping[str, Any]) -> Any:
+        self.watch.check(wait=True)
         cuts, whole = self.plan.cuts, self.trainers.whole
         found = {n: whole(x, cuts[n].axis, cuts[n].size) if n in cuts else whole(x, None, 0) for n, x in held.items()}
         if self.plan.owned is not None:
             found = self.plan.owned.opened(found)
         return spec.unflatten([found[n] for n in spec.names])
+
+
+def _check_watched(plan: CollectivePlan, on_nonfinite: str) -> None:
+    """Refuse plans whose trainers reduce no gradients, or some that may be infinite."""
+    why = ""
+    if plan.trainers == 1:
+        why = 'one trainer reduces no gradients; jax.config.update("jax_debug_nans", True) looks at all that it makes'
+    elif plan.options.local_sgd is not None:
+        why = "trainers that take steps of their own average parameters, and not gradients"
+    elif plan.extra_state:
+        why = "a loss that is scaled has gradients that overflow, and skips the steps in which they do"
+    if why:
+        raise ConfigError(f"on_nonfinite={on_nonfinite!r}: {why}; leave it out")
 
 
 def _unpadded(x: Any, s: Any) -> Any:

@@ -52,7 +52,7 @@ class MeshTrainers(Trainers):
         return self._everywhere if isinstance(share, str) else NamedSharding(self.mesh, self._parts(share))
 
     def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
-        one = per_trainer(program)
+        one = per_trainer(program, layout.rules)
 
         def trainer(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
             return [self.told(x, way, axis) for x, (way, axis) in zip(one(*held, *batch), layout.ways, strict=True)]
@@ -78,7 +78,13 @@ class MeshTrainers(Trainers):
 
 
 @realises(CollectivePlan, "mesh")
-def on_mesh(plan: CollectivePlan, devices: Sequence[jax.Device] | None = None, *, donate: bool = True) -> CollectiveJob:
+def on_mesh(
+    plan: CollectivePlan,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    donate: bool = True,
+    on_nonfinite: str = "ignore",
+) -> CollectiveJob:
     """Trainers on devices, as they run best on their platform."""
     given = list(jax.devices() if devices is None else devices)
     if not all(isinstance(d, jax.Device) for d in given) or len({*given}) < len(given):
@@ -99,7 +105,8 @@ def on_mesh(plan: CollectivePlan, devices: Sequence[jax.Device] | None = None, *
             f"{plan.trainers} trainers need as many devices, on_mesh has {len(given)}{hint}; "
             "plan.simulate() runs any number on one"
         )
-    return CollectiveJob(as_run_on(plan, given[0].platform), MeshTrainers(mesh_of(plan, given)), donate=donate)
+    trainers = MeshTrainers(mesh_of(plan, given))
+    return CollectiveJob(as_run_on(plan, given[0].platform), trainers, donate=donate, on_nonfinite=on_nonfinite)
 
 
 def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:

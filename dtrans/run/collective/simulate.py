@@ -38,7 +38,7 @@ class SimulatedTrainers(Trainers):
     def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
         axes, sliced, ways = layout.axes, layout.sliced, layout.ways
         sizes = [size for _, size in axes]
-        one = per_trainer(program)
+        one = per_trainer(program, layout.rules)
         split = [None if isinstance(s, str) else 0 for s in layout.shares]
 
         def step(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:

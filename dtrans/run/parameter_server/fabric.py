@@ -43,6 +43,7 @@ from dtrans.ops import (
     send_p,
     split_byref_p,
 )
+from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
 from dtrans.run.net.inbox import Inbox
@@ -57,11 +58,12 @@ from dtrans.run.parameter_server.update import ServerUpdate
 class EndpointFabric:
     """What one process needs to take part; see the module's docstring. Arguments are those of `Executor`."""
 
-    def __init__(self, *, deadline: float, wait_port: bool, allow_remote: bool) -> None:
+    def __init__(self, *, deadline: float, wait_port: bool, allow_remote: bool, watch: GradientWatch) -> None:
         check_number("deadline", deadline, "a positive number of seconds", lambda x: x > 0)
         self.deadline = deadline
         self.wait_port = wait_port
         self.allow_remote = allow_remote
+        self._watch = watch
         self._context: zmq.Context[Any] | None = None
         self._connections: dict[str, Connection] = {}
         self._me: tuple[int, int] | None = None
@@ -92,6 +94,8 @@ class EndpointFabric:
         """The outputs of one communication equation. Those of `recv` are not there before the next, or `settle`."""
         if self._closed:
             raise StateError("this executor is closed; make a new one")
+        if eqn.primitive is send_p and "trainers" in eqn.params:
+            self._watch.look(zip(eqn.params["names"], values, strict=False))
         if self._beside.takes(eqn):
             self.settle()
             if "trainers" in eqn.params:

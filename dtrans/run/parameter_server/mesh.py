@@ -45,6 +45,7 @@ from dtrans.run.base.batch import (
     shared_batch,
 )
 from dtrans.run.base.lowered import LoweredStep, recording
+from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import COMPUTED, Segments, cut_program
 from dtrans.run.base.state import check_arrays, check_kind, check_types
 from dtrans.run.parameter_server.exchange import Exchange
@@ -66,6 +67,8 @@ class MeshJob(Job):
       devices: trainers take the first, servers those after them, round-robin where there are fewer than
         roles; all of this process's by default.
       unsplit_inputs: with batch="local", names of batch arrays that every trainer gets whole, e.g. class weights.
+      on_nonfinite: what is done about gradients of a trainer with an infinity or a NaN in them: "ignore", "warn", or
+        "error", before a server has them.
       donate: let updates reuse the memory of the optimizer state they replace. A state that was stepped
         from can then not be stepped from again; parameters are never donated.
 
@@ -92,7 +95,9 @@ class MeshJob(Job):
         *,
         donate: bool = True,
         unsplit_inputs: Collection[str] = (),
+        on_nonfinite: str = "ignore",
     ) -> None:
+        self.watch = GradientWatch(on_nonfinite)
         if not plan.sync_mode:
             raise ConfigError(
                 "on_mesh runs all trainers at once; run a plan of an asynchronous mode in processes (Executor)"
@@ -159,6 +164,7 @@ class MeshJob(Job):
             divide.
           StateError: not a state of this job, or one that was already stepped from, and whose optimizer state
             was donated.
+          NonfiniteError: gradients of a trainer, with on_nonfinite="error".
         """
         self.check(state)
         given = batch_arrays(self.plan.main.args[2:], batch, self.plan.main.inputs)
@@ -284,6 +290,7 @@ class MeshJob(Job):
         """Run a trainer program for all trainers. `servers` is brought up to date in place."""
         run = pieces.run(args, None if runner is None else runner.compute)
         grads: dict[str, dict[str, Any]] = {ep: {} for ep in servers}
+        looked_at: list[tuple[str, Any, bool]] = []  # gradients that are sent, and whether trainers have their own
         outs: Sequence[Any] | None = None
         while True:
             try:
@@ -293,9 +300,12 @@ class MeshJob(Job):
             if eqn.primitive is send_p:
                 assert runner is not None
                 for atom, x, ep, name in zip(eqn.invars, values, eqn.params["epmap"], eqn.params["names"], strict=True):
+                    if self.watch.looks:
+                        looked_at.append((name, x, runner.is_stacked(atom)))
                     grads[ep][name] = _shards(x) if runner.is_stacked(atom) else x
                 outs = [None]
             elif eqn.primitive is send_barrier_p:
+                self._look(looked_at)
                 self._update(servers, grads)
                 outs = [None]
             elif eqn.primitive is recv_p:
@@ -304,6 +314,20 @@ class MeshJob(Job):
                 outs = [self._to_trainers(x) for x in values]
             else:
                 raise ConfigError(f"a mesh cannot carry out `{eqn.primitive.name}`")
+
+    def _look(self, sent: Sequence[tuple[str, Any, bool]]) -> None:
+        """Look at the gradients of all trainers, before a server has them. Raises NonfiniteError."""
+        if not sent:
+            return
+        blocks = {b.gradient(0, self.trainers): b.name for b in self.plan.placement.table}
+        fine = jax.device_get(_finite([x for _, x, _ in sent], tuple(own for *_, own in sent)))
+        bad: dict[int | None, list[str]] = {}
+        for (name, _, own), each in zip(sent, fine, strict=True):
+            for k in np.flatnonzero(~each):
+                bad.setdefault(int(k) if own else None, []).append(blocks.get(name, name))
+        for trainer, names in bad.items():
+            self.watch.hear(trainer, names)
+        self.watch.check()
 
     def _update(self, servers: dict[str, dict[str, Any]], grads: Mapping[str, Mapping[str, Any]]) -> None:
         """One update of every server, level by level. `servers` is brought up to date in place."""
@@ -345,6 +369,17 @@ class MeshJob(Job):
         return {
             ep: CompiledUpdate(u, donate=self.donate, prepare=partial(_unstacked, u.sent)) for ep, u in updates.items()
         }
+
+
+@partial(jax.jit, static_argnums=1)
+def _finite(xs: Sequence[Any], own: Sequence[bool]) -> list[jax.Array]:
+    """Of each gradient whether it is finite, by trainers where each has its own."""
+    return [
+        jnp.atleast_1d(jnp.isfinite(x).all(tuple(range(k, x.ndim))))
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+        else jnp.ones(1, bool)
+        for x, k in zip(xs, map(int, own), strict=True)
+    ]
 
 
 def _shards(x: jax.Array) -> list[jax.Array]:
