@@ -46,7 +46,7 @@ from dtrans.step import summary as summary
 from dtrans.step.batch_sharing import Batch as Batch
 from dtrans.step.collect import collect as collect
 from dtrans.step.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
-from dtrans.step.scopes import replicate as replicate, split as split
+from dtrans.step.scopes import local as local, replicate as replicate, split as split
 from dtrans.step.trace import trace as trace
 from dtrans.zero.options import LossScaling as LossScaling, Precision as Precision, Slicing as Slicing
 from dtrans.zero.plan import ShardingPlan as ShardingPlan

@@ -102,7 +102,7 @@ def scale_of_parts(step: Cut, part: TrainerStep, trainers: int, portions: Collec
     ]
     try:
         ins = [-1 if n in portions else 0 for n in step.program.in_names]
-        powers = _Pairing(trainers, part.firsts).powers(halves, ins)
+        powers = _Pairing(trainers, part.scaled).powers(halves, ins)
     except _NoScaleError:
         return None
     graded, made = powers[: len(step.gradients)], dict(zip(asked, powers[len(step.gradients) :], strict=True))
@@ -126,9 +126,9 @@ def _half(program: Program, outs: Sequence[Atom]) -> ClosedJaxpr:
 class _Pairing:
     """The powers of the values of two jaxprs whose equations pair, from the outputs back."""
 
-    def __init__(self, trainers: int, firsts: Mapping[Var, Atom]) -> None:
+    def __init__(self, trainers: int, scaled: Mapping[Var, tuple[Atom, int]]) -> None:
         self.trainers = trainers
-        self.firsts = firsts
+        self.scaled = scaled
 
     def powers(self, pair: Sequence[ClosedJaxpr], ins: Sequence[Power]) -> list[Power]:
         """Of the outputs of a part and of its term, from those of the inputs."""
@@ -139,7 +139,7 @@ class _Pairing:
         known: dict[tuple[int, int], Power] = dict(zip(map(of, here.invars, there.invars), ins, strict=True))
         made_by = [{v: (e, i) for e in x.eqns for i, v in enumerate(e.outvars)} for x in (here, there)]
         values = [dict(zip(opened(x).constvars, constants(x), strict=True)) for x in pair]
-        is_first = lambda b: isinstance(b, Var) and b in self.firsts
+        is_scaled = lambda b: isinstance(b, Var) and b in self.scaled
         is_made = lambda a, side: isinstance(a, Var) and a in made_by[side]
 
         def power(a: Atom, b: Atom) -> Power:
@@ -150,7 +150,7 @@ class _Pairing:
             return self.ratio(number(a, values[0]), number(b, values[1]))
 
         outs = list(zip(here.outvars, there.outvars, strict=True))
-        if any(is_made(p, 0) != is_made(q, 1) and not is_first(q) for p, q in outs):
+        if any(is_made(p, 0) != is_made(q, 1) and not is_scaled(q) for p, q in outs):
             raise _NoScaleError
         waiting = [pair for pair in outs if is_made(pair[1], 1)]
         while waiting:
@@ -158,19 +158,19 @@ class _Pairing:
             if of(a, b) in known:
                 waiting.pop()
                 continue
-            if is_first(b):  # trainers have it all, one by one: it is their mean
-                one = self.firsts[b]  # type: ignore[index]
+            if is_scaled(b):
+                one, by = self.scaled[b]  # type: ignore[index]
                 if is_made(a, 0) and is_made(one, 1) and of(a, one) not in known:
                     waiting.append((a, one))
                     continue
                 whole = power(a, one)
-                known[of(a, b)] = whole if whole is _ZERO else whole + 1
+                known[of(a, b)] = whole if whole is _ZERO else whole + by
                 continue
             (x, i), (y, k) = made_by[0][a], made_by[1][b]  # type: ignore[index]
             if x.primitive is not y.primitive or i != k or len(x.invars) != len(y.invars):
                 raise _NoScaleError
             pairs = list(zip(x.invars, y.invars, strict=True))
-            if any(is_made(p, 0) != is_made(q, 1) and not is_first(q) for p, q in pairs):
+            if any(is_made(p, 0) != is_made(q, 1) and not is_scaled(q) for p, q in pairs):
                 raise _NoScaleError
             missing = [p for p in pairs if is_made(p[1], 1) and of(*p) not in known]
             if missing:

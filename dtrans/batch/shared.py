@@ -72,8 +72,9 @@ class SharedStep:
     @property
     def notes(self) -> list[str]:
         """What a plan says of it."""
+        own = ", with dtrans.local() of each trainer's own" if self.part.local else ""
         if self.proven:
-            return [f"exact: {self.reduce} over {self.rows} rows"]
+            return [f"exact: {self.reduce} over {self.rows} rows{own}"]
         found: dict[tuple[str, str], list[int]] = {}
         for x in self.part.exchanged:
             found.setdefault((x.op, x.line), []).append(x.nbytes)
@@ -81,7 +82,7 @@ class SharedStep:
             f"  {op} for {line or 'an unknown line'}: {sum(n):,} bytes in {len(n)}" for (op, line), n in found.items()
         ]
         how = f"sum over {self.rows} rows" + (", with an exchange across the batch" if moved else "")
-        return [f"exact: {how}", *moved]
+        return [f"exact: {how}{own}", *moved]
 
 
 def share(

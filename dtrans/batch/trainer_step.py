@@ -15,9 +15,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import Atom, Literal, Var, closed, equations, line_of
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, closed, equations, line_of
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, cut_along, nbytes
 from dtrans.engine.writer import SplitWriter, linear_terms, written
+from dtrans.errors import BatchError
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program, is_communication
@@ -25,6 +26,7 @@ from dtrans.ops import trainer_index_p
 from dtrans.rows.layout import SHARED, Rows
 from dtrans.step.cut import Cut
 from dtrans.step.marks import mark_p
+from dtrans.step.scopes import has_local_scope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +54,17 @@ class TrainerStep:
         dimension along which trainers have its rows.
       exchanged: what trainers exchange for it.
       gathers: what of that is whole arrays of the batch, and why.
-      firsts: terms that only the first trainer has, each with the value that it is of.
+      scaled: values that stand for others, and by which power of the number of trainers they are smaller
+        (`dtrans.engine.values`).
+      local: whether some reductions are of each trainer's own rows, since the user said so.
     """
 
     program: Program
     merges: Mapping[str, str | int]
     exchanged: tuple[Exchanged, ...]
     gathers: tuple[Gathered, ...]
-    firsts: Mapping[Var, Atom]
+    scaled: Mapping[Var, tuple[Atom, int]]
+    local: bool
 
 
 def trainer_step(
@@ -94,6 +99,7 @@ def trainer_step(
     kept_here = {*needed, *(i for i in step.observers if not is_behind(eqns[i]))}
     half = [eqns[i] for i in sorted(kept_here)]
 
+    local = _is_local(half, source, axes, trainers)
     inner = closed(source.inner.constvars, source.jaxpr.consts, source.inner.invars, wanted, half, source.jaxpr)
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
     opened = [n for n in before if n in step.results or (open_state and n in ours)]
@@ -125,9 +131,23 @@ def trainer_step(
         roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)  # whoever cuts it knows better
         program = Program(f"part of {source.name}", jaxpr, source.args, source.out, roles)
         merges = {n: _merge(how.get(n, SHARED)) for n in ours}
-        return TrainerStep(program, merges, tuple(_exchanged(jaxpr)), tuple(w.gathers), w.firsts)
+        return TrainerStep(program, merges, tuple(_exchanged(jaxpr)), tuple(w.gathers), w.scaled, local)
 
     return written(inner, Shards(trainers, tuple(over)), write)
+
+
+def _is_local(eqns: Sequence[JaxprEqn], source: Program, axes: Mapping[str, int], trainers: int) -> bool:
+    """Whether equations are in `dtrans.local`. Raises BatchError where trainers then have unequal parts."""
+    if not any(map(has_local_scope, eqns)):
+        return False
+    for n, axis in axes.items():
+        rows = source.inputs[n].shape[axis]
+        if rows % trainers:
+            raise BatchError(
+                f"{n} has {rows} rows, which {trainers} trainers do not divide: reductions in dtrans.local() are of "
+                "each trainer's own rows, and need as many of all"
+            )
+    return True
 
 
 def _merge(layout: Placed) -> str | int:

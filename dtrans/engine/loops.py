@@ -45,12 +45,14 @@ class WrittenBody:
       outs: how its outputs lie.
       gathers: what it makes whole.
       sliced: inputs that are whole and of which it reads pieces alone, by their number, and which pieces.
+      scaled: values that stand for others (`dtrans.engine.values`).
     """
 
     jaxpr: ClosedJaxpr
     outs: tuple[Placed, ...]
     gathers: tuple[Gathered, ...]
     sliced: Mapping[int, Rows]
+    scaled: Mapping[Any, tuple[Any, int]]
 
     @property
     def moved(self) -> int:

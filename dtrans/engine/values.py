@@ -7,6 +7,10 @@ A value is kept as it was made, and converted where it is read otherwise, once f
     cut -> cut      all_to_all, along another dimension
     sum -> whole    all_reduce
     sum -> cut      reduce_scatter, where nothing else reads it
+
+A user may say that reductions are of each shard's own piece (`dtrans.local`). What they make stands for the value of
+all: a sum is what the shard has, times the number of shards. Such values are the shard's *own*: nothing is reduced, and
+what they are for all, where that is asked for, is their mean.
 """
 
 from __future__ import annotations
@@ -17,18 +21,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import ELEMENTWISE, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
 from dtrans.engine.array_fns import counted, on_first
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, nbytes, rows_or_none
 from dtrans.engine.rules import Operand, Way, way_of
+from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import padded, rows_from, times
 from dtrans.ir.builder import Builder
+from dtrans.ir.display import short_type
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
 from dtrans.ops.all_to_all import all_to_all_p
 from dtrans.rows.layout import SHARED, Rows, Shared
 from dtrans.slicing.random_bits import bits_from, is_counted
+from dtrans.step.scopes import in_local_scope
 
 
 class ShardValues(abc.ABC):
@@ -44,8 +52,13 @@ class ShardValues(abc.ABC):
       asked: what is made whole, and read in pieces.
       sliced: in which pieces alone an input that is whole is read; `SHARED` where nothing reads it yet, None where
         something reads more.
-      firsts: terms that only the first shard has, each with the value that it is of.
+      scaled: values that stand for others, each with that value, and by which power of the number of shards it is
+        smaller: a term that only the first shard has is of one that all have (1), what stands for a sum of all of a
+        shard's own (-1).
+      own: values that are whole, and of which each shard has its own.
     """
+
+    is_local = False  # whether all equations are in `dtrans.local`
 
     def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:
         inner = opened(jaxpr)
@@ -63,7 +76,9 @@ class ShardValues(abc.ABC):
         self._index: Atom | None = None
         self.asked: dict[Var, Rows] = {}
         self.sliced: dict[Var, Rows | Shared | None] = {}
-        self.firsts: dict[Var, Atom] = {}
+        self.scaled: dict[Var, tuple[Atom, int]] = {}
+        self.own: set[Atom] = set()
+        self.own_terms: set[Atom] = set()  # sums whose terms stand for them
         self._counted: dict[tuple[Atom, int], bool] = {}
         self._reason: Callable[[], str] = str
 
@@ -92,6 +107,11 @@ class ShardValues(abc.ABC):
             self.sliced[var] = SHARED
         if is_input and isinstance(layout, Rows):
             self.inputs.add(var)
+
+    @property
+    def in_local(self) -> bool:
+        """Whether what reads values is in `dtrans.local`."""
+        return self.is_local or (self.b.source is not None and in_local_scope(self.b.source))
 
     def needed_by(self, reason: Callable[[], str], eqn: JaxprEqn | None = None) -> None:
         """What reads values from here on, for `gathers`."""
@@ -122,9 +142,17 @@ class ShardValues(abc.ABC):
         value = self.read(atom, None)
         if self._is_zero(atom):
             return value
-        (made,) = self.b.call(on_first, value, self.index())
+        if atom in self.own:
+            if not jnp.issubdtype(atom.aval.dtype, jnp.inexact):
+                raise ConfigError(
+                    f"dtrans.local(): {short_type(atom.aval)} is each trainer's own, leaves the step, and has no mean; "
+                    "make it outside of the scope"
+                )
+            (made,) = self.b.call(times(1 / self.shards.count), value)
+        else:
+            (made,) = self.b.call(on_first, value, self.index())
         if isinstance(made, Var) and made is not value:  # it is, where it has no entries
-            self.firsts[made] = value
+            self.scaled[made] = value, 1
         return made
 
     def _is_zero(self, atom: Atom) -> bool:
@@ -151,9 +179,14 @@ class ShardValues(abc.ABC):
     def _converted(self, var: Var, had: Placed, row: Rows | None) -> Atom:
         if isinstance(had, Partial):
             term = self._made[var, PARTIAL]
+            if row is None and var in self.own_terms:
+                (made,) = self.b.call(times(self.shards.count), term)
+                if isinstance(made, Var):
+                    self.scaled[made] = term, -1
+                return made
             if row is None:
                 return self.reduced("sum", [term])[0]
-            if self._uses[var] == 1:
+            if self._uses[var] == 1 and var not in self.own_terms:
                 return self._scattered(term, row)
             return self._rows_of(self.read(var, None), row)
         if not isinstance(had, Rows):
@@ -180,6 +213,12 @@ class ShardValues(abc.ABC):
         return self.b.bind(reduce_scatter_p, wide, name="split", axis=row.axis, **self._among())[0]
 
     def _gathered(self, var: Var, had: Rows) -> Atom:
+        if self.in_local:
+            raise ConfigError(
+                f"dtrans.local(): {self._reason()} mixes rows of the batch otherwise than by a sum, a mean or a "
+                "maximum, and cannot be of each trainer's own rows alone; leave it outside of the scope, or say "
+                "batch='local'"
+            )
         self.gathers.append(Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason()))
         (wide,) = self.b.bind(all_gather_p, self._made[var, had], name="split", axis=had.axis, **self._among())
         return self._without_end(wide, had.axis, var.aval.shape[had.axis])

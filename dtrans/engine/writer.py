@@ -47,6 +47,7 @@ from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ops import identity_of
 from dtrans.rows.layout import SHARED, Rows
+from dtrans.step.scopes import has_local_scope, in_local_scope
 
 
 SAME_NUMBERS = frozenset({"transpose", "reshape", "squeeze", "convert_element_type", "broadcast_in_dim", "copy"})
@@ -82,6 +83,21 @@ class SplitWriter(ShardValues):
 
     def equation(self, eqn: JaxprEqn) -> None:
         """Write one equation."""
+        self._write_equation(eqn)
+        for v in eqn.outvars:
+            if v in self.own_terms or (self.layout(v) is SHARED and self._makes_own(eqn)):
+                self.own.add(v)
+
+    def _makes_own(self, eqn: JaxprEqn) -> bool:
+        """Whether what it makes whole is a shard's own: what it reads is, or something in its bodies."""
+        if any(a in self.own for a in eqn.invars if isinstance(a, Var)):
+            return True
+        if eqn.primitive.name in _WITH_BODIES:
+            return self._is_local(eqn)
+        reduces = any(isinstance(self.layout(a), Rows) for a in eqn.invars)
+        return reduces and (self.is_local or in_local_scope(eqn))
+
+    def _write_equation(self, eqn: JaxprEqn) -> None:
         self.needed_by(functools.partial(self._said, eqn), eqn)
         ins = [self.layout(a) for a in eqn.invars]
         if eqn.primitive.name in _WITH_BODIES and any(x is not SHARED for x in ins):
@@ -99,6 +115,9 @@ class SplitWriter(ShardValues):
             return
         if (linear := self._open_operands(eqn, ins)) is not None:
             terms = [self.term(a) if i in linear else self.read(a, None) for i, a in enumerate(eqn.invars)]
+            of_sums = [a in self.own_terms for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Partial)]
+            if all(of_sums):
+                self.own_terms.update(eqn.outvars)
             self._define(eqn, [PARTIAL] * len(eqn.outvars), self.b.copy(eqn, terms, _types(eqn)))
             return
         as_term = bool(eqn.outvars) and eqn.outvars[0] in self.terms
@@ -106,10 +125,20 @@ class SplitWriter(ShardValues):
         made = self.carried_out(eqn, way)
         if way.reduce == "sum":
             self._define(eqn, [PARTIAL] * len(eqn.outvars), made)
+            if self.in_local:
+                self.own_terms.update(eqn.outvars)
         else:
-            self._define(eqn, way.outs, self.reduced(way.reduce, made) if way.reduce else made)
+            self._define(eqn, way.outs, self._reduced_here(way.reduce, made) if way.reduce else made)
         if eqn.primitive.name in SAME_NUMBERS and self.operand(eqn.invars[0]).is_input:
             self.inputs.update(eqn.outvars)
+
+    def _reduced_here(self, op: str, terms: Sequence[Atom]) -> Sequence[Atom]:
+        """What terms of all shards make together, or a shard's own, in the equation that is written."""
+        return terms if self.in_local else self.reduced(op, terms)
+
+    def _is_local(self, eqn: JaxprEqn) -> bool:
+        """Whether something in the bodies of an equation is in `dtrans.local`."""
+        return self.is_local or has_local_scope(eqn)
 
     def _define(self, eqn: JaxprEqn, layouts: Sequence[Placed], made: Sequence[Atom]) -> None:
         for v, x, value in zip(eqn.outvars, layouts, made, strict=True):
@@ -123,6 +152,9 @@ class SplitWriter(ShardValues):
         """
         opens = [i for i, x in enumerate(ins) if isinstance(x, Partial)]
         if not opens or not eqn.outvars or any(isinstance(x, Rows) for x in ins):
+            return None
+        is_mixed = len({eqn.invars[i] in self.own_terms for i in opens}) > 1
+        if is_mixed and eqn.outvars[0] not in self.terms:
             return None
         if eqn.outvars[0] in self.terms:
             linear = linear_operands(eqn)
@@ -211,8 +243,8 @@ class SplitWriter(ShardValues):
         start = self.start(size, row)
         (nothing,) = self.b.call(identity_of(op, x.aval.shape, x.aval.dtype))
         found, at = self.b.call(best_local(row.axis, size, largest), x, start, nothing)
-        (best,) = self.reduced(op, [found])
-        (lowest,) = self.reduced("min", self.b.call(candidates(size), found, best, at))
+        (best,) = self._reduced_here(op, [found])
+        (lowest,) = self._reduced_here("min", self.b.call(candidates(size), found, best, at))
         (v,) = eqn.outvars
         return self.b.call(converted(np.dtype(v.aval.dtype)), *self.b.call(decided, lowest))
 
@@ -225,7 +257,7 @@ class SplitWriter(ShardValues):
 
         def write(body: Any, ins: Sequence[Placed], outs: Sequence[Placed] | None, carried: int) -> WrittenBody:
             wanted = [*range(carried), *(i for i, v in enumerate(eqn.outvars) if v in self.terms and i >= carried)]
-            return self._body(body, ins, outs, wanted, said, inputs[len(inputs) - len(ins) :])
+            return self._body(eqn, body, ins, outs, wanted, said, inputs[len(inputs) - len(ins) :])
 
         key = id(eqn), tuple(ins), tuple(inputs)
         if key not in self.planned:
@@ -234,6 +266,7 @@ class SplitWriter(ShardValues):
 
     def _body(
         self,
+        eqn: JaxprEqn,
         body: Any,
         ins: Sequence[Placed],
         outs: Sequence[Placed] | None,
@@ -249,18 +282,22 @@ class SplitWriter(ShardValues):
           inputs: which of its inputs are inputs of the program that are cut.
         """
         inner = opened(body)
+        is_local = self.is_local or in_local_scope(eqn)
+        reads_own = self._is_local(eqn) or any(a in self.own for a in eqn.invars if isinstance(a, Var))
         flat = inline_calls(closed(inner.constvars, constants(body), inner.invars, inner.outvars, inner.eqns, inner))
         ends = opened(flat).outvars
         terms = linear_terms(opened(flat), [a for i in added if i < len(ends) and isinstance(a := ends[i], Var)])
 
         def write(w: SplitWriter) -> WrittenBody:
-            w.terms = terms
+            w.terms, w.is_local = terms, is_local
             for v, x, is_input in zip(opened(flat).invars, ins, inputs, strict=True):
                 w.take(v, x, is_input=is_input)
+                if reads_own and x is SHARED:
+                    w.own.add(v)
             made, layouts = w.write(opened(flat), lambda i, x: x if outs is None else outs[i])
             numbers = {v: i for i, v in enumerate(opened(flat).invars)}
             sliced = {numbers[v]: row for v, row in w.sliced.items() if isinstance(row, Rows)}
-            return WrittenBody(eliminate_dead(w.b.build(made)), tuple(layouts), tuple(w.gathers), sliced)
+            return WrittenBody(eliminate_dead(w.b.build(made)), tuple(layouts), tuple(w.gathers), sliced, w.scaled)
 
         return written(flat, self.shards, write, said)
 
@@ -280,6 +317,7 @@ class SplitWriter(ShardValues):
             ]
         for b in plan.bodies:
             self.gathers += b.gathers
+            self.scaled |= b.scaled
         types = [self.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, plan.outs, strict=True)]
         self._define(eqn, plan.outs, self.b.copy(eqn, atoms, types, **with_bodies(eqn, new)))
 
@@ -296,9 +334,12 @@ class SplitWriter(ShardValues):
         made: list[Atom] = []
         layouts: list[Placed] = []
         for i, a in enumerate(inner.outvars):
-            self.needed_by(functools.partial(self._output, i))
-            layout = wanted(i, self.layout(a))
-            made.append(self.as_(a, layout))
+            own = a in self.own and not self.within  # inside of a loop it goes on to be
+            self.needed_by(
+                functools.partial(self._output, i), self._made_by.get(a) if isinstance(a, Var) and own else None
+            )
+            layout = wanted(i, PARTIAL if own else self.layout(a))
+            made.append(self.reduced("sum", [self.term(a)])[0] if own and layout is SHARED else self.as_(a, layout))
             layouts.append(layout)
         return made, layouts
 

@@ -138,6 +138,47 @@ def split(device_count: int | None = None, name: str | None = None) -> Iterator[
 
 
 @contextmanager
+def local() -> Iterator[None]:
+    """What is reduced over rows of the batch within is of each trainer's own rows, in a step that is exact otherwise.
+
+    To be used in the function that is traced: batch normalisation as Paddle's trainers and torch's
+    DistributedDataParallel have it, without an exchange. A sum, a mean or a maximum over rows stands for that of the
+    whole batch; what of it enters the state or the results is the mean over trainers. Derivatives are in the scope too,
+    but for gradients of parameters, which are of the whole batch. On one device it changes nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, dtrans
+      >>> def loss(params, x):
+      ...     with dtrans.local():
+      ...         x = x - jnp.mean(x, axis=0)
+      ...     return jnp.mean((x @ params["w"]) ** 2)
+      >>> tx = optax.sgd(0.1)
+      >>> step = dtrans.make_train_step(loss, tx)
+      >>> init = lambda: (p := {"w": jnp.ones((2, 2))}, tx.init(p))
+      >>> main, startup = dtrans.trace(step, *init(), jnp.ones((4, 2))), dtrans.trace(init)
+      >>> dtrans.nccl2(main, startup, trainers=2).notes[0]
+      "exact: mean over 8 rows, with dtrans.local() of each trainer's own"
+    """
+    with jax.named_scope(LOCAL):
+        yield
+
+
+LOCAL = "dtrans.local"
+
+
+def in_local_scope(eqn: JaxprEqn) -> bool:
+    """Whether an equation was traced in `local`, or is the derivative of one that was."""
+    return LOCAL in scope_of(eqn)
+
+
+def has_local_scope(eqn: JaxprEqn) -> bool:
+    """Whether it was, or anything in its bodies."""
+    if in_local_scope(eqn):
+        return True
+    return any(has_local_scope(inner) for body in jaxprs_in_params(eqn.params) for inner in opened(body).eqns)
+
+
+@contextmanager
 def numbered() -> Iterator[None]:
     """Count entries of unnamed scopes from the beginning. To be used around the tracing of one program.
 

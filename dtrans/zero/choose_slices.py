@@ -26,7 +26,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dtrans._jax import JaxprEqn, Literal, Var
-from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import Rows
@@ -158,11 +157,13 @@ def _axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
 
 
 def _made_by_all(step: Cut) -> set[str]:
-    """Leaves whose gradient is the same on all ranks, without a reduction: no part of the batch enters it."""
-    inner = step.program.inner
+    """Leaves whose gradient is the same on all ranks, without a reduction.
+
+    No part of the batch enters it, nor which rank it is: a term that one rank has alone is to be added up.
+    """
     batch = [v for n, v in step.program.invars.items() if n in step.batch]
-    reached = propagate(inner.eqns, dict.fromkeys(batch, 1), {})
-    return {n for n, g in step.gradients.items() if isinstance(g, Literal) or not reached.get(g)}
+    local = local_values(step.program.inner.eqns, batch)
+    return {n for n, g in step.gradients.items() if isinstance(g, Literal) or g not in local}
 
 
 def _read_as_layers(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
