@@ -37,6 +37,7 @@ from dtrans.ops import (
     concat_p,
     exchange_p,
     fetch_barrier_p,
+    geo_send_p,
     listen_and_serv_p,
     recv_p,
     send_barrier_p,
@@ -94,8 +95,8 @@ class EndpointFabric:
         """The outputs of one communication equation. Those of `recv` are not there before the next, or `settle`."""
         if self._closed:
             raise StateError("this executor is closed; make a new one")
-        if eqn.primitive is send_p and "trainers" in eqn.params:
-            self._watch.look(zip(eqn.params["names"], values, strict=False))
+        if self._watch.looks:
+            self._look(eqn, values)
         if self._beside.takes(eqn):
             self.settle()
             if "trainers" in eqn.params:
@@ -111,6 +112,17 @@ class EndpointFabric:
         return rule(eqn, values)
 
     # -- gradients -------------------------------------------------------------------------------
+
+    def _look(self, eqn: JaxprEqn, values: Sequence[Any]) -> None:
+        """Look at what is about to be sent. Raises NonfiniteError; ConfigError where that is no gradient."""
+        if eqn.primitive is geo_send_p:
+            raise ConfigError(
+                f"on_nonfinite={self._watch.how!r}: with dtrans.Geo trainers keep their gradients, and send what has "
+                "changed; leave it out"
+            )
+        if eqn.primitive is send_p:
+            names = eqn.params["names"]  # of blocks; a leaf that is cut when it is sent is one value
+            self._watch.look(zip(names if len(names) == len(values) else [", ".join(names)], values, strict=True))
 
     def _split(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         (x,) = values

@@ -140,3 +140,14 @@ def test_a_sum_that_overflows_is_no_infinity() -> None:
     assert all_finite(np.arange(3)) and all_finite(np.zeros((0, 2), np.float32))
     assert not all_finite(np.array([np.inf, -np.inf], np.float32)) and not all_finite(np.array([1, np.nan]))
     assert not all_finite(np.array([1, np.nan]).astype(jnp.bfloat16))
+
+
+def test_trainers_that_keep_their_gradients_do_not_look(role_threads: RoleThreads) -> None:
+    (ep,) = free_endpoints(1)
+    plan = with_servers(ep, mode=dtrans.Geo(2))
+    role_threads.start(ep, serve, plan, ep, PARAMS, deadline=5.0)
+    with (
+        pytest.raises(ConfigError, match="on_nonfinite='warn': with dtrans.Geo trainers keep their gradients"),
+        dtrans.Executor(on_nonfinite="warn") as exe,
+    ):
+        exe.run(plan.trainer_startup_program(0), PARAMS)
