@@ -25,9 +25,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import JaxprEqn, Literal, Var
+from dtrans._jax import JaxprEqn, Literal, Var, equations, jaxprs_in_params
 from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import BACKWARD, FORWARD
+from dtrans.ops import trainer_index_p
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import Rows
 from dtrans.step.cut import Cut
@@ -158,11 +159,18 @@ def _axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
 
 
 def _made_by_all(step: Cut) -> set[str]:
-    """Leaves whose gradient is the same on all ranks, without a reduction: no part of the batch enters it."""
+    """Leaves whose gradient is the same on all ranks, without a reduction: no part of the batch enters it, nor a rank's
+    number, as where its rows of random numbers are drawn.
+    """
     inner = step.program.inner
-    batch = [v for n, v in step.program.invars.items() if n in step.batch]
-    reached = propagate(inner.eqns, dict.fromkeys(batch, 1), {})
+    by_rank = [e for e in inner.eqns if any(x.primitive is trainer_index_p for x in _with_nested(e))]
+    local = [v for n, v in step.program.invars.items() if n in step.batch] + [v for e in by_rank for v in e.outvars]
+    reached = propagate(inner.eqns, dict.fromkeys(local, 1), {})
     return {n for n, g in step.gradients.items() if isinstance(g, Literal) or not reached.get(g)}
+
+
+def _with_nested(eqn: JaxprEqn) -> list[JaxprEqn]:
+    return [eqn, *(e for sub in jaxprs_in_params(eqn.params) for e in equations(sub))]
 
 
 def _read_as_layers(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
