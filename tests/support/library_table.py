@@ -70,8 +70,8 @@ gradient; everything else that changes is the *optimizer's*. A step of `(params,
 
 The first trains on two devices of this process (virtual ones, on a CPU), prints the loss, and compares the state with
 one device's after the same batches. It is in 64 bits, where these differ by some 1e-15; `--no-x64` is as the pages have
-it, where rounding is larger. The second is refused: a GAN has two losses, and a pipeline is of one. With `--mode single`
-there is no dtrans. A step that changes objects in place, as nnx's do, is written in nnx's functional form: `nnx.merge`
+it, where rounding is larger. The second is refused: a GAN has two losses, and a pipeline is of one. `--mode single`
+is without dtrans. A step that changes objects in place, as nnx's do, is written in nnx's functional form: `nnx.merge`
 before it, `nnx.state` behind it (`nnx_mlp.py`).
 
 ## Steps that are tested
