@@ -1,4 +1,4 @@
-"""The command line: `dtrans launch` and `dtrans train`.
+"""The command line: `dtrans launch`, `dtrans train` and `dtrans example`.
 
 Errors of the package come out as one message without a traceback and exit code 1, usage errors with 2, and a
 failed role with that role's own exit code.
@@ -191,6 +191,30 @@ def train(
         roles: Any = {"mode": mode, "trainers": trainers, "pservers": pservers}
         within = digits.train(settings, engine=engine or "processes", **roles, plot=plot, check=check)
     if not within:
+        raise typer.Exit(1)
+
+
+@app.command()
+def example(
+    name: Annotated[str | None, typer.Argument(help="Which; without it all are listed.", metavar="NAME")] = None,
+    mode: Annotated[
+        str, typer.Option(help="`nccl2`, `sharding`, `pserver` or `pipeline`; or `single`, without dtrans.")
+    ] = "nccl2",
+    trainers: Annotated[
+        int, typer.Option(min=1, help="How many trainers; also how many servers, ranks or stages.")
+    ] = 2,
+    stage: Annotated[int, typer.Option(min=1, max=3, help="Of sharding.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="How many batches are trained on.")] = 100,
+    x64: Annotated[bool, typer.Option(help="Compute in 64 bits, where rounding is small.")] = True,
+) -> None:
+    """Train a step of Flax, nnx or Equinox distributed, and compare with one device on the same batches."""
+    from dtrans.examples import libraries
+    from dtrans.examples.libraries.run import run
+
+    if name is None:
+        for known, what in libraries.EXAMPLES.items():
+            print(f"{known:20} {what}")
+    elif not run(name, mode, trainers=trainers, stage=stage, steps=steps, x64=x64):
         raise typer.Exit(1)
 
 

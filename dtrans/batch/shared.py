@@ -112,11 +112,15 @@ def share(
     axes = batch_axes(step, batch)
     rows = rows_of(source, axes)
 
-    def of_whole(types: Sequence[jax.ShapeDtypeStruct]) -> TrainerStep:
-        made = trainer_step(
-            cut(source.specialize_flat(types)).with_reported(), axes, trainers, over, open_state=open_state
-        )
+    def cut_of(types: Sequence[jax.ShapeDtypeStruct]) -> Cut:
+        return cut(source.specialize_flat(types)).with_reported()
+
+    def written(step: Cut) -> TrainerStep:
+        made = trainer_step(step, axes, trainers, over, open_state=open_state)
         return dataclasses.replace(made, program=dataclasses.replace(made.program, name=source.name))
+
+    def of_whole(types: Sequence[jax.ShapeDtypeStruct]) -> TrainerStep:
+        return written(cut_of(types))
 
     def all_grown(types: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         return [grown(t, axes.get(n), trainers) for n, t in zip(source.in_names, types, strict=True)]
@@ -133,8 +137,10 @@ def share(
         part = adapt(of_whole(types))
         return shared(part, cut(part.program).with_reported(), None)
 
-    part = of_whole(all_grown([*source.inputs.values()]))
-    scale = scale_of_parts(step, part, trainers, portions)
+    together = cut_of(all_grown([*source.inputs.values()]))
+    part = written(together)
+    sized = step.optimize.unlike(together.optimize)  # the update counts rows: of all, and not of a part
+    scale = None if sized else scale_of_parts(step, part, trainers, portions)
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
         return proven
     part = adapt(part)

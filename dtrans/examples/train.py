@@ -90,7 +90,7 @@ def single_device(settings: DigitsSettings) -> Outcome:
     return Outcome(np.array(losses), params)
 
 
-def difference(a: digits.Params, b: digits.Params) -> float:
+def difference(a: Any, b: Any) -> float:
     """The largest max|a - b| / max|b| over all leaves, in float64; max|a - b| for a leaf of zeros.
 
     Not a number when any element of either is not.

@@ -27,7 +27,7 @@ from dtrans.ops import CommunicatorConfig, concat_p, fetch_barrier_p, recv_p, se
 from dtrans.parameter_server.averaged_leaves import averaged
 from dtrans.parameter_server.exchange_rounds import in_rounds
 from dtrans.slicing.blocks import Block, Placement, argument
-from dtrans.step.cut import GRAD, Cut, cut
+from dtrans.step.cut import GRAD, Cut, check_same_update, cut
 from dtrans.step.forward_backward import write_trainer_half
 
 
@@ -87,6 +87,7 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
         count = len(step.params)
         state = [jax.ShapeDtypeStruct(source.inputs[n].shape, source.inputs[n].dtype) for n in step.opt_state]
         again = averaged(cut(source.specialize_flat([*types[:count], *state, *types[count:]])), wiring.averages)
+        check_same_update(step, again)
         return trainer_program(again, placement, trainer_id, wiring)
 
     return Program(

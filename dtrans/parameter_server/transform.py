@@ -48,7 +48,7 @@ from dtrans.rows.layout import SHARED
 from dtrans.slicing.blocks import Unit
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import Cut, asks_for, cut
+from dtrans.step.cut import Cut, asks_for, check_same_update, cut
 from dtrans.step.forward_backward import refuse_across, refuse_nested
 from dtrans.step.startup import match_startup, of_two_parts
 
@@ -157,7 +157,9 @@ def pserver(
         assert shared is not None
         whole = shared.whole(types)  # whose gradients are added up, where servers may average
         wiring = comm if summed else dataclasses.replace(comm, scale=trainers)
-        return whole, trainer_program(cut(whole.step.program), placed, 0, wiring)
+        again = cut(whole.step.program)
+        check_same_update(step, again)
+        return whole, trainer_program(again, placed, 0, wiring)
 
     if not comm.sync_mode:
         check_async(programs)

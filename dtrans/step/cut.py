@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, NamedJaxpr, Var, origin_of
-from dtrans.errors import GradientError, OptimizerError
+from dtrans.errors import BatchError, GradientError, OptimizerError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import eliminate_dead
-from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
-from dtrans.step.gradients import OpenStep, describe, inferred, marked, nested, open_step
+from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program, without_addresses
+from dtrans.step.gradients import OpenStep, counts_rows, describe, inferred, marked, nested, open_step
 from dtrans.step.marks import mark_p
 
 
@@ -115,6 +115,29 @@ class OptimizeHalf(NamedJaxpr):
         """The leaves whose gradients go in."""
         return frozenset(n.leaf for n in self.in_names if isinstance(n, Gradient))
 
+    def unlike(self, other: OptimizeHalf) -> list[str]:
+        """What the same step, traced on another batch, makes in another way: with a number of the size of the batch."""
+        if _shown(self.jaxpr) == _shown(other.jaxpr):
+            return []
+        mine, theirs = self.outvars, other.outvars
+        slices = lambda half, a: _shown(eliminate_dead(half.jaxpr.replace(jaxpr=half.inner.replace(outvars=[a]))))
+        found = [n for n in mine if n not in theirs or slices(self, mine[n]) != slices(other, theirs[n])]
+        return found or list(mine)
+
+
+def _shown(jaxpr: ClosedJaxpr) -> str:
+    return without_addresses(str(jaxpr))
+
+
+def check_same_update(planned: Cut, again: Cut) -> None:
+    """Raises BatchError where the update was planned for a batch of another size, and has a number of that size."""
+    for n in planned.optimize.unlike(again.optimize):
+        raise BatchError(
+            f"the new {n} has a number of the size of the batch, and its update was planned for another size: trace "
+            f"{planned.program.name} with the rows that each trainer takes, and give batches of that size; or let the "
+            "number be an argument of the step"
+        )
+
 
 def asks_for(output: str, state: str) -> str:
     """What is wrong with an output that reads the optimizer's state where nobody can tell it."""
@@ -164,7 +187,11 @@ class _Cutter:
             out = self.s.outs[name]
             # what splits a random key is no update: each trainer has its own
             is_key = jnp.issubdtype(self.s.vars[name].aval.dtype, jax.dtypes.extended) and not bits(out) & by_gradient
-            (frozen if out is self.s.vars[name] or bits(out) == by_batch or is_key else optimized).append(name)
+            sized = not bits(out) and counts_rows(
+                self.s, self.s.vars[name], out
+            )  # servers do not know the batch's size
+            held = out is self.s.vars[name] or bits(out) == by_batch or is_key or sized
+            (frozen if held else optimized).append(name)
         if not optimized or not boundary:
             raise GradientError(
                 f"no gradient was found in {self.s.source.name}: none of its parameters "

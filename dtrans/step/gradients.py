@@ -266,6 +266,16 @@ def _reached(step: OpenStep, out: Atom, fits: set[Var]) -> set[Var]:
     return backward_slice(step.eqns, [out], fits)[1] & fits if fits else set()
 
 
+def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
+    """Whether a count grows by another number than one, as by the rows of a batch, and no other state is made of it."""
+    made = [e for e in step.eqns if e.primitive.name == "add" and out in e.outvars and count in e.invars]
+    if not any(isinstance(a, Literal) and a.val != 1 for e in made for a in e.invars):
+        return False
+    enters = propagate(step.eqns, {count: 1}, {})
+    kept = [a for n, a in step.outs.items() if n in step.vars and a is not out]
+    return not any(isinstance(a, Var) and enters.get(a) for a in kept)
+
+
 def describe(step: OpenStep, var: Var) -> str:
     """A value, and how it was made."""
     eqn = step.eqns[step.made_by[var]]

@@ -7,7 +7,8 @@ dataflow, not by its name.
 
     parameter    forward reads it, and its own gradient makes its new value
     constant     the step hands it on as it came in; parameters and optimizers have such
-    statistics   the batch makes its new value, and no gradient does, as for running means
+    statistics   the batch makes its new value, and no gradient does, as for running means; or its size does: a count
+                 of what went by, in steps other than one, that nothing else reads
     key          a typed random key, which the step splits
     follower     forward reads it too, but a parameter's new value makes its own: a teacher, a target network
     optimizer    everything else: moments, counts, averages of parameters that only evaluation reads
@@ -32,7 +33,7 @@ from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, as_array, combine, is_array, unused_name
-from dtrans.step.gradients import OpenStep, candidates_for, crossing, marked
+from dtrans.step.gradients import OpenStep, candidates_for, counts_rows, crossing, marked
 from dtrans.step.trace import children
 
 
@@ -158,7 +159,7 @@ def kinds_of(step: OpenStep) -> dict[str, str]:
             return PARAMETER
         if out is v:
             return OPTIMIZER if name not in read and v in used else CONSTANT
-        if bits == by_batch:
+        if bits == by_batch or (not bits and name not in read and counts_rows(step, v, out)):
             return STATISTICS
         if bits and name in read:
             return FOLLOWER

@@ -32,7 +32,7 @@ from dtrans.ir.pytree import both
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import Rows
-from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, cut
+from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, check_same_update, cut
 from dtrans.step.forward_backward import Arrange, HalfWriter, ready_order, write_trainer_half
 from dtrans.step.weight_gradients import straightened
 from dtrans.zero.all_gather import Gatherer
@@ -198,6 +198,7 @@ class RankWriter:
         def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
             held = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.source.inner.invars[:n_state]]
             other = cut(self.source.specialize_flat([*held, *types[n_given:]])).with_reported()
+            check_same_update(self.step, other)
             return rewritten(other, self.layout)
 
         if finite is not None:

@@ -31,6 +31,8 @@ from dtrans._jax import (
     bodies,
     closed,
     constants,
+    equations,
+    jaxprs_in_params,
     opened,
     scan_counts,
     with_bodies,
@@ -111,14 +113,21 @@ def local_values(eqns: Sequence[JaxprEqn], seeds: Iterable[Var]) -> set[Var]:
         operands = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in found}
         if eqn.primitive is trainer_index_p:
             found.update(eqn.outvars)
-        elif operands and eqn.primitive.name in GIVEN_SLICES and not (eqn.primitive.name == COND and 0 in operands):
+        elif not (operands or _asks_rank(eqn)):
+            continue
+        elif eqn.primitive.name in GIVEN_SLICES and not (eqn.primitive.name == COND and 0 in operands):
             for body in map(opened, bodies(eqn)):
                 inside = local_inside(eqn, body, operands)
                 ends = zip(eqn.outvars, body.outvars, strict=True)
                 found.update(v for v, a in ends if isinstance(a, Var) and a in inside)
-        elif operands:
+        else:
             found.update(eqn.outvars)
     return found
+
+
+def _asks_rank(eqn: JaxprEqn) -> bool:
+    """Whether something in its bodies asks which rank it is, as where rows of random numbers are drawn."""
+    return any(e.primitive is trainer_index_p for body in jaxprs_in_params(eqn.params) for e in equations(body))
 
 
 def flat_bodies(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:

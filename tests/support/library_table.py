@@ -58,6 +58,24 @@ gradient; everything else that changes is the *optimizer's*. A step of `(params,
     job.apply(accuracy, state, images, labels)      # a function of the state; only what it reads is brought together
     job.gather(state)                               # the TrainState, as one device has it; job.scatter takes one
 
+## Examples to run and to read
+
+`dtrans example` lists steps in the form of those libraries' first pages, on data that is there without a download:
+`flax_cnn`, `nnx_mlp`, `equinox_mlp`, `equinox_transformer`, `nanogpt`, `gan` and `lora`. Each is one file of
+`dtrans/examples/libraries/`, a model and its step, without dtrans; `run.py` beside them distributes any of them.
+
+    pip install '.[libraries]'
+    dtrans example flax_cnn --mode sharding --stage 3
+    dtrans example gan --mode pipeline
+
+The first trains on two devices of this process (virtual ones, on a CPU), prints the loss, and compares the state with
+one device's after the same batches. It is in 64 bits, where these differ by some 1e-15; `--no-x64` is as the pages have
+it, where rounding is larger. The second is refused: a GAN has two losses, and a pipeline is of one. `--mode single`
+is without dtrans. A step that changes objects in place, as nnx's do, is written in nnx's functional form: `nnx.merge`
+before it, `nnx.state` behind it (`nnx_mlp.py`).
+
+## Steps that are tested
+
 The table shows the steps that the tests hold to it, as those libraries' pages write them: parameters, optimizer state
 and results within 1e-12 of one device in 64 bits, on {TRAINERS} trainers, servers or stages. They take gradients with
 their own library's `value_and_grad`; for a pipeline, which is cut through the loss before it is differentiated,

@@ -104,7 +104,7 @@ class Segments:
         jaxpr = self.program.jaxpr
         env: dict[Var, Any] = dict(zip(opened(jaxpr).invars, args, strict=True))
         env.update(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
-        read = lambda a: a.val if isinstance(a, Literal) else env[a]
+        read = lambda a: jnp.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else env[a]
         for step, dropped in zip(self.steps, self.dropped, strict=True):
             if isinstance(step, Compute):
                 values = [env[v] for v in step.reads]

@@ -1,0 +1,74 @@
+"""A model, an optimizer and metrics of nnx, as its first pages have them, on handwritten digits.
+
+The step changes them in place. dtrans takes a step that returns its state, which is nnx's functional form: `nnx.merge`
+before the step, `nnx.state` behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from dtrans.examples.libraries import data
+
+
+class MLP(nnx.Module):
+    """A perceptron with batch norm and dropout."""
+
+    def __init__(self, inputs: int, hidden: int, outputs: int, *, rngs: nnx.Rngs) -> None:
+        # a bias in front of batch norm has no gradient but rounding, which Adam would scale up
+        self.linear = nnx.Linear(inputs, hidden, use_bias=False, rngs=rngs)
+        self.bn = nnx.BatchNorm(hidden, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.linear_out = nnx.Linear(hidden, outputs, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nnx.relu(self.dropout(self.bn(self.linear(x))))
+        return self.linear_out(x)
+
+
+def build(key: jax.Array) -> tuple[MLP, nnx.Optimizer, nnx.MultiMetric]:
+    """All that the step changes."""
+    model = MLP(64, 128, 10, rngs=nnx.Rngs(key))
+    optimizer = nnx.Optimizer(model, optax.adamw(5e-3), wrt=nnx.Param)
+    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+    return model, optimizer, metrics
+
+
+def init(key: jax.Array) -> Any:
+    """The first state."""
+    return nnx.state(build(key))
+
+
+def training(value_and_grad: Any = nnx.value_and_grad) -> Callable[..., Any]:
+    """The step, in nnx's functional form."""
+
+    def loss_fn(model: MLP, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = model(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), logits
+
+    def train_step(model: MLP, optimizer: nnx.Optimizer, metrics: nnx.MultiMetric, x: jax.Array, y: jax.Array) -> Any:
+        (loss, logits), grads = value_and_grad(loss_fn, has_aux=True)(model, x, y)
+        metrics.update(loss=loss, logits=logits, labels=y)
+        optimizer.update(model, grads)
+        return metrics.compute()
+
+    graph = nnx.graphdef(nnx.eval_shape(build, jax.random.key(0)))
+
+    @jax.jit
+    def functional(state: Any, x: jax.Array, y: jax.Array) -> Any:
+        model, optimizer, metrics = objects = nnx.merge(graph, state)
+        told = train_step(model, optimizer, metrics, x, y)
+        return nnx.state(objects), told
+
+    return functional
+
+
+def batch(step: int) -> tuple[Any, ...]:
+    """The batch of a step."""
+    image, label = data.images(step)
+    return image.reshape(len(image), -1), label
