@@ -28,6 +28,7 @@ LAYERS = (
     ("slicing",),
     ("engine",),
     ("batch",),
+    ("step_meter",),
     ("plan",),
     ("parameter_server", "data_parallel"),
     ("zero",),

@@ -38,16 +38,19 @@ from dtrans.pipeline_parallel.options import StageMemory as StageMemory, Stages 
 from dtrans.pipeline_parallel.plan import PipelinePlan as PipelinePlan
 from dtrans.pipeline_parallel.schedule import Schedule as Schedule
 from dtrans.pipeline_parallel.transform import pipeline as pipeline
+from dtrans.run.base.feeder import feed as feed
+from dtrans.run.base.metrics import MetricsWriter as MetricsWriter
 from dtrans.run.base.summary_writer import SummaryWriter as SummaryWriter
 from dtrans.run.distributed.connect import connect as connect
 from dtrans.run.distributed.role import Role as Role
 from dtrans.run.executor import Executor as Executor
 from dtrans.step import summary as summary
-from dtrans.step.batch_sharing import Batch as Batch
+from dtrans.step.batch_sharing import Batch as Batch, shard_batch as shard_batch
 from dtrans.step.collect import collect as collect
 from dtrans.step.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
 from dtrans.step.scopes import local as local, replicate as replicate, split as split
 from dtrans.step.trace import trace as trace
+from dtrans.step_meter import JobReport as JobReport
 from dtrans.zero.options import LossScaling as LossScaling, Precision as Precision, Slicing as Slicing
 from dtrans.zero.plan import ShardingPlan as ShardingPlan
 from dtrans.zero.transform import sharding as sharding

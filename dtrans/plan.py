@@ -14,21 +14,26 @@ first plan is run: that is the one import that goes up.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import importlib
+import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dtrans.errors import ConfigError, StateError
+from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ir import display
 from dtrans.ir.cost import flops
 from dtrans.ir.program import Program
 from dtrans.step import one_state
+from dtrans.step.batch_sharing import part_of
+from dtrans.step_meter import JobReport, StepMeter
 
 
 if TYPE_CHECKING:
@@ -186,6 +191,8 @@ class Job(abc.ABC):
     _closed = False
     _functions: weakref.WeakKeyDictionary[Any, one_state.Applied] | None = None
 
+    part = (0, 1)  # which part of a global batch `step` takes here, and how many parts there are
+
     run_id: str  # which run of the job it is: the default tag of its checkpoints
     saves = True  # whether this process saves what all of them have alike
 
@@ -216,6 +223,67 @@ class Job(abc.ABC):
         Raises:
           TraceError: another structure than the step takes; StateError: an array of another shape or dtype.
         """
+
+    @cached_property
+    def meter(self) -> StepMeter:
+        """What counts and times the steps."""
+        return StepMeter()
+
+    def report(self) -> JobReport:
+        """What the steps took until now: steps/s, where time went, what a step moves; it prints as a table."""
+        return self.meter.report(self.plan.costs())
+
+    @contextlib.contextmanager
+    def trace(self, directory: str | os.PathLike[str]) -> Iterator[None]:
+        """Let JAX's profiler trace the steps in this block, each with its number.
+
+        Args:
+          directory: gets `plugins/profile/<time>/`, with `perfetto_trace.json.gz` (open it at ui.perfetto.dev), and
+            what TensorBoard's profiler reads.
+        """
+        with jax.profiler.trace(os.fspath(directory), create_perfetto_trace=True):
+            self.meter.is_traced = True
+            try:
+                yield
+            finally:
+                self.meter.is_traced = False
+
+    def shard_batch(self, *batch: Any) -> tuple[Any, ...]:
+        """This process's part of a global batch: what its `step` takes.
+
+        Process k of N has rows k*B/N to (k+1)*B/N of arrays that trainers have parts of, along the dimension that the
+        plan says, and the whole of all others. In one process it is the whole batch.
+
+        Args:
+          batch: what `step` takes behind the state: pytrees of arrays, NumPy's or JAX's.
+
+        Raises:
+          BatchError: rows that the processes do not divide, or another structure than the step takes.
+        """
+        number, count = self.part
+        if count == 1:
+            return batch
+        specs, axes = self.plan.main.args[2:], self.cut_axes()
+        if len(batch) != len(specs):
+            raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+        found = []
+        for spec, given in zip(specs, batch, strict=True):
+            arrays = zip(spec.names, spec.flatten(given), strict=True)
+            found.append(spec.unflatten([part_of(x, number, count, axes[n], n) if n in axes else x for n, x in arrays]))
+        return tuple(found)
+
+    def place(self, *batch: Any) -> tuple[Any, ...]:
+        """This process's part of a global batch, where steps want it: on devices, if that is known ahead."""
+        return self.shard_batch(*batch)
+
+    def cut_axes(self) -> Mapping[str, int]:
+        """The dimension along which trainers have parts of each array of the batch; others they have whole."""
+        shared = getattr(self.plan, "shared", None)
+        if shared is not None:
+            axes: Mapping[str, int] = shared.axes
+            return axes
+        names = (n for spec in self.plan.main.args[2:] for n in spec.names)
+        return {n: 0 for n in names if self.plan.main.inputs[n].ndim}
 
     def gather(self, state: Any) -> Any:
         """The state as one device has it: what a step of one state takes, or (params, opt_state).

@@ -142,7 +142,7 @@ class ShardValues(abc.ABC):
         value = self.read(atom, None)
         if self._is_zero(atom):
             return value
-        if atom in self.own:
+        if isinstance(atom, Var) and atom in self.own:
             if not jnp.issubdtype(atom.aval.dtype, jnp.inexact):
                 raise ConfigError(
                     f"dtrans.local(): {short_type(atom.aval)} is each trainer's own, leaves the step, and has no mean; "

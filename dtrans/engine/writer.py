@@ -334,7 +334,7 @@ class SplitWriter(ShardValues):
         made: list[Atom] = []
         layouts: list[Placed] = []
         for i, a in enumerate(inner.outvars):
-            own = a in self.own and not self.within  # inside of a loop it goes on to be
+            own = isinstance(a, Var) and a in self.own and not self.within  # inside of a loop it goes on to be
             self.needed_by(
                 functools.partial(self._output, i), self._made_by.get(a) if isinstance(a, Var) and own else None
             )

@@ -18,6 +18,7 @@ from dtrans.plan import Job, realises
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
+from dtrans.step_meter import metered
 
 
 RESULTS = -1  # the number of the round of results, which is before those of the next step
@@ -75,6 +76,10 @@ class TrainerJob(RoleJob):
     def run_id(self) -> str:  # type: ignore[override]
         return run_of(TRAINER)  # as the session with the servers was noted
 
+    @property
+    def part(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.role.trainer_id, self.role.trainers
+
     def init(self, *args: Any) -> tuple[Any, ...]:
         self._check_open()
         made = self._executor.run(self.plan.trainer_startup_program(self.role.trainer_id), *args)
@@ -85,6 +90,7 @@ class TrainerJob(RoleJob):
         if not isinstance(state, tuple) or len(state) != (2 if self.plan.push_every else 1):
             raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
 
+    @metered
     def step(self, state: tuple[Any, ...], *batch: Any) -> tuple[Any, ...]:
         """One step on this trainer's part of the batch: (state, loss[, aux])."""
         self.check(state)

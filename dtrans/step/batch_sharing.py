@@ -1,4 +1,4 @@
-"""How the batch of a step is shared: a record of options that all strategies take."""
+"""How the batch of a step is shared: a record of options that all strategies take, and the parts of processes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
 from dtrans.checks import check_int, check_one_of, check_type
-from dtrans.errors import ConfigError
+from dtrans.errors import BatchError, ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,3 +110,41 @@ class Batch:
         """Raise ConfigError for a way to merge that a strategy does not have."""
         for name, way in self.merge.items():
             check_one_of(f"merge[{name!r}]", way, ways)
+
+
+def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
+    """One of several equal parts of a batch: rows number*B/count to (number+1)*B/count of all its arrays.
+
+    What `job.shard_batch` gives a process, for a loader that has no job.
+
+    Args:
+      batch: a pytree of arrays, NumPy's or JAX's; those without dimensions are whole in each part.
+      number: which part, from 0.
+      count: how many there are.
+      axis: the dimension that rows are along.
+
+    Raises:
+      BatchError: rows that the parts do not divide. ConfigError: there is no such part.
+
+    Example:
+      >>> import numpy as np, dtrans
+      >>> dtrans.shard_batch({"x": np.arange(6), "rate": np.float32(0.5)}, 1, 3)
+      {'x': array([2, 3]), 'rate': np.float32(0.5)}
+    """
+    check_int("count", count, "a positive number of parts")
+    check_int("number", number, f"one of the parts 0 to {count - 1}", least=0, most=count - 1)
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: part_of(x, number, count, axis, name(path)) if np.ndim(x) else x, batch
+    )
+
+
+def part_of(x: Any, number: int, count: int, axis: int, name: str) -> Any:
+    """One of several equal parts of an array, along a dimension. Raises BatchError where there are none."""
+    rows = x.shape[axis] if axis < x.ndim else 1
+    if rows % count:
+        raise BatchError(f"{name} has {rows} rows, which {count} processes do not divide: give a multiple of {count}")
+    size = rows // count
+    at: list[slice] = [slice(None)] * x.ndim
+    at[axis] = slice(number * size, (number + 1) * size)
+    return x[tuple(at)]

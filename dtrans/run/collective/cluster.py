@@ -60,6 +60,7 @@ from dtrans.run.distributed.multihost import (
     trainer_devices,
 )
 from dtrans.run.distributed.role import Role
+from dtrans.step_meter import metered
 from dtrans.zero.plan import ShardingPlan
 
 
@@ -79,6 +80,8 @@ class ClusterTrainers(MeshTrainers):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
         self.run_id, self.here = connected().run, jax.local_device_count()
+        order = list(dict.fromkeys(d.process_index for d in mesh.devices.flat))
+        self.part = order.index(jax.process_index()), len(order)
         self.who = f"the {self.here} devices of this process"
 
     def everywhere(self, xs: Sequence[Any]) -> list[Any]:
@@ -152,6 +155,7 @@ class SurvivingJob(Job):
         self._check_open()
         return self._with_those_left(lambda job: job.init(*args))
 
+    @metered
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         self._check_open()
         self._job.check(state)
@@ -181,6 +185,13 @@ class SurvivingJob(Job):
     @property
     def run_id(self) -> str:  # type: ignore[override]
         return self._job.run_id
+
+    @property
+    def part(self) -> tuple[int, int]:  # type: ignore[override]
+        return self._job.part
+
+    def cut_axes(self) -> Mapping[str, int]:
+        return self._job.cut_axes()
 
     def slice_axis(self, name: str) -> int | None:
         """As `CollectiveJob.slice_axis`."""

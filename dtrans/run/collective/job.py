@@ -45,6 +45,7 @@ from dtrans.run.base.lowering import OVER_AXIS
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Rules
 from dtrans.run.base.state import check_arrays, check_kind, check_types
+from dtrans.step_meter import metered
 
 
 StepFunction = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -77,12 +78,14 @@ class Trainers(abc.ABC):
       mesh: Their devices; None where one device stands for all.
       run_id: Which run of the job it is: the default tag of its checkpoints.
       here: How many of them get their part of the batch from this process.
+      part: Which part of a batch that is, and how many there are.
       who: What errors call those; empty for "N trainers".
     """
 
     mesh: Mesh | None
     run_id: str
     here: int
+    part = (0, 1)
     who = ""
 
     def at(self, axis: int | None) -> NamedSharding | None:
@@ -168,6 +171,7 @@ class CollectiveJob(Job):
             made |= zip(extra, self.trainers.everywhere([*extra.values()]), strict=True)
         return CollectiveState(*({n: made[n] for n in names} for names in self._state))
 
+    @metered
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         """One step: (state, loss[, aux]), or whatever else the step returns beside its state.
 
@@ -203,6 +207,22 @@ class CollectiveJob(Job):
                     raise
                 new, rest = step(self.here(state), arrays)
             return (new, *self.trainers.results(result_of(self._rest, rest)))
+
+    @property
+    def part(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.trainers.part
+
+    def cut_axes(self) -> Mapping[str, int]:
+        return {n: share for n, share in zip(self._names, self._shares, strict=True) if isinstance(share, int)}
+
+    def place(self, *batch: Any) -> tuple[Any, ...]:
+        if self.part[1] > 1 or self.mesh is None:
+            return self.shard_batch(*batch)
+        arrays: Sequence[Any] = batch_arrays(self._specs, batch, self.plan.main.inputs)
+        if self._odd_rows(arrays):
+            return batch
+        placed = iter(self._checked(arrays))
+        return tuple(spec.unflatten([next(placed) for _ in spec.names]) for spec in self._specs)
 
     def state_of(self, params: Any, opt_state: Any) -> CollectiveState:
         given = arrays_of(self.plan.main, params, opt_state)

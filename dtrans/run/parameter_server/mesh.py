@@ -51,6 +51,7 @@ from dtrans.run.base.state import check_arrays, check_kind, check_types
 from dtrans.run.parameter_server.exchange import Exchange
 from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms, shared_program
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors, own_buffers
+from dtrans.step_meter import metered
 
 
 @realises(PServerPlan, "mesh")
@@ -152,6 +153,7 @@ class MeshJob(Job):
         params |= {n: self._to_each(params[n]) for n in self._local}
         return MeshState(params, servers)
 
+    @metered
     def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
         """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
 

@@ -84,7 +84,7 @@ class ConnectedProcesses(OneProcess):
 
     def __init__(self, at: Deployment, cluster: Membership) -> None:
         super().__init__(at)
-        self.me, self.count = cluster.trainer_id, cluster.trainers
+        self.part = self.me, self.count = cluster.trainer_id, cluster.trainers
         self.run_id, self.saves = cluster.run, self.me == 0
         o = at.plan.options
         self._whole = {n for n in at.plan.batch if is_under(n, o.batch.unsplit_inputs)}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dtrans.checkpoint.pserver_state import arrays_of
 from dtrans.ir.array_fns import in_one
-from dtrans.ir.pytree import TreeSpec, result_of, without
+from dtrans.ir.pytree import TreeSpec, is_under, result_of, without
 from dtrans.pipeline_parallel.forward_pass import summary_name
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.results import STACK
@@ -27,6 +27,7 @@ from dtrans.run.pipeline_parallel.processes import OneProcess
 from dtrans.run.pipeline_parallel.stage_devices import OnDevices, OneDevice, Places, StageSharding
 from dtrans.run.pipeline_parallel.state import PipelineState, StateLayout, tree_of
 from dtrans.step.summary import merge
+from dtrans.step_meter import metered
 
 
 class PipelineJob(Job):
@@ -52,6 +53,7 @@ class PipelineJob(Job):
         self._check_open()
         return self._layout.first(*args)
 
+    @metered
     def step(self, state: PipelineState, *batch: Any) -> tuple[Any, ...]:
         """One step: (state, loss[, aux]), or whatever else the step returns beside its state.
 
@@ -67,6 +69,15 @@ class PipelineJob(Job):
         tape, env = self.ready(state, *batch)
         self.play(tape, env)
         return self.answer(tape, env)
+
+    @property
+    def part(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.processes.part
+
+    def cut_axes(self) -> Mapping[str, int]:
+        whole = self.plan.options.batch.unsplit_inputs
+        inputs = self.plan.main.inputs
+        return {n: self.plan.axes.get(n, 0) for n in self.plan.batch if inputs[n].ndim and not is_under(n, whole)}
 
     def params(self, state: PipelineState) -> Any:
         """The parameters, as the pytree that they were given in. All processes of a job must ask for them together."""

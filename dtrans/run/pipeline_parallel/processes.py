@@ -24,6 +24,7 @@ class OneProcess:
       at: what runs, and where.
     """
 
+    part = (0, 1)  # which part of a batch is given here, and how many parts there are
     run_id, saves = THIS_PROCESS, True  # which run of the job it is, and whether this process saves what all have
 
     def __init__(self, at: Deployment) -> None:

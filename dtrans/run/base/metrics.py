@@ -1,0 +1,102 @@
+"""Numbers of training, written where people look: TensorBoard, a CSV file, a function of one's own."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from dtrans.errors import ConfigError
+from dtrans.run.base.summary_writer import SummaryWriter
+from dtrans.step.summary import SCALAR, Summary
+
+
+Sink = Callable[[int, Mapping[str, float]], None]
+
+
+class MetricsWriter:
+    """Writes the numbers of steps; a context manager.
+
+    Args:
+      to: where to, any number of: a path that ends in `.csv`; the path of a folder, for TensorBoard; a function of a
+        step's number and its numbers by name.
+
+    Raises:
+      ConfigError: tensorboardX is not installed, for a folder; a file that cannot be written.
+
+    Example:
+      >>> import dtrans
+      >>> with dtrans.MetricsWriter(lambda step, values: print(step, values)) as writer:
+      ...     writer.write(0, {"loss": 0.5, "of": {"a": 1}})
+      0 {'loss': 0.5, 'of/a': 1.0}
+    """
+
+    def __init__(self, *to: str | os.PathLike[str] | Sink) -> None:
+        self._closing: list[Callable[[], None]] = []
+        self._sinks: list[Sink] = [x if callable(x) else self._opened(Path(x)) for x in to]
+
+    def write(self, step: int, values: Any) -> None:
+        """Write the numbers of a step.
+
+        Args:
+          step: its number.
+          values: a pytree of numbers, or of arrays with one element: a loss, metrics. They are named by their paths;
+            one that is nothing but a number is the `loss`.
+
+        Raises:
+          ConfigError: an array of several elements; other names than before, for a CSV file.
+        """
+        found: dict[str, float] = {}
+        for path, x in jax.tree_util.tree_leaves_with_path(values):
+            name = jax.tree_util.keystr(path, simple=True, separator="/") or "loss"
+            array = np.asarray(x)
+            if array.size != 1:
+                raise ConfigError(f"{name} has {array.size} elements, and a metric is one number: reduce it first")
+            found[name] = float(array.reshape(()))
+        for sink in self._sinks:
+            sink(step, found)
+
+    def close(self) -> None:
+        """Write what is left, and close files."""
+        for close in self._closing:
+            close()
+        self._closing.clear()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _opened(self, path: Path) -> Sink:
+        return self._csv(path) if path.suffix == ".csv" else self._tensorboard(path)
+
+    def _tensorboard(self, folder: Path) -> Sink:
+        writer = SummaryWriter(folder)
+        self._closing.append(writer.close)
+        return lambda step, values: writer.write(step, values, [Summary(n, SCALAR) for n in values])
+
+    def _csv(self, path: Path) -> Sink:
+        try:
+            file = path.open("w", newline="")
+        except OSError as e:
+            raise ConfigError(f"metrics cannot be written to {path}: {e.strerror}") from e
+        self._closing.append(file.close)
+        table, names = csv.writer(file), list[str]()
+
+        def sink(step: int, values: Mapping[str, float]) -> None:
+            if not names:
+                names.extend(values)
+                table.writerow(["step", *names])
+            if names != list(values):
+                raise ConfigError(f"{path} has columns for {', '.join(names)}; step {step} has {', '.join(values)}")
+            table.writerow([step, *values.values()])
+            file.flush()
+
+        return sink
