@@ -128,8 +128,8 @@ def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
 
     Example:
       >>> import numpy as np, dtrans
-      >>> dtrans.shard_batch({"x": np.arange(6), "rate": np.float32(0.5)}, 1, 3)
-      {'x': array([2, 3]), 'rate': np.float32(0.5)}
+      >>> dtrans.shard_batch({"rate": np.float32(0.5), "x": np.arange(6)}, 1, 3)
+      {'rate': np.float32(0.5), 'x': array([2, 3])}
     """
     check_int("count", count, "a positive number of parts")
     check_int("number", number, f"one of the parts 0 to {count - 1}", least=0, most=count - 1)

@@ -56,7 +56,7 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
       ...     for x in batches:
       ...         state, loss = job.step(state, x)
       >>> float(loss), job.report().steps
-      (0.03125, 3)
+      (0.0625, 3)
     """
     check_int("ahead", ahead, "a positive number of batches")
     made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(ahead)
