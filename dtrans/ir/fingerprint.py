@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -181,13 +182,13 @@ class _Writer:
         return known
 
     def equations(self, eqns: Sequence[JaxprEqn], numbers: dict[Var, str]) -> list[str]:
-        """A line for each equation; what they make is numbered on."""
-        lines = []
+        """A line for each equation; what they make is numbered."""
+        lines, made = [], itertools.count()
         for eqn in eqns:
             ins = " ".join([self.atom(a, numbers) for a in eqn.invars])
             params = " ".join([f"{k}={self.value(v)}" for k, v in sorted(eqn.params.items())])
             for v in eqn.outvars:
-                numbers[v] = str(len(numbers))
+                numbers[v] = str(next(made))
             outs = " ".join([self.type(v.aval) for v in eqn.outvars])
             lines.append(f"{outs} = {eqn.primitive.name}[{params}] {ins}")
         return lines
@@ -200,7 +201,7 @@ class _Writer:
     def _lines(self, x: Any) -> list[str]:
         inner = opened(x)
         given = (*inner.constvars, *inner.invars)
-        numbers: dict[Var, str] = {v: str(i) for i, v in enumerate(given)}
+        numbers: dict[Var, str] = {v: f"in {i}" for i, v in enumerate(given)}
         lines = [self.type(v.aval) for v in given] + [self.value(c) for c in constants(x)]
         lines += self.equations(inner.eqns, numbers)
         return [*lines, " ".join([self.atom(a, numbers) for a in inner.outvars])]

@@ -57,7 +57,7 @@ CHANGED[1000] += 1
     [
         ({"tx": optax.adam(1e-2)}, {"tx": optax.adam(1.1e-2)}, {"update"}),
         ({"tx": optax.adam(1e-2)}, {"tx": optax.adam(1e-2, b1=0.8)}, {"update"}),
-        ({"tx": optax.adam(1e-2)}, {"tx": optax.adam(1e-2, nesterov=True)}, {"update"}),
+        ({"tx": optax.sgd(0.1, 0.9)}, {"tx": optax.sgd(0.1, 0.9, nesterov=True)}, {"update"}),
         ({}, {"loss": lambda p, x, y: 2.0 * mlp_loss(p, x, y)}, {"loss"}),
         ({"loss": with_constant(CONSTANT)}, {"loss": with_constant(CHANGED)}, {"loss"}),
         ({"loss": with_constant(CONSTANT, nested=True)}, {"loss": with_constant(CHANGED, nested=True)}, {"loss"}),
