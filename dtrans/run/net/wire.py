@@ -4,7 +4,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local, silence
-                   [, sync_mode]
+                   [, sync_mode, plan, nonce]                    [, proof]
     send           step, pieces + frames[, steps]      blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
     recv           step[, blocks]                      refuse    reason[, last]
@@ -16,16 +16,19 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
     server to server                                   and back
     peer           endpoint, order, layout             welcome, waiting, refuse
-                   [, on_trainer_exit]
+                   [, on_trainer_exit, plan, nonce]
     partials       step, level, pieces + frames        refuse
 
     trainer 0 to trainer (nccl2 mode)                  and back
-    meet           trainer, endpoints                  here, refuse
+    meet           trainer, endpoints[, nonce]         here[, proof]; refuse
     go
     abort          reason
 
     process to process (pipelines)
     value          process, step, key, dtype, shape, impl, pieces + frames
+
+`plan` has the parts of the plan's fingerprint (`dtrans.ir.fingerprint`), by which those who plan something else are
+refused; `proof` is made of `nonce` and the job's token (`dtrans.run.net.token`), and shows who welcomes.
 
 What a trainer says at the end of a step goes in one message: `then` names what follows, `send_barrier` and `recv`, with
 the fields that these have; the step of that `recv` is the next.
@@ -86,12 +89,15 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 # the fields it may have beside, with their types
 OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "hello": {"sync_mode": bool},
+    "hello": {"sync_mode": bool, "plan": dict, "nonce": str},
     "send": {"steps": int, "blocks": list},
     "send_barrier": {"blocks": list},
     "recv": {"blocks": list},
-    "peer": {"on_trainer_exit": str},
-    "refuse": {"last": bool, "late": bool},
+    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str},
+    "welcome": {"proof": str},
+    "refuse": {"last": bool, "late": bool, "proof": str},
+    "meet": {"nonce": str},
+    "here": {"proof": str},
 }
 
 # the messages that others may follow, in `then`

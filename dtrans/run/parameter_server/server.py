@@ -24,7 +24,7 @@ import zmq
 
 from dtrans.checkpoint.runs import note
 from dtrans.errors import DtransError, WireError
-from dtrans.run.net import wire
+from dtrans.run.net import token, wire
 from dtrans.run.parameter_server.async_server import AsyncServer
 from dtrans.run.parameter_server.presence import Presence, log
 from dtrans.run.parameter_server.server_sockets import ServerSockets
@@ -52,6 +52,7 @@ class Server:
       state: name to array; the initial values.
       deadline: seconds that trainers may keep the server, or each other, waiting.
       allow_remote: bind an endpoint that is not loopback.
+      plan: the parts of the fingerprint of the plan, which trainers and other servers must have too.
 
     Raises:
       ConfigError: an endpoint that may not be, or cannot be bound.
@@ -65,10 +66,12 @@ class Server:
         *,
         deadline: float,
         allow_remote: bool,
+        plan: Mapping[str, str],
     ) -> None:
         self.endpoint = update.endpoint
-        self._trainers = Presence(update, deadline=deadline, silence=min(SILENCE, deadline))
-        self._sockets = ServerSockets(context, update.endpoint)
+        secret, silence = token.job_token(), min(SILENCE, deadline)
+        self._trainers = Presence(update, deadline=deadline, silence=silence, plan=plan, secret=secret)
+        self._sockets = ServerSockets(context, update.endpoint, secret)
         kind = SyncServer if update.eqn.params["sync_mode"] else AsyncServer
         self._kind = kind(update, own_buffers(state), self._trainers, self._sockets.say)
         self._sockets.bind(allow_remote=allow_remote)
@@ -149,8 +152,9 @@ class Server:
         if before:
             self._sockets.say(address, "waiting", reason=before)
         else:
-            step, local, silence = self._kind.step, self._sockets.local, self._trainers.silence
-            self._sockets.say(address, "welcome", step=step, local=local, silence=silence)
+            self._sockets.say(
+                address, "welcome", **self._trainers.welcome(message, self._kind.step, self._sockets.local)
+            )
 
     def _who(self, address: bytes) -> str:
         """Who speaks from there, for the log."""
