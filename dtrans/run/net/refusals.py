@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 
-EACH = 20  # refusals that have a line each; of later ones the 32nd, the 64th, the 128th, ...
+EACH = 100  # refusals that have a line each; of later ones the 128th, the 256th, the 512th, ...
 
 
 class Refusals:

@@ -43,7 +43,7 @@ def new_socket(context: zmq.Context[Any], kind: int, user: str = "", secret: str
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
     made.setsockopt(zmq.SNDHWM, 0)  # a step's gradients are what bounds the queue
-    made.setsockopt(zmq.RCVHWM, 0)
+    made.setsockopt(zmq.RCVHWM, 0)  # of what is sent to sockets that connect; `limit` is for those that are bound
     made.setsockopt(zmq.IPV6, 1)
     made.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
     made.setsockopt(zmq.HEARTBEAT_IVL, 2000)
@@ -55,6 +55,19 @@ def new_socket(context: zmq.Context[Any], kind: int, user: str = "", secret: str
         made.setsockopt(zmq.PLAIN_SERVER, 1)
         made.setsockopt_string(zmq.ZAP_DOMAIN, "dtrans")
     return made
+
+
+def limit(bound: zmq.Socket[Any], frame: int, messages: int) -> None:
+    """Let a socket, before it is bound, take nothing larger and nothing more than a plan has.
+
+    Args:
+      frame: bytes of the largest frame; whoever sends a larger one is cut off.
+      messages: how many of one peer may wait to be read, before they wait at the peer; and how many to one peer may
+        wait to be sent, before they are dropped.
+    """
+    bound.setsockopt(zmq.MAXMSGSIZE, frame)
+    bound.setsockopt(zmq.RCVHWM, messages)
+    bound.setsockopt(zmq.SNDHWM, messages)
 
 
 def check_host(who: str, endpoint: str, remedy: str, *, allow_remote: bool) -> None:

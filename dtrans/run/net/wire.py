@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -58,7 +58,9 @@ from dtrans.errors import WireError
 VERSION = 1
 MESSAGE_BYTES = 4 << 20  # above a few MB, fresh allocations dominate every transport
 SMALL = 16 << 10  # blocks below this share a frame: a copy is cheaper than a frame
-MAX_MESSAGE = 16 << 20  # a larger frame than this is not ours
+MAX_MESSAGE = 16 << 20  # a larger frame than this is not ours; who knows the plan has a closer limit
+HELLO = 512 << 10  # what headers may have beside rows: the fingerprint of a plan is the longest
+ROW = 256  # bytes of a header for one block, beside its name
 
 Piece = tuple[str, int, int]
 
@@ -146,6 +148,17 @@ def parse(parts: Sequence[Any]) -> Message:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise WireError(f"a `{op}` message without a proper {name}")
     return Message(op, fields, parts[1:])
+
+
+def limits(blocks: Mapping[str, int]) -> tuple[int, int]:
+    """The largest frame that is sent about named blocks, in bytes, and how many messages may be under way to one peer.
+
+    Args:
+      blocks: name to size in bytes, of all that is sent and received in a step.
+    """
+    header = HELLO + sum(len(n.encode()) + ROW for n in blocks)
+    steps = len(blocks) + sum(blocks.values()) // MESSAGE_BYTES
+    return max(MESSAGE_BYTES, header), 1000 + 32 * steps
 
 
 def brief(value: Any) -> str:

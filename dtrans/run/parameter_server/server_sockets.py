@@ -18,7 +18,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.errors import ConfigError, PeerError, WireError
 from dtrans.run.net import token, wire
-from dtrans.run.net.sockets import LINGER, Doorkeeper, check_host, new_socket, tcp_address
+from dtrans.run.net.refusals import Refusals
+from dtrans.run.net.sockets import LINGER, Doorkeeper, check_host, limit, new_socket, tcp_address
 from dtrans.run.parameter_server.presence import log
 from dtrans.run.parameter_server.server_peers import ServerPeer, ServerPeers
 
@@ -103,14 +104,17 @@ class ServerSockets:
 
     Args:
       secret: the job's token.
+      limits: the largest frame, and how many messages of one peer may wait (`dtrans.run.net.wire.limits`).
 
     Attributes:
       local: the path of the Unix socket; empty, where paths are too long for one.
     """
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, secret: str) -> None:
+    def __init__(self, context: zmq.Context[Any], endpoint: str, secret: str, limits: tuple[int, int]) -> None:
         self.endpoint = endpoint
         self._secret = secret
+        self._limits = limits
+        self._refusals = Refusals(log)
         self.local = ""
         self._context = context
         self._bound = ""
@@ -122,6 +126,7 @@ class ServerSockets:
         """Raises ConfigError for an endpoint that may not be, or cannot be bound."""
         check_host("this pserver", self.endpoint, "Executor(allow_remote=True)", allow_remote=allow_remote)
         self._socket = new_socket(self._context, zmq.ROUTER)
+        limit(self._socket, *self._limits)
         self._monitor = self._socket.get_monitor_socket(_REFUSED_HANDSHAKES | zmq.EVENT_CLOSED)
         self._doorkeeper = Doorkeeper(self._context, self._secret, (DOOR,))
         self._folder = Path(tempfile.mkdtemp(prefix="dtrans-"))  # readable by this user only
@@ -157,7 +162,10 @@ class ServerSockets:
     def listen(self) -> None:
         """Take what else `poll` has found. Raises PeerError where a peer refuses, or says that it has ended."""
         if self._monitor in self._ready and recv_monitor_message(self._monitor)["event"] & _REFUSED_HANDSHAKES:
-            log.warning("pserver %s refused a connection that does not speak the protocol", self.endpoint)
+            self._refusals.note(
+                "pserver %s refused a connection that does not speak the protocol, or has not the job's token",
+                self.endpoint,
+            )
         if not self._ready.keys() <= {self._socket, self._monitor}:
             for line in self._lines.values():
                 line.listen()

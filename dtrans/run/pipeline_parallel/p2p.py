@@ -32,7 +32,7 @@ from dtrans.run.distributed.address import address_of, this_host
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.net import token, wire
 from dtrans.run.net.refusals import Refusals
-from dtrans.run.net.sockets import Doorkeeper, new_socket, user_of
+from dtrans.run.net.sockets import Doorkeeper, limit, new_socket, user_of
 
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class P2PChannels:
         others = [k for k in range(self.count) if k != self.me]
         self._doorkeeper = Doorkeeper(self._context, self._secret, [self._link(k, self.me) for k in others])
         self._in = new_socket(self._context, zmq.PULL)
-        self._in.setsockopt(zmq.RCVHWM, AHEAD)
+        limit(self._in, wire.MESSAGE_BYTES, AHEAD)
         self._in.setsockopt(zmq.HEARTBEAT_IVL, 0)  # a process that does not read its messages is not dead
         hosts = self._told(f"{name}/hosts", this_host())
         address = address_of(cluster, list(hosts.values()), coordinator())

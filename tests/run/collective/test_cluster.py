@@ -30,7 +30,7 @@ from dtrans.run.net.sockets import LINGER
 PATIENCE = 120.0  # seconds for what takes ten on an idle machine
 COMMAND = [sys.executable, script.__file__]
 # the greeting of a ZeroMQ socket that wants a password
-OTHERWISE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(52, b"\0")
+OTHERWISE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
 
 
 # -- numbers ---------------------------------------------------------------------------------------

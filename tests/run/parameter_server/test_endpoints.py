@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import zmq
 from helpers import (
     distance,
     init_of,
@@ -42,6 +43,7 @@ import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.net import token, wire
+from dtrans.run.net.refusals import EACH
 from dtrans.run.parameter_server import server as server_module, sync_server
 from dtrans.run.parameter_server.server_sockets import DOOR
 
@@ -1157,9 +1159,39 @@ def test_raw_bytes_on_the_port_are_refused_logged_and_change_nothing(
 def test_a_message_larger_than_any_of_ours_is_dropped_with_its_connection(
     role_threads: RoleThreads, strange_server: str
 ) -> None:
+    """The plan's largest, not any that a plan may have; the fixture checks that the server goes on."""
     with Peer(strange_server) as peer:
-        peer.say(b"\0" * (wire.MAX_MESSAGE + 1))
-    # the fixture checks that the server goes on
+        peer.tell("recv", step=0)
+        assert "has not said hello" in peer.refused()  # it is connected
+        with peer._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            peer.say(b"\0" * (wire.limits({NAME: 32, "params/w": 32})[0] + 1))
+            assert monitor.poll(HANG * 1000), "it is still connected"
+            peer._socket.disable_monitor()
+
+
+def test_a_message_that_never_ends_is_not_kept(role_threads: RoleThreads, strange_server: str) -> None:
+    """ZeroMQ holds all frames of a message until the last has come: who has no password is cut off before the first."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as line:
+        line.linger, line.sndtimeo = 0, 1000
+        with line.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            line.connect(f"tcp://{strange_server}")
+            with contextlib.suppress(zmq.Again):
+                for _ in range(200):
+                    line.send(b"\0" * 10_000, zmq.SNDMORE)
+            assert monitor.poll(HANG * 1000), "it is still connected"
+            line.disable_monitor()
+
+
+def test_a_flood_of_nonsense_leaves_few_lines_and_is_counted(
+    role_threads: RoleThreads, strange_server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Peer(strange_server) as peer:
+        for _ in range(600):
+            peer.say(b"what?")
+        for _ in range(600):
+            assert "not msgpack" in peer.refused()
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == EACH + 3 and said[-1].endswith("(512 so far; most have no line)")
 
 
 def test_strangers_do_not_disturb_a_job(role_threads: RoleThreads, caplog: pytest.LogCaptureFixture) -> None:

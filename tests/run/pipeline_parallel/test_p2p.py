@@ -130,13 +130,13 @@ def test_malformed_messages_of_a_process_are_dropped_and_counted(
     first.send(1, 1, 5, jnp.zeros(3))
     second.receive(0, 1, 5, "a value")
     with stranger(second._peers[1], p2p.token.shown(first._secret, "process 0 to 1")) as line:
-        for parts in MALFORMED * 3:
+        for parts in MALFORMED * 10:
             line.send_multipart(parts)
         line.send_multipart(forged(key=5))  # it was received already
         line.send_multipart([wire.header("value", **RIGHT | {"key": 6}, pieces=PIECES), np.arange(4.0, dtype="f4")])
         np.testing.assert_array_equal(second.receive(0, 1, 6, "a value"), np.arange(4.0))
-    assert second.refusals.count == 3 * len(MALFORMED) + 1
-    assert len(caplog.records) < 25 and all(len(r.getMessage()) < 400 for r in caplog.records)
+    assert second.refusals.count == 10 * len(MALFORMED) + 1
+    assert len(caplog.records) < 105 and all(len(r.getMessage()) < 400 for r in caplog.records)
     first.send(1, 2, 0, jax.random.key(3))
     key = second.receive(0, 2, 0, "a key")
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
