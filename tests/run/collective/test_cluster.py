@@ -163,7 +163,11 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
         ("plan", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
         ("merge", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
-        ("rate", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+        (
+            "rate",
+            "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step, or other "
+            "options: part 'update' differs",
+        ),
         ("dtype", "BatchError: x is float"),
         ("init", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has parameters"),
     ],
