@@ -38,8 +38,9 @@ from dtrans._jax import (
 )
 from dtrans.batch.trainer_step import TrainerStep
 from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.display import without_addresses
 from dtrans.ir.inline import eliminate_dead, inline_calls
-from dtrans.ir.program import Program, without_addresses
+from dtrans.ir.program import Program
 from dtrans.step.cut import Cut
 from dtrans.step.marks import mark_p
 

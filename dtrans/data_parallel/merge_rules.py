@@ -18,8 +18,9 @@ from dtrans._jax import Atom, JaxprEqn, Literal, Var
 from dtrans.data_parallel.options import Options
 from dtrans.errors import ConfigError
 from dtrans.ir.dataflow import propagate
+from dtrans.ir.display import without_addresses
 from dtrans.ir.inline import inline_calls
-from dtrans.ir.program import Program, without_addresses
+from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.step.cut import Cut
 

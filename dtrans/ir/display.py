@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html as html_escape
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -87,6 +88,11 @@ def op_line(op: ShownOp) -> str:
     attrs = ", ".join(f"{k}={attribute(v)}" for k, v in op.attrs.items() if not _says_nothing(v))
     left = f"{', '.join(op.outputs)} = " if op.outputs else ""
     return f"{left}{op.type} {' '.join(op.inputs)}".rstrip() + (f"  [{attrs}]" if attrs else "")
+
+
+def without_addresses(text: str) -> str:
+    """How JAX shows something, without what differs from process to process: the addresses of objects."""
+    return re.sub(r"0x[0-9a-f]+", "", text)
 
 
 GUESSED = "roles are guessed, from the names of scopes; those of a plan's programs are exact"

@@ -18,19 +18,16 @@ batch size, traced again when it must be and kept, as `jax.jit` does. State cann
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, equations, jaxpr_as_fun
 from dtrans.errors import DtransError, NotRealisedError, TraceError
-from dtrans.ir import display
+from dtrans.ir import display, fingerprint
 from dtrans.ir.pytree import TreeSpec, as_array
 
 
@@ -86,6 +83,8 @@ class Program(NamedJaxpr):
         hands them on (`dtrans.step.frozen`), and takes no others.
       of_one_state: whether its first two arguments are parts of one state (`dtrans.step.one_state`).
       specializer: makes the same program for other input types (one `ShapeDtypeStruct` per input).
+      identity: makes the fingerprint of the plan that it is a program of (`dtrans.ir.fingerprint`), where a plan has
+        several roles.
 
     Example:
       >>> import jax.numpy as jnp, dtrans
@@ -110,6 +109,7 @@ class Program(NamedJaxpr):
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     still: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     of_one_state: bool = False
+    identity: Callable[[], Mapping[str, str]] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         inner = self.inner
@@ -202,12 +202,14 @@ class Program(NamedJaxpr):
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what the program computes: names, types, equations with all that is in them, and constants."""
-        parts = [str(self.in_names), str(self.out_names), without_addresses(str(self.inner))]
-        told = hashlib.sha256("\n".join(parts).encode())
-        for value in self.jaxpr.consts:
-            is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-            told.update(np.asarray(jax.random.key_data(value) if is_key else value).tobytes())
-        return told.hexdigest()
+        return fingerprint.digest("\n".join(self.fingerprints.values()))
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """The same in parts: `loss`, `update` and `exchange` (see `dtrans.ir.fingerprint`)."""
+        return fingerprint.of_program(
+            self, {"loss": (FORWARD, BACKWARD), "update": (OPTIMIZE, LR_SCHED), "exchange": (RPC, DIST)}
+        )
 
     # -- running it ------------------------------------------------------------------------------
 
@@ -272,7 +274,8 @@ class Program(NamedJaxpr):
         # what is traced is kept: it must not remember a map that asks for it
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             try:
-                return self.specializer([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted])
+                made = self.specializer([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted])
+                return made if self.identity is None else dataclasses.replace(made, identity=self.identity)
             except DtransError:
                 raise  # it says its own cause
             except (TypeError, ValueError) as e:
@@ -310,11 +313,6 @@ class Program(NamedJaxpr):
 def is_communication(eqn: JaxprEqn) -> bool:
     """Whether an equation is one that only a realiser can carry out (see `dtrans.ops`)."""
     return getattr(eqn.primitive, "communicates", False)
-
-
-def without_addresses(text: str) -> str:
-    """How JAX shows something, without what differs from process to process: the addresses of objects."""
-    return re.sub(r"0x[0-9a-f]+", "", text)
 
 
 def signature(arrays: Sequence[Any]) -> Signature:

@@ -15,7 +15,9 @@ from dtrans._jax import JaxprEqn
 from dtrans.batch.shared import SharedStep
 from dtrans.checks import is_int
 from dtrans.errors import ConfigError, UnknownEndpointError
+from dtrans.ir import fingerprint
 from dtrans.ir.cost import flops, nbytes
+from dtrans.ir.display import short_type
 from dtrans.ir.program import DIST, OPTIMIZE, Program
 from dtrans.ops import OptimizeBlock, all_reduce_p, backup_of, exchange_p
 from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin, SizeBalanced
@@ -88,6 +90,7 @@ class PServerPlan(Plan):
       for_whole: says how a batch is shared that trainers do not divide, and gives the program of trainer 0 for it, from
         the types of the inputs of `main`: parts are padded. None where they must divide it.
       push_every: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and each does.
+      options: what the user has said, by the names of arguments: the same in all roles.
     """
 
     main: Program
@@ -104,6 +107,7 @@ class PServerPlan(Plan):
     make_trainer: Callable[[int], Program] = dataclasses.field(repr=False)
     make_trainer_startup: Callable[[int], Program] = dataclasses.field(repr=False)
     push_every: int = 0
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     shared: SharedStep | None = dataclasses.field(default=None, repr=False)
     local_note: Callable[[], str] | None = dataclasses.field(default=None, repr=False)
     for_whole: Callable[[Sequence[jax.ShapeDtypeStruct]], tuple[SharedStep, Program]] | None = dataclasses.field(
@@ -113,7 +117,9 @@ class PServerPlan(Plan):
     _right, _code, _header = (1, 2), 0, ("block", "rows", "bytes", "endpoint")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "servers", _Servers(self.servers))
+        mains = {ep: dataclasses.replace(x.main, identity=lambda: self.identity) for ep, x in self.servers.items()}
+        servers = {ep: dataclasses.replace(x, main=mains[ep]) for ep, x in self.servers.items()}
+        object.__setattr__(self, "servers", _Servers(servers))
 
     # -- programs --------------------------------------------------------------------------------
 
@@ -145,12 +151,30 @@ class PServerPlan(Plan):
     def _made(self, make: Callable[[int], Program], trainer_id: int) -> Program:
         """A program, made once: what is compiled for it is kept with it."""
         if (make, trainer_id) not in self._programs:
-            self._programs[make, trainer_id] = make(trainer_id)
+            self._programs[make, trainer_id] = dataclasses.replace(make(trainer_id), identity=lambda: self.identity)
         return self._programs[make, trainer_id]
 
     @cached_property
     def _programs(self) -> dict[tuple[Callable[[int], Program], int], Program]:
         return {}
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """What all roles must have in common, in parts: see `dtrans.ir.fingerprint`.
+
+        A server is known by its place among all, since roles may know it by several addresses.
+        """
+        at = {ep: i for i, ep in enumerate(self.servers)}
+        table = [(b.name, b.span, at[b.endpoint]) for b in self.placement.table]
+        state = {n: short_type(self.main.inputs[n]) for spec in self.main.args[:2] for n in spec.names}
+        return {
+            **fingerprint.environment(),
+            "options": fingerprint.table({n: fingerprint.of_value(x) for n, x in self.options.items()}),
+            "state": fingerprint.table(state),
+            "init": self.startup.fingerprint,
+            "placement": fingerprint.digest(fingerprint.of_value(table)),
+            **self.main.fingerprints,
+        }
 
     # -- what servers hold -----------------------------------------------------------------------
 

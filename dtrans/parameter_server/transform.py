@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -122,12 +122,14 @@ def pserver(
     main, startup = of_two_parts(main, startup)
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
+    options: dict[str, Any] = {"mode": mode, "placement": placement, "on_trainer_exit": on_trainer_exit, "batch": batch}
+    options |= {"trainers": trainers, "pservers": len(endpoints)}
     plain = cut(main)
     refuse_across(plain, told=isinstance(mode, Sync), remedy=SYNC_TELLS)
     check_arguments(plain, batch, trainers, on_trainer_exit)
     shared = shared_by(plain, batch, trainers, mode)
     if isinstance(mode, Geo):
-        return plan_geo_sgd(plain, startup, endpoints, trainers, mode, placement)
+        return dataclasses.replace(plan_geo_sgd(plain, startup, endpoints, trainers, mode, placement), options=options)
     step = plain if shared is None or shared.proven else cut(shared.step.program)
     comm = trainer_comm(step, trainers, mode, batch)  # how trainers talk to servers
     summed: tuple[str, ...] = ()
@@ -175,6 +177,7 @@ def pserver(
         unused_effects=plain.unused_effects,
         shared_state=update.shared_state,
         runtime_split=comm.runtime_split,
+        options=options,
         make_trainer=lambda k: trainer_program(step, placed, k, comm),
         make_trainer_startup=lambda k: trainer_startup_program(step, placed, startup, k, comm),
         shared=shared,

@@ -64,8 +64,8 @@ class Executor:
       deadline: seconds that any wait may take. Its error says who waited for whom, and for what.
       wait_port: wait for servers that are not there yet, up to the deadline; otherwise their absence is
         an error at once.
-      allow_remote: let a server bind an address that is not this machine's loopback. Messages are neither
-        encrypted nor authenticated: only on a network where everybody may train with everybody.
+      allow_remote: let a server bind an address that is not this machine's loopback. It takes DTRANS_TOKEN, the same
+        secret in all processes. Messages are not encrypted: only on a network that nobody else reads.
       on_nonfinite: what a trainer of parameter servers does about gradients with an infinity or a NaN in them:
         "ignore", "warn", or "error", before they are sent.
     """

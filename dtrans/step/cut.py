@@ -20,8 +20,9 @@ from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, NamedJaxpr, Var, origin_of
 from dtrans.errors import BatchError, GradientError, OptimizerError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.display import without_addresses
 from dtrans.ir.inline import eliminate_dead
-from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program, without_addresses
+from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.step.gradients import OpenStep, counts_rows, describe, inferred, marked, nested, open_step
 from dtrans.step.marks import mark_p
 

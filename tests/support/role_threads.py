@@ -17,7 +17,10 @@ import zmq
 
 import dtrans
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.run.net import wire
+from dtrans.run.distributed.rendezvous import FIRST
+from dtrans.run.net import token, wire
+from dtrans.run.net.sockets import Doorkeeper, new_socket
+from dtrans.run.parameter_server.server_sockets import DOOR
 
 
 HANG = 25.0  # seconds; longer than anything here takes on a busy machine
@@ -32,6 +35,9 @@ def free_endpoints(count: int) -> tuple[str, ...]:
     return names
 
 
+SERVED: dict[str, PServerPlan] = {}  # the plan of each server that was started, by its endpoint
+
+
 class RoleThreads:
     """Functions that run in threads; what each returned or raised, by name. Never waits for ever."""
 
@@ -40,6 +46,8 @@ class RoleThreads:
         self._ended: dict[str, Any] = {}
 
     def start(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if fn is serve:
+            SERVED[args[1]] = args[0]
         x64 = jax.config.jax_enable_x64  # of this thread; a new one has the default
 
         def body() -> None:
@@ -144,10 +152,11 @@ def check_state(plan: PServerPlan, states: Any, params: Any, opt_state: Any, rto
 class Peer:
     """A ZeroMQ peer of a pserver that may say anything."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, user: str = DOOR) -> None:
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
+        self._endpoint = endpoint
+        self._socket = new_socket(self._context, zmq.DEALER, user, token.job_token())
+        self._socket.reconnect_ivl = 5  # milliseconds, where nobody is there yet
         self._socket.connect(f"tcp://{endpoint}")
 
     def __enter__(self) -> Peer:
@@ -178,9 +187,9 @@ class Peer:
         return message["reason"]
 
     def hello(self, trainer: int = 0, trainers: int = 1, **fields: Any) -> None:
-        self.tell(
-            "hello", **{"trainer": trainer, "trainers": trainers, "session": "peer", "order": sys.byteorder} | fields
-        )
+        plan = SERVED[self._endpoint].identity if self._endpoint in SERVED else {}
+        header = {"trainer": trainer, "trainers": trainers, "session": "peer", "order": sys.byteorder, "plan": plan}
+        self.tell("hello", **header | fields)
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
@@ -197,10 +206,10 @@ class FakeServer:
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0  # when it is bound already: see new_socket
+        self._doorkeeper = Doorkeeper(self._context, token.job_token(), (DOOR, FIRST))
+        self._socket = new_socket(self._context, zmq.ROUTER)
         self._socket.bind(f"tcp://{endpoint}")
-        self._last = b""
+        self._last, self._nonce = b"", ""
 
     def __enter__(self) -> FakeServer:
         return self
@@ -210,21 +219,29 @@ class FakeServer:
 
     def close(self) -> None:
         """Be gone."""
-        self._context.destroy(linger=0)
+        self._end(0)
 
     def end(self) -> None:
         """Be gone when all that was said has been sent."""
-        self._context.destroy(linger=int(HANG * 1000))
+        self._end(int(HANG * 1000))
+
+    def _end(self, linger: int) -> None:
+        if not self._context.closed:
+            self._doorkeeper.close()
+        self._context.destroy(linger=linger)
 
     def hear(self) -> wire.Message:
         """The next message."""
         assert self._socket.poll(HANG * 1000), "nobody spoke"
         self._last, *parts = self._socket.recv_multipart()
-        return wire.parse(parts)
+        message = wire.parse(parts)
+        if "nonce" in message.fields:
+            self._nonce = message["nonce"]
+        return message
 
     def say(self, *frames: bytes) -> None:
         """To who spoke last."""
         self._socket.send_multipart([self._last, *frames])
 
     def tell(self, op: str, **fields: Any) -> None:
-        self.say(wire.header(op, **fields))
+        self.say(wire.header(op, **{"proof": token.shown(token.job_token(), f"{op} {self._nonce}")} | fields))

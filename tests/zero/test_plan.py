@@ -18,7 +18,7 @@ from sharding_models import MODELS, numbers, plan_of, stacked_loss, stacked_para
 import dtrans
 from dtrans._jax import Var, equations, jaxprs_in_params, opened
 from dtrans.errors import BatchError, ConfigError, GradientError, StateError, TraceError
-from dtrans.ir.program import without_addresses
+from dtrans.ir.display import without_addresses
 from dtrans.run.base.platforms import as_run_on
 from dtrans.zero.live_ranges import KEPT_WINDOWS
 from dtrans.zero.slice_flow import CHEAP

@@ -30,7 +30,8 @@ from dtrans._jax import ClosedJaxpr, JaxprEqn
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import ConfigError, PeerError, StateError
-from dtrans.ir.program import Program, without_addresses
+from dtrans.ir import fingerprint
+from dtrans.ir.program import Program
 from dtrans.ops import (
     all_gather_p,
     all_reduce_p,
@@ -100,7 +101,7 @@ class ClusterTrainers(MeshTrainers):
         return [to_global_array(x, self.of_batch(share)) for x, share in zip(arrays, shares, strict=True)]
 
     def check_start(self, startup: ClosedJaxpr) -> None:
-        text = without_addresses(str(startup.jaxpr)).encode()
+        text = fingerprint.of_value(startup).encode()
         mine = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
         (first,) = broadcast([mine])
         told = np.zeros(jax.process_count(), np.int32)

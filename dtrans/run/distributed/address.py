@@ -77,8 +77,8 @@ def address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> A
         return Address("127.0.0.1", "127.0.0.1")
     if not cluster.allow_remote:
         raise ConfigError(
-            f"the {len(hosts)} trainers are on {len(set(hosts))} hosts, and what they send each other is neither "
-            "encrypted nor authenticated: binding an address that other hosts reach needs "
+            f"the {len(hosts)} trainers are on {len(set(hosts))} hosts, and what they send each other is not "
+            "encrypted: binding an address that other hosts reach needs "
             "dtrans.connect(allow_remote=True)"
         )
     host, port = split_endpoint(coordinator)

@@ -63,8 +63,9 @@ def connect(
       deadline: seconds to wait for the other trainers: here, when the parts of the batch get another shape, and at the
         end of the job. A process that is silent for as long, or for 20 seconds if that is less, is taken for dead.
       allow_remote: let endpoints be on other machines, and stages of a pipeline that a scheduler has put on several
-        hosts send each other values. Nothing is encrypted or authenticated: only on a network where everybody may train
-        with everybody.
+        hosts send each other values. Endpoints that are given take DTRANS_TOKEN too, the same secret in all processes.
+        Nothing is encrypted, and the connections of JAX itself know no token: only on a network where everybody may
+        train with everybody.
       on_trainer_loss: "abort" ends all trainers when one ends before its time; "drop" lets `plan.on_cluster()` go on
         with those left (see `dtrans.run.distributed.elastic`). From the variable DTRANS_ON_TRAINER_LOSS by default, or
         "abort".

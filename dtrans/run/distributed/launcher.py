@@ -38,6 +38,7 @@ from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.run.distributed.child_process import Child, Guard
 from dtrans.run.distributed.multihost import is_by_peer
 from dtrans.run.distributed.role import LOSS, VARIABLES, Role, roles_of, trainer_roles
+from dtrans.run.net import token
 
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -100,7 +101,7 @@ def launch(
             raise ConfigError(f"a job needs at least one of {name}, {name}={count}")
     base = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS)}
     # whole lines as they are printed, not when a buffer is full
-    base |= {"PYTHONUNBUFFERED": "1", RUN: new_run(), **(env or {})}
+    base |= {"PYTHONUNBUFFERED": "1", RUN: new_run(), token.VARIABLE: token.new_token(), **(env or {})}
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
     if on_trainer_loss == "drop":

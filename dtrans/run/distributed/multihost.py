@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from dtrans._jax import bulletin_board
 from dtrans.errors import BatchError, ConfigError, DeadlineError, PeerError
+from dtrans.ir import fingerprint
 from dtrans.ir.program import Program
 from dtrans.run.distributed.membership import current
 
@@ -119,15 +120,17 @@ def check_consistent(
     first = next(iter(split), "the batch")
     if rows is None:
         rows = program.inputs[first].shape[0] if split else 0
-    digest = _digest([program.fingerprint, *sorted(f"{n} {way}" for n, way in (merges or {}).items())])
-    said = _told([_digest(held), str(rows), digest])
+    options = fingerprint.digest(fingerprint.of_value(merges or {}))
+    parts = {**fingerprint.environment(), **program.fingerprints, "options": options}
+    said = _told([_digest(held), str(rows), *(text.rpartition(" ")[2] for text in parts.values())])
     # held first: a trainer with other parameters runs another program too, and so does one with other rows
     _refuse(said, 0, OTHER_STATE)
     counts = {k: words[1] for k, words in said.items()}
     if len({*counts.values()}) > 1:
         listed = ", ".join(f"trainer {k} gives {n}" for k, n in counts.items())
         raise BatchError(f"{PARTS_DIFFER}; of {first} {listed} rows")
-    _refuse(said, 2, "another step, or other options")
+    for i, part in enumerate(parts, 2):
+        _refuse(said, i, f"another step, or other options: part '{part}' differs")
 
 
 def _refuse(said: Mapping[int, Sequence[str]], i: int, what: str) -> None:

@@ -7,12 +7,16 @@ JAX's own way of waiting for processes ends them with SIGABRT when one does not 
 trainer 0 knows, and tells those that came. What they agree on is the list of endpoints, which says who is who. After
 that trainer 0's endpoint is the coordinator of `jax.distributed`; the other endpoints are not used any more.
 
+Both sides show that they have the job's token (`dtrans.run.net.token`): trainer 0 where it connects, the others with
+what they answer. What others say, and what is no message, is dropped and counted, and trainer 0 asks again there.
+
 Source of the direction: paddle/fluid/operators/collective/gen_nccl_id_op.cc.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import socket
 import time
@@ -21,12 +25,16 @@ from typing import Any
 
 import zmq
 
-from dtrans.endpoints import is_loopback, split_endpoint
+from dtrans.endpoints import split_endpoint
 from dtrans.errors import ConfigError, DeadlineError, PeerError, WireError
-from dtrans.run.net import wire
-from dtrans.run.net.sockets import LINGER, new_socket, tcp_address
+from dtrans.run.net import token, wire
+from dtrans.run.net.refusals import Refusals
+from dtrans.run.net.sockets import LINGER, Doorkeeper, check_host, new_socket, tcp_address
 
 
+log = logging.getLogger("dtrans.rendezvous")
+FIRST = "the first trainer"  # as whom it connects to the others
+AGAIN = 1.0  # seconds after which trainer 0 asks again, where somebody else has answered
 GRACE = 5.0  # seconds that the others give trainer 0 to tell them that time is up
 
 
@@ -38,18 +46,17 @@ def rendezvous(trainer_id: int, endpoints: Sequence[str], *, deadline: float, al
       DeadlineError: some did not come; the message names them.
       PeerError: a trainer was told other endpoints.
     """
-    own = endpoints[trainer_id]
-    if not is_loopback(split_endpoint(own)[0]) and not allow_remote:
-        raise ConfigError(
-            f"trainer {trainer_id} is at {own}, which is not on loopback; collectives are neither encrypted nor "
-            "authenticated, so binding it needs dtrans.connect(allow_remote=True)"
-        )
+    remedy = "dtrans.connect(allow_remote=True)"
+    check_host(f"trainer {trainer_id}", endpoints[trainer_id], remedy, allow_remote=allow_remote)
     context: zmq.Context[Any] = zmq.Context()
     try:
         if trainer_id == 0:
             _gather(context, endpoints, deadline)
         else:
-            with contextlib.closing(new_socket(context, zmq.ROUTER)) as door:
+            with (
+                contextlib.closing(Doorkeeper(context, token.job_token(), (FIRST,))),
+                contextlib.closing(new_socket(context, zmq.ROUTER)) as door,
+            ):
                 _come(door, trainer_id, endpoints, deadline)
     finally:
         context.term()  # waits for last words, for as long as its sockets let them linger
@@ -58,26 +65,39 @@ def rendezvous(trainer_id: int, endpoints: Sequence[str], *, deadline: float, al
 def _gather(context: zmq.Context[Any], endpoints: Sequence[str], deadline: float) -> None:
     """As trainer 0: ask all others."""
     limit = time.monotonic() + deadline
+    secret, nonce = token.job_token(), token.new_token()
+    ask = lambda line, k: line.send(wire.header("meet", trainer=k, endpoints=list(endpoints), nonce=nonce))
+    refusals, ignored = Refusals(log), dict[Any, str]()  # lines to what was said by them last that is not of this job
     with _held(endpoints[0]), contextlib.ExitStack() as stack:
         poller = zmq.Poller()
         missing: dict[zmq.Socket[Any], int] = {}
         there: list[zmq.Socket[Any]] = []
         for k, endpoint in enumerate(endpoints[1:], 1):
-            line = stack.enter_context(contextlib.closing(new_socket(context, zmq.DEALER)))
+            line = stack.enter_context(contextlib.closing(new_socket(context, zmq.DEALER, FIRST, secret)))
             line.connect(tcp_address(endpoint))  # ZeroMQ tries again until somebody is there
-            line.send(wire.header("meet", trainer=k, endpoints=list(endpoints)))
+            ask(line, k)
             poller.register(line, zmq.POLLIN)
             missing[line] = k
         try:
             while missing:
-                ready = poller.poll(_milliseconds(limit))
-                if not ready:
+                ready = poller.poll(_milliseconds(min(limit, time.monotonic() + AGAIN)))
+                if not ready and time.monotonic() >= limit:
                     absent = " and ".join(f"trainer {k} ({endpoints[k]})" for k in missing.values())
-                    raise DeadlineError(f"trainer 0 waited {deadline:g} s for {absent} to come")
+                    why = "".join(f"; at {endpoints[missing[x]]} {said}" for x, said in ignored.items() if x in missing)
+                    raise DeadlineError(f"trainer 0 waited {deadline:g} s for {absent} to come{why}")
+                for line in () if ready else ignored.keys() & missing.keys():
+                    with contextlib.suppress(zmq.Again):
+                        ask(line, missing[line])  # another may be there by now
                 for line, _ in ready:
-                    k = missing.pop(line)
+                    k = missing[line]
+                    try:
+                        message = _answer(line.recv_multipart(), secret, nonce)
+                    except WireError as e:
+                        ignored[line] = f"is something that is not of this job: {e}"
+                        refusals.note("trainer 0 dropped what came from %s: %s", endpoints[k], e)
+                        continue
+                    del missing[line]
                     poller.unregister(line)
-                    message = _parsed(line.recv_multipart(), f"trainer {k} ({endpoints[k]})")
                     if message.op != "here":
                         raise PeerError(f"trainer {k} ({endpoints[k]}) refused trainer 0: {message['reason']}")
                     there.append(line)
@@ -111,13 +131,13 @@ def _milliseconds(limit: float) -> int:
     return max(0, math.ceil((limit - time.monotonic()) * 1000))
 
 
-def _parsed(parts: Sequence[bytes], who: str) -> wire.Message:
-    try:
-        message = wire.parse(parts)
-    except WireError as e:
-        raise PeerError(f"what answers in the place of {who} is not one of this job: {e}") from e
+def _answer(parts: Sequence[bytes], secret: str, nonce: str) -> wire.Message:
+    """What a trainer answers to `meet`. Raises WireError where it is none, or of somebody without the token."""
+    message = wire.parse(parts)
     if message.op not in ("here", "refuse"):
-        raise PeerError(f"what answers in the place of {who} is not one of this job: it says `{message.op}`")
+        raise WireError(f"it says `{message.op}`")
+    if not token.is_shown(message.fields.get("proof"), secret, f"{message.op} {nonce}"):
+        raise WireError(f"it says `{message.op}`, and has not the job's token")
     return message
 
 
@@ -144,7 +164,7 @@ def _come(door: zmq.Socket[Any], trainer_id: int, endpoints: Sequence[str], dead
     except zmq.ZMQError as e:
         raise ConfigError(f"{me} cannot listen at {endpoints[trainer_id]}: {zmq.strerror(e.errno or 0)}") from e
     limit, what = time.monotonic() + deadline, "to come"
-    asked = b""
+    asked, refusals, secret = b"", Refusals(log), token.job_token()
     while True:
         if not door.poll(_milliseconds(limit)):
             waited = deadline if not asked else deadline + GRACE
@@ -152,17 +172,21 @@ def _come(door: zmq.Socket[Any], trainer_id: int, endpoints: Sequence[str], dead
         sender, *parts = door.recv_multipart()
         try:
             message = wire.parse(parts)
-        except WireError:
-            continue  # not one of this job
+        except WireError as e:  # not one of this job
+            refusals.note("%s dropped %s", me, e)
+            continue
         if message.op == "meet":
+            nonce = message.fields.get("nonce", "")
             told = [message["trainer"], message["endpoints"]]
             if told != [trainer_id, list(endpoints)]:
                 said = f"trainer {told[0]} of {wire.brief(','.join(map(str, told[1])))}"
                 reason = f"this is {me} of {','.join(endpoints)}, and trainer 0 takes it for {said}"
                 _let_linger(door)
-                door.send_multipart([sender, wire.header("refuse", reason=reason)])
+                door.send_multipart(
+                    [sender, wire.header("refuse", reason=reason, proof=token.shown(secret, f"refuse {nonce}"))]
+                )
                 raise PeerError(f"trainer 0 has other endpoints: {reason}")
-            door.send_multipart([sender, wire.header("here")])
+            door.send_multipart([sender, wire.header("here", proof=token.shown(secret, f"here {nonce}"))])
             # its own deadline ends before this one, and then it says who is missing
             asked, limit, what = sender, time.monotonic() + deadline + GRACE, "to find the others"
         elif sender == asked and message.op == "abort":

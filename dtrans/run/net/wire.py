@@ -4,7 +4,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local, silence
-                   [, sync_mode]
+                   [, sync_mode, plan, nonce]                    [, proof]
     send           step, pieces + frames[, steps]      blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
     recv           step[, blocks]                      refuse    reason[, last]
@@ -16,16 +16,19 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
     server to server                                   and back
     peer           endpoint, order, layout             welcome, waiting, refuse
-                   [, on_trainer_exit]
+                   [, on_trainer_exit, plan, nonce]
     partials       step, level, pieces + frames        refuse
 
     trainer 0 to trainer (nccl2 mode)                  and back
-    meet           trainer, endpoints                  here, refuse
+    meet           trainer, endpoints[, nonce]         here[, proof]; refuse
     go
     abort          reason
 
     process to process (pipelines)
     value          process, step, key, dtype, shape, impl, pieces + frames
+
+`plan` has the parts of the plan's fingerprint (`dtrans.ir.fingerprint`), by which those who plan something else are
+refused; `proof` is made of `nonce` and the job's token (`dtrans.run.net.token`), and shows who welcomes.
 
 What a trainer says at the end of a step goes in one message: `then` names what follows, `send_barrier` and `recv`, with
 the fields that these have; the step of that `recv` is the next.
@@ -43,7 +46,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -55,7 +58,9 @@ from dtrans.errors import WireError
 VERSION = 1
 MESSAGE_BYTES = 4 << 20  # above a few MB, fresh allocations dominate every transport
 SMALL = 16 << 10  # blocks below this share a frame: a copy is cheaper than a frame
-MAX_MESSAGE = 16 << 20  # a larger frame than this is not ours
+MAX_MESSAGE = 16 << 20  # a larger frame than this is not ours; who knows the plan has a closer limit
+HELLO = 512 << 10  # what headers may have beside rows: the fingerprint of a plan is the longest
+ROW = 256  # bytes of a header for one block, beside its name
 
 Piece = tuple[str, int, int]
 
@@ -86,12 +91,15 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 # the fields it may have beside, with their types
 OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "hello": {"sync_mode": bool},
+    "hello": {"sync_mode": bool, "plan": dict, "nonce": str},
     "send": {"steps": int, "blocks": list},
     "send_barrier": {"blocks": list},
     "recv": {"blocks": list},
-    "peer": {"on_trainer_exit": str},
-    "refuse": {"last": bool, "late": bool},
+    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str},
+    "welcome": {"proof": str},
+    "refuse": {"last": bool, "late": bool, "proof": str},
+    "meet": {"nonce": str},
+    "here": {"proof": str},
 }
 
 # the messages that others may follow, in `then`
@@ -140,6 +148,17 @@ def parse(parts: Sequence[Any]) -> Message:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise WireError(f"a `{op}` message without a proper {name}")
     return Message(op, fields, parts[1:])
+
+
+def limits(blocks: Mapping[str, int]) -> tuple[int, int]:
+    """The largest frame that is sent about named blocks, in bytes, and how many messages may be under way to one peer.
+
+    Args:
+      blocks: name to size in bytes, of all that is sent and received in a step.
+    """
+    header = HELLO + sum(len(n.encode()) + ROW for n in blocks)
+    steps = len(blocks) + sum(blocks.values()) // MESSAGE_BYTES
+    return max(MESSAGE_BYTES, header), 1000 + 32 * steps
 
 
 def brief(value: Any) -> str:

@@ -14,7 +14,8 @@ import jax
 
 from dtrans._jax import evaluate
 from dtrans.errors import ConfigError
-from dtrans.ir.program import DIST, LR_SCHED, without_addresses
+from dtrans.ir.display import without_addresses
+from dtrans.ir.program import DIST, LR_SCHED
 from dtrans.ops import OptimizeBlock
 from dtrans.run.parameter_server.update import ServerUpdate
 

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.endpoints import split_endpoint
 from dtrans.errors import DeadlineError, PeerError, WireError
-from dtrans.run.net import wire
+from dtrans.run.net import token, wire
 from dtrans.run.net.inbox import Inbox
 from dtrans.run.net.sockets import LINGER, new_socket, tcp_address
+from dtrans.run.parameter_server.server_sockets import DOOR, OTHER_TOKEN
 
 
 ALIVE_EVERY = 2.0  # seconds between two signs of life, or less for an impatient server
@@ -44,6 +45,7 @@ class Connection:
       trainer_id, trainers: who this is, of how many.
       session: a word of this trainer's own, the same for all servers.
       sync_mode: whether it is in step with the others.
+      plan: the parts of the fingerprint of its plan.
       deadline: seconds without a word from the server after which it is given up.
       wait_port: wait for a server that is not there yet.
 
@@ -61,6 +63,7 @@ class Connection:
         *,
         session: str,
         sync_mode: bool,
+        plan: Mapping[str, str],
         deadline: float,
         wait_port: bool,
     ) -> None:
@@ -76,7 +79,10 @@ class Connection:
             "session": session,
             "order": sys.byteorder,
             "sync_mode": sync_mode,
+            "plan": {**plan},
+            "nonce": token.new_token(),
         }
+        self._secret = token.job_token()
         host, port = split_endpoint(endpoint)
         if not wait_port:
             try:
@@ -218,8 +224,13 @@ class Connection:
         return PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {waiting_for}")
 
     def _broken(self) -> bool:
-        """Whether the monitor reports the end of an established connection. To a new one it says hello."""
+        """Whether the monitor reports the end of an established connection. To a new one it says hello.
+
+        Raises PeerError where the server lets nobody in who has another token.
+        """
         event = recv_monitor_message(self._monitor)["event"]
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            raise PeerError(f"pserver {self.endpoint} does not let {self.me} in: {OTHER_TOKEN}")
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._welcomed:
             self.tell("hello", **self._hello)
         return bool(event == zmq.EVENT_DISCONNECTED and self._welcomed)
@@ -229,6 +240,8 @@ class Connection:
         message = self.receive("an answer to `hello` (is it running, and is this its endpoint?)")
         if message.op != "welcome":
             raise PeerError(f"pserver {self.endpoint} answered `hello` of {self.me} with `{message.op}`")
+        if not token.is_shown(message.fields.get("proof"), self._secret, f"welcome {self._hello['nonce']}"):
+            raise PeerError(f"what welcomes {self.me} as pserver {self.endpoint} has not the job's token")
         self._welcomed = True
         self.step = message["step"]
         self._alive_every = min(ALIVE_EVERY, message["silence"] / 4)
@@ -239,9 +252,9 @@ class Connection:
     def _open(self, address: str) -> None:
         self._welcomed = False
         self._gone = False
-        self._socket: zmq.Socket[Any] = new_socket(self._context, zmq.DEALER)
+        self._socket: zmq.Socket[Any] = new_socket(self._context, zmq.DEALER, DOOR, self._secret)
         self._monitor: zmq.Socket[Any] = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -255,7 +268,7 @@ class Connection:
 
     def _stay_alive(self, address: str) -> None:
         """Runs in a thread, with a socket of its own: ZeroMQ's are not to be shared."""
-        with contextlib.closing(new_socket(self._context, zmq.DEALER)) as line:
+        with contextlib.closing(new_socket(self._context, zmq.DEALER, DOOR, self._secret)) as line:
             line.linger = 0
             line.connect(address)
             while not self._stop.wait(self._alive_every):

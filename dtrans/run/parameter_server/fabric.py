@@ -21,7 +21,7 @@ is copied once, from ZeroMQ's frame into its parameter, which JAX takes without 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,7 @@ class EndpointFabric:
         self._me: tuple[int, int] | None = None
         self._session = new_run()
         self._sync_mode = True
+        self._plan: Mapping[str, str] = {}  # the parts of the fingerprint of the plan
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
         self._outbox_bytes: dict[str, int] = {}
         self._sent_to: set[str] = set()  # the servers that were, or are to be, sent something in this step
@@ -137,6 +138,8 @@ class EndpointFabric:
     def prepare(self, program: Program) -> None:
         """Learn what a program will want, before it is run for the first time."""
         self._beside.prepare(program)
+        if program.identity is not None:
+            self._plan = program.identity()
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
@@ -258,6 +261,7 @@ class EndpointFabric:
                 trainers,
                 session=self._session,
                 sync_mode=self._sync_mode,
+                plan=self._plan,
                 deadline=self.deadline,
                 wait_port=self.wait_port,
             )
@@ -276,6 +280,7 @@ class EndpointFabric:
             self._zmq(),
             deadline=self.deadline,
             allow_remote=self.allow_remote,
+            plan=self._plan,
         )
         final = server.serve()
         return [final[n] for n in names]

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtrans.errors import DeadlineError, WireError
+from dtrans.ir import fingerprint
 from dtrans.ir.array_fns import words_type
-from dtrans.run.net import wire
+from dtrans.run.net import token, wire
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -42,6 +43,8 @@ class Presence:
       update: of the server.
       deadline: seconds that they may take to come.
       silence: seconds without a sign of life after which one is taken for dead.
+      plan: the parts of the plan's fingerprint, which a trainer must have too.
+      secret: the job's token.
 
     Attributes:
       count: how many there are to be.
@@ -49,8 +52,13 @@ class Presence:
       known: those that have come, by their ids and in that order; `by_address` has the ids.
     """
 
-    def __init__(self, update: ServerUpdate, *, deadline: float, silence: float) -> None:
+    def __init__(
+        self, update: ServerUpdate, *, deadline: float, silence: float, plan: Mapping[str, str] = {}, secret: str = ""
+    ) -> None:
         self.endpoint = update.endpoint
+        self.plan = plan
+        self._secret = secret
+        self._refused: dict[int, str] = {}  # those that have not come, as far as they were refused: why
         self.count: int = update.eqn.params["Fanin"]
         self.deadline = deadline
         self.silence = silence
@@ -112,6 +120,11 @@ class Presence:
             )
         if peer is not None:
             raise WireError(f"pserver {peer} cannot be trainer {k} too")
+        try:
+            check_plan(f"pserver {self.endpoint}", self.plan, f"trainer {k}", message)
+        except WireError as e:
+            self._refused[k] = str(e)
+            raise
         if self.by_address.get(address, k) != k:
             raise WireError(f"trainer {k} has already said hello as trainer {self.by_address[address]}")
         if known is None:
@@ -121,6 +134,11 @@ class Presence:
             known.address, known.heard = address, now
         self.by_address[address] = k
         return ""
+
+    def welcome(self, message: wire.Message, step: int, local: str = "") -> dict[str, Any]:
+        """The fields of the welcome that answers a `hello`, or a `peer`."""
+        proof = token.shown(self._secret, f"welcome {message.fields.get('nonce', '')}")
+        return {"step": step, "local": local, "silence": self.silence, "proof": proof}
 
     def hear(self, message: wire.Message, now: float) -> None:
         """A sign of life, which comes by a socket of its own."""
@@ -150,10 +168,26 @@ class Presence:
         """Those that have not come yet. Raises DeadlineError when they should have."""
         absent = [k for k in range(self.count) if k not in self.known]
         if absent and now - self.started > self.deadline:
+            why = "".join(f"; {self._refused[k]}" for k in absent if k in self._refused)
             raise DeadlineError(
-                f"pserver {self.endpoint} waited {now - self.started:.1f} s for {named(absent)} to say hello"
+                f"pserver {self.endpoint} waited {now - self.started:.1f} s for {named(absent)} to say hello{why}"
             )
         return absent
+
+
+def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Message) -> None:
+    """Raise WireError where who greets a server plans something else than it; the message says what."""
+    theirs = message.fields.get("plan", {})
+    if not all(isinstance(x, str) for row in theirs.items() for x in row):
+        raise WireError(f"a `{message.op}` message without a proper plan")
+    found = fingerprint.differences(me, plan, other, theirs) if plan else []
+    if found and not theirs:
+        raise WireError(f"{other} does not say what it plans")
+    if found:
+        raise WireError(
+            f"{other} plans something else than {me}: {'; '.join(found[:4])}; every role must plan the same step with "
+            "the same options"
+        )
 
 
 def named(trainers: Sequence[int]) -> str:

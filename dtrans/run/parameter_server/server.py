@@ -24,7 +24,10 @@ import zmq
 
 from dtrans.checkpoint.runs import note
 from dtrans.errors import DtransError, WireError
-from dtrans.run.net import wire
+from dtrans.ir.array_fns import words_type
+from dtrans.ir.cost import nbytes
+from dtrans.run.net import token, wire
+from dtrans.run.net.refusals import Refusals
 from dtrans.run.parameter_server.async_server import AsyncServer
 from dtrans.run.parameter_server.presence import Presence, log
 from dtrans.run.parameter_server.server_sockets import ServerSockets
@@ -52,6 +55,7 @@ class Server:
       state: name to array; the initial values.
       deadline: seconds that trainers may keep the server, or each other, waiting.
       allow_remote: bind an endpoint that is not loopback.
+      plan: the parts of the fingerprint of the plan, which trainers and other servers must have too.
 
     Raises:
       ConfigError: an endpoint that may not be, or cannot be bound.
@@ -65,10 +69,13 @@ class Server:
         *,
         deadline: float,
         allow_remote: bool,
+        plan: Mapping[str, str],
     ) -> None:
         self.endpoint = update.endpoint
-        self._trainers = Presence(update, deadline=deadline, silence=min(SILENCE, deadline))
-        self._sockets = ServerSockets(context, update.endpoint)
+        secret, silence = token.job_token(), min(SILENCE, deadline)
+        self._trainers = Presence(update, deadline=deadline, silence=silence, plan=plan, secret=secret)
+        self._sockets = ServerSockets(context, update.endpoint, secret, wire.limits(_sizes(update)))
+        self.refusals = Refusals(log)
         kind = SyncServer if update.eqn.params["sync_mode"] else AsyncServer
         self._kind = kind(update, own_buffers(state), self._trainers, self._sockets.say)
         self._sockets.bind(allow_remote=allow_remote)
@@ -128,7 +135,7 @@ class Server:
         try:
             self._dispatch(address, wire.parse(frames[1:]), time.monotonic())
         except WireError as e:
-            log.warning("pserver %s refused a message of %s: %s", self.endpoint, self._who(address), e)
+            self.refusals.note("pserver %s refused a message of %s: %s", self.endpoint, self._who(address), e)
             self._sockets.say(address, "refuse", reason=str(e))
 
     def _dispatch(self, address: bytes, message: wire.Message, now: float) -> None:
@@ -149,8 +156,9 @@ class Server:
         if before:
             self._sockets.say(address, "waiting", reason=before)
         else:
-            step, local, silence = self._kind.step, self._sockets.local, self._trainers.silence
-            self._sockets.say(address, "welcome", step=step, local=local, silence=silence)
+            self._sockets.say(
+                address, "welcome", **self._trainers.welcome(message, self._kind.step, self._sockets.local)
+            )
 
     def _who(self, address: bytes) -> str:
         """Who speaks from there, for the log."""
@@ -158,6 +166,12 @@ class Server:
         if k is not None:
             return f"trainer {k}"
         return "a stranger" if peer is None else f"pserver {peer}"
+
+
+def _sizes(update: ServerUpdate) -> dict[str, int]:
+    """What trainers send and are sent in a step, by name: bytes."""
+    types = {**update.grad_types, **{n: words_type(update.types[n]) for n in update.params}}
+    return {n: nbytes(t) for n, t in types.items()}
 
 
 def _decides_signals() -> bool:

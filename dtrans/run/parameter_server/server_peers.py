@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from dtrans.run.net import wire
 from dtrans.run.net.buffers import BufferPool
 from dtrans.run.net.inbox import Inbox
 from dtrans.run.parameter_server.exchange import Exchange, vector_types
+from dtrans.run.parameter_server.presence import check_plan
 
 
 @dataclasses.dataclass
@@ -51,9 +52,12 @@ class ServerPeers:
       me: the server's endpoint.
       exchanges: that it takes part in, each step.
       on_trainer_exit: how updates go on when a trainer leaves; the same on all of them.
+      plan: the parts of the plan's fingerprint; the same on all of them.
     """
 
-    def __init__(self, me: str, exchanges: Sequence[Exchange], *, on_trainer_exit: str) -> None:
+    def __init__(
+        self, me: str, exchanges: Sequence[Exchange], *, on_trainer_exit: str, plan: Mapping[str, str] = {}
+    ) -> None:
         self.me = me
         self.known = {ep: ServerPeer(ep, layout) for ep, layout in _layouts(exchanges).items()}
         self._levels = {x.level: x for x in exchanges}
@@ -61,6 +65,7 @@ class ServerPeers:
         self._arrivals: dict[tuple[int, int, str], Inbox] = {}
         self._pool = BufferPool()
         self._on_trainer_exit = on_trainer_exit
+        self._plan = plan
 
     # -- who they are ----------------------------------------------------------------------------
 
@@ -71,6 +76,7 @@ class ServerPeers:
             "order": sys.byteorder,
             "on_trainer_exit": self._on_trainer_exit,
             "layout": peer.layout,
+            "plan": {**self._plan},
         }
 
     @property
@@ -122,6 +128,7 @@ class ServerPeers:
                 f"pserver {ep} is planned with on_trainer_exit={wire.brief(on_trainer_exit)}, pserver {self.me} "
                 f"with {self._on_trainer_exit!r}; every role must plan the same step with the same options"
             )
+        check_plan(f"pserver {self.me}", self._plan, f"pserver {ep}", message)
         if address not in self._by_address and self.known[ep].address is not None:
             return False
         self._by_address[address] = ep

@@ -16,10 +16,10 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dtrans.endpoints import is_loopback, split_endpoint
 from dtrans.errors import ConfigError, PeerError, WireError
-from dtrans.run.net import wire
-from dtrans.run.net.sockets import LINGER, new_socket, tcp_address
+from dtrans.run.net import token, wire
+from dtrans.run.net.refusals import Refusals
+from dtrans.run.net.sockets import LINGER, Doorkeeper, check_host, limit, new_socket, tcp_address
 from dtrans.run.parameter_server.presence import log
 from dtrans.run.parameter_server.server_peers import ServerPeer, ServerPeers
 
@@ -29,17 +29,24 @@ _REFUSED_HANDSHAKES = (
 )
 
 
+DOOR = "a role of parameter servers"  # as whom trainers and servers connect
+OTHER_TOKEN = f"the two have not the same {token.VARIABLE}, which all processes of a job must have"
+
+
 class PeerLine:
     """What one server says to another; notes in `peer` whether it is there."""
 
-    def __init__(self, context: zmq.Context[Any], me: str, peer: ServerPeer, greeting: Mapping[str, Any]) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], me: str, peer: ServerPeer, greeting: Mapping[str, Any], secret: str
+    ) -> None:
         self.me = me
         self.peer = peer
-        self._greeting = wire.header("peer", **greeting)
+        self._secret, self._nonce = secret, token.new_token()
+        self._greeting = wire.header("peer", **greeting, nonce=self._nonce)
         self._outbox: list[list[Any]] = []  # what was to be said before the welcome
-        self.socket = new_socket(context, zmq.DEALER)
+        self.socket = new_socket(context, zmq.DEALER, DOOR, secret)
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         )
         self.socket.connect(tcp_address(peer.endpoint))
 
@@ -68,13 +75,22 @@ class PeerLine:
                 raise PeerError(f"pserver {peer.endpoint} answered pserver {self.me} with {e}") from e
             if message.op == "refuse":
                 raise PeerError(f"pserver {peer.endpoint} refused pserver {self.me}: {message['reason']}")
-            peer.welcomed = peer.welcomed or message.op == "welcome"
+            peer.welcomed = peer.welcomed or self._is_welcome(message)
+        if zmq.EVENT_HANDSHAKE_FAILED_AUTH in events:
+            raise PeerError(f"pserver {peer.endpoint} does not let pserver {self.me} in: {OTHER_TOKEN}")
         if peer.welcomed:
             # a connection that breaks has lost what was on its way, also when ZeroMQ makes it anew
             peer.gone = peer.gone or zmq.EVENT_DISCONNECTED in events
         elif zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
             self.socket.send(self._greeting)  # once more, where the server that was there has ended
         self._empty()
+
+    def _is_welcome(self, message: wire.Message) -> bool:
+        if message.op != "welcome":
+            return False
+        if not token.is_shown(message.fields.get("proof"), self._secret, f"welcome {self._nonce}"):
+            raise PeerError(f"what welcomes pserver {self.me} as pserver {self.peer.endpoint} has not the job's token")
+        return True
 
     def close(self, *, failed: bool) -> None:
         """End it. Where the job has ended well, nobody waits for anything that was said here."""
@@ -86,12 +102,19 @@ class PeerLine:
 class ServerSockets:
     """The sockets of one server, none of which is there before `bind`.
 
+    Args:
+      secret: the job's token.
+      limits: the largest frame, and how many messages of one peer may wait (`dtrans.run.net.wire.limits`).
+
     Attributes:
       local: the path of the Unix socket; empty, where paths are too long for one.
     """
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[Any], endpoint: str, secret: str, limits: tuple[int, int]) -> None:
         self.endpoint = endpoint
+        self._secret = secret
+        self._limits = limits
+        self._refusals = Refusals(log)
         self.local = ""
         self._context = context
         self._bound = ""
@@ -101,15 +124,11 @@ class ServerSockets:
 
     def bind(self, *, allow_remote: bool) -> None:
         """Raises ConfigError for an endpoint that may not be, or cannot be bound."""
-        host, _ = split_endpoint(self.endpoint)
-        if not is_loopback(host) and not allow_remote:
-            raise ConfigError(
-                f"pserver {self.endpoint} is not on loopback; messages are neither encrypted nor authenticated, "
-                "so binding it "
-                "needs Executor(allow_remote=True)"
-            )
+        check_host("this pserver", self.endpoint, "Executor(allow_remote=True)", allow_remote=allow_remote)
         self._socket = new_socket(self._context, zmq.ROUTER)
+        limit(self._socket, *self._limits)
         self._monitor = self._socket.get_monitor_socket(_REFUSED_HANDSHAKES | zmq.EVENT_CLOSED)
+        self._doorkeeper = Doorkeeper(self._context, self._secret, (DOOR,))
         self._folder = Path(tempfile.mkdtemp(prefix="dtrans-"))  # readable by this user only
         local = str(self._folder / "socket")
         try:
@@ -125,7 +144,9 @@ class ServerSockets:
     def connect(self, peers: ServerPeers) -> None:
         """Open the lines to other servers, and listen to all."""
         for peer in peers.known.values():
-            self._lines[peer.endpoint] = PeerLine(self._context, self.endpoint, peer, peers.greeting(peer))
+            self._lines[peer.endpoint] = PeerLine(
+                self._context, self.endpoint, peer, peers.greeting(peer), self._secret
+            )
         lines = [s for line in self._lines.values() for s in (line.socket, line.monitor)]
         for s in (self._socket, self._monitor, *lines):
             self._poller.register(s, zmq.POLLIN)
@@ -141,7 +162,10 @@ class ServerSockets:
     def listen(self) -> None:
         """Take what else `poll` has found. Raises PeerError where a peer refuses, or says that it has ended."""
         if self._monitor in self._ready and recv_monitor_message(self._monitor)["event"] & _REFUSED_HANDSHAKES:
-            log.warning("pserver %s refused a connection that does not speak the protocol", self.endpoint)
+            self._refusals.note(
+                "pserver %s refused a connection that does not speak the protocol, or has not the job's token",
+                self.endpoint,
+            )
         if not self._ready.keys() <= {self._socket, self._monitor}:
             for line in self._lines.values():
                 line.listen()
@@ -160,6 +184,7 @@ class ServerSockets:
         for line in self._lines.values():
             line.close(failed=failed)
         self._let_go()
+        self._doorkeeper.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=int(LINGER * 1000))

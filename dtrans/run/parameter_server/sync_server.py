@@ -63,7 +63,9 @@ class SyncServer:
     def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Presence, say: Say) -> None:
         self.endpoint = update.endpoint
         self.on_trainer_exit: str = update.eqn.params["on_trainer_exit"]
-        self.peers = ServerPeers(update.endpoint, update.exchanges, on_trainer_exit=self.on_trainer_exit)
+        self.peers = ServerPeers(
+            update.endpoint, update.exchanges, on_trainer_exit=self.on_trainer_exit, plan=trainers.plan
+        )
         self.step = 0
         self._late_since: float | None = None
         self._trainers = trainers
@@ -273,7 +275,7 @@ class SyncServer:
         if k is not None:
             raise WireError(f"trainer {k} cannot be a pserver too")
         if self.peers.meet(address, message):
-            self._say(address, "welcome", step=self.step, local="", silence=self._trainers.silence)
+            self._say(address, "welcome", **self._trainers.welcome(message, self.step))
         else:
             self._say(address, "waiting", reason=f"the end of a job that pserver {message['endpoint']} is in already")
 

@@ -22,7 +22,7 @@ from trainer_processes import ROOT, started
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LaunchError, PeerError
 from dtrans.run.distributed.launcher import launch
-from dtrans.run.distributed.rendezvous import rendezvous
+from dtrans.run.distributed.rendezvous import FIRST, rendezvous
 from dtrans.run.distributed.role import trainer_roles
 from dtrans.run.net.sockets import LINGER
 
@@ -30,7 +30,7 @@ from dtrans.run.net.sockets import LINGER
 PATIENCE = 120.0  # seconds for what takes ten on an idle machine
 COMMAND = [sys.executable, script.__file__]
 # the greeting of a ZeroMQ socket that wants a password
-OTHERWISE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(52, b"\0")
+OTHERWISE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -163,7 +163,11 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
         ("plan", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
         ("merge", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
-        ("rate", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+        (
+            "rate",
+            "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step, or other "
+            "options: part 'update' differs",
+        ),
         ("dtype", "BatchError: x is float"),
         ("init", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has parameters"),
     ],
@@ -243,13 +247,28 @@ def test_endpoints_elsewhere_need_to_be_allowed() -> None:
 
 def test_something_else_in_the_place_of_a_trainer(role_threads: RoleThreads) -> None:
     endpoints = free_endpoints(2)
-    role_threads.start("trainer 0", rendezvous, 0, endpoints, deadline=20.0)
+    role_threads.start("trainer 0", rendezvous, 0, endpoints, deadline=HANG)
+    with FakeServer(endpoints[1]) as fake_server:
+        assert fake_server.hear().op == "meet"
+        fake_server.say(b"what?")
+        fake_server.tell("go")
+        fake_server.tell("refuse", reason="I say so", proof="0" * 64)
+        assert fake_server.hear().op == "meet"  # it asks again
+    role_threads.start("trainer 1", rendezvous, 1, endpoints, deadline=HANG)  # which comes only now
+    assert role_threads.end("trainer 0") is None and role_threads.end("trainer 1") is None
+
+
+def test_something_else_in_the_place_of_a_trainer_that_never_comes(role_threads: RoleThreads) -> None:
+    endpoints = free_endpoints(2)
+    role_threads.start("trainer 0", rendezvous, 0, endpoints, deadline=1.5)
     with FakeServer(endpoints[1]) as fake_server:
         assert fake_server.hear().op == "meet"
         fake_server.say(b"what?")
         error = role_threads.end("trainer 0")
-    assert isinstance(error, PeerError)
-    assert f"what answers in the place of trainer 1 ({endpoints[1]}) is not one of this job: " in str(error)
+    assert isinstance(error, DeadlineError)
+    assert f"trainer 1 ({endpoints[1]}) to come; at {endpoints[1]} is something that is not of this job: a" in str(
+        error
+    )
 
 
 def test_something_that_does_not_speak_as_trainers_do(role_threads: RoleThreads) -> None:
@@ -293,7 +312,7 @@ def test_one_that_is_told_to_give_up_ends_at_once(role_threads: RoleThreads) -> 
     for i in range(100):
         endpoints = free_endpoints(2)
         role_threads.start(f"trainer {i}", rendezvous, 1, endpoints, deadline=20.0)
-        first = Peer(endpoints[1])
+        first = Peer(endpoints[1], FIRST)
         first.tell("meet", trainer=1, endpoints=list(endpoints))
         first.tell("abort", reason="no reason")
         first.end()
@@ -305,10 +324,28 @@ def test_one_that_is_told_to_give_up_ends_at_once(role_threads: RoleThreads) -> 
 def test_strangers_at_the_door_are_let_stand(role_threads: RoleThreads) -> None:
     endpoints = free_endpoints(2)
     role_threads.start("trainer 1", rendezvous, 1, endpoints, deadline=20.0)
-    with Peer(endpoints[1]) as stranger:
+    with Peer(endpoints[1], FIRST) as stranger:
         stranger.say(b"what?")
         stranger.tell("go")  # it was not asked by this one
         assert meeting(role_threads, [0], endpoints) == {0: None}
+    assert role_threads.end("trainer 1") is None
+
+
+def test_a_stranger_without_the_token_cannot_end_a_trainer(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have: by other endpoints than are right, or by the right ones and its word to give up."""
+    endpoints = free_endpoints(2)
+    monkeypatch.setenv("DTRANS_TOKEN", "guessed")
+    wrong = Peer(endpoints[1], FIRST)
+    monkeypatch.setenv("DTRANS_TOKEN", "a secret")
+    role_threads.start("trainer 1", rendezvous, 1, endpoints, deadline=HANG)
+    with wrong:
+        for told in ([*endpoints, "h:1"], list(endpoints)):
+            wrong.tell("meet", trainer=1, endpoints=told)
+            wrong.tell("abort", reason="I say so")
+        assert meeting(role_threads, [0], endpoints) == {0: None}
+        assert not wrong._socket.poll(0)
     assert role_threads.end("trainer 1") is None
 
 

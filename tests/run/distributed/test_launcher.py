@@ -115,16 +115,18 @@ def test_environment(script: Any, capsys: pytest.CaptureFixture[str], monkeypatc
     launch([*command, "--trainers", "9", "a b"], trainers=3, pservers=2, env={"EXTRA": "x"})
     lines = dict(line.split("] ", 1) for line in capsys.readouterr().out.splitlines())
     assert sorted(lines) == ["[pserver 0", "[pserver 1", "[trainer 0", "[trainer 1", "[trainer 2"]
-    roles, runs = [], set()
+    roles, runs, tokens = [], set(), set()
     for prefix, line in lines.items():
         found, extra, arguments, leads_session = json.loads(line)
         role = dtrans.Role.from_env(found)
         assert (extra, arguments, leads_session) == ("x", ["--trainers", "9", "a b"], True)
         assert f"[{role.name}" == prefix
         runs.add(found.pop("DTRANS_RUN"))
+        tokens.add(found.pop("DTRANS_TOKEN"))
         assert found == role.environment()
         roles.append(role)
     assert len(runs) == 1 and runs != {"of another launch"}
+    assert len(tokens) == 1 and len(*tokens) >= 64
     assert {r.trainers for r in roles} == {3}
     (endpoints,) = {r.pserver_endpoints for r in roles}
     assert len(set(endpoints)) == 2 and all(e.startswith("127.0.0.1:") for e in endpoints)
@@ -159,15 +161,16 @@ def test_environment_in_nccl2_mode(
     launch(command, trainers=3, mode="nccl2")
     lines = dict(line.split("] ", 1) for line in capsys.readouterr().out.splitlines())
     assert sorted(lines) == ["[trainer 0", "[trainer 1", "[trainer 2"]
-    runs: set[str] = set()
+    runs, tokens = set[str](), set[str]()
     for prefix, line in lines.items():
         found, of_jax = json.loads(line)
         role = dtrans.Role.from_env(found)
         runs.add(found.pop("DTRANS_RUN"))
+        tokens.add(found.pop("DTRANS_TOKEN"))
         assert (f"[{role.name}", found) == (prefix, role.environment())
         assert of_jax == ["1", str(role.trainer_id)]
         assert (role.trainers, len(set(role.trainer_endpoints))) == (3, 3)
-    assert len(runs) == 1
+    assert len(runs) == len(tokens) == 1
 
 
 GOOD_NCCL2 = {

@@ -156,6 +156,17 @@ def test_any_blocks_arrive_whatever_their_sizes(sizes: list[int], data: st.DataO
     assert all(sum(map(len, parts[1:])) <= limit for parts in messages)
 
 
+def test_limits_let_every_message_of_a_plan_pass() -> None:
+    """Also where names are many, and the table of what is wanted is longer than any frame of data."""
+    names = {f"params/layer_{i}/{'kernel' * 9}.block{i}@GRAD.trainer_1": 4 for i in range(20_000)}
+    frame, count = wire.limits(names)
+    table = [[n, [1 << 30] * 8, "float8_e4m3b11fnuz"] for n in names]
+    assert len(wire.header("recv", step=1, blocks=table)) < frame
+    sent = [[wire.header("send", step=1, pieces=p), *f] for p, f in wire.messages((n, np.float32(0)) for n in names)]
+    assert max(len(bytes(f)) for parts in sent for f in parts) < frame and len(sent) < count
+    assert wire.limits({"w": 1})[0] == wire.MESSAGE_BYTES
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

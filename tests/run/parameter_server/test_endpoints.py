@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import zmq
 from helpers import (
     distance,
     init_of,
@@ -36,13 +37,15 @@ from helpers import (
     tree_equal,
 )
 from paths import ROOT, SUPPORT
-from role_threads import HANG, Peer, RoleThreads, free_endpoints, serve, train, until
+from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints, serve, train, until
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.run.net import wire
+from dtrans.run.net import token, wire
+from dtrans.run.net.refusals import EACH
 from dtrans.run.parameter_server import server as server_module, sync_server
+from dtrans.run.parameter_server.server_sockets import DOOR
 
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -423,7 +426,7 @@ def test_a_trainer_of_a_killed_pserver_is_told_at_once(role_threads: RoleThreads
     params = mlp_params()
     with Role(tmp_path, "pserver", 0, pservers, 2, 0) as role:
         role.ready()
-        plan = plan_for(pservers, min_block_size=8192)
+        plan = plan_for(pservers, min_block_size=8192, kind="local")
         started = threading.Event()
         role_threads.start("trainer", train, plan, 0, [mlp_batch(8)], params, before=lambda i: started.set())
         assert started.wait(HANG)
@@ -451,7 +454,7 @@ def test_a_pserver_that_is_terminated_says_so_and_leaves_nothing(
     with Role(tmp_path, "pserver", 0, pservers, 2, 0) as role:
         role.ready()
         started = threading.Event()
-        plan = plan_for(pservers, min_block_size=8192)
+        plan = plan_for(pservers, min_block_size=8192, kind="local")
         role_threads.start("trainer", train, plan, 0, [mlp_batch(8)], params, before=lambda i: started.set())
         assert started.wait(HANG)
         assert list(folders.iterdir())  # of the Unix socket
@@ -468,7 +471,7 @@ def test_a_killed_trainer_is_named_by_the_server_before_its_deadline(
     monkeypatch.setattr(server_module, "SILENCE", 1.0)
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
-    plan = plan_for(pservers, min_block_size=8192)
+    plan = plan_for(pservers, min_block_size=8192, kind="local")
     role_threads.start("server", serve, plan, ep, params, deadline=HANG)
     with Role(tmp_path, "trainer", 0, pservers, 2, -1) as role:
         role.ready()
@@ -713,40 +716,126 @@ def test_a_failed_server_tells_its_trainers_why(role_threads: RoleThreads, monke
 # -- roles that do not agree -----------------------------------------------------------------------
 
 
-def disagreement(role_threads: RoleThreads, mine: dict[str, Any]) -> tuple[str, str]:
-    """A trainer with a plan of its own meets a server, which ends with it. The trainer's error, and the endpoint."""
+def disagreement(role_threads: RoleThreads, mine: dict[str, Any]) -> str:
+    """A trainer with a plan of its own meets a server, which goes on to serve the right one. What the trainer is told.
+
+    The numbers are those of the right one: the other has not touched them.
+    """
     (ep,) = pservers = free_endpoints(1)
-    role_threads.start("server", serve, plan_for(pservers, trainers=1), ep, mlp_params())
-    role_threads.start("trainer", train, plan_for(pservers, trainers=1, **mine), 0, [], mine["params"])
-    error = role_threads.end("trainer")
+    plan, params, batches = plan_for(pservers, trainers=1), mlp_params(), [mlp_batch(8)]
+    role_threads.start("server", serve, plan, ep, params)
+    other = plan_for(pservers, **{"trainers": 1} | mine)
+    role_threads.start("other", train, other, 0, [], mine.get("params", params))
+    error = role_threads.end("other")
     assert isinstance(error, PeerError)
-    assert str(role_threads.end("server")) == f"trainer 0 failed: PeerError: {error}"
-    return str(error), ep
+    role_threads.start("trainer", train, plan, 0, batches, params)
+    tx = optax.adam(1e-2)
+    want, _, _ = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), batches)
+    tree_close(role_threads.end("trainer")[0], want, 1e-6)
+    assert isinstance(role_threads.end("server"), dict)
+    start = f"pserver {ep} refused trainer 0: trainer 0 plans something else than pserver {ep}: "
+    end = "; every role must plan the same step with the same options"
+    assert str(error).startswith(start) and str(error).endswith(end), error
+    return str(error)[len(start) : -len(end)].replace(ep, "{ep}")
+
+
+@pytest.mark.parametrize(
+    "mine, said",
+    [
+        ({"tx": optax.adam(2e-2)}, "part update (the optimizer, its learning rate, or another of its numbers)"),
+        ({"loss": lambda p, x, y: 2.0 * mlp_loss(p, x, y)}, "part loss (the loss, or a constant in it)"),
+        ({"on_trainer_exit": "error"}, "on_trainer_exit is 'error' at trainer 0, 'drop' at pserver {ep}"),
+    ],
+    ids=["rate", "loss", "option"],
+)
+def test_equal_shapes_do_not_let_another_step_train_in_silence(
+    role_threads: RoleThreads, mine: dict[str, Any], said: str
+) -> None:
+    assert disagreement(role_threads, mine) == said
+
+
+def test_servers_of_other_plans_refuse_each_other(role_threads: RoleThreads) -> None:
+    """They exchange the same reductions, and would end with other numbers."""
+    pservers, params = free_endpoints(2), mlp_params()
+    steps = [optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(rate)) for rate in (0.1, 0.2)]
+    for ep, tx in zip(pservers, steps, strict=True):
+        role_threads.start(ep, serve, plan_for(pservers, trainers=1, tx=tx), ep, params, deadline=2.0)
+    errors = [str(role_threads.end(ep)) for ep in pservers]
+    assert any("plans something else than pserver" in e and "part update" in e for e in errors), errors
+
+
+def test_who_never_came_since_it_was_refused_is_named_with_the_reason(role_threads: RoleThreads) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    role_threads.start("server", serve, plan_for(pservers), ep, mlp_params(), deadline=1.5)
+    role_threads.start("trainer 1", train, plan_for(pservers, tx=optax.adam(1.0)), 1, [], mlp_params())
+    assert isinstance(role_threads.end("trainer 1"), PeerError)
+    error = str(role_threads.end("server"))
+    assert "for trainers 0, 1 to say hello; trainer 1 plans something else than" in error, error
+
+
+# -- the token -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("its, strangers", [("a secret", ""), ("", "a secret"), ("a secret", "another")])
+def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, its: str, strangers: str
+) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    params, plan = mlp_params(), plan_for(pservers, trainers=1)
+    bound = threading.Event()
+    real = server_module.ServerSockets.bind
+    monkeypatch.setattr(server_module.ServerSockets, "bind", lambda *a, **k: (real(*a, **k), bound.set()))
+    monkeypatch.setenv("DTRANS_TOKEN", its)
+    role_threads.start("server", serve, plan, ep, params)
+    assert bound.wait(HANG)
+    monkeypatch.setenv("DTRANS_TOKEN", strangers)
+    since = time.monotonic()
+    role_threads.start("stranger", train, plan, 0, [], params)
+    error = role_threads.end("stranger")
+    assert isinstance(error, PeerError) and time.monotonic() - since < HANG / 2
+    assert str(error).startswith(f"pserver {ep} does not let trainer 0 in: the two have not the same DTRANS_TOKEN")
+    with Peer(ep) as peer:  # nothing that it says is heard
+        peer.hello()
+        peer.tell("abort", reason="I say so")
+        monkeypatch.setenv("DTRANS_TOKEN", its)
+        role_threads.start("trainer", train, plan, 0, [mlp_batch(8)], params)
+        role_threads.end("trainer")
+        assert not peer._socket.poll(0)
+    assert isinstance(role_threads.end("server"), dict)
+
+
+def test_a_server_that_has_not_the_token_is_told_nothing(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lets in whoever comes, and welcomes them."""
+    (ep,) = free_endpoints(1)
+    real = token.is_shown
+    monkeypatch.setattr(token, "is_shown", lambda given, secret, of: of == DOOR or real(given, secret, of))
+    with FakeServer(ep) as fake:
+        role_threads.start("trainer", train, plan_for((ep,), trainers=1), 0, [], mlp_params())
+        assert fake.hear().op == "hello"
+        fake.say(wire.header("welcome", step=0, local="", silence=9.0, proof="0" * 64))
+        error = role_threads.end("trainer")
+    assert str(error) == f"what welcomes trainer 0 as pserver {ep} has not the job's token"
 
 
 def test_shapes_that_differ_name_the_leaf_and_both_shapes(role_threads: RoleThreads) -> None:
     mine = {"params": mlp_params((5, 7, 3))}
-    error, ep = disagreement(role_threads, mine)
-    assert error == (
-        f"pserver {ep} refused trainer 0: trainer 0 has params/b1 as float32[7], pserver {ep} holds float32[6]; "
-        "every role must plan the same step with the same options"
-    )
+    said = disagreement(role_threads, mine)
+    assert said.startswith("params/b1 is f32[7] at trainer 0, f32[6] at pserver {ep}; ")
 
 
 def test_types_that_differ_name_the_leaf_and_both_types(role_threads: RoleThreads) -> None:
     mine = {"params": mlp_params(dtype=jnp.bfloat16), "batch": mlp_batch(8, dtype=jnp.bfloat16)}
-    error, ep = disagreement(role_threads, mine)
-    assert f"trainer 0 has params/b1 as bfloat16[6], pserver {ep} holds float32[6]" in error
+    said = disagreement(role_threads, mine)
+    assert said.startswith("params/b1 is bf16[6] at trainer 0, f32[6] at pserver {ep}; ")
 
 
 def test_a_leaf_that_the_server_does_not_hold_is_named(role_threads: RoleThreads) -> None:
     mine = {"params": mlp_params() | {"a": jnp.ones(3)}}
     mine["loss"] = lambda params, x, y: mlp_loss({n: p for n, p in params.items() if n != "a"}, x, y) + params["a"][0]
-    error, ep = disagreement(role_threads, mine)
-    assert error == (
-        f"pserver {ep} refused trainer 0: trainer 0 asks for params/a, which pserver {ep} does not hold; "
-        "every role must plan the same step"
-    )
+    said = disagreement(role_threads, mine)
+    assert said.startswith("params/a is f32[3] at trainer 0, not there at pserver {ep}; ")
 
 
 def test_another_number_of_trainers_is_refused(role_threads: RoleThreads) -> None:
@@ -797,12 +886,15 @@ def test_binding_another_address_than_loopback_has_to_be_allowed(endpoint: str) 
     with pytest.raises(ConfigError) as caught:
         serve(plan, endpoint, mlp_params())
     assert str(caught.value) == (
-        f"pserver {endpoint} is not on loopback; messages are neither encrypted nor authenticated, so binding it "
-        "needs Executor(allow_remote=True)"
+        f"this pserver is at {endpoint}, which is not on loopback; nothing that is sent is encrypted, so binding it "
+        f"needs Executor(allow_remote=True) and {token.NEEDED}"
     )
+    with pytest.raises(ConfigError, match="so binding it needs DTRANS_TOKEN, the same secret in all processes"):
+        serve(plan, endpoint, mlp_params(), allow_remote=True)
 
 
-def test_an_address_that_is_not_this_machines_cannot_be_bound() -> None:
+def test_an_address_that_is_not_this_machines_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRANS_TOKEN", "a secret")
     plan = plan_for(("192.0.2.1:6174",), trainers=1)
     with pytest.raises(ConfigError, match="^pserver 192.0.2.1:6174 cannot be bound: "):
         serve(plan, "192.0.2.1:6174", mlp_params(), allow_remote=True)
@@ -1067,9 +1159,39 @@ def test_raw_bytes_on_the_port_are_refused_logged_and_change_nothing(
 def test_a_message_larger_than_any_of_ours_is_dropped_with_its_connection(
     role_threads: RoleThreads, strange_server: str
 ) -> None:
+    """The plan's largest, not any that a plan may have; the fixture checks that the server goes on."""
     with Peer(strange_server) as peer:
-        peer.say(b"\0" * (wire.MAX_MESSAGE + 1))
-    # the fixture checks that the server goes on
+        peer.tell("recv", step=0)
+        assert "has not said hello" in peer.refused()  # it is connected
+        with peer._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            peer.say(b"\0" * (wire.limits({NAME: 32, "params/w": 32})[0] + 1))
+            assert monitor.poll(HANG * 1000), "it is still connected"
+            peer._socket.disable_monitor()
+
+
+def test_a_message_that_never_ends_is_not_kept(role_threads: RoleThreads, strange_server: str) -> None:
+    """ZeroMQ holds all frames of a message until the last has come: who has no password is cut off before the first."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as line:
+        line.linger, line.sndtimeo = 0, 1000
+        with line.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            line.connect(f"tcp://{strange_server}")
+            with contextlib.suppress(zmq.Again):
+                for _ in range(200):
+                    line.send(b"\0" * 10_000, zmq.SNDMORE)
+            assert monitor.poll(HANG * 1000), "it is still connected"
+            line.disable_monitor()
+
+
+def test_a_flood_of_nonsense_leaves_few_lines_and_is_counted(
+    role_threads: RoleThreads, strange_server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Peer(strange_server) as peer:
+        for _ in range(600):
+            peer.say(b"what?")
+        for _ in range(600):
+            assert "not msgpack" in peer.refused()
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == EACH + 3 and said[-1].endswith("(512 so far; most have no line)")
 
 
 def test_strangers_do_not_disturb_a_job(role_threads: RoleThreads, caplog: pytest.LogCaptureFixture) -> None:

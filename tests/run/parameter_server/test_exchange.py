@@ -259,7 +259,8 @@ class Half:
 
     def meet(self, **fields: Any) -> None:
         """Say hello as the other server does; by default rightly."""
-        self.line.tell("peer", **{"endpoint": self.other, "layout": self.met["layout"]} | MEET | fields)
+        same = {n: self.met[n] for n in ("layout", "plan")}
+        self.line.tell("peer", **{"endpoint": self.other} | same | MEET | fields)
 
     def become(self) -> None:
         """The other server, and welcome."""
@@ -309,7 +310,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
             assert got in caplog.records[-1].getMessage()
 
         refused(line, "from a peer that has not said hello", "partials", noise, **right)
-        as_other = MEET | {"endpoint": other, "layout": half.met["layout"]}
+        as_other = MEET | {"endpoint": other, "layout": half.met["layout"], "plan": half.met["plan"]}
         told = "shares no reduction with pserver"
         refused(line, f"pserver '{ep}1' {told} {ep}", "peer", **as_other | {"endpoint": ep + "1"})
         refused(line, f"pserver '{ep}' {told} {ep}", "peer", **as_other | {"endpoint": ep})

@@ -18,7 +18,7 @@ from role_threads import HANG, Peer, RoleThreads, free_endpoints, serve, train, 
 
 import dtrans
 from dtrans.errors import ConfigError, PeerError
-from dtrans.ir.program import without_addresses
+from dtrans.ir.display import without_addresses
 from dtrans.ops import send_barrier_p
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.parameter_server import sync_update

@@ -1,0 +1,165 @@
+"""Links between processes: two of them in one process, and strangers who know their addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from role_threads import HANG, free_endpoints
+
+from dtrans.run.distributed.membership import Membership
+from dtrans.run.net import wire
+from dtrans.run.pipeline_parallel import p2p
+from dtrans.run.pipeline_parallel.p2p import P2PChannels
+
+
+class Board:
+    """What `jax.distributed` has for all processes of a job."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key: str, value: str) -> None:
+        with self._changed:
+            self._told[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self._told, milliseconds / 1000), key
+            return self._told[key]
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[P2PChannels]]:
+    board, made = Board(), {}
+    monkeypatch.setattr(p2p, "bulletin_board", lambda: board)
+    monkeypatch.setattr(p2p, "coordinator", lambda: "127.0.0.1:1")
+    endpoints = free_endpoints(2)
+
+    def make(k: int) -> None:
+        made[k] = P2PChannels(Membership(k, (0, 1), endpoints, deadline=HANG), "job")
+
+    threads = [threading.Thread(target=make, args=(k,)) for k in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(HANG)
+    yield [made[0], made[1]]
+    for x in made.values():
+        x.close()
+
+
+RIGHT: dict[str, Any] = {"process": 0, "step": 1, "key": 0, "dtype": "float32", "shape": [4], "impl": ""}
+PIECES = [[["value", 0, 16]]]
+NAN = np.full(4, np.nan, np.float32).tobytes()
+
+
+def forged(**fields: Any) -> list[bytes]:
+    return [wire.header("value", **RIGHT | {"pieces": PIECES} | fields), NAN]
+
+
+@contextlib.contextmanager
+def stranger(address: str, password: str | None = None) -> Iterator[zmq.Socket[Any]]:
+    """A socket that is connected to a link."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as line:
+        line.linger, line.sndhwm = 0, 0
+        if password is not None:
+            line.plain_username, line.plain_password = b"process 0 to 1", password.encode()
+        line.connect(address)
+        yield line
+
+
+@pytest.mark.parametrize("password", [None, "0" * 64])
+def test_what_strangers_forge_has_no_effect(channels: list[P2PChannels], password: str | None) -> None:
+    """Before, the first frame of a name counted, whoever sent it, and a malformed one ended the process."""
+    first, second = channels
+    events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+    with stranger(second._peers[1], password) as line, line.get_monitor_socket(events) as monitor:
+        for parts in (forged(), forged(shape=[0, 2**63]), [b"noise"]):
+            line.send_multipart(parts)
+        assert monitor.poll(HANG * 1000)  # it was heard, or has been sent away
+        first.send(1, 1, 0, jnp.arange(4.0))
+        np.testing.assert_array_equal(second.receive(0, 1, 0, "a value"), np.arange(4.0))
+        line.disable_monitor()
+    assert second.refusals.count == 0  # nothing of it was let in
+
+
+MALFORMED = [
+    forged(shape=[0, 2**63]),
+    forged(shape=[-4]),
+    forged(shape=[2**40, 2**40]),
+    forged(shape=[1] * 200),
+    forged(shape=["4"]),
+    forged(dtype="O"),
+    forged(dtype="S"),
+    forged(dtype="no type"),
+    forged(impl="no generator"),
+    forged(impl="fry"),
+    forged(process=1),
+    forged(process=7),
+    forged(key=-1),
+    forged(key=1 << 40),
+    forged(step=0),
+    forged(pieces=[]),
+    forged(pieces=[[["value", 4, 16]]]),
+    forged(pieces=[[["value", 0, 2**60]]]),
+    forged(pieces=[[["other", 0, 16]]]),
+    [wire.header("value", **RIGHT, pieces=PIECES)],
+    [wire.header("abort", reason="I say so")],
+    [msgpack.packb({"v": 1})],
+    [b"\xc1"],
+    [b""],
+]
+
+
+def test_malformed_messages_of_a_process_are_dropped_and_counted(
+    channels: list[P2PChannels], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They come by the link of process 0, and the value that follows them is right."""
+    first, second = channels
+    first.send(1, 1, 5, jnp.zeros(3))
+    second.receive(0, 1, 5, "a value")
+    with stranger(second._peers[1], p2p.token.shown(first._secret, "process 0 to 1")) as line:
+        for parts in MALFORMED * 10:
+            line.send_multipart(parts)
+        line.send_multipart(forged(key=5))  # it was received already
+        line.send_multipart([wire.header("value", **RIGHT | {"key": 6}, pieces=PIECES), np.arange(4.0, dtype="f4")])
+        np.testing.assert_array_equal(second.receive(0, 1, 6, "a value"), np.arange(4.0))
+    assert second.refusals.count == 10 * len(MALFORMED) + 1
+    assert len(caplog.records) < 105 and all(len(r.getMessage()) < 400 for r in caplog.records)
+    first.send(1, 2, 0, jax.random.key(3))
+    key = second.receive(0, 2, 0, "a key")
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
+
+
+def test_values_of_steps_that_are_over_are_not_kept(channels: list[P2PChannels]) -> None:
+    first, second = channels
+    for key in range(3):
+        first.send(1, 1, key, jnp.zeros(3))
+    first.send(1, 2, 0, jnp.ones(3))
+    second.receive(0, 2, 0, "a value")
+    assert second._here == {}
+
+
+def test_a_message_that_never_ends_is_not_kept(channels: list[P2PChannels]) -> None:
+    """ZeroMQ holds all frames of a message until the last one has come: of a stranger it takes none."""
+    first, second = channels
+    with stranger(second._peers[1]) as line, line.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        line.sndtimeo = 1000
+        with contextlib.suppress(zmq.Again):
+            for _ in range(200):
+                line.send(b"\0" * 10_000, zmq.SNDMORE)
+        assert monitor.poll(HANG * 1000), "it is still connected"
+        line.disable_monitor()
+    first.send(1, 1, 0, jnp.arange(4.0))
+    np.testing.assert_array_equal(second.receive(0, 1, 0, "a value"), np.arange(4.0))
