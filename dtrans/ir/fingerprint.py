@@ -28,6 +28,7 @@ from dtrans._jax import JaxprEqn, Literal, Var, constants, is_jaxpr, opened
 from dtrans.ir.display import without_addresses
 
 
+BATCH, LOSS = "batch", "loss"  # the types of the batch, which may differ, and what depends on them
 LONGEST = 32 << 10  # characters of a part that is told as it is; longer ones are told as digests
 DIGEST = "digest "  # what a digest begins with
 
@@ -116,12 +117,17 @@ def table(rows: Mapping[str, Any]) -> str:
 def differences(me: str, mine: Mapping[str, str], other: str, theirs: Mapping[str, str]) -> list[str]:
     """In what two roles differ, for a message; nothing where they agree.
 
+    Roles may have traced the step with batches of different sizes. Their losses are not compared then.
+
     Args:
       me, other: what they are called.
       mine, theirs: their parts. Nothing is taken for granted of those of another process but that they are texts.
     """
     found = []
+    sized = mine.get(BATCH) != theirs.get(BATCH)  # a loss has numbers of the size of the batch that it was traced with
     for part in dict.fromkeys([*mine, *theirs]):
+        if part == BATCH or (sized and part == LOSS):
+            continue
         a, b = mine.get(part, ""), theirs.get(part, "")
         if a == b:
             continue

@@ -167,10 +167,12 @@ class PServerPlan(Plan):
         at = {ep: i for i, ep in enumerate(self.servers)}
         table = [(b.name, b.span, at[b.endpoint]) for b in self.placement.table]
         state = {n: short_type(self.main.inputs[n]) for spec in self.main.args[:2] for n in spec.names}
+        batch = {n: short_type(self.main.inputs[n]) for spec in self.main.args[2:] for n in spec.names}
         return {
             **fingerprint.environment(),
             "options": fingerprint.table({n: fingerprint.of_value(x) for n, x in self.options.items()}),
             "state": fingerprint.table(state),
+            fingerprint.BATCH: fingerprint.table(batch),
             "init": self.startup.fingerprint,
             "placement": fingerprint.digest(fingerprint.of_value(table)),
             **self.main.fingerprints,

@@ -76,6 +76,21 @@ def test_what_differs_is_said_by_its_part(one: dict[str, Any], other: dict[str, 
     assert differing(plan_of(**one), plan_of(**other)) == parts
 
 
+def test_roles_may_have_traced_batches_of_other_sizes() -> None:
+    """1/B is another number then. All else is compared, and of equal sizes the loss too."""
+
+    def planned(rows: int, rate: float = 0.1, power: int = 2) -> dict[str, str]:
+        params, tx = {"w": jnp.ones((3, 2))}, optax.sgd(rate)
+        step = dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** power), tx)
+        main = dtrans.trace(step, params, tx.init(params), jnp.ones((rows, 3)))
+        return dtrans.pserver(main, dtrans.trace(init_of(tx), params)).identity
+
+    said = lambda one, other: fingerprint.differences("a", one, "b", other)
+    assert planned(2)["loss"] != planned(4)["loss"] and said(planned(2), planned(4)) == []
+    assert [x.split()[1] for x in said(planned(2), planned(4, rate=0.2))] == ["update"]
+    assert [x.split()[1] for x in said(planned(2), planned(2, power=3))] == ["loss"]
+
+
 def test_gradients_that_change_places_are_noticed() -> None:
     """Both parts hold the same equations: what one hands to the other is another value."""
     params = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}
