@@ -46,7 +46,8 @@ def main() -> None:
         if first:
             report.show_plan(plan)
         with plan.on_cluster() as job, bar as advance:
-            train(job, settings, my_batches, advance).save(file)
+            whole = lambda epoch: digits.batches(data, settings.seed, epoch, settings.batch_size)
+            train(job, settings, lambda epoch: (job.shard_batch(*x) for x in whole(epoch)), advance).save(file)
         return
 
     config = dtrans.DistributeTranspilerConfig(mode=role.mode, min_block_size=settings.min_block_size)
