@@ -51,7 +51,7 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> N
         raise ConfigError(f"merge[{name!r}]={way!r}: it is {t.str_short()}; say {said}")
 
 
-def merges_of(step: Cut, o: Options) -> dict[str, str]:
+def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
     """What becomes of each result, and of each parameter that trainers make."""
     program = step.program
     made_here = _made_by_trainers(step, o)
@@ -91,9 +91,10 @@ def merges_of(step: Cut, o: Options) -> dict[str, str]:
             found[n] = _static(n, out, grown_outs.get(n), parts)
         elif not of_batch.get(out):
             if of_rows.get(out):
+                remedy = of_counts if n in made_here else ""
                 raise ConfigError(
-                    f"{n} is {t.str_short()}, and made of how many rows a trainer's part has, whatever is in them: say "
-                    f"how to merge it, merge={{{n!r}: 'sum'}} or 'max'"
+                    f"{n} is {t.str_short()}, and made of how many rows a trainer's part has, whatever is in them: "
+                    + (remedy or f"say how to merge it, merge={{{n!r}: 'sum'}} or 'max'")
                 )
             found[n] = "same"
         elif jnp.issubdtype(t.dtype, jnp.inexact):

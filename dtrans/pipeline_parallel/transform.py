@@ -372,7 +372,9 @@ def _merges(plain: Cut, whole: Program, forward: ForwardPass, o: PipelineOptions
             )
     given = {n: "mean" if n in step.params else "same" for n in keys}
     merges = merges_of(
-        plain, dataclasses.replace(o.of_parts, batch=dataclasses.replace(o.batch, merge={**o.batch.merge, **given}))
+        plain,
+        dataclasses.replace(o.of_parts, batch=dataclasses.replace(o.batch, merge={**o.batch.merge, **given})),
+        of_counts="each micro-batch would count its own; count outside of a step that is a pipeline",
     )
     # state that no micro-batch enters: the loss makes it, and all make the same
     merges |= {n: "same" for n in forward.results if n in step.params and n not in merges}

@@ -192,6 +192,19 @@ def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str
     return {n for n in graded if candidates_for(step, n, gradients, stop=new - {step.outs[n]})}
 
 
+def _state_behind(main: Program) -> str:
+    """What to do about a step that has more of its state behind the batch; or nothing."""
+    below = lambda n: n.partition("/")[2]
+    outs = set(map(below, main.out_names)) - {""}
+    for i, spec in enumerate(main.args[2:], 1):
+        if len(spec.names) > 1 and outs.issuperset(map(below, spec.names)):
+            return (
+                f". {main.name} returns its argument {i + 1} ({spec.root}) too: its state must come first, as "
+                "step(params, opt_state, *batch), or step(state, *batch)"
+            )
+    return ""
+
+
 # -- both programs ---------------------------------------------------------------------------------
 
 
@@ -210,7 +223,7 @@ def startup_in_two_parts(main: Program, startup: Program) -> Program:
         raise TraceError(
             f"the startup program {startup.name} does not make what {main.name} takes: {root}/{path} is made as "
             f"{have.get(path, 'nothing')}, and taken as {wanted.get(path, 'nothing')}; startup must be "
-            f"dtrans.trace(init, ...) with init(...) -> {root}"
+            f"dtrans.trace(init, ...) with init(...) -> {root}{_state_behind(main)}"
         )
     name_of = dict(zip(_whole(main).names, startup.out_names, strict=True))
     parts = [

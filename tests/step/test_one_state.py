@@ -178,3 +178,30 @@ def test_hyperparameters_are_changed_between_steps(mode: str, way: str) -> None:
         np.testing.assert_allclose(job.gather(state)["params"]["w"], alone["params"]["w"], rtol=1e-12)
         with pytest.raises(ConfigError, match="the optimizer keeps no 'lr' in its state; it keeps b1, b2, eps"):
             job.with_hyperparameters(state, lr=0.1)
+
+
+def test_a_step_with_state_behind_its_batch_is_told_where_it_belongs() -> None:
+    """As on the first page of Equinox: make_step(model, x, y, opt_state)."""
+    tx, model = optax.adam(0.1), {"w": jnp.ones((3, 2))}
+
+    def make_step(model: Any, x: jax.Array, opt_state: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda m: jnp.mean((x @ m["w"]) ** 2))(model)
+        updates, opt_state = tx.update(grads, opt_state, model)
+        return optax.apply_updates(model, updates), opt_state, loss
+
+    main = dtrans.trace(make_step, model, jnp.ones((4, 3)), tx.init(model))
+    said = r"make_step returns its argument 3 \(opt_state\) too: its state must come first, as step\(params, opt_state"
+    with pytest.raises(TraceError, match=said):
+        dtrans.nccl2(main, dtrans.trace(lambda: (model, tx.init(model))), trainers=2)
+
+
+def test_a_pipeline_says_that_it_cannot_count_rows() -> None:
+    def step(s: Any, x: jax.Array) -> Any:
+        of = lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
+        loss, g = dtrans.value_and_grad(of)({n: s[n] for n in "ab"})
+        return {"a": s["a"] - g["a"], "b": s["b"] - g["b"], "seen": s["seen"] + len(x)}, loss
+
+    init = lambda: {"a": jnp.eye(4), "b": jnp.eye(4), "seen": jnp.zeros((), int)}
+    main = dtrans.trace(step, init(), jnp.ones((4, 4)))
+    with pytest.raises(ConfigError, match="s/seen .* each micro-batch would count its own; count outside of a step"):
+        dtrans.pipeline(main, dtrans.trace(init), num_stages=2, num_micro_batch=2)
