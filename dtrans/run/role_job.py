@@ -5,6 +5,7 @@ The environment says which (`dtrans.Role.from_env`); `dtrans.Executor` runs its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -12,10 +13,12 @@ import numpy as np
 
 from dtrans.checkpoint.pserver_state import TRAINER, check_type, named, scatter
 from dtrans.checkpoint.runs import run_of
-from dtrans.errors import ConfigError, StateError
+from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Job, realises
+from dtrans.run.base.batch import batch_arrays
 from dtrans.run.base.lowered import LoweredStep, recording
+from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
 from dtrans.step_meter import metered
@@ -94,11 +97,16 @@ class TrainerJob(RoleJob):
     def step(self, state: tuple[Any, ...], *batch: Any) -> tuple[Any, ...]:
         """One step on this trainer's part of the batch: (state, loss[, aux])."""
         self.check(state)
-        made = self._merged(self._executor.run(self.plan.trainer_program(self.role.trainer_id), *state, *batch))
+        made = self._executor.run(self.plan.trainer_program(self.role.trainer_id), *state, *batch)
+        made = self._merged(made, batch)
         return (tuple(made[: len(state)]), *made[len(state) :])
 
-    def _merged(self, made: Any) -> Any:
-        """What a step makes, with the results of all trainers in place of this one's."""
+    def _merged(self, made: Any, batch: Sequence[Any]) -> Any:
+        """What a step makes, with the results of all trainers in place of this one's.
+
+        Raises:
+          BatchError: trainers gave parts of different sizes, of which servers have made an update.
+        """
         plan, shared, out = self.plan, self.plan.shared, self.plan.trainer.out
         if shared is None or not plan.sync_mode:
             return made
@@ -106,14 +114,21 @@ class TrainerJob(RoleJob):
         if not ways:
             return made
         values = dict(zip(out.names, out.flatten(made), strict=True))
+        names = [n for spec in plan.main.args[2:] for n in spec.names]
+        arrays = zip(names, batch_arrays(plan.main.args[2:], batch, plan.main.inputs), strict=True)
+        mine = next((x.shape[shared.axes[n]] for n, x in arrays if n in shared.axes), 0)
         add, join = ("all_reduce", "sum"), "all_gather"
-        how = [add, *((join, shared.joined[n]) if way == "concat" else add for n, way in ways.items())]
-        # trainers may have left: those who are here are counted
-        count, *found = self._executor.exchange(
-            next(iter(plan.servers)), RESULTS, how, [np.int32(1), *(values[n] for n in ways)]
+        how = [(join, 0), *((join, shared.joined[n]) if way == "concat" else add for n, way in ways.items())]
+        rows, *found = self._executor.exchange(
+            next(iter(plan.servers)), RESULTS, how, [np.full(1, mine, np.int32), *(values[n] for n in ways)]
         )
+        if len({*rows.tolist()}) > 1:
+            raise BatchError(
+                f"{PARTS_DIFFER}; they gave {', '.join(map(str, rows.tolist()))} rows, and servers took the mean of "
+                "unequal parts: go on from a checkpoint, with job.shard_batch(*batch)"
+            )
         for (n, way), x in zip(ways.items(), found, strict=True):
-            values[n] = x / count.astype(x.dtype) if way == "mean" else x
+            values[n] = x / len(rows) if way == "mean" else x  # trainers may have left: those who are here are counted
         return out.unflatten([values[n] for n in out.names])
 
     def params(self, state: tuple[Any, ...]) -> Any:

@@ -98,11 +98,13 @@ def numbers(folder: str) -> None:
     found = flat(first=job.params(state), first_state=job.opt_state(state))
     for i, batch in enumerate(batches()):
         before = state
-        state, loss, aux = job.step(state, *part(*batch))
+        state, loss, aux = job.step(state, *job.shard_batch(*batch))
         found |= flat(**{f"job{i}": {"loss": loss, "aux": aux}})
     found |= flat(job=job.params(state), job_state=job.opt_state(state))
     assert all(x.is_fully_addressable for x in jax.tree.leaves((job.params(state), loss, aux)))
     said["donated"] = refused(job.step, before, *part(*batch))
+    found |= flat(job1_turned=turned(n))
+    said["shard"] = refused(job.shard_batch, *(x[: ROWS - 1] for x in batch))
     said["rows"] = refused(job.step, state, batch[0][: 7 + k], batch[1][: 7 + k])
     said["ragged"] = refused(job.step, state, batch[0][:3], batch[1][:2])
     said["count"] = refused(dtrans.nccl2(main, startup, trainers=n + 1).on_cluster)
@@ -142,6 +144,18 @@ def numbers(folder: str) -> None:
             found |= flat(**{f"exe{i}": {"loss": loss, "aux": aux}})
     found |= flat(exe=params, exe_state=opt_state)
     np.savez(Path(folder) / f"trainer-{k}.npz", said=np.array(list(said.items())), **found)
+
+
+def turned(trainers: int) -> dict[str, Any]:
+    """The results of the second step of a job whose batch has its rows along dimension 1 of `x`."""
+    step = dtrans.make_train_step(lambda params, x, y: loss_fn(params, x.T, y), optimizer(), has_aux=True)
+    (x, y), key = batches()[0], jax.random.key(0)
+    main, startup = dtrans.trace(step, *jax.eval_shape(init, key), x.T, y), dtrans.trace(init, key)
+    job = dtrans.nccl2(main, startup, trainers=trainers, batch=dtrans.Batch(axes=(1, 0))).on_cluster()
+    state = job.init(key)
+    for x, y in batches()[:2]:
+        state, loss, aux = job.step(state, *job.shard_batch(x.T, y))
+    return {"loss": loss, "aux": aux}
 
 
 def counted_loss(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -193,12 +207,12 @@ def options(folder: str, of: dict[str, dict[str, Any]] | None = None) -> None:
     """A job with each of the options, one after the other."""
     cluster = dtrans.connect(deadline=20)
     k, n = cluster.trainer_id, cluster.trainers
-    found = {}
+    found = flat(job1_turned=turned(jax.device_count()))
     for name, given in (of or OPTIONS | (OF_TWO if n == 2 else OF_FOUR)).items():
         job = planned(given, jax.device_count()).on_cluster()
         state = job.init(jax.random.key(0))
         for x, y in batches()[:2]:
-            state, loss, aux = job.step(state, *(np.array_split(a, n)[k] for a in (x, y)))
+            state, loss, aux = job.step(state, *job.shard_batch(x, y))
         if of and name == "nodes":
             found["said"] = refused(job.step, state, x[:3], y[:3]), refused(planned(given, 8).on_cluster)
         found |= flat(**{name: (job.params(state), job.opt_state(state), loss, aux)})

@@ -45,15 +45,17 @@ def trainer_devices() -> list[jax.Device]:
 
 
 def to_global_array(x: Any, sharding: NamedSharding) -> jax.Array:
-    """This process's array as its piece of one of all: the whole if it is replicated, else a run of rows."""
+    """This process's array as its piece of one of all: the whole if it is replicated, else a run of a dimension."""
     if isinstance(x, jax.Array) and x.sharding == sharding:
         return x
     here = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]
     if not sharding.spec:
         return jax.make_array_from_single_device_arrays(x.shape, sharding, [jax.device_put(x, d) for d in here])
-    rows = x.shape[0] // len(here)
-    pieces = [jax.device_put(x[i * rows : (i + 1) * rows] if len(here) > 1 else x, d) for i, d in enumerate(here)]
-    shape = (rows * sharding.mesh.size, *x.shape[1:])
+    axis = len(sharding.spec) - 1
+    rows, before = x.shape[axis] // len(here), (slice(None),) * axis
+    own = lambda i: x[(*before, slice(i * rows, (i + 1) * rows))] if len(here) > 1 else x
+    pieces = [jax.device_put(own(i), d) for i, d in enumerate(here)]
+    shape = (*x.shape[:axis], rows * sharding.mesh.size, *x.shape[axis + 1 :])
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 

@@ -61,6 +61,7 @@ def alone() -> dict[str, Any]:
 
 def check_numbers(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert sum(n.endswith("['wrong']") for n in alone) == script.STEPS  # counts, of all trainers
+    check_turned(found, alone)
     for k, of in enumerate(found):
         for name, want in alone.items():
             assert distance(of[name], want) < 1e-12, name
@@ -72,6 +73,15 @@ def check_numbers(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Non
                 got = of[name.replace("job", "exe", 1)]
                 rows = len(want) // len(found) if name.endswith("['out']") else None
                 assert distance(got, want if rows is None else want[k * rows : (k + 1) * rows]) < 1e-12, name
+
+
+def check_turned(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Rows along another dimension are shared as rows along the first."""
+    for of in found:
+        names = [n for n in of if n.startswith("job1_turned")]
+        assert len(names) == 3
+        for n in names:
+            assert distance(of[n], alone[n.replace("_turned", "")]) < 1e-12
 
 
 def test_two_trainers_are_one_device(two: Any, alone: Any) -> None:
@@ -123,8 +133,9 @@ def test_every_option_between_two_trainers(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_two_processes_of_two_devices_are_four_trainers(tmp_path: Path) -> None:
+def test_two_processes_of_two_devices_are_four_trainers(tmp_path: Path, alone: Any) -> None:
     found = outcome(2, tmp_path, "devices")
+    check_turned(found, alone)
     check_options(found, script.OF_DEVICES, 4)
     for of in found:
         assert of["said"].tolist() == [
@@ -160,6 +171,7 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ("donated", "StateError: this state was already stepped from"),
         ("rows", "BatchError: trainers must give parts of one size; of x trainer 0 gives 7, trainer 1 gives 8 rows"),
         ("ragged", "BatchError: the arrays of a batch are split over the trainers, but "),
+        ("shard", "BatchError: x has 23 rows, which 2 processes do not divide: give a multiple of 2"),
         ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
         ("plan", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
         ("merge", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),

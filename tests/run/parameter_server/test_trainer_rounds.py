@@ -14,7 +14,7 @@ import step_zoo
 from role_threads import RoleThreads, free_endpoints, serve
 
 import dtrans
-from dtrans.errors import DtransError, PeerError, WireError
+from dtrans.errors import BatchError, DtransError, PeerError, WireError
 from dtrans.run.distributed.role import Role
 from dtrans.run.net import wire
 from dtrans.run.parameter_server.trainer_rounds import LARGEST, TrainerRounds, values_of
@@ -42,17 +42,11 @@ def job_of(plan: Any, k: int) -> TrainerJob:
     return TrainerJob(plan, role, {"deadline": roles.HANG})
 
 
-def part(case: step_zoo.StepCase, k: int, seed: int) -> list[Any]:
-    """A trainer's part of a batch whose arrays all have rows first, or are keys."""
-    rows = slice(k * ROWS // TRAINERS, (k + 1) * ROWS // TRAINERS)
-    return [x[rows] if jnp.ndim(x) else x for x in case.batch(ROWS, seed=seed)]
-
-
 def trained(plan: Any, case: step_zoo.StepCase, k: int, steps: int) -> Any:
     with job_of(plan, k) as job:
         state, found = job.init(jax.random.key(0)), []
         for i in range(steps):
-            state, *results = job.step(state, *part(case, k, i))
+            state, *results = job.step(state, *job.shard_batch(*case.batch(ROWS, seed=i)))
             found.append(results)
         return job.params(state), found
 
@@ -83,6 +77,25 @@ def test_trainers_in_processes_have_the_numbers_of_one_device(role_threads: Role
         wanted.append(results)
     for k in range(TRAINERS):
         close(ended[f"trainer {k}"], (params, wanted))
+
+
+@pytest.mark.usefixtures("x64")
+def test_parts_of_different_sizes_are_refused_by_all_trainers(role_threads: RoleThreads) -> None:
+    """The mean of their parts would not be that of the batch."""
+    case, plan, key = step_zoo.by_name("mean_loss"), planned("mean_loss"), jax.random.key(0)
+
+    def uneven(k: int) -> None:
+        with job_of(plan, k) as job:
+            job.step(job.init(key), *(x[: 4 - (k == 2)] for x in case.batch(ROWS)))
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, key)
+    for k in range(TRAINERS):
+        role_threads.start(f"trainer {k}", uneven, k)
+    role_threads.join()
+    for k in range(TRAINERS):
+        error = role_threads.end(f"trainer {k}")
+        assert isinstance(error, BatchError) and "parts of one size; they gave 4, 4, 3 rows" in str(error), error
 
 
 @pytest.mark.usefixtures("x64")
