@@ -98,6 +98,26 @@ def of_program(program: FingerprintedProgram, groups: Mapping[str, Sequence[str]
     return {part: digest("\n".join(found)) for part, found in lines.items()}
 
 
+def of_values(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
+    """What each value of a closed jaxpr is made of, as a digest: inputs are known by their names.
+
+    The order of equations does not count, nor do weak types and the conversions that only change these.
+    """
+    write = _Writer()
+    inner, consts = opened(jaxpr), constants(jaxpr)
+    found: dict[Any, str] = {v: f"const {write.value(x)}" for v, x in zip(inner.constvars, consts, strict=True)}
+    found |= {v: digest(f"{n} {v.aval.shape}") for v, n in zip(inner.invars, in_names, strict=True)}
+    for eqn in inner.eqns:
+        ins = [write.value(a.val) if isinstance(a, Literal) else found[a] for a in eqn.invars]
+        if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
+            found[eqn.outvars[0]] = ins[0]
+            continue
+        params = [f"{k}={write.value(v)}" for k, v in sorted(eqn.params.items()) if k != "weak_type"]
+        made = digest(" ".join([eqn.primitive.name, *params, *ins]))
+        found |= {v: f"{made} {i}" for i, v in enumerate(eqn.outvars)}
+    return found
+
+
 def of_value(value: Any) -> str:
     """Options, jaxprs, arrays, and what holds them, as canonical text."""
     return _Writer().value(value)

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, NamedJaxpr, Var, origin_of
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, origin_of
 from dtrans.errors import BatchError, GradientError, OptimizerError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, propagate
-from dtrans.ir.display import without_addresses
+from dtrans.ir.fingerprint import of_values
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.step.gradients import OpenStep, counts_rows, describe, inferred, marked, nested, open_step
@@ -118,16 +118,10 @@ class OptimizeHalf(NamedJaxpr):
 
     def unlike(self, other: OptimizeHalf) -> list[str]:
         """What the same step, traced on another batch, makes in another way: with a number of the size of the batch."""
-        if _shown(self.jaxpr) == _shown(other.jaxpr):
-            return []
-        mine, theirs = self.outvars, other.outvars
-        slices = lambda half, a: _shown(eliminate_dead(half.jaxpr.replace(jaxpr=half.inner.replace(outvars=[a]))))
-        found = [n for n in mine if n not in theirs or slices(self, mine[n]) != slices(other, theirs[n])]
-        return found or list(mine)
-
-
-def _shown(jaxpr: ClosedJaxpr) -> str:
-    return without_addresses(str(jaxpr))
+        mine, theirs = (of_values(half.jaxpr, half.in_names) for half in (self, other))
+        written = lambda digests, a: repr(a.val) if isinstance(a, Literal) else digests[a]
+        new = {n: written(theirs, a) for n, a in other.outvars.items()}
+        return [n for n, a in self.outvars.items() if written(mine, a) != new.get(n)]
 
 
 def check_same_update(planned: Cut, again: Cut) -> None:
