@@ -23,6 +23,7 @@ PACKAGE = ROOT / "dtrans"
 LAYERS = (
     ("_jax", "errors", "checks"),
     ("ir", "ops", "endpoints"),
+    ("protocol",),
     ("step",),
     ("rows",),
     ("slicing",),

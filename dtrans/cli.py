@@ -1,4 +1,4 @@
-"""The command line: `dtrans launch`, `dtrans train` and `dtrans example`.
+"""The command line: `dtrans launch`, `dtrans train`, `dtrans example` and `dtrans simulate`.
 
 Errors of the package come out as one message without a traceback and exit code 1, usage errors with 2, and a
 failed role with that role's own exit code.
@@ -7,6 +7,7 @@ failed role with that role's own exit code.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -216,6 +217,34 @@ def example(
             print(f"{known:20} {what}")
     elif not run(name, mode, trainers=trainers, stage=stage, steps=steps, x64=x64):
         raise typer.Exit(1)
+
+
+@app.command()
+def simulate(
+    seed: Annotated[int, typer.Option(min=0, help="Of the first schedule; all of it follows from the seed.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="How many schedules; of one all is shown.")] = 1,
+) -> None:
+    """Run jobs of parameter servers over a simulated network, where messages are late and roles die.
+
+    Servers and trainers are those of real jobs, without their sockets and clocks; what they compute is simulated. A
+    schedule in which a job does what it must not do is made as small as it can be, and shown; exit code 1 if there is
+    one.
+    """
+    from dtrans.protocol.simulation.case import drawn
+    from dtrans.protocol.simulation.verdict import simulated, smaller, verdicts
+
+    if count == 1:
+        found = simulated(drawn(seed))
+        print(smaller(found) if found.faults else found)
+        raise typer.Exit(bool(found.faults))
+    begun, wrong = time.monotonic(), 0
+    for found in verdicts(range(seed, seed + count)):
+        if found.faults:
+            wrong += 1
+            print(f"{smaller(found)}\n")
+    rate = count / (time.monotonic() - begun) * 60
+    print(f"{count - wrong} of {count} schedules are as they must be ({rate:,.0f} a minute)")
+    raise typer.Exit(bool(wrong))
 
 
 def _refuse(context: typer.Context, mode: str) -> None:

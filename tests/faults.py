@@ -234,16 +234,16 @@ FAULTS = (
         ("pipeline_parallel/test_schedule.py", "pipeline_parallel/test_stage_programs.py"),
     ),
     Fault(
-        "run/parameter_server/sync_server.py",
+        "protocol/sync_server.py",
         "            turn.grads.clear()\n",
         "",
         ("run/parameter_server/test_endpoints.py", "run/parameter_server/test_exchange.py"),
     ),
     Fault(
-        "run/net/wire.py",
+        "protocol/wire.py",
         "if offset != before:",
         "if offset < before:",
-        ("run/net/test_wire.py", "run/parameter_server/test_endpoints.py"),
+        ("protocol/test_wire.py", "run/parameter_server/test_endpoints.py"),
     ),
     Fault(
         "checkpoint/assemble.py",

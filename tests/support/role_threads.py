@@ -17,8 +17,8 @@ import zmq
 
 import dtrans
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol import token, wire
 from dtrans.run.distributed.rendezvous import FIRST
-from dtrans.run.net import token, wire
 from dtrans.run.net.sockets import Doorkeeper, new_socket
 from dtrans.run.parameter_server.server_sockets import DOOR
 

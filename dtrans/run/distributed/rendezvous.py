@@ -7,7 +7,7 @@ JAX's own way of waiting for processes ends them with SIGABRT when one does not 
 trainer 0 knows, and tells those that came. What they agree on is the list of endpoints, which says who is who. After
 that trainer 0's endpoint is the coordinator of `jax.distributed`; the other endpoints are not used any more.
 
-Both sides show that they have the job's token (`dtrans.run.net.token`): trainer 0 where it connects, the others with
+Both sides show that they have the job's token (`dtrans.protocol.token`): trainer 0 where it connects, the others with
 what they answer. What others say, and what is no message, is dropped and counted, and trainer 0 asks again there.
 
 Source of the direction: paddle/fluid/operators/collective/gen_nccl_id_op.cc.
@@ -27,8 +27,8 @@ import zmq
 
 from dtrans.endpoints import split_endpoint
 from dtrans.errors import ConfigError, DeadlineError, PeerError, WireError
-from dtrans.run.net import token, wire
-from dtrans.run.net.refusals import Refusals
+from dtrans.protocol import token, wire
+from dtrans.protocol.refusals import Refusals
 from dtrans.run.net.sockets import LINGER, Doorkeeper, check_host, new_socket, tcp_address
 
 

@@ -7,7 +7,7 @@
     DTRANS_TRAINER_ID           of a trainer: which one, from 0
     DTRANS_CURRENT_ENDPOINT     of a pserver, and of a trainer in nccl2 mode: which of the endpoints is its own
     DTRANS_ON_TRAINER_LOSS      nccl2 mode: abort or drop; see `dtrans.connect`
-    DTRANS_TOKEN                a secret of the job, the same in all processes; see `dtrans.run.net.token`
+    DTRANS_TOKEN                a secret of the job, the same in all processes; see `dtrans.protocol.token`
 
 `dtrans launch` sets them; so can any scheduler. The mode is told by whose endpoints there are. They are Paddle's
 (TRAINING_ROLE, PADDLE_TRAINER_ID, ...; python/paddle/distributed/launch_ps.py), under names of our own.

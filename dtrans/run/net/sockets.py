@@ -1,6 +1,6 @@
 """Sockets as this package makes them: on loopback unless told otherwise, with bounded queues of what lingers.
 
-A socket that is bound lets in who shows the password that is made of the job's token (`dtrans.run.net.token`), by the
+A socket that is bound lets in who shows the password that is made of the job's token (`dtrans.protocol.token`), by the
 mechanism PLAIN of ZeroMQ. Before that nothing is read but a short greeting, so that no message of a stranger reaches
 this process, however long it is. ZeroMQ asks about each connection by a socket of its own, which a thread answers.
 """
@@ -16,7 +16,7 @@ import zmq
 
 from dtrans.endpoints import is_loopback, split_endpoint
 from dtrans.errors import ConfigError
-from dtrans.run.net import token, wire
+from dtrans.protocol import token, wire
 
 
 LINGER = 5.0  # seconds that closing may take to hand over the last words

@@ -75,10 +75,14 @@ class BlockUpdates:
         return [b for b, grads in self.grads.items() if b not in used and all(n in arrived for n in grads)]
 
     def apply(self, block: str, grads: State, state: State, values: State) -> dict[str, Any]:
-        """The state that is new after a block's update. What it alone reads of the state may be gone."""
+        """The state that is new after a block's update. What it alone reads of the state may be gone.
+
+        Waits until it is computed: the memory of gradients is written again with the next step.
+        """
         names = self._blocks[block].in_names
         spent = {n: state[n] for n in self._spent[block]}
-        return self._jitted[block](_picked([n for n in names if n not in spent], grads, values, state), spent)
+        made = self._jitted[block](_picked([n for n in names if n not in spent], grads, values, state), spent)
+        return jax.block_until_ready(made)
 
     def _compile(self, block: OptimizeBlock) -> Callable[[State, State], dict[str, Any]]:
         """A block as a function of what it reads: what others may still read, and what nobody will.

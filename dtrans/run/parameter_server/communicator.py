@@ -32,8 +32,8 @@ import zmq
 
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.ops import CommunicatorConfig
-from dtrans.run.net.buffers import BufferPool
-from dtrans.run.net.inbox import Inbox
+from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.inbox import Inbox
 from dtrans.run.parameter_server.client import Connection
 
 
@@ -212,7 +212,7 @@ class Communicator:
                 pull, ahead = self._ask(sent), 0
             if self._discarded or (over and pull is None):
                 return
-            gone = [line for line in self._lines.values() if line.gone]  # what they said last may be here
+            gone = [line for line in self._lines.values() if line.line.gone]  # what they said last may be here
             left = None if pull is None else max(0.0, pull.since + self.deadline - time.monotonic())
             ready = dict(poller.poll(0 if groups or gone else None if left is None else int(left * 1000) + 1))
             if self._wake in ready:
@@ -246,7 +246,7 @@ class Communicator:
             for endpoint, name, rows in leaf.blocks(merged(values, leaf.merge)):
                 outbox.setdefault(endpoint, []).append((name, rows))
         for endpoint, blocks in outbox.items():
-            line = self._lines[endpoint]
+            line = self._lines[endpoint].line
             line.send_blocks(blocks, steps=len(groups))
             line.step += 1
 
@@ -258,17 +258,18 @@ class Communicator:
             for endpoint, name, rows in leaf.blocks(whole[key]):
                 wanted.setdefault(endpoint, {})[name] = rows
         for endpoint, blocks in wanted.items():
-            line = self._lines[endpoint]
+            line = self._lines[endpoint].line
             table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
             line.tell("recv", step=line.step, **({} if endpoint in self._asked else {"blocks": table}))
             self._asked.add(endpoint)
         told = "pserver {} sent {}, which was not asked for".format
         inboxes = {ep: Inbox(blocks, functools.partial(told, ep)) for ep, blocks in wanted.items()}
-        return _Pull(time.monotonic(), steps, whole, inboxes, {ep: self._lines[ep].step for ep in wanted})
+        return _Pull(time.monotonic(), steps, whole, inboxes, {ep: self._lines[ep].line.step for ep in wanted})
 
-    def _hear(self, line: Connection, pull: _Pull | None) -> None:
+    def _hear(self, connection: Connection, pull: _Pull | None) -> None:
         """Take what a server says, which is parameters that were asked for, or an error."""
-        message = line.glance("parameters" if pull is not None else "gradients to be made")
+        line = connection.line
+        message = connection.glance("parameters" if pull is not None else "gradients to be made")
         if message is None:
             return
         if pull is None or line.endpoint not in pull.missing:

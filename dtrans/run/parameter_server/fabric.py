@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import zmq
@@ -31,7 +31,7 @@ from dtrans._jax import JaxprEqn, Primitive
 from dtrans.checkpoint.pserver_state import TRAINER
 from dtrans.checkpoint.runs import new_run, note
 from dtrans.checks import check_number
-from dtrans.errors import ConfigError, PeerError, StateError
+from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
 from dtrans.ops import (
     concat_p,
@@ -44,16 +44,18 @@ from dtrans.ops import (
     send_p,
     split_byref_p,
 )
+from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.trainer import Landing, TrainerSteps, Waiting, answered
 from dtrans.run.base.nonfinite import GradientWatch
-from dtrans.run.net import wire
-from dtrans.run.net.buffers import BufferPool
-from dtrans.run.net.inbox import Inbox
 from dtrans.run.net.sockets import LINGER
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
 from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.communicator import Leaf, rows_of
 from dtrans.run.parameter_server.server import Server
 from dtrans.run.parameter_server.update import ServerUpdate
+
+
+T = TypeVar("T")
 
 
 class EndpointFabric:
@@ -69,14 +71,9 @@ class EndpointFabric:
         self._connections: dict[str, Connection] = {}
         self._me: tuple[int, int] | None = None
         self._session = new_run()
-        self._sync_mode = True
         self._plan: Mapping[str, str] = {}  # the parts of the fingerprint of the plan
-        self._outbox: dict[str, list[tuple[str, Any]]] = {}
-        self._outbox_bytes: dict[str, int] = {}
-        self._sent_to: set[str] = set()  # the servers that were, or are to be, sent something in this step
-        self._in_step = False  # a synchronous one, from its first gradient to its last block
-        self._landings: list[tuple[str, str, np.ndarray]] = []  # the blocks being received: server, name and rows
-        self._asked: dict[str, list[Any]] = {}
+        self._steps = TrainerSteps(lambda endpoint: self._connection(endpoint).line)
+        self._landings: list[Landing] = []  # the blocks being received
         self._barriered: tuple[str, ...] = ()  # the servers of a send_barrier that no fetch_barrier follows
         self._pool = BufferPool()
         self._beside = BackgroundComm(self._connection, deadline)
@@ -102,7 +99,7 @@ class EndpointFabric:
             self.settle()
             if "trainers" in eqn.params:
                 self._identify(eqn)
-            self._asked.clear()  # other things will be
+            self._steps.forget_asked()
             return self._beside.carry_out(eqn, values)
         self._beside.rest()
         if eqn.primitive not in (recv_p, fetch_barrier_p):
@@ -132,8 +129,7 @@ class EndpointFabric:
     def settle(self) -> None:
         """Receive what programs without a `fetch_barrier` have asked for: all of it with one request to each server."""
         if self._landings:
-            self._request(self._landings, self._barriered)
-            self._landings = []
+            self._land(self._landings, self._barriered)
 
     def prepare(self, program: Program) -> None:
         """Learn what a program will want, before it is run for the first time."""
@@ -143,34 +139,21 @@ class EndpointFabric:
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
-        self._in_step = self._sync_mode
         if "sections" in eqn.params:
             values = [rows for _, _, rows in leaf_of(eqn, eqn.invars[0].aval).blocks(np.asarray(values[0]))]
         for x, endpoint, name in zip(values, eqn.params["epmap"], eqn.params["names"], strict=True):
-            block = np.asarray(x)
-            self._sent_to.add(endpoint)
-            self._outbox.setdefault(endpoint, []).append((name, block))
-            self._outbox_bytes[endpoint] = self._outbox_bytes.get(endpoint, 0) + block.nbytes
-            if self._outbox_bytes[endpoint] >= wire.MESSAGE_BYTES:
-                self._empty(endpoint)
+            self._steps.send(endpoint, name, np.asarray(x))
         return [None]
-
-    def _empty(self, endpoint: str) -> None:
-        """Let the outbox of one server go."""
-        blocks = self._outbox.pop(endpoint, [])
-        self._outbox_bytes.pop(endpoint, None)
-        self._connection(endpoint).send_blocks(blocks)
 
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
-        self._in_step = True
+        self._steps.in_step = True
         return self.exchange(eqn.params["endpoint"], eqn.params["round"], eqn.params["how"], values)
 
     def exchange(self, endpoint: str, number: int, how: Sequence[Sequence[Any]], values: Sequence[Any]) -> list[Any]:
         """Values of which each trainer has a part, made one by a server (`dtrans.ops.rpc`)."""
-        line = self._connection(endpoint)
-        line.exchange(number, [(np.asarray(x), way) for x, way in zip(values, how, strict=True)])
-        return line.exchanged(number)
+        parts = [(np.asarray(x), way) for x, way in zip(values, how, strict=True)]
+        return self._answered(self._steps.exchange(endpoint, number, parts))
 
     def _send_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._barriered = eqn.params["endpoints"]
@@ -192,44 +175,18 @@ class EndpointFabric:
         return [whole] if len(types) == 1 else [rows for _, _, rows in blocks]
 
     def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        landings, self._landings = self._landings, []
+        landings = self._landings
         # also of a server that has nothing for us: it answers when all trainers are there, and nobody runs ahead
-        self._request(landings, eqn.params["endpoints"])
+        self._land(landings, eqn.params["endpoints"])
         return [rows for _, _, rows in landings]
 
-    def _request(self, landings: Sequence[tuple[str, str, np.ndarray]], endpoints: Sequence[str]) -> None:
-        """End the step, and receive blocks; `endpoints` are asked also for nothing. One message to each server."""
-        wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in (*endpoints, *self._sent_to)}
-        for endpoint, name, rows in landings:
-            wanted.setdefault(endpoint, {})[name] = rows
-        for endpoint, blocks in wanted.items():
-            line = self._connection(endpoint)
-            table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
-            news = {} if self._asked.get(endpoint) == table else {"blocks": table}
-            self._asked[endpoint] = table
-            left = self._outbox.pop(endpoint, [])
-            line.end_step(left, sent=endpoint in self._sent_to, barrier=endpoint in self._barriered, **news)
-            self._outbox_bytes.pop(endpoint, None)
-        self._barriered = ()
-        self._sent_to.clear()
-        for endpoint, blocks in wanted.items():
-            self._land(endpoint, blocks)
-        self._in_step = False
+    def _land(self, landings: Sequence[Landing], endpoints: Sequence[str]) -> None:
+        """End the step, and receive blocks; `endpoints` are asked also for nothing."""
+        barriered, self._landings, self._barriered = self._barriered, [], ()
+        self._answered(self._steps.request(landings, endpoints, barriered))
 
-    def _land(self, endpoint: str, blocks: dict[str, np.ndarray]) -> None:
-        """Receive blocks until all bytes of all of them are here."""
-        line = self._connection(endpoint)
-        inbox = Inbox(blocks, lambda name: f"pserver {endpoint} sent {name}, which was not asked for")
-        missing = list(blocks)
-        while True:  # there is an answer also where nothing was asked for
-            some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            message = line.receive(f"`recv` of step {line.step} ({some or 'no blocks'})")
-            if message.op != "blocks" or message["step"] != line.step:
-                raise PeerError(f"pserver {endpoint} answered `recv` of step {line.step} with `{message.op}`")
-            inbox.take(message)
-            missing = inbox.missing()
-            if not missing:
-                return
+    def _answered(self, waiting: Waiting[T]) -> T:
+        return answered(waiting, lambda line, what: self._connections[line.endpoint].receive(line, what))
 
     def _concat(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if all(isinstance(v, np.ndarray) for v in values):
@@ -248,7 +205,7 @@ class EndpointFabric:
             )
         if self._me is None and eqn.params["trainer_id"] == 0:
             note(TRAINER, self._session)  # by which the servers know the run, too
-        self._me, self._sync_mode = me, eqn.params["sync_mode"]
+        self._me, self._steps.sync_mode = me, eqn.params["sync_mode"]
 
     def _connection(self, endpoint: str) -> Connection:
         if endpoint not in self._connections:
@@ -260,7 +217,7 @@ class EndpointFabric:
                 trainer_id,
                 trainers,
                 session=self._session,
-                sync_mode=self._sync_mode,
+                sync_mode=self._steps.sync_mode,
                 plan=self._plan,
                 deadline=self.deadline,
                 wait_port=self.wait_port,
@@ -296,7 +253,7 @@ class EndpointFabric:
         except BaseException as e:  # the servers are told of it first
             error = failed = e
         reason = None if error is None else f"{type(error).__name__}: {error}"
-        if self._in_step and reason is None:
+        if self._steps.in_step and reason is None:
             reason = "it closed in the middle of a step"  # which some servers may have heard of, and others not
         with contextlib.ExitStack() as stack:  # each is closed, whatever the others say
             if self._context is not None:

@@ -36,6 +36,8 @@ from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
 from dtrans.plan import Job, realises
+from dtrans.protocol.exchange import Exchange
+from dtrans.protocol.served import Vectors
 from dtrans.run.base.batch import (
     Share,
     batch_arrays,
@@ -48,9 +50,8 @@ from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import COMPUTED, Segments, cut_program
 from dtrans.run.base.state import check_arrays, check_kind, check_types
-from dtrans.run.parameter_server.exchange import Exchange
 from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms, shared_program
-from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors, own_buffers
+from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, own_buffers
 from dtrans.step_meter import metered
 
 

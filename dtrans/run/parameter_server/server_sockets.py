@@ -9,19 +9,21 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dtrans.errors import ConfigError, PeerError, WireError
-from dtrans.run.net import token, wire
-from dtrans.run.net.refusals import Refusals
+from dtrans.errors import ConfigError
+from dtrans.protocol import wire
+from dtrans.protocol.peer_line import PeerLine
+from dtrans.protocol.presence import log
+from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.server_peers import ServerPeer, ServerPeers
+from dtrans.protocol.trainer_line import DOOR
 from dtrans.run.net.sockets import LINGER, Doorkeeper, check_host, limit, new_socket, tcp_address
-from dtrans.run.parameter_server.presence import log
-from dtrans.run.parameter_server.server_peers import ServerPeer, ServerPeers
 
 
 _REFUSED_HANDSHAKES = (
@@ -29,74 +31,42 @@ _REFUSED_HANDSHAKES = (
 )
 
 
-DOOR = "a role of parameter servers"  # as whom trainers and servers connect
-OTHER_TOKEN = f"the two have not the same {token.VARIABLE}, which all processes of a job must have"
-
-
-class PeerLine:
-    """What one server says to another; notes in `peer` whether it is there."""
+class PeerSocket:
+    """The socket of a `PeerLine`."""
 
     def __init__(
         self, context: zmq.Context[Any], me: str, peer: ServerPeer, greeting: Mapping[str, Any], secret: str
     ) -> None:
-        self.me = me
-        self.peer = peer
-        self._secret, self._nonce = secret, token.new_token()
-        self._greeting = wire.header("peer", **greeting, nonce=self._nonce)
-        self._outbox: list[list[Any]] = []  # what was to be said before the welcome
+        self.line = PeerLine(me, peer, greeting, secret, self._say)
         self.socket = new_socket(context, zmq.DEALER, DOOR, secret)
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         )
         self.socket.connect(tcp_address(peer.endpoint))
 
-    def send(self, step: int, messages: Iterable[list[Any]]) -> None:
-        """Send the vectors of one exchange."""
-        if self.peer.gone:
-            raise PeerError(f"pserver {self.peer.endpoint} went away before pserver {self.me} came to step {step + 1}")
-        self._outbox += messages
-        self._empty()
-
-    def _empty(self) -> None:
-        """Let go what is to be said, once there is who hears it: what another server took would be lost."""
-        while self.peer.welcomed and self._outbox:
-            self.socket.send_multipart(self._outbox.pop(0), copy=False)
+    def _say(self, frames: list[Any]) -> None:
+        self.socket.send_multipart(frames, copy=False)
 
     def listen(self) -> None:
         """Take what is here. Raises PeerError for a refusal."""
-        peer, events = self.peer, []
+        events = []
         # the connection first: the last words of a peer come before its end
         while self.monitor.poll(0):
             events.append(recv_monitor_message(self.monitor)["event"])
         while self.socket.poll(0):
-            try:
-                message = wire.parse(self.socket.recv_multipart(copy=False))
-            except WireError as e:
-                raise PeerError(f"pserver {peer.endpoint} answered pserver {self.me} with {e}") from e
-            if message.op == "refuse":
-                raise PeerError(f"pserver {peer.endpoint} refused pserver {self.me}: {message['reason']}")
-            peer.welcomed = peer.welcomed or self._is_welcome(message)
+            self.line.heard(self.socket.recv_multipart(copy=False))
         if zmq.EVENT_HANDSHAKE_FAILED_AUTH in events:
-            raise PeerError(f"pserver {peer.endpoint} does not let pserver {self.me} in: {OTHER_TOKEN}")
-        if peer.welcomed:
-            # a connection that breaks has lost what was on its way, also when ZeroMQ makes it anew
-            peer.gone = peer.gone or zmq.EVENT_DISCONNECTED in events
-        elif zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
-            self.socket.send(self._greeting)  # once more, where the server that was there has ended
-        self._empty()
-
-    def _is_welcome(self, message: wire.Message) -> bool:
-        if message.op != "welcome":
-            return False
-        if not token.is_shown(message.fields.get("proof"), self._secret, f"welcome {self._nonce}"):
-            raise PeerError(f"what welcomes pserver {self.me} as pserver {self.peer.endpoint} has not the job's token")
-        return True
+            raise self.line.barred()
+        if zmq.EVENT_DISCONNECTED in events:
+            self.line.broken()
+        if zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
+            self.line.connected()
 
     def close(self, *, failed: bool) -> None:
         """End it. Where the job has ended well, nobody waits for anything that was said here."""
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
-        self.socket.close(linger=0 if failed or self.peer.gone else int(LINGER * 1000))
+        self.socket.close(linger=0 if failed or self.line.peer.gone else int(LINGER * 1000))
 
 
 class ServerSockets:
@@ -104,7 +74,7 @@ class ServerSockets:
 
     Args:
       secret: the job's token.
-      limits: the largest frame, and how many messages of one peer may wait (`dtrans.run.net.wire.limits`).
+      limits: the largest frame, and how many messages of one peer may wait (`dtrans.protocol.wire.limits`).
 
     Attributes:
       local: the path of the Unix socket; empty, where paths are too long for one.
@@ -118,7 +88,7 @@ class ServerSockets:
         self.local = ""
         self._context = context
         self._bound = ""
-        self._lines: dict[str, PeerLine] = {}
+        self._lines: dict[str, PeerSocket] = {}
         self._ready: dict[Any, int] = {}
         self._poller = zmq.Poller()
 
@@ -144,7 +114,7 @@ class ServerSockets:
     def connect(self, peers: ServerPeers) -> None:
         """Open the lines to other servers, and listen to all."""
         for peer in peers.known.values():
-            self._lines[peer.endpoint] = PeerLine(
+            self._lines[peer.endpoint] = PeerSocket(
                 self._context, self.endpoint, peer, peers.greeting(peer), self._secret
             )
         lines = [s for line in self._lines.values() for s in (line.socket, line.monitor)]
@@ -174,7 +144,7 @@ class ServerSockets:
         """As `trainers.Say` is. Raises PeerError for another server that is gone."""
         messages = wire.framed(op, blocks, **fields)  # an iterator, which waits until arrays are computed
         if isinstance(to, str):
-            self._lines[to].send(fields["step"], messages)
+            self._lines[to].line.send(fields["step"], messages)
             return
         for frames in messages:
             self._socket.send_multipart([to, *frames], copy=not blocks)

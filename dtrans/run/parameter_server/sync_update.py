@@ -6,7 +6,6 @@ there, and goes on when it is given what the other servers have sent.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -14,9 +13,10 @@ import jax
 import numpy as np
 
 from dtrans.ir.array_fns import words
-from dtrans.run.parameter_server.exchange import Exchange
-from dtrans.run.parameter_server.presence import log, named
-from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, Vectors
+from dtrans.protocol.exchange import Exchange
+from dtrans.protocol.presence import log, named
+from dtrans.protocol.served import Vectors
+from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 
 
 class SyncUpdate:
@@ -29,13 +29,12 @@ class SyncUpdate:
 
     Attributes:
       values: the parameters as memory to send from.
-      exchange: the one that the update waits for, since the time `since`.
+      exchange: the one that the update waits for.
     """
 
     def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: int) -> None:
         self.state = state
         self.exchange: Exchange | None = None
-        self.since = 0.0
         self._whole = update
         self._all = frozenset(range(trainers))
         self._updates = {self._all: CompiledUpdate(update)}  # by whose gradients they are made of
@@ -63,7 +62,6 @@ class SyncUpdate:
             self.state = jax.block_until_ready(made.value) if self._whole.exchanges else made.value
             self._publish()
             return None
-        self.since = time.monotonic()
         return outgoing
 
     def _update_of(self, present: frozenset[int], step: int) -> CompiledUpdate:

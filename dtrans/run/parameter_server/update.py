@@ -18,14 +18,13 @@ import jax.numpy as jnp
 
 from dtrans._jax import JaxprEqn, evaluate
 from dtrans.errors import ConfigError
+from dtrans.ir.array_fns import words_type
 from dtrans.ir.program import Program
-from dtrans.ops import OptimizeBlock, listen_and_serv_p
+from dtrans.ops import OptimizeBlock, backup_of, listen_and_serv_p
+from dtrans.protocol.exchange import Exchange
+from dtrans.protocol.served import ServedBlocks, Vectors
 from dtrans.run.base.lowered import called
-from dtrans.run.parameter_server.exchange import Exchange
 from dtrans.slicing.mean import made_one, sent_by
-
-
-Vectors = Mapping[str, Sequence[Any]]  # by endpoint: where they go, or where they came from
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,6 +103,23 @@ class ServerUpdate:
             if eqn.primitive is listen_and_serv_p:
                 return cls(eqn)
         raise ConfigError(f"program {program.name} is not a pserver program: it has no listen_and_serv")
+
+    @cached_property
+    def served(self) -> ServedBlocks:
+        """What the server's protocol is about."""
+        p = self.eqn.params
+        return ServedBlocks(
+            self.endpoint,
+            p["Fanin"],
+            p["sync_mode"],
+            p["on_trainer_exit"],
+            {n: words_type(self.types[n]) for n in self.params},
+            self.grad_types,
+            self.sent,
+            self.arguments,
+            self.exchanges,
+            frozenset(n for n in self.params if backup_of(n, 0) in self.types),
+        )
 
     def sent_by(self, present: Collection[int]) -> ServerUpdate:
         """The update by the gradients of some of the trainers alone (`dtrans.slicing.mean`)."""

@@ -26,11 +26,11 @@ from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
+from dtrans.protocol import wire
 from dtrans.run.base.batch import Share, share_of, whole_types
 from dtrans.run.distributed.connect import connected
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.multihost import PARTS_DIFFER, check_consistent
-from dtrans.run.net import wire
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 from dtrans.run.pipeline_parallel.job import PipelineJob

@@ -3,7 +3,7 @@
 Every process binds one socket, and says where on the board of the job. What it sends is named by the number of the step
 and of what is sent in it, so that nothing depends on the order in which values come: those that come before they are
 wanted are kept. Sending never makes the sender wait: a thread has the sockets, waits for values to be computed, and
-cuts them into messages (`dtrans.run.net.wire`). Receiving waits up to a deadline, and then says for whom.
+cuts them into messages (`dtrans.protocol.wire`). Receiving waits up to a deadline, and then says for whom.
 
 The processes know a secret that the first of them has put on the board, beside the job's token. Each link has a
 password that is made of it (`dtrans.run.net.sockets`), by which a process knows who sends: it hears nothing of others,
@@ -28,10 +28,10 @@ import zmq
 
 from dtrans._jax import bulletin_board, coordinator
 from dtrans.errors import DeadlineError, PeerError, WireError
+from dtrans.protocol import token, wire
+from dtrans.protocol.refusals import Refusals
 from dtrans.run.distributed.address import address_of, this_host
 from dtrans.run.distributed.membership import Membership
-from dtrans.run.net import token, wire
-from dtrans.run.net.refusals import Refusals
 from dtrans.run.net.sockets import Doorkeeper, limit, new_socket, user_of
 
 

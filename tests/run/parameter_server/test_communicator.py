@@ -21,8 +21,8 @@ import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError
 from dtrans.parameter_server.gradient_merging import merging
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.run.net import wire
-from dtrans.run.parameter_server.async_server import AsyncServer
+from dtrans.protocol import wire
+from dtrans.protocol.async_server import AsyncServer
 from dtrans.run.parameter_server.communicator import Communicator, merged
 from dtrans.step.cut import cut
 
@@ -652,7 +652,7 @@ def test_an_answer_that_is_here_is_not_late(role_threads: RoleThreads, monkeypat
     def slow(self: Communicator, groups: Any) -> None:
         send(self, groups)
         (line,) = self._lines.values()
-        if line.step > 1:  # what was asked for after the first is on its way
+        if line.line.step > 1:  # what was asked for after the first is on its way
             assert line.sockets[0].poll(HANG * 1000)
             ahead[0] += 10 * HANG
 
@@ -676,7 +676,7 @@ def test_a_server_that_ends_behind_its_answer_is_found(
     def late(self: Communicator, line: Any, pull: Any) -> None:
         if last.is_set():
             assert dead.wait(HANG)
-            assert line.gone or line.sockets[1].poll(HANG * 1000)
+            assert line.line.gone or line.sockets[1].poll(HANG * 1000)
         hear(self, line, pull)
 
     monkeypatch.setattr(Communicator, "_hear", late)

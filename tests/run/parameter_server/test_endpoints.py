@@ -42,9 +42,9 @@ from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints, se
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.run.net import token, wire
-from dtrans.run.net.refusals import EACH
-from dtrans.run.parameter_server import server as server_module, sync_server
+from dtrans.protocol import sync_server, token, wire
+from dtrans.protocol.refusals import EACH
+from dtrans.run.parameter_server import server as server_module
 from dtrans.run.parameter_server.server_sockets import DOOR
 
 

@@ -36,7 +36,7 @@ from dtrans.errors import DeadlineError, PeerError
 from dtrans.ir.program import DIST
 from dtrans.ops import combine
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.run.parameter_server.exchange import Exchange, vector_types
+from dtrans.protocol.exchange import Exchange, vector_types
 
 
 # -- what is packed --------------------------------------------------------------------------------
@@ -538,7 +538,7 @@ jax.config.update("jax_enable_x64", True)
 import dtrans
 from exchanges import clipping_plan
 from helpers import mlp_batch, mlp_params
-from dtrans.run.parameter_server.server_peers import ServerPeers
+from dtrans.protocol.server_peers import ServerPeers
 
 kind, which, pservers, steps, dies, out = sys.argv[1:]
 params = mlp_params(dtype=np.float64)

@@ -15,8 +15,8 @@ import pytest
 import zmq
 from role_threads import HANG, free_endpoints
 
+from dtrans.protocol import wire
 from dtrans.run.distributed.membership import Membership
-from dtrans.run.net import wire
 from dtrans.run.pipeline_parallel import p2p
 from dtrans.run.pipeline_parallel.p2p import P2PChannels
 

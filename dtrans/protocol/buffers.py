@@ -23,7 +23,7 @@ class BufferPool:
     """Aligned memory by key, handed out again when nothing refers to it any more.
 
     Example:
-      >>> from dtrans.run.net.buffers import BufferPool
+      >>> from dtrans.protocol.buffers import BufferPool
       >>> pool = BufferPool()
       >>> a = pool.take("w", (2, 3), "float32")
       >>> a.shape, a.dtype.name, pool.take("w", (2, 3), "float32") is a

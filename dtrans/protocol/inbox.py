@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from dtrans.errors import WireError
-from dtrans.run.net import wire
+from dtrans.protocol import wire
 
 
 class Inbox:

@@ -15,11 +15,12 @@ from helpers import mlp_batch, mlp_loss, mlp_params
 
 import dtrans
 from dtrans.errors import DeadlineError, WireError
-from dtrans.run.net import wire
-from dtrans.run.parameter_server import presence as presence_module
-from dtrans.run.parameter_server.async_server import AsyncServer
-from dtrans.run.parameter_server.presence import Presence, named
-from dtrans.run.parameter_server.sync_server import SyncServer
+from dtrans.protocol import presence as presence_module, wire
+from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.presence import Presence, named
+from dtrans.protocol.sync_server import SyncServer
+from dtrans.run.parameter_server.block_update import BlockUpdates
+from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
 
@@ -42,11 +43,15 @@ class Job:
         )
         (role,) = self.plan.servers.values()
         self.update = ServerUpdate.of(role.main)
-        self.trainers = Presence(self.update, deadline=10.0, silence=3.0)
+        served = self.update.served
+        self.trainers = Presence(served, deadline=10.0, silence=3.0)
         self.said: list[tuple[Any, str, dict[str, Any]]] = []
-        kind = SyncServer if sync_mode else AsyncServer
         state = own_buffers({n: np.ones(t.shape, t.dtype) for n, t in self.update.types.items()})
-        self.server = kind(self.update, state, self.trainers, self.say)
+        self.server = (
+            SyncServer(served, SyncUpdate(self.update, state, count), self.trainers, self.say)
+            if sync_mode
+            else AsyncServer(served, BlockUpdates(self.update), state, self.trainers, self.say)
+        )
 
     def say(self, to: Any, op: str, /, blocks: Any = (), **fields: Any) -> None:
         self.said.append((to, op, fields | {n: np.array(x) for n, x in blocks}))
@@ -123,9 +128,10 @@ def test_a_trainer_moves_to_another_socket_and_is_replaced_by_nobody() -> None:
     assert named([2, 0]) == "trainers 2, 0"
 
 
-@pytest.mark.parametrize("name", ["presence", "server_peers", "sync_server", "async_server"])
-def test_who_decides_has_no_socket_and_no_clock(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(p.stem for p in FOLDER.glob("*.py")))
+def test_who_decides_has_no_socket_no_thread_and_no_clock(name: str) -> None:
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     found = {a.name for x in ast.walk(tree) if isinstance(x, ast.Import) for a in x.names}
     found |= {x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
-    assert found.isdisjoint({"zmq", "time", "threading", "dtrans.run.net.sockets"})
+    assert not {n.split(".")[0] for n in found} & {"zmq", "socket", "time", "threading", "random"}
+    assert not [n for n in found if n.startswith("dtrans.run")]

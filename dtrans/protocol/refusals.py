@@ -14,7 +14,7 @@ class Refusals:
 
     Example:
       >>> import logging
-      >>> from dtrans.run.net.refusals import Refusals
+      >>> from dtrans.protocol.refusals import Refusals
       >>> refusals = Refusals(logging.getLogger("dtrans.example"))
       >>> refusals.note("refused %s", "noise")
       >>> refusals.count

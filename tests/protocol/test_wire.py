@@ -15,8 +15,8 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from dtrans.errors import WireError
-from dtrans.run.net import wire
-from dtrans.run.net.buffers import ALIGNMENT, BufferPool
+from dtrans.protocol import wire
+from dtrans.protocol.buffers import ALIGNMENT, BufferPool
 
 
 class Guarded:

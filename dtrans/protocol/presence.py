@@ -13,9 +13,8 @@ from typing import Any
 
 from dtrans.errors import DeadlineError, WireError
 from dtrans.ir import fingerprint
-from dtrans.ir.array_fns import words_type
-from dtrans.run.net import token, wire
-from dtrans.run.parameter_server.update import ServerUpdate
+from dtrans.protocol import token, wire
+from dtrans.protocol.served import ServedBlocks
 
 
 log = logging.getLogger("dtrans.pserver")
@@ -40,7 +39,7 @@ class Presence:
     """The trainers of one server.
 
     Args:
-      update: of the server.
+      served: what the server holds.
       deadline: seconds that they may take to come.
       silence: seconds without a sign of life after which one is taken for dead.
       plan: the parts of the plan's fingerprint, which a trainer must have too.
@@ -53,17 +52,17 @@ class Presence:
     """
 
     def __init__(
-        self, update: ServerUpdate, *, deadline: float, silence: float, plan: Mapping[str, str] = {}, secret: str = ""
+        self, served: ServedBlocks, *, deadline: float, silence: float, plan: Mapping[str, str] = {}, secret: str = ""
     ) -> None:
-        self.endpoint = update.endpoint
+        self.endpoint = served.endpoint
         self.plan = plan
         self._secret = secret
         self._refused: dict[int, str] = {}  # those that have not come, as far as they were refused: why
-        self.count: int = update.eqn.params["Fanin"]
+        self.count = served.trainers
         self.deadline = deadline
         self.silence = silence
         self.started = 0.0
-        self._sync_mode: bool = update.eqn.params["sync_mode"]
+        self._sync_mode = served.sync_mode
         self.known: dict[int, Trainer] = {}
         self.by_address: dict[bytes, int] = {}
 
@@ -195,22 +194,21 @@ def named(trainers: Sequence[int]) -> str:
     return ("trainer " if len(trainers) == 1 else "trainers ") + ", ".join(map(str, trainers))
 
 
-def wanted(update: ServerUpdate, k: int, table: Any) -> tuple[str, ...]:
+def wanted(served: ServedBlocks, k: int, table: Any) -> tuple[str, ...]:
     """The blocks that trainer k asks for. Raises WireError for one that the server does not hold like that."""
     rows = table if isinstance(table, list) else [None]
     if not all(isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) for row in rows):
         raise WireError("`recv` of something that is not a list of [name, shape, dtype]")
-    types = {n: words_type(update.types[n]) for n in update.params}
     for name, shape, dtype in table:
-        held = types.get(name)
+        held = served.params.get(name)
         if held is None:
             raise WireError(
-                f"trainer {k} asks for {name}, which pserver {update.endpoint} does not hold; every role must "
+                f"trainer {k} asks for {name}, which pserver {served.endpoint} does not hold; every role must "
                 "plan the same step"
             )
         if shape != list(held.shape) or dtype != held.dtype.name:
             raise WireError(
-                f"trainer {k} has {name} as {dtype}{shape}, pserver {update.endpoint} holds "
+                f"trainer {k} has {name} as {dtype}{shape}, pserver {served.endpoint} holds "
                 f"{held.dtype.name}{list(held.shape)}; "
                 "every role must plan the same step with the same options"
             )

@@ -28,13 +28,13 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     value          process, step, key, dtype, shape, impl, pieces + frames
 
 `plan` has the parts of the plan's fingerprint (`dtrans.ir.fingerprint`), by which those who plan something else are
-refused; `proof` is made of `nonce` and the job's token (`dtrans.run.net.token`), and shows who welcomes.
+refused; `proof` is made of `nonce` and the job's token (`dtrans.protocol.token`), and shows who welcomes.
 
 What a trainer says at the end of a step goes in one message: `then` names what follows, `send_barrier` and `recv`, with
 the fields that these have; the step of that `recv` is the next.
 
 `values` has [dtype, shape, way] for each value of a round, and their bytes come under the names "0", "1", ...; the
-answer has [dtype, shape] (`dtrans.run.parameter_server.trainer_rounds`).
+answer has [dtype, shape] (`dtrans.protocol.trainer_rounds`).
 
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages

@@ -1,6 +1,7 @@
 """What trainers of a synchronous server exchange in the middle of a step: their parts, made one, and answered.
 
-There is one round at a time: nobody comes to the next before all have the answer of this one. The first part that comes
+There is one round at a time: nobody comes to the next before all have the answer of this one. Rounds of a step have
+ascending numbers, and one that was answered is over: what comes for it again is refused. The first part that comes
 says what the round is of; parts of others have to be of the same. Memory is taken for what is announced, which is
 bounded, and its pages are not there before bytes are.
 """
@@ -16,8 +17,8 @@ import numpy as np
 
 from dtrans.errors import WireError
 from dtrans.ops import COMBINE, exchanged
-from dtrans.run.net import wire
-from dtrans.run.net.inbox import Inbox
+from dtrans.protocol import wire
+from dtrans.protocol.inbox import Inbox
 
 
 LARGEST = 1 << 30  # bytes of one trainer's part of a round
@@ -59,12 +60,16 @@ class TrainerRounds:
     def __init__(self, count: int) -> None:
         self.count = count
         self.number: int | None = None
+        self._step = 0
+        self._answered: tuple[int, float] = (0, -math.inf)  # the last round that was: its step and number
         self._values: tuple[RoundValue, ...] = ()
         self._parts: dict[int, Inbox] = {}
 
     def take(self, k: int, message: wire.Message) -> None:
         """Take a part of trainer k. Raises WireError, and takes nothing, for what is not that of the open round."""
-        number, values = message["round"], values_of(message["values"], self.count)
+        step, number, values = message["step"], message["round"], values_of(message["values"], self.count)
+        if self._is_over(step, number):
+            raise WireError(f"an exchange of round {number} of step {step}, which was answered")
         if self.number is not None and (number, values) != (self.number, self._values):
             first = next(iter(self._parts))
             raise WireError(
@@ -79,7 +84,14 @@ class TrainerRounds:
         elif not part.missing():
             raise WireError(f"a second part of round {number} of trainer {k}")
         part.take(message)
-        self.number, self._values, self._parts[k] = number, values, part
+        self._step, self.number, self._values, self._parts[k] = step, number, values, part
+
+    def _is_over(self, step: int, number: int) -> bool:
+        return (step, number) <= self._answered
+
+    def begun(self, k: int) -> bool:
+        """Whether anything of trainer k has come to the open round."""
+        return k in self._parts
 
     def waiting(self) -> list[int]:
         """The trainers whose parts are all here."""
@@ -90,6 +102,8 @@ class TrainerRounds:
         order = sorted(trainers)
         parts = [list(self._parts[k].memory.values()) for k in order]
         values, each = self._values, list(zip(*parts, strict=True))
+        assert self.number is not None
+        self._answered = self._step, self.number
         self.number, self._values, self._parts = None, (), {}
 
         def answer(i: int) -> list[np.ndarray]:

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from dtrans.errors import PeerError, WireError
-from dtrans.run.net import wire
-from dtrans.run.net.buffers import BufferPool
-from dtrans.run.net.inbox import Inbox
-from dtrans.run.parameter_server.exchange import Exchange, vector_types
-from dtrans.run.parameter_server.presence import check_plan
+from dtrans.protocol import wire
+from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.exchange import Exchange, vector_types
+from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.presence import check_plan
 
 
 @dataclasses.dataclass

@@ -26,18 +26,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from dtrans.errors import PeerError, WireError
 from dtrans.ops import BACKUP, MAX_MERGED, backup_of
-from dtrans.run.net import wire
-from dtrans.run.net.buffers import BufferPool
-from dtrans.run.net.inbox import Inbox
-from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.presence import Presence, Say, answer, log, wanted
-from dtrans.run.parameter_server.server_peers import ServerPeers
-from dtrans.run.parameter_server.update import ServerUpdate
+from dtrans.protocol import wire
+from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.presence import Presence, Say, answer, log, wanted
+from dtrans.protocol.served import BlockUpdate, ServedBlocks
+from dtrans.protocol.server_peers import ServerPeers
 
 
 @dataclasses.dataclass
@@ -51,29 +49,37 @@ class _Step:
 
 
 class AsyncServer:
-    """What becomes of messages where trainers do not wait for each other. Arguments are those of `SyncServer`."""
+    """What becomes of messages where trainers do not wait for each other.
+
+    Args:
+      served: what the server holds.
+      update: makes new state of gradients, block by block.
+      state: name to array; the initial values.
+      trainers: of the server.
+      say: sends a message.
+    """
 
     step = 0  # that trainers are welcomed at; each counts its own
 
-    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Presence, say: Say) -> None:
-        self.endpoint = update.endpoint
+    def __init__(
+        self, served: ServedBlocks, update: BlockUpdate, state: dict[str, Any], trainers: Presence, say: Say
+    ) -> None:
+        self.endpoint = served.endpoint
         self.state = state
-        self.peers = ServerPeers(update.endpoint, (), on_trainer_exit="")
+        self.peers = ServerPeers(served.endpoint, (), on_trainer_exit="")
         self._trainers = trainers
         self._say = say
-        self._update = update
-        self._blocks = BlockUpdates(update)
+        self._served = served
+        self._blocks = update
         self._steps: dict[int, _Step] = {}
         self._pool = BufferPool()
         self._failed: set[int] = set()
-        # the blocks of which it keeps what each trainer has
-        self._backed = {n for n in update.params if backup_of(n, 0) in update.types}
 
     # -- what trainers say -----------------------------------------------------------------------
 
     def _step_of(self, k: int) -> _Step:
         if k not in self._steps:
-            types = self._update.grad_types.items()
+            types = self._served.gradients.items()
             told = f"is not a gradient that trainer {k} sends to pserver {self.endpoint}"
             memory = {n: self._pool.take(f"{n} of {k}", t.shape, t.dtype) for n, t in types}
             self._steps[k] = _Step(Inbox(memory, lambda name: f"{name} {told}"))
@@ -93,11 +99,10 @@ class AsyncServer:
             for _ in range(steps):  # a count is of steps, also where their gradients are merged
                 made, step.values = self._blocks.begin(self.state)
                 self.state |= made
-        given = {**step.grads.memory, **{n + BACKUP: self.state[backup_of(n, k)] for n in self._backed}}
+        given = {**step.grads.memory, **{n + BACKUP: self.state[backup_of(n, k)] for n in self._served.backed}}
         for block in ready:
             assert step.values is not None
-            made = self._blocks.apply(block, given, self.state, step.values)
-            self.state |= jax.block_until_ready(made)  # the memory of gradients is written again with the next step
+            self.state |= self._blocks.apply(block, given, self.state, step.values)
             step.used.add(block)
         if len(full) == len(step.grads.memory):
             step.number += 1
@@ -114,9 +119,9 @@ class AsyncServer:
         """Answer a request for parameters."""
         t = self._trainers.known[k]
         self._check_step(k, message)
-        t.wants = wanted(self._update, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        t.wants = wanted(self._served, k, message["blocks"]) if "blocks" in message.fields else t.wants
         values = {n: np.asarray(self.state[n]) for n in t.wants}
-        self.state |= {backup_of(n, k): self.state[n] for n in self._backed.intersection(t.wants)}
+        self.state |= {backup_of(n, k): self.state[n] for n in self._served.backed.intersection(t.wants)}
         answer(self._say, t, message["step"], values)
 
     def _check_step(self, k: int, message: wire.Message) -> None:

@@ -16,7 +16,7 @@ updates are made of.
                          partials...                  every step and level
 
 An update that reduces over rows is made in phases, with an exchange between servers after each but the last
-(`dtrans.run.parameter_server.server_peers`). Serving goes on meanwhile.
+(`dtrans.protocol.server_peers`). Serving goes on meanwhile.
 
 Who is late is always known: a trainer that waits is told whom for, every few seconds; a trainer that never
 comes, falls silent, or keeps the others waiting for longer than the deadline, or a server that does, ends the job
@@ -31,14 +31,13 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from dtrans.errors import DeadlineError, PeerError, WireError
-from dtrans.run.net import wire
-from dtrans.run.net.buffers import BufferPool
-from dtrans.run.net.inbox import Inbox
-from dtrans.run.parameter_server.presence import Presence, Say, answer, named, wanted
-from dtrans.run.parameter_server.server_peers import ServerPeers
-from dtrans.run.parameter_server.sync_update import SyncUpdate
-from dtrans.run.parameter_server.trainer_rounds import TrainerRounds
-from dtrans.run.parameter_server.update import ServerUpdate, Vectors
+from dtrans.protocol import wire
+from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.presence import Presence, Say, answer, named, wanted
+from dtrans.protocol.served import ServedBlocks, StepUpdate, Vectors
+from dtrans.protocol.server_peers import ServerPeers
+from dtrans.protocol.trainer_rounds import TrainerRounds
 
 
 @dataclasses.dataclass
@@ -54,28 +53,28 @@ class SyncServer:
     """What becomes of messages where updates are of all trainers.
 
     Args:
-      update: what to do with gradients.
-      state: name to array; the initial values.
+      served: what the server holds.
+      update: makes new state of gradients.
       trainers: of the server.
       say: sends a message.
     """
 
-    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: Presence, say: Say) -> None:
-        self.endpoint = update.endpoint
-        self.on_trainer_exit: str = update.eqn.params["on_trainer_exit"]
+    def __init__(self, served: ServedBlocks, update: StepUpdate, trainers: Presence, say: Say) -> None:
+        self.endpoint = served.endpoint
+        self.on_trainer_exit = served.on_trainer_exit
         self.peers = ServerPeers(
-            update.endpoint, update.exchanges, on_trainer_exit=self.on_trainer_exit, plan=trainers.plan
+            served.endpoint, served.exchanges, on_trainer_exit=self.on_trainer_exit, plan=trainers.plan
         )
         self.step = 0
         self._late_since: float | None = None
         self._trainers = trainers
         self._say = say
-        self._whole = update
-        self._update = SyncUpdate(update, state, trainers.count)
+        self._served = served
+        self._update = update
         pool = BufferPool()
-        self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in update.grad_types.items()}
+        self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in served.gradients.items()}
         # a trainer may send its own gradients only
-        of = {k: {names[k] for names in update.sent} for k in range(trainers.count)}
+        of = {k: {names[k] for names in served.sent} for k in range(trainers.count)}
         self._turns = {k: _Turn(self._inbox(k, names)) for k, names in of.items()}
         self._rounds = TrainerRounds(trainers.count)
         self._spent: set[int] = set()  # of those who left, whose last gradients have counted
@@ -123,7 +122,7 @@ class SyncServer:
     def recv(self, k: int, message: wire.Message) -> None:
         """Take a request for parameters."""
         t, turn, step = self._trainers.known[k], self._turns[k], message["step"]
-        wants = wanted(self._whole, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        wants = wanted(self._served, k, message["blocks"]) if "blocks" in message.fields else t.wants
         if step not in (self.step, self.step + 1) or (step > self.step and not turn.at_barrier):
             raise WireError(f"`recv` of step {step}, pserver {self.endpoint} is at {self.step}")
         t.wants, turn.waits = wants, True
@@ -136,7 +135,7 @@ class SyncServer:
         t.done = True
         self._say(t.address, "goodbye")
         waiting = [i for i in self._waiting() if i != k]
-        if turn.at_barrier or turn.grads.begun:
+        if turn.at_barrier or turn.grads.begun or self._rounds.begun(k):
             after = ", after its send_barrier" if turn.at_barrier else ""
             raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}{after}")
         if waiting and self.on_trainer_exit == "error":
@@ -206,7 +205,7 @@ class SyncServer:
 
     def _check_arguments(self, trainers: Sequence[int]) -> None:
         """Raise PeerError where trainers have an argument of the step of which there must be one."""
-        for argument, sent in self._whole.arguments.items():
+        for argument, sent in self._served.arguments.items():
             first, *others = ((k, self._grads[sent[k]]) for k in trainers)
             for k, x in others:
                 if x.tobytes() != first[1].tobytes():
@@ -224,6 +223,7 @@ class SyncServer:
             for ep, vectors in outgoing.items():
                 blocks = [(v.dtype.name, v) for v in vectors]
                 self._say(ep, "partials", blocks, step=self.step, level=exchange.level)
+            self._late_since = None
             if self.peers.missing(self.step, exchange):
                 return
             outgoing = self._update.go_on(self.peers.collected(self.step, exchange))
@@ -297,15 +297,14 @@ class SyncServer:
                     f"{self.peers.named(self.peers.unsettled)} to greet it"
                 )
             return
+        self._late_since = self._late_since or now
         exchange = self._update.exchange
         if exchange is None:
             late = absent + [k for k in self._trainers.present if k not in waiting]
-            self._late_since = self._late_since or now
             number = self._rounds.number
             due = "gradients" if number is None else f"the exchange of round {number}"
             what = f"{due} of step {self.step + 1} from {named(late)}"
         else:
-            self._late_since = self._update.since
             missing = self.peers.missing(self.step, exchange)
             what = f"partial results of step {self.step + 1}, level {exchange.level}, from {self.peers.named(missing)}"
             self.peers.check(missing, what)

@@ -1,0 +1,18 @@
+"""The protocol of parameter servers, as state machines: messages and the time in, messages and updates to make out.
+
+No socket, no thread and no clock is in here. `dtrans.run.parameter_server` drives these machines over ZeroMQ.
+
+wire              messages: a msgpack header and raw frames
+buffers, inbox    memory that blocks arrive in
+token             the job's secret, and what its processes show of it
+refusals          what is refused, counted
+served            what one server's protocol is about
+presence          the trainers of a server: who may come, and who is late
+sync_server       a synchronous server;  `trainer_rounds` are the exchanges of its trainers
+async_server      an asynchronous server
+server_peers      the other servers of a server;  `exchange` is what they give each other
+peer_line         one server's side of one line to another
+serving           one server: who is concerned by a message, and its end
+trainer_line      one trainer's side of one connection
+trainer           one trainer: its lines, and what it sends and waits for in a step
+"""

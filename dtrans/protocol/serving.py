@@ -1,0 +1,113 @@
+"""One server: who is concerned by a message, what is refused, and when the server has ended.
+
+    presence                     who is there
+    sync_server, async_server    the kinds of servers: how gradients are used, when a trainer is answered, and what
+                                 it means that one is late or has failed
+    server_peers                 the other servers
+
+Messages and the time come in; messages go out by `say`, and the work of an update is done where a message calls for it.
+A message that does not follow the protocol is refused and counted, and changes nothing. A trainer that comes when its
+namesake has closed is of the next job on this endpoint, and waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dtrans.errors import DtransError, WireError
+from dtrans.protocol import wire
+from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.presence import Presence, Say
+from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.sync_server import SyncServer
+
+
+TRAINER_OPS = ("send", "send_barrier", "recv", "exchange", "complete", "abort")  # methods of each kind
+
+
+class Serving:
+    """The protocol of one server.
+
+    Args:
+      kind: what becomes of gradients.
+      trainers: of the server.
+      say: sends a message.
+      refusals: counts what is refused.
+
+    Attributes:
+      local: where trainers on the same host find it too; empty, where they do not.
+    """
+
+    def __init__(self, kind: SyncServer | AsyncServer, trainers: Presence, say: Say, refusals: Refusals) -> None:
+        self.kind = kind
+        self.trainers = trainers
+        self.refusals = refusals
+        self.local = ""
+        self._say = say
+
+    @property
+    def ended(self) -> bool:
+        """Whether all trainers have come and left, and no other server may still greet this one."""
+        return self.trainers.served and not self.kind.peers.unsettled
+
+    def take(self, address: bytes, frames: Sequence[Any], now: float) -> None:
+        """Take a message of who speaks from `address`. One that is malformed, or out of turn, is refused.
+
+        Raises:
+          PeerError: the job ends with it: a trainer has failed, or left before the others.
+        """
+        try:
+            self._dispatch(address, wire.parse(frames), now)
+        except WireError as e:
+            self.refusals.note("pserver %s refused a message of %s: %s", self.kind.endpoint, self._who(address), e)
+            self._say(address, "refuse", reason=str(e))
+
+    def look(self, now: float) -> None:
+        """Look who is late. Raises DeadlineError for whom the job does not wait any longer."""
+        self.kind.look(now)
+
+    def say_why(self, e: BaseException) -> None:
+        """Tell all who are still there that this server ends."""
+        reason = str(e) if isinstance(e, DtransError) else f"{type(e).__name__}: {e}"
+        trainers = [self.trainers.known[k].address for k in self.trainers.present]
+        for address in (*trainers, *self.kind.peers.addresses):
+            self._say(address, "refuse", reason=f"it ended: {reason}", last=True)
+
+    def _dispatch(self, address: bytes, message: wire.Message, now: float) -> None:
+        """Let those who are concerned take a message. Raises WireError for one that is refused."""
+        if message.op == "alive":
+            self.trainers.hear(message, now)
+        elif message.op == "hello":
+            self._hello(address, message, now)
+        elif not self.kind.take_peer(address, message):
+            k = self.trainers.speaker(address, message, now)
+            if message.op not in TRAINER_OPS:
+                raise WireError(f"a `{message.op}` message, which servers do not take")
+            for part in (message, *_following(message)):
+                getattr(self.kind, part.op)(k, part)
+
+    def _hello(self, address: bytes, message: wire.Message, now: float) -> None:
+        before = self.trainers.hello(address, message, now, self.kind.peers.name(address))
+        if before:
+            self._say(address, "waiting", reason=before)
+        else:
+            self._say(address, "welcome", **self.trainers.welcome(message, self.kind.step, self.local))
+
+    def _who(self, address: bytes) -> str:
+        """Who speaks from there, for the log."""
+        k, peer = self.trainers.by_address.get(address), self.kind.peers.name(address)
+        if k is not None:
+            return f"trainer {k}"
+        return "a stranger" if peer is None else f"pserver {peer}"
+
+
+def _following(message: wire.Message) -> list[wire.Message]:
+    """What a trainer says in the same message, after it."""
+    then: Any = message.fields.get("then", [])
+    if then == []:
+        return []
+    if then not in (["recv"], ["send_barrier", "recv"]) or message.op not in wire.FOLLOWED:
+        raise WireError(f"a `{message.op}` message that {wire.brief(then)} cannot follow")
+    shared = {n: x for n, x in message.fields.items() if n == "blocks"}
+    return [wire.Message(op, {"step": message["step"] + (op == "recv"), **shared}) for op in then]

@@ -1,0 +1,146 @@
+"""A job and what happens to it, drawn from a seed: a value that says all that a simulation depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+
+from dtrans.protocol import wire
+
+
+HEARTBEAT = 20.0  # seconds without a sign of the other end after which ZeroMQ gives a connection up
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happens to a role or a connection.
+
+    Attributes:
+      kind: "pause" of a role for some seconds, "crash" of a role, "cut" of a connection that comes up again after some
+        seconds, "hold" of one direction of it for some seconds, or "twice": one of its messages arrives twice.
+      time: when.
+      who: the name of the role, or of the connection: "client server".
+      seconds: as `kind` has it; of "twice", the number of the message.
+      way: of "hold": 0 to the server, 1 to the client.
+    """
+
+    kind: str
+    time: float
+    who: str
+    seconds: float = 0.0
+    way: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A job and what happens to it.
+
+    Attributes:
+      seed: of delays and of the time that computation takes.
+      mode: "sync", "exchange" (synchronous; servers tell each other parts of a norm) or "async".
+      steps: of each trainer.
+      servers: of each, the number of entries of each of its blocks.
+      on_trainer_exit: as of `dtrans.pserver`.
+      rounds: exchanges of trainers in each step.
+      moves: whether trainers move to a second connection, as to a Unix socket.
+      deadline: seconds, of all roles.
+      delay: typical seconds that a message is under way.
+      message_bytes: of gradients, in one message; larger blocks travel as several.
+      events: what happens.
+    """
+
+    seed: int
+    mode: str
+    steps: tuple[int, ...]
+    servers: tuple[tuple[int, ...], ...]
+    on_trainer_exit: str = "drop"
+    rounds: int = 0
+    moves: bool = False
+    deadline: float = 60.0
+    delay: float = 0.002
+    message_bytes: int = wire.MESSAGE_BYTES
+    events: tuple[Event, ...] = ()
+
+    @property
+    def trainers(self) -> int:
+        """How many there are."""
+        return len(self.steps)
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Of the servers."""
+        return tuple(f"127.0.0.1:{i + 1}" for i in range(len(self.servers)))
+
+    @property
+    def harmless(self) -> bool:
+        """Whether nothing happens that the job may notice: all pauses together are far from its deadlines."""
+        spans = sum(e.seconds for e in self.events)
+        return all(e.kind in ("pause", "hold") for e in self.events) and spans < min(self.deadline, HEARTBEAT) / 2
+
+    def __str__(self) -> str:
+        blocks = ", ".join(f"{len(b)} blocks" for b in self.servers)
+        happens = "".join(f"\n  {e.time:.3f} s  {_told(e)}" for e in sorted(self.events, key=lambda e: e.time))
+        rounds = f", {self.rounds} rounds a step" if self.rounds else ""
+        moves = ", trainers move" if self.moves else ""
+        small = f", messages of {self.message_bytes} bytes" if self.message_bytes < wire.MESSAGE_BYTES else ""
+        return (
+            f"{self.mode}, trainers of {', '.join(map(str, self.steps))} steps, servers of {blocks}, "
+            f"on_trainer_exit={self.on_trainer_exit}{rounds}{moves}{small}{happens}"
+        )
+
+
+def _told(e: Event) -> str:
+    how = {
+        "pause": f"{e.who} pauses for {e.seconds:.3g} s",
+        "crash": f"{e.who} is killed",
+        "cut": f"the connection {e.who} breaks, and comes up after {e.seconds:.3g} s",
+        "hold": f"the connection {e.who} lets nothing to the {('server', 'client')[e.way]} for {e.seconds:.3g} s",
+        "twice": f"message {e.seconds:.0f} of the connection {e.who} comes twice",
+    }
+    return how[e.kind]
+
+
+def drawn(seed: int) -> Case:
+    """The case of a seed.
+
+    Example:
+      >>> from dtrans.protocol.simulation.case import drawn
+      >>> drawn(7) == drawn(7), drawn(7) == drawn(8)
+      (True, False)
+    """
+    r = Random(seed)
+    mode = r.choice(["sync", "sync", "exchange", "async"])
+    trainers = r.randint(1, 3)
+    steps = tuple([r.randint(1, 3)] * trainers if r.random() < 0.6 else [r.randint(0, 3) for _ in range(trainers)])
+    servers = tuple(tuple(r.randint(1, 6) for _ in range(r.randint(1, 2))) for _ in range(r.randint(1, 3)))
+    if mode == "exchange" and len(servers) == 1:
+        mode = "sync"
+    case = Case(
+        seed,
+        mode,
+        steps,
+        servers,
+        r.choice(["drop", "paddle", "error"]) if mode != "async" else "drop",
+        r.choice([0, 0, 1, 2]) if mode == "sync" and len(set(steps)) == 1 else 0,
+        r.random() < 0.3,
+        r.choice([5.0, 60.0]),
+        10 ** r.uniform(-4, -1.5),
+        r.choice([8, 16, wire.MESSAGE_BYTES]),
+    )
+    count = r.choice([0, 0, 1, 1, 1, 2, 3])
+    return dataclasses.replace(case, events=tuple(_event(r, case) for _ in range(count)))
+
+
+def _event(r: Random, case: Case) -> Event:
+    roles = [f"trainer {k}" for k in range(case.trainers)] + [f"pserver {ep}" for ep in case.endpoints]
+    lines = [f"trainer {k} pserver {ep}" for k in range(case.trainers) for ep in case.endpoints]
+    if case.mode == "exchange":
+        lines += [f"pserver {a} pserver {b}" for a in case.endpoints for b in case.endpoints if a != b]
+    kind = r.choice(["pause", "crash", "cut", "hold", "twice"])
+    span = 0.2 + 0.2 * max(case.steps) + 30 * case.delay
+    time = r.random() * span
+    if kind in ("pause", "crash"):
+        return Event(kind, time, r.choice(roles), 10 ** r.uniform(-2, 2) if kind == "pause" else 0.0)
+    if kind == "twice":
+        return Event(kind, 0.0, r.choice(lines), r.randint(0, 8))
+    return Event(kind, time, r.choice(lines), 10 ** r.uniform(-2, 2), r.randint(0, 1))

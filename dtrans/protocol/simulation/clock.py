@@ -1,0 +1,39 @@
+"""A virtual clock: events in the order of their times, and of their making where those are equal."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+
+class Clock:
+    """Runs events.
+
+    Attributes:
+      now: seconds since the beginning.
+
+    Example:
+      >>> from dtrans.protocol.simulation.clock import Clock
+      >>> clock, seen = Clock(), []
+      >>> clock.at(2.0, lambda: seen.append("b"))
+      >>> clock.at(1.0, lambda: seen.append("a"))
+      >>> clock.run(10.0)
+      >>> seen, clock.now
+      (['a', 'b'], 2.0)
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def at(self, time: float, do: Callable[[], None]) -> None:
+        """Let something happen at a time, which may not be before now."""
+        heapq.heappush(self._events, (max(time, self.now), next(self._numbers), do))
+
+    def run(self, until: float, over: Callable[[], bool] = lambda: False) -> None:
+        """Run events until a time, until there are none, or until it is `over`."""
+        while self._events and self._events[0][0] <= until and not over():
+            self.now, _, do = heapq.heappop(self._events)
+            do()

@@ -1,0 +1,121 @@
+"""What a job must have done.
+
+- Every role ends in time: well, or with an error of dtrans.
+- Where nothing happens that a job may notice, all end well, and whoever leaves early does as `on_trainer_exit` says.
+- Whoever ends well has done all of its work: a trainer its steps, a server the steps of all trainers.
+- Parameters that a trainer received are those of one device, bit for bit, whatever happened later. They are computed
+  here anew, so that a gradient that counts twice, or not at all, or in another order, shows.
+- An asynchronous server has applied no gradient twice and none out of its trainer's order, what it gives is a value
+  that the block has had, and whoever ended well was heard in full.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from dtrans.errors import DtransError
+from dtrans.protocol.simulation.case import Case
+from dtrans.protocol.simulation.roles import Process, SimulatedServer, SimulatedTrainer
+from dtrans.protocol.simulation.updates import (
+    SimulatedBlocks,
+    applied,
+    block_name,
+    gradient,
+    initial,
+    mean,
+    norm_part,
+    round_part as _part,
+)
+
+
+def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[SimulatedTrainer]) -> Iterator[str]:
+    """What a job did that it must not have done."""
+    for role in (*servers.values(), *trainers):
+        yield from _of_role(role)
+    uneven = len(set(case.steps)) > 1 and case.mode != "async" and case.on_trainer_exit == "error"
+    if case.harmless and not uneven:
+        for role in (*servers.values(), *trainers):
+            if role.error is not None:
+                yield f"{role.name} ended, and nothing had happened: {role.error}"
+    expected = values_of(case) if case.mode != "async" else []
+    for t in trainers:
+        if t.error is None and t.ended is not None and len(t.pulled) != case.steps[t.k] + 1:
+            yield f"{t.name} ended well after {len(t.pulled) - 1} of {case.steps[t.k]} steps"
+        for step, pulled in enumerate(t.pulled if expected else ()):
+            for n, x in pulled.items():
+                if x.tobytes() != expected[step][n].tobytes():
+                    yield f"{t.name} has another {n} after step {step} than one device: {x}, not {expected[step][n]}"
+        for i, found in enumerate(t.reduced):
+            step, number = divmod(i, case.rounds)
+            total = functools.reduce(np.add, [_part(k, step, number) for k, n in enumerate(case.steps) if n > step])
+            if found.tobytes() != total.tobytes():
+                yield f"{t.name} has another sum of round {number} of step {step}"
+    for server in servers.values():
+        made = server.machine.kind.step
+        if case.mode != "async" and server.ended is not None and server.error is None and made != max(case.steps):
+            yield f"{server.name} ended well after {made} of {max(case.steps)} steps"
+    if case.mode == "async":
+        for server in servers.values():
+            yield from _of_blocks(case, server, trainers)
+    if uneven and case.harmless and all(t.error is None for t in trainers):
+        yield "trainers made different numbers of steps with on_trainer_exit='error', and nobody said so"
+
+
+def _of_role(role: Process) -> Iterator[str]:
+    if role.killed:
+        return
+    if role.ended is None:
+        yield f"{role.name} did not end"
+    elif role.error is not None and not isinstance(role.error, DtransError):
+        yield f"{role.name} ended with {type(role.error).__name__}: {role.error}"
+
+
+def values_of(case: Case) -> list[dict[str, np.ndarray]]:
+    """The parameters of one device after each step."""
+    sizes = {
+        block_name(ep, i): n for ep, row in zip(case.endpoints, case.servers, strict=True) for i, n in enumerate(row)
+    }
+    values = [{n: initial(n, size) for n, size in sizes.items()}]
+    for step in range(max(case.steps)):
+        grads = {
+            n: [g for k in range(case.trainers) for g in _counted(case, n, size, k, step)] for n, size in sizes.items()
+        }
+        means = {n: mean(g) for n, g in grads.items()}
+        norm = np.float32(0)
+        if case.mode == "exchange":
+            for ep in case.endpoints:
+                norm += norm_part({n: x for n, x in means.items() if n.startswith(f"{ep}/")})[0]
+        values.append({n: applied(x, means[n], norm) for n, x in values[-1].items()})
+    return values
+
+
+def _counted(case: Case, block: str, size: int, k: int, step: int) -> list[np.ndarray]:
+    """What counts of a trainer in a step: nothing, a gradient, or zeros that the mean is of, too."""
+    own = case.steps[k]
+    if step < own:
+        return [gradient(block, size, k, step)]
+    if case.on_trainer_exit != "paddle":
+        return []
+    return [gradient(block, size, k, own - 1) if step == own and own else np.zeros(size, np.float32)]
+
+
+def _of_blocks(case: Case, server: SimulatedServer, trainers: list[SimulatedTrainer]) -> Iterator[str]:
+    update = server.update
+    assert isinstance(update, SimulatedBlocks)
+    i = case.endpoints.index(server.endpoint)
+    for j, size in enumerate(case.servers[i]):
+        block = block_name(server.endpoint, j)
+        found = [g for n, g in update.log if n == block]
+        for t in trainers:
+            order = [gradient(block, size, t.k, s).tobytes() for s in range(case.steps[t.k])]
+            mine = [order.index(g) for g in found if g in order]
+            if mine != list(range(len(mine))):
+                yield f"{server.name} applied the gradients of {t.name} for {block} in the order {mine}"
+            if t.error is None and t.ended is not None and len(mine) < case.steps[t.k] and not server.killed:
+                yield f"{server.name} applied {len(mine)} gradients of {t.name}, which ended well after {len(order)}"
+            for pulled in t.pulled:
+                if pulled[block].tobytes() not in update.history[block]:
+                    yield f"{t.name} received a {block} that it never was"

@@ -1,0 +1,162 @@
+"""One case, from its seed to its verdict; many; and a smaller case that fails as one does."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from random import Random
+
+from dtrans.protocol import wire
+from dtrans.protocol.presence import log
+from dtrans.protocol.simulation.case import Case, Event, drawn
+from dtrans.protocol.simulation.clock import Clock
+from dtrans.protocol.simulation.judge import faults
+from dtrans.protocol.simulation.network import Network, drawn_delay
+from dtrans.protocol.simulation.roles import Process, SimulatedServer, SimulatedTrainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a case.
+
+    Attributes:
+      case: that it is of.
+      faults: what the job did that it must not have done; empty, where it held.
+      ends: role to how it ended.
+      seconds: of virtual time, until the last role had ended.
+    """
+
+    case: Case
+    faults: tuple[str, ...]
+    ends: dict[str, str]
+    seconds: float
+
+    def __str__(self) -> str:
+        ends = "".join(f"\n  {name}: {how}" for name, how in self.ends.items())
+        wrong = "".join(f"\n  {x}" for x in self.faults)
+        return f"seed {self.case.seed}: {self.case}\nends after {self.seconds:.1f} s{ends}" + (
+            f"\nwrong{wrong}" if wrong else "\nas it must be"
+        )
+
+
+def simulated(case: Case) -> Verdict:
+    """Run a case.
+
+            Example:
+              >>> from dtrans.protocol import wire
+    from dtrans.protocol.presence import log
+        from dtrans.protocol.simulation.case import Case
+              >>> from dtrans.protocol.simulation.verdict import simulated
+              >>> case = Case(seed=0, mode="sync", steps=(2, 2), servers=((3,), (4, 1)))
+              >>> print(simulated(case).ends)
+              {'pserver 127.0.0.1:1': 'well', 'pserver 127.0.0.1:2': 'well', 'trainer 0': 'well', 'trainer 1': 'well'}
+    """
+    usual = wire.MESSAGE_BYTES
+    log.disabled = True  # there are many cases, and a verdict says what became of each
+    wire.MESSAGE_BYTES = case.message_bytes
+    try:
+        return _simulated(case)
+    finally:
+        wire.MESSAGE_BYTES = usual
+        log.disabled = False
+
+
+def _simulated(case: Case) -> Verdict:
+    random, clock = Random(case.seed), Clock()
+    network = Network(clock, drawn_delay(random, case.delay))
+    servers = {ep: SimulatedServer(case, ep, clock, random) for ep in case.endpoints}
+    trainers = [SimulatedTrainer(case, k, clock, random, network, servers) for k in range(case.trainers)]
+    roles: dict[str, Process] = {r.name: r for r in (*servers.values(), *trainers)}
+    begins = lambda role, start: clock.at(random.random() * 0.2, lambda: None if role.over else start())
+    for server in servers.values():
+        begins(server, functools.partial(server.start, network, servers))
+    for trainer in trainers:
+        begins(trainer, trainer.start)
+    for event in case.events:
+        _schedule(event, clock, network, roles)
+    running = list(roles.values())
+
+    def over() -> bool:
+        while running and running[-1].over:
+            running.pop()
+        return not running
+
+    # long enough for one wait after another of what may have to give up
+    clock.run(10 * max(case.deadline, 30.0) + 400.0, over)
+    ends = {name: "killed" if r.killed else _end(r) for name, r in roles.items()}
+    return Verdict(case, tuple(faults(case, servers, trainers)), ends, clock.now)
+
+
+def _end(role: Process) -> str:
+    if role.ended is None:
+        return "not at all"
+    return "well" if role.error is None else f"{type(role.error).__name__}: {role.error}"
+
+
+def _schedule(event: Event, clock: Clock, network: Network, roles: dict[str, Process]) -> None:
+    if event.kind in ("pause", "crash"):
+        role = roles[event.who]
+        clock.at(event.time, role.kill if event.kind == "crash" else lambda: role.pause(event.seconds))
+        return
+
+    def happen() -> None:
+        for c in network.connections:
+            if f"{c.client.name} {c.server.name}" == event.who:
+                if event.kind == "cut":
+                    c.break_off(event.seconds)
+                elif event.kind == "hold":
+                    c.hold(event.way, event.seconds)
+
+    if event.kind == "twice":
+        made = network.connect
+
+        def doubling(client, server, key):  # type: ignore[no-untyped-def]
+            connection = made(client, server, key)
+            if f"{client.name} {server.name}" == event.who:
+                connection.doubled = int(event.seconds)
+            return connection
+
+        network.connect = doubling  # type: ignore[method-assign]
+    else:
+        clock.at(event.time, happen)
+
+
+def verdicts(seeds: range) -> Iterator[Verdict]:
+    """Run the cases of many seeds."""
+    for seed in seeds:
+        yield simulated(drawn(seed))
+
+
+def smaller(verdict: Verdict) -> Verdict:
+    """A case that is smaller and still wrong, found by leaving out one thing after another."""
+    best = verdict
+    while True:
+        for case in reduced(best.case):
+            found = simulated(case)
+            if found.faults:
+                best = found
+                break
+        else:
+            return best
+
+
+def reduced(case: Case) -> Iterator[Case]:
+    """The case with one thing less: an event, a round, a trainer, a server, a step or a block."""
+    replace = dataclasses.replace
+    for i in range(len(case.events)):
+        yield replace(case, events=case.events[:i] + case.events[i + 1 :])
+    for name, plain in (("rounds", 0), ("moves", False), ("delay", 0.002), ("message_bytes", wire.MESSAGE_BYTES)):
+        if getattr(case, name) != plain:
+            yield replace(case, **{name: plain})
+    named = " ".join(e.who for e in case.events)
+    if case.trainers > 1 and f"trainer {case.trainers - 1}" not in named:
+        yield replace(case, steps=case.steps[:-1])
+    if len(case.servers) > 1 + (case.mode == "exchange") and case.endpoints[-1] not in named:
+        yield replace(case, servers=case.servers[:-1])
+    for k, n in enumerate(case.steps):
+        if n > 1:
+            yield replace(case, steps=(*case.steps[:k], n - 1, *case.steps[k + 1 :]))
+    for i, row in enumerate(case.servers):
+        if len(row) > 1:
+            yield replace(case, servers=(*case.servers[:i], row[:-1], *case.servers[i + 1 :]))

@@ -1,0 +1,141 @@
+"""One trainer: what it sends in a step, and what it waits for.
+
+What waits is a generator. It yields the line whose answer it waits for, and what that is for messages, and is sent the
+answer; whoever runs it decides how to wait (`answered`).
+
+    send      to the outbox of a server; it leaves when it is full, or with the message that ends the step
+    request   one message to each server: what is left in its outbox, that it was all, and what is wanted; then each
+              block is received into its memory
+    exchange  a message to the server of the round, and its answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dtrans.errors import PeerError
+from dtrans.protocol import wire
+from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.trainer_line import TrainerLine
+
+
+T = TypeVar("T")
+Waiting = Generator[tuple[TrainerLine, str], wire.Message, T]
+Landing = tuple[str, str, np.ndarray]  # a block that is to be received: server, name and memory
+
+
+def answered(waiting: Waiting[T], receive: Callable[[TrainerLine, str], wire.Message]) -> T:
+    """Run what waits to its end, with what `receive` returns as answers."""
+    try:
+        line, what = next(waiting)
+        while True:
+            line, what = waiting.send(receive(line, what))
+    except StopIteration as done:
+        made: T = done.value
+        return made
+
+
+def greeted(line: TrainerLine) -> Waiting[str]:
+    """Wait for a server's welcome; where else it can be found, or nothing."""
+    return line.admit((yield line, "an answer to `hello` (is it running, and is this its endpoint?)"))
+
+
+def left(line: TrainerLine) -> Waiting[None]:
+    """Say that this trainer has done, and wait until the server has heard it."""
+    line.tell("complete")
+    while (yield line, "its goodbye").op != "goodbye":
+        pass
+
+
+class TrainerSteps:
+    """The steps of one trainer.
+
+    Args:
+      line: gives the line to an endpoint.
+
+    Attributes:
+      sync_mode: whether it is in step with the others.
+      in_step: whether it is in the middle of a synchronous step: from its first gradient to its last block.
+    """
+
+    def __init__(self, line: Callable[[str], TrainerLine]) -> None:
+        self.sync_mode = True
+        self.in_step = False
+        self._line = line
+        self._outbox: dict[str, list[tuple[str, Any]]] = {}
+        self._outbox_bytes: dict[str, int] = {}
+        self._sent_to: set[str] = set()  # the servers that were, or are to be, sent something in this step
+        self._asked: dict[str, list[Any]] = {}  # what each server knows to be wanted
+
+    def send(self, endpoint: str, name: str, block: np.ndarray) -> None:
+        """Send a gradient, now or with what follows."""
+        self.in_step = self.sync_mode
+        self._sent_to.add(endpoint)
+        self._outbox.setdefault(endpoint, []).append((name, block))
+        self._outbox_bytes[endpoint] = self._outbox_bytes.get(endpoint, 0) + block.nbytes
+        if self._outbox_bytes[endpoint] >= wire.MESSAGE_BYTES:
+            line = self._line(endpoint)
+            line.send_blocks(self._outbox.pop(endpoint))
+            self._outbox_bytes.pop(endpoint)
+
+    def exchange(self, endpoint: str, number: int, values: Sequence[tuple[Any, Sequence[Any]]]) -> Waiting[list[Any]]:
+        """Exchange values of which each trainer has a part, each with the way in which they are made one."""
+        line = self._line(endpoint)
+        line.exchange(number, values)
+        inbox: Inbox | None = None
+        while inbox is None or inbox.missing():
+            message = yield line, f"the exchange of round {number} of step {line.step}"
+            if message.op != "exchanged" or (message["step"], message["round"]) != (line.step, number):
+                raise PeerError(f"pserver {endpoint} answered `exchange` of round {number} with `{message.op}`")
+            if inbox is None:
+                memory = {str(i): np.empty(s, np.dtype(t)) for i, (t, s) in enumerate(message["values"])}
+                inbox = Inbox(memory, lambda name: f"pserver {endpoint} answered with {name}, which was not asked")
+            inbox.take(message)
+        return list(inbox.memory.values())
+
+    def request(
+        self, landings: Sequence[Landing], endpoints: Sequence[str], barriered: Collection[str]
+    ) -> Waiting[None]:
+        """End the step, and receive blocks.
+
+        Args:
+          endpoints: servers that are asked also for nothing: they answer when all trainers are there.
+          barriered: those that are told that all gradients were sent.
+        """
+        wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in (*endpoints, *self._sent_to)}
+        for endpoint, name, rows in landings:
+            wanted.setdefault(endpoint, {})[name] = rows
+        for endpoint, blocks in wanted.items():
+            line = self._line(endpoint)
+            table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
+            news = {} if self._asked.get(endpoint) == table else {"blocks": table}
+            self._asked[endpoint] = table
+            rest = self._outbox.pop(endpoint, [])
+            line.end_step(rest, sent=endpoint in self._sent_to, barrier=endpoint in barriered, **news)
+            self._outbox_bytes.pop(endpoint, None)
+        self._sent_to.clear()
+        for endpoint, blocks in wanted.items():
+            yield from _landed(self._line(endpoint), blocks)
+        self.in_step = False
+
+    def forget_asked(self) -> None:
+        """Say anew what is wanted: others have asked for other things by these lines."""
+        self._asked.clear()
+
+
+def _landed(line: TrainerLine, blocks: dict[str, np.ndarray]) -> Waiting[None]:
+    """Receive blocks until all bytes of all of them are here."""
+    inbox = Inbox(blocks, lambda name: f"pserver {line.endpoint} sent {name}, which was not asked for")
+    missing = list(blocks)
+    while True:  # there is an answer also where nothing was asked for
+        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        message = yield line, f"`recv` of step {line.step} ({some or 'no blocks'})"
+        if message.op != "blocks" or message["step"] != line.step:
+            raise PeerError(f"pserver {line.endpoint} answered `recv` of step {line.step} with `{message.op}`")
+        inbox.take(message)
+        missing = inbox.missing()
+        if not missing:
+            return

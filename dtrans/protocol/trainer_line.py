@@ -1,0 +1,185 @@
+"""One trainer's side of its line to one server: who the server is, what is said, and which messages are answers.
+
+ZeroMQ reconnects by itself and loses what was on its way, so a connection that breaks is an error at once: the step
+it belongs to cannot be completed as if nothing had happened. Until the server's welcome there is nothing to lose:
+`hello` is said on every connection that is made, since the first may be to a server that is about to end, and whose
+process serves the next job on the same endpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dtrans.errors import DeadlineError, PeerError
+from dtrans.protocol import token, wire
+
+
+DOOR = "a role of parameter servers"  # as whom trainers and servers connect
+OTHER_TOKEN = f"the two have not the same {token.VARIABLE}, which all processes of a job must have"
+
+
+class TrainerLine:
+    """The line of one trainer to one server.
+
+    Args:
+      endpoint: of the server, `host:port`.
+      trainer, trainers: who this is, of how many.
+      session: a word of this trainer's own, the same for all servers.
+      sync_mode: whether it is in step with the others.
+      plan: the parts of the fingerprint of its plan.
+      secret: the job's token.
+      deadline: seconds without a word from the server after which it is given up.
+      say: sends the frames of one message.
+
+    Attributes:
+      step: that the next messages are of.
+      welcomed: whether the server has welcomed it on this connection.
+      gone: the server has ended, or the connection to it has.
+      silence: seconds after which the server takes a trainer for dead; known with its welcome.
+      patience: the time until when it waits.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        trainer: int,
+        trainers: int,
+        *,
+        session: str,
+        sync_mode: bool,
+        plan: Mapping[str, str],
+        secret: str,
+        deadline: float,
+        say: Callable[[list[Any]], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.trainer = trainer
+        self.session = session
+        self.me = f"trainer {trainer}"
+        self.step = 0
+        self.welcomed = False
+        self.gone = False
+        self.silence = 0.0
+        self.patience = 0.0
+        self._secret, self._deadline, self._say = secret, deadline, say
+        self._since, self._waits_for, self._told = 0.0, "", ""
+        self._hello = {
+            "trainer": trainer,
+            "trainers": trainers,
+            "session": session,
+            "order": sys.byteorder,
+            "sync_mode": sync_mode,
+            "plan": {**plan},
+            "nonce": token.new_token(),
+        }
+
+    # -- the connection --------------------------------------------------------------------------
+
+    def opened(self) -> None:
+        """Begin anew, on another connection."""
+        self.welcomed = self.gone = False
+
+    def connected(self) -> None:
+        """Say hello on a connection that was made, unless the server has welcomed this trainer."""
+        if not self.welcomed:
+            self.tell("hello", **self._hello)
+
+    def broken(self) -> None:
+        """Note that an established connection has ended: what was on its way is lost."""
+        self.gone = self.gone or self.welcomed
+
+    def barred(self) -> PeerError:
+        """What is wrong where the server does not let this trainer in."""
+        return PeerError(f"pserver {self.endpoint} does not let {self.me} in: {OTHER_TOKEN}")
+
+    # -- speaking --------------------------------------------------------------------------------
+
+    def tell(self, op: str, **fields: Any) -> None:
+        """Send a message that needs no answer."""
+        self._say([wire.header(op, **fields)])
+
+    def alive(self) -> bytes:
+        """A sign of life, which goes by a connection of its own."""
+        return wire.header("alive", trainer=self.trainer, session=self.session)
+
+    def send_blocks(self, gradients: Iterable[tuple[str, Any]], /, steps: int = 1, **at_end: Any) -> None:
+        """Send gradients of this step, from the memory they are in; `steps` when they are of several.
+
+        `at_end` are fields of the last message.
+        """
+        several = {} if steps == 1 else {"steps": steps}
+        messages = list(wire.messages(gradients))
+        for i, (pieces, frames) in enumerate(messages):
+            fields = several | at_end if i == len(messages) - 1 else several
+            self._say([wire.header("send", step=self.step, pieces=pieces, **fields), *frames])
+
+    def exchange(self, number: int, values: Sequence[tuple[Any, Sequence[Any]]]) -> None:
+        """Send this trainer's part of round `number`: each array with the way in which those of all are made one."""
+        table = [[x.dtype.name, list(x.shape), list(way)] for x, way in values]
+        blocks = [(str(i), x) for i, (x, _) in enumerate(values)]
+        for frames in wire.framed("exchange", blocks, step=self.step, round=number, values=table):
+            self._say(frames)
+
+    def end_step(self, gradients: Sequence[tuple[str, Any]], /, *, sent: bool, barrier: bool, **fields: Any) -> None:
+        """Send, in one message, what ends a step and asks for parameters.
+
+        Args:
+          gradients: the last of this step; if there are none, `sent` says whether there were before.
+          barrier: whether a `send_barrier` follows them.
+          fields: of the `recv` that follows.
+        """
+        then = ["send_barrier", "recv"] if barrier else ["recv"]
+        if gradients:
+            self.send_blocks(gradients, then=then, **fields)
+        elif barrier:
+            self.tell("send_barrier", step=self.step, then=["recv"], **fields)
+        self.step += bool(gradients) or sent or barrier
+        if not gradients and not barrier:
+            self.tell("recv", step=self.step, **fields)
+
+    # -- listening -------------------------------------------------------------------------------
+
+    def wait(self, what: str, now: float) -> None:
+        """Begin to wait for an answer; `what` it is, for messages."""
+        self._since, self._waits_for, self._told = now, what, ""
+        self.patience = now + self._deadline
+
+    def heard(self, frames: Sequence[Any], now: float) -> wire.Message | None:
+        """The answer that a message is; None for one that is not.
+
+        Raises:
+          PeerError: the server refuses. WireError: not a message of this protocol.
+        """
+        message = wire.parse(frames)
+        if message.op == "refuse":
+            self.gone = bool(message.fields.get("last"))
+            raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
+        if message.op == "welcome" and self.welcomed:
+            return None  # `hello` was said twice
+        if message.op == "waiting":
+            self.patience = now + self._deadline
+            self._told = f", which waited for {message['reason']}"
+            return None
+        return message
+
+    def went_away(self, what: str = "") -> PeerError:
+        """What is wrong where the server has gone."""
+        return PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {what or self._waits_for}")
+
+    def look(self, now: float) -> None:
+        """Raise DeadlineError where the answer is too late."""
+        if now >= self.patience:
+            who = f"pserver {self.endpoint}{self._told}"
+            raise DeadlineError(f"{self.me} waited {now - self._since:.1f} s for {who}: {self._waits_for}")
+
+    def admit(self, message: wire.Message) -> str:
+        """Take the answer to `hello`; where else the server can be found, or nothing. Raises PeerError."""
+        if message.op != "welcome":
+            raise PeerError(f"pserver {self.endpoint} answered `hello` of {self.me} with `{message.op}`")
+        if not token.is_shown(message.fields.get("proof"), self._secret, f"welcome {self._hello['nonce']}"):
+            raise PeerError(f"what welcomes {self.me} as pserver {self.endpoint} has not the job's token")
+        self.welcomed = True
+        self.step, self.silence = message["step"], message["silence"]
+        return str(message["local"])

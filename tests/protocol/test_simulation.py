@@ -1,0 +1,171 @@
+"""Simulated jobs: the protocol's own machines under delays, breaks, pauses and deaths, and faults planted in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dtrans.protocol import trainer_rounds
+from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.peer_line import PeerLine
+from dtrans.protocol.presence import Presence
+from dtrans.protocol.simulation.case import Case, Event, drawn
+from dtrans.protocol.simulation.verdict import reduced, simulated, smaller, verdicts
+from dtrans.protocol.sync_server import SyncServer
+
+
+def test_two_thousand_schedules_hold() -> None:
+    wrong = [v for v in verdicts(range(2000)) if v.faults]
+    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(20))
+def test_two_hundred_thousand_schedules_hold(part: int) -> None:
+    wrong = [v for v in verdicts(range(part * 10_000, (part + 1) * 10_000)) if v.faults]
+    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
+
+
+def test_a_seed_says_all() -> None:
+    for seed in range(40):
+        assert simulated(drawn(seed)) == simulated(drawn(seed))
+
+
+def test_cases_are_of_all_kinds() -> None:
+    """So that two thousand that hold say something."""
+    found = list(verdicts(range(300)))
+    cases = [v.case for v in found]
+    assert {c.mode for c in cases} == {"sync", "exchange", "async"}
+    assert {c.trainers for c in cases} == {len(c.servers) for c in cases} == {1, 2, 3}
+    assert {c.on_trainer_exit for c in cases} == {"drop", "paddle", "error"}
+    assert {e.kind for c in cases for e in c.events} == {"pause", "crash", "cut", "hold", "twice"}
+    assert {c.rounds for c in cases} == {0, 1, 2}
+    assert {c.moves for c in cases} == {False, True}
+    ends = [how.split(":")[0] for v in found for how in v.ends.values()]
+    assert {"well", "killed", "PeerError", "DeadlineError"} <= set(ends)
+    assert 0.3 < sum(how == "well" for how in ends) / len(ends) < 0.9
+
+
+PLAIN = Case(seed=0, mode="sync", steps=(2, 2), servers=((3,), (4, 1)))
+
+
+def test_who_is_killed_is_named_by_all_who_wait() -> None:
+    found = simulated(dataclasses.replace(PLAIN, events=(Event("crash", 0.1, "pserver 127.0.0.1:2"),)))
+    assert not found.faults
+    assert found.ends["pserver 127.0.0.1:2"] == "killed"
+    others = {how for name, how in found.ends.items() if name != "pserver 127.0.0.1:2"}
+    assert others
+    assert all("pserver 127.0.0.1:2" in how for how in others), others
+
+
+def test_a_verdict_is_told() -> None:
+    case = dataclasses.replace(PLAIN, events=(Event("cut", 0.05, "trainer 0 pserver 127.0.0.1:1", 0.5),))
+    told = str(simulated(case))
+    assert "0.050 s  the connection trainer 0 pserver 127.0.0.1:1 breaks, and comes up after 0.5 s" in told
+    assert told.endswith("as it must be")
+
+
+# -- planted faults ----------------------------------------------------------------------------------
+
+
+def _is_true_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step_if_any_sent(self: Any) -> None:
+        if self._all_came and any(self._turns[k].at_barrier for k in self._trainers.present):
+            self._make_step()
+
+    monkeypatch.setattr(SyncServer, "_step_if_all_sent", step_if_any_sent)
+
+
+def _forgets_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SyncServer._finish
+
+    def finish(self: Any) -> None:
+        self._turns[0].waits = False
+        real(self)
+
+    monkeypatch.setattr(SyncServer, "_finish", finish)
+
+
+def _answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SyncServer.recv
+
+    def recv(self: Any, k: int, message: Any) -> None:
+        real(self, k, message)
+        if self._turns[k].waits:
+            self._turns[k].waits = False
+            self._say(self._trainers.known[k].address, "blocks", _blocks(self, k), step=message["step"])
+
+    def _blocks(self: Any, k: int) -> list[Any]:
+        return [(n, self._update.values[n]) for n in self._trainers.known[k].wants]
+
+    monkeypatch.setattr(SyncServer, "recv", recv)
+
+
+def _counts_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_step(self: Any) -> None:
+        self._go_on(self._update.begin(self._grads, frozenset(self._trainers.known), self.step))
+
+    monkeypatch.setattr(SyncServer, "_make_step", make_step)
+
+
+def _loses_what_came_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SyncServer.take_peer
+
+    def take_peer(self: Any, address: bytes, message: Any) -> bool:
+        return (message.op == "partials" and self._update.exchange is None) or real(self, address, message)
+
+    monkeypatch.setattr(SyncServer, "take_peer", take_peer)
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a gradient that comes twice counts twice": lambda m: m.setattr(AsyncServer, "_check_step", _nothing),
+    "a round is added up in the order of arrival": lambda m: m.setattr(trainer_rounds, "sorted", list, raising=False),
+    "a round that was answered is answered again": lambda m: m.setattr(
+        trainer_rounds.TrainerRounds, "_is_over", lambda *a: False
+    ),
+    "who left counts in each later step": lambda m: m.setattr(SyncServer, "_forget", _nothing),
+    "who left counts though nothing comes": _counts_those_who_left,
+    "who left is waited for": lambda m: m.setattr(Presence, "present", property(lambda self: list(self.known))),
+    "a block is whole when a part has come": lambda m: m.setattr(
+        Inbox, "missing", lambda self: [n for n in self.memory if n not in self._arrived]
+    ),
+    "an answer before the step is made": _answers_at_once,
+    "one trainer at the barrier is enough": _is_true_of_any,
+    "a trainer that waits is forgotten": _forgets_who_waits,
+    "gradients of the step before stay": lambda m: m.setattr(Inbox, "clear", _nothing),
+    "parts of another server that come early are lost": _loses_what_came_early,
+    "nobody looks who is late": lambda m: m.setattr(SyncServer, "look", _nothing),
+    "a server speaks before it is welcome": lambda m: m.setattr(
+        PeerLine, "_empty", lambda self: [self._say(self._outbox.pop(0)) for _ in range(len(self._outbox))]
+    ),
+    "a server ends with its first trainer": lambda m: m.setattr(
+        Presence, "served", property(lambda self: any(t.done for t in self.known.values()))
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_fault_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[what](monkeypatch)
+    found = next((v for v in verdicts(range(10_000)) if v.faults), None)
+    assert found is not None
+    least = smaller(found)
+    assert least.faults
+    assert len(least.case.events) <= len(found.case.events)
+
+
+def test_a_smaller_case_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED["one trainer at the barrier is enough"](monkeypatch)
+    found = next(v for v in verdicts(range(10_000)) if v.faults and v.case.events and len(v.case.servers) > 1)
+    least = smaller(found)
+    assert least.faults
+    assert not any(simulated(case).faults for case in reduced(least.case))
