@@ -35,7 +35,7 @@ core: $(STAMP) ## run the tests of the passes alone: a few minutes
 		tests/test_fingerprints.py tests/ir tests/step tests/rows tests/engine tests/run/test_jobs.py
 
 compat: ## run the suite on the newest JAX, core tests on those between (needs Python 3.13; make NEWEST=... says where)
-	$(MAKE) test $(AT_NEWEST)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(MAKE) test $(AT_NEWEST)
 	JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 $(MAKE) core $(AT_NEWEST)
 	.venv-newest/bin/python -m pytest -m soak tests/test_jax_primitives.py
 	$(MAKE) core PYTHON=$(NEWEST) VENV=.venv-oldest
@@ -47,7 +47,7 @@ fuzz: $(STAMP) ## slice 2,000 random updates (takes minutes)
 	DTRANS_EXAMPLES=2000 $(BIN)/python -m pytest tests/slicing/test_any_update.py
 
 soak: $(STAMP) ## run the tests that take minutes: jobs of four processes, some of which die
-	$(BIN)/python -m pytest -m soak
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m soak
 
 lint: $(STAMP) ## check style, format and types
 	$(BIN)/ruff check .

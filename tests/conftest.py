@@ -1,4 +1,8 @@
-"""Eight virtual CPU devices before JAX starts, how hypothesis runs, and what tests of the endpoints start from."""
+"""Eight virtual CPU devices before JAX starts, how hypothesis runs, and what tests of the endpoints start from.
+
+More than half of the time of the tests is compilation, so LLVM is asked for little here and in the processes that tests
+start; `make soak` and `make compat` ask for all of it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jax
 import pytest
 from hypothesis import HealthCheck, settings
+
+
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+import jax  # behind what it reads of the environment
 
 
 if TYPE_CHECKING:

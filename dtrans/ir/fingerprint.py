@@ -108,7 +108,7 @@ def of_values(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
     found: dict[Any, str] = {v: f"const {write.value(x)}" for v, x in zip(inner.constvars, consts, strict=True)}
     found |= {v: digest(f"{n} {v.aval.shape}") for v, n in zip(inner.invars, in_names, strict=True)}
     for eqn in inner.eqns:
-        ins = [write.value(a.val) if isinstance(a, Literal) else found[a] for a in eqn.invars]
+        ins = [number(a) if isinstance(a, Literal) else found[a] for a in eqn.invars]
         if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
             found[eqn.outvars[0]] = ins[0]
             continue
@@ -116,6 +116,11 @@ def of_values(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
         made = digest(" ".join([eqn.primitive.name, *params, *ins]))
         found |= {v: f"{made} {i}" for i, v in enumerate(eqn.outvars)}
     return found
+
+
+def number(literal: Literal) -> str:
+    """A literal, however Python holds it: 1 and an array of 1 are the same number of the same type."""
+    return np.asarray(literal.val, literal.aval.dtype).tobytes().hex()
 
 
 def of_value(value: Any) -> str:

@@ -20,7 +20,7 @@ from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, o
 from dtrans.errors import BatchError, GradientError, OptimizerError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, propagate
-from dtrans.ir.fingerprint import of_values
+from dtrans.ir.fingerprint import number, of_values
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.step.gradients import OpenStep, counts_rows, describe, inferred, marked, nested, open_step
@@ -119,7 +119,7 @@ class OptimizeHalf(NamedJaxpr):
     def unlike(self, other: OptimizeHalf) -> list[str]:
         """What the same step, traced on another batch, makes in another way: with a number of the size of the batch."""
         mine, theirs = (of_values(half.jaxpr, half.in_names) for half in (self, other))
-        written = lambda digests, a: repr(a.val) if isinstance(a, Literal) else digests[a]
+        written = lambda digests, a: number(a) if isinstance(a, Literal) else digests[a]
         new = {n: written(theirs, a) for n, a in other.outvars.items()}
         return [n for n, a in self.outvars.items() if written(mine, a) != new.get(n)]
 

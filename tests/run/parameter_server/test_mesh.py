@@ -374,10 +374,10 @@ def aux_job(aux: Any, *, trainers: int = 2, devices: int = 8, rows: int = 8, bat
 def test_aux_is_averaged_joined_or_stacked_by_what_it_is(trainers: int, devices: int) -> None:
     def aux(params: Any, x: jax.Array, y: jax.Array) -> Any:
         return {
-            "mean": jnp.mean(x),
+            "mean": jnp.mean(x**2),
             "each": jnp.sum(x @ params["w1"], 1),
             "wrong": jnp.sum(x[:, 0] > 0, dtype=jnp.int32),
-            "norms": jnp.stack([jnp.mean(x), jnp.mean(y)]),
+            "norms": jnp.stack([jnp.mean(x**2), jnp.mean(y**2)]),
             "sign": x > 0,
             "input": x,
             "leaf": params["b1"],
@@ -399,7 +399,7 @@ def test_aux_is_averaged_joined_or_stacked_by_what_it_is(trainers: int, devices:
 
 
 def test_aux_keeps_its_structure() -> None:
-    got, want = aux_job(lambda params, x, y: (Net({"a": jnp.mean(x)}, jnp.mean(y), y, ()), None))
+    got, want = aux_job(lambda params, x, y: (Net({"a": jnp.mean(x**2)}, jnp.mean(y**2), y, ()), None))
     assert isinstance(got[0], Net) and got[1] is None
     tree_close(got, want, 1e-6)
 
