@@ -14,5 +14,6 @@ server_peers      the other servers of a server;  `exchange` is what they give e
 peer_line         one server's side of one line to another
 serving           one server: who is concerned by a message, and its end
 trainer_line      one trainer's side of one connection
+traffic           what a trainer sends and receives beside its steps
 trainer           one trainer: its lines, and what it sends and waits for in a step
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from dtrans.protocol.presence import Presence
 from dtrans.protocol.simulation.case import Case, Event, drawn
 from dtrans.protocol.simulation.verdict import reduced, simulated, smaller, verdicts
 from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.traffic import Traffic
+from dtrans.protocol.trainer_line import TrainerLine
 
 
 def test_two_thousand_schedules_hold() -> None:
@@ -40,7 +43,7 @@ def test_cases_are_of_all_kinds() -> None:
     """So that two thousand that hold say something."""
     found = list(verdicts(range(300)))
     cases = [v.case for v in found]
-    assert {c.mode for c in cases} == {"sync", "exchange", "async"}
+    assert {c.mode for c in cases} == {"sync", "exchange", "async", "communicator", "half_async"}
     assert {c.trainers for c in cases} == {len(c.servers) for c in cases} == {1, 2, 3}
     assert {c.on_trainer_exit for c in cases} == {"drop", "paddle", "error"}
     assert {e.kind for c in cases for e in c.events} == {"pause", "crash", "cut", "hold", "twice"}
@@ -122,6 +125,20 @@ def _loses_what_came_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SyncServer, "take_peer", take_peer)
 
 
+def _of_one_step(self: Any, real: Any, gradients: Any, /, steps: int = 1, **at_end: Any) -> None:
+    real(self, gradients, **at_end)
+
+
+def _takes_the_first_answer_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Traffic.heard
+
+    def heard(self: Any, endpoint: str, message: Any) -> None:
+        real(self, endpoint, message)
+        self._pull.missing.clear()
+
+    monkeypatch.setattr(Traffic, "heard", heard)
+
+
 def _nothing(*args: Any) -> None:
     return None
 
@@ -147,6 +164,10 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a server speaks before it is welcome": lambda m: m.setattr(
         PeerLine, "_empty", lambda self: [self._say(self._outbox.pop(0)) for _ in range(len(self._outbox))]
     ),
+    "a merged gradient is of one step": lambda m: m.setattr(
+        TrainerLine, "send_blocks", functools.partialmethod(_of_one_step, TrainerLine.send_blocks)
+    ),
+    "parameters of one server are those of all": _takes_the_first_answer_for_all,
     "a server ends with its first trainer": lambda m: m.setattr(
         Presence, "served", property(lambda self: any(t.done for t in self.known.values()))
     ),

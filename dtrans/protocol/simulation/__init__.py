@@ -4,9 +4,10 @@ clock       events in the order of their times
 network     connections: delays, bandwidth, breaks, one-way partitions, messages that come twice
 case        a job and what happens to it, drawn from a seed
 updates     what simulated servers compute
-roles       a server and a trainer, each around its machine
+process     a role, which takes one event at a time:
+server_role, trainer_role   a server and a trainer, each around its machine
 judge       what a job must have done
 verdict     one case from its seed to its verdict, and a smaller case that fails as it does
 
-Clock and network know of no fault: `roles` and `case` ask them for what happens.
+Clock and network know of no fault: roles and `case` ask them for what happens.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from random import Random
 
+from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import wire
 
 
@@ -37,7 +38,8 @@ class Case:
 
     Attributes:
       seed: of delays and of the time that computation takes.
-      mode: "sync", "exchange" (synchronous; servers tell each other parts of a norm) or "async".
+      mode: "sync", "exchange" (synchronous; servers tell each other parts of a norm), "async", "communicator" (the
+        same, with one) or "half_async" (which waits for it at the end of each step).
       steps: of each trainer.
       servers: of each, the number of entries of each of its blocks.
       on_trainer_exit: as of `dtrans.pserver`.
@@ -46,6 +48,7 @@ class Case:
       deadline: seconds, of all roles.
       delay: typical seconds that a message is under way.
       message_bytes: of gradients, in one message; larger blocks travel as several.
+      communicator: of "communicator" and "half_async".
       events: what happens.
     """
 
@@ -59,7 +62,19 @@ class Case:
     deadline: float = 60.0
     delay: float = 0.002
     message_bytes: int = wire.MESSAGE_BYTES
+    communicator: CommunicatorConfig = CommunicatorConfig()
     events: tuple[Event, ...] = ()
+
+    @property
+    def sync_mode(self) -> bool:
+        """Whether an update is of all trainers."""
+        return self.mode in ("sync", "exchange")
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Block to the number of its entries."""
+        rows = zip(self.endpoints, self.servers, strict=True)
+        return {f"{ep}/w{i}": n for ep, sizes in rows for i, n in enumerate(sizes)}
 
     @property
     def trainers(self) -> int:
@@ -83,9 +98,10 @@ class Case:
         rounds = f", {self.rounds} rounds a step" if self.rounds else ""
         moves = ", trainers move" if self.moves else ""
         small = f", messages of {self.message_bytes} bytes" if self.message_bytes < wire.MESSAGE_BYTES else ""
+        beside = f"\n  {self.communicator}" if self.mode in ("communicator", "half_async") else ""
         return (
             f"{self.mode}, trainers of {', '.join(map(str, self.steps))} steps, servers of {blocks}, "
-            f"on_trainer_exit={self.on_trainer_exit}{rounds}{moves}{small}{happens}"
+            f"on_trainer_exit={self.on_trainer_exit}{rounds}{moves}{small}{beside}{happens}"
         )
 
 
@@ -109,7 +125,7 @@ def drawn(seed: int) -> Case:
       (True, False)
     """
     r = Random(seed)
-    mode = r.choice(["sync", "sync", "exchange", "async"])
+    mode = r.choice(["sync", "sync", "sync", "exchange", "exchange", "async", "communicator", "half_async"])
     trainers = r.randint(1, 3)
     steps = tuple([r.randint(1, 3)] * trainers if r.random() < 0.6 else [r.randint(0, 3) for _ in range(trainers)])
     servers = tuple(tuple(r.randint(1, 6) for _ in range(r.randint(1, 2))) for _ in range(r.randint(1, 3)))
@@ -120,15 +136,21 @@ def drawn(seed: int) -> Case:
         mode,
         steps,
         servers,
-        r.choice(["drop", "paddle", "error"]) if mode != "async" else "drop",
+        r.choice(["drop", "paddle", "error"]) if mode in ("sync", "exchange") else "drop",
         r.choice([0, 0, 1, 2]) if mode == "sync" and len(set(steps)) == 1 else 0,
         r.random() < 0.3,
         r.choice([5.0, 60.0]),
         10 ** r.uniform(-4, -1.5),
         r.choice([8, 16, wire.MESSAGE_BYTES]),
+        _communicator(r),
     )
     count = r.choice([0, 0, 1, 1, 1, 2, 3])
     return dataclasses.replace(case, events=tuple(_event(r, case) for _ in range(count)))
+
+
+def _communicator(r: Random) -> CommunicatorConfig:
+    queue = r.randint(1, 4)
+    return CommunicatorConfig(r.randint(1, 3), queue, r.randint(1, queue), r.random() < 0.5)
 
 
 def _event(r: Random, case: Case) -> Event:

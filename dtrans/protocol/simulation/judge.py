@@ -18,7 +18,9 @@ import numpy as np
 
 from dtrans.errors import DtransError
 from dtrans.protocol.simulation.case import Case
-from dtrans.protocol.simulation.roles import Process, SimulatedServer, SimulatedTrainer
+from dtrans.protocol.simulation.process import Process
+from dtrans.protocol.simulation.server_role import SimulatedServer
+from dtrans.protocol.simulation.trainer_role import SimulatedTrainer
 from dtrans.protocol.simulation.updates import (
     SimulatedBlocks,
     applied,
@@ -35,16 +37,16 @@ def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[Si
     """What a job did that it must not have done."""
     for role in (*servers.values(), *trainers):
         yield from _of_role(role)
-    uneven = len(set(case.steps)) > 1 and case.mode != "async" and case.on_trainer_exit == "error"
+    uneven = len(set(case.steps)) > 1 and case.sync_mode and case.on_trainer_exit == "error"
     if case.harmless and not uneven:
         for role in (*servers.values(), *trainers):
             if role.error is not None:
                 yield f"{role.name} ended, and nothing had happened: {role.error}"
-    expected = values_of(case) if case.mode != "async" else []
+    expected = values_of(case) if case.sync_mode else []
     for t in trainers:
-        if t.error is None and t.ended is not None and len(t.pulled) != case.steps[t.k] + 1:
-            yield f"{t.name} ended well after {len(t.pulled) - 1} of {case.steps[t.k]} steps"
-        for step, pulled in enumerate(t.pulled if expected else ()):
+        if t.error is None and t.ended is not None and (not t.pulled or t.pulled[-1][0] != case.steps[t.k]):
+            yield f"{t.name} ended well, and not all of its {case.steps[t.k]} steps are in what it received"
+        for step, pulled in t.pulled if expected else ():
             for n, x in pulled.items():
                 if x.tobytes() != expected[step][n].tobytes():
                     yield f"{t.name} has another {n} after step {step} than one device: {x}, not {expected[step][n]}"
@@ -55,9 +57,9 @@ def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[Si
                 yield f"{t.name} has another sum of round {number} of step {step}"
     for server in servers.values():
         made = server.machine.kind.step
-        if case.mode != "async" and server.ended is not None and server.error is None and made != max(case.steps):
+        if case.sync_mode and server.ended is not None and server.error is None and made != max(case.steps):
             yield f"{server.name} ended well after {made} of {max(case.steps)} steps"
-    if case.mode == "async":
+    if not case.sync_mode:
         for server in servers.values():
             yield from _of_blocks(case, server, trainers)
     if uneven and case.harmless and all(t.error is None for t in trainers):
@@ -103,19 +105,42 @@ def _counted(case: Case, block: str, size: int, k: int, step: int) -> list[np.nd
 
 
 def _of_blocks(case: Case, server: SimulatedServer, trainers: list[SimulatedTrainer]) -> Iterator[str]:
+    """Of an asynchronous server."""
     update = server.update
     assert isinstance(update, SimulatedBlocks)
-    i = case.endpoints.index(server.endpoint)
-    for j, size in enumerate(case.servers[i]):
-        block = block_name(server.endpoint, j)
-        found = [g for n, g in update.log if n == block]
+    done = [t for t in trainers if t.error is None and t.ended is not None]
+    if len(done) == len(trainers) and not server.killed and update.begun != sum(case.steps):
+        yield f"{server.name} has begun {update.begun} of {sum(case.steps)} steps"
+    for block in update.history:
+        known = [0] * case.trainers  # how many steps of each trainer are in the block
+        after = [tuple(known)]  # the same after each update
+        for name, found in update.log:
+            if name == block:
+                source = next((t for t in trainers if _steps_in(case, t, block, known[t.k], found)), None)
+                if source is None:
+                    yield f"{server.name} applied a gradient to {block} that was not sent, or that it had applied"
+                    return
+                known[source.k] += _steps_in(case, source, block, known[source.k], found)
+                after.append(tuple(known))
+        for t in done:
+            made, due = known[t.k], case.steps[t.k]
+            if made < due and not server.killed:
+                yield f"{server.name} applied {made} gradients of {t.name} to {block}, which sent {due}"
+        values = dict(zip(update.history[block], after, strict=True))
         for t in trainers:
-            order = [gradient(block, size, t.k, s).tobytes() for s in range(case.steps[t.k])]
-            mine = [order.index(g) for g in found if g in order]
-            if mine != list(range(len(mine))):
-                yield f"{server.name} applied the gradients of {t.name} for {block} in the order {mine}"
-            if t.error is None and t.ended is not None and len(mine) < case.steps[t.k] and not server.killed:
-                yield f"{server.name} applied {len(mine)} gradients of {t.name}, which ended well after {len(order)}"
-            for pulled in t.pulled:
-                if pulled[block].tobytes() not in update.history[block]:
-                    yield f"{t.name} received a {block} that it never was"
+            for steps, pulled in t.pulled:
+                had = values.get(pulled[block].tobytes())
+                if had is None or had[t.k] < steps:
+                    yield f"{t.name} received, after {steps} of its steps, a {block} with {had and had[t.k]} of them"
+
+
+def _steps_in(case: Case, t: SimulatedTrainer, block: str, since: int, found: bytes) -> int:
+    """How many steps of a trainer, from one on, a gradient is the sum of; 0 where it is of none of its."""
+    sent = t.pushed.get(block, [])[since:]
+    most = case.communicator.max_merge_var_num if case.mode in ("communicator", "half_async") else 1
+    total = None
+    for count, x in enumerate(sent[:most], 1):
+        total = x if total is None else total + x
+        if total.tobytes() == found:
+            return count
+    return 0

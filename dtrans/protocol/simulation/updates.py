@@ -79,7 +79,7 @@ def served(case: Case, endpoint: str) -> ServedBlocks:
     """What a simulated server's protocol is about."""
     sizes = case.servers[case.endpoints.index(endpoint)]
     blocks = {block_name(endpoint, i): ArrayType(n) for i, n in enumerate(sizes)}
-    sync = case.mode != "async"
+    sync = case.sync_mode
     # a synchronous trainer has names of its own; asynchronous ones send one name each
     sent = [{k: gradient_name(b, k if sync else 0) for k in range(case.trainers)} for b in blocks]
     types = {gradient_name(b, k): t for b, t in blocks.items() for k in (range(case.trainers) if sync else (0,))}
@@ -144,15 +144,18 @@ class SimulatedBlocks:
     Attributes:
       log: what was applied: block, and the bytes of its gradient.
       history: every value that each block has had.
+      begun: how many steps of trainers have begun.
     """
 
     def __init__(self, blocks: ServedBlocks, work: Callable[[], None]) -> None:
         self.log: list[tuple[str, bytes]] = []
+        self.begun = 0
         self.history = {n: [initial(n, t.shape[0]).tobytes()] for n, t in blocks.params.items()}
         self._blocks, self._work = blocks, work
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """As `BlockUpdate.begin`."""
+        self.begun += 1
         return {}, {}
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:

@@ -13,7 +13,9 @@ from dtrans.protocol.simulation.case import Case, Event, drawn
 from dtrans.protocol.simulation.clock import Clock
 from dtrans.protocol.simulation.judge import faults
 from dtrans.protocol.simulation.network import Network, drawn_delay
-from dtrans.protocol.simulation.roles import Process, SimulatedServer, SimulatedTrainer
+from dtrans.protocol.simulation.process import Process
+from dtrans.protocol.simulation.server_role import SimulatedServer
+from dtrans.protocol.simulation.trainer_role import CommunicatingTrainer, SimulatedTrainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,8 @@ def _simulated(case: Case) -> Verdict:
     random, clock = Random(case.seed), Clock()
     network = Network(clock, drawn_delay(random, case.delay))
     servers = {ep: SimulatedServer(case, ep, clock, random) for ep in case.endpoints}
-    trainers = [SimulatedTrainer(case, k, clock, random, network, servers) for k in range(case.trainers)]
+    trainer_of = CommunicatingTrainer if case.mode in ("communicator", "half_async") else SimulatedTrainer
+    trainers = [trainer_of(case, k, clock, random, network, servers) for k in range(case.trainers)]
     roles: dict[str, Process] = {r.name: r for r in (*servers.values(), *trainers)}
     begins = lambda role, start: clock.at(random.random() * 0.2, lambda: None if role.over else start())
     for server in servers.values():

@@ -20,8 +20,9 @@ from dtrans._jax import JaxprEqn
 from dtrans.errors import StateError
 from dtrans.ir.program import Program
 from dtrans.ops import DELTA, CommunicatorConfig, geo_send_p, recv_p, send_barrier_p, send_p
+from dtrans.protocol.traffic import Leaf
 from dtrans.run.parameter_server.client import Connection
-from dtrans.run.parameter_server.communicator import Communicator, Leaf
+from dtrans.run.parameter_server.communicator import Communicator
 from dtrans.run.parameter_server.geo import GeoTrainer
 
 

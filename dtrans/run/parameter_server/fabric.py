@@ -45,12 +45,12 @@ from dtrans.ops import (
     split_byref_p,
 )
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.traffic import Leaf, rows_of
 from dtrans.protocol.trainer import Landing, TrainerSteps, Waiting, answered
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.net.sockets import LINGER
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
 from dtrans.run.parameter_server.client import Connection
-from dtrans.run.parameter_server.communicator import Leaf, rows_of
 from dtrans.run.parameter_server.server import Server
 from dtrans.run.parameter_server.update import ServerUpdate
 

@@ -23,7 +23,8 @@ from typing import Any
 import jax
 
 from dtrans.errors import StateError
-from dtrans.run.parameter_server.communicator import Communicator, Leaf
+from dtrans.protocol.traffic import Leaf
+from dtrans.run.parameter_server.communicator import Communicator
 
 
 class GeoTrainer:

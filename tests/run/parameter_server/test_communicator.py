@@ -23,7 +23,8 @@ from dtrans.parameter_server.gradient_merging import merging
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
-from dtrans.run.parameter_server.communicator import Communicator, merged
+from dtrans.protocol.traffic import merged
+from dtrans.run.parameter_server.communicator import Communicator
 from dtrans.step.cut import cut
 
 
@@ -673,11 +674,11 @@ def test_a_server_that_ends_behind_its_answer_is_found(
     away, last, dead = threading.Event(), threading.Event(), threading.Event()
     hear = Communicator._hear
 
-    def late(self: Communicator, line: Any, pull: Any) -> None:
+    def late(self: Communicator, line: Any) -> None:
         if last.is_set():
             assert dead.wait(HANG)
             assert line.line.gone or line.sockets[1].poll(HANG * 1000)
-        hear(self, line, pull)
+        hear(self, line)
 
     monkeypatch.setattr(Communicator, "_hear", late)
     values = np.ones((4, 2)).tobytes()

@@ -1,0 +1,393 @@
+"""A trainer of a simulation, around its machines: what an executor does with a trainer's program."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from dtrans.errors import DtransError, WireError
+from dtrans.protocol import wire
+from dtrans.protocol.simulation.case import Case
+from dtrans.protocol.simulation.clock import Clock
+from dtrans.protocol.simulation.network import Network, SimulatedConnection
+from dtrans.protocol.simulation.process import Process
+from dtrans.protocol.simulation.server_role import SimulatedServer
+from dtrans.protocol.simulation.updates import block_name, gradient, gradient_name, round_part
+from dtrans.protocol.traffic import Group, Leaf, Traffic
+from dtrans.protocol.trainer import TrainerSteps, greeted, left
+from dtrans.protocol.trainer_line import TrainerLine
+
+
+ALIVE_EVERY = 2.0  # seconds
+LINGER = 5.0
+
+
+class _Line:
+    """A trainer's line with its connection, and what has come by it."""
+
+    def __init__(self, line: TrainerLine) -> None:
+        self.line = line
+        self.connection: SimulatedConnection
+        self.messages: collections.deque[Any] = collections.deque()
+        self.events: collections.deque[str] = collections.deque()
+        self.opened = 0  # how often a connection was
+
+
+Answer = Generator[Any, Any, Any]
+
+
+class SimulatedTrainer(Process):
+    """A trainer: what an executor does with the trainer's program.
+
+    Attributes:
+      pulled: how many of its steps were in what it received, and that; the initial parameters first.
+      pushed: what it has sent of each block, or would have sent, in this order.
+      reduced: what came of each round.
+    """
+
+    def __init__(
+        self, case: Case, k: int, clock: Clock, random: Random, network: Network, servers: dict[str, SimulatedServer]
+    ) -> None:
+        super().__init__(f"trainer {k}", clock)
+        self.case, self.k, self.random, self.network, self.servers = case, k, random, network, servers
+        self.pulled: list[tuple[int, dict[str, np.ndarray]]] = []
+        self.pushed: dict[str, list[np.ndarray]] = {}
+        self.reduced: list[np.ndarray] = []
+        self._lines: dict[str, _Line] = {}
+        self._steps = TrainerSteps(lambda ep: self._lines[ep].line)
+        self._steps.sync_mode = case.sync_mode
+        self._script = self._run()
+        self._waits: _Line | None = None  # whose answer it waits for
+        self._late: DtransError | None = None  # what has happened while it computed
+
+    def start(self) -> None:
+        """Begin."""
+        self.begun = True
+        self.deliver(("go",))
+
+    # -- what it does ----------------------------------------------------------------------------
+
+    def _run(self) -> Answer:
+        try:
+            yield from self._train()
+        except Exception as e:  # of any kind, as an executor does
+            self.error = e
+        reason = None if self.error is None else str(self.error)
+        if reason is None and self._steps.in_step:
+            reason = "it closed in the middle of a step"
+        for line in reversed(list(self._lines.values())):  # each is closed, whatever the others say
+            try:
+                yield from left(line.line) if reason is None else self._abort(line, reason)
+            except DtransError as e:
+                self.error = self.error or e
+
+    def _abort(self, line: _Line, reason: str) -> Answer:
+        """Say why, and wait until the server has heard it."""
+        line.line.tell("abort", reason=reason)
+        yield ("hear out", line)
+
+    def _train(self) -> Answer:
+        yield from self._greet()
+        yield from self._pull(0)
+        for step in range(self.case.steps[self.k]):
+            yield self.random.expovariate(1.0) * 0.1
+            yield from self._exchange(step)
+            for name, gradient_ in self._gradients(step):
+                sent_as = gradient_name(name, self.k if self._steps.sync_mode else 0)
+                self._steps.send(name.split("/")[0], sent_as, gradient_)
+            yield from self._pull(step + 1)
+
+    def _greet(self) -> Answer:
+        """Say hello to all servers, one after the other."""
+        case, k = self.case, self.k
+        for ep in case.endpoints:
+            line = _Line(
+                TrainerLine(
+                    ep,
+                    k,
+                    case.trainers,
+                    session=f"session {k}",
+                    sync_mode=self._steps.sync_mode,
+                    plan={"init": "one"},
+                    secret="",
+                    deadline=case.deadline,
+                    say=self._sender(ep),
+                )
+            )
+            self._lines[ep] = line
+            self._open(line)
+            if (yield from greeted(line.line)):
+                line.connection.close(0)
+                self._open(line)
+                yield from greeted(line.line)
+            self._stay_alive(line, self.network.connect(_Mute(self), self.servers[ep], ep))
+
+    def _exchange(self, step: int) -> Answer:
+        for number in range(self.case.rounds):
+            ep = self.case.endpoints[number % len(self.case.endpoints)]
+            part = round_part(self.k, step, number)
+            self.reduced += yield from self._steps.exchange(ep, number, [(part, ("all_reduce", "sum"))])
+
+    def _gradients(self, step: int) -> list[tuple[str, np.ndarray]]:
+        """The gradient of each block."""
+        made = [(n, gradient(n, size, self.k, step)) for n, size in self.case.blocks.items()]
+        for n, g in made:
+            self.pushed.setdefault(n, []).append(g)
+        return made
+
+    def _pull(self, step: int) -> Answer:
+        new = {n: np.empty(size, np.float32) for n, size in self.case.blocks.items()}
+        barriered = self.case.endpoints if step and self._steps.sync_mode else ()
+        landings = [(n.split("/")[0], n, x) for n, x in new.items()]
+        yield from self._steps.request(landings, self.case.endpoints, barriered)
+        self.pulled.append((step, new))
+
+    def _sender(self, ep: str) -> Callable[[list[Any]], None]:
+        return lambda frames: self._lines[ep].connection.to_server(frames, self.spent)
+
+    def _open(self, line: _Line) -> None:
+        line.line.opened()
+        line.messages.clear()
+        line.events.clear()
+        line.opened += 1
+        line.connection = self.network.connect(self, self.servers[line.line.endpoint], (line, line.opened))
+
+    def _stay_alive(self, line: _Line, connection: SimulatedConnection) -> None:
+        """Say that it is alive, by a connection that nothing else goes by."""
+        if self.there:
+            if not self.paused or self.spent:
+                connection.to_server([line.line.alive()])
+            every = min(ALIVE_EVERY, line.line.silence / 4)
+            self.clock.at(self.clock.now + every, lambda: self._stay_alive(line, connection))
+        else:
+            connection.close(0)
+
+    # -- how it waits ----------------------------------------------------------------------------
+
+    def handle(self, event: tuple[Any, ...]) -> None:
+        """Take one event: into the socket that it comes by; and go on if it is what was waited for."""
+        what, *rest = event
+        if rest and rest[0][0].opened != rest[0][1]:
+            pass  # of a connection that is closed
+        elif what == "answer":
+            rest[0][0].messages.append(rest[1])
+        elif what in ("connected", "broken"):
+            rest[0][0].events.append(what)
+        elif what == "go":
+            late, self._late = self._late, None
+            self._go_on(late)
+        self._look()
+
+    def _look(self) -> None:
+        """Go on if what was waited for is here."""
+        if self._waits is not None:
+            self._listen(self._waits)
+
+    def _listen(self, line: _Line) -> None:
+        """What the loop of a connection does: messages first, then what happened to it, then the clock."""
+        now = self.clock.now
+        try:
+            while self._waits is line:
+                gone = line.line.gone
+                if line.messages:
+                    message = line.line.heard(line.messages.popleft(), now)
+                    if message is not None:
+                        self._waits = None
+                        self._go_on(message)
+                elif gone:
+                    raise line.line.went_away()
+                elif line.events:
+                    line.line.connected() if line.events.popleft() == "connected" else line.line.broken()
+                else:
+                    line.line.look(now)
+                    return
+        except DtransError as e:
+            self._waits = None
+            self._go_on(e)
+
+    def _go_on(self, answer: Any) -> None:
+        """Let the script go on to where it waits next."""
+        try:
+            waits = self._script.throw(answer) if isinstance(answer, BaseException) else self._script.send(answer)
+        except StopIteration:
+            self.end(self.error)
+            return
+        self._wait_for(waits)
+
+    def _wait_for(self, waits: Any) -> None:
+        """Wait for what the script has yielded: seconds, the last words of a server, or the answer of a line."""
+        if isinstance(waits, float):
+            self.clock.at(self.clock.now + waits, lambda: self.deliver(("go",)))
+        elif waits[0] == "hear out":
+            self._hear_out(waits[1], self.clock.now + LINGER)
+        else:
+            line, what = waits
+            waiting = self._waits = self._lines[line.endpoint]
+            line.wait(what, self.clock.now)
+            self._wake_at(waiting, line.patience)
+            self.deliver(("look",))
+
+    def _wake_at(self, line: _Line, time: float) -> None:
+        def wake() -> None:
+            if self._waits is line:
+                self.deliver(("look",))
+                if line.line.patience > self.clock.now:
+                    self._wake_at(line, line.line.patience)
+
+        self.clock.at(time, wake)
+
+    def _hear_out(self, line: _Line, until: float) -> None:
+        """As `Connection._heard_out` does."""
+        while line.messages or line.events:
+            if line.messages:
+                with contextlib.suppress(WireError):  # whatever it says, there is nothing to be done any more
+                    line.line.gone = wire.parse(line.messages.popleft()).op == "goodbye"
+            elif line.events.popleft() == "broken":
+                line.line.broken()
+        if line.line.gone or self.clock.now >= until:
+            self.deliver(("go",))
+        else:
+            self.clock.at(self.clock.now + 0.5, lambda: self._hear_out(line, until))
+
+    def close(self) -> None:
+        """Close the connections; what was sent still arrives."""
+        for line in self._lines.values():
+            line.connection.close(0)
+
+
+class CommunicatingTrainer(SimulatedTrainer):
+    """A trainer with a communicator, whose thread is a part of what it does with each event."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._traffic: Traffic | None = None
+        self._groups: collections.deque[Group] = collections.deque()
+        self._newest: tuple[int, dict[str, np.ndarray]] | None = None
+        self._until: Callable[[], bool] | None = None  # what the steps wait for
+
+    def _train(self) -> Answer:
+        yield from self._greet()
+        case, leaves = self.case, _leaves(self.case)
+        self._traffic = Traffic(
+            {ep: line.line for ep, line in self._lines.items()},
+            leaves,
+            case.communicator,
+            deadline=case.deadline,
+            name=self.name,
+            room=lambda key, shape, dtype: np.empty(shape, dtype),
+        )
+        self._traffic.ask(self.clock.now)
+        try:
+            yield lambda: self._newest is not None
+            self._note()
+            for step in range(case.steps[self.k]):
+                yield self.random.expovariate(1.0) * 0.1
+                made = dict(self._gradients(step))
+                yield lambda: len(self._groups) < case.communicator.send_queue_size
+                self._groups.append(
+                    [(_as_gradient(x), np.concatenate([made[n] for n in x.names])) for x in leaves.values()]
+                )
+                if case.mode == "half_async":
+                    yield lambda step=step: self._newest is not None and self._newest[0] > step
+                self._note()
+            traffic = self._traffic
+            yield lambda: not self._groups and not traffic.pulling
+            self._note()
+        finally:
+            self._traffic = None
+
+    def _note(self) -> None:
+        assert self._newest is not None
+        steps, whole = self._newest
+        new: dict[str, np.ndarray] = {}
+        for key, leaf in _leaves(self.case).items():
+            new |= {name: rows for _, name, rows in leaf.blocks(whole[key])}
+        self.pulled.append((steps, new))
+
+    def _go_on(self, answer: Any) -> None:
+        self._until = None
+        super()._go_on(answer)
+        if self._traffic is not None:
+            self.deliver(("look",))  # there may be something to send
+
+    def _wait_for(self, waits: Any) -> None:
+        if callable(waits):
+            self._until = waits
+        else:
+            super()._wait_for(waits)
+
+    def _look(self) -> None:
+        if self._traffic is None:
+            super()._look()
+            return
+        try:
+            self._turn(self._traffic)
+        except DtransError as e:
+            self._traffic = None
+            if self._until is not None:
+                self._go_on(e)
+            else:
+                self._late = e
+            return
+        if self._until is not None and self._until():
+            self._go_on(None)
+
+    def _turn(self, traffic: Traffic) -> None:
+        """What the loop of a communicator does."""
+        now = self.clock.now
+        for ep, line in self._lines.items():
+            while line.events:
+                line.line.connected() if line.events.popleft() == "connected" else line.line.broken()
+            while line.messages:
+                message = line.line.heard(line.messages.popleft(), now)
+                if message is not None and message.op != "welcome":
+                    traffic.heard(ep, message)
+            if line.line.gone:
+                raise line.line.went_away(traffic.waits_for)
+        self._newest = traffic.whole() or self._newest
+        traffic.look(now)
+        while count := traffic.may_take(len(self._groups), now):
+            traffic.send([self._groups.popleft() for _ in range(count)])
+        if not self._groups and (self._newest is None or self._newest[0] < traffic.sent):
+            traffic.ask_for_newest(now)
+        if traffic.patience is not None:
+            self.clock.at(traffic.patience, lambda: self.deliver(("look",)))
+
+
+def _leaves(case: Case) -> dict[str, Leaf]:
+    """The first blocks of all servers are one leaf, and so are the second."""
+    found: dict[str, Leaf] = {}
+    for i in range(max(map(len, case.servers))):
+        rows = [
+            (ep, block_name(ep, i), sizes[i])
+            for ep, sizes in zip(case.endpoints, case.servers, strict=True)
+            if len(sizes) > i
+        ]
+        eps, names, sizes = zip(*rows, strict=True)
+        found[str(i)] = Leaf(eps, names, sizes, (sum(sizes),), np.dtype(np.float32))
+    return found
+
+
+def _as_gradient(leaf: Leaf) -> Leaf:
+    return dataclasses.replace(leaf, names=tuple(gradient_name(n, 0) for n in leaf.names))
+
+
+class _Mute:
+    """The end of a connection of a trainer that listens to nothing by it."""
+
+    def __init__(self, of: Process) -> None:
+        self.name, self._of = of.name, of
+
+    @property
+    def there(self) -> bool:
+        """Whether the trainer runs."""
+        return self._of.there
+
+    def deliver(self, event: tuple[Any, ...]) -> None:
+        """Let it pass."""

@@ -1,0 +1,206 @@
+"""What a trainer sends and receives beside its steps, one turn at a time.
+
+A turn takes what waits, merges it if it is of several steps, and sends it; asks for all parameters when it was sent
+often enough; and receives them while it goes on sending, as far as `CommunicatorConfig` lets it run ahead of the
+servers.
+
+An answer to a request for parameters is also the word that everything sent before it has arrived, so that what is under
+way is bounded: servers that are slower than steps make the queue fill up, its gradients merge, and at last steps wait.
+
+Source: `AsyncCommunicator` and `HalfAsyncCommunicator` in paddle/fluid/operators/distributed/communicator.cc.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans.errors import DeadlineError, PeerError
+from dtrans.ops import CommunicatorConfig
+from dtrans.protocol import wire
+from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.trainer_line import TrainerLine
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf that is cut into blocks when it is sent, and put together when it is received.
+
+    Attributes:
+      endpoints, names: of each block.
+      sections: the number of rows of each; of a 0-d leaf, 1.
+      shape, dtype: of the whole.
+      merge: how several are combined that are sent as one: their "sum", their "mean" or the "newest".
+    """
+
+    endpoints: tuple[str, ...]
+    names: tuple[str, ...]
+    sections: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    merge: str = "sum"
+
+    def blocks(self, whole: np.ndarray) -> list[tuple[str, str, np.ndarray]]:
+        """The endpoint, name and rows of each block."""
+        if len(self.names) == 1:
+            return [(self.endpoints[0], self.names[0], whole)]
+        return list(zip(self.endpoints, self.names, rows_of(whole, self.sections), strict=True))
+
+
+def rows_of(whole: np.ndarray, sections: Sequence[int]) -> list[np.ndarray]:
+    """The blocks of an array, as views: so many rows of it each."""
+    return [whole[end - n : end] for n, end in zip(sections, np.cumsum(sections), strict=True)]
+
+
+Group = Sequence[tuple[Leaf, Any]]  # what a step sends: leaves with their values
+
+
+@dataclasses.dataclass
+class _Pull:
+    """Parameters that are on their way."""
+
+    since: float
+    steps: int  # that were sent before
+    whole: dict[str, np.ndarray]
+    missing: dict[str, Inbox]  # the endpoints whose blocks are not all here
+    at: dict[str, int]  # the step that each endpoint was asked at
+
+
+class Traffic:
+    """The traffic of one trainer with its servers.
+
+    Args:
+      lines: to each endpoint.
+      leaves: what is received, by a key of the caller's.
+      config: how far it may run ahead, and so on.
+      deadline: seconds that parameters may be on their way.
+      name: of the trainer.
+      room: gives memory to receive into: (key, shape, dtype) -> array.
+
+    Attributes:
+      sent: how many steps were.
+    """
+
+    def __init__(
+        self,
+        lines: Mapping[str, TrainerLine],
+        leaves: Mapping[str, Leaf],
+        config: CommunicatorConfig,
+        *,
+        deadline: float,
+        name: str,
+        room: Callable[[str, Sequence[int], Any], np.ndarray],
+    ) -> None:
+        self.config = config
+        self.sent = 0
+        self._lines, self._leaves, self._name = lines, leaves, name
+        self._deadline, self._room = deadline, room
+        self._asked: set[str] = set()  # the endpoints that know what is wanted
+        self._ahead = 0  # groups sent since parameters were asked for
+        self._pull: _Pull | None = None
+
+    @property
+    def pulling(self) -> bool:
+        """Whether parameters are on their way."""
+        return self._pull is not None
+
+    @property
+    def patience(self) -> float | None:
+        """Until when it waits for parameters; None where none are on their way."""
+        return None if self._pull is None else self._pull.since + self._deadline
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    def ask(self, now: float) -> None:
+        """Ask for all parameters."""
+        whole = {key: self._room(key, leaf.shape, leaf.dtype) for key, leaf in self._leaves.items()}
+        wanted: dict[str, dict[str, np.ndarray]] = {}
+        for key, leaf in self._leaves.items():
+            for endpoint, name, rows in leaf.blocks(whole[key]):
+                wanted.setdefault(endpoint, {})[name] = rows
+        for endpoint, blocks in wanted.items():
+            line = self._lines[endpoint]
+            table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
+            line.tell("recv", step=line.step, **({} if endpoint in self._asked else {"blocks": table}))
+            self._asked.add(endpoint)
+        told = "pserver {} sent {}, which was not asked for".format
+        inboxes = {ep: Inbox(blocks, functools.partial(told, ep)) for ep, blocks in wanted.items()}
+        self._pull = _Pull(now, self.sent, whole, inboxes, {ep: self._lines[ep].step for ep in wanted})
+        self._ahead = 0
+
+    def may_take(self, waiting: int, now: float) -> int:
+        """How many of the groups that wait may be sent as one now. Asks for parameters where that comes first."""
+        if self._pull is None and self._ahead >= self.config.min_send_grad_num_before_recv:
+            self.ask(now)
+        runs_ahead = self.config.independent_recv_thread and self._ahead < self.config.min_send_grad_num_before_recv
+        return min(waiting, self.config.max_merge_var_num) if self._pull is None or runs_ahead else 0
+
+    def send(self, groups: Sequence[Group]) -> None:
+        """Send the gradients of several steps as those of one."""
+        parts: dict[Leaf, list[np.ndarray]] = {}
+        for group in groups:
+            for leaf, x in group:
+                parts.setdefault(leaf, []).append(np.asarray(x))
+        outbox: dict[str, list[tuple[str, np.ndarray]]] = {}
+        for leaf, values in parts.items():
+            for endpoint, name, rows in leaf.blocks(merged(values, leaf.merge)):
+                outbox.setdefault(endpoint, []).append((name, rows))
+        for endpoint, blocks in outbox.items():
+            line = self._lines[endpoint]
+            line.send_blocks(blocks, steps=len(groups))
+            line.step += 1
+        self.sent, self._ahead = self.sent + len(groups), self._ahead + 1
+
+    def ask_for_newest(self, now: float) -> None:
+        """Ask for parameters where nothing else is to be sent, and those that are here lack what was."""
+        if self._pull is None and self._ahead:
+            self.ask(now)
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    @property
+    def waits_for(self) -> str:
+        """What an answer would be."""
+        return "parameters" if self.pulling else "gradients to be made"
+
+    def heard(self, endpoint: str, message: wire.Message) -> None:
+        """Take an answer. Raises PeerError where it is not parameters that were asked for."""
+        pull = self._pull
+        if pull is None or endpoint not in pull.missing:
+            raise PeerError(f"pserver {endpoint} sent {self._name} a `{message.op}` that it did not ask for")
+        if message.op != "blocks" or message["step"] != pull.at[endpoint]:
+            raise PeerError(f"pserver {endpoint} answered `recv` of {self._name} with `{message.op}`")
+        pull.missing[endpoint].take(message)
+        if not pull.missing[endpoint].missing():
+            del pull.missing[endpoint]
+
+    def whole(self) -> tuple[int, dict[str, np.ndarray]] | None:
+        """The parameters that have just come whole, and how many steps were sent before they were asked for."""
+        if self._pull is None or self._pull.missing:
+            return None
+        pull, self._pull = self._pull, None
+        return pull.steps, pull.whole
+
+    def look(self, now: float) -> None:
+        """Raise DeadlineError where parameters are too late."""
+        pull = self._pull
+        if pull is not None and now >= pull.since + self._deadline:
+            late = " and ".join(f"pserver {ep}" for ep in pull.missing)
+            raise DeadlineError(f"{self._name} waited {now - pull.since:.1f} s for {late}: parameters")
+
+
+def merged(parts: Sequence[np.ndarray], how: str) -> np.ndarray:
+    """The sum, the mean or the newest of what several steps made; the thing itself of one."""
+    if how == "newest":
+        return parts[-1]
+    whole = parts[0]
+    for x in parts[1:]:
+        # of 0-d arrays the sum is a scalar, which nothing can be written into
+        whole = np.asarray(whole + x) if whole is parts[0] else np.add(whole, x, out=whole)
+    if how == "mean" and len(parts) > 1:
+        np.multiply(whole, np.asarray(1 / len(parts), whole.dtype), out=whole)
+    return whole
