@@ -45,14 +45,12 @@ class Verdict:
 def simulated(case: Case) -> Verdict:
     """Run a case.
 
-            Example:
-              >>> from dtrans.protocol import wire
-    from dtrans.protocol.presence import log
-        from dtrans.protocol.simulation.case import Case
-              >>> from dtrans.protocol.simulation.verdict import simulated
-              >>> case = Case(seed=0, mode="sync", steps=(2, 2), servers=((3,), (4, 1)))
-              >>> print(simulated(case).ends)
-              {'pserver 127.0.0.1:1': 'well', 'pserver 127.0.0.1:2': 'well', 'trainer 0': 'well', 'trainer 1': 'well'}
+    Example:
+      >>> from dtrans.protocol.simulation.case import Case
+      >>> from dtrans.protocol.simulation.verdict import simulated
+      >>> case = Case(seed=0, mode="sync", steps=(2, 2), servers=((3,), (4, 1)))
+      >>> print(simulated(case).ends)
+      {'pserver 127.0.0.1:1': 'well', 'pserver 127.0.0.1:2': 'well', 'trainer 0': 'well', 'trainer 1': 'well'}
     """
     usual = wire.MESSAGE_BYTES
     log.disabled = True  # there are many cases, and a verdict says what became of each
