@@ -1,11 +1,12 @@
 """Eight virtual CPU devices before JAX starts, how hypothesis runs, and what tests of the endpoints start from.
 
-More than half of the time of the tests is compilation, so LLVM is asked for little here and in the processes that tests
-start; `make soak` and `make compat` ask for all of it.
+More than half of the time of tests is compilation. So LLVM is asked for little, here and in the processes that tests
+start (`make soak` and `make compat` ask for all of it), and what was compiled is kept in a folder of this run.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -21,6 +22,11 @@ from hypothesis import HealthCheck, settings
 
 
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    COMPILED = tempfile.mkdtemp(prefix="dtrans-tests-")
+    atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 
 import jax  # behind what it reads of the environment
 
