@@ -14,7 +14,7 @@ which is one lock for each block and more: no update is lost, as it is where thr
 Where gradients are compensated for their delay (`dtrans.parameter_server.dc_asgd`), what a trainer receives is kept for
 it.
 
-A trainer that fails, or falls silent, ends only itself: what it had sent stays, what was half sent is not used. The
+A trainer that fails, or is lost, ends only itself: what it had sent stays, what was half sent is not used. The
 server ends when every trainer has closed, and with an error when all have failed.
 
 Source of the behaviour: `RunAsyncLoop` in paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
@@ -162,7 +162,7 @@ class AsyncServer:
         return False
 
     def look(self, now: float) -> None:
-        """Go on without whoever has fallen silent; raise for those who never came."""
-        for k, why in self._trainers.silent(now).items():
+        """Go on without whoever is lost; raise for those who never came."""
+        for k, why in self._trainers.lost(now).items():
             self._leave(k, why)
         self._trainers.absent(now)

@@ -17,6 +17,8 @@ from dtrans.protocol import token, wire
 from dtrans.protocol.served import ServedBlocks
 
 
+GRACE = 0.5  # seconds in which who has lost a connection may come by another, and last words are read
+
 log = logging.getLogger("dtrans.pserver")
 
 # (to, op, blocks=(), **fields): sends a message at once, to an address that has spoken or to a server by its endpoint
@@ -29,8 +31,8 @@ class Trainer:
 
     session: str
     address: bytes
-    heard: float
     wants: tuple[str, ...] = ()
+    lost: float | None = None  # since when its connection is
     done: bool = False
     failed: bool = False  # done, and not because it said so
 
@@ -41,7 +43,6 @@ class Presence:
     Args:
       served: what the server holds.
       deadline: seconds that they may take to come.
-      silence: seconds without a sign of life after which one is taken for dead.
       plan: the parts of the plan's fingerprint, which a trainer must have too.
       secret: the job's token.
 
@@ -52,7 +53,7 @@ class Presence:
     """
 
     def __init__(
-        self, served: ServedBlocks, *, deadline: float, silence: float, plan: Mapping[str, str] = {}, secret: str = ""
+        self, served: ServedBlocks, *, deadline: float, plan: Mapping[str, str] = {}, secret: str = ""
     ) -> None:
         self.endpoint = served.endpoint
         self.plan = plan
@@ -60,7 +61,6 @@ class Presence:
         self._refused: dict[int, str] = {}  # those that have not come, as far as they were refused: why
         self.count = served.trainers
         self.deadline = deadline
-        self.silence = silence
         self.started = 0.0
         self._sync_mode = served.sync_mode
         self.known: dict[int, Trainer] = {}
@@ -83,7 +83,7 @@ class Presence:
 
     # -- what they say ---------------------------------------------------------------------------
 
-    def hello(self, address: bytes, message: wire.Message, now: float, peer: str | None) -> str:
+    def hello(self, address: bytes, message: wire.Message, peer: str | None) -> str:
         """Let a trainer come, or move to another socket; or what has to end before.
 
         Args:
@@ -127,41 +127,40 @@ class Presence:
         if self.by_address.get(address, k) != k:
             raise WireError(f"trainer {k} has already said hello as trainer {self.by_address[address]}")
         if known is None:
-            self.known[k] = Trainer(message["session"], address, now)
+            self.known[k] = Trainer(message["session"], address)
         else:  # it moves to the Unix socket
             del self.by_address[known.address]
-            known.address, known.heard = address, now
+            known.address, known.lost = address, None
         self.by_address[address] = k
         return ""
 
     def welcome(self, message: wire.Message, step: int, local: str = "") -> dict[str, Any]:
         """The fields of the welcome that answers a `hello`, or a `peer`."""
         proof = token.shown(self._secret, f"welcome {message.fields.get('nonce', '')}")
-        return {"step": step, "local": local, "silence": self.silence, "proof": proof}
+        return {"step": step, "local": local, "proof": proof}
 
-    def hear(self, message: wire.Message, now: float) -> None:
-        """A sign of life, which comes by a socket of its own."""
-        known = self.known.get(message["trainer"])
-        if known and known.session == message["session"]:
-            known.heard = now
+    def lose(self, address: bytes, now: float) -> None:
+        """Note that a connection has ended. What came by it may still be waiting to be read."""
+        k = self.by_address.get(address)
+        if k is not None and not self.known[k].done:
+            self.known[k].lost = now
 
-    def speaker(self, address: bytes, message: wire.Message, now: float) -> int:
+    def speaker(self, address: bytes, message: wire.Message) -> int:
         """Who says something. Raises WireError where nobody may."""
         if address not in self.by_address:
             raise WireError(f"a `{message.op}` message from a peer that has not said hello")
         k = self.by_address[address]
         if self.known[k].done:
             raise WireError(f"a `{message.op}` message of trainer {k}, which has left")
-        self.known[k].heard = now
         return k
 
     # -- who is late -----------------------------------------------------------------------------
 
-    def silent(self, now: float) -> dict[int, str]:
-        """Those to be taken for dead, and why."""
-        since = {k: now - t.heard for k, t in self.known.items() if not t.done}
-        why = "heard nothing from trainer {} for {:.1f} s; it is taken for dead"
-        return {k: why.format(k, s) for k, s in since.items() if s > self.silence}
+    def lost(self, now: float) -> dict[int, str]:
+        """Those whose connection has ended without a word, a while ago, and why they are given up."""
+        why = "the connection of trainer {} to pserver {} ended without a goodbye"
+        gone = [k for k in self.present if (since := self.known[k].lost) is not None and now - since > GRACE]
+        return {k: why.format(k, self.endpoint) for k in gone}
 
     def absent(self, now: float) -> list[int]:
         """Those that have not come yet. Raises DeadlineError when they should have."""

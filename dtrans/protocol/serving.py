@@ -51,17 +51,21 @@ class Serving:
         """Whether all trainers have come and left, and no other server may still greet this one."""
         return self.trainers.served and not self.kind.peers.unsettled
 
-    def take(self, address: bytes, frames: Sequence[Any], now: float) -> None:
+    def take(self, address: bytes, frames: Sequence[Any]) -> None:
         """Take a message of who speaks from `address`. One that is malformed, or out of turn, is refused.
 
         Raises:
           PeerError: the job ends with it: a trainer has failed, or left before the others.
         """
         try:
-            self._dispatch(address, wire.parse(frames), now)
+            self._dispatch(address, wire.parse(frames))
         except WireError as e:
             self.refusals.note("pserver %s refused a message of %s: %s", self.kind.endpoint, self._who(address), e)
             self._say(address, "refuse", reason=str(e))
+
+    def lose(self, address: bytes, now: float) -> None:
+        """Note that the connection of who spoke from `address` has ended."""
+        self.trainers.lose(address, now)
 
     def look(self, now: float) -> None:
         """Look who is late. Raises DeadlineError for whom the job does not wait any longer."""
@@ -74,21 +78,19 @@ class Serving:
         for address in (*trainers, *self.kind.peers.addresses):
             self._say(address, "refuse", reason=f"it ended: {reason}", last=True)
 
-    def _dispatch(self, address: bytes, message: wire.Message, now: float) -> None:
+    def _dispatch(self, address: bytes, message: wire.Message) -> None:
         """Let those who are concerned take a message. Raises WireError for one that is refused."""
-        if message.op == "alive":
-            self.trainers.hear(message, now)
-        elif message.op == "hello":
-            self._hello(address, message, now)
+        if message.op == "hello":
+            self._hello(address, message)
         elif not self.kind.take_peer(address, message):
-            k = self.trainers.speaker(address, message, now)
+            k = self.trainers.speaker(address, message)
             if message.op not in TRAINER_OPS:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
             for part in (message, *_following(message)):
                 getattr(self.kind, part.op)(k, part)
 
-    def _hello(self, address: bytes, message: wire.Message, now: float) -> None:
-        before = self.trainers.hello(address, message, now, self.kind.peers.name(address))
+    def _hello(self, address: bytes, message: wire.Message) -> None:
+        before = self.trainers.hello(address, message, self.kind.peers.name(address))
         if before:
             self._say(address, "waiting", reason=before)
         else:

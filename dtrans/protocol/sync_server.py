@@ -283,8 +283,8 @@ class SyncServer:
 
     def look(self, now: float) -> None:
         """Raise for whoever is too late, and tell those who wait whom they wait for."""
-        for why in self._trainers.silent(now).values():
-            raise DeadlineError(f"pserver {self.endpoint} {why}")
+        for why in self._trainers.lost(now).values():
+            raise PeerError(f"{why}, in step {self.step + 1}")
         absent = self._trainers.absent(now)
         waiting = self._waiting()
         deadline = self._trainers.deadline

@@ -37,7 +37,6 @@ class TrainerLine:
       step: that the next messages are of.
       welcomed: whether the server has welcomed it on this connection.
       gone: the server has ended, or the connection to it has.
-      silence: seconds after which the server takes a trainer for dead; known with its welcome.
       patience: the time until when it waits.
     """
 
@@ -55,13 +54,10 @@ class TrainerLine:
         say: Callable[[list[Any]], None],
     ) -> None:
         self.endpoint = endpoint
-        self.trainer = trainer
-        self.session = session
         self.me = f"trainer {trainer}"
         self.step = 0
         self.welcomed = False
         self.gone = False
-        self.silence = 0.0
         self.patience = 0.0
         self._secret, self._deadline, self._say = secret, deadline, say
         self._since, self._waits_for, self._told = 0.0, "", ""
@@ -99,10 +95,6 @@ class TrainerLine:
     def tell(self, op: str, **fields: Any) -> None:
         """Send a message that needs no answer."""
         self._say([wire.header(op, **fields)])
-
-    def alive(self) -> bytes:
-        """A sign of life, which goes by a connection of its own."""
-        return wire.header("alive", trainer=self.trainer, session=self.session)
 
     def send_blocks(self, gradients: Iterable[tuple[str, Any]], /, steps: int = 1, **at_end: Any) -> None:
         """Send gradients of this step, from the memory they are in; `steps` when they are of several.
@@ -181,5 +173,5 @@ class TrainerLine:
         if not token.is_shown(message.fields.get("proof"), self._secret, f"welcome {self._hello['nonce']}"):
             raise PeerError(f"what welcomes {self.me} as pserver {self.endpoint} has not the job's token")
         self.welcomed = True
-        self.step, self.silence = message["step"], message["silence"]
+        self.step = message["step"]
         return str(message["local"])

@@ -3,15 +3,14 @@
 A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says what it is:
 
     trainer to server                                  server to trainer
-    hello          trainer, trainers, session, order   welcome   step, local, silence
+    hello          trainer, trainers, session, order   welcome   step, local
                    [, sync_mode, plan, nonce]                    [, proof]
     send           step, pieces + frames[, steps]      blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
     recv           step[, blocks]                      refuse    reason[, last]
-    alive          trainer, session                    goodbye
     exchange       step, round, values, pieces         exchanged step, round, values,
                    + frames                                      pieces + frames
-    complete
+    complete                                           goodbye
     abort          reason
 
     server to server                                   and back
@@ -55,7 +54,7 @@ import numpy as np
 from dtrans.errors import WireError
 
 
-VERSION = 1
+VERSION = 2
 MESSAGE_BYTES = 4 << 20  # above a few MB, fresh allocations dominate every transport
 SMALL = 16 << 10  # blocks below this share a frame: a copy is cheaper than a frame
 MAX_MESSAGE = 16 << 20  # a larger frame than this is not ours; who knows the plan has a closer limit
@@ -70,13 +69,12 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "send": {"step": int, "pieces": list},
     "send_barrier": {"step": int},
     "recv": {"step": int},
-    "alive": {"trainer": int, "session": str},
     "exchange": {"step": int, "round": int, "values": list, "pieces": list},
     "complete": {},
     "abort": {"reason": str},
     "peer": {"endpoint": str, "order": str, "layout": str},
     "partials": {"step": int, "level": int, "pieces": list},
-    "welcome": {"step": int, "local": str, "silence": (int, float)},
+    "welcome": {"step": int, "local": str},
     "blocks": {"step": int, "pieces": list},
     "exchanged": {"step": int, "round": int, "values": list, "pieces": list},
     "waiting": {"reason": str},

@@ -14,7 +14,7 @@ import pytest
 from helpers import mlp_batch, mlp_loss, mlp_params
 
 import dtrans
-from dtrans.errors import DeadlineError, WireError
+from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.protocol import presence as presence_module, wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.presence import Presence, named
@@ -44,7 +44,7 @@ class Job:
         (role,) = self.plan.servers.values()
         self.update = ServerUpdate.of(role.main)
         served = self.update.served
-        self.trainers = Presence(served, deadline=10.0, silence=3.0)
+        self.trainers = Presence(served, deadline=10.0)
         self.said: list[tuple[Any, str, dict[str, Any]]] = []
         state = own_buffers({n: np.ones(t.shape, t.dtype) for n, t in self.update.types.items()})
         self.server = (
@@ -56,9 +56,9 @@ class Job:
     def say(self, to: Any, op: str, /, blocks: Any = (), **fields: Any) -> None:
         self.said.append((to, op, fields | {n: np.array(x) for n, x in blocks}))
 
-    def hello(self, k: int, now: float, *, session: str = "", address: bytes = b"") -> str:
+    def hello(self, k: int, *, session: str = "", address: bytes = b"") -> str:
         fields = {"trainer": k, "trainers": self.trainers.count, "session": session, "order": sys.byteorder}
-        return self.trainers.hello(address or b"%d" % k, wire.Message("hello", fields), now, None)
+        return self.trainers.hello(address or b"%d" % k, wire.Message("hello", fields), None)
 
     def send(self, k: int, value: float) -> None:
         """All gradients of trainer k, each full of a number."""
@@ -72,7 +72,7 @@ class Job:
 def test_a_synchronous_step_is_made_of_messages_alone() -> None:
     job = Job(2)
     for k in (1, 0):
-        assert job.hello(k, 0.0) == ""
+        assert job.hello(k) == ""
     table = [[n, list(job.update.types[n].shape), job.update.types[n].dtype.name] for n in job.update.params]
     job.send(0, 1.0)
     for k in range(2):
@@ -89,41 +89,57 @@ def test_a_synchronous_step_is_made_of_messages_alone() -> None:
 
 def test_who_is_late_is_told_by_the_time_that_is_given() -> None:
     job = Job(2)
-    job.hello(0, 1.0)
+    job.hello(0)
     job.server.look(4.0)
     assert job.said == []
     job.send(0, 1.0)
     job.server.look(4.0)
     assert job.said == [(b"0", "waiting", {"reason": "0.0 s for gradients of step 1 from trainer 1"})]
-    with pytest.raises(DeadlineError, match=r"^pserver 127.0.0.1:1 heard nothing from trainer 0 for 3.5 s; it is"):
-        job.server.look(4.5)
-    job.trainers.hear(wire.Message("alive", {"trainer": 0, "session": ""}), 9.0)
     with pytest.raises(DeadlineError, match=r"^pserver 127.0.0.1:1 waited 10.5 s for trainer 1 to say hello$"):
         job.server.look(10.5)
 
 
-def test_an_asynchronous_server_goes_on_without_who_is_silent() -> None:
+def test_who_has_lost_its_connection_is_given_up_a_little_later() -> None:
+    job = Job(2)
+    job.hello(0)
+    job.hello(1)
+    job.trainers.lose(b"1", 4.0)
+    job.server.look(4.4)
+    with pytest.raises(
+        PeerError, match=r"^the connection of trainer 1 to pserver 127.0.0.1:1 ended without a goodbye, in step 1$"
+    ):
+        job.server.look(4.6)
+    job.hello(1, address=b"local")
+    job.trainers.lose(b"1", 5.0)
+    job.server.look(9.0)
+    job.trainers.known[1].done = True
+    job.trainers.lose(b"local", 9.0)
+    assert job.trainers.lost(12.0) == {}
+
+
+def test_an_asynchronous_server_goes_on_without_who_is_lost() -> None:
     job = Job(2, sync_mode=False)
-    job.hello(0, 0.0)
-    job.hello(1, 2.0)
+    job.hello(0)
+    job.hello(1)
+    job.trainers.lose(b"0", 3.0)
     job.server.look(4.0)
     assert job.trainers.present == [1]
     assert job.trainers.left == [0]
     with pytest.raises(WireError, match="trainer 0 has left, and cannot come back to this job"):
-        job.hello(0, 5.0)
+        job.hello(0)
     with pytest.raises(WireError, match="a `recv` message of trainer 0, which has left"):
-        job.trainers.speaker(b"0", wire.Message("recv", {}), 5.0)
+        job.trainers.speaker(b"0", wire.Message("recv", {}))
 
 
 def test_a_trainer_moves_to_another_socket_and_is_replaced_by_nobody() -> None:
     job = Job(2)
-    job.hello(0, 0.0)
-    job.hello(0, 1.0, address=b"local")
+    job.hello(0)
+    job.hello(0, address=b"local")
     assert job.trainers.by_address == {b"local": 0}
     with pytest.raises(WireError, match="trainer 0 is here already"):
-        job.hello(0, 2.0, session="another")
+        job.hello(0, session="another")
     job.trainers.known[0].done = True
-    assert job.hello(0, 3.0, session="another") == "the end of a job of 2 trainers, which trainer 0 has left"
+    assert job.hello(0, session="another") == "the end of a job of 2 trainers, which trainer 0 has left"
     assert not job.trainers.served
     assert named([2, 0]) == "trainers 2, 0"
 

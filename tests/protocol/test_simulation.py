@@ -46,7 +46,7 @@ def test_cases_are_of_all_kinds() -> None:
     assert {c.mode for c in cases} == {"sync", "exchange", "async", "communicator", "half_async"}
     assert {c.trainers for c in cases} == {len(c.servers) for c in cases} == {1, 2, 3}
     assert {c.on_trainer_exit for c in cases} == {"drop", "paddle", "error"}
-    assert {e.kind for c in cases for e in c.events} == {"pause", "crash", "cut", "hold", "twice"}
+    assert {e.kind for c in cases for e in c.events} == {"pause", "stop", "crash", "cut", "hold", "twice"}
     assert {c.rounds for c in cases} == {0, 1, 2}
     assert {c.moves for c in cases} == {False, True}
     ends = [how.split(":")[0] for v in found for how in v.ends.values()]
@@ -64,6 +64,17 @@ def test_who_is_killed_is_named_by_all_who_wait() -> None:
     others = {how for name, how in found.ends.items() if name != "pserver 127.0.0.1:2"}
     assert others
     assert all("pserver 127.0.0.1:2" in how for how in others), others
+
+
+@pytest.mark.parametrize(("mode", "how"), [("sync", "PeerError"), ("async", "well")])
+def test_a_killed_trainer_is_noticed_by_the_end_of_its_connection(mode: str, how: str) -> None:
+    case = dataclasses.replace(PLAIN, mode=mode, events=(Event("crash", 0.3, "trainer 1"),))
+    found = simulated(case)
+    assert not found.faults
+    assert found.seconds < 0.3 + 2.0
+    for ep in case.endpoints:
+        assert found.ends[f"pserver {ep}"].startswith(how)
+        assert mode == "async" or "the connection of trainer 1 to pserver" in str(found)
 
 
 def test_a_verdict_is_told() -> None:

@@ -51,6 +51,12 @@ class Network:
         self.clock.at(self.clock.now + self.delay(), made.establish)
         return made
 
+    def break_all(self, name: str, seconds: float) -> None:
+        """Break all connections of a process, which come up again after some seconds."""
+        for c in self.connections:
+            if name in (c.client.name, c.server.name):
+                c.break_off(seconds)
+
     def address(self) -> bytes:
         """A new address, as a server sees who has connected."""
         return b"%d" % next(self._addresses)
@@ -123,7 +129,7 @@ class SimulatedConnection:
         self.up = False
         self._made += 1
         clock = self.network.clock
-        self.server.deliver(("lost", self))
+        self.server.deliver(("lost", self.address))
         if self.client.there:
             clock.at(clock.now + self.network.delay(), lambda: self.client.deliver(("broken", self.key)))
             clock.at(clock.now + seconds + 2 * self.network.delay(), self.establish)

@@ -24,7 +24,6 @@ from dtrans.protocol.sync_server import SyncServer
 
 
 TICK = 1.0  # seconds between two looks of a server
-SILENCE = 30.0  # seconds without a sign of life after which a trainer is taken for dead
 quiet = logging.getLogger("dtrans.simulation")
 quiet.addHandler(logging.NullHandler())
 quiet.propagate = False
@@ -37,9 +36,8 @@ class SimulatedServer(Process):
         super().__init__(f"pserver {endpoint}", clock)
         self.endpoint = endpoint
         blocks = served(case, endpoint)
-        silence = min(SILENCE, case.deadline)
         work: Callable[[], None] = lambda: self.spend(random.expovariate(1.0) * 0.01)
-        trainers = Presence(blocks, deadline=case.deadline, silence=silence, plan={"init": "one"})
+        trainers = Presence(blocks, deadline=case.deadline, plan={"init": "one"})
         self.update = SimulatedUpdate(blocks, work) if blocks.sync_mode else SimulatedBlocks(blocks, work)
         kind = (
             SyncServer(blocks, self.update, trainers, self.say)
@@ -101,13 +99,14 @@ class SimulatedServer(Process):
     def _take(self, what: str, *rest: Any) -> None:
         now = self.clock.now
         if what == "message":
-            self.machine.take(rest[0], rest[1], now)
+            self.machine.take(rest[0], rest[1])
         elif what == "look":
             self.machine.look(now)
         elif what == "accepted":
             self._by_address[rest[0].address] = rest[0]
         elif what == "lost":
-            self._by_address.pop(rest[0].address, None)
+            self._by_address.pop(rest[0], None)
+            self.machine.lose(rest[0], now)
         elif what == "answer":
             self._lines[rest[0]].heard(rest[1])
         elif what == "connected":

@@ -24,8 +24,7 @@ from dtrans.protocol.trainer import TrainerSteps, greeted, left
 from dtrans.protocol.trainer_line import TrainerLine
 
 
-ALIVE_EVERY = 2.0  # seconds
-LINGER = 5.0
+LINGER = 5.0  # seconds
 
 
 class _Line:
@@ -123,10 +122,10 @@ class SimulatedTrainer(Process):
             self._lines[ep] = line
             self._open(line)
             if (yield from greeted(line.line)):
-                line.connection.close(0)
+                first = line.connection
                 self._open(line)
                 yield from greeted(line.line)
-            self._stay_alive(line, self.network.connect(_Mute(self), self.servers[ep], ep))
+                first.close(0)
 
     def _exchange(self, step: int) -> Answer:
         for number in range(self.case.rounds):
@@ -157,16 +156,6 @@ class SimulatedTrainer(Process):
         line.events.clear()
         line.opened += 1
         line.connection = self.network.connect(self, self.servers[line.line.endpoint], (line, line.opened))
-
-    def _stay_alive(self, line: _Line, connection: SimulatedConnection) -> None:
-        """Say that it is alive, by a connection that nothing else goes by."""
-        if self.there:
-            if not self.paused or self.spent:
-                connection.to_server([line.line.alive()])
-            every = min(ALIVE_EVERY, line.line.silence / 4)
-            self.clock.at(self.clock.now + every, lambda: self._stay_alive(line, connection))
-        else:
-            connection.close(0)
 
     # -- how it waits ----------------------------------------------------------------------------
 
@@ -257,8 +246,9 @@ class SimulatedTrainer(Process):
 
     def close(self) -> None:
         """Close the connections; what was sent still arrives."""
-        for line in self._lines.values():
-            line.connection.close(0)
+        for connection in self.network.connections:
+            if connection.client is self:
+                connection.close(0)
 
 
 class CommunicatingTrainer(SimulatedTrainer):
@@ -376,18 +366,3 @@ def _leaves(case: Case) -> dict[str, Leaf]:
 
 def _as_gradient(leaf: Leaf) -> Leaf:
     return dataclasses.replace(leaf, names=tuple(gradient_name(n, 0) for n in leaf.names))
-
-
-class _Mute:
-    """The end of a connection of a trainer that listens to nothing by it."""
-
-    def __init__(self, of: Process) -> None:
-        self.name, self._of = of.name, of
-
-    @property
-    def there(self) -> bool:
-        """Whether the trainer runs."""
-        return self._of.there
-
-    def deliver(self, event: tuple[Any, ...]) -> None:
-        """Let it pass."""

@@ -9,7 +9,7 @@ from random import Random
 
 from dtrans.protocol import wire
 from dtrans.protocol.presence import log
-from dtrans.protocol.simulation.case import Case, Event, drawn
+from dtrans.protocol.simulation.case import HEARTBEAT, Case, Event, drawn
 from dtrans.protocol.simulation.clock import Clock
 from dtrans.protocol.simulation.judge import faults
 from dtrans.protocol.simulation.network import Network, drawn_delay
@@ -96,9 +96,12 @@ def _end(role: Process) -> str:
 
 
 def _schedule(event: Event, clock: Clock, network: Network, roles: dict[str, Process]) -> None:
-    if event.kind in ("pause", "crash"):
-        role = roles[event.who]
+    role = roles.get(event.who)
+    if role is not None:
         clock.at(event.time, role.kill if event.kind == "crash" else lambda: role.pause(event.seconds))
+    if event.kind == "stop" and event.seconds > HEARTBEAT:
+        clock.at(event.time + HEARTBEAT, lambda: network.break_all(event.who, event.seconds - HEARTBEAT))
+    if role is not None:
         return
 
     def happen() -> None:

@@ -21,6 +21,7 @@ from dtrans.protocol import token, wire
 
 LINGER = 5.0  # seconds that closing may take to hand over the last words
 ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks (RFC 27)
+HEARTBEAT = 4.0  # seconds without a sign of the other end's process after which a connection is given up
 HANDSHAKE = 10.0  # seconds that one may take
 
 
@@ -46,8 +47,8 @@ def new_socket(context: zmq.Context[Any], kind: int, user: str = "", secret: str
     made.setsockopt(zmq.RCVHWM, 0)  # of what is sent to sockets that connect; `limit` is for those that are bound
     made.setsockopt(zmq.IPV6, 1)
     made.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
-    made.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+    made.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT * 250))
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT * 750))
     if user:
         made.setsockopt_string(zmq.PLAIN_USERNAME, user)
         made.setsockopt_string(zmq.PLAIN_PASSWORD, token.shown(secret, user))

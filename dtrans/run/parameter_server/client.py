@@ -1,8 +1,8 @@
 """A trainer's connection to one server: the sockets that its `dtrans.protocol.trainer_line` is driven with.
 
 The connection is made over TCP; a server on the same host answers with the address of a Unix socket, and
-the trainer moves there. A second socket, on a thread of its own, says every few seconds that the trainer is
-alive, so that a server can tell a long computation from a dead process.
+the trainer moves there. Both ends know of each other by ZeroMQ's heartbeats, which its own threads send: a process that
+computes, or holds Python's lock, is not taken for dead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +25,6 @@ from dtrans.protocol.trainer_line import DOOR, TrainerLine
 from dtrans.run.net.sockets import LINGER, new_socket, tcp_address
 
 
-ALIVE_EVERY = 2.0  # seconds between two signs of life, or less for an impatient server
 LONG = 3600.0  # seconds that a poll may take
 
 
@@ -87,17 +85,10 @@ class Connection:
         try:
             local = answered(greeted(self.line), self.receive)
             if local and os.path.exists(local):
-                self._shut()
-                self._open(f"ipc://{local}")
-                answered(greeted(self.line), self.receive)
+                self._move(f"ipc://{local}")
         except BaseException:
             self._shut(linger=0)
             raise
-        self._stop = threading.Event()
-        self._alive = threading.Thread(
-            target=self._stay_alive, args=(address,), name=f"dtrans alive {endpoint}", daemon=True
-        )
-        self._alive.start()
 
     def _say(self, frames: list[Any]) -> None:
         if len(frames) == 1:
@@ -165,24 +156,24 @@ class Connection:
         self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(address)
 
+    def _move(self, address: str) -> None:
+        """Go on by another connection; the first is closed when the server knows of it, and does not miss it."""
+        socket, monitor = self._socket, self._monitor
+        try:
+            self._open(address)
+            answered(greeted(self.line), self.receive)
+        finally:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+
     def _shut(self, linger: float = LINGER) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0 if self.line.gone else int(linger * 1000))
 
-    def _stay_alive(self, address: str) -> None:
-        """Runs in a thread, with a socket of its own: ZeroMQ's are not to be shared."""
-        with contextlib.closing(new_socket(self._context, zmq.DEALER, DOOR, self._secret)) as line:
-            line.linger = 0
-            line.connect(address)
-            while not self._stop.wait(min(ALIVE_EVERY, self.line.silence / 4)):
-                with contextlib.suppress(zmq.Again):  # the server is gone: the main thread will find out
-                    line.send(self.line.alive(), zmq.NOBLOCK)
-
     def close(self, error: str | None) -> None:
         """Say goodbye, or why not, and wait until the server has heard it."""
-        self._stop.set()
-        self._alive.join()
         if error is None:
             try:
                 answered(left(self.line), self.receive)

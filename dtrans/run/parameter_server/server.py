@@ -30,7 +30,6 @@ from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
 
 TICK = 1.0  # seconds between two looks at who is late
-SILENCE = 30.0  # seconds without a sign of life after which a trainer is taken for dead (they come every 2 s)
 
 
 class Server:
@@ -58,7 +57,7 @@ class Server:
         plan: Mapping[str, str],
     ) -> None:
         served, secret = update.served, token.job_token()
-        trainers = Presence(served, deadline=deadline, silence=min(SILENCE, deadline), plan=plan, secret=secret)
+        trainers = Presence(served, deadline=deadline, plan=plan, secret=secret)
         self._sockets = ServerSockets(context, update.endpoint, secret, wire.limits(_sizes(update)))
         state, say = own_buffers(state), self._sockets.say
         kind = (
@@ -103,18 +102,21 @@ class Server:
         look = time.monotonic() + TICK
         while not self._protocol.ended:
             self._sockets.poll(look - time.monotonic(), self._take)
-            self._sockets.listen()
+            self._sockets.listen(self._lose)
             if time.monotonic() >= look:
-                # what came while an update was made may be the signs of life that are about to be missed
+                # what came while an update was made may be what somebody is about to be missed for
                 for _ in range(1000 * self._protocol.trainers.count):  # and no more, whoever is flooding us
                     if not self._sockets.poll(0, self._take):
                         break
                 self._protocol.look(time.monotonic())
                 look = time.monotonic() + TICK
 
+    def _lose(self, address: bytes) -> None:
+        self._protocol.lose(address, time.monotonic())
+
     def _take(self, frames: Sequence[Any]) -> None:
         """Take a message: the address of who speaks, and its frames, which are not kept."""
-        self._protocol.take(bytes(frames[0].buffer), frames[1:], time.monotonic())
+        self._protocol.take(bytes(frames[0].buffer), frames[1:])
 
 
 def _sizes(update: ServerUpdate) -> dict[str, int]:

@@ -90,6 +90,8 @@ class ServerSockets:
         self._bound = ""
         self._lines: dict[str, PeerSocket] = {}
         self._ready: dict[Any, int] = {}
+        self._speakers: dict[int, bytes] = {}  # by the file descriptors of their connections
+        self._lost: list[bytes] = []  # those whose connections have ended
         self._poller = zmq.Poller()
 
     def bind(self, *, allow_remote: bool) -> None:
@@ -97,7 +99,7 @@ class ServerSockets:
         check_host("this pserver", self.endpoint, "Executor(allow_remote=True)", allow_remote=allow_remote)
         self._socket = new_socket(self._context, zmq.ROUTER)
         limit(self._socket, *self._limits)
-        self._monitor = self._socket.get_monitor_socket(_REFUSED_HANDSHAKES | zmq.EVENT_CLOSED)
+        self._monitor = self._socket.get_monitor_socket(_REFUSED_HANDSHAKES | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self._doorkeeper = Doorkeeper(self._context, self._secret, (DOOR,))
         self._folder = Path(tempfile.mkdtemp(prefix="dtrans-"))  # readable by this user only
         local = str(self._folder / "socket")
@@ -126,19 +128,45 @@ class ServerSockets:
         self._ready = dict(self._poller.poll(max(0, int(seconds * 1000))))
         if self._socket not in self._ready:
             return False
-        take(self._socket.recv_multipart(copy=False))  # and nobody keeps them: they have much memory
+        frames = self._socket.recv_multipart(copy=False)
+        self._know(frames[0])
+        take(frames)  # and nobody keeps them: they have much memory
         return True
 
-    def listen(self) -> None:
-        """Take what else `poll` has found. Raises PeerError where a peer refuses, or says that it has ended."""
-        if self._monitor in self._ready and recv_monitor_message(self._monitor)["event"] & _REFUSED_HANDSHAKES:
-            self._refusals.note(
-                "pserver %s refused a connection that does not speak the protocol, or has not the job's token",
-                self.endpoint,
-            )
+    def listen(self, lose: Callable[[bytes], None]) -> None:
+        """Take what else `poll` has found.
+
+        Args:
+          lose: is given the address of each who spoke by a connection that has ended.
+
+        Raises:
+          PeerError: a peer refuses, or says that it has ended.
+        """
+        if self._monitor in self._ready:
+            self._hear_monitor()
+        while self._lost:
+            lose(self._lost.pop())
         if not self._ready.keys() <= {self._socket, self._monitor}:
             for line in self._lines.values():
                 line.listen()
+
+    def _know(self, address: zmq.Frame) -> None:
+        """Note by which connection somebody speaks. One that has the number of another comes behind its end."""
+        connection, speaker = int(address.get(zmq.SRCFD)), bytes(address.buffer)
+        if self._speakers.get(connection) != speaker:
+            self._hear_monitor()
+            self._speakers[connection] = speaker
+
+    def _hear_monitor(self) -> None:
+        while self._monitor.poll(0):
+            found = recv_monitor_message(self._monitor)
+            if found["event"] & _REFUSED_HANDSHAKES:
+                self._refusals.note(
+                    "pserver %s refused a connection that does not speak the protocol, or has not the job's token",
+                    self.endpoint,
+                )
+            elif found["event"] == zmq.EVENT_DISCONNECTED and found["value"] in self._speakers:
+                self._lost.append(self._speakers.pop(found["value"]))
 
     def say(self, to: bytes | str, op: str, /, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> None:
         """As `trainers.Say` is. Raises PeerError for another server that is gone."""

@@ -697,7 +697,7 @@ def test_a_server_that_ends_behind_its_answer_is_found(
     while True:
         message = fake_server.hear()
         if message.op == "hello":
-            fake_server.tell("welcome", step=0, local="", silence=30.0)
+            fake_server.tell("welcome", step=0, local="")
         elif message.op == "recv":
             head = wire.header("blocks", step=message["step"], pieces=[[["params/w", 0, 64]]])
             if away.is_set():

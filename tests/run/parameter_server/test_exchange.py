@@ -224,7 +224,7 @@ def test_servers_that_own_nothing_get_what_another_has(role_threads: RoleThreads
 START = np.arange(8, dtype=np.float32).reshape(4, 2)
 GRAD = np.ones((2, 2), np.float32)
 MEET = {"order": sys.byteorder}
-WELCOME = {"step": 0, "local": "", "silence": 9.0}
+WELCOME = {"step": 0, "local": ""}
 
 
 class Half:
@@ -395,7 +395,6 @@ def test_a_server_that_is_waited_for_in_vain_is_named(role_threads: RoleThreads,
         reasons = []
         while (message := half.trainer.hear()).op == "waiting":
             reasons.append(message["reason"])
-            half.trainer.tell("alive", trainer=0, session="peer")
         assert all(r.endswith(" s for " + what) for r in reasons) and reasons
         error = role_threads.end("server")
         assert type(error) is DeadlineError

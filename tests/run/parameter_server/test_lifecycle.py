@@ -223,7 +223,7 @@ def test_a_connection_that_was_welcome_and_breaks_is_an_error(role_threads: Role
     with FakeServer(ep) as fake_server:
         role_threads.start("trainer", train, plan, 0, [batch_of(0, 1)], params_of())
         assert fake_server.hear().op == "hello"
-        fake_server.tell("welcome", step=0, local="", silence=9.0)
+        fake_server.tell("welcome", step=0, local="")
         until(lambda: fake_server.hear().op == "recv", "the trainer's question")
     assert str(role_threads.end("trainer")).startswith(
         f"pserver {ep} went away while trainer 0 waited for `recv` of step 0"
