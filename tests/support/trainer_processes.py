@@ -16,14 +16,21 @@ from role_threads import free_endpoints
 from dtrans.run.distributed.role import Role, trainer_roles
 
 
+COMPILING = (
+    "JAX_DISABLE_MOST_OPTIMIZATIONS",
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+)
+
+
 def environment(role: Role) -> dict[str, str]:
     """That of a trainer, and nothing of ours but its role."""
     return plain_environment() | role.environment()
 
 
 def plain_environment() -> dict[str, str]:
-    """That of a process that is told nothing."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_"))}
+    """That of a process that is told nothing, but how tests compile."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_")) or k in COMPILING}
     return env | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 

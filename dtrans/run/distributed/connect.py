@@ -134,6 +134,9 @@ def _connect(role: Role | None, deadline: float, allow_remote: bool, loss: str) 
             "JAX was used already, and its devices cannot be connected any more: call dtrans.connect() before anything "
             "that makes an array or asks for devices, jax.random.key for instance"
         )
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        # it takes SIGTERM for itself, and a trainer that is asked to end would go on
+        config.update("jax_enable_preemption_service", False)
     if config.jax_cpu_collectives_implementation in (None, "none"):
         raise ConfigError("jax_cpu_collectives_implementation is 'none': trainers need 'gloo', or 'mpi'")
     seconds = math.ceil(deadline)

@@ -1,0 +1,235 @@
+"""What a job does when one of its processes ends: who notices, how soon, what it says, and what is left behind.
+
+    python benchmarks/kill_matrix.py                        the table, as it comes
+    python benchmarks/kill_matrix.py docs/reliability.md    the same, between the marks of that page
+
+Each row is a job of processes on this host. One of them is sent a signal when it has come to a moment. Seconds are
+those from the signal until the last of the others has ended, with XLA's and Python's own ends; of asynchronous jobs,
+whose others go on, until the servers have said that they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+STEPS = 4000  # more than any job comes to
+MOMENTS = {"before the first step": "ready", "between steps": "step 20"}
+PATIENCE = 60.0  # seconds
+BEGIN, END = "<!-- kill matrix -->", "<!-- end of the kill matrix -->"
+
+
+# -- a process of a job ------------------------------------------------------------------------------
+
+
+def loss(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] - y) ** 2)
+
+
+def init(key):
+    params = {"w1": jax.random.normal(key, (16, 32)), "w2": jax.random.normal(key, (32, 1))}
+    return params, optax.adam(1e-3).init(params)
+
+
+def work(mode: str) -> None:
+    """Train until something ends it, and say how far it is."""
+    import dtrans
+
+    cluster = None if mode in ("sync", "async") else dtrans.connect(deadline=30)
+    role = dtrans.Role.from_env()
+    key = jax.random.key(0)
+    x, y = jax.random.normal(key, (8, 16)), jnp.ones((8, 1))
+    step = dtrans.make_train_step(loss, optax.adam(1e-3))
+    main, startup = dtrans.trace(step, *jax.eval_shape(init, key), x, y), dtrans.trace(init, key)
+    if mode == "nccl2":
+        plan = dtrans.nccl2(main, startup, trainers=role.trainers)
+    elif mode == "pipeline":
+        plan = dtrans.pipeline(main, startup, num_stages=role.trainers, num_micro_batch=2)
+    else:
+        kind = dtrans.Sync() if mode == "sync" else dtrans.Async()
+        plan = dtrans.pserver(main, startup, pservers=role.pservers, trainers=role.trainers, mode=kind)
+    with plan.on_cluster(**({} if cluster else {"deadline": 60})) as job:
+        state = job.init(key)
+        print("ready", flush=True)
+        if role.is_pserver:
+            job.serve(state)
+            return
+        own = slice(role.trainer_id * 8 // role.trainers, (role.trainer_id + 1) * 8 // role.trainers)
+        for i in range(STEPS):
+            state, value = job.step(state, x[own], y[own])
+            jax.block_until_ready(value)
+            print(f"step {i}", flush=True)
+
+
+# -- one row -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Row:
+    """What came of one job."""
+
+    mode: str
+    victim: str
+    how: str
+    moment: str
+    seconds: str
+    said: dict[str, str]
+    left: str
+
+    def __str__(self) -> str:
+        said = "<br>".join(f"{name}: {what}" for name, what in self.said.items())
+        return f"| {self.mode} | {self.victim} | {self.how} | {self.moment} | {self.seconds} | {said} | {self.left} |"
+
+
+def free_endpoints(count: int) -> list[str]:
+    """Endpoints on loopback that were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in made:
+            s.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{s.getsockname()[1]}" for s in made]
+
+
+class Job:
+    """The processes of a job, in a folder of their own; what they print is followed."""
+
+    def __init__(self, mode: str, folder: Path) -> None:
+        from dtrans.run.distributed.role import roles_of, trainer_roles
+
+        pservers = mode in ("sync", "async")
+        roles = roles_of(2, free_endpoints(2)) if pservers else trainer_roles(free_endpoints(2))
+        plain = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS_")}
+        self.folder = folder
+        self.lines: dict[str, list[str]] = {}
+        self.ended: dict[str, float] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._rest: dict[str, bytes] = {}
+        for role in roles:
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--work", mode],
+                env=plain | role.environment() | {"TMPDIR": str(folder), "JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self.processes[role.name] = process
+            self.lines[role.name], self._rest[role.name] = [], b""
+            self._selector.register(process.stdout, selectors.EVENT_READ, role.name)
+
+    def follow(self, until) -> bool:
+        """Read what processes print until something holds; whether it came to hold in time."""
+        limit = time.monotonic() + PATIENCE
+        while not until():
+            left = limit - time.monotonic()
+            if left <= 0 or not self._selector.get_map():
+                return until()
+            for ready, _ in self._selector.select(left):
+                name, data = ready.data, os.read(ready.fd, 1 << 16)
+                if not data:
+                    self._selector.unregister(ready.fileobj)
+                    self.processes[name].wait()
+                    self.ended[name] = time.monotonic()
+                *lines, self._rest[name] = (self._rest[name] + data).split(b"\n")
+                self.lines[name] += [x.decode(errors="replace") for x in lines]
+        return True
+
+    def last_words(self, name: str) -> str:
+        """The error that a process ended with, or what its server said."""
+        own = [x for x in self.lines[name] if not re.match(r"step \d+$|ready$", x) and x.strip()]
+        errors = [x for x in own if re.match(r"(dtrans\.\S*Error|jax\.\S*Error|\w*Error|SystemExit)\b", x)]
+        what = (errors or [x for x in own if "goes on" in x] or own or [""])[-1]
+        what = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", re.sub(r"^dtrans\.errors\.", "", what))
+        code = self.processes[name].poll()
+        return (what[:200] or "nothing") + ("" if code is None else f" (exit code {code})")
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+
+
+def row(mode: str, victim: str, how: signal.Signals, moment: str) -> Row:
+    """Run one job, and send its victim a signal."""
+    with tempfile.TemporaryDirectory(prefix="kill-") as folder:
+        job = Job(mode, Path(folder))
+        try:
+            others = [n for n in job.processes if n != victim]
+            if victim.startswith("pserver"):  # servers print no steps
+                told = lambda: all(MOMENTS[moment] in job.lines[n] for n in others if n.startswith("trainer"))
+            else:
+                told = lambda: MOMENTS[moment] in job.lines[victim]
+            if not job.follow(told):
+                return Row(mode, victim, how.name, moment, "did not come to it", {}, "")
+            begin = time.monotonic()
+            job.processes[victim].send_signal(how)
+            if mode == "async" and victim.startswith("trainer"):
+                servers = [n for n in others if n.startswith("pserver")]
+                held = job.follow(lambda: all(any("goes on" in x for x in job.lines[n]) for n in servers))
+                seconds = time.monotonic() - begin
+            else:
+                held = job.follow(lambda: all(n in job.ended for n in others))
+                seconds = max((job.ended.get(n, 0.0) for n in others), default=begin) - begin
+            said = {n: job.last_words(n) for n in others}
+            if how == signal.SIGSTOP:
+                job.processes[victim].kill()
+            job.follow(lambda: len(job.ended) == len(job.processes) or mode == "async")
+            names = {re.sub(r"-.*", "-*", x) for x in os.listdir(folder)}
+            left = "of the killed one: " + ", ".join(sorted(names)) if names and mode != "async" else "nothing"
+            return Row(mode, victim, how.name, moment, f"{seconds:.1f}" if held else f"over {PATIENCE:.0f}", said, left)
+        finally:
+            job.close()
+
+
+def rows() -> Iterator[Row]:
+    """The whole matrix."""
+    victims = {"sync": ("trainer 1", "pserver 1"), "async": ("trainer 1", "pserver 1")}
+    for mode in ("sync", "async", "nccl2", "pipeline"):
+        for victim in victims.get(mode, ("trainer 1",)):
+            for how in (signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP):
+                for moment in MOMENTS:
+                    if how != signal.SIGSTOP or moment == "between steps":
+                        yield row(mode, victim, how, moment)
+
+
+HEAD = (
+    "| mode | who | signal | when | seconds | what the others say | left behind |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def main(page: Path | None) -> None:
+    print(f"{HEAD}   (load {os.getloadavg()[0]:.1f})", flush=True)
+    made = []
+    for found in rows():
+        print(found, flush=True)
+        made.append(str(found))
+    if page is not None:
+        text = page.read_text()
+        before, rest = text.split(BEGIN)
+        page.write_text(before + BEGIN + "\n\n" + "\n".join([HEAD, *made]) + "\n\n" + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(sys.argv[2])
+    else:
+        main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
