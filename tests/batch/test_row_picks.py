@@ -90,7 +90,7 @@ def trained(case: step_zoo.StepCase, plan: Any, rows: int) -> None:
         compare((job.params(state), loss), (params, wanted))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_picks_from_each_row_is_made_of_its_parts(name: str) -> None:

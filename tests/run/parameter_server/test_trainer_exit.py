@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -319,9 +320,12 @@ def test_an_executor_that_closes_in_the_middle_of_a_step_ends_the_job_on_every_s
     pservers = free_endpoints(2)
     params, plan = mlp_params(dtype=jnp.float64), plan_for(pservers, 2, optax.sgd(0.1))
 
+    begun = threading.Event()  # trainer 0 is known to all servers
+
     def leaves_half_way() -> None:
         exe = dtrans.Executor(deadline=HANG)
         got = exe.run(plan.trainer_startup_program(1), params)
+        assert begun.wait(HANG)
 
         def stops(eqn: Any, values: Any) -> Any:
             raise KeyboardInterrupt
@@ -333,7 +337,7 @@ def test_an_executor_that_closes_in_the_middle_of_a_step_ends_the_job_on_every_s
 
     for ep in pservers:
         role_threads.start(ep, serve, plan, ep, params)
-    role_threads.start("trainer 0", train, plan, 0, batches(2, 2), params)
+    role_threads.start("trainer 0", train, plan, 0, batches(2, 2), params, before=lambda i: begun.set())
     role_threads.start("trainer 1", leaves_half_way)
     for ep in pservers:
         error = role_threads.end(ep)
