@@ -53,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are processors: tests of processes mostly wait."""
     return (os.cpu_count() or 1) + 1
