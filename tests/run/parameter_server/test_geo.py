@@ -190,7 +190,7 @@ def test_beside_the_steps_nothing_is_lost_and_nothing_counts_twice(
     step = jax.jit(plain_step(mlp_loss, TX))
     server = dict(params)
     for k, (went_in, last, _) in enumerate(ended):
-        old, deltas = params, []
+        old, deltas = went_in[0][0], []  # another may have pushed before this one came
         came_out = [p for p, _ in went_in[1:]] + [last]
         for i, ((p, s), out) in enumerate(zip(went_in, came_out, strict=True)):
             alone, _, _ = step(p, s, *batches[k][i])
