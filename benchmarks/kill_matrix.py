@@ -206,7 +206,7 @@ def rows() -> Iterator[Row]:
         for victim in victims.get(mode, ("trainer 1",)):
             for how in (signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP):
                 for moment in MOMENTS:
-                    if how != signal.SIGSTOP or moment == "between steps":
+                    if how == signal.SIGKILL or moment == "between steps":
                         yield row(mode, victim, how, moment)
 
 
