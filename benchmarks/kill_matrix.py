@@ -152,8 +152,10 @@ class Job:
 
     def last_words(self, name: str) -> str:
         """The error that a process ended with, or what its server said."""
-        own = [x for x in self.lines[name] if not re.match(r"step \d+$|ready$", x) and x.strip()]
-        errors = [x for x in own if re.match(r"(dtrans\.\S*Error|jax\.\S*Error|\w*Error|SystemExit)\b", x)]
+        own = [
+            x for x in self.lines[name] if not re.match(r"step \d+$|ready$", x) and x.strip(" @*")[:2] not in ("", "0x")
+        ]
+        errors = [x for x in own if re.match(r"F\d{4} |(dtrans\.\S*Error|jax\.\S*Error|\w*Error|SystemExit)\b", x)]
         what = (errors or [x for x in own if "goes on" in x] or own or [""])[-1]
         what = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", re.sub(r"^dtrans\.errors\.", "", what))
         code = self.processes[name].poll()
