@@ -3,9 +3,9 @@
     python benchmarks/kill_matrix.py                        the table, as it comes
     python benchmarks/kill_matrix.py docs/reliability.md    the same, between the marks of that page
 
-Each row is a job of processes on this host. One of them is sent a signal when it has come to a moment. Seconds are
-those from the signal until the last of the others has ended, with XLA's and Python's own ends; of asynchronous jobs,
-whose others go on, until the servers have said that they do.
+Each row is a job of processes on this host. One of them is sent a signal when it has come to a moment. `known` is the
+seconds from the signal until the last of the others has said what has happened, `ended` those until the last has ended,
+with XLA's and Python's own ends; of asynchronous jobs, whose others go on, the servers say that they do.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ import optax
 STEPS = 4000  # more than any job comes to
 MOMENTS = {"before the first step": "ready", "between steps": "step 20"}
 PATIENCE = 60.0  # seconds
+# a line in which a process says that another has ended
+KNOWS = re.compile(
+    r"has ended|has left|went away|goes on without|ended without a goodbye|PeerError|DeadlineError|detected fatal"
+)
 BEGIN, END = "<!-- kill matrix -->", "<!-- end of the kill matrix -->"
 
 
@@ -88,13 +92,15 @@ class Row:
     victim: str
     how: str
     moment: str
-    seconds: str
+    known: str
+    ended: str
     said: dict[str, str]
     left: str
 
     def __str__(self) -> str:
         said = "<br>".join(f"{name}: {what}" for name, what in self.said.items())
-        return f"| {self.mode} | {self.victim} | {self.how} | {self.moment} | {self.seconds} | {said} | {self.left} |"
+        seconds = f"{self.known} | {self.ended}"
+        return f"| {self.mode} | {self.victim} | {self.how} | {self.moment} | {seconds} | {said} | {self.left} |"
 
 
 def free_endpoints(count: int) -> list[str]:
@@ -118,6 +124,7 @@ class Job:
         self.folder = folder
         self.lines: dict[str, list[str]] = {}
         self.ended: dict[str, float] = {}
+        self.knew: dict[str, float] = {}  # when each has said that another has ended
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._selector = selectors.DefaultSelector()
         self._rest: dict[str, bytes] = {}
@@ -148,6 +155,8 @@ class Job:
                     self.ended[name] = time.monotonic()
                 *lines, self._rest[name] = (self._rest[name] + data).split(b"\n")
                 self.lines[name] += [x.decode(errors="replace") for x in lines]
+                if any(KNOWS.search(x) for x in self.lines[name][-len(lines) :]) and lines:
+                    self.knew.setdefault(name, time.monotonic())
         return True
 
     def last_words(self, name: str) -> str:
@@ -155,8 +164,11 @@ class Job:
         own = [
             x for x in self.lines[name] if not re.match(r"step \d+$|ready$", x) and x.strip(" @*")[:2] not in ("", "0x")
         ]
-        errors = [x for x in own if re.match(r"F\d{4} |(dtrans\.\S*Error|jax\.\S*Error|\w*Error|SystemExit)\b", x)]
-        what = (errors or [x for x in own if "goes on" in x] or own or [""])[-1]
+        named = [x for x in own if re.match(r"dtrans\.\S*Error\b|SystemExit", x)] or [
+            x for x in own if "has ended" in x
+        ]
+        errors = [x for x in own if re.match(r"F\d{4} |(jax\.\S*Error|\w*Error)\b", x)]
+        what = (named or [x for x in own if "goes on" in x] or errors or own or [""])[-1]
         what = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", re.sub(r"^dtrans\.errors\.", "", what))
         code = self.processes[name].poll()
         return (what[:200] or "nothing") + ("" if code is None else f" (exit code {code})")
@@ -180,32 +192,36 @@ def row(mode: str, victim: str, how: signal.Signals, moment: str) -> Row:
             else:
                 told = lambda: MOMENTS[moment] in job.lines[victim]
             if not job.follow(told):
-                return Row(mode, victim, how.name, moment, "did not come to it", {}, "")
+                return Row(mode, victim, how.name, moment, "did not come to it", "", {}, "")
             begin = time.monotonic()
             job.processes[victim].send_signal(how)
-            if mode == "async" and victim.startswith("trainer"):
-                servers = [n for n in others if n.startswith("pserver")]
-                held = job.follow(lambda: all(any("goes on" in x for x in job.lines[n]) for n in servers))
-                seconds = time.monotonic() - begin
-            else:
-                held = job.follow(lambda: all(n in job.ended for n in others))
-                seconds = max((job.ended.get(n, 0.0) for n in others), default=begin) - begin
+            goes_on = mode == "async" and victim.startswith("trainer")
+            survivors = [n for n in others if n.startswith("pserver")] if goes_on else others
+            job.follow(lambda: all(n in job.knew or n in job.ended for n in survivors))
+            since = lambda when: f"{max((when[n] for n in survivors), default=begin) - begin:.1f}"
+            known = since(job.knew) if job.knew.keys() >= {*survivors} else "never"
+            ended = f"over {PATIENCE:.0f}"
+            if goes_on:
+                ended = "goes on"
+            elif job.follow(lambda: all(n in job.ended for n in others)):
+                ended = since(job.ended)
             said = {n: job.last_words(n) for n in others}
             if how == signal.SIGSTOP:
                 job.processes[victim].kill()
             job.follow(lambda: len(job.ended) == len(job.processes) or mode == "async")
             names = {re.sub(r"-.*", "-*", x) for x in os.listdir(folder)}
             left = "of the killed one: " + ", ".join(sorted(names)) if names and mode != "async" else "nothing"
-            return Row(mode, victim, how.name, moment, f"{seconds:.1f}" if held else f"over {PATIENCE:.0f}", said, left)
+            return Row(mode, victim, how.name, moment, known, ended, said, left)
         finally:
             job.close()
 
 
 def rows() -> Iterator[Row]:
     """The whole matrix."""
-    victims = {"sync": ("trainer 1", "pserver 1"), "async": ("trainer 1", "pserver 1")}
+    servers, trainers = ("trainer 1", "pserver 1"), ("trainer 0", "trainer 1")
+    victims = {"sync": servers, "async": servers, "nccl2": trainers, "pipeline": trainers}
     for mode in ("sync", "async", "nccl2", "pipeline"):
-        for victim in victims.get(mode, ("trainer 1",)):
+        for victim in victims[mode]:
             for how in (signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP):
                 for moment in MOMENTS:
                     if how == signal.SIGKILL or moment == "between steps":
@@ -213,8 +229,8 @@ def rows() -> Iterator[Row]:
 
 
 HEAD = (
-    "| mode | who | signal | when | seconds | what the others say | left behind |\n"
-    "| --- | --- | --- | --- | --- | --- | --- |"
+    "| mode | who | signal | when | known | ended | what the others say | left behind |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 

@@ -15,5 +15,7 @@ peer_line         one server's side of one line to another
 serving           one server: who is concerned by a message, and its end
 trainer_line      one trainer's side of one connection
 traffic           what a trainer sends and receives beside its steps
+arrivals          what a process of a pipeline receives
+roll              the trainers of collectives: who has ended
 trainer           one trainer: its lines, and what it sends and waits for in a step
 """

@@ -23,6 +23,10 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     go
     abort          reason
 
+    trainer to trainer 0 (collectives), and from there to all others
+    here
+    ended          trainer, operations, reason
+
     process to process (pipelines)
     value          process, step, key, dtype, shape, impl, pieces + frames
 
@@ -83,6 +87,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "meet": {"trainer": int, "endpoints": list},
     "here": {},
     "go": {},
+    "ended": {"trainer": int, "operations": int, "reason": str},
     "value": {"process": int, "step": int, "key": int, "dtype": str, "shape": list, "impl": str, "pieces": list},
 }
 

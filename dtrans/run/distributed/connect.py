@@ -7,12 +7,17 @@ What fails, and what the others see:
 
     a trainer does not come     DeadlineError at `connect`, which names it
     a trainer raises            its process ends at once, without JAX's waiting for all at exit; the others get a
-                                PeerError, or what is said next, when they next reduce or within the heartbeat
-    a trainer is killed         the same. JAX ends processes that cannot raise with SIGABRT, after some lines of C++ log
-                                (Terminating process because the JAX distributed service detected fatal errors);
-                                `dtrans launch` names the trainer that was killed
+                                PeerError, or end with one, with what it failed of (`dtrans.run.distributed.watch`)
+    a trainer is killed         the same, in less than a second; `dtrans launch` names the trainer that was killed
+    a trainer is stopped, or    the same, when its process has been silent for some four seconds
+    its host is gone
+    a trainer makes fewer steps the same: those that make more get a PeerError when it has come to its end
     a trainer is too slow       nothing, while it is alive; where parts of the batch get another shape, and at the end
                                 of the job, all wait for it, up to the deadline
+
+Where trainers may not bind addresses that other hosts reach, JAX's own heartbeats are all there is: it ends processes
+with SIGABRT after 20 seconds, and some lines of C++ log. Trainer 0 is JAX's coordinator: when it is killed, JAX may end
+the others before they have said anything.
 
 With `on_trainer_loss="drop"` those left go on instead: see `dtrans.run.distributed.elastic`.
 """
@@ -34,7 +39,7 @@ from dtrans._jax import backends_started
 from dtrans.checkpoint.runs import new_run
 from dtrans.checks import check_number, check_one_of
 from dtrans.errors import ConfigError
-from dtrans.run.distributed import elastic
+from dtrans.run.distributed import elastic, watch
 from dtrans.run.distributed.membership import Membership, current, join, known
 from dtrans.run.distributed.multihost import all_reduce_sum
 from dtrans.run.distributed.rendezvous import rendezvous
@@ -94,6 +99,7 @@ def connect(
         endpoints = role.trainer_endpoints if role else ()
         member = join(Membership(jax.process_index(), everyone, endpoints, deadline, loss, allow_remote))
         member = join(dataclasses.replace(member, run=_first_word(member)))
+        watch.start(member)
         if loss == "drop":
             with elastic.all_or_none():  # from now on it is known who ends
                 pass

@@ -37,8 +37,8 @@ from dtrans.checkpoint.runs import VARIABLE as RUN, new_run
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.protocol import token
 from dtrans.run.distributed.child_process import Child, Guard
-from dtrans.run.distributed.multihost import is_by_peer
 from dtrans.run.distributed.role import LOSS, VARIABLES, Role, roles_of, trainer_roles
+from dtrans.run.distributed.watch import is_by_peer
 
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL

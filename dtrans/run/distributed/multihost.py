@@ -23,6 +23,7 @@ from dtrans.errors import BatchError, ConfigError, DeadlineError, PeerError
 from dtrans.ir import fingerprint
 from dtrans.ir.program import Program
 from dtrans.run.distributed.membership import current
+from dtrans.run.distributed.watch import KNOWN, is_by_peer, watch
 
 
 OTHER_STATE = "parameters or an optimizer state of other shapes"
@@ -179,22 +180,23 @@ def _digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def is_by_peer(text: str) -> bool:
-    """Whether an error of JAX, or a line of its log, is what the end of another process looks like."""
-    return "Gloo" in text or "NCCL" in text or "distributed service detected fatal errors" in text
-
-
 @contextlib.contextmanager
 def peers() -> Iterator[None]:
-    """Errors of JAX that another trainer's end causes, as such."""
-    try:
-        yield
-    except (jax.errors.JaxRuntimeError, ValueError) as e:  # it raises either
-        if not is_by_peer(str(e)):
-            raise
-        me, why = f"trainer {jax.process_index()}", str(e).splitlines()[0]
-        if "Timed out" in str(e):
-            raise PeerError(f"{me} waited too long for the other trainers in the middle of a reduction ({why})") from e
-        others = [f"trainer {k}" for k in current().members if k != jax.process_index()]
-        who = others[0] if len(others) == 1 else f"one of {', '.join(others)}"
-        raise PeerError(f"{me} lost {who} in the middle of a reduction: it has ended ({why})") from e
+    """An operation of all trainers: errors of JAX that another trainer's end causes, as such."""
+    watched = watch()
+    with contextlib.nullcontext() if watched is None else watched.operation():
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, ValueError) as e:  # it raises either
+            if not is_by_peer(str(e)):
+                raise
+            me, why = f"trainer {jax.process_index()}", str(e).splitlines()[0]
+            if "Timed out" in str(e):
+                raise PeerError(
+                    f"{me} waited too long for the other trainers in the middle of a reduction ({why})"
+                ) from e
+            others = [f"trainer {k}" for k in current().members if k != jax.process_index()]
+            who, how = others[0] if len(others) == 1 else f"one of {', '.join(others)}", "it has ended"
+            if watched is not None and (found := watched.failure(wait=KNOWN)):
+                who, how = " and ".join(f"trainer {k}" for k in watched.roll.failed()) or who, found
+            raise PeerError(f"{me} lost {who} in the middle of a reduction: {how} ({why})") from e

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.endpoints import is_loopback, split_endpoint
 from dtrans.errors import ConfigError
@@ -129,6 +130,53 @@ class Doorkeeper:
 def user_of(frame: zmq.Frame) -> str:
     """As whom somebody connected who sent a frame."""
     return str(frame.get("User-Id"))
+
+
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Speakers:
+    """Who speaks by which connection of a bound socket, and whose connections have ended.
+
+    Args:
+      bound: before it is bound.
+      refused: is called for each connection that is not let in.
+
+    Attributes:
+      monitor: what to poll beside the socket.
+    """
+
+    def __init__(self, bound: zmq.Socket[Any], refused: Callable[[], None]) -> None:
+        self.monitor: zmq.Socket[Any] = bound.get_monitor_socket(_REFUSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self._bound, self._refused = bound, refused
+        self._known: dict[int, bytes] = {}  # by the file descriptors of their connections
+        self._lost: list[bytes] = []
+
+    def know(self, address: zmq.Frame) -> None:
+        """Note by which connection somebody speaks. One that has the number of another comes behind its end."""
+        connection, speaker = int(address.get(zmq.SRCFD)), bytes(address.buffer)
+        if self._known.get(connection) != speaker:
+            self.listen()
+            self._known[connection] = speaker
+
+    def listen(self) -> None:
+        """Take what the monitor has."""
+        while self.monitor.poll(0):
+            found = recv_monitor_message(self.monitor)
+            if found["event"] & _REFUSED:
+                self._refused()
+            elif found["event"] == zmq.EVENT_DISCONNECTED and found["value"] in self._known:
+                self._lost.append(self._known.pop(found["value"]))
+
+    def lost(self) -> Iterator[bytes]:
+        """The addresses of those whose connections have ended, each once."""
+        while self._lost:
+            yield self._lost.pop()
+
+    def close(self) -> None:
+        """Stop listening, before the socket is closed."""
+        self._bound.disable_monitor()
+        self.monitor.close(linger=0)
 
 
 # seconds; Paddle's FLAGS_rpc_deadline

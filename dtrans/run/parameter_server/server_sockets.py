@@ -23,12 +23,7 @@ from dtrans.protocol.presence import log
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server_peers import ServerPeer, ServerPeers
 from dtrans.protocol.trainer_line import DOOR
-from dtrans.run.net.sockets import LINGER, Doorkeeper, check_host, limit, new_socket, tcp_address
-
-
-_REFUSED_HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+from dtrans.run.net.sockets import LINGER, Doorkeeper, Speakers, check_host, limit, new_socket, tcp_address
 
 
 class PeerSocket:
@@ -90,8 +85,6 @@ class ServerSockets:
         self._bound = ""
         self._lines: dict[str, PeerSocket] = {}
         self._ready: dict[Any, int] = {}
-        self._speakers: dict[int, bytes] = {}  # by the file descriptors of their connections
-        self._lost: list[bytes] = []  # those whose connections have ended
         self._poller = zmq.Poller()
 
     def bind(self, *, allow_remote: bool) -> None:
@@ -99,7 +92,7 @@ class ServerSockets:
         check_host("this pserver", self.endpoint, "Executor(allow_remote=True)", allow_remote=allow_remote)
         self._socket = new_socket(self._context, zmq.ROUTER)
         limit(self._socket, *self._limits)
-        self._monitor = self._socket.get_monitor_socket(_REFUSED_HANDSHAKES | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self._speakers = Speakers(self._socket, self._note_refused)
         self._doorkeeper = Doorkeeper(self._context, self._secret, (DOOR,))
         self._folder = Path(tempfile.mkdtemp(prefix="dtrans-"))  # readable by this user only
         local = str(self._folder / "socket")
@@ -120,7 +113,7 @@ class ServerSockets:
                 self._context, self.endpoint, peer, peers.greeting(peer), self._secret
             )
         lines = [s for line in self._lines.values() for s in (line.socket, line.monitor)]
-        for s in (self._socket, self._monitor, *lines):
+        for s in (self._socket, self._speakers.monitor, *lines):
             self._poller.register(s, zmq.POLLIN)
 
     def poll(self, seconds: float, take: Callable[[list[Any]], None]) -> bool:
@@ -129,7 +122,7 @@ class ServerSockets:
         if self._socket not in self._ready:
             return False
         frames = self._socket.recv_multipart(copy=False)
-        self._know(frames[0])
+        self._speakers.know(frames[0])
         take(frames)  # and nobody keeps them: they have much memory
         return True
 
@@ -142,31 +135,19 @@ class ServerSockets:
         Raises:
           PeerError: a peer refuses, or says that it has ended.
         """
-        if self._monitor in self._ready:
-            self._hear_monitor()
-        while self._lost:
-            lose(self._lost.pop())
-        if not self._ready.keys() <= {self._socket, self._monitor}:
+        if self._speakers.monitor in self._ready:
+            self._speakers.listen()
+        for address in self._speakers.lost():
+            lose(address)
+        if not self._ready.keys() <= {self._socket, self._speakers.monitor}:
             for line in self._lines.values():
                 line.listen()
 
-    def _know(self, address: zmq.Frame) -> None:
-        """Note by which connection somebody speaks. One that has the number of another comes behind its end."""
-        connection, speaker = int(address.get(zmq.SRCFD)), bytes(address.buffer)
-        if self._speakers.get(connection) != speaker:
-            self._hear_monitor()
-            self._speakers[connection] = speaker
-
-    def _hear_monitor(self) -> None:
-        while self._monitor.poll(0):
-            found = recv_monitor_message(self._monitor)
-            if found["event"] & _REFUSED_HANDSHAKES:
-                self._refusals.note(
-                    "pserver %s refused a connection that does not speak the protocol, or has not the job's token",
-                    self.endpoint,
-                )
-            elif found["event"] == zmq.EVENT_DISCONNECTED and found["value"] in self._speakers:
-                self._lost.append(self._speakers.pop(found["value"]))
+    def _note_refused(self) -> None:
+        self._refusals.note(
+            "pserver %s refused a connection that does not speak the protocol, or has not the job's token",
+            self.endpoint,
+        )
 
     def say(self, to: bytes | str, op: str, /, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> None:
         """As `trainers.Say` is. Raises PeerError for another server that is gone."""
@@ -183,8 +164,7 @@ class ServerSockets:
             line.close(failed=failed)
         self._let_go()
         self._doorkeeper.close()
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._speakers.close()
         self._socket.close(linger=int(LINGER * 1000))
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -195,6 +175,7 @@ class ServerSockets:
         self._socket.linger = int(LINGER * 1000)
         limit = time.monotonic() + LINGER
         self._socket.unbind(self._bound)
-        while self._monitor.poll(max(0, int((limit - time.monotonic()) * 1000))):
-            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_CLOSED:
+        monitor = self._speakers.monitor
+        while monitor.poll(max(0, int((limit - time.monotonic()) * 1000))):
+            if recv_monitor_message(monitor)["event"] == zmq.EVENT_CLOSED:
                 return

@@ -27,6 +27,7 @@ from dtrans.ir.pytree import is_under
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
 from dtrans.protocol import wire
+from dtrans.protocol.arrivals import ValueType
 from dtrans.run.base.batch import Share, share_of, whole_types
 from dtrans.run.distributed.connect import connected
 from dtrans.run.distributed.membership import Membership
@@ -36,7 +37,9 @@ from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 from dtrans.run.pipeline_parallel.job import PipelineJob
 from dtrans.run.pipeline_parallel.p2p import P2PChannels, on_host
 from dtrans.run.pipeline_parallel.processes import OneProcess
-from dtrans.run.pipeline_parallel.stage_devices import Function, OnDevices, Places, StageSharding
+from dtrans.run.pipeline_parallel.stage_devices import Function, OnDevices, OneDevice, Places, StageSharding
+from dtrans.run.pipeline_parallel.state import StateLayout
+from dtrans.run.pipeline_parallel.value_types import of_value, value_types
 
 
 _jobs = itertools.count()
@@ -67,7 +70,7 @@ def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
         )
     grids = dataclasses.replace(plan.cluster, devices=local).virtual_devices(shards, replicas)
     mine = frozenset(k for k in range(plan.options.model_stages) if plan.device_of(k) // each == me)
-    at = Deployment(plan, _Local(grids, me * each, stages), mine, donate)
+    at = Deployment(plan, _Local(grids, me * each, plan.cuts.shards[:stages]), mine, donate)
     return PipelineJob(ConnectedProcesses(at, cluster))
 
 
@@ -91,7 +94,10 @@ class ConnectedProcesses(OneProcess):
         self._same = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)} | {**at.plan.merges}
         self._same |= {"orders": repr(at.plan.schedule.orders), "stages": str(at.plan.stage_of)}
         check_consistent(at.plan.main, (), self._same)
+        self.state_types = StateLayout(at).types
         self._links = P2PChannels(cluster, str(next(_jobs)))
+        self._types: dict[StepProgram, Mapping[int, ValueType]] = {}
+        self._playing: Mapping[int, ValueType] = {}  # of the step that is being made
         self._round = 0  # of messages: what is sent is named by its round, and by its place in it
 
     def process_of(self, stage: int) -> int:
@@ -122,13 +128,15 @@ class ConnectedProcesses(OneProcess):
         types = whole_types([(x, self._share(n, x)) for n, x in arrays.items()], self.count)
         return dict(zip(arrays, types, strict=True))
 
-    def check_tape(self, tape: StepProgram) -> None:
+    def check_tape(self, tape: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         check_consistent(self.at.plan.main, (), {**self._same, "tape": "\n".join(tape.lines)})
+        self._types[tape] = value_types(tape, types)
 
     def whole_batch(
         self, tape: StepProgram, arrays: Mapping[str, Any], held: Mapping[tuple[int, str], Any]
     ) -> Mapping[str, Any]:
         self._round += 1
+        self._playing = self._types[tape]
         readers: dict[str, set[int]] = {}
         for place, n in tape.given:
             readers.setdefault(n, set()).add(self.process_of(place))
@@ -172,12 +180,12 @@ class ConnectedProcesses(OneProcess):
             if self.me == owner != MAKER:
                 self._links.send(MAKER, self._round, key, held[place, n])
             elif self.me == MAKER != owner:
-                state[place, n] = self._links.receive(owner, self._round, key, n)
+                state[place, n] = self._receive(owner, key, of_value(self.state_types[n]), n)
         numbered = dict(zip(values.out_names, keys, strict=False))
         if self.me != MAKER:
             mine = {n: key for n, key in numbered.items() if self.me in readers.get(n, ())}
             what = "a value of the whole batch"
-            return {n: self._links.receive(MAKER, self._round, key, what) for n, key in mine.items()}
+            return {n: self._receive(MAKER, key, of_value(values.outputs[n]), what) for n, key in mine.items()}
         made = self.made_first(tape, whole, state)
         for n, key in numbered.items():
             for k in {*readers.get(n, ())} - {self.me}:
@@ -194,7 +202,7 @@ class ConnectedProcesses(OneProcess):
         for n, key in numbered.items():
             mine = on_host(arrays[n])[0]
             for k in others:
-                x = on_host(self._links.receive(k, self._round, key, n))[0]
+                x = on_host(self._receive(k, key, of_value(arrays[n]), n))[0]
                 if x.tobytes() != mine.tobytes():
                     one, two = sorted([(self.me, mine.tolist()), (k, x.tolist())])
                     raise PeerError(
@@ -204,7 +212,7 @@ class ConnectedProcesses(OneProcess):
 
     def _part(self, origin: int, key: int, name: str, mine: Any) -> Any:
         """The part of an array that another process gives."""
-        x = self._links.receive(origin, self._round, key, name)
+        x = self._receive(origin, key, of_value(mine, any_size=True), name)
         if x.shape != mine.shape:
             raise BatchError(
                 f"{PARTS_DIFFER}; trainer {origin} gives {name} as {list(x.shape)}, trainer {self.me} as "
@@ -225,25 +233,30 @@ class ConnectedProcesses(OneProcess):
         elif origin == self.me:
             self._links.send(target, self._round, number, env[ins.source])
         elif target == self.me:
-            x = self._links.receive(origin, self._round, number, f"{ins.what} for stage {ins.stage}")
+            x = self._receive(origin, number, self._playing[number], f"{ins.what} for stage {ins.stage}")
             env[ins.target] = self.at.put(ins, x)
 
     def share_results(self, tape: StepProgram, env: list[Any]) -> None:
         for key, (n, (slot, _, stage)) in enumerate(tape.results.items(), len(tape.instructions)):
-            env[slot] = self._shared(self.process_of(stage), key, n, env[slot])
+            env[slot] = self._shared(self.process_of(stage), key, self._playing[key], n, env[slot])
 
     def collected(self, names: Sequence[str], held: Mapping[str, Any]) -> Mapping[str, Any]:
         self._round += 1
         found = {}
         for key, n in enumerate(names):
-            x = self._shared(self.process_of(self.at.first_place(n)), key, n, held.get(n))
+            kind = of_value(self.state_types[n])
+            x = self._shared(self.process_of(self.at.first_place(n)), key, kind, n, held.get(n))
             found[n] = jax.device_put(x, jax.local_devices()[0])
         return found
 
-    def _shared(self, origin: int, key: int, name: str, x: Any) -> Any:
+    def _receive(self, origin: int, key: int, kind: ValueType, what: str) -> Any:
+        """As `P2PChannels.receive`, of this round."""
+        return self._links.receive(origin, self._round, key, kind, what)
+
+    def _shared(self, origin: int, key: int, kind: ValueType, name: str, x: Any) -> Any:
         """What one process has, in all."""
         if origin != self.me:
-            return jax.device_put(self._links.receive(origin, self._round, key, name))
+            return jax.device_put(self._receive(origin, key, kind, name))
         for k in range(self.count):
             if k != self.me:
                 self._links.send(k, self._round, key, x)
@@ -256,12 +269,13 @@ class _Local(Places):
     Args:
       grids: by stage of this process, its devices.
       first: the first stage of this process.
-      stages: how many there are.
+      shards: of each stage.
     """
 
-    def __init__(self, grids: Sequence[Any], first: int, stages: int) -> None:
+    def __init__(self, grids: Sequence[Any], first: int, shards: Sequence[int]) -> None:
         super().__init__(len(grids[0]))
-        self._on, self._first, self._stages, self._each = OnDevices(grids), first, stages, len(grids)
+        self._on, self._first, self._each = OnDevices(grids), first, len(grids)
+        self._shards, self._stages = shards, len(shards)
 
     def _local(self, stage: int) -> int | None:
         at = stage % self._stages - self._first
@@ -285,4 +299,6 @@ class _Local(Places):
         donated: Sequence[int] = (),
     ) -> Function:
         at = self._local(stage)
-        return fn if at is None else self._on.compiled(fn, at, ins, outs, donated)
+        # that of another process is never run here: it says what types it makes
+        places = OneDevice(self.replicas, [self._shards[stage % self._stages]]) if at is None else self._on
+        return places.compiled(fn, 0 if at is None else at, ins, outs, donated)

@@ -176,7 +176,7 @@ class PipelineJob(Job):
             given |= {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in made.items()}
             programs = self.plan.specialize([*{**types, **given}.values()])
             tape = compile_step(self.at, programs, given, values)
-            self.processes.check_tape(tape)
+            self.processes.check_tape(tape, {**self._layout.types, **given})
             self._tapes[key] = tape
         return self._tapes[key]
 

@@ -34,8 +34,12 @@ class OneProcess:
         """The types of the global batch, of which this process gives these arrays."""
         return {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
 
-    def check_tape(self, tape: StepProgram) -> None:
-        """Check that all processes are about to go through the same instructions."""
+    def check_tape(self, tape: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Check that all processes are about to go through the same instructions.
+
+        Args:
+          types: of the arrays of the state and of the whole batch.
+        """
 
     def whole_batch(
         self, tape: StepProgram, arrays: Mapping[str, Any], held: Mapping[tuple[int, str], Any]

@@ -94,7 +94,7 @@ class StateLayout:
     def check(self, held: Mapping[tuple[int, str], Any]) -> None:
         """Raises StateError for arrays of a state of another plan."""
         for (_, n), x in held.items():
-            check_types({n: x}, {n: self._types[n]})
+            check_types({n: x}, {n: self.types[n]})
 
     def put(self, held: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
         """Arrays of a state that may be from elsewhere, where stages have them. Raises StateError as `arrays`."""
@@ -120,7 +120,7 @@ class StateLayout:
         return x if padding is None else padded_to(x, *padding)
 
     @cached_property
-    def _types(self) -> dict[str, Any]:
+    def types(self) -> dict[str, Any]:
         """Of the arrays of a state, with their padding."""
         return {n: jax.eval_shape(partial(self._padded, n), t) for n, t in self.at.plan.types.items()}
 

@@ -1,0 +1,286 @@
+"""The trainers of collectives keep a line to trainer 0, by which all know at once when one ends, and who.
+
+    trainer k    says that it is here, and at its end why it ends
+    trainer 0    tells all others; of one whose connection ends without a word it says so
+
+An operation of Gloo or NCCL fails where a process is gone, and does not say which; where one has been stopped, or has
+gone to its end after fewer steps, it fails never, and JAX ends all processes with SIGABRT in the end. A line beside
+them knows: ZeroMQ's own threads find out in some four seconds that a process has been stopped, and the kernel tells of
+one that is gone.
+
+    who is about to begin an operation            gets a PeerError (`begin`)
+    who waits for a value of a pipeline           the same (`check`)
+    who is in the middle of an operation          cannot be told: PATIENCE seconds later the process says what it was
+                                                  doing, and ends with exit code 1
+
+What a process does in its own Python is left alone: it may be saving what it has. Where trainers may be lost
+(`on_trainer_loss="drop"`) there is no such line; JAX's own heartbeats say who is left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dtrans._jax import coordinator
+from dtrans.errors import ConfigError, PeerError, WireError
+from dtrans.protocol import wire
+from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.roll import GRACE, Ended, Roll
+from dtrans.run.distributed.address import Address, address_of, this_host
+from dtrans.run.distributed.board import shared_secret, told
+from dtrans.run.distributed.membership import Membership
+from dtrans.run.net.sockets import Doorkeeper, Speakers, limit, new_socket, user_of
+
+
+log = logging.getLogger(__name__)
+PATIENCE = 3.0  # seconds that a process which waits in JAX has, once another has ended
+LINGER = 2.0  # seconds that last words may take
+LOOK = 0.1  # seconds between two looks at what the process does, once it is known that it cannot go on
+KNOWN = 1.0  # seconds that it may take to know which process has ended, where an operation has failed
+MISSED = "connect"
+JAX = str(Path(jax.__file__).parent)
+
+
+def is_by_peer(text: str) -> bool:
+    """Whether an error of JAX, or a line of its log, is what the end of another process looks like."""
+    return "Gloo" in text or "NCCL" in text or "distributed service detected fatal errors" in text
+
+
+class Watch:
+    """The line of one trainer, or those of trainer 0.
+
+    Args:
+      cluster: the job that it is connected to.
+      secret: of the job.
+      at: where trainer 0 can be reached: an address to bind for itself, one to connect to for the others.
+    """
+
+    def __init__(self, cluster: Membership, secret: str, at: Address | str) -> None:
+        self.me, self._leads = cluster.name, cluster.trainer_id == 0
+        self._number, self._count = cluster.trainer_id, cluster.trainers
+        where = cluster.endpoints or [""] * self._count
+        self.roll = Roll(self._number, [f"trainer {k}" + f" ({x})" * bool(x) for k, x in enumerate(where)])
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._addresses: dict[bytes, int] = {}  # of the others, at trainer 0
+        self._refusals = Refusals(log)
+        self._open = contextlib.ExitStack()
+        if isinstance(at, Address):
+            self._bind(secret, at)
+        else:
+            self._socket = new_socket(self._context, zmq.DEALER, _user(self._number), secret)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._open.callback(self._monitor.close, linger=0)
+            self._open.callback(self._socket.disable_monitor)
+            self._socket.connect(at)
+            self._socket.send(wire.header("here"))
+        self._wake = threading.Event()
+        self._doing = 0  # operations that the process is in the middle of
+        self._raised = False  # the process has been told by an error, and has itself in hand
+        self._known_since: float | None = None
+        self._stopping = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._stopping[0].bind("inproc://stop")
+        self._stopping[1].connect("inproc://stop")
+        self._thread = threading.Thread(target=self._listen, name="dtrans watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def _bind(self, secret: str, at: Address) -> None:
+        users = [_user(k) for k in range(1, self._count)]
+        self._open.callback(Doorkeeper(self._context, secret, users).close)
+        self._socket = new_socket(self._context, zmq.ROUTER)
+        limit(self._socket, wire.HELLO, 1000)
+        self._speakers = Speakers(self._socket, self._note_refused)
+        self._open.callback(self._speakers.close)
+        self._monitor = self._speakers.monitor
+        self.address = at.at(self._socket.bind_to_random_port(at.bound))
+
+    # -- what the process asks -------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def operation(self) -> Iterator[None]:
+        """What all trainers carry out together. Raises PeerError where one has ended that would have to."""
+        self.roll.begun += 1
+        self._doing += 1
+        try:
+            self.check()
+            yield
+        except BaseException:
+            self._raised = True
+            self.roll.begun -= 1
+            raise
+        finally:
+            self._doing -= 1
+
+    def check(self, origin: int | None = None) -> None:
+        """Raise PeerError where this process cannot go on, or where `origin`, which it waits for, has ended."""
+        why = self.roll.failure() or ("" if origin is None else self.roll.why(origin))
+        if why:
+            self._raised = True
+            raise PeerError(f"{self.me} cannot go on: {why}")
+
+    def failure(self, wait: float) -> str:
+        """Why this process cannot go on, which may take so many seconds to be known; empty, if it is not."""
+        self._wake.wait(wait)
+        return self.roll.failure()
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        poller = zmq.Poller()
+        for s in (self._socket, self._monitor, self._stopping[0]):
+            poller.register(s, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(self._milliseconds()))
+            if self._stopping[0] in ready:
+                return
+            now = time.monotonic()
+            if self._socket in ready:
+                self._hear()
+            if self._monitor in ready:
+                self._hear_monitor(now)
+            for k in self.roll.silent(now):
+                self._tell(k)
+            self._look(now)
+
+    def _milliseconds(self) -> int | None:
+        look = int(LOOK * 1000)
+        if self.roll.ended:  # one that has begun an operation too many is seen at the next look
+            return look
+        return None if self.roll.due() is None else look
+
+    def _hear(self) -> None:
+        parts: list[Any] = self._socket.recv_multipart(copy=False)
+        try:
+            if self._leads:
+                message, speaker = wire.parse(parts[1:]), int(user_of(parts[0]).rpartition(" ")[2])
+                self._speakers.know(parts[0])
+                self._addresses[bytes(parts[0].buffer)] = speaker
+            else:
+                message, speaker = wire.parse(parts), 0
+            if message.op == "ended":
+                k = speaker if self._leads else message["trainer"]
+                if self.roll.note(k, Ended(message["operations"], message["reason"])):
+                    self._tell(k)
+        except WireError as e:
+            self._refusals.note("%s dropped %s", self.me, e)
+
+    def _hear_monitor(self, now: float) -> None:
+        if not self._leads:
+            while self._socket.poll(0):  # last words first; and then at once, since JAX may end this process
+                self._hear()
+            recv_monitor_message(self._monitor)
+            self.roll.broken(0, now - GRACE)
+            return
+        self._speakers.listen()
+        for address in self._speakers.lost():
+            self.roll.broken(self._addresses[address], now)
+
+    def _tell(self, k: int) -> None:
+        """Trainer 0 tells the others how one has ended."""
+        if not self._leads:
+            return
+        how = self.roll.ended[k]
+        words = wire.header("ended", trainer=k, operations=how.operations, reason=how.reason)
+        for address, other in self._addresses.items():
+            if other != k:
+                self._socket.send_multipart([address, words])
+
+    def _look(self, now: float) -> None:
+        why = self.roll.failure()
+        if not why:
+            return
+        if self._known_since is None:
+            self._known_since = now
+            log.error("%s: %s", self.me, why)
+            self._wake.set()
+        # trainer 0 last: JAX ends the others when it has gone
+        if now - self._known_since > PATIENCE + 0.5 * self._leads and not self._raised and self._waits_in_jax():
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            stack = "".join(traceback.format_stack(frame))
+            error = (
+                f"{PeerError.__module__}.PeerError: {self.me} cannot go on, and waits in JAX for what does not come: "
+            )
+            sys.stderr.write(f"Waiting (most recent call last):\n{stack}{error}{why}\n")
+            self._say_end(why)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(1)
+
+    def _waits_in_jax(self) -> bool:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        return self._doing > 0 or (frame is not None and frame.f_code.co_filename.startswith(JAX))
+
+    def _note_refused(self) -> None:
+        self._refusals.note("%s refused a connection of somebody who is not of this job", self.me)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _say_end(self, reason: str) -> None:
+        words = wire.header("ended", trainer=self._number, operations=self.roll.begun, reason=reason)
+        for to in self._addresses if self._leads else [b""]:
+            with contextlib.suppress(zmq.Again):
+                self._socket.send_multipart([to, words] if to else [words], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Say that this process has come to its end, or what it failed of."""
+        if self._socket.closed:
+            return
+        failed = getattr(sys, "last_value", None)
+        reason = "" if failed is None else traceback.format_exception_only(failed)[-1].strip()[:1000]
+        if is_by_peer(reason):  # JAX's error does not say whose; the log does
+            reason = self.failure(KNOWN) or reason
+        self._stopping[1].send(b"")
+        self._thread.join()
+        self._say_end(reason)
+        for s in self._stopping:
+            s.close(linger=0)
+        self._open.close()
+        self._socket.close(linger=int(LINGER * 1000))
+        self._context.term()
+        atexit.unregister(self.close)
+
+
+def _user(trainer: int) -> str:
+    return f"watched trainer {trainer}"
+
+
+_watch: Watch | None = None
+
+
+def start(cluster: Membership) -> None:
+    """Open the line of this process. There is none where trainer 0 may not bind an address that the others reach.
+
+    Raises:
+      DeadlineError: another trainer does not connect.
+    """
+    global _watch
+    if cluster.trainers == 1 or cluster.on_trainer_loss == "drop" or _watch is not None:
+        return
+    secret = shared_secret(cluster, "watch", MISSED)
+    hosts = told(cluster, "watch/hosts", this_host(), MISSED)
+    if cluster.trainer_id == 0:
+        with contextlib.suppress(ConfigError):
+            _watch = Watch(cluster, secret, address_of(cluster, list(hosts.values()), coordinator()))
+    at = told(cluster, "watch/at", "" if _watch is None else _watch.address, MISSED)[0]
+    if cluster.trainer_id and at:
+        _watch = Watch(cluster, secret, at)
+
+
+def watch() -> Watch | None:
+    """The line of this process, if it has one."""
+    return _watch
