@@ -16,6 +16,7 @@ serving           one server: who is concerned by a message, and its end
 trainer_line      one trainer's side of one connection
 traffic           what a trainer sends and receives beside its steps
 arrivals          what a process of a pipeline receives
+meeting           the trainers of collectives meet
 roll              the trainers of collectives: who has ended
 trainer           one trainer: its lines, and what it sends and waits for in a step
 """

@@ -3,12 +3,11 @@
     trainer 0   asks every other at its endpoint, again and again, until all have answered or time is up
     trainer k   listens at its endpoint for trainer 0, and then for its word that all are there
 
-JAX's own way of waiting for processes ends them with SIGABRT when one does not come, and does not say which. Here
-trainer 0 knows, and tells those that came. What they agree on is the list of endpoints, which says who is who. After
-that trainer 0's endpoint is the coordinator of `jax.distributed`; the other endpoints are not used any more.
+What they say is `dtrans.protocol.meeting`. JAX's own way of waiting for processes ends them with SIGABRT when one does
+not come, and does not say which. Here trainer 0 knows, and tells those that came. After that trainer 0's endpoint is
+the coordinator of `jax.distributed`; the other endpoints are not used any more.
 
-Both sides show that they have the job's token (`dtrans.protocol.token`): trainer 0 where it connects, the others with
-what they answer. What others say, and what is no message, is dropped and counted, and trainer 0 asks again there.
+What is no message, or not of this job, is dropped and counted, and trainer 0 asks again there.
 
 Source of the direction: paddle/fluid/operators/collective/gen_nccl_id_op.cc.
 """
@@ -28,6 +27,7 @@ import zmq
 from dtrans.endpoints import split_endpoint
 from dtrans.errors import ConfigError, DeadlineError, PeerError, WireError
 from dtrans.protocol import token, wire
+from dtrans.protocol.meeting import MeetingFirst, MeetingOther
 from dtrans.protocol.refusals import Refusals
 from dtrans.run.net.sockets import LINGER, Doorkeeper, check_host, new_socket, tcp_address
 
@@ -35,7 +35,6 @@ from dtrans.run.net.sockets import LINGER, Doorkeeper, check_host, new_socket, t
 log = logging.getLogger("dtrans.rendezvous")
 FIRST = "the first trainer"  # as whom it connects to the others
 AGAIN = 1.0  # seconds after which trainer 0 asks again, where somebody else has answered
-GRACE = 5.0  # seconds that the others give trainer 0 to tell them that time is up
 
 
 def rendezvous(trainer_id: int, endpoints: Sequence[str], *, deadline: float, allow_remote: bool = False) -> None:
@@ -65,51 +64,40 @@ def rendezvous(trainer_id: int, endpoints: Sequence[str], *, deadline: float, al
 def _gather(context: zmq.Context[Any], endpoints: Sequence[str], deadline: float) -> None:
     """As trainer 0: ask all others."""
     limit = time.monotonic() + deadline
-    secret, nonce = token.job_token(), token.new_token()
-    ask = lambda line, k: line.send(wire.header("meet", trainer=k, endpoints=list(endpoints), nonce=nonce))
-    refusals, ignored = Refusals(log), dict[Any, str]()  # lines to what was said by them last that is not of this job
+    secret, refusals = token.job_token(), Refusals(log)
+    meeting = MeetingFirst(endpoints, secret, token.new_token())
     with _held(endpoints[0]), contextlib.ExitStack() as stack:
         poller = zmq.Poller()
-        missing: dict[zmq.Socket[Any], int] = {}
-        there: list[zmq.Socket[Any]] = []
+        lines: dict[int, zmq.Socket[Any]] = {}
         for k, endpoint in enumerate(endpoints[1:], 1):
-            line = stack.enter_context(contextlib.closing(new_socket(context, zmq.DEALER, FIRST, secret)))
-            line.connect(tcp_address(endpoint))  # ZeroMQ tries again until somebody is there
-            ask(line, k)
-            poller.register(line, zmq.POLLIN)
-            missing[line] = k
+            lines[k] = stack.enter_context(contextlib.closing(new_socket(context, zmq.DEALER, FIRST, secret)))
+            lines[k].connect(tcp_address(endpoint))  # ZeroMQ tries again until somebody is there
+            lines[k].send(meeting.question(k))
+            poller.register(lines[k], zmq.POLLIN)
+        who = {line: k for k, line in lines.items()}
         try:
-            while missing:
+            while meeting.missing:
                 ready = poller.poll(_milliseconds(min(limit, time.monotonic() + AGAIN)))
                 if not ready and time.monotonic() >= limit:
-                    absent = " and ".join(f"trainer {k} ({endpoints[k]})" for k in missing.values())
-                    why = "".join(f"; at {endpoints[missing[x]]} {said}" for x, said in ignored.items() if x in missing)
-                    raise DeadlineError(f"trainer 0 waited {deadline:g} s for {absent} to come{why}")
-                for line in () if ready else ignored.keys() & missing.keys():
+                    raise meeting.late(deadline)
+                for k in () if ready else [*meeting.others]:
                     with contextlib.suppress(zmq.Again):
-                        ask(line, missing[line])  # another may be there by now
+                        lines[k].send(meeting.question(k))  # another may be there by now
                 for line, _ in ready:
-                    k = missing[line]
+                    k = who[line]
                     try:
-                        message = _answer(line.recv_multipart(), secret, nonce)
+                        meeting.heard(k, line.recv_multipart())
                     except WireError as e:
-                        ignored[line] = f"is something that is not of this job: {e}"
                         refusals.note("trainer 0 dropped what came from %s: %s", endpoints[k], e)
-                        continue
-                    del missing[line]
-                    poller.unregister(line)
-                    if message.op != "here":
-                        raise PeerError(f"trainer {k} ({endpoints[k]}) refused trainer 0: {message['reason']}")
-                    there.append(line)
         except BaseException as e:
             late = isinstance(e, DeadlineError)
             reason = str(e) if isinstance(e, PeerError) else f"trainer 0 failed: {type(e).__name__}: {e}"
             # not who refused, which has gone; who has yet to come is told if it comes while this lingers
-            for line in there if late else [*there, *missing]:
-                _let_linger(line)
-                _say(line, "abort", reason=reason, late=late)
+            for k in meeting.here if late else [*meeting.here, *meeting.missing]:
+                _let_linger(lines[k])
+                _say(lines[k], "abort", reason=reason, late=late)
             raise
-        for line in there:
+        for line in lines.values():
             _let_linger(line)
             _say(line, "go")
 
@@ -131,16 +119,6 @@ def _milliseconds(limit: float) -> int:
     return max(0, math.ceil((limit - time.monotonic()) * 1000))
 
 
-def _answer(parts: Sequence[bytes], secret: str, nonce: str) -> wire.Message:
-    """What a trainer answers to `meet`. Raises WireError where it is none, or of somebody without the token."""
-    message = wire.parse(parts)
-    if message.op not in ("here", "refuse"):
-        raise WireError(f"it says `{message.op}`")
-    if not token.is_shown(message.fields.get("proof"), secret, f"{message.op} {nonce}"):
-        raise WireError(f"it says `{message.op}`, and has not the job's token")
-    return message
-
-
 @contextlib.contextmanager
 def _held(endpoint: str) -> Iterator[None]:
     """Keep the coordinator's port until JAX takes it: that it is in use is said here, by name."""
@@ -158,39 +136,25 @@ def _held(endpoint: str) -> Iterator[None]:
 
 def _come(door: zmq.Socket[Any], trainer_id: int, endpoints: Sequence[str], deadline: float) -> None:
     """As another trainer: wait to be asked, and for the word that all are there."""
-    me, first = f"trainer {trainer_id}", f"trainer 0 ({endpoints[0]})"
+    me = f"trainer {trainer_id}"
     try:
         door.bind(tcp_address(endpoints[trainer_id]))
     except zmq.ZMQError as e:
         raise ConfigError(f"{me} cannot listen at {endpoints[trainer_id]}: {zmq.strerror(e.errno or 0)}") from e
-    limit, what = time.monotonic() + deadline, "to come"
-    asked, refusals, secret = b"", Refusals(log), token.job_token()
-    while True:
-        if not door.poll(_milliseconds(limit)):
-            waited = deadline if not asked else deadline + GRACE
-            raise DeadlineError(f"{me} waited {waited:g} s at {endpoints[trainer_id]} for {first} {what}")
+    meeting = MeetingOther(trainer_id, endpoints, token.job_token(), deadline=deadline, now=time.monotonic())
+    refusals = Refusals(log)
+    while not meeting.met:
+        if not door.poll(_milliseconds(meeting.limit)):
+            raise meeting.late()
         sender, *parts = door.recv_multipart()
         try:
-            message = wire.parse(parts)
+            answer = meeting.heard(sender, parts, time.monotonic())
         except WireError as e:  # not one of this job
             refusals.note("%s dropped %s", me, e)
             continue
-        if message.op == "meet":
-            nonce = message.fields.get("nonce", "")
-            told = [message["trainer"], message["endpoints"]]
-            if told != [trainer_id, list(endpoints)]:
-                said = f"trainer {told[0]} of {wire.brief(','.join(map(str, told[1])))}"
-                reason = f"this is {me} of {','.join(endpoints)}, and trainer 0 takes it for {said}"
-                _let_linger(door)
-                door.send_multipart(
-                    [sender, wire.header("refuse", reason=reason, proof=token.shown(secret, f"refuse {nonce}"))]
-                )
-                raise PeerError(f"trainer 0 has other endpoints: {reason}")
-            door.send_multipart([sender, wire.header("here", proof=token.shown(secret, f"here {nonce}"))])
-            # its own deadline ends before this one, and then it says who is missing
-            asked, limit, what = sender, time.monotonic() + deadline + GRACE, "to find the others"
-        elif sender == asked and message.op == "abort":
-            kind = DeadlineError if message.fields.get("late") else PeerError
-            raise kind(f"{me} was told to give up: {message['reason']}")
-        elif sender == asked and message.op == "go":
-            return
+        if meeting.refused:
+            _let_linger(door)
+        if answer is not None:
+            door.send_multipart([sender, answer])
+        if meeting.refused:
+            raise PeerError(f"trainer 0 has other endpoints: {meeting.refused}")
