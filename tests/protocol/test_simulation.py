@@ -11,10 +11,12 @@ import pytest
 
 from dtrans.protocol import trainer_rounds
 from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.geo import GeoSteps
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.peer_line import PeerLine
 from dtrans.protocol.presence import Presence
 from dtrans.protocol.simulation.case import Case, Event, drawn
+from dtrans.protocol.simulation.updates import InNumpy
 from dtrans.protocol.simulation.verdict import reduced, simulated, smaller, verdicts
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.protocol.traffic import Traffic
@@ -43,7 +45,7 @@ def test_cases_are_of_all_kinds() -> None:
     """So that two thousand that hold say something."""
     found = list(verdicts(range(300)))
     cases = [v.case for v in found]
-    assert {c.mode for c in cases} == {"sync", "exchange", "async", "communicator", "half_async"}
+    assert {c.mode for c in cases} == {"sync", "exchange", "async", "communicator", "half_async", "geo"}
     assert {c.trainers for c in cases} == {len(c.servers) for c in cases} == {1, 2, 3}
     assert {c.on_trainer_exit for c in cases} == {"drop", "paddle", "error"}
     assert {e.kind for c in cases for e in c.events} == {"pause", "stop", "crash", "cut", "hold", "twice"}
@@ -154,6 +156,7 @@ def _nothing(*args: Any) -> None:
     return None
 
 
+PUSHED = InNumpy.pushed
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a gradient that comes twice counts twice": lambda m: m.setattr(AsyncServer, "_check_step", _nothing),
     "a round is added up in the order of arrival": lambda m: m.setattr(trainer_rounds, "sorted", list, raising=False),
@@ -182,6 +185,13 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a server ends with its first trainer": lambda m: m.setattr(
         Presence, "served", property(lambda self: any(t.done for t in self.known.values()))
     ),
+    "what was pushed is pushed again": lambda m: m.setattr(
+        InNumpy, "pushed", lambda self, local, old, trainers: (PUSHED(self, local, old, trainers)[0], old)
+    ),
+    "a pull forgets the steps that were made since": lambda m: m.setattr(
+        InNumpy, "pulled", lambda self, local, server, old: server
+    ),
+    "the last steps are not pushed": lambda m: m.setattr(GeoSteps, "owes", False),
 }
 
 

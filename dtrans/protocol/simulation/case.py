@@ -12,6 +12,9 @@ from dtrans.protocol import wire
 HEARTBEAT = 4.0  # seconds without a sign of the other end after which ZeroMQ gives a connection up
 
 
+COMMUNICATING = ("communicator", "half_async", "geo")  # the modes in which trainers have a communicator
+
+
 @dataclasses.dataclass(frozen=True)
 class Event:
     """Something that happens to a role or a connection.
@@ -40,7 +43,7 @@ class Case:
     Attributes:
       seed: of delays and of the time that computation takes.
       mode: "sync", "exchange" (synchronous; servers tell each other parts of a norm), "async", "communicator" (the
-        same, with one) or "half_async" (which waits for it at the end of each step).
+        same, with one), "half_async" (which waits for it at the end of each step) or "geo" (GEO-SGD).
       steps: of each trainer.
       servers: of each, the number of entries of each of its blocks.
       on_trainer_exit: as of `dtrans.pserver`.
@@ -49,7 +52,8 @@ class Case:
       deadline: seconds, of all roles.
       delay: typical seconds that a message is under way.
       message_bytes: of gradients, in one message; larger blocks travel as several.
-      communicator: of "communicator" and "half_async".
+      communicator: of "communicator", "half_async" and "geo".
+      every, waits: of "geo": after how many steps a trainer pushes, and whether it waits for the answer.
       events: what happens.
     """
 
@@ -64,12 +68,19 @@ class Case:
     delay: float = 0.002
     message_bytes: int = wire.MESSAGE_BYTES
     communicator: CommunicatorConfig = CommunicatorConfig()
+    every: int = 1
+    waits: bool = False
     events: tuple[Event, ...] = ()
 
     @property
     def sync_mode(self) -> bool:
         """Whether an update is of all trainers."""
         return self.mode in ("sync", "exchange")
+
+    @property
+    def sends(self) -> tuple[int, ...]:
+        """How often each trainer sends something."""
+        return tuple(-(-n // self.every) for n in self.steps)
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -100,7 +111,9 @@ class Case:
         rounds = f", {self.rounds} rounds a step" if self.rounds else ""
         moves = ", trainers move" if self.moves else ""
         small = f", messages of {self.message_bytes} bytes" if self.message_bytes < wire.MESSAGE_BYTES else ""
-        beside = f"\n  {self.communicator}" if self.mode in ("communicator", "half_async") else ""
+        beside = f"\n  {self.communicator}" if self.mode in COMMUNICATING else ""
+        if self.mode == "geo":
+            beside += f", pushes after {self.every} steps" + " and waits" * self.waits
         return (
             f"{self.mode}, trainers of {', '.join(map(str, self.steps))} steps, servers of {blocks}, "
             f"on_trainer_exit={self.on_trainer_exit}{rounds}{moves}{small}{beside}{happens}"
@@ -128,7 +141,7 @@ def drawn(seed: int) -> Case:
       (True, False)
     """
     r = Random(seed)
-    mode = r.choice(["sync", "sync", "sync", "exchange", "exchange", "async", "communicator", "half_async"])
+    mode = r.choice(["sync", "sync", "sync", "exchange", "exchange", "async", "communicator", "half_async", "geo"])
     trainers = r.randint(1, 3)
     steps = tuple([r.randint(1, 3)] * trainers if r.random() < 0.6 else [r.randint(0, 3) for _ in range(trainers)])
     servers = tuple(tuple(r.randint(1, 6) for _ in range(r.randint(1, 2))) for _ in range(r.randint(1, 3)))
@@ -146,6 +159,7 @@ def drawn(seed: int) -> Case:
         10 ** r.uniform(-4, -1.5),
         r.choice([8, 16, wire.MESSAGE_BYTES]),
         _communicator(r),
+        *((r.randint(1, 3), r.random() < 0.5) if mode == "geo" else ()),
     )
     count = r.choice([0, 0, 1, 1, 1, 2, 3])
     return dataclasses.replace(case, events=tuple(_event(r, case) for _ in range(count)))

@@ -5,6 +5,7 @@
 - Whoever ends well has done all of its work: a trainer its steps, a server the steps of all trainers.
 - Parameters that a trainer received are those of one device, bit for bit, whatever happened later. They are computed
   here anew, so that a gradient that counts twice, or not at all, or in another order, shows.
+- With GEO-SGD and one trainer, servers have in the end what it has made of the parameters, but for rounding.
 - An asynchronous server has applied no gradient twice and none out of its trainer's order, what it gives is a value
   that the block has had, and whoever ended well was heard in full.
 """
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from dtrans.errors import DtransError
-from dtrans.protocol.simulation.case import Case
+from dtrans.protocol.simulation.case import COMMUNICATING, Case
 from dtrans.protocol.simulation.process import Process
 from dtrans.protocol.simulation.server_role import SimulatedServer
 from dtrans.protocol.simulation.trainer_role import SimulatedTrainer
@@ -44,8 +45,8 @@ def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[Si
                 yield f"{role.name} ended, and nothing had happened: {role.error}"
     expected = values_of(case) if case.sync_mode else []
     for t in trainers:
-        if t.error is None and t.ended is not None and (not t.pulled or t.pulled[-1][0] != case.steps[t.k]):
-            yield f"{t.name} ended well, and not all of its {case.steps[t.k]} steps are in what it received"
+        if t.error is None and t.ended is not None and (not t.pulled or t.pulled[-1][0] != case.sends[t.k]):
+            yield f"{t.name} ended well, and not all of its {case.sends[t.k]} sends are in what it received"
         for step, pulled in t.pulled if expected else ():
             for n, x in pulled.items():
                 if x.tobytes() != expected[step][n].tobytes():
@@ -62,6 +63,8 @@ def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[Si
     if not case.sync_mode:
         for server in servers.values():
             yield from _of_blocks(case, server, trainers)
+    if case.mode == "geo" and case.trainers == 1 and trainers[0].error is None and trainers[0].ended is not None:
+        yield from _of_geo(case, servers)
     if uneven and case.harmless and all(t.error is None for t in trainers):
         yield "trainers made different numbers of steps with on_trainer_exit='error', and nobody said so"
 
@@ -109,8 +112,8 @@ def _of_blocks(case: Case, server: SimulatedServer, trainers: list[SimulatedTrai
     update = server.update
     assert isinstance(update, SimulatedBlocks)
     done = [t for t in trainers if t.error is None and t.ended is not None]
-    if len(done) == len(trainers) and not server.killed and update.begun != sum(case.steps):
-        yield f"{server.name} has begun {update.begun} of {sum(case.steps)} steps"
+    if len(done) == len(trainers) and not server.killed and update.begun != sum(case.sends):
+        yield f"{server.name} has begun {update.begun} of {sum(case.sends)} steps"
     for block in update.history:
         known = [0] * case.trainers  # how many steps of each trainer are in the block
         after = [tuple(known)]  # the same after each update
@@ -123,7 +126,7 @@ def _of_blocks(case: Case, server: SimulatedServer, trainers: list[SimulatedTrai
                 known[source.k] += _steps_in(case, source, block, known[source.k], found)
                 after.append(tuple(known))
         for t in done:
-            made, due = known[t.k], case.steps[t.k]
+            made, due = known[t.k], case.sends[t.k]
             if made < due and not server.killed:
                 yield f"{server.name} applied {made} gradients of {t.name} to {block}, which sent {due}"
         values = dict(zip(update.history[block], after, strict=True))
@@ -134,10 +137,22 @@ def _of_blocks(case: Case, server: SimulatedServer, trainers: list[SimulatedTrai
                     yield f"{t.name} received, after {steps} of its steps, a {block} with {had and had[t.k]} of them"
 
 
+def _of_geo(case: Case, servers: Mapping[str, SimulatedServer]) -> Iterator[str]:
+    """Of GEO-SGD with one trainer, who gives the servers all that it changes."""
+    for server in servers.values():
+        assert isinstance(server.update, SimulatedBlocks)
+        for block, values in server.update.history.items():
+            size = case.blocks[block]
+            changes = [gradient(block, size, 0, step) for step in range(case.steps[0])]
+            expected, found = sum(changes, initial(block, size)), np.frombuffer(values[-1], np.float32)
+            if not np.allclose(found, expected, rtol=1e-4, atol=1e-5):
+                yield f"{server.name} has {found} as {block} in the end, and its only trainer made {expected} of it"
+
+
 def _steps_in(case: Case, t: SimulatedTrainer, block: str, since: int, found: bytes) -> int:
     """How many steps of a trainer, from one on, a gradient is the sum of; 0 where it is of none of its."""
     sent = t.pushed.get(block, [])[since:]
-    most = case.communicator.max_merge_var_num if case.mode in ("communicator", "half_async") else 1
+    most = case.communicator.max_merge_var_num if case.mode in COMMUNICATING else 1
     total = None
     for count, x in enumerate(sent[:most], 1):
         total = x if total is None else total + x

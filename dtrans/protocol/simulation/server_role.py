@@ -38,7 +38,9 @@ class SimulatedServer(Process):
         blocks = served(case, endpoint)
         work: Callable[[], None] = lambda: self.spend(random.expovariate(1.0) * 0.01)
         trainers = Presence(blocks, deadline=case.deadline, plan={"init": "one"})
-        self.update = SimulatedUpdate(blocks, work) if blocks.sync_mode else SimulatedBlocks(blocks, work)
+        self.update = (
+            SimulatedUpdate(blocks, work) if blocks.sync_mode else SimulatedBlocks(blocks, work, geo=case.mode == "geo")
+        )
         kind = (
             SyncServer(blocks, self.update, trainers, self.say)
             if isinstance(self.update, SimulatedUpdate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from random import Random
 from typing import Any
 
@@ -13,12 +13,20 @@ import numpy as np
 
 from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
+from dtrans.protocol.geo import GeoSteps, Values, Waits
 from dtrans.protocol.simulation.case import Case
 from dtrans.protocol.simulation.clock import Clock
 from dtrans.protocol.simulation.network import Network, SimulatedConnection
 from dtrans.protocol.simulation.process import Process
 from dtrans.protocol.simulation.server_role import SimulatedServer
-from dtrans.protocol.simulation.updates import block_name, gradient, gradient_name, round_part
+from dtrans.protocol.simulation.updates import (
+    InNumpy,
+    added,
+    block_name,
+    gradient,
+    gradient_name,
+    round_part,
+)
 from dtrans.protocol.traffic import Group, Leaf, Traffic
 from dtrans.protocol.trainer import TrainerSteps, greeted, left
 from dtrans.protocol.trainer_line import TrainerLine
@@ -276,21 +284,26 @@ class CommunicatingTrainer(SimulatedTrainer):
         try:
             yield lambda: self._newest is not None
             self._note()
-            for step in range(case.steps[self.k]):
-                yield self.random.expovariate(1.0) * 0.1
-                made = dict(self._gradients(step))
-                yield lambda: len(self._groups) < case.communicator.send_queue_size
-                self._groups.append(
-                    [(_as_gradient(x), np.concatenate([made[n] for n in x.names])) for x in leaves.values()]
-                )
-                if case.mode == "half_async":
-                    yield lambda step=step: self._newest is not None and self._newest[0] > step
-                self._note()
+            yield from self._steps_beside(leaves)
             traffic = self._traffic
             yield lambda: not self._groups and not traffic.pulling
             self._note()
         finally:
             self._traffic = None
+
+    def _steps_beside(self, leaves: Mapping[str, Leaf]) -> Answer:
+        """The steps; what they send waits in the queue."""
+        case = self.case
+        for step in range(case.steps[self.k]):
+            yield self.random.expovariate(1.0) * 0.1
+            made = dict(self._gradients(step))
+            yield lambda: len(self._groups) < case.communicator.send_queue_size
+            self._groups.append(
+                [(_as_gradient(x), np.concatenate([made[n] for n in x.names])) for x in leaves.values()]
+            )
+            if case.mode == "half_async":
+                yield lambda step=step: self._newest is not None and self._newest[0] > step
+            self._note()
 
     def _note(self) -> None:
         assert self._newest is not None
@@ -348,6 +361,52 @@ class CommunicatingTrainer(SimulatedTrainer):
             traffic.ask_for_newest(now)
         if traffic.patience is not None:
             self.clock.at(traffic.patience, lambda: self.deliver(("look",)))
+
+
+class GeoSgdTrainer(CommunicatingTrainer):
+    """A trainer of GEO-SGD."""
+
+    def _steps_beside(self, leaves: Mapping[str, Leaf]) -> Answer:
+        case, self._all = self.case, leaves
+        values = self.newest()
+        steps = GeoSteps(self, InNumpy(), case.trainers, values)
+        for step in range(case.steps[self.k]):
+            yield self.random.expovariate(1.0) * 0.1
+            changes = [
+                np.concatenate([gradient(n, case.blocks[n], self.k, step) for n in x.names]) for x in leaves.values()
+            ]
+            values = [added(x, c) for x, c in zip(values, changes, strict=True)]
+            values = yield from self._waited(steps.step(values, case.every, block_on_pull=case.waits))
+        yield from self._waited(steps.finish())
+
+    def _waited(self, waits: Waits) -> Answer:
+        """As a communicator's barrier."""
+        while True:
+            try:
+                next(waits)
+            except StopIteration as e:
+                return e.value
+            yield lambda: self.received() >= self._put
+
+    _put = 0  # pushes so far
+
+    def put(self, deltas: Values) -> None:
+        """As `dtrans.protocol.geo.GeoQueue` says."""
+        self._put += 1
+        for leaf, x in zip(self._all.values(), deltas, strict=True):
+            for _, name, rows in leaf.blocks(x):
+                self.pushed.setdefault(name, []).append(rows)
+        self._groups.append([(_as_gradient(leaf), x) for leaf, x in zip(self._all.values(), deltas, strict=True)])
+
+    def received(self) -> int:
+        """As `dtrans.protocol.geo.GeoQueue` says."""
+        return -1 if self._newest is None else self._newest[0]
+
+    def newest(self) -> Values:
+        """As `dtrans.protocol.geo.GeoQueue` says."""
+        assert self._newest is not None
+        self._note()
+        return [self._newest[1][key] for key in self._all]
 
 
 def _leaves(case: Case) -> dict[str, Leaf]:

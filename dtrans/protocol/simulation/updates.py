@@ -75,6 +75,37 @@ def applied(x: np.ndarray, g: np.ndarray, norm: np.float32) -> np.ndarray:
     return np.asarray(x * np.float32(0.5) + g / np.float32(math.sqrt(1 + norm)), np.float32)
 
 
+def decayed(x: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """A block of an asynchronous server after a gradient."""
+    return applied(x, g, np.float32(0))
+
+
+def added(x: np.ndarray, delta: np.ndarray) -> np.ndarray:
+    """A block after a push of GEO-SGD."""
+    return np.asarray(x + delta, np.float32)
+
+
+class InNumpy:
+    """`dtrans.protocol.geo.GeoArithmetic` of simulated parameters."""
+
+    def copied(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """Copies."""
+        return [x.copy() for x in values]
+
+    def pushed(
+        self, local: Sequence[np.ndarray], old: Sequence[np.ndarray], trainers: int
+    ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+        """What is sent, and what is agreed on from then."""
+        deltas = [np.asarray((x - o) / np.float32(trainers), np.float32) for x, o in zip(local, old, strict=True)]
+        return deltas, [added(o, d) for o, d in zip(old, deltas, strict=True)]
+
+    def pulled(
+        self, local: Sequence[np.ndarray], server: Sequence[np.ndarray], old: Sequence[np.ndarray]
+    ) -> Sequence[np.ndarray]:
+        """With what others have changed."""
+        return [added(x, s - o) for x, s, o in zip(local, server, old, strict=True)]
+
+
 def served(case: Case, endpoint: str) -> ServedBlocks:
     """What a simulated server's protocol is about."""
     sizes = case.servers[case.endpoints.index(endpoint)]
@@ -147,11 +178,11 @@ class SimulatedBlocks:
       begun: how many steps of trainers have begun.
     """
 
-    def __init__(self, blocks: ServedBlocks, work: Callable[[], None]) -> None:
+    def __init__(self, blocks: ServedBlocks, work: Callable[[], None], *, geo: bool) -> None:
         self.log: list[tuple[str, bytes]] = []
         self.begun = 0
         self.history = {n: [initial(n, t.shape[0]).tobytes()] for n, t in blocks.params.items()}
-        self._blocks, self._work = blocks, work
+        self._blocks, self._work, self._apply = blocks, work, added if geo else decayed
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """As `BlockUpdate.begin`."""
@@ -168,7 +199,7 @@ class SimulatedBlocks:
         """As `BlockUpdate.apply`."""
         self._work()
         given = grads[gradient_name(block, 0)].copy()
-        made = applied(state[block], given, np.float32(0))
+        made = self._apply(state[block], given)
         self.log.append((block, given.tobytes()))
         self.history[block].append(made.tobytes())
         return {block: made}

@@ -9,13 +9,13 @@ from random import Random
 
 from dtrans.protocol import wire
 from dtrans.protocol.presence import log
-from dtrans.protocol.simulation.case import HEARTBEAT, Case, Event, drawn
+from dtrans.protocol.simulation.case import COMMUNICATING, HEARTBEAT, Case, Event, drawn
 from dtrans.protocol.simulation.clock import Clock
 from dtrans.protocol.simulation.judge import faults
 from dtrans.protocol.simulation.network import Network, drawn_delay
 from dtrans.protocol.simulation.process import Process
 from dtrans.protocol.simulation.server_role import SimulatedServer
-from dtrans.protocol.simulation.trainer_role import CommunicatingTrainer, SimulatedTrainer
+from dtrans.protocol.simulation.trainer_role import CommunicatingTrainer, GeoSgdTrainer, SimulatedTrainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,8 @@ def _simulated(case: Case) -> Verdict:
     random, clock = Random(case.seed), Clock()
     network = Network(clock, drawn_delay(random, case.delay))
     servers = {ep: SimulatedServer(case, ep, clock, random) for ep in case.endpoints}
-    trainer_of = CommunicatingTrainer if case.mode in ("communicator", "half_async") else SimulatedTrainer
+    trainer_of = CommunicatingTrainer if case.mode in COMMUNICATING else SimulatedTrainer
+    trainer_of = GeoSgdTrainer if case.mode == "geo" else trainer_of
     trainers = [trainer_of(case, k, clock, random, network, servers) for k in range(case.trainers)]
     roles: dict[str, Process] = {r.name: r for r in (*servers.values(), *trainers)}
     begins = lambda role, start: clock.at(random.random() * 0.2, lambda: None if role.over else start())
@@ -150,7 +151,13 @@ def reduced(case: Case) -> Iterator[Case]:
     replace = dataclasses.replace
     for i in range(len(case.events)):
         yield replace(case, events=case.events[:i] + case.events[i + 1 :])
-    for name, plain in (("rounds", 0), ("moves", False), ("delay", 0.002), ("message_bytes", wire.MESSAGE_BYTES)):
+    for name, plain in (
+        ("rounds", 0),
+        ("moves", False),
+        ("delay", 0.002),
+        ("message_bytes", wire.MESSAGE_BYTES),
+        ("every", 1),
+    ):
         if getattr(case, name) != plain:
             yield replace(case, **{name: plain})
     named = " ".join(e.who for e in case.events)

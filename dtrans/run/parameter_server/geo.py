@@ -1,18 +1,4 @@
-"""GEO-SGD in a trainer's process: when what has changed is sent, and when what others have changed is taken in.
-
-    old      what local parameters and the server's agreed on
-    push     d = (local - old) / trainers is put into the communicator's queue; old + d is the new old
-    pull     what the communicator has received since: local + (server - old), and the server's is the new old
-
-Of what a trainer changes, a push gives the servers 1/trainers, and what is left stays between local and old, to be
-divided again with the next one: so says Paddle's code. In the end the servers have all of it, of every trainer: their
-parameters move by the sum of what trainers do, not by the mean.
-
-One push is under way at a time. A step that is to push and finds one under way waits for it.
-
-Source: `GeoSgdCommunicator::SendUpdateDenseVars` and `RecvUpdateDenseVars` in
-paddle/fluid/operators/distributed/communicator.cc.
-"""
+"""GEO-SGD in a trainer's process: `dtrans.protocol.geo` on JAX's arrays and a communicator."""
 
 from __future__ import annotations
 
@@ -23,6 +9,7 @@ from typing import Any
 import jax
 
 from dtrans.errors import StateError
+from dtrans.protocol.geo import GeoSteps, Values, Waits
 from dtrans.protocol.traffic import Leaf
 from dtrans.run.parameter_server.communicator import Communicator
 
@@ -42,57 +29,56 @@ class GeoTrainer:
     ) -> None:
         self._communicator = communicator
         self._leaves = leaves
-        self._trainers = trainers
-        self._old = _copied(list(values))
-        self._local = self._old
-        self._steps = 0  # since the last push
-        self._pushed = 0
-        self._taken = 0  # pushes whose answer is in the parameters
+        self._steps = GeoSteps(self, _OnDevice(), trainers, list(values))
 
     def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
         """What a step goes on with that has made `values`; every so many steps they are pushed."""
-        self._steps += 1
-        values = self._pull(values)
-        if self._steps == every:
-            if self._taken < self._pushed:
-                self._communicator.barrier()
-                values = self._pull(values)
-            self._push(values)
-            if block_on_pull:
-                self._communicator.barrier()
-                values = self._pull(values)
-        self._local = values
-        return values
+        return self._driven(self._steps.step(values, every, block_on_pull=block_on_pull))
 
     def finish(self) -> None:
         """Push what was not. Raises StateError where that is not there any more."""
-        if not self._steps:
-            return
-        if any(x.is_deleted() for x in self._local):
+        if self._steps.owes and any(x.is_deleted() for x in self._steps.local):
             raise StateError(
                 "the parameters of the last step were donated to another computation, and what has changed in them "
                 "since the last push is lost: close the executor before"
             )
-        if self._taken < self._pushed:
+        self._driven(self._steps.finish())
+
+    def _driven(self, waits: Waits) -> Values:
+        while True:
+            try:
+                next(waits)
+            except StopIteration as e:
+                return e.value
             self._communicator.barrier()
-            self._local = self._pull(self._local)
-        self._push(self._local)
 
-    def _push(self, values: Sequence[Any]) -> None:
-        deltas, self._old = _pushed(self._trainers)(list(values), self._old)
+    # -- what `GeoSteps` asks of its queue ---------------------------------------------------------
+
+    def put(self, deltas: Values) -> None:
+        """Let a push be sent."""
         self._communicator.put(list(zip(self._leaves, deltas, strict=True)))
-        self._pushed += 1
-        self._steps = 0
 
-    def _pull(self, values: Sequence[Any]) -> Sequence[Any]:
-        if self._taken == self._pushed or self._communicator.received() < self._pushed:
-            return values
+    def received(self) -> int:
+        """How many pushes are in what was received last."""
+        return self._communicator.received()
+
+    def newest(self) -> Values:
+        """The parameters that were received last."""
         newest = self._communicator.newest()
-        server = jax.device_put([newest[str(i)] for i in range(len(self._leaves))])
-        self._taken = self._pushed
-        pulled = _pulled(list(values), server, self._old)
-        self._old = _copied(server)
-        return pulled
+        return jax.device_put([newest[str(i)] for i in range(len(self._leaves))])
+
+
+class _OnDevice:
+    """`GeoArithmetic` of JAX's arrays."""
+
+    def copied(self, values: Values) -> Values:
+        return _copied(list(values))
+
+    def pushed(self, local: Values, old: Values, trainers: int) -> tuple[Values, Values]:
+        return _pushed(trainers)(list(local), old)
+
+    def pulled(self, local: Values, server: Values, old: Values) -> Values:
+        return _pulled(list(local), server, old)
 
 
 @jax.jit
