@@ -47,7 +47,7 @@ def pserver(job: dict[str, Any]) -> None:
 
 
 def trainer(job: dict[str, Any]) -> None:
-    """Take the steps from `first` on, with gates before those that are named, and before closing with `stays`."""
+    """Take the steps from `first` on, with a gate before the one that `gate` names, and before closing with `stays`."""
     from lifecycle_job import batch_of, params_of, plan_for, rows
 
     import dtrans
@@ -58,7 +58,7 @@ def trainer(job: dict[str, Any]) -> None:
         say("connecting")
         params = exe.run(plan.trainer_startup_program(k), params_of())
         for i in range(job["first"], job["first"] + job["steps"]):
-            say(f"step {i}")
+            (gate if i == job.get("gate") else say)(f"step {i}")
             params, _ = exe.run(plan.trainer_program(k), params, *rows([k], batch_of(i, job["trainers"])))
         jax.block_until_ready(params)
         if job["stays"]:

@@ -19,6 +19,12 @@ SCRIPT = Path(__file__).with_name("lifecycle_role.py")
 PATIENCE = 4 * HANG  # seconds: processes start slowly on a busy machine
 
 
+def memory_of(pid: int) -> float:
+    """What a process has of the machine's memory, in MiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
 class Process:
     """A role that was started; see `lifecycle_role.py` for what it does with its arguments."""
 
@@ -42,6 +48,11 @@ class Process:
             if line == f"{said}\n":
                 return
         raise AssertionError(f"it never said {said!r}: {self._popen.communicate()[1]}")
+
+    @property
+    def memory(self) -> float:
+        """As `memory_of`."""
+        return memory_of(self._popen.pid)
 
     def go(self) -> None:
         """Let it pass the gate."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,53 +12,19 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
-from role_threads import HANG, free_endpoints
+from link_pair import two_links
+from role_threads import HANG
 
 from dtrans.protocol import token, wire
 from dtrans.protocol.arrivals import ValueType
-from dtrans.run.distributed import board as board_module
-from dtrans.run.distributed.membership import Membership
-from dtrans.run.pipeline_parallel import p2p
 from dtrans.run.pipeline_parallel.p2p import P2PChannels
 from dtrans.run.pipeline_parallel.value_types import of_value
 
 
-class Board:
-    """What `jax.distributed` has for all processes of a job."""
-
-    def __init__(self) -> None:
-        self._told: dict[str, str] = {}
-        self._changed = threading.Condition()
-
-    def key_value_set(self, key: str, value: str) -> None:
-        with self._changed:
-            self._told[key] = value
-            self._changed.notify_all()
-
-    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
-        with self._changed:
-            assert self._changed.wait_for(lambda: key in self._told, milliseconds / 1000), key
-            return self._told[key]
-
-
 @pytest.fixture
-def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[P2PChannels]]:
-    board, made = Board(), {}
-    monkeypatch.setattr(board_module, "bulletin_board", lambda: board)
-    monkeypatch.setattr(p2p, "coordinator", lambda: "127.0.0.1:1")
-    endpoints = free_endpoints(2)
-
-    def make(k: int) -> None:
-        made[k] = P2PChannels(Membership(k, (0, 1), endpoints, deadline=HANG), "job")
-
-    threads = [threading.Thread(target=make, args=(k,)) for k in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(HANG)
-    yield [made[0], made[1]]
-    for x in made.values():
-        x.close()
+def channels() -> Iterator[list[P2PChannels]]:
+    with two_links() as made:
+        yield made
 
 
 FOUR = ValueType((4,), np.dtype(np.float32))

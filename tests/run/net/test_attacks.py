@@ -1,0 +1,197 @@
+"""Attacks on the sockets of a job: no effect on its numbers, and flat memory. A machine's own side of the same is in
+tests/protocol/test_malformed.py; what strangers without the token reach, in the tests of each socket."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zmq
+from helpers import assemble, mlp_loss, plain_run, plain_step, tree_close
+from lifecycle_job import TX, batch_of, params_of, plan_for
+from link_pair import two_links
+from role_processes import Roles, memory_of, roles
+from role_threads import HANG, Peer, RoleThreads, free_endpoints, until
+from socket_attacks import Tap, flips, many_connections, replay
+
+from dtrans.protocol import token, wire
+from dtrans.protocol.arrivals import ValueType
+from dtrans.run.distributed.address import Address
+from dtrans.run.distributed.membership import Membership
+from dtrans.run.distributed.rendezvous import FIRST, rendezvous
+from dtrans.run.distributed.watch import Watch
+from dtrans.run.net.sockets import Doorkeeper
+from dtrans.run.pipeline_parallel.p2p import P2PChannels
+
+
+FLAT = 40.0  # MiB that a process may have more than before; an attack that is kept has hundreds
+STEPS, GATE = 3, 2
+
+
+@pytest.fixture(autouse=True)
+def x64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+def recorded(server: str) -> bytes:
+    """The connection of somebody who is let in, and says all that a trainer or another server may say."""
+    tap = Tap(server)
+    name, x = "params/layer0/w@GRAD.trainer_0", np.arange(6.0)
+    hello = {"trainer": 0, "trainers": 2, "session": "another", "order": sys.byteorder, "sync_mode": True}
+    with Peer(tap.endpoint) as peer:
+        peer.tell("hello", **hello, plan=plan_for([server], 2).identity, nonce="n")
+        for pieces, frames in wire.messages([(name, x)]):
+            peer.tell("send", *(bytes(f) for f in frames), step=GATE, pieces=pieces, then=["send_barrier", "recv"])
+        peer.tell("recv", step=0, blocks=[["params/layer0/w", [3, 2], "float64"]])
+        way = [["float64", [2], ["all_reduce", "sum"]]]
+        for frames in wire.framed("exchange", [("0", np.zeros(2))], step=GATE, round=0, values=way):
+            peer.say(*(bytes(f) for f in frames))
+        peer.tell("peer", endpoint="127.0.0.1:9", order=sys.byteorder, layout="x", nonce="n")
+        peer.tell("abort", reason="I say so")
+        peer.tell("complete")
+        for _ in range(5):
+            peer.refused()
+    tap.close()
+    assert len(tap.recorded) > 800
+    return bytes(tap.recorded)
+
+
+def unread(endpoint: str, count: int) -> None:
+    """Be refused very often, and read nothing of it."""
+    with Peer(endpoint) as peer:
+        for i in range(count):
+            peer.tell("recv", step=i)
+        assert peer._socket.poll(HANG * 1000), "no refusal"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, id="by day"), pytest.param(50, id="a million bits", marks=pytest.mark.soak)]
+)
+def test_a_job_is_right_whatever_is_done_to_its_server(tmp_path: Path, size: int) -> None:
+    """Two trainers wait in the middle of their job. The server's memory stays, and the numbers are one device's."""
+    pservers = free_endpoints(1)
+    job = {"pservers": pservers, "trainers": 2, "jobs": 1, "first": 0, "steps": STEPS, "stays": False, "gate": GATE}
+    with roles(tmp_path) as started:
+        server = started.start("pserver0", "pserver", index=0, **job)
+        for k in range(2):
+            started.start(f"trainer{k}", "trainer", index=k, **job)
+        for k in range(2):
+            started[f"trainer{k}"].until(f"step {GATE}")
+        stream = recorded(pservers[0])
+        replay(pservers[0], stream)  # as it is, first: what it takes to be attacked at all is not counted
+        before = server.memory
+        flips(pservers[0], stream, seed=size, connections=400 * size, each=50)
+        unread(pservers[0], 5000 * size)
+        with many_connections(pservers[0], 10_000, open_at_once=1000) as open_all:
+            open_all()
+            assert server.memory - before < FLAT
+            found = finished(started)
+    batches = [batch_of(i, 2) for i in range(STEPS)]
+    params, state, _ = plain_run(plain_step(mlp_loss, TX), params_of(), TX.init(params_of()), batches)
+    plan = plan_for(pservers, 2)
+    names = plan.startup.out_names
+    want = dict(zip(names, plan.startup.out.flatten((params, state), "the result"), strict=True))
+    held = {pservers[0]: {n: jnp.asarray(x) for n, x in found["pserver0"].items()}}
+    tree_close(assemble(plan, held, names), want, 1e-12)
+    for k in range(2):
+        tree_close({n: jnp.asarray(x) for n, x in found[f"trainer{k}"].items()}, params, 1e-12)
+
+
+def finished(started: Roles) -> dict[str, dict[str, np.ndarray]]:
+    for k in range(2):
+        started[f"trainer{k}"].go()
+    return started.end()
+
+
+# -- the sockets of collectives and pipelines, in this process ---------------------------------------
+
+LINK = ValueType((4,), np.dtype(np.float32))
+HEAD = {"process": 0, "step": 1, "key": 0, "dtype": "float32", "shape": [4], "impl": "", "pieces": [[["value", 0, 16]]]}
+
+
+def attacked(at: str, user: str, secret: str, messages: Sequence[list[bytes]], count: int) -> None:
+    """Somebody says there what a member of the job might, in all ways but with its password."""
+    password = token.shown(secret, user).encode()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as own, context.socket(zmq.DEALER) as client:
+        doorkeeper = Doorkeeper(context, secret, [user])  # of the attacker's own, to record it with
+        own.plain_server, own.zap_domain, own.linger, client.linger = True, b"dtrans", 0, 0
+        tap = Tap(f"127.0.0.1:{own.bind_to_random_port('tcp://127.0.0.1')}")
+        client.plain_username, client.plain_password = user.encode(), password
+        client.connect(f"tcp://{tap.endpoint}")
+        for message in messages:
+            client.send_multipart(message)
+            assert own.poll(HANG * 1000)
+            own.recv_multipart()
+        doorkeeper.close()
+    tap.close()
+    stream = bytes(tap.recorded)
+    assert password in stream
+    flips(at, stream.replace(password, b"0" * len(password)), seed=0, connections=count, each=4)
+    with many_connections(at, 10 * count, open_at_once=count) as open_all:
+        open_all()
+
+
+@pytest.fixture
+def channels() -> Iterator[list[P2PChannels]]:
+    with two_links() as made:
+        yield made
+
+
+COUNTS = [pytest.param(100, id="by day"), pytest.param(10_000, id="soak", marks=[pytest.mark.soak, pytest.mark.slow])]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_link_of_a_pipeline_under_attack(channels: list[P2PChannels], count: int) -> None:
+    first, second = channels
+    forged = [wire.header("value", **HEAD), np.full(4, np.nan, np.float32).tobytes()]
+    before = memory_of(os.getpid())
+    attacked(second._peers[1], "process 0 to 1", second._secret, [forged] * 5, count)
+    assert memory_of(os.getpid()) - before < FLAT
+    first.send(1, 1, 0, jnp.arange(4.0, dtype=jnp.float32))
+    np.testing.assert_array_equal(second.receive(0, 1, 0, LINK, "a value"), np.arange(4.0))
+    assert second.refusals.count == 0  # nothing was let in
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_line_by_which_ends_are_told_under_attack(count: int) -> None:
+    endpoints, secret = free_endpoints(2), "of this job"
+    first = Watch(Membership(0, (0, 1), endpoints), secret, Address("127.0.0.1", "127.0.0.1"))
+    second = Watch(Membership(1, (0, 1), endpoints), secret, first.address)
+    lie = [wire.header("ended", trainer=1, operations=0, reason="I say so")]
+    before = memory_of(os.getpid())
+    attacked(first.address, "watched trainer 1", secret, [lie] * 5, count)
+    assert memory_of(os.getpid()) - before < FLAT
+    assert not first.roll.ended and not second.roll.ended
+    second.close()
+    until(lambda: first.roll.ended, "the right end")
+    assert first.roll.why(1).endswith("has come to its end")
+    first.close()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_meeting_under_attack(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    endpoints, secret = free_endpoints(2), "of this job"
+    monkeypatch.setenv("DTRANS_TOKEN", secret)
+    role_threads.start("trainer 1", rendezvous, 1, endpoints, deadline=4 * HANG)
+    with Peer(endpoints[1], FIRST) as asks:  # it is there
+        asks.tell("meet", trainer=1, endpoints=list(endpoints), nonce="n")
+        assert asks.hear().op == "here"
+    wrong = [
+        [wire.header("meet", trainer=1, endpoints=["h:1", "h:2"])],
+        [wire.header("abort", reason="I say so")],
+        [wire.header("go")],
+    ]
+    before = memory_of(os.getpid())
+    attacked(endpoints[1], FIRST, secret, wrong, count)
+    assert memory_of(os.getpid()) - before < FLAT
+    role_threads.start("trainer 0", rendezvous, 0, endpoints, deadline=HANG)
+    assert [role_threads.end(f"trainer {k}") for k in range(2)] == [None, None]
