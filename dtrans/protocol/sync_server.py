@@ -162,6 +162,16 @@ class SyncServer:
         """The trainers that wait for others: at the barrier, or in an exchange."""
         return self._at_barrier() + self._rounds.waiting()
 
+    def _doing(self, k: int) -> str:
+        """A trainer, and how far it is in this step, for a message about waiting for it."""
+        if k not in self._trainers.known:
+            return f"trainer {k} (not here yet)"
+        grads = self._turns[k].grads
+        if not grads.begun:
+            return f"trainer {k} (computing)"
+        due = len(grads.memory)
+        return f"trainer {k} (sending: {due - len(grads.missing())} of {due} gradients are here)"
+
     def _check_left(self, k: int) -> None:
         """Raise PeerError where trainer k goes on without one that has left, and may not."""
         if self._trainers.left and self.on_trainer_exit == "error":
@@ -303,7 +313,7 @@ class SyncServer:
             late = absent + [k for k in self._trainers.present if k not in waiting]
             number = self._rounds.number
             due = "gradients" if number is None else f"the exchange of round {number}"
-            what = f"{due} of step {self.step + 1} from {named(late)}"
+            what = f"{due} of step {self.step + 1} from {', '.join(map(self._doing, late))}"
         else:
             missing = self.peers.missing(self.step, exchange)
             what = f"partial results of step {self.step + 1}, level {exchange.level}, from {self.peers.named(missing)}"

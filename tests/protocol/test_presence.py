@@ -94,7 +94,7 @@ def test_who_is_late_is_told_by_the_time_that_is_given() -> None:
     assert job.said == []
     job.send(0, 1.0)
     job.server.look(4.0)
-    assert job.said == [(b"0", "waiting", {"reason": "0.0 s for gradients of step 1 from trainer 1"})]
+    assert job.said == [(b"0", "waiting", {"reason": "0.0 s for gradients of step 1 from trainer 1 (not here yet)"})]
     with pytest.raises(DeadlineError, match=r"^pserver 127.0.0.1:1 waited 10.5 s for trainer 1 to say hello$"):
         job.server.look(10.5)
 
@@ -151,3 +151,22 @@ def test_who_decides_has_no_socket_no_thread_and_no_clock(name: str) -> None:
     found |= {x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
     assert not {n.split(".")[0] for n in found} & {"zmq", "socket", "time", "threading", "random"}
     assert not [n for n in found if n.startswith("dtrans.run")]
+
+
+def test_who_is_waited_for_is_told_with_how_far_they_are() -> None:
+    job = Job(2)
+    for k in (0, 1):
+        job.hello(k)
+    job.send(0, 1.0)
+    job.said.clear()
+    told = lambda: [fields["reason"].partition("from ")[2] for _, op, fields in job.said if op == "waiting"]
+    job.server.look(1.0)
+    assert told() == ["trainer 1 (computing)"]
+    types = {n: t for n, t in job.update.grad_types.items() if n.endswith(".trainer_1")}
+    name, t = next(iter(types.items()))
+    for head, *frames in wire.framed("send", [(name, np.zeros(t.shape, t.dtype))], step=0):
+        job.server.send(1, wire.parse([head, *map(bytes, frames)]))
+    job.said.clear()
+    job.server.look(2.0)
+    assert len(types) > 1
+    assert told() == [f"trainer 1 (sending: 1 of {len(types)} gradients are here)"]

@@ -220,11 +220,11 @@ def test_who_leaves_while_another_waits_at_the_barrier(role_threads: RoleThreads
         first_step((a, b, c), 1.0, 2.0, 6.0)
         a.take(1, 10.0)
         c.take(1, 20.0)
-        assert a.waits_for() == "gradients of step 2 from trainer 1"
+        assert a.waits_for() == "gradients of step 2 from trainer 1 (computing)"
         b.leave()
         assert a.moved() == c.moved() == -1.5 - 0.5 * 15
         a.take(2, 4.0)
-        assert a.waits_for() == "gradients of step 3 from trainer 2"  # and not from trainer 1
+        assert a.waits_for() == "gradients of step 3 from trainer 2 (computing)"  # and not from trainer 1
         c.take(2, 2.0)
         assert a.moved() == c.moved() == -9.0 - 0.5 * 3
         a.leave()
@@ -266,7 +266,7 @@ def test_who_has_not_come_is_waited_for_also_when_another_has_left(role_threads:
             frame = np.zeros(t.shape, t.dtype).tobytes()
             seat.tell("send", frame, step=0, pieces=[[[name, 0, len(frame)]]])
         seat.tell("send_barrier", step=0)
-        assert seat.waits_for() == "gradients of step 1 from trainer 2"
+        assert seat.waits_for() == "gradients of step 1 from trainer 2 (not here yet)"
         role_threads.start("trainer 2", train, plan, 2, batches(3, 1), params)
         role_threads.end("trainer 2")
         seat.leave()
@@ -285,7 +285,7 @@ def test_as_paddle_in_numbers(role_threads: RoleThreads) -> None:
     with table(role_threads, 2, on_trainer_exit="paddle") as (a, b):
         first_step((a, b), 1.0, 3.0)
         a.take(1, 10.0)
-        assert a.waits_for() == "gradients of step 2 from trainer 1"
+        assert a.waits_for() == "gradients of step 2 from trainer 1 (computing)"
         b.leave()
         assert a.moved() == -1.0 - 0.5 * (10 + 3) / 2
         a.take(2, 2.0)
