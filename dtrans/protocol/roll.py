@@ -26,6 +26,19 @@ class Ended:
     reason: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Doing:
+    """What a trainer does.
+
+    Attributes:
+      operations: how many it has begun.
+      where: it is in its own code.
+    """
+
+    operations: int
+    where: str
+
+
 class Roll:
     """What one trainer knows of the others.
 
@@ -35,6 +48,7 @@ class Roll:
 
     Attributes:
       begun: how many operations it has begun.
+      doing: what the others have said last that they do.
       ended: those that have ended.
 
     Example:
@@ -49,6 +63,7 @@ class Roll:
 
     def __init__(self, me: int, names: Sequence[str]) -> None:
         self.begun = 0
+        self.doing: dict[int, Doing] = {}
         self.ended: dict[int, Ended] = {}
         self._me, self._names = me, names
         self._broken: dict[int, float] = {}
@@ -59,6 +74,11 @@ class Roll:
             return False
         self.ended[trainer] = how
         return True
+
+    def behind(self) -> str:
+        """Those that have begun fewer operations than this one, and what they do; empty, where there are none."""
+        late = [(k, d) for k, d in sorted(self.doing.items()) if d.operations < self.begun and k not in self.ended]
+        return "; ".join(f"{self._names[k]} has begun {d.operations}, and is at {d.where}" for k, d in late)
 
     def broken(self, trainer: int, now: float) -> None:
         """Note that the connection of a trainer has ended. Its last words may still be waiting to be read."""

@@ -25,6 +25,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
     trainer to trainer 0 (collectives), and from there to all others
     here
+    doing          trainer, operations, where
     ended          trainer, operations, reason
 
     process to process (pipelines)
@@ -87,6 +88,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "meet": {"trainer": int, "endpoints": list},
     "here": {},
     "go": {},
+    "doing": {"trainer": int, "operations": int, "where": str},
     "ended": {"trainer": int, "operations": int, "reason": str},
     "value": {"process": int, "step": int, "key": int, "dtype": str, "shape": list, "impl": str, "pieces": list},
 }

@@ -1,6 +1,6 @@
 """The trainers of collectives keep a line to trainer 0, by which all know at once when one ends, and who.
 
-    trainer k    says that it is here, and at its end why it ends
+    trainer k    says that it is here, now and then what it does, and at its end why it ends
     trainer 0    tells all others; of one whose connection ends without a word it says so
 
 An operation of Gloo or NCCL fails where a process is gone, and does not say which; where one has been stopped, or has
@@ -12,6 +12,9 @@ one that is gone.
     who waits for a value of a pipeline           the same (`check`)
     who is in the middle of an operation          cannot be told: PATIENCE seconds later the process says what it was
                                                   doing, and ends with exit code 1
+
+A trainer that waits for long in an operation that others have not begun says in its log whom it waits for, and where in
+their code these are: all say every few seconds what they do.
 
 What a process does in its own Python is left alone: it may be saving what it has. Where trainers may be lost
 (`on_trainer_loss="drop"`) there is no such line; JAX's own heartbeats say who is left.
@@ -39,7 +42,7 @@ from dtrans._jax import coordinator
 from dtrans.errors import ConfigError, PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.roll import GRACE, Ended, Roll
+from dtrans.protocol.roll import GRACE, Doing, Ended, Roll
 from dtrans.run.distributed.address import Address, address_of, this_host
 from dtrans.run.distributed.board import shared_secret, told
 from dtrans.run.distributed.membership import Membership
@@ -49,10 +52,13 @@ from dtrans.run.net.sockets import Doorkeeper, Speakers, limit, new_socket, user
 log = logging.getLogger(__name__)
 PATIENCE = 3.0  # seconds that a process which waits in JAX has, once another has ended
 LINGER = 2.0  # seconds that last words may take
+SAY = 2.0  # seconds between two words about what a process does
+SLOW = 20.0  # seconds after which one that waits says for whom; again when it is twice as long
 LOOK = 0.1  # seconds between two looks at what the process does, once it is known that it cannot go on
 KNOWN = 1.0  # seconds that it may take to know which process has ended, where an operation has failed
 MISSED = "connect"
 JAX = str(Path(jax.__file__).parent)
+HERE = str(Path(__file__).parents[2])  # of dtrans
 
 
 def is_by_peer(text: str) -> bool:
@@ -91,6 +97,10 @@ class Watch:
         self._doing = 0  # operations that the process is in the middle of
         self._raised = False  # the process has been told by an error, and has itself in hand
         self._known_since: float | None = None
+        self._said = Doing(-1, "")
+        self._next_word = 0.0
+        self._waits_since: tuple[float, int] | None = None  # in one operation; and how many it has begun by then
+        self._patience = SLOW
         self._stopping = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._stopping[0].bind("inproc://stop")
         self._stopping[1].connect("inproc://stop")
@@ -155,12 +165,12 @@ class Watch:
             for k in self.roll.silent(now):
                 self._tell(k)
             self._look(now)
+            self._say_doing(now)
 
-    def _milliseconds(self) -> int | None:
-        look = int(LOOK * 1000)
-        if self.roll.ended:  # one that has begun an operation too many is seen at the next look
-            return look
-        return None if self.roll.due() is None else look
+    def _milliseconds(self) -> int:
+        # one that has begun an operation too many is seen at the next look
+        soon = bool(self.roll.ended) or self.roll.due() is not None
+        return int((LOOK if soon else SAY) * 1000)
 
     def _hear(self) -> None:
         parts: list[Any] = self._socket.recv_multipart(copy=False)
@@ -171,7 +181,9 @@ class Watch:
                 self._addresses[bytes(parts[0].buffer)] = speaker
             else:
                 message, speaker = wire.parse(parts), 0
-            if message.op == "ended":
+            if message.op == "doing":
+                self.roll.doing[speaker] = Doing(message["operations"], message["where"])
+            elif message.op == "ended":
                 k = speaker if self._leads else message["trainer"]
                 if self.roll.note(k, Ended(message["operations"], message["reason"])):
                     self._tell(k)
@@ -198,6 +210,26 @@ class Watch:
         for address, other in self._addresses.items():
             if other != k:
                 self._socket.send_multipart([address, words])
+
+    def _say_doing(self, now: float) -> None:
+        """Tell what this process does; and, where it waits for long, say for whom."""
+        if now < self._next_word:
+            return
+        self._next_word = now + SAY
+        doing = Doing(self.roll.begun, _where())
+        if doing != self._said:
+            self._said = doing
+            self._say("doing", operations=doing.operations, where=doing.where)
+        if not self._waits_in_jax():
+            self._waits_since = None
+        elif self._waits_since is None or self._waits_since[1] != doing.operations:
+            self._waits_since, self._patience = (now, doing.operations), SLOW
+        elif now - self._waits_since[0] > self._patience and (behind := self.roll.behind()):
+            waited = now - self._waits_since[0]
+            log.warning(
+                "%s has waited %.0f s in operation %d of the job: %s", self.me, waited, doing.operations, behind
+            )
+            self._patience *= 2
 
     def _look(self, now: float) -> None:
         why = self.roll.failure()
@@ -231,7 +263,11 @@ class Watch:
     # -- the end ---------------------------------------------------------------------------------
 
     def _say_end(self, reason: str) -> None:
-        words = wire.header("ended", trainer=self._number, operations=self.roll.begun, reason=reason)
+        self._say("ended", operations=self.roll.begun, reason=reason)
+
+    def _say(self, op: str, **fields: Any) -> None:
+        """Say something of this process to trainer 0, or as it to all others."""
+        words = wire.header(op, trainer=self._number, **fields)
         for to in self._addresses if self._leads else [b""]:
             with contextlib.suppress(zmq.Again):
                 self._socket.send_multipart([to, words] if to else [words], zmq.NOBLOCK)
@@ -253,6 +289,16 @@ class Watch:
         self._socket.close(linger=int(LINGER * 1000))
         self._context.term()
         atexit.unregister(self.close)
+
+
+def _where() -> str:
+    """Where the process is in its own code: `train.py:12 in load`."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith((JAX, HERE)):
+        frame = frame.f_back
+    if frame is None:
+        return "its end"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _user(trainer: int) -> str:

@@ -14,6 +14,7 @@ from trainer_processes import started
 
 from dtrans.errors import PeerError
 from dtrans.protocol import token, wire
+from dtrans.run.distributed import watch as watch_module
 from dtrans.run.distributed.address import Address
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.watch import Watch
@@ -114,3 +115,23 @@ def test_one_speaks_for_itself_alone_and_noise_is_dropped(three: list[Watch]) ->
         until(lambda: first.roll.ended, "the news")
     assert [*first.roll.ended] == [1]
     assert first._refusals.count == 4
+
+
+def test_who_waits_for_long_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(watch_module, "SAY", 0.05)
+    monkeypatch.setattr(watch_module, "SLOW", 0.3)
+    endpoints = free_endpoints(2)
+    first = Watch(Membership(0, (0, 1), endpoints), SECRET, Address("127.0.0.1", "127.0.0.1"))
+    second = Watch(Membership(1, (0, 1), endpoints), SECRET, first.address)
+    said = lambda: [r.getMessage() for r in caplog.records if " has waited " in r.getMessage()]
+    try:
+        with first.operation():
+            until(said, "a word about it")
+            with second.operation():
+                until(lambda: first.roll.doing[1].operations == 1, "the other to come")
+    finally:
+        second.close()
+        first.close()
+    assert said()[0].startswith("trainer 0 has waited 0 s in operation 1 of the job: trainer 1 (127.0.0.1:")
+    assert ") has begun 0, and is at " in said()[0] and ".py:" in said()[0]
+    assert not any(x.startswith("trainer 1") for x in said())
