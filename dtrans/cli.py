@@ -67,7 +67,7 @@ def launch_command(
     pservers: PServers = None,
     mode: Mode = "pserver",
     on_trainer_loss: Annotated[
-        str, typer.Option(help="`abort`; or in nccl2 mode `drop`: go on without a trainer that fails.")
+        str, typer.Option(help="`abort`; or `drop`: go on without a trainer that fails (nccl2 and asynchronous jobs).")
     ] = "abort",
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")] = False,
     time_limit: Annotated[

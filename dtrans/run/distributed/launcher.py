@@ -29,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -70,8 +70,9 @@ def launch(
       command: program and arguments, the same for every role.
       trainers, pservers: how many of each; one pserver by default, and none in nccl2 mode.
       mode: "pserver" or "nccl2".
-      on_trainer_loss: "abort", or in nccl2 mode "drop": a trainer that fails does not end the job, but for trainer 0;
-        `dtrans.connect()` tells the others to go on without it.
+      on_trainer_loss: "abort" ends all roles when one fails. With "drop" a trainer that fails does not end the job, as
+        long as another is left: in nccl2 mode, where trainer 0 has to stay, `dtrans.connect()` tells the others to go
+        on without it; with parameter servers these decide, and those of asynchronous modes go on.
       deadline: seconds that the whole job may take.
       grace: seconds that a role gets to end by itself when it is told to.
       env: variables to add to this process's environment for the roles.
@@ -93,8 +94,6 @@ def launch(
         raise ConfigError(f"there are no pservers in mode='nccl2', pservers={pservers}")
     if on_trainer_loss not in ("abort", "drop"):
         raise ConfigError(f"on_trainer_loss must be 'abort' or 'drop', it is {on_trainer_loss!r}")
-    if on_trainer_loss == "drop" and mode != "nccl2":
-        raise ConfigError(f"on_trainer_loss='drop' is for mode='nccl2', it is {mode!r}")
     servers = 1 if pservers is None else pservers
     for name, count in (("trainers", trainers), ("pservers", servers)):
         if count < 1:
@@ -104,9 +103,10 @@ def launch(
     base |= {"PYTHONUNBUFFERED": "1", RUN: new_run(), token.VARIABLE: token.new_token(), **(env or {})}
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
-    if on_trainer_loss == "drop":
+    drops = on_trainer_loss == "drop"
+    if drops and mode == "nccl2":
         base[LOSS] = on_trainer_loss
-    job = _Job(events, grace, drops=on_trainer_loss == "drop")
+    job = _Job(events, grace, range(mode == "nccl2", trainers) if drops else ())
     with _signals_to(events), Guard(sys.executable) as guard:
         try:
             for role in _roles(mode, trainers, servers):
@@ -159,8 +159,9 @@ def free_endpoints(count: int) -> list[str]:
 class _Job:
     """The roles that run, and what became of them."""
 
-    def __init__(self, events: SimpleQueue[Event], grace: float, *, drops: bool = False) -> None:
-        self.drops = drops  # whether the job goes on without a trainer that has failed
+    def __init__(self, events: SimpleQueue[Event], grace: float, may_go: Collection[int]) -> None:
+        self.may_go = {f"trainer {k}" for k in may_go}  # those without whom the job goes on
+        self.gone: set[str] = set()
         self.events = events
         self.grace = grace
         self.running: dict[Child, Guard] = {}
@@ -225,7 +226,11 @@ class _Job:
         guard = self.running.pop(child)
         child.reap()
         guard.remove(child)
-        if child.code and not self._ending and self.drops and child.role.trainer_id:
+        if child.code and not self._ending and child.role.name in self.may_go:
+            self.gone.add(child.role.name)
+            if child.role.trainers == len(self.gone):  # nobody is left
+                self.failed = self.failed or child
+                return
             _prefixed("launcher")("stderr", f"{child.role.name} failed with {_how(child)}; the others go on")
         elif (
             child.code and not self._ending and (self.failed is None or (_by_peer(self.failed) and not _by_peer(child)))

@@ -6,11 +6,8 @@ The first is bound twice: to the endpoint, and to a Unix socket for trainers on 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -23,6 +20,7 @@ from dtrans.protocol.presence import log
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server_peers import ServerPeer, ServerPeers
 from dtrans.protocol.trainer_line import DOOR
+from dtrans.run.net.own_folder import OwnFolder
 from dtrans.run.net.sockets import LINGER, Doorkeeper, Speakers, check_host, limit, new_socket, tcp_address
 
 
@@ -94,8 +92,8 @@ class ServerSockets:
         limit(self._socket, *self._limits)
         self._speakers = Speakers(self._socket, self._note_refused)
         self._doorkeeper = Doorkeeper(self._context, self._secret, (DOOR,))
-        self._folder = Path(tempfile.mkdtemp(prefix="dtrans-"))  # readable by this user only
-        local = str(self._folder / "socket")
+        self._folder = OwnFolder()
+        local = str(self._folder.path / "socket")
         try:
             self._socket.bind(tcp_address(self.endpoint))
             self._bound = self._socket.get_string(zmq.LAST_ENDPOINT)  # as ZeroMQ names it
@@ -166,7 +164,7 @@ class ServerSockets:
         self._doorkeeper.close()
         self._speakers.close()
         self._socket.close(linger=int(LINGER * 1000))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def _let_go(self) -> None:
         """Stop listening, and wait until the endpoint can be bound again: ZeroMQ closes sockets in its own time."""

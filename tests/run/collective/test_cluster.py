@@ -500,7 +500,6 @@ def test_the_launcher_goes_on_with_those_left(
     "options, message",
     [
         ({"on_trainer_loss": "wait", "mode": "nccl2"}, "on_trainer_loss must be 'abort' or 'drop', it is 'wait'"),
-        ({"on_trainer_loss": "drop"}, "on_trainer_loss='drop' is for mode='nccl2', it is 'pserver'"),
     ],
 )
 def test_the_launcher_refuses(options: dict[str, Any], message: str) -> None:

@@ -560,3 +560,28 @@ def test_killed_launcher_leaves_nothing(script: Any, watch: Watch) -> None:
         launcher.kill()
         launcher.wait(timeout=PATIENCE)
         watch.all_gone()
+
+
+# -- jobs that go on -------------------------------------------------------------------------------
+
+
+FAILS = """
+if kind.lower() == "trainer" and index in {failing!r}:
+    sys.exit(f"{{name}} has had enough")
+print("done")
+"""
+
+
+def test_a_job_of_pservers_goes_on_without_a_trainer(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also without trainer 0: whether servers go on is what they decide."""
+    launch(script(FAILS.format(failing=("0", "2"))), trainers=3, on_trainer_loss="drop")
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == ["[pserver 0] done", "[trainer 1] done"]
+    for k in (0, 2):
+        assert f"[launcher] trainer {k} failed with exit code 1; the others go on" in err
+
+
+def test_a_job_without_any_trainer_left_has_failed(script: Any) -> None:
+    with pytest.raises(LaunchError, match="^trainer [01] failed with exit code 1") as e:
+        launch(script(FAILS.format(failing=("0", "1"))), trainers=2, on_trainer_loss="drop")
+    assert "has had enough" in str(e.value)
