@@ -9,7 +9,7 @@ from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import wire
 
 
-HEARTBEAT = 4.0  # seconds without a sign of the other end after which ZeroMQ gives a connection up
+HEARTBEAT = 3.5  # seconds without a sign of the other end after which ZeroMQ gives a connection up
 
 
 COMMUNICATING = ("communicator", "half_async", "geo")  # the modes in which trainers have a communicator

@@ -22,7 +22,7 @@ from dtrans.protocol import token, wire
 
 LINGER = 5.0  # seconds that closing may take to hand over the last words
 ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks (RFC 27)
-HEARTBEAT = 4.0  # seconds without a sign of the other end's process after which a connection is given up
+HEARTBEAT = 3.5  # seconds without a sign of the other end's process after which a connection is given up
 HANDSHAKE = 10.0  # seconds that one may take
 
 
