@@ -296,6 +296,7 @@ def cells(out: str, row: str) -> list[str]:
     return found
 
 
+@pytest.mark.soak
 def test_train_in_stages(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: None) -> None:
     plot = tmp_path / "gantt.png"
     assert command("train", *TINY, "--plot", str(plot)) == 1  # three steps are not enough

@@ -27,6 +27,7 @@ def test_plans_are_as_recorded(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_as_recorded(name: str) -> None:
     """Twenty steps. Processors round differently, so that the last digits are not compared."""

@@ -58,7 +58,7 @@ def planned(loss: Any, parts: int) -> tuple[Any, Any, Any]:
     return plan, step, start
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("name", TAKEN)

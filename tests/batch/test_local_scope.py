@@ -110,7 +110,7 @@ def planned(kind: str, mode: str, trainers: int) -> Any:
     return MODES[mode](main, dtrans.trace(first), trainers)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("trainers", [2, 3])
 @pytest.mark.parametrize("mode", MODES)

@@ -45,7 +45,7 @@ def planned(name: str, mode: str, trainers: int, **options: Any) -> Any:
         ("dropout_key_in_params", "3", 2),
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_micro_steps_give_the_numbers_of_one_device(name: str, mode: str, trainers: int) -> None:
     case = step_zoo.by_name(name)
     with compiled_quickly():

@@ -90,7 +90,7 @@ def trained(case: step_zoo.StepCase, plan: Any, rows: int) -> None:
         compare((job.params(state), loss), (params, wanted))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_picks_from_each_row_is_made_of_its_parts(name: str) -> None:
@@ -120,7 +120,7 @@ def test_picks_in_a_loop_exchange_nothing() -> None:
     trained(case, planned(case, 2, "nccl2"), 11)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "loss"),

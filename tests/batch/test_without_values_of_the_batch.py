@@ -54,6 +54,7 @@ def planned(mode: str, main: dtrans.Program, startup: dtrans.Program, trainers: 
     return dtrans.sharding(main, startup, degree=trainers, stage=int(mode[-1]), slices=slices)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("mode", ["nccl2", pytest.param("stage 1", marks=pytest.mark.soak), "stage 3", "pserver"])
 def test_the_numbers_are_one_devices(mode: str) -> None:

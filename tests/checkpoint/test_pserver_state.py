@@ -214,7 +214,7 @@ def test_a_state_that_was_donated_is_refused(tmp_path: Path) -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
 def test_a_checkpoint_serves_any_other_servers_and_one_device(tx: Any, options: Any, tmp_path: Path) -> None:
     plan, (params, opt_state) = planned(tx, **options), distinct_state(tx)

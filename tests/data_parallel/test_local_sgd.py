@@ -92,7 +92,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", JOBS)
 @pytest.mark.parametrize("weight", [None, "aux/count"])
 @pytest.mark.parametrize("trainers, steps, options", CASES)

@@ -229,7 +229,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(OPTIONS))
 def test_every_way_to_reduce_gives_the_numbers_of_one_device(options, trainers, way):
@@ -239,7 +239,7 @@ def test_every_way_to_reduce_gives_the_numbers_of_one_device(options, trainers, 
         tree_close(got, with_each(made, plan, part), 1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("first", ["simulate", "pmap", "vmap of pmap", "shard_map"])
 def test_a_plan_runs_under_one_map_after_the_other(first):
@@ -272,7 +272,7 @@ CLIPPED = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(CLIPPED))
 def test_each_trainer_clips_its_own_gradient_before_they_are_averaged(options, trainers, way):
@@ -340,7 +340,7 @@ COMPRESS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(COMPRESS))
 def test_what_is_compressed_is_as_far_off_as_its_type_says(options, trainers, way):
@@ -392,7 +392,7 @@ NOISY = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("trainers,options,way", [(*of, way) for *of, ways in NOISY for way in ways])
 def test_statistics_go_from_micro_step_to_micro_step_and_keys_differ(trainers, options, way):

@@ -145,7 +145,7 @@ def x64() -> Any:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
 @pytest.mark.parametrize("trainers", [1, 2, 4, 8])
 def test_trainers_equal_one_device_on_the_global_batch(trainers: int, way: str) -> None:
@@ -187,7 +187,7 @@ def model_cases() -> dict[str, tuple[Any, Any, Any]]:
     }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trainers, way", [(4, "simulate"), (2, "mesh")])
 @pytest.mark.parametrize("model", ["tied", "frozen", "masked", "nested-0d", "unused-leaf"])
 def test_every_model_equals_one_device(model: str, trainers: int, way: str) -> None:
@@ -225,7 +225,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trainers, way", [(4, "simulate"), pytest.param(2, "mesh", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_equals_one_device(name: str, trainers: int, way: str) -> None:
@@ -254,6 +254,7 @@ def clipped_backward(w: jax.Array) -> jax.Array:
 clipped_backward.defvjp(lambda w: (w, None), lambda _, g: (g / jnp.maximum(1.0, jnp.linalg.norm(g)),))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
 def test_a_clip_in_the_optimizer_is_of_the_mean_and_a_clip_in_the_loss_of_each_trainer(way: str) -> None:
     """Gradients (3, 0) and (0, 4): their mean (1.5, 2), clipped to 1, is (0.6, 0.8); clipped first they are (1, 0) and
@@ -296,6 +297,7 @@ def masked_mean(params: Any, x: jax.Array, y: jax.Array, mask: jax.Array) -> Any
     return jnp.sum(errors * mask) / jnp.sum(mask), {"count": jnp.sum(mask)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
 def test_parts_of_unequal_weight_give_the_exact_mean_and_not_the_mean_of_means(way: str) -> None:
     params, ((x, y), _) = square_case()
@@ -379,7 +381,7 @@ def dropout(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Arra
     return square(params, x * jax.random.bernoulli(key, 0.5, x.shape), y)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
 @pytest.mark.parametrize("trainers", [1, 2, 4])
 def test_a_key_of_the_batch_is_each_trainers_own(trainers: int, way: str) -> None:

@@ -63,7 +63,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SAME)
 def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) -> None:
     keys, options, ours = SAME[name]

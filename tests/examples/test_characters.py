@@ -221,6 +221,7 @@ def planned(text: Text, **changed: Any) -> Any:
     return pipelined.plan_characters(dataclasses.replace(SMALL, **changed), text)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["PreferForward", "PreferBackward", "ZeroBubble"])
 def test_the_planned_play_has_the_work_that_ran(small: None, text: Text, schedule: str) -> None:
     plan = planned(text, schedule=schedule)

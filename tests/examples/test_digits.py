@@ -91,7 +91,7 @@ def test_accuracy(data: digits.Digits) -> None:
     assert digits.accuracy(params, data.test_x, data.test_y) == pytest.approx(np.mean(data.test_y == 3))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_learns(data: digits.Digits, name: str) -> None:
     settings = DigitsSettings(optimizer=name)

@@ -114,7 +114,7 @@ def both(fn: Any, *args: Any) -> tuple[Any, Any]:
     return old, new
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("name", PICKED)
 def test_a_gather_of_each_row_from_itself_is_batched(name: str, x64: bool) -> None:

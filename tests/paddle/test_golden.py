@@ -314,7 +314,7 @@ def test_servers_start_with_what_paddles_started_with(case: Any) -> None:
         assert makes_random == bool(recorded["random"]), "nothing is made for another server"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 def test_servers_start_with_rows_of_what_one_device_would_make(case: Any) -> None:
     """In Paddle each block was drawn by itself, with the same seed: all blocks of a parameter had the same rows."""
     init = case.plan.startup
@@ -325,7 +325,7 @@ def test_servers_start_with_rows_of_what_one_device_would_make(case: Any) -> Non
         assert np.array_equal(found[name], value), name
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(2)
 def test_a_step_of_the_servers_is_one_of_one_device_on_the_mean_gradient(case: Any) -> None:
     """Two of them, for the schedule to move: merge, mean, regularize, clip and update are in the right order."""
     net, tx = CASES[case.name]

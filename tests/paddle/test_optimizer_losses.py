@@ -157,7 +157,7 @@ def test_the_seven_runs_have_paddles_losses_and_parameters(name, batches):
         np.testing.assert_allclose(value[:5], first, atol=1e-6)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECORDED["runs"])
 def test_other_runs_have_paddles_losses(name, batches):
     losses, _ = train(RUNS[name], batches)

@@ -348,7 +348,7 @@ def test_it_is_the_kernel_to_rounding(name):
         check(*CASES[name], np.float64, 1e-12)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_kernel_in_single_precision(name):
     check(*CASES[name], np.float32, 2e-5)
@@ -569,7 +569,7 @@ def test_lars_does_not_notice_the_scale_of_the_gradients():
 # -- as optax transformations ----------------------------------------------------------------------
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "schedule"])
 @pytest.mark.parametrize("name", SOME)
@@ -661,7 +661,7 @@ def test_leaves_that_are_held_still(name):
     assert tx.update({}, tx.init({}), {})[0] == {}
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_hyperparameters_may_be_injected(name):
     factory, options = CASES[name]
@@ -784,7 +784,7 @@ def test_lars_takes_no_norms_of_what_it_excludes():
     assert [s for p, s in found if p.startswith("reduce")] == [(3, 4), (3, 4)]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n, (factory, _) in CASES.items() if factory not in NORMS])
 def test_elementwise_rules_leave_every_leaf_free_to_be_cut(name):
     factory, options = CASES[name]
@@ -796,7 +796,7 @@ def test_elementwise_rules_leave_every_leaf_free_to_be_cut(name):
         assert analyse(done.optimize, done.optimized).groups == {}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "schedule"])
 @pytest.mark.parametrize("name", ["ftrl-power", "adadelta-all", "adam-all", "adamw", "lamb-all", "lars-all"])
 def test_a_job_trains_as_one_device_does(name, scheduled):

@@ -147,7 +147,7 @@ def check(case, plan, dtype, steps=STEPS):
 # -- every optimizer -------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_three_servers_give_what_one_device_gives(name, dtype):
     case = CASES[name]
@@ -199,7 +199,7 @@ class Crowded(dtrans.PSDispatcher):
         return [first if leaf in leaves[i + 1 :] else last for i, leaf in enumerate(leaves)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", ["lamb", "adafactor", "sm3", "dowg", "apply_if_finite", "flatten", "muon", "multi_transform"]
 )
@@ -332,5 +332,6 @@ def test_every_optimizer_and_schedule_that_there_is_has_a_row():
     assert len(CASES) == sum(map(len, optimizer_zoo.GROUPS.values())), "a name is used twice"
 
 
+@pytest.mark.soak
 def test_the_table_in_the_documentation_is_what_the_code_makes():
     assert PAGE.read_text() == optimizer_zoo.document(), "run `make docs`"

@@ -193,6 +193,7 @@ class AllOnTheLast(SizeBalanced):
 METHODS = (RoundRobin, HashName, SizeBalanced, AllOnTheLast)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("slice_var_up", [True, False])
 def test_a_plan_says_what_the_balance_would_be_with_other_dispatchers(tx: Any, slice_var_up: bool) -> None:
     plans = {m.__name__: planned(tx, slice_var_up=slice_var_up, split_method=m, seed=3)[0] for m in METHODS}

@@ -47,7 +47,7 @@ def planned(step: Any, *batch: Any, trainers: int = 2, **options: Any) -> Any:
     return dtrans.pserver(main, dtrans.trace(init, KEY), trainers=trainers, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("trainers", [1, 2, 3])
 def test_an_update_may_read_arguments_of_the_step(trainers: int) -> None:
@@ -113,7 +113,7 @@ def noisy_plan(trainers: int, **options: Any) -> Any:
     return dtrans.pserver(main, dtrans.trace(noisy_init, KEY), trainers=trainers, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("trainers", [1, 2, 3])
 def test_a_loss_may_read_state_that_no_row_enters(trainers: int) -> None:

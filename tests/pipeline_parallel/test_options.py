@@ -309,6 +309,7 @@ def test_an_update_in_parts_changes_no_number(groups, tx, options):
     check(job_of(square, SIX, rows(), tx), update_groups=groups, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("tx", [optax.adam(0.1), CLIPPED], ids=["adam", "clipped"])
 @pytest.mark.parametrize("groups", [2, 3, 100])
@@ -478,6 +479,7 @@ SLICED = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("replicas,tx,least,way,options", SLICED)
 def test_replicas_that_add_up_slices_of_gradients(replicas, tx, least, way, options):
     of = job_of(square, UNEVEN, rows(16, 5, 3), tx)
@@ -632,7 +634,7 @@ def shuffled():
     return [jax.devices()[i] for i in (3, 1, 4, 6, 5, 2)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "cluster,options,want",
     [
@@ -768,7 +770,7 @@ def layers_of(plan):
     return [[n.removeprefix("params/w") for n in s.params] for s in plan.stages]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "names,want",
     [

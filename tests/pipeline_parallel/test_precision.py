@@ -71,7 +71,7 @@ SCALED = dtrans.Precision("fp16", loss_scaling=1024)
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_numbers_are_those_of_one_device_in_16_bits(name, dtype):
     of, way, options = CASES[name]
     precision = SCALED if dtype == "fp16" else dtype

@@ -153,7 +153,7 @@ HEADS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shards,classes,way,tx,options", HEADS)
 def test_a_head_that_is_split(shards, classes, way, tx, options):
     """Of 7, 50 and 51 classes; over 2 and 4 devices they are padded. Loss and accuracy are those of one device."""
@@ -192,6 +192,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model,shards,way,options,cut", MODELS)
 def test_other_models_that_are_split(model, shards, way, options, cut):
     plan = check(model(shards), way, **options)

@@ -63,7 +63,7 @@ def nbytes(t):
 # -- programs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
@@ -86,7 +86,7 @@ def test_everything_is_computed_once(name, stages, split):
         assert found[function] == whole[function], function
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_cotangents_and_weights_together_are_the_backward(name, stages):
@@ -110,6 +110,7 @@ def test_cotangents_and_weights_together_are_the_backward(name, stages):
 CASES = [(name, options) for name in MODELS for options in ({}, {"schedule": "ZeroBubble"})]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name,options", CASES)
 def test_backward_reads_what_forward_kept_and_what_comes_back(name, options):
     stages = planned(name, 4, num_micro_batch=2, **options).step_programs.stages
@@ -136,7 +137,7 @@ def low(loss):
     return cast
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_weights_are_kept_for_each_micro_batch(name, cast):
@@ -207,6 +208,7 @@ def test_nothing_is_left_of_a_micro_batch(running):
     assert not any(env[slot] is not None for slots in tape.kept.values() for slot in slots)
 
 
+@pytest.mark.soak
 def test_one_forward_one_backward_keeps_less_than_half():
     """The transformer at 16 micro-batches: on each device, bytes of what waits for its backward or is on its way."""
     of, _ = traced("transformer")

@@ -75,7 +75,7 @@ def check_case(models, case):
         tree_close(of.of(job.scheduled(name)), want, 1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.soak] * (k % 2)) for k, case in enumerate(pairwise(FACTORS))],
@@ -172,7 +172,7 @@ def test_a_key_is_used_as_it_is_by_one_micro_batch():
         tree_close(got, want, 1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "micro,replicas,way", [(2, 1, "simulate"), (1, 2, "on_mesh"), (2, 2, "simulate"), (4, 2, "on_mesh")]
 )
@@ -321,7 +321,7 @@ def with_results(params, x, y):
 MERGE = {"aux/hits": "sum", "aux/worst": "max", "aux/bias": "same"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 @pytest.mark.parametrize("micro,replicas", [pytest.param(2, 1, marks=pytest.mark.soak), (1, 2), (4, 2)])
 def test_results_are_those_of_the_whole_batch(micro, replicas, way):
@@ -412,7 +412,7 @@ OPTIMIZERS = {
 FIRST = ("adamw", "clipped adam", "adafactor", "several steps")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [*FIRST, *(pytest.param(n, marks=pytest.mark.soak) for n in OPTIMIZERS if n not in FIRST)]
 )
@@ -456,6 +456,7 @@ CLIPS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way,options", CLIPS, ids=["replicas", "weights apart", "on the host"])
 def test_a_local_clip_of_each_micro_batch(way, options):
     """EPL's default: the gradients of each micro-batch, of all stages, are clipped before any are added up."""
@@ -496,7 +497,7 @@ def test_what_is_compressed_is_as_far_off_as_its_type_says(to, unit, least, way)
 # -- sharding in a stage ---------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("optimizer", ["adamw", "clipped adam"])
@@ -741,7 +742,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "optimizer,way,options", [pytest.param(*of, marks=[pytest.mark.soak] * (k % 2)) for k, of in enumerate(LOOPS)]
 )
@@ -756,6 +757,7 @@ def test_a_scan_over_layers_is_cut(optimizer, way, options):
     assert (owners("w"), owners("b")) == (sum(loops), 1 if optimizer == "muon" else sum(loops))
 
 
+@pytest.mark.soak
 def test_a_transformer_whose_layers_are_a_scan():
     check(transformer(2, 8, stacked=True).job(8), replicas=1)
 

@@ -60,7 +60,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
     return planned(request.param)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_job_trains_as_one_device_and_says_what_it_is(plan: Plan, way: str) -> None:
     with getattr(plan, way)() as job:
@@ -112,7 +112,7 @@ def test_costs_are_those_counted_by_hand() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_states_that_are_not_of_the_job_are_refused(plan: Plan, way: str) -> None:
     job = getattr(plan, way)()
     with pytest.raises(StateError, match="^step takes the state that init or step returned, not dict$"):
@@ -144,7 +144,7 @@ def test_a_mesh_stands_for_its_devices(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_job_goes_on_from_a_checkpoint(name: str, tmp_path: Any) -> None:
     job = planned(name).on_mesh()
     state, _ = job.step(job.init(KEY), X, Y)

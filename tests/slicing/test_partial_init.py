@@ -100,7 +100,7 @@ INITIALIZERS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float64], ids=lambda t: t.__name__)
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_a_block_of_an_initialiser_is_the_rows_of_the_whole(name, dtype):
@@ -137,7 +137,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_block_of_what_is_drawn(name):
     found = in_blocks(DRAWN[name])
@@ -162,7 +162,7 @@ def test_what_is_not_understood_is_made_whole_and_cut(name):
 # -- random bits -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bit_width", [8, 16, 32, 64])
 @pytest.mark.parametrize(("shape", "axis"), [((13,), 0), (SHAPE, 0), (SHAPE, 1), ((2, 13, 3), 1), ((13, 0), 0)])
 def test_bits_of_a_block(bit_width, shape, axis):
@@ -270,7 +270,7 @@ FOLLOWED = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_parts_are_followed_through(name):
     found = in_blocks(FOLLOWED[name])

@@ -163,7 +163,7 @@ def case(request):
         yield tx, elementwise, params, plan
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_three_servers_compute_what_whole_arrays_compute(case):
     tx, elementwise, params, plan = case
     check(tx, params, plan, trainers=2)
@@ -187,7 +187,7 @@ class TwoOnTheFirst(dtrans.PSDispatcher):
         return [self.eps[b.index // 2] for b in varlist]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb", "adafactor", "apply_if_finite"])
 def test_a_server_that_has_two_blocks_of_a_leaf_joins_their_parts_of_a_reduction(name):
     with jax.enable_x64(True):

@@ -151,7 +151,7 @@ def test_inferred_gradients_are_the_marked_ones(name):
         assert distance(a[leaf].astype(jnp.float32), b[leaf].astype(jnp.float32)) <= 1e-6, leaf
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*STEPS, "micro_batches"])
 @pytest.mark.parametrize("marked", [False, True])
 def test_the_halves_make_the_step(name, marked):

@@ -162,7 +162,7 @@ def test_servers_are_not_asked_for_what_a_function_does_not_read() -> None:
 
 @pytest.mark.parametrize("mode", ["nccl2", "stage 3", "pserver", "pipeline"])
 @pytest.mark.parametrize("way", ["on_mesh", "simulate"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_hyperparameters_are_changed_between_steps(mode: str, way: str) -> None:
     case = library_zoo.by_name("injected_rate")
     with jax.enable_x64(True):

@@ -94,7 +94,7 @@ def ruled(f):
     return g
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_summaries_survive_and_change_nothing(name):
     transform = TRANSFORMED[name]

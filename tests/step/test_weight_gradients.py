@@ -26,7 +26,7 @@ def straight(fn, *args):
     return jaxpr, b.build(inner.outvars), [e.primitive.name for e in eqns]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [None, "highest", ("default", "highest")])
 @pytest.mark.parametrize(
     ("first", "second", "contracting", "permutation"),

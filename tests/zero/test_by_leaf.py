@@ -164,7 +164,7 @@ def check(
     tree_close(got, want, rtol)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.soak] * (k % 2)) for k, n in enumerate(OPTIMIZERS)]
@@ -191,7 +191,7 @@ def test_degrees_rules_and_groups(name: str, degree: int, rule: str, replicas: i
     check("masked", OPTIMIZERS[name](), degree, rule, replicas)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("fuse", [32, 0], ids=["in one", "in parts"])
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_gradient_that_enters_a_norm_and_no_update(degree: int) -> None:
 FEW = ("adafactor", "sm3", "dog", "flatten", "noisy_sgd", "lookahead", "multi_transform", "apply_if_finite")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", FEW)
 def test_any_optimizer(name: str) -> None:
@@ -299,7 +299,7 @@ def zoo_case(name: str, degree: int, rule: str) -> None:
 # -- options ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "options",

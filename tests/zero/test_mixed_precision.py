@@ -89,7 +89,7 @@ def flat(tree: Any) -> np.ndarray:
 FOLLOWS = [(name, amp, stage) for name in MODELS for amp in ("bf16", "fp16") for stage in (1, 2, 3)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "amp", "stage"),
     [pytest.param(*case, marks=[] if k % 3 == k // 3 % 3 else pytest.mark.soak) for k, case in enumerate(FOLLOWS)],
@@ -144,6 +144,7 @@ def test_a_scale_changes_nothing_that_fits(scaling: Any) -> None:
 # -- structure -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["scan", "remat"])
 def test_half_the_bytes_are_moved(name: str, amp: str) -> None:
@@ -210,6 +211,7 @@ def test_gradients_are_reduced_in_16_bits_and_others_are_not() -> None:
 SOAK = pytest.mark.soak
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("rank", "stage", "how"),
     [
@@ -323,7 +325,7 @@ def test_micro_steps_are_scaled_too() -> None:
         np.testing.assert_allclose(state, states[0], atol=2e-4)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scaling", [64.0, dtrans.LossScaling(initial=2.0**15)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("clip", [1e-2, 1e3])

@@ -122,7 +122,7 @@ OTHERS: list[Choice] = [
 PAIRS = [*pairwise(list(FACTORS.values())), *OTHERS]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "choice", [pytest.param(c, marks=[pytest.mark.soak] * (k % 2)) for k, c in enumerate(PAIRS)], ids=named
@@ -169,7 +169,7 @@ def test_float32_is_that_of_one_device_to_its_precision(stage: int, way: str) ->
     check("uneven", "clip, adam", 4, stage, 32, True, 2, way=way, dtype=jnp.float32, rtol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("prefetch, segment", [(0, 0), (3, 0), (2, 1e-3), (1, 32)])
 @pytest.mark.parametrize("model", ["uneven", pytest.param("transformer", marks=pytest.mark.soak), "scan"])
@@ -219,7 +219,7 @@ def test_batches_of_other_sizes_are_traced_anew(stage: int) -> None:
 HARD = [(name, {"replicas": 2} if k % 3 else {"num_micro_batch": 2}, bool(k % 2)) for k, name in enumerate(SMALL)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name, options, marked", HARD)
 def test_models_that_are_hard_to_gather(name: str, options: Any, marked: bool) -> None:
@@ -400,7 +400,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name, stage, degree, replicas", CASES)
 def test_every_option_does_what_it_does_in_nccl2_mode(name: str, stage: int, degree: int, replicas: int) -> None:
@@ -437,7 +437,7 @@ def test_micro_steps_are_compressed_each(stage: int, replicas: int) -> None:
     assert max(errors) > 2.0**-8 / 100, "nothing was rounded"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "options", [{}, {"replicas": 2}, {"num_micro_batch": 2}, {"example_count": "aux/count"}], ids=str
@@ -469,7 +469,7 @@ def test_results_that_are_computed_from_updates_and_new_parameters(stage: int, o
     tree_close(got, want, 1e-12)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["weight", "window"])
@@ -536,7 +536,7 @@ def zoo_case(name: str, stage: int, degree: int) -> None:
 FEW = ("adam", "adafactor", "lars", "sm3", "muon", "dog", "flatten", "noisy_sgd", "lookahead", "multi_transform")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", FEW)
 def test_any_optimizer(name: str) -> None:

@@ -62,7 +62,7 @@ PLANS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_on_a_mesh_the_trainer_and_the_leaf_are_named(name: str) -> None:
     plan = PLANS[name]()

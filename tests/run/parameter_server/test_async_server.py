@@ -78,7 +78,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_one_trainer_is_sequential_training(role_threads: RoleThreads, tx: Any, servers: int) -> None:
@@ -193,7 +193,7 @@ def test_no_update_is_lost_where_nobody_waits(role_threads: RoleThreads) -> None
 # -- delay compensation ----------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("decay", [None, 0.95])
 @pytest.mark.parametrize("name", ["adam", "momentum, joined schedules"])
 def test_delayed_gradients_are_compensated_as_the_paper_says(

@@ -88,7 +88,7 @@ ADAM = optax.adam(optax.cosine_decay_schedule(1e-2, 20))
 # -- steps that wait -------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("delay", [None, dtrans.DelayCompensation()], ids=["plain", "compensated"])
 @pytest.mark.parametrize("servers", [1, 3])
 def test_one_trainer_that_waits_is_sequential_training(

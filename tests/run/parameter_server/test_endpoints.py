@@ -131,6 +131,7 @@ def job_equals_one_device(
     return states
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "tx",
     [
@@ -902,7 +903,7 @@ NAME = "params/w@GRAD"
 HEADER = {"order": sys.byteorder, "session": "s", "trainer": 0, "trainers": 1}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "frames, reason",
     [

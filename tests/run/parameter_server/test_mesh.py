@@ -75,7 +75,7 @@ def batches_of(rows: int, steps: int = 2, dtype: Any = jnp.float64, **kw: Any) -
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "dtype, trainers, servers, devices, rows",
     [
@@ -250,7 +250,7 @@ def test_optax_masked_trains_only_some_leaves_as_on_one_device() -> None:
         same_as_one_device(mlp_loss, tx, params, batches_of(4))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("shape", [(), (4,)], ids=["0-d", "1-d"])
 def test_a_leaf_that_the_loss_does_not_use_is_trained_as_on_one_device(shape: Any, dtype: Any) -> None:
@@ -302,6 +302,7 @@ def test_a_loss_of_a_leaf_times_a_0d_batch_array_sends_that_array_as_gradient() 
 # -- what is made in the forward pass --------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trainers, devices", [(1, 8), (2, 8), (2, 1), (4, 3)])
 def test_batch_statistics_are_each_trainers_own(trainers: int, devices: int) -> None:
     """What a trainer makes of its part of the batch stays with it; `job.params` shows those of trainer 0."""
@@ -370,6 +371,7 @@ def aux_job(aux: Any, *, trainers: int = 2, devices: int = 8, rows: int = 8, bat
     return got, want
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trainers, devices", [(1, 8), (2, 8), (4, 3)])
 def test_aux_is_averaged_joined_or_stacked_by_what_it_is(trainers: int, devices: int) -> None:
     def aux(params: Any, x: jax.Array, y: jax.Array) -> Any:

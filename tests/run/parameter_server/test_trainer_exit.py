@@ -296,7 +296,7 @@ def test_as_paddle_in_numbers(role_threads: RoleThreads) -> None:
 # -- what still ends the job -----------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_trainer_exit", ["drop", "paddle", "error"])
 @pytest.mark.parametrize("says_barrier", [False, True])
 def test_who_closes_in_the_middle_of_a_step_ends_the_job(

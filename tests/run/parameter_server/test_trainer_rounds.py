@@ -58,7 +58,7 @@ def close(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["masked_mean", "flax_batch_norm", "dropout_key_argument", "metrics_per_row",
                                   "metrics_confusion", "sum_loss"])  # fmt: skip
