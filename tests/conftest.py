@@ -1,7 +1,8 @@
 """Eight virtual CPU devices before JAX starts, how hypothesis runs, and what tests of the endpoints start from.
 
 More than half of the time of tests is compilation. So LLVM is asked for little, here and in the processes that tests
-start (`make soak` and `make compat` ask for all of it), and what was compiled is kept in a folder of this run.
+start, and XLA does without the emitters of fusions, which take a third of what is left (`make soak` and `make compat`
+ask for all of it); what was compiled is kept in a folder of this run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,10 @@ from hypothesis import HealthCheck, settings
 
 
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and version("jaxlib").startswith("0.10."):
+    # another version may not know these, and ends the process then
+    plain = "--xla_cpu_use_fusion_emitters=false --xla_cpu_emitter_verification_level=0"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {plain}".strip()
 if "PYTEST_XDIST_WORKER" not in os.environ:
     COMPILED = tempfile.mkdtemp(prefix="dtrans-tests-")
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)

@@ -18,6 +18,6 @@ traffic           what a trainer sends and receives beside its steps
 arrivals          what a process of a pipeline receives
 meeting           the trainers of collectives meet
 roll              the trainers of collectives: who has ended
-geo               what a trainer of GEO-SGD pushes and pulls, and when
+geo_steps         what a trainer of GEO-SGD pushes and pulls, and when
 trainer           one trainer: its lines, and what it sends and waits for in a step
 """

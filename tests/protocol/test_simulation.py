@@ -11,7 +11,7 @@ import pytest
 
 from dtrans.protocol import trainer_rounds
 from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.geo import GeoSteps
+from dtrans.protocol.geo_steps import GeoSteps
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.peer_line import PeerLine
 from dtrans.protocol.presence import Presence

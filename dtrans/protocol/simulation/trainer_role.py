@@ -13,7 +13,7 @@ import numpy as np
 
 from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
-from dtrans.protocol.geo import GeoSteps, Values, Waits
+from dtrans.protocol.geo_steps import GeoSteps, Values, Waits
 from dtrans.protocol.simulation.case import Case
 from dtrans.protocol.simulation.clock import Clock
 from dtrans.protocol.simulation.network import Network, SimulatedConnection
@@ -391,7 +391,7 @@ class GeoSgdTrainer(CommunicatingTrainer):
     _put = 0  # pushes so far
 
     def put(self, deltas: Values) -> None:
-        """As `dtrans.protocol.geo.GeoQueue` says."""
+        """As `dtrans.protocol.geo_steps.GeoQueue` says."""
         self._put += 1
         for leaf, x in zip(self._all.values(), deltas, strict=True):
             for _, name, rows in leaf.blocks(x):
@@ -399,11 +399,11 @@ class GeoSgdTrainer(CommunicatingTrainer):
         self._groups.append([(_as_gradient(leaf), x) for leaf, x in zip(self._all.values(), deltas, strict=True)])
 
     def received(self) -> int:
-        """As `dtrans.protocol.geo.GeoQueue` says."""
+        """As `dtrans.protocol.geo_steps.GeoQueue` says."""
         return -1 if self._newest is None else self._newest[0]
 
     def newest(self) -> Values:
-        """As `dtrans.protocol.geo.GeoQueue` says."""
+        """As `dtrans.protocol.geo_steps.GeoQueue` says."""
         assert self._newest is not None
         self._note()
         return [self._newest[1][key] for key in self._all]

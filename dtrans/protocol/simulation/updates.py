@@ -86,7 +86,7 @@ def added(x: np.ndarray, delta: np.ndarray) -> np.ndarray:
 
 
 class InNumpy:
-    """`dtrans.protocol.geo.GeoArithmetic` of simulated parameters."""
+    """`dtrans.protocol.geo_steps.GeoArithmetic` of simulated parameters."""
 
     def copied(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Copies."""

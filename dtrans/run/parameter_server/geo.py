@@ -1,4 +1,4 @@
-"""GEO-SGD in a trainer's process: `dtrans.protocol.geo` on JAX's arrays and a communicator."""
+"""GEO-SGD in a trainer's process: `dtrans.protocol.geo_steps` on JAX's arrays and a communicator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from dtrans.errors import StateError
-from dtrans.protocol.geo import GeoSteps, Values, Waits
+from dtrans.protocol.geo_steps import GeoSteps, Values, Waits
 from dtrans.protocol.traffic import Leaf
 from dtrans.run.parameter_server.communicator import Communicator
 
