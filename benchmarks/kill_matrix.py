@@ -208,9 +208,11 @@ def row(mode: str, victim: str, how: signal.Signals, moment: str) -> Row:
             said = {n: job.last_words(n) for n in others}
             if how == signal.SIGSTOP:
                 job.processes[victim].kill()
-            job.follow(lambda: len(job.ended) == len(job.processes) or mode == "async")
+            job.follow(lambda: len(job.ended) == len(job.processes) or goes_on)
             names = {re.sub(r"-.*", "-*", x) for x in os.listdir(folder)}
-            left = "of the killed one: " + ", ".join(sorted(names)) if names and mode != "async" else "nothing"
+            left = "nothing"
+            if names and not goes_on:  # those who go on have folders of their own
+                left = f"{', '.join(sorted(names))}, which the next server removes"
             return Row(mode, victim, how.name, moment, known, ended, said, left)
         finally:
             job.close()

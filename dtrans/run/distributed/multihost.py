@@ -27,6 +27,7 @@ from dtrans.run.distributed.watch import KNOWN, is_by_peer, watch
 
 
 OTHER_STATE = "parameters or an optimizer state of other shapes"
+LOOK = 0.5  # seconds after which one that waits looks whether another has ended
 PARTS_DIFFER = "trainers must give parts of one size"
 
 
@@ -148,7 +149,7 @@ _rounds: dict[tuple[int, ...], int] = {}  # how often these trainers have agreed
 
 
 def _told(words: Sequence[str]) -> dict[int, list[str]]:
-    """What each trainer says, by its number. Raises DeadlineError where one says nothing."""
+    """What each trainer says, by its number. Raises DeadlineError where one says nothing, PeerError where it ended."""
     cluster, board = current(), bulletin_board()
     me, among = cluster.trainer_id, cluster.members
     now = _rounds.get(among, 0)
@@ -156,15 +157,22 @@ def _told(words: Sequence[str]) -> dict[int, list[str]]:
     board.key_value_set(place(me, now), " ".join(words), allow_overwrite=True)  # it may have waited in vain before
     limit = time.monotonic() + cluster.deadline
     said: dict[int, list[str]] = {}
-    missing = []
+    missing, watched = [], watch()
     for k in among:
-        left = max(1, math.ceil((limit - time.monotonic()) * 1000))
-        try:
-            said[k] = board.blocking_key_value_get(place(k, now), left).split(" ")
-        except jax.errors.JaxRuntimeError as e:
-            if "DEADLINE_EXCEEDED" not in str(e):
-                raise
-            missing.append(f"trainer {k}")
+        while k not in said:
+            left = limit - time.monotonic()
+            try:
+                said[k] = board.blocking_key_value_get(
+                    place(k, now), math.ceil(max(0.001, min(left, LOOK)) * 1000)
+                ).split(" ")
+            except jax.errors.JaxRuntimeError as e:
+                if "DEADLINE_EXCEEDED" not in str(e):
+                    raise
+                if watched is not None:
+                    watched.check(k)
+                if left <= LOOK:
+                    missing.append(f"trainer {k}")
+                    break
     if missing:
         raise DeadlineError(
             f"{cluster.name} waited {cluster.deadline:g} s for {' and '.join(missing)} to start the same step: "
