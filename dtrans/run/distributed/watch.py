@@ -286,7 +286,8 @@ class Watch:
         for s in self._stopping:
             s.close(linger=0)
         self._open.close()
-        self._socket.close(linger=int(LINGER * 1000))
+        # trainer 0 may have gone before, and then nobody hears it
+        self._socket.close(linger=0 if 0 in self.roll.ended else int(LINGER * 1000))
         self._context.term()
         atexit.unregister(self.close)
 
