@@ -52,14 +52,13 @@ class Arrivals:
     """Values that come, whole or not.
 
     Args:
-      me: the number of this process.
       refuse: is told of each message that is dropped, and of whose.
 
     Example:
       >>> import numpy as np
       >>> from dtrans.protocol import wire
       >>> from dtrans.protocol.arrivals import Arrivals, ValueType
-      >>> arrivals, name = Arrivals(0, print), (1, 1, 7)
+      >>> arrivals, name = Arrivals(print), (1, 1, 7)
       >>> arrivals.expect(name, ValueType((2,), np.dtype("float32")))
       >>> data = np.ones(2, np.float32)
       >>> fields = dict(process=1, step=1, key=7, dtype="float32", shape=[2], impl="")
@@ -69,8 +68,8 @@ class Arrivals:
       (True, array([1., 1.], dtype=float32))
     """
 
-    def __init__(self, me: int, refuse: Callable[[int, WireError], None]) -> None:
-        self._me, self._refuse = me, refuse
+    def __init__(self, refuse: Callable[[int, WireError], None]) -> None:
+        self._refuse = refuse
         self._step = 0  # of the value that was taken last: none of earlier steps is due any more
         self._had: set[Name] = set()  # what was taken of this step
         self._kept: dict[Name, list[wire.Message]] = {}

@@ -20,7 +20,7 @@ def dropped() -> list[str]:
 
 @pytest.fixture
 def arrivals(dropped: list[str]) -> Arrivals:
-    return Arrivals(0, lambda origin, e: dropped.append(f"{origin}: {e}"))
+    return Arrivals(lambda origin, e: dropped.append(f"{origin}: {e}"))
 
 
 def kind(x: np.ndarray) -> ValueType:
@@ -129,5 +129,5 @@ def test_a_shape_that_the_sender_says_stays_what_it_said(arrivals: Arrivals, dro
 
 def test_other_messages_are_dropped(arrivals: Arrivals) -> None:
     refused: list[WireError] = []
-    Arrivals(0, lambda _, e: refused.append(e)).hear(1, wire.parse([wire.header("abort", reason="I say so")]))
+    Arrivals(lambda _, e: refused.append(e)).hear(1, wire.parse([wire.header("abort", reason="I say so")]))
     assert str(refused[0]) == "a `abort` message of process 1, where values of a pipeline come"

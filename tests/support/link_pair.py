@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from unittest import mock
 
+import jax
 from role_threads import HANG, free_endpoints
 
 from dtrans.run.distributed import board as board_module
@@ -29,7 +30,8 @@ class Board:
 
     def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
         with self._changed:
-            assert self._changed.wait_for(lambda: key in self._told, milliseconds / 1000), key
+            if not self._changed.wait_for(lambda: key in self._told, milliseconds / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
             return self._told[key]
 
 

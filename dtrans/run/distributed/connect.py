@@ -11,7 +11,8 @@ What fails, and what the others see:
     a trainer is killed         the same, in less than a second; `dtrans launch` names the trainer that was killed
     a trainer is stopped, or    the same, when its process has been silent for some four seconds
     its host is gone
-    a trainer makes fewer steps the same: those that make more get a PeerError when it has come to its end
+    a trainer makes fewer       those that make more get a PeerError, or end with one, when it has come to its end
+    steps than others
     a trainer is too slow       nothing, while it is alive; where parts of the batch get another shape, and at the end
                                 of the job, all wait for it, up to the deadline
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,12 +21,12 @@ from dtrans._jax import bulletin_board
 from dtrans.errors import BatchError, ConfigError, DeadlineError, PeerError
 from dtrans.ir import fingerprint
 from dtrans.ir.program import Program
+from dtrans.run.distributed.board import read
 from dtrans.run.distributed.membership import current
 from dtrans.run.distributed.watch import KNOWN, is_by_peer, watch
 
 
 OTHER_STATE = "parameters or an optimizer state of other shapes"
-LOOK = 0.5  # seconds after which one that waits looks whether another has ended
 PARTS_DIFFER = "trainers must give parts of one size"
 
 
@@ -159,20 +158,11 @@ def _told(words: Sequence[str]) -> dict[int, list[str]]:
     said: dict[int, list[str]] = {}
     missing, watched = [], watch()
     for k in among:
-        while k not in said:
-            left = limit - time.monotonic()
-            try:
-                said[k] = board.blocking_key_value_get(
-                    place(k, now), math.ceil(max(0.001, min(left, LOOK)) * 1000)
-                ).split(" ")
-            except jax.errors.JaxRuntimeError as e:
-                if "DEADLINE_EXCEEDED" not in str(e):
-                    raise
-                if watched is not None:
-                    watched.check(k)
-                if left <= LOOK:
-                    missing.append(f"trainer {k}")
-                    break
+        word = read(place(k, now), limit, lambda k=k: watched.check(k) if watched else None)  # type: ignore[misc]
+        if word is None:
+            missing.append(f"trainer {k}")
+        else:
+            said[k] = word.split(" ")
     if missing:
         raise DeadlineError(
             f"{cluster.name} waited {cluster.deadline:g} s for {' and '.join(missing)} to start the same step: "

@@ -4,11 +4,11 @@
     trainer 0    tells all others; of one whose connection ends without a word it says so
 
 An operation of Gloo or NCCL fails where a process is gone, and does not say which; where one has been stopped, or has
-gone to its end after fewer steps, it fails never, and JAX ends all processes with SIGABRT in the end. A line beside
+gone to its end after fewer steps, it never fails, and JAX ends all processes with SIGABRT in the end. A line beside
 them knows: ZeroMQ's own threads find out in some four seconds that a process has been stopped, and the kernel tells of
 one that is gone.
 
-    who is about to begin an operation            gets a PeerError (`begin`)
+    who is about to begin an operation            gets a PeerError (`operation`)
     who waits for a value of a pipeline           the same (`check`)
     who is in the middle of an operation          cannot be told: PATIENCE seconds later the process says what it was
                                                   doing, and ends with exit code 1

@@ -55,20 +55,20 @@ class P2PChannels:
     def __init__(self, cluster: Membership, name: str) -> None:
         self.me, self.count, self.deadline = cluster.trainer_id, cluster.trainers, cluster.deadline
         self._context: zmq.Context[Any] = zmq.Context()
-        self._secret = shared_secret(cluster, f"links/{name}", MISSED)
+        self._secret = shared_secret(cluster, f"links/{name}", MISSED, _look)
         others = [k for k in range(self.count) if k != self.me]
         self._links = {self._link(k, self.me): k for k in others}  # who speaks by each
         self._doorkeeper = Doorkeeper(self._context, self._secret, self._links)
         self._in = new_socket(self._context, zmq.PULL)
         limit(self._in, wire.MESSAGE_BYTES, AHEAD)
         self._in.setsockopt(zmq.HEARTBEAT_IVL, 0)  # a process that does not read its messages is not dead
-        hosts = told(cluster, f"links/{name}/hosts", this_host(), MISSED)
+        hosts = told(cluster, f"links/{name}/hosts", this_host(), MISSED, _look)
         address = address_of(cluster, list(hosts.values()), coordinator())
         port = self._in.bind_to_random_port(address.bound)
-        self._peers = told(cluster, f"links/{name}/at", address.at(port), MISSED)
+        self._peers = told(cluster, f"links/{name}/at", address.at(port), MISSED, _look)
         self.refusals = Refusals(logger)
         self._refused: dict[int, str] = {}  # what was dropped last of each process
-        self._arrivals = Arrivals(self.me, self._refuse)
+        self._arrivals = Arrivals(self._refuse)
         self._outbox: queue.SimpleQueue[tuple[int, int, int, Any] | None] = queue.SimpleQueue()
         self._failed: list[BaseException] = []
         self._sender = threading.Thread(target=self._send_all, name="dtrans pipeline links", daemon=True)
@@ -180,6 +180,13 @@ class P2PChannels:
         self._in.close(linger=0)
         self._context.term()
         atexit.unregister(self.close)
+
+
+def _look(trainer: int) -> None:
+    """Raise PeerError where a process that is waited for has ended."""
+    watched = watch()
+    if watched is not None:
+        watched.check(trainer)
 
 
 def on_host(value: Any) -> tuple[np.ndarray, str]:
