@@ -45,7 +45,7 @@ from dtrans.run.distributed.connect import connect as connect
 from dtrans.run.distributed.role import Role as Role
 from dtrans.run.executor import Executor as Executor
 from dtrans.step import summary as summary
-from dtrans.step.batch_sharing import Batch as Batch, shard_batch as shard_batch
+from dtrans.step.batch_sharing import Batch as Batch, UnevenPart as UnevenPart, shard_batch as shard_batch
 from dtrans.step.collect import collect as collect
 from dtrans.step.marks import make_train_step as make_train_step, value_and_grad as value_and_grad
 from dtrans.step.scopes import local as local, replicate as replicate, split as split

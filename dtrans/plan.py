@@ -192,6 +192,7 @@ class Job(abc.ABC):
     _functions: weakref.WeakKeyDictionary[Any, one_state.Applied] | None = None
 
     part = (0, 1)  # which part of a global batch `step` takes here, and how many parts there are
+    takes_uneven_parts = False  # whether those may be `dtrans.UnevenPart`s
 
     run_id: str  # which run of the job it is: the default tag of its checkpoints
     saves = True  # whether this process saves what all of them have alike
@@ -252,7 +253,8 @@ class Job(abc.ABC):
         """This process's part of a global batch: what its `step` takes.
 
         Process k of N has rows k*B/N to (k+1)*B/N of arrays that trainers have parts of, along the dimension that the
-        plan says, and the whole of all others. In one process it is the whole batch.
+        plan says, and the whole of all others. In one process it is the whole batch. Where trainers do not divide the
+        rows, and the plan can do with that, a part is a `dtrans.UnevenPart`.
 
         Args:
           batch: what `step` takes behind the state: pytrees of arrays, NumPy's or JAX's.
@@ -263,13 +265,14 @@ class Job(abc.ABC):
         number, count = self.part
         if count == 1:
             return batch
-        specs, axes = self.plan.main.args[2:], self.cut_axes()
+        specs, axes, uneven = self.plan.main.args[2:], self.cut_axes(), self.takes_uneven_parts
         if len(batch) != len(specs):
             raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
         found = []
         for spec, given in zip(specs, batch, strict=True):
             arrays = zip(spec.names, spec.flatten(given), strict=True)
-            found.append(spec.unflatten([part_of(x, number, count, axes[n], n) if n in axes else x for n, x in arrays]))
+            cut = lambda n, x: part_of(x, number, count, axes[n], n, self.plan.trainers if uneven else 0)
+            found.append(spec.unflatten([cut(n, x) if n in axes else x for n, x in arrays]))
         return tuple(found)
 
     def place(self, *batch: Any) -> tuple[Any, ...]:

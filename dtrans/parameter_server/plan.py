@@ -87,8 +87,8 @@ class PServerPlan(Plan):
       runtime_split: leaves are cut into blocks when trainers run, not by their programs.
       shared: how the batch is cut, where it is exact.
       local_note: says what one device's numbers would take; None where nobody knows.
-      for_whole: says how a batch is shared that trainers do not divide, and gives the program of trainer 0 for it, from
-        the types of the inputs of `main`: parts are padded. None where they must divide it.
+      for_whole: says how a batch is shared that trainers do not divide, and gives a trainer's program for it, from
+        the types of the inputs of `main` and the trainer's number: parts are padded. None where they must divide it.
       push_every: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and each does.
       options: what the user has said, by the names of arguments: the same in all roles.
     """
@@ -110,7 +110,7 @@ class PServerPlan(Plan):
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     shared: SharedStep | None = dataclasses.field(default=None, repr=False)
     local_note: Callable[[], str] | None = dataclasses.field(default=None, repr=False)
-    for_whole: Callable[[Sequence[jax.ShapeDtypeStruct]], tuple[SharedStep, Program]] | None = dataclasses.field(
+    for_whole: Callable[[Sequence[jax.ShapeDtypeStruct], int], tuple[SharedStep, Program]] | None = dataclasses.field(
         default=None, repr=False
     )
 

@@ -155,13 +155,13 @@ def pserver(
     )
     programs = {ep: servers.programs(ep) for ep in endpoints}
 
-    def of_whole(types: Sequence[jax.ShapeDtypeStruct]) -> tuple[SharedStep, Program]:
+    def of_whole(types: Sequence[jax.ShapeDtypeStruct], trainer_id: int) -> tuple[SharedStep, Program]:
         assert shared is not None
         whole = shared.whole(types)  # whose gradients are added up, where servers may average
         wiring = comm if summed else dataclasses.replace(comm, scale=trainers)
         again = cut(whole.step.program)
         check_same_update(step, again)
-        return whole, trainer_program(again, placed, 0, wiring)
+        return whole, trainer_program(again, placed, trainer_id, wiring)
 
     if not comm.sync_mode:
         check_async(programs)

@@ -5,22 +5,28 @@ The environment says which (`dtrans.Role.from_env`); `dtrans.Executor` runs its 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
+from dtrans.batch.shared import SharedStep
 from dtrans.checkpoint.pserver_state import TRAINER, check_type, named, scatter
 from dtrans.checkpoint.runs import run_of
 from dtrans.errors import BatchError, ConfigError, StateError
+from dtrans.ir.program import Program
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Job, realises
-from dtrans.run.base.batch import batch_arrays
+from dtrans.run.base.batch import Share, batch_arrays, check_uneven, resized, uneven_rows
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
+from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
 
@@ -83,6 +89,10 @@ class TrainerJob(RoleJob):
     def part(self) -> tuple[int, int]:  # type: ignore[override]
         return self.role.trainer_id, self.role.trainers
 
+    @property
+    def takes_uneven_parts(self) -> bool:  # type: ignore[override]
+        return self.plan.for_whole is not None
+
     def init(self, *args: Any) -> tuple[Any, ...]:
         self._check_open()
         made = self._executor.run(self.plan.trainer_startup_program(self.role.trainer_id), *args)
@@ -95,19 +105,48 @@ class TrainerJob(RoleJob):
 
     @metered
     def step(self, state: tuple[Any, ...], *batch: Any) -> tuple[Any, ...]:
-        """One step on this trainer's part of the batch: (state, loss[, aux])."""
+        """One step on this trainer's part of the batch (`shard_batch`): (state, loss[, aux])."""
         self.check(state)
-        made = self._executor.run(self.plan.trainer_program(self.role.trainer_id), *state, *batch)
-        made = self._merged(made, batch)
+        batch, rows = without_parts(batch)
+        program, shared = self.plan.trainer_program(self.role.trainer_id), self.plan.shared
+        if rows:
+            batch = self._uneven(batch, rows)
+            program, shared = self._of_rows[rows]
+        made = self._merged(self._executor.run(program, *state, *batch), batch, shared, rows)
         return (tuple(made[: len(state)]), *made[len(state) :])
 
-    def _merged(self, made: Any, batch: Sequence[Any]) -> Any:
+    @cached_property
+    def _of_rows(self) -> dict[int, tuple[Program, SharedStep]]:
+        """The program for a batch that trainers do not divide, and how they share it, by its rows."""
+        return {}
+
+    def _uneven(self, batch: Sequence[Any], rows: int) -> tuple[Any, ...]:
+        """This trainer's part of such a batch, as its program takes it: with rows behind that enter nothing."""
+        plan, main, k = self.plan, self.plan.main, self.role.trainer_id
+        check_uneven(rows, plan.trainers, self.takes_uneven_parts)
+        assert plan.shared is not None and plan.for_whole is not None
+        names = [n for spec in main.args[2:] for n in spec.names]
+        shares: list[Share] = [plan.shared.axes.get(n, "replicated") for n in names]
+        arrays = list(zip(batch_arrays(main.args[2:], batch, main.inputs), shares, strict=True))
+        found = uneven_rows(names, arrays, rows, k, -(-rows // plan.trainers))
+        if rows not in self._of_rows:
+            held = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
+            types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in held]
+            shared, program = plan.for_whole([*types, *(resized(x, share, lambda _: rows) for x, share in arrays)], k)
+            self._of_rows[rows] = dataclasses.replace(program, identity=lambda: plan.identity), shared
+        of_names = dict(zip(names, found, strict=True))
+        return tuple(spec.unflatten([of_names[n] for n in spec.names]) for spec in main.args[2:])
+
+    def _merged(self, made: Any, batch: Sequence[Any], shared: SharedStep | None, whole: int) -> Any:
         """What a step makes, with the results of all trainers in place of this one's.
+
+        Args:
+          whole: how many rows all parts have, where they are uneven; otherwise 0.
 
         Raises:
           BatchError: trainers gave parts of different sizes, of which servers have made an update.
         """
-        plan, shared, out = self.plan, self.plan.shared, self.plan.trainer.out
+        plan, out = self.plan, self.plan.trainer.out
         if shared is None or not plan.sync_mode:
             return made
         ways = {n: way for n, way in shared.merges.items() if way != "same" and n not in plan.main.args[0].names}
@@ -119,16 +158,20 @@ class TrainerJob(RoleJob):
         mine = next((x.shape[shared.axes[n]] for n, x in arrays if n in shared.axes), 0)
         add, join = ("all_reduce", "sum"), "all_gather"
         how = [(join, 0), *((join, shared.joined[n]) if way == "concat" else add for n, way in ways.items())]
-        rows, *found = self._executor.exchange(
-            next(iter(plan.servers)), RESULTS, how, [np.full(1, mine, np.int32), *(values[n] for n in ways)]
+        told = np.array([[whole, mine]], np.int32)
+        given, *found = self._executor.exchange(
+            next(iter(plan.servers)), RESULTS, how, [told, *(values[n] for n in ways)]
         )
-        if len({*rows.tolist()}) > 1:
+        if len({*map(tuple, given.tolist())}) > 1:
+            said = ", ".join(str(part) + (f" of {rows}" if rows else "") for rows, part in given.tolist())
             raise BatchError(
-                f"{PARTS_DIFFER}; they gave {', '.join(map(str, rows.tolist()))} rows, and servers took the mean of "
+                f"{PARTS_DIFFER}; they gave {said} rows, and servers took the mean of "
                 "unequal parts: go on from a checkpoint, with job.shard_batch(*batch)"
             )
         for (n, way), x in zip(ways.items(), found, strict=True):
-            values[n] = x / len(rows) if way == "mean" else x  # trainers may have left: those who are here are counted
+            if way == "concat" and whole:
+                x = jax.lax.slice_in_dim(x, 0, whole, axis=shared.joined[n])
+            values[n] = x / len(given) if way == "mean" else x  # trainers may have left: those who are here are counted
         return out.unflatten([values[n] for n in out.names])
 
     def params(self, state: tuple[Any, ...]) -> Any:

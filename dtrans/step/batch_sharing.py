@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -139,12 +139,67 @@ def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
     )
 
 
-def part_of(x: Any, number: int, count: int, axis: int, name: str) -> Any:
-    """One of several equal parts of an array, along a dimension. Raises BatchError where there are none."""
+def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int = 0) -> Any:
+    """One of several parts of an array, along a dimension.
+
+    Args:
+      trainers: how many there are in all parts, if they need not divide the rows.
+
+    Raises:
+      BatchError: the parts are not equal, and must be.
+    """
     rows = x.shape[axis] if axis < x.ndim else 1
+    if trainers and rows % trainers:
+        each = -(-rows // trainers) * (trainers // count)
+        return UnevenPart(_along(x, axis, number * each, (number + 1) * each), rows)
     if rows % count:
         raise BatchError(f"{name} has {rows} rows, which {count} processes do not divide: give a multiple of {count}")
     size = rows // count
+    return _along(x, axis, number * size, (number + 1) * size)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnevenPart:
+    """A process's part of an array of the batch that trainers do not divide: what `job.shard_batch` gives of such.
+
+    Trainers have `ceil(rows / trainers)` rows each, the last ones fewer, or none.
+
+    Attributes:
+      x: this process's rows, NumPy's or JAX's.
+      rows: of the whole batch.
+
+    Example:
+      >>> import numpy as np, dtrans
+      >>> part = dtrans.UnevenPart(np.arange(10, 13), rows=13)  # of the third of three trainers
+    """
+
+    x: Any
+    rows: int
+
+    def __post_init__(self) -> None:
+        check_int("rows", self.rows, "how many rows the whole batch has", least=1)
+
+    @property
+    def ndim(self) -> int:
+        """Of the part."""
+        return int(self.x.ndim)
+
+
+def without_parts(batch: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
+    """Batch arguments with plain arrays, and how many rows the whole batch has; 0 where no array is an `UnevenPart`.
+
+    Raises:
+      BatchError: parts of batches of different numbers of rows.
+    """
+    rows = {x.rows for x in jax.tree.leaves(batch) if isinstance(x, UnevenPart)}
+    if len(rows) > 1:
+        raise BatchError(f"the arrays are parts of batches of {' and '.join(map(str, sorted(rows)))} rows")
+    if not rows:
+        return tuple(batch), 0
+    return jax.tree.map(lambda x: x.x if isinstance(x, UnevenPart) else x, tuple(batch)), rows.pop()
+
+
+def _along(x: Any, axis: int, start: int, stop: int) -> Any:
     at: list[slice] = [slice(None)] * x.ndim
-    at[axis] = slice(number * size, (number + 1) * size)
+    at[axis] = slice(start, stop)
     return x[tuple(at)]

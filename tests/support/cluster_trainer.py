@@ -103,8 +103,9 @@ def numbers(folder: str) -> None:
     found |= flat(job=job.params(state), job_state=job.opt_state(state))
     assert all(x.is_fully_addressable for x in jax.tree.leaves((job.params(state), loss, aux)))
     said["donated"] = refused(job.step, before, *part(*batch))
-    found |= flat(job1_turned=turned(n))
-    said["shard"] = refused(job.shard_batch, *(x[: ROWS - 1] for x in batch))
+    found |= flat(job1_turned=turned(n), uneven=uneven(job))
+    said["even"] = refused(job.step, state, *(dtrans.UnevenPart(x, ROWS) for x in part(*batch)))
+    said["part"] = refused(job.step, state, *(dtrans.UnevenPart(x, ROWS - 1) for x in (batch[0][:2], batch[1][:2])))
     said["rows"] = refused(job.step, state, batch[0][: 7 + k], batch[1][: 7 + k])
     said["ragged"] = refused(job.step, state, batch[0][:3], batch[1][:2])
     said["count"] = refused(dtrans.nccl2(main, startup, trainers=n + 1).on_cluster)
@@ -158,6 +159,20 @@ def turned(trainers: int) -> dict[str, Any]:
     return {"loss": loss, "aux": aux}
 
 
+def uneven_batches() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Batches that trainers do not divide, the last of them of one row, and one that they do."""
+    return [(x[:rows], y[:rows]) for rows, (x, y) in zip((ROWS - 1, ROWS, 1), batches(), strict=False)]
+
+
+def uneven(job: Any) -> tuple[Any, ...]:
+    """What steps on such batches make."""
+    state, found = job.init(jax.random.key(0)), []
+    for batch in uneven_batches():
+        state, *results = job.step(state, *job.shard_batch(*batch))
+        found.append(results)
+    return job.params(state), found
+
+
 def counted_loss(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The mean over the rows that count, and how many do: trainers have different numbers of them."""
     mask = (x[:, 0] > 0) + 0.5
@@ -207,7 +222,8 @@ def options(folder: str, of: dict[str, dict[str, Any]] | None = None) -> None:
     """A job with each of the options, one after the other."""
     cluster = dtrans.connect(deadline=20)
     k, n = cluster.trainer_id, cluster.trainers
-    found = flat(job1_turned=turned(jax.device_count()))
+    plain = dtrans.nccl2(*programs(), trainers=jax.device_count()).on_cluster()
+    found = flat(job1_turned=turned(jax.device_count()), uneven=uneven(plain))
     for name, given in (of or OPTIONS | (OF_TWO if n == 2 else OF_FOUR)).items():
         job = planned(given, jax.device_count()).on_cluster()
         state = job.init(jax.random.key(0))

@@ -104,22 +104,62 @@ def share_of(name: str, x: Any, trainers: int, whole: Collection[str]) -> Share:
 
 def even_rows(x: Any, axis: int, trainers: int) -> Any:
     """An array with rows behind, such that the trainers divide it. They are like the last one, and enter nothing."""
+    return with_rows(x, axis, -(-x.shape[axis] // trainers) * trainers)
+
+
+def with_rows(x: Any, axis: int, count: int) -> Any:
+    """An array with so many rows: those behind are like the last one, or zero where there is none."""
     rows = x.shape[axis]
-    parts = -(-rows // trainers) * trainers
-    return x if parts == rows else jnp.take(x, np.minimum(np.arange(parts), rows - 1), axis)
+    if rows:
+        return x if rows == count else jnp.take(x, np.minimum(np.arange(count), rows - 1), axis)
+    return jnp.zeros((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
+
+
+def check_uneven(rows: int, trainers: int, taken: bool) -> None:
+    """Raise BatchError for `dtrans.UnevenPart`s of rows that trainers divide, or where they must have equal parts."""
+    if not taken or not rows % trainers:
+        raise BatchError(
+            f"these are parts of a batch of {rows} rows for trainers that do not divide it: "
+            + (f"{trainers} do" if taken else "those of this plan must have equal parts")
+        )
+
+
+def uneven_rows(
+    names: Sequence[str], arrays: Sequence[tuple[Any, Share]], whole: int, part: int, size: int
+) -> list[Any]:
+    """A process's part of a batch that trainers do not divide, with rows behind where it has fewer than others.
+
+    Args:
+      arrays: of this process, and how trainers share each.
+      whole: how many rows all processes have.
+      part: the number of this process.
+      size: how many rows a process has that has as many as any other.
+
+    Raises:
+      BatchError: arrays of another number of rows.
+    """
+    mine = min(max(whole - part * size, 0), size)
+    for n, (x, share) in zip(names, arrays, strict=True):
+        if isinstance(share, int) and x.shape[share] != mine:
+            raise BatchError(
+                f"{n} has {x.shape[share]} rows here, and part {part} of a batch of {whole} rows has {mine}: "
+                "job.shard_batch(*batch) cuts them so"
+            )
+    return [with_rows(x, share, size) if isinstance(share, int) else x for x, share in arrays]
 
 
 def part_types(arrays: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
     """The types of one trainer's part; where trainers do not divide the rows, padded."""
-    return [_resized(x, share, lambda rows: -(-rows // trainers)) for x, share in arrays]
+    return [resized(x, share, lambda rows: -(-rows // trainers)) for x, share in arrays]
 
 
 def whole_types(parts: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
     """The types of a global batch of which each trainer gives such a part."""
-    return [_resized(x, share, lambda rows: rows * trainers) for x, share in parts]
+    return [resized(x, share, lambda rows: rows * trainers) for x, share in parts]
 
 
-def _resized(x: Any, share: Share, rows: Callable[[int], int]) -> jax.ShapeDtypeStruct:
+def resized(x: Any, share: Share, rows: Callable[[int], int]) -> jax.ShapeDtypeStruct:
+    """The type of an array with another number of rows, from how many it has."""
     if isinstance(share, str):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.ShapeDtypeStruct((*x.shape[:share], rows(x.shape[share]), *x.shape[share + 1 :]), x.dtype)

@@ -72,10 +72,10 @@ logger = logging.getLogger(__name__)
 class ClusterTrainers(MeshTrainers):
     """Trainers that are processes; each has some of the devices of one mesh.
 
-    Each process gives its own part of a batch. Parts are of one size; process k of N has rows k*B/N to (k+1)*B/N of the
-    global batch, and splits them over its devices if it has several. 0-d arrays, and those that the plan has as
-    `unsplit_inputs`, must be the same in every process. Parameters, state and results come whole, as arrays of this
-    process's first device.
+    Each process gives its own part of a batch. Parts are of one size, or `dtrans.UnevenPart`s; process k of N has rows
+    k*B/N to (k+1)*B/N of the global batch, and splits them over its devices if it has several. 0-d arrays, and those
+    that the plan has as `unsplit_inputs`, must be the same in every process. Parameters, state and results come whole,
+    as arrays of this process's first device.
     """
 
     def __init__(self, mesh: Mesh) -> None:

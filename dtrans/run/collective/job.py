@@ -40,11 +40,22 @@ from dtrans.ir.array_fns import padded_to
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under, result_of, without
 from dtrans.plan import Job
-from dtrans.run.base.batch import Share, batch_arrays, check_rows, even_rows, part_types, rows_of, share_of
+from dtrans.run.base.batch import (
+    Share,
+    batch_arrays,
+    check_rows,
+    check_uneven,
+    part_types,
+    resized,
+    rows_of,
+    share_of,
+    uneven_rows,
+)
 from dtrans.run.base.lowering import OVER_AXIS
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Rules
 from dtrans.run.base.state import check_arrays, check_kind, check_types
+from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
 
@@ -175,9 +186,9 @@ class CollectiveJob(Job):
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         """One step: (state, loss[, aux]), or whatever else the step returns beside its state.
 
-        The batch is the global one, or this process's part of it in a job of processes. Its arrays are split over
-        the trainers on dim 0; 0-d arrays, and those that the plan has as `unsplit_inputs`, go to every trainer whole. A
-        PRNG key (`jax.random.key`) is folded with the trainer's number.
+        The batch is the global one, or this process's part of it in a job of processes (`shard_batch`). Its arrays are
+        split over the trainers on dim 0; 0-d arrays, and those that the plan has as `unsplit_inputs`, go to every
+        trainer whole. A PRNG key (`jax.random.key`) is folded with the trainer's number.
 
         Raises:
           BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
@@ -189,11 +200,12 @@ class CollectiveJob(Job):
         self.watch.check()
         self.check(state)
         with self.trainers.stepping():
+            batch, whole = without_parts(batch)
             arrays: Sequence[Any] = batch_arrays(self._specs, batch, self.plan.main.inputs)
             types = [(x.shape, x.dtype) for x in arrays]
             step = self._jitted
-            if self._odd_rows(arrays):
-                step, arrays = self._of_odd_rows(arrays)
+            if rows := self._odd_rows(arrays, whole):
+                step, arrays = self._of_odd_rows(arrays, rows)
             elif types == self._last:
                 arrays = self.trainers.batch(arrays, self._shares)
             else:
@@ -212,6 +224,10 @@ class CollectiveJob(Job):
     def part(self) -> tuple[int, int]:  # type: ignore[override]
         return self.trainers.part
 
+    @property
+    def takes_uneven_parts(self) -> bool:  # type: ignore[override]
+        return self.plan.for_whole is not None
+
     def cut_axes(self) -> Mapping[str, int]:
         return {n: share for n, share in zip(self._names, self._shares, strict=True) if isinstance(share, int)}
 
@@ -229,8 +245,12 @@ class CollectiveJob(Job):
         return state_of(self, given, lambda rows: [as_numpy(given[row.origin_name][row.index]) for row in rows])
 
     def lower(self, state: CollectiveState, *batch: Any) -> Any:
+        batch, whole = without_parts(batch)
         arrays: Sequence[Any] = batch_arrays(self._specs, batch, self.plan.main.inputs)
-        step, arrays = self._of_odd_rows(arrays) if self._odd_rows(arrays) else (self._jitted, self._checked(arrays))
+        if rows := self._odd_rows(arrays, whole):
+            step, arrays = self._of_odd_rows(arrays, rows)
+        else:
+            step, arrays = self._jitted, self._checked(arrays)
         return step.lower(state, arrays)
 
     def params(self, state: CollectiveState) -> Any:
@@ -356,28 +376,38 @@ class CollectiveJob(Job):
 
     # -- batches that trainers do not divide -----------------------------------------------------
 
-    def _odd_rows(self, arrays: Sequence[Any]) -> int:
-        """How many rows a batch has that the trainers do not divide; 0 where they do, or must."""
+    def _odd_rows(self, arrays: Sequence[Any], whole: int = 0) -> int:
+        """How many rows a batch has that the trainers do not divide; 0 where they do, or must.
+
+        Args:
+          whole: what the parts of processes say of it.
+
+        Raises:
+          BatchError: they say something, and the plan cannot do with it.
+        """
+        if whole:
+            check_uneven(whole, self.plan.trainers, self.takes_uneven_parts)
+            return whole
         rows = {x.shape[share] for x, share in zip(arrays, self._shares, strict=True) if isinstance(share, int)}
         if self.plan.for_whole is None or len(rows) != 1 or self.trainers.here != self.plan.trainers:
             return 0
         (count,) = rows
         return count if count % self.plan.trainers else 0
 
-    def _of_odd_rows(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
+    def _of_odd_rows(self, arrays: Sequence[Any], rows: int) -> tuple[Any, Any]:
         """The step for such a batch, and its arrays with rows behind that enter nothing."""
-        rows = self._odd_rows(arrays)
+        shared = list(zip(arrays, self._shares, strict=True))
+        wide = uneven_rows(self._names, shared, rows, self.part[0], -(-rows // self.plan.trainers) * self.trainers.here)
         if rows not in self._uneven:
-            types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-            main = self.plan.main.inputs
-            held = [main[n] for spec in self.plan.main.args[:2] for n in spec.names]
+            inputs = self.plan.main.inputs
+            held = [inputs[n] for spec in self.plan.main.args[:2] for n in spec.names]
+            types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in held]
+            types += [resized(x, share, lambda _: rows) for x, share in shared]
             assert self.plan.for_whole is not None
-            given = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in held] + types
-            program, whole = self.plan.for_whole(given), self.plan.main.specialize_flat(given)
+            program, whole = self.plan.for_whole(types), self.plan.main.specialize_flat(types)
+            self.trainers.check_step(program, self._split, self.plan.merges)
             step = functools.partial(self._traced, program=program, types=whole.outputs)
             self._uneven[rows] = jax.jit(step, donate_argnums=0 if self.donate else ())
-        even = lambda x, share: even_rows(x, share, self.plan.trainers) if isinstance(share, int) else x
-        wide = [even(x, share) for x, share in zip(arrays, self._shares, strict=True)]
         return self._uneven[rows], self.trainers.batch(wide, self._shares)
 
     def _held(self, state: CollectiveState) -> list[Any]:

@@ -80,9 +80,12 @@ def test_each_process_has_its_rows_along_the_dimension_of_the_plan() -> None:
 @pytest.mark.usefixtures("x64")
 def test_rows_that_processes_do_not_divide_are_named() -> None:
     given, rate = batch(7)
+    wanted = "x has 7 rows, which 3 processes do not divide: give a multiple of 3"
+    with trainer_job(0, 3, batch="local") as job, pytest.raises(BatchError, match=wanted):
+        job.shard_batch(given["x"], given["y"], rate)
     with trainer_job(0, 3, batch=dtrans.Batch(axes=(0, 1, None))) as job:
-        with pytest.raises(BatchError, match="x has 7 rows, which 3 processes do not divide: give a multiple of 3"):
-            job.shard_batch(given["x"], given["y"], rate)
+        x, y, same = job.shard_batch(given["x"], given["y"], rate)
+        assert same is rate and (x.rows, y.rows, x.x.shape[0], y.x.shape[1]) == (7, 7, 3, 3)
         with pytest.raises(BatchError, match="the step takes 3 batch arguments, 1 were given"):
             job.shard_batch(given["x"])
         with pytest.raises(TraceError, match="another structure"):

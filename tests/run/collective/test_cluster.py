@@ -75,6 +75,21 @@ def check_numbers(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Non
                 assert distance(got, want if rows is None else want[k * rows : (k + 1) * rows]) < 1e-12, name
 
 
+def check_uneven(found: Sequence[dict[str, Any]]) -> None:
+    """Batches that trainers do not divide are those of one device, results of each row too."""
+    with jax.enable_x64(True):
+        step = jax.jit(dtrans.make_train_step(script.loss_fn, script.optimizer(), has_aux=True))
+        (params, opt_state), made = script.init(jax.random.key(0)), []
+        for batch in script.uneven_batches():
+            params, opt_state, *results = step(params, opt_state, *batch)
+            made.append(results)
+        wanted = script.flat(uneven=(params, made))
+        for of in found:
+            assert {n for n in of if n.startswith("uneven")} == wanted.keys()
+            for n, want in wanted.items():
+                assert of[n].shape == want.shape and distance(of[n], want) < 1e-12, n
+
+
 def check_turned(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> None:
     """Rows along another dimension are shared as rows along the first."""
     for of in found:
@@ -86,6 +101,10 @@ def check_turned(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> None
 
 def test_two_trainers_are_one_device(two: Any, alone: Any) -> None:
     check_numbers(two, alone)
+
+
+def test_trainers_need_not_divide_the_rows(two: Any) -> None:
+    check_uneven(two)
 
 
 def test_trainers_have_the_same_bits(two: Any) -> None:
@@ -136,6 +155,7 @@ def test_every_option_between_two_trainers(tmp_path: Path) -> None:
 def test_two_processes_of_two_devices_are_four_trainers(tmp_path: Path, alone: Any) -> None:
     found = outcome(2, tmp_path, "devices")
     check_turned(found, alone)
+    check_uneven(found)
     check_options(found, script.OF_DEVICES, 4)
     for of in found:
         assert of["said"].tolist() == [
@@ -171,7 +191,8 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ("donated", "StateError: this state was already stepped from"),
         ("rows", "BatchError: trainers must give parts of one size; of x trainer 0 gives 7, trainer 1 gives 8 rows"),
         ("ragged", "BatchError: the arrays of a batch are split over the trainers, but "),
-        ("shard", "BatchError: x has 23 rows, which 2 processes do not divide: give a multiple of 2"),
+        ("even", "BatchError: these are parts of a batch of 24 rows for trainers that do not divide it: 2 do"),
+        ("part", "BatchError: x has 2 rows here, and part {k} of a batch of 23 rows has {mine}: job.shard_batch"),
         ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
         ("plan", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
         ("merge", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
@@ -187,7 +208,7 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
 def test_what_is_refused(two: Any, what: str, message: str) -> None:
     for k, of in enumerate(two):
         said = dict(of["said"].tolist())
-        assert said[what].startswith(message.format(k=k)), said[what]
+        assert said[what].startswith(message.format(k=k, mine=12 - k)), said[what]
 
 
 # -- meeting ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,11 +43,11 @@ def job_of(plan: Any, k: int) -> TrainerJob:
     return TrainerJob(plan, role, {"deadline": roles.HANG})
 
 
-def trained(plan: Any, case: step_zoo.StepCase, k: int, steps: int) -> Any:
+def trained(plan: Any, case: step_zoo.StepCase, k: int, rows: Sequence[int]) -> Any:
     with job_of(plan, k) as job:
         state, found = job.init(jax.random.key(0)), []
-        for i in range(steps):
-            state, *results = job.step(state, *job.shard_batch(*case.batch(ROWS, seed=i)))
+        for i, count in enumerate(rows):
+            state, *results = job.step(state, *job.shard_batch(*case.batch(count, seed=i)))
             found.append(results)
         return job.params(state), found
 
@@ -58,25 +59,58 @@ def close(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
+def check_one_device(role_threads: RoleThreads, name: str, rows: Sequence[int]) -> None:
+    """Check parameters and results, those of all rows too, on each of three trainers, after a step for each batch."""
+    case, plan, key = step_zoo.by_name(name), planned(name), jax.random.key(0)
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, key)
+    for k in range(TRAINERS):
+        role_threads.start(f"trainer {k}", trained, plan, case, k, rows)
+    ended = role_threads.all()
+    params, opt_state = case.init(key)
+    wanted = []
+    for i, count in enumerate(rows):
+        params, opt_state, *results = jax.jit(case.step)(params, opt_state, *case.batch(count, seed=i))
+        wanted.append(results)
+    for k in range(TRAINERS):
+        close(ended[f"trainer {k}"], (params, wanted))
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["masked_mean", "flax_batch_norm", "dropout_key_argument", "metrics_per_row",
                                   "metrics_confusion", "sum_loss"])  # fmt: skip
 def test_trainers_in_processes_have_the_numbers_of_one_device(role_threads: RoleThreads, name: str) -> None:
-    """Parameters and results, those of all rows too, on each of three trainers."""
-    case, plan, key = step_zoo.by_name(name), planned(name), jax.random.key(0)
-    for ep in plan.servers:
-        role_threads.start(ep, serve, plan, ep, key)
-    for k in range(TRAINERS):
-        role_threads.start(f"trainer {k}", trained, plan, case, k, 3)
-    ended = role_threads.all()
-    params, opt_state = case.init(key)
-    wanted = []
-    for i in range(3):
-        params, opt_state, *results = jax.jit(case.step)(params, opt_state, *case.batch(ROWS, seed=i))
-        wanted.append(results)
-    for k in range(TRAINERS):
-        close(ended[f"trainer {k}"], (params, wanted))
+    check_one_device(role_threads, name, [ROWS] * 3)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["mean_loss", "flax_batch_norm", "metrics_per_row"])
+def test_parts_of_a_batch_that_trainers_do_not_divide(role_threads: RoleThreads, name: str) -> None:
+    """Of 11 rows the last trainer has 3, of 4 none."""
+    check_one_device(role_threads, name, [12, 11, 4, 12])
+
+
+@pytest.mark.usefixtures("x64")
+def test_parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    plan, case = planned("mean_loss"), step_zoo.by_name("mean_loss")
+    with job_of(plan, 2) as job:
+        parts = job.shard_batch(*case.batch(13))
+        params = case.init(jax.random.key(0))[0]
+        x, *others = parts
+        assert isinstance(x, dtrans.UnevenPart) and (x.rows, len(x.x)) == (13, 3)
+        with pytest.raises(BatchError, match=r"has 3 rows here, and part 2 of a batch of 14 rows has 4: job.shard_b"):
+            job.step((params,), *(dtrans.UnevenPart(p.x, 14) for p in parts))
+        with pytest.raises(BatchError, match="parts of batches of 13 and 14 rows"):
+            job.step((params,), x, *(dtrans.UnevenPart(p.x, 14) for p in others))
+        with pytest.raises(BatchError, match="parts of a batch of 12 rows .* that do not divide it: 3 do"):
+            job.step((params,), *(dtrans.UnevenPart(p.x, 12) for p in parts))
+    local = planned("mean_loss", batch="local")
+    with job_of(local, 2) as job:
+        with pytest.raises(BatchError, match="has 13 rows, which 3 processes do not divide"):
+            job.shard_batch(*case.batch(13))
+        with pytest.raises(BatchError, match="13 rows .*: those of this plan must have equal parts"):
+            job.step((params,), *parts)
 
 
 @pytest.mark.usefixtures("x64")
@@ -104,7 +138,7 @@ def test_a_trainer_that_leaves_a_step_of_all_ends_the_job_by_name(role_threads: 
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, key)
     for k in range(TRAINERS):
-        role_threads.start(f"trainer {k}", trained, plan, case, k, 1 if k == 2 else 3)
+        role_threads.start(f"trainer {k}", trained, plan, case, k, [ROWS] * (1 if k == 2 else 3))
     role_threads.join()
     for k in (0, 1):
         error = role_threads.end(f"trainer {k}")
@@ -126,8 +160,8 @@ def test_trainers_of_another_step_are_refused_in_their_first_round(role_threads:
     assert other.exchanges[0].params["round"] == 0
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, key)
-    role_threads.start("trainer 0", trained, plan, case, 0, 1)
-    role_threads.start("trainer 1", trained, plan, case, 1, 1)
+    role_threads.start("trainer 0", trained, plan, case, 0, [ROWS])
+    role_threads.start("trainer 1", trained, plan, case, 1, [ROWS])
     role_threads.start("trainer 2", of_another, 2)
     role_threads.join()
     told = [str(role_threads.end(f"trainer {k}")) for k in range(TRAINERS)]
@@ -151,8 +185,8 @@ def test_a_trainer_that_does_not_come_to_a_round_is_named(role_threads: RoleThre
 
     for ep in plan.servers:
         role_threads.start(ep, impatient, ep)
-    role_threads.start("trainer 0", trained, plan, case, 0, 1)
-    role_threads.start("trainer 1", trained, plan, case, 1, 1)
+    role_threads.start("trainer 0", trained, plan, case, 0, [ROWS])
+    role_threads.start("trainer 1", trained, plan, case, 1, [ROWS])
     role_threads.start("trainer 2", idle, 2)
     role_threads.join()
     for k in (0, 1):
