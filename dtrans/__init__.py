@@ -32,6 +32,7 @@ from dtrans.parameter_server.options import (
 )
 from dtrans.parameter_server.overview import VarDistributed as VarDistributed, VarsDistributed as VarsDistributed
 from dtrans.parameter_server.plan import PServerPlan as PServerPlan
+from dtrans.parameter_server.tables.options import Rows as Rows
 from dtrans.parameter_server.transform import pserver as pserver
 from dtrans.pipeline_parallel.device_layout import Cluster as Cluster
 from dtrans.pipeline_parallel.options import StageMemory as StageMemory, Stages as Stages

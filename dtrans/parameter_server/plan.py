@@ -23,6 +23,7 @@ from dtrans.ops import OptimizeBlock, all_reduce_p, backup_of, exchange_p
 from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin, SizeBalanced
 from dtrans.parameter_server.overview import VarsDistributed, overview_of
 from dtrans.parameter_server.placement import dispatched
+from dtrans.parameter_server.tables.choose import ID, Tables, notes_of
 from dtrans.plan import Costs, Plan, RoleCost, program_flops
 from dtrans.slicing.blocks import Placement
 from dtrans.slicing.server_update import ServerVariable
@@ -89,6 +90,7 @@ class PServerPlan(Plan):
       local_note: says what one device's numbers would take; None where nobody knows.
       for_whole: says how a batch is shared that trainers do not divide, and gives a trainer's program for it, from
         the types of the inputs of `main` and the trainer's number: parts are padded. None where they must divide it.
+      tables: leaves of which trainers have only the rows that they look up.
       push_every: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and each does.
       options: what the user has said, by the names of arguments: the same in all roles.
     """
@@ -113,6 +115,8 @@ class PServerPlan(Plan):
     for_whole: Callable[[Sequence[jax.ShapeDtypeStruct], int], tuple[SharedStep, Program]] | None = dataclasses.field(
         default=None, repr=False
     )
+
+    tables: Tables = dataclasses.field(default_factory=Tables, repr=False)
 
     _right, _code, _header = (1, 2), 0, ("block", "rows", "bytes", "endpoint")
 
@@ -280,11 +284,20 @@ class PServerPlan(Plan):
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that one trainer sends (gradients) and receives (parameters) in a step that does."""
+        """Bytes that one trainer sends (gradients) and receives (parameters) in a step that does; of tables at most."""
         unsent = set(self.unsent)
-        push = sum(b.nbytes for b in self.placement.table if b.leaf not in unsent)
+        whole = [b for b in self.placement.table if not b.is_table]
+        push = sum(b.nbytes for b in whole if b.leaf not in unsent)
         push += sum(n for told in self.arguments.values() for n in told.values())
-        return {"send": push, "recv": sum(b.nbytes for b in self.placement.table)}
+        looked_up = {n: t.lookups.size for n, t in self.tables.of.items()}
+        rows = sum(size * self._row_bytes[n] for n, size in looked_up.items())
+        ids = sum(size * ID for size in looked_up.values())
+        return {"send": push + rows + ids, "recv": sum(b.nbytes for b in whole) + rows}
+
+    @property
+    def _row_bytes(self) -> dict[str, int]:
+        """Of one row of each table."""
+        return {n: self.placement.blocks[n][0].nbytes // self.placement.blocks[n][0].rows for n in self.tables.of}
 
     @cached_property
     def arguments(self) -> dict[str, dict[str, int]]:
@@ -358,6 +371,7 @@ class PServerPlan(Plan):
         for i, values in enumerate(self.rounds):
             told = sum(r.nbytes for r in values)
             notes.append(f"round {i + 1} among pservers: {len(values)} values, {told:,} bytes from each at most")
+        notes += notes_of(self.tables, self._row_bytes)
         for leaf, reason in self.placement.whole.items():
             notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
         where: dict[str, list[str]] = {}

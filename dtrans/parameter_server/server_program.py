@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import Var
+from dtrans._jax import JaxprEqn, Var
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import FORWARD, LR_SCHED, RPC, Program
 from dtrans.ir.pytree import TreeSpec
 from dtrans.ops import listen_and_serv_p
 from dtrans.parameter_server.plan import ServerPrograms
+from dtrans.parameter_server.tables.choose import Table
+from dtrans.parameter_server.tables.touched_rows import ServedTables, TableBlock
 from dtrans.slicing.blocks import Unit
 from dtrans.slicing.partial_init import InitSlice, write_parts
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerVariable, ServerWork
@@ -27,6 +30,8 @@ class ServerProgramWriter:
       startup: the init, with names as in the step.
       trainers, sync_mode, on_trainer_exit: as those of the plan.
       adapt: what else a server does with what it is sent, if anything.
+      tables: leaves of which trainers look up rows.
+      sized: the same slicer, with other numbers of rows in blocks of tables.
     """
 
     def __init__(
@@ -38,7 +43,10 @@ class ServerProgramWriter:
         sync_mode: bool,
         on_trainer_exit: str = "drop",
         adapt: Callable[[ServerWork, Sequence[Unit]], ServerWork] | None = None,
+        tables: Mapping[str, Table] | None = None,
+        sized: Callable[[Mapping[str, int]], ServerUpdateBuilder] | None = None,
     ) -> None:
+        self.tables, self.sized = tables or {}, sized
         self.on_trainer_exit = on_trainer_exit
         self.adapt = adapt
         self.step = step
@@ -76,9 +84,34 @@ class ServerProgramWriter:
             lr_decay_block_id=next((i for i, x in enumerate(work.blocks, 1) if x.role == LR_SCHED), -1),
             optimize_blocks=work.blocks,
             state_names=spec.names,
-            param_names=(*(x.name for u in units for x in u.blocks), *asked),
+            param_names=(*(x.name for u in units for x in u.blocks if not x.is_table), *asked),
+            **self._tables(endpoint, units),
         )
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
+
+    def _tables(self, endpoint: str, units: Sequence[Unit]) -> dict[str, Any]:
+        """What a server knows of its blocks of tables, as a parameter of its equation; nothing where it has none."""
+        blocks = [b for u in units for b in u.blocks if b.is_table]
+        if not blocks or self.sized is None:
+            return {}
+        sized = self.sized
+
+        def of_sizes(sizes: Mapping[str, int]) -> JaxprEqn:
+            slicer = sized(sizes)
+            again = ServerProgramWriter(
+                self.step, slicer, self.startup, self.trainers, self.sync_mode, self.on_trainer_exit
+            )
+            (eqn,) = again.main(endpoint, slicer.work(endpoint)).eqns
+            return eqn
+
+        served = {}
+        for b in blocks:
+            table = self.tables[b.leaf]
+            assert b.span is not None
+            held = (b.name, *map(b.named, table.zero.state))
+            gradients = {k: b.gradient(k, self.slicer.trainers) for k in range(self.slicer.trainers)}
+            served[b.name] = TableBlock(b.leaf, b.name, b.span.start, b.rows, held, gradients, table.whole)
+        return {"tables": ServedTables(served, of_sizes)}
 
     def init(self, endpoint: str, held: Mapping[str, ServerVariable]) -> Program:
         """The program that makes the server's initial values: its rows of the single-device init."""

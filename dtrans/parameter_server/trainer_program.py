@@ -11,24 +11,35 @@ there is nothing to split or to concatenate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import ShapedArray, Var
+from dtrans._jax import JaxprEqn, ShapedArray, Var
 from dtrans.ir.array_fns import is_key, keys_of, times, words_type
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import DIST, FORWARD, RPC, Program
 from dtrans.ir.pytree import without
-from dtrans.ops import CommunicatorConfig, concat_p, fetch_barrier_p, recv_p, send_barrier_p, send_p, split_byref_p
+from dtrans.ops import (
+    CommunicatorConfig,
+    concat_p,
+    fetch_barrier_p,
+    recv_p,
+    send_barrier_p,
+    send_p,
+    send_rows_p,
+    split_byref_p,
+)
 from dtrans.parameter_server.averaged_leaves import averaged
 from dtrans.parameter_server.exchange_rounds import in_rounds
+from dtrans.parameter_server.tables.lookups import find_lookups
+from dtrans.parameter_server.tables.trainer_rows import HalfOnRows, TableWriter, without_unused
 from dtrans.slicing.blocks import Block, Placement, argument
 from dtrans.step.cut import GRAD, Cut, check_same_update, cut
-from dtrans.step.forward_backward import write_trainer_half
+from dtrans.step.forward_backward import HalfWriter, write_trainer_half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +55,7 @@ class TrainerCommConfig:
       averages: leaves that trainers make and servers average.
       told: arguments of the step that the update reads, and the servers that need each.
       asked: arrays of the optimizer's state that trainers ask for before a step, and the server that has each.
+      tables: leaves of which trainers have only the rows that they look up.
       scale: by what trainers multiply gradients before they send them: by their number, where they have terms of a sum
         and servers average.
     """
@@ -57,6 +69,7 @@ class TrainerCommConfig:
     told: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     asked: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scale: int = 1
+    tables: tuple[str, ...] = ()
 
     @property
     def gradients_per_update(self) -> int:
@@ -70,23 +83,28 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
     vars_of = source.invars
     outs_of = source.outvars
     b = Builder(source.jaxpr)
-    b.invars += [vars_of[n] for n in (*step.params, *step.batch)]
+    none_of = {n: Var(no_rows(vars_of[n].aval)) for n in wiring.tables}
+    b.invars += [none_of.get(n, vars_of[n]) for n in (*step.params, *step.batch)]
     wire = TrainerCommWriter(b, placement, trainer_id, wiring)
     wire.ask({n: vars_of[n] for n in wiring.asked})
     rounds = in_rounds(placement.endpoints, trainer_id, wiring.trainers)
-    write_trainer_half(b, step, step.results, wire.send, arrange=rounds)
+    made = write_trainer_half(b, step, step.results, wire.send, wire.on_rows(step), rounds)
     for n, servers in wiring.told.items():
         wire.tell(n, vars_of[n], servers)
-    new = wire.update(step.optimized)
-    outs = {**outs_of, **new}
+    new = wire.update([n for n in step.optimized if n not in wiring.tables])
+    outs = {**outs_of, **made, **new, **none_of}
+    if wiring.tables:
+        without_unused(b, [outs[n] for n in out_names(step)])
 
     out = without(source.out, source.args[1])
     param_args = (source.args[0], *source.args[2:])
 
     def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         count = len(step.params)
-        state = [jax.ShapeDtypeStruct(source.inputs[n].shape, source.inputs[n].dtype) for n in step.opt_state]
-        again = averaged(cut(source.specialize_flat([*types[:count], *state, *types[count:]])), wiring.averages)
+        whole = [*(source.inputs[n] if n in wiring.tables else t for n, t in zip(step.params, types, strict=False))]
+        state = [source.inputs[n] for n in step.opt_state]
+        held = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in (*whole, *state)]
+        again = averaged(cut(source.specialize_flat([*held, *types[count:]])), wiring.averages)
         check_same_update(step, again)
         return trainer_program(again, placement, trainer_id, wiring)
 
@@ -101,12 +119,26 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
     )
 
 
+def out_names(step: Cut) -> tuple[str, ...]:
+    """What a trainer's program returns."""
+    return tuple(without(step.program.out, step.program.args[1]).names)
+
+
+def no_rows(aval: Any) -> Any:
+    """The type of what a trainer holds of a table: none of its rows."""
+    return aval.update(shape=(0, *aval.shape[1:]))
+
+
 def trainer_startup_program(
     step: Cut, placement: Placement, startup: Program, trainer_id: int, wiring: TrainerCommConfig
 ) -> Program:
     """What a trainer starts from: parameters from the servers, and what only trainers hold from the init."""
     b, outs = write_start(startup, step.frozen)
-    outs |= TrainerCommWriter(b, placement, trainer_id, wiring).start(step.optimized)
+    received = [n for n in step.optimized if n not in wiring.tables]
+    outs |= TrainerCommWriter(b, placement, trainer_id, wiring).start(received)
+    for n in wiring.tables:
+        t = no_rows(step.program.invars[n].aval)
+        outs[n] = b.constant(jnp.zeros(t.shape, t.dtype))
     spec = step.program.args[0]
     return Program(
         f"trainer {trainer_id} startup",
@@ -141,6 +173,28 @@ class TrainerCommWriter:
         self.me = {"trainer_id": trainer_id}
         self.common = {"trainer_id": trainer_id, "trainers": wiring.trainers, "sync_mode": wiring.sync_mode}
         self.tokens: list[Var] = []
+        self._tables: TableWriter | None = None
+
+    def on_rows(self, step: Cut) -> Callable[..., HalfWriter] | None:
+        """Who writes a trainer's half for the rows of tables that it looks up; nobody, where there are none."""
+        if not self.wiring.tables:
+            return None
+        found = find_lookups(step, self.wiring.tables)
+        assert not found.refused, found.refused
+
+        def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Any) -> HalfWriter:
+            tables = {n: step.program.invars[n] for n in self.wiring.tables}
+            where = {n: {**self._rows_of(n), "names": tuple(x.name for x in self.placement.blocks[n])} for n in tables}
+            self._tables = TableWriter(self.b, step.program.jaxpr, found, tables, where, eqns, roles)
+            return HalfOnRows(self._tables)
+
+        return writer
+
+    def _rows_of(self, leaf: str) -> dict[str, Any]:
+        """Where the rows of a table are."""
+        blocks = self.placement.blocks[leaf]
+        sections = tuple(x.rows for x in blocks)
+        return {"table": leaf, "epmap": tuple(x.endpoint for x in blocks), "sections": sections, **self.common}
 
     def _at_run_time(self, blocks: Sequence[Block]) -> dict[str, Any]:
         """What an equation needs to know that cuts a leaf when it is carried out; nothing where the program does."""
@@ -157,6 +211,11 @@ class TrainerCommWriter:
             (grad,) = self.b.call(times(self.wiring.scale), grad)
         if isinstance(grad, Var):
             self.b.labels.setdefault(grad, leaf + GRAD)
+        if leaf in self.wiring.tables:
+            assert self._tables is not None
+            self.b.role = RPC
+            self.tokens += self.b.bind(send_rows_p, self._tables.uniq[leaf], grad, names=names, **self._rows_of(leaf))
+            return
         parts: list[Any] = [grad]
         if len(blocks) > 1 and not self.wiring.runtime_split:
             self.b.role = DIST

@@ -42,10 +42,13 @@ from dtrans.parameter_server.options import Async, BlockPlacement, Geo, HalfAsyn
 from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
 from dtrans.parameter_server.server_program import ServerProgramWriter
+from dtrans.parameter_server.tables.choose import choose_tables
+from dtrans.parameter_server.tables.options import Rows, check_sparse, check_tables_mode
+from dtrans.parameter_server.tables.touched_rows import of_tables, resized
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, trainer_program, trainer_startup_program
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import SHARED
-from dtrans.slicing.blocks import Unit
+from dtrans.slicing.blocks import Placement, Unit
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, asks_for, check_same_update, cut
@@ -69,6 +72,7 @@ def pserver(
     placement: BlockPlacement = BlockPlacement(),
     on_trainer_exit: Literal["drop", "paddle", "error"] = "drop",
     batch: Batch | str = Batch(),
+    sparse: Mapping[str, Rows] | Literal["auto"] | None = None,
 ) -> PServerPlan:
     """Plan parameter-server training of a traced step.
 
@@ -92,6 +96,10 @@ def pserver(
         `dtrans.Batch`. With "local", its `merge` says of leaves that trainers make themselves, as batch statistics, by
         their names, or what they lie under: "own" (each trainer has its own, which is so by default) or "mean": servers
         average them. In asynchronous modes the newest counts. With `dtrans.Geo` a batch is each trainer's own.
+      sparse: leaves of which trainers have only the rows that a step looks up, as tables of embeddings: their names,
+        each with a `dtrans.Rows`; or "auto": all that a step reads by rows alone, of which it looks up a fourth at
+        most. A trainer asks for the rows of its batch before forward, and sends the gradient of these. Jobs are of
+        processes, and synchronous. None: trainers have all leaves.
 
     Raises:
       ConfigError: an option that is out of range; an exact step that these trainers cannot take.
@@ -122,8 +130,9 @@ def pserver(
     main, startup = of_two_parts(main, startup)
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
+    check_tables_mode(sparse := check_sparse(sparse), mode)
     options: dict[str, Any] = {"mode": mode, "placement": placement, "on_trainer_exit": on_trainer_exit, "batch": batch}
-    options |= {"trainers": trainers, "pservers": len(endpoints)}
+    options |= {"trainers": trainers, "pservers": len(endpoints), "sparse": sparse}
     plain = cut(main)
     refuse_across(plain, told=isinstance(mode, Sync), remedy=SYNC_TELLS)
     check_arguments(plain, batch, trainers, on_trainer_exit)
@@ -139,19 +148,35 @@ def pserver(
     step = averaged(step, comm.averages)
     check_step(step, comm, on_trainer_exit)
     analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
+    tables = choose_tables(step, analysis, sparse)
     placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement)
+    placed = of_tables(placed, tables.of)
     startup = match_startup(step, startup)
     for n, output in step.asked.items():
         if analysis.layout(analysis.inputs[n]) is not SHARED:
             raise GradientError(asks_for(output, n))
-    update = ServerUpdateBuilder(analysis, placed, comm.gradients_per_update, summed, step.arguments, tuple(step.asked))
+
+    def updating(placed: Placement) -> ServerUpdateBuilder:
+        asked = tuple(step.asked)
+        return ServerUpdateBuilder(analysis, placed, comm.gradients_per_update, summed, step.arguments, asked)
+
+    update = updating(placed)
     comm = dataclasses.replace(
         comm,
+        tables=tables.names,
         told={n: update.told_to(n) for n in step.arguments},
         asked={n: update.asked_of(n) for n in step.asked},
     )
     servers = ServerProgramWriter(
-        step, update, startup, trainers, comm.sync_mode, on_trainer_exit, compensation(step, mode, comm)
+        step,
+        update,
+        startup,
+        trainers,
+        comm.sync_mode,
+        on_trainer_exit,
+        compensation(step, mode, comm),
+        tables.of,
+        lambda sizes: updating(resized(placed, sizes)),
     )
     programs = {ep: servers.programs(ep) for ep in endpoints}
 
@@ -183,6 +208,7 @@ def pserver(
         shared=shared,
         local_note=lambda: local_note(plain, batch, trainers),
         for_whole=None if shared is None or not comm.sync_mode else of_whole,
+        tables=tables,
     )
 
 

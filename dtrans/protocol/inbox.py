@@ -42,9 +42,18 @@ class Inbox:
         """The blocks that are not whole."""
         return [n for n, x in self._bytes.items() if self._arrived.get(n) != x.nbytes]
 
+    def has_begun(self, name: str) -> bool:
+        """Whether anything of a block has come."""
+        return name in self._arrived
+
     def progress(self, name: str) -> str:
         """How much of a block is here: `8 of 32 bytes`."""
         return f"{self._arrived.get(name, 0)} of {self._bytes[name].nbytes} bytes"
+
+    def renew(self, name: str, memory: np.ndarray) -> None:
+        """Receive a block, of which nothing has come, into other memory."""
+        self.memory = {**self.memory, name: memory}
+        self._bytes[name] = memory.reshape(-1).view(np.uint8)
 
     def clear(self) -> None:
         """Begin anew: nothing has come."""

@@ -6,10 +6,42 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from dtrans.protocol.exchange import Exchange
 
 
 Vectors = Mapping[str, Sequence[Any]]  # by endpoint: where they go, or where they came from
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ServedRows:
+    """A block of a table: trainers ask for rows of it, and send the gradients of rows.
+
+    Attributes:
+      rows: how many it has.
+      row: the shape of one.
+      dtype: of its entries.
+      gradients: trainer to the name under which it sends the gradient.
+    """
+
+    rows: int
+    row: tuple[int, ...]
+    dtype: Any
+    gradients: Mapping[int, str]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowGradient:
+    """What a trainer sends for a block of a table.
+
+    Attributes:
+      ids: the numbers of rows in the block, increasing.
+      rows: the gradient of each.
+    """
+
+    ids: np.ndarray
+    rows: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,6 +58,7 @@ class ServedBlocks:
       sent: of each gradient that is read: trainer to the name under which it comes.
       arguments: the arguments of the step that the update reads: name to what each trainer sends it as.
       exchanges: the exchanges with other servers that a step has, in order.
+      tables: the blocks of which trainers ask for rows; their gradients are in `sent`, and not in `gradients`.
       backed: the blocks of which the server keeps what each trainer has received last.
     """
 
@@ -39,6 +72,7 @@ class ServedBlocks:
     arguments: Mapping[str, Mapping[int, str]] = dataclasses.field(default_factory=dict)
     exchanges: Sequence[Exchange] = ()
     backed: frozenset[str] = frozenset()
+    tables: Mapping[str, ServedRows] = dataclasses.field(default_factory=dict)
 
 
 class StepUpdate(Protocol):
@@ -50,14 +84,17 @@ class StepUpdate(Protocol):
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The parameters as memory to send from."""
+        """The parameters as memory to send from; of tables too, whose rows are taken."""
 
     @property
     def exchange(self) -> Exchange | None:
         """The exchange that the update waits for."""
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
-        """Make a step of the gradients of some trainers, as far as the first exchange; see `go_on`."""
+        """Make a step of the gradients of some trainers, as far as the first exchange; see `go_on`.
+
+        Those of tables are `RowGradient`s.
+        """
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
         """Make it as far as the next exchange, and return the vectors for other servers; None when it is made."""

@@ -23,7 +23,7 @@ from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.sync_server import SyncServer
 
 
-TRAINER_OPS = ("send", "send_barrier", "recv", "exchange", "complete", "abort")  # methods of each kind
+TRAINER_OPS = ("send", "send_barrier", "recv", "exchange", "prefetch", "complete", "abort")  # methods of each kind
 
 
 class Serving:
@@ -87,7 +87,10 @@ class Serving:
             if message.op not in TRAINER_OPS:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
             for part in (message, *_following(message)):
-                getattr(self.kind, part.op)(k, part)
+                take = getattr(self.kind, part.op, None)
+                if take is None:
+                    raise WireError(f"a `{part.op}` message, which asynchronous servers do not take")
+                take(k, part)
 
     def _hello(self, address: bytes, message: wire.Message) -> None:
         before = self.trainers.hello(address, message, self.kind.peers.name(address))

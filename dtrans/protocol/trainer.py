@@ -11,6 +11,7 @@ answer; whoever runs it decides how to wait (`answered`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, TypeVar
 
@@ -96,6 +97,24 @@ class TrainerSteps:
             inbox.take(message)
         return list(inbox.memory.values())
 
+    def prefetch(self, wanted: Sequence[tuple[str, str, np.ndarray, np.ndarray]], *, train: bool) -> Waiting[None]:
+        """Receive rows of tables.
+
+        Args:
+          wanted: of each block the server, its name, the numbers of rows in it, increasing, and the memory for them.
+          train: whether gradients of these rows follow in this step.
+        """
+        for endpoint, name, ids, _ in wanted:
+            self._line(endpoint).prefetch(name, ids, train=train)
+        for endpoint, name, _, rows in wanted:
+            line = self._line(endpoint)
+            inbox = Inbox({name: rows}, functools.partial(_not_asked, endpoint))
+            while inbox.missing():
+                message = yield line, f"{len(rows)} rows of {name} in step {line.step}"
+                if message.op != "rows" or message["step"] != line.step:
+                    raise PeerError(f"pserver {endpoint} answered `prefetch` of {name} with `{message.op}`")
+                inbox.take(message)
+
     def request(
         self, landings: Sequence[Landing], endpoints: Sequence[str], barriered: Collection[str]
     ) -> Waiting[None]:
@@ -128,7 +147,7 @@ class TrainerSteps:
 
 def _landed(line: TrainerLine, blocks: dict[str, np.ndarray]) -> Waiting[None]:
     """Receive blocks until all bytes of all of them are here."""
-    inbox = Inbox(blocks, lambda name: f"pserver {line.endpoint} sent {name}, which was not asked for")
+    inbox = Inbox(blocks, functools.partial(_not_asked, line.endpoint))
     missing = list(blocks)
     while True:  # there is an answer also where nothing was asked for
         some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
@@ -139,3 +158,7 @@ def _landed(line: TrainerLine, blocks: dict[str, np.ndarray]) -> Waiting[None]:
         missing = inbox.missing()
         if not missing:
             return
+
+
+def _not_asked(endpoint: str, name: str) -> str:
+    return f"pserver {endpoint} sent {name}, which was not asked for"

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.protocol import token, wire
 
@@ -112,6 +114,12 @@ class TrainerLine:
         table = [[x.dtype.name, list(x.shape), list(way)] for x, way in values]
         blocks = [(str(i), x) for i, (x, _) in enumerate(values)]
         for frames in wire.framed("exchange", blocks, step=self.step, round=number, values=table):
+            self._say(frames)
+
+    def prefetch(self, table: str, ids: np.ndarray, *, train: bool) -> None:
+        """Ask for rows of a block of a table, by their numbers in the block."""
+        fields = {"step": self.step, "table": table, "count": len(ids), "train": train}
+        for frames in wire.framed("prefetch", [("ids", ids.astype(np.int32, copy=False))], **fields):
             self._say(frames)
 
     def end_step(self, gradients: Sequence[tuple[str, Any]], /, *, sent: bool, barrier: bool, **fields: Any) -> None:

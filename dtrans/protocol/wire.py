@@ -10,6 +10,8 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     recv           step[, blocks]                      refuse    reason[, last]
     exchange       step, round, values, pieces         exchanged step, round, values,
                    + frames                                      pieces + frames
+    prefetch       step, table, count, train, pieces   rows      step, table, pieces + frames
+                   + frames
     complete                                           goodbye
     abort          reason
 
@@ -39,6 +41,9 @@ the fields that these have; the step of that `recv` is the next.
 
 `values` has [dtype, shape, way] for each value of a round, and their bytes come under the names "0", "1", ...; the
 answer has [dtype, shape] (`dtrans.protocol.trainer_rounds`).
+
+`prefetch` asks for rows of a block of a table: `count` numbers of rows, increasing, as 32-bit integers under the name
+"ids". With `train` the gradient that follows in this step is of these rows; it has no numbers of its own.
 
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
@@ -75,6 +80,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "send_barrier": {"step": int},
     "recv": {"step": int},
     "exchange": {"step": int, "round": int, "values": list, "pieces": list},
+    "prefetch": {"step": int, "table": str, "count": int, "train": bool, "pieces": list},
     "complete": {},
     "abort": {"reason": str},
     "peer": {"endpoint": str, "order": str, "layout": str},
@@ -82,6 +88,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "welcome": {"step": int, "local": str},
     "blocks": {"step": int, "pieces": list},
     "exchanged": {"step": int, "round": int, "values": list, "pieces": list},
+    "rows": {"step": int, "table": str, "pieces": list},
     "waiting": {"reason": str},
     "refuse": {"reason": str},
     "goodbye": {},

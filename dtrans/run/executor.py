@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans.errors import StateError
+from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
-from dtrans.ops import broadcast_p, gen_nccl_id_p, trainer_index_p
+from dtrans.ops import broadcast_p, gen_nccl_id_p, prefetch_p, trainer_index_p
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
@@ -129,6 +129,13 @@ class Executor:
         All trainers call it alike, after a step: `dtrans.ops.rpc` says what ways there are.
         """
         return _on_device(self._fabric.exchange(endpoint, number, how, values))
+
+    def look_up(self, program: Program, table: str, ids: np.ndarray) -> np.ndarray:
+        """Rows of a table, by numbers that increase; `program` is that of the trainer. It is no part of a step."""
+        for eqn in program.eqns:
+            if eqn.primitive is prefetch_p and eqn.params["table"] == table:
+                return self._fabric.look_up(eqn, ids)
+        raise ConfigError(f"{table} is no table of {program.name}")
 
     def close(self, error: BaseException | None = None) -> None:
         """Tell the servers that this trainer is done, or with `error` that it failed. May be called twice."""

@@ -21,6 +21,7 @@ from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ir.program import Program
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Job, realises
+from dtrans.protocol.table_rows import unique_ids
 from dtrans.run.base.batch import Share, batch_arrays, check_uneven, resized, uneven_rows
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.multihost import PARTS_DIFFER
@@ -174,16 +175,53 @@ class TrainerJob(RoleJob):
             values[n] = x / len(given) if way == "mean" else x  # trainers may have left: those who are here are counted
         return out.unflatten([values[n] for n in out.names])
 
+    def lookup(self, name: str, ids: Any) -> np.ndarray:
+        """Rows of a table as they are on the servers, for evaluation: no step is made of them.
+
+        Args:
+          name: of a leaf that the plan has as a table: `params/emb`.
+          ids: the numbers of rows, of any shape.
+
+        Returns:
+          An array of the shape of `ids`, followed by that of a row.
+
+        Raises:
+          ConfigError: no table. BatchError: a row that it does not have.
+        """
+        self._check_open()
+        if name not in self.plan.tables.of:
+            tables = ", ".join(self.plan.tables.of) or "none"
+            raise ConfigError(
+                f"{name} is no table; the tables of this plan: {tables}. job.params(state) has the others"
+            )
+        wanted, rows = np.asarray(ids), self.plan.tables.of[name].lookups.rows
+        if not wanted.size:
+            t = self.plan.main.inputs[name]
+            return np.empty((*wanted.shape, *t.shape[1:]), t.dtype)
+        uniq = unique_ids([wanted], table=name, rows=rows, size=wanted.size)
+        uniq = uniq[: np.searchsorted(uniq, rows)]
+        found = self._executor.look_up(self.plan.trainer_program(self.role.trainer_id), name, uniq)
+        return np.asarray(found[np.searchsorted(uniq, wanted)])
+
     def params(self, state: tuple[Any, ...]) -> Any:
-        return state[0]
+        """The parameters. Tables are looked up, all of their rows: they must fit."""
+        tables = self.plan.tables.of
+        if not tables:
+            return state[0]
+        spec = self.plan.main.args[0]
+        held = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
+        held |= {n: jax.numpy.asarray(self.lookup(n, np.arange(t.lookups.rows))) for n, t in tables.items()}
+        return spec.unflatten([held[n] for n in spec.names])
 
     def state_of(self, params: Any, opt_state: Any) -> tuple[Any, ...]:
         """The state of a trainer that goes on from these parameters; the optimizer's state is the servers'."""
         if self.plan.push_every:
             raise ConfigError("with GEO-SGD a trainer begins with job.init(...), which tells the servers of it")
-        for n, x in named(self.plan.main.args[0], params, "params").items():
+        spec, tables = self.plan.main.args[0], self.plan.tables.of
+        held = named(spec, params, "params")
+        for n, x in held.items():
             check_type(x, self.plan.main.inputs[n], n, "the step takes")
-        return (params,)
+        return (spec.unflatten([held[n][:0] if n in tables else held[n] for n in spec.names]),)
 
     def opt_state(self, state: tuple[Any, ...]) -> Any:
         return state[1] if self.plan.push_every else super().opt_state(state)

@@ -30,6 +30,7 @@ class Block:
       shape, dtype: of the block.
       endpoint: the server.
       word: how blocks are called; another one where leaves are called so.
+      is_table: whether its update is written for runs of rows, also where it has all of them.
     """
 
     leaf: str
@@ -40,6 +41,7 @@ class Block:
     dtype: Any
     endpoint: str = ""
     word: str = "block"
+    is_table: bool = False
 
     def named(self, base: str) -> str:
         """The name of something that is cut as this block is: `opt_state/0/mu/w` to `opt_state/0/mu/w.block0`."""
@@ -97,7 +99,8 @@ class Unit:
     @property
     def span(self) -> RowRange | None:
         """The rows it has; None where it has whole leaves."""
-        return self.blocks[0].span if self.blocks[0].count > 1 else None
+        first = self.blocks[0]
+        return first.span if first.count > 1 or first.is_table else None
 
     @property
     def nbytes(self) -> int:

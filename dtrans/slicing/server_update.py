@@ -113,7 +113,8 @@ class ServerUpdateBuilder:
         at: dict[str, set[str]] = {}
         for b in placement.table:
             at.setdefault(b.leaf, set()).add(b.endpoint)
-        whole = [leaf for leaf, blocks in placement.blocks.items() if len(blocks) == 1]
+        alone = [blocks[0] for blocks in placement.blocks.values() if len(blocks) == 1]
+        whole = [b.leaf for b in alone if not b.is_table]
         self.analysis = analysis.placed(whole)
         self.placement = placement
         self.trainers, self.summed, self.told, self.asked = trainers, frozenset(summed), frozenset(told), tuple(asked)
@@ -427,7 +428,7 @@ class _UnitWriter:
             for b in unit.blocks
             if (g := Gradient(b.leaf)) in inputs
         }
-        for base in (*self.leaves, *self.state) if unit.span else ():
+        for base in (*self.leaves, *self.state) if unit.blocks[0].count > 1 else ():
             slicer.claim(self.named(base), f"block {unit.blocks[0].index} of {base}")
         for grad in self.grads.values():
             slicer.claim(grad.name, f"a gradient of {grad.leaf}")

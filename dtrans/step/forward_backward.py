@@ -69,6 +69,20 @@ class _Copies:
         return atom
 
 
+def half_equations(step: Cut, results: Sequence[str]) -> tuple[list[JaxprEqn], list[str], list[Atom]]:
+    """The equations of forward and backward, their roles, and the values that are wanted of them.
+
+    Args:
+      results: the outputs that are wanted, beside gradients and the parameters that trainers make.
+    """
+    source = step.program
+    inner, outs_of = source.inner, source.outvars
+    wanted = [outs_of[n] for n in (*results, *step.frozen)] + list(step.gradients.values())
+    wanted += [a for i in step.observers for a in inner.eqns[i].invars]
+    kept = sorted({*backward_slice(inner.eqns, wanted)[0], *step.observers})
+    return [inner.eqns[i] for i in kept], [source.roles[i] for i in kept], wanted
+
+
 def write_trainer_half(
     b: Builder,
     step: Cut,
@@ -89,18 +103,12 @@ def write_trainer_half(
     Returns:
       The results, and the parameters that trainers make, by name.
     """
-    source = step.program
-    inner = source.inner
-    outs_of = source.outvars
-    wanted = [outs_of[n] for n in (*results, *step.frozen)] + list(step.gradients.values())
-    wanted += [a for i in step.observers for a in inner.eqns[i].invars]
-    kept = sorted({*backward_slice(inner.eqns, wanted)[0], *step.observers})
-
+    outs_of = step.program.outvars
+    eqns, roles, wanted = half_equations(step, results)
     ready: dict[Var | None, list[str]] = {}
-    here = {v for i in kept for v in inner.eqns[i].outvars}
+    here = {v for e in eqns for v in e.outvars}
     for leaf, atom in step.gradients.items():
         ready.setdefault(atom if isinstance(atom, Var) and atom in here else None, []).append(leaf)
-    eqns, roles = [inner.eqns[i] for i in kept], [source.roles[i] for i in kept]
     if arrange is not None:
         eqns, roles = arrange(eqns, roles, wanted)
     at = {v: k for k, e in enumerate(eqns) for v in e.outvars}

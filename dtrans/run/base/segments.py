@@ -37,7 +37,7 @@ from dtrans._jax import (
 )
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import Program, is_communication
-from dtrans.ops import concat_p, send_p, split_byref_p
+from dtrans.ops import concat_p, send_p, send_rows_p, split_byref_p
 
 
 Rules = Mapping[Primitive, Callable[..., Sequence[Any]]]
@@ -145,9 +145,9 @@ def cut_program(program: Program, *, computed: Rules | None = None, group_bytes:
             group = order[-1]
             assert isinstance(group, list)
             group.append(eqn)
-        elif eqn.primitive in (send_p, split_byref_p):
+        elif eqn.primitive in (send_p, send_rows_p, split_byref_p):
             waiting.append(eqn)
-            if eqn.primitive is send_p:
+            if eqn.primitive is not split_byref_p:
                 ready += sum(a.aval.size * a.aval.dtype.itemsize for a in eqn.invars)
             if ready >= group_bytes:
                 end_piece(send_all=False)

@@ -7,6 +7,9 @@
     fetch_barrier  one message to each server: what is left in its outbox, that it was all, and what is wanted; the
                    each block is received into the parameters. An asynchronous step has none: that message goes before
                    what comes next, or at the program's end (`settle`)
+    split_ids      the numbers of rows that a step looks up, unique and sorted; they are checked here
+    prefetch       a message to each server that has rows of the table, and its answer, which is waited for
+    send_rows      as `send`, of the rows that were asked for, to the servers that have them
     exchange       a message to the server of the round, and its answer, which is waited for
     concat         nothing is left to do: the blocks lie side by side
     listen_and_serv  serves
@@ -39,12 +42,16 @@ from dtrans.ops import (
     fetch_barrier_p,
     geo_send_p,
     listen_and_serv_p,
+    prefetch_p,
     recv_p,
     send_barrier_p,
     send_p,
+    send_rows_p,
     split_byref_p,
+    split_ids_p,
 )
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.table_rows import parts_of_rows, unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
 from dtrans.protocol.trainer import Landing, TrainerSteps, Waiting, answered
 from dtrans.run.base.nonfinite import GradientWatch
@@ -85,6 +92,9 @@ class EndpointFabric:
             recv_p: self._recv,
             fetch_barrier_p: self._fetch_barrier,
             exchange_p: self._exchange,
+            split_ids_p: lambda eqn, values: [unique_ids(values, **eqn.params)],
+            prefetch_p: self._prefetch,
+            send_rows_p: self._send_rows,
             concat_p: self._concat,
             listen_and_serv_p: self._serve,
         }
@@ -118,6 +128,8 @@ class EndpointFabric:
                 f"on_nonfinite={self._watch.how!r}: with dtrans.Geo trainers keep their gradients, and send what has "
                 "changed; leave it out"
             )
+        if eqn.primitive is send_rows_p:
+            self._watch.look([(eqn.params["table"], values[1])])
         if eqn.primitive is send_p:
             names = eqn.params["names"]  # of blocks; a leaf that is cut when it is sent is one value
             self._watch.look(zip(names if len(names) == len(values) else [", ".join(names)], values, strict=True))
@@ -143,6 +155,39 @@ class EndpointFabric:
             values = [rows for _, _, rows in leaf_of(eqn, eqn.invars[0].aval).blocks(np.asarray(values[0]))]
         for x, endpoint, name in zip(values, eqn.params["epmap"], eqn.params["names"], strict=True):
             self._steps.send(endpoint, name, np.asarray(x))
+        return [None]
+
+    # -- tables ----------------------------------------------------------------------------------
+
+    def _prefetch(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        self._identify(eqn)
+        p, (t,), (uniq,) = eqn.params, eqn.params["types"], values
+        rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
+        self._rows(p, uniq, rows, train=True)
+        return [rows]
+
+    def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
+        """Rows of a table by their numbers, increasing, for a `prefetch` equation; no step is made of them."""
+        (t,) = eqn.params["types"]
+        rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
+        self._rows(eqn.params, ids, rows, train=False)
+        return rows
+
+    def _rows(self, p: Mapping[str, Any], uniq: np.ndarray, rows: np.ndarray, *, train: bool) -> None:
+        """Receive rows of a table; zeros behind them."""
+        parts = parts_of_rows(uniq, p["sections"])
+        wanted = [
+            (ep, name, uniq[at] - start, rows[at])
+            for ep, name, (start, at) in zip(p["epmap"], p["names"], parts, strict=True)
+        ]
+        rows[parts[-1][1].stop :] = 0
+        self._answered(self._steps.prefetch(wanted, train=train))
+
+    def _send_rows(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        self._identify(eqn)
+        p, (uniq, grad) = eqn.params, values
+        for ep, name, (_, at) in zip(p["epmap"], p["names"], parts_of_rows(uniq, p["sections"]), strict=True):
+            self._steps.send(ep, name, np.asarray(grad)[at])
         return [None]
 
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:

@@ -108,6 +108,11 @@ class MeshJob(Job):
             raise ConfigError(
                 "on_mesh splits no leaves at run time; leave out runtime_split, or run it in processes (Executor)"
             )
+        if plan.tables.of:
+            raise ConfigError(
+                f"trainers look up rows of {', '.join(plan.tables.of)} in processes (plan.on_cluster(), Executor); "
+                "on a mesh leave sparse out"
+            )
         devices = list(jax.devices() if devices is None else devices)
         if not devices:
             raise ConfigError("on_mesh was given no devices")

@@ -121,7 +121,8 @@ class Server:
 
 def _sizes(update: ServerUpdate) -> dict[str, int]:
     """What trainers send and are sent in a step, by name: bytes."""
-    types = {**update.grad_types, **{n: words_type(update.types[n]) for n in update.params}}
+    held = (*update.params, *update.tables)
+    types = {**update.grad_types, **{n: words_type(update.types[n]) for n in held}}
     return {n: nbytes(t) for n, t in types.items()}
 
 

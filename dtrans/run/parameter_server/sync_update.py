@@ -2,20 +2,25 @@
 
 An update that reduces over rows is made in phases, with an exchange between servers after each but the last: it stops
 there, and goes on when it is given what the other servers have sent.
+
+Tables are updated by the rows that trainers have asked for: these are taken out of the server's own memory, updated by
+a program for as many, and put back. Where all rows of a table move, the gradients of rows are put among zeros, and the
+table is updated as any other block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from dtrans.ir.array_fns import words
+from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.presence import log, named
-from dtrans.protocol.served import Vectors
+from dtrans.protocol.served import RowGradient, Vectors
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 
 
@@ -37,14 +42,30 @@ class SyncUpdate:
         self.exchange: Exchange | None = None
         self._whole = update
         self._all = frozenset(range(trainers))
-        self._updates = {self._all: CompiledUpdate(update)}  # by whose gradients they are made of
+        # by whose gradients they are made of, and of how many rows of tables
+        self._updates: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
+        self._rows: dict[str, np.ndarray] = {}  # of blocks of tables: those that this step updates
+        self._by_rows = {n: t for n, t in update.tables.items() if not t.whole}
+        # memory that rows are put back into
+        self.state |= {n: np.array(state[n]) for t in self._by_rows.values() for n in t.held}
         self._publish()
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
         """Make a step of the gradients of some of the trainers, as far as the first exchange; see `go_on`."""
-        update = self._update_of(present, step)
-        self._run = update.run({n: grads[n] for n in update.update.grad_types}, self.state)
+        self._rows = {n: _all_ids(t, grads, present) for n, t in self._by_rows.items()}
+        sizes = {n: room_for(len(self._rows[n]), t.rows) for n, t in self._by_rows.items()}
+        update = self._update_of(present, step, sizes)
+        given = {n: grads[n] for n in update.update.grad_types}
+        for n, t in self._whole.tables.items():
+            ids, size = (np.arange(t.rows), t.rows) if t.whole else (self._rows[n], sizes[n])
+            given |= {name: _among(ids, size, grads[name]) for name in t.gradients.values() if name in given}
+        taken = {
+            n: _padded(self.state[n][self._rows[name]], sizes[name])
+            for name, t in self._by_rows.items()
+            for n in t.held
+        }
+        self._run = update.run(given, {**self.state, **taken})
         return self.go_on(None)
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
@@ -59,20 +80,53 @@ class SyncUpdate:
         except StopIteration as made:
             self._run = self.exchange = None
             # the memory of its gradients and of what other servers sent is written again, so nothing may still read it
-            self.state = jax.block_until_ready(made.value) if self._whole.exchanges else made.value
+            new = jax.block_until_ready(made.value) if self._whole.exchanges else made.value
+            self.state = {**new, **self._put_back(new)}
             self._publish()
             return None
         return outgoing
 
-    def _update_of(self, present: frozenset[int], step: int) -> CompiledUpdate:
-        """What makes the new state; of every set of trainers one is compiled."""
-        if present not in self._updates:
-            gone = named(sorted(self._all - present))
-            told = "pserver %s goes on without %s, which left: step %d and later ones are of %s"
-            log.warning(told, self._whole.endpoint, gone, step + 1, named(sorted(present)))
-            self._updates[present] = CompiledUpdate(self._whole.sent_by(present))
-        return self._updates[present]
+    def _put_back(self, new: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Put rows of tables where they belong; the memory that they are in."""
+        found = {}
+        for name, t in self._by_rows.items():
+            ids = self._rows[name]
+            for n in t.held:
+                found[n] = self.state[n]
+                found[n][ids] = np.asarray(new[n])[: len(ids)]
+        return found
+
+    def _update_of(self, present: frozenset[int], step: int, sizes: Mapping[str, int]) -> CompiledUpdate:
+        """What makes the new state: one is compiled for every set of trainers, and for some numbers of rows."""
+        key = present, tuple(sizes.values())
+        if key not in self._updates:
+            gone = self._all - present
+            if gone and not any(of == present for of, _ in self._updates):
+                told = "pserver %s goes on without %s, which left: step %d and later ones are of %s"
+                log.warning(told, self._whole.endpoint, named(sorted(gone)), step + 1, named(sorted(present)))
+            update = self._whole.sized(sizes) if sizes else self._whole
+            self._updates[key] = CompiledUpdate(update.sent_by(present) if gone else update)
+        return self._updates[key]
 
     def _publish(self) -> None:
         """The parameters as memory to send from; waits until they are made."""
-        self.values = {n: np.asarray(words(self.state[n])) for n in self._whole.params}
+        names = (*self._whole.params, *self._whole.tables)
+        self.values = {n: np.asarray(words(self.state[n])) for n in names if n not in self._by_rows}
+        self.values |= {n: self.state[n] for n in self._by_rows}
+
+
+def _all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]) -> np.ndarray:
+    """The rows of a block that some trainers have asked for."""
+    return np.unique(np.concatenate([grads[table.gradients[k]].ids for k in sorted(present)]))
+
+
+def _among(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarray:
+    """A gradient of rows as one of `size` rows, whose first are of the rows in `ids`; others are zero."""
+    found = np.zeros((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
+    found[np.searchsorted(ids, gradient.ids)] = gradient.rows
+    return found
+
+
+def _padded(rows: np.ndarray, size: int) -> np.ndarray:
+    """Rows, and zeros behind them."""
+    return np.concatenate([rows, np.zeros((size - len(rows), *rows.shape[1:]), rows.dtype)])

@@ -21,8 +21,9 @@ from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import words_type
 from dtrans.ir.program import Program
 from dtrans.ops import OptimizeBlock, backup_of, listen_and_serv_p
+from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.exchange import Exchange
-from dtrans.protocol.served import ServedBlocks, Vectors
+from dtrans.protocol.served import ServedBlocks, ServedRows, Vectors
 from dtrans.run.base.lowered import called
 from dtrans.slicing.mean import made_one, sent_by
 
@@ -108,18 +109,33 @@ class ServerUpdate:
     def served(self) -> ServedBlocks:
         """What the server's protocol is about."""
         p = self.eqn.params
+        of_tables = {n for t in self.tables.values() for n in t.gradients.values()}
         return ServedBlocks(
             self.endpoint,
             p["Fanin"],
             p["sync_mode"],
             p["on_trainer_exit"],
             {n: words_type(self.types[n]) for n in self.params},
-            self.grad_types,
+            {n: t for n, t in self.grad_types.items() if n not in of_tables},
             self.sent,
             self.arguments,
             self.exchanges,
             frozenset(n for n in self.params if backup_of(n, 0) in self.types),
+            {
+                n: ServedRows(t.rows, self.types[n].shape[1:], self.types[n].dtype, t.gradients)
+                for n, t in self.tables.items()
+            },
         )
+
+    @property
+    def tables(self) -> Mapping[str, TableBlock]:
+        """The blocks of tables, by their names."""
+        served = self.eqn.params.get("tables")
+        return {} if served is None else served.blocks
+
+    def sized(self, sizes: Mapping[str, int]) -> ServerUpdate:
+        """The update of other numbers of rows of blocks of tables."""
+        return ServerUpdate(self.eqn.params["tables"].sized(sizes))
 
     def sent_by(self, present: Collection[int]) -> ServerUpdate:
         """The update by the gradients of some of the trainers alone (`dtrans.slicing.mean`)."""

@@ -1,0 +1,135 @@
+"""Which leaves of a plan are tables, and how servers update each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from dtrans.errors import ConfigError
+from dtrans.parameter_server.tables.lookups import TableLookups, find_lookups
+from dtrans.parameter_server.tables.options import Rows
+from dtrans.parameter_server.tables.zero_gradient import ZeroGradient, at_zero_gradient
+from dtrans.rows.analysis import RowAnalysis
+from dtrans.step.cut import Cut
+
+
+ID = 4  # bytes of the number of a row, as it is sent
+AUTO = 4  # "auto" takes a leaf of which a step looks up at most one row in so many
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """A leaf of which trainers look up rows.
+
+    Attributes:
+      lookups: how a step reads it.
+      zero: what the update does to other rows.
+      whole: whether each update is of all its rows.
+      why: what the update does, for people.
+    """
+
+    lookups: TableLookups
+    zero: ZeroGradient
+    whole: bool
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tables:
+    """The tables of a plan.
+
+    Attributes:
+      of: by their names.
+      others: leaves of which rows are looked up, and that are no tables: why.
+    """
+
+    of: Mapping[str, Table] = dataclasses.field(default_factory=dict)
+    others: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tables."""
+        return tuple(self.of)
+
+
+def choose_tables(step: Cut, analysis: RowAnalysis, sparse: Mapping[str, Rows] | str | None) -> Tables:
+    """Choose the tables of a plan.
+
+    Args:
+      analysis: of the update.
+      sparse: as in `dtrans.pserver`.
+
+    Raises:
+      ConfigError: a leaf that is named, and is no table, or whose update has to be said.
+    """
+    if sparse is None:
+        return Tables()
+    is_auto = isinstance(sparse, str)
+    options: Mapping[str, Rows] = {} if isinstance(sparse, str) else sparse
+    for n in options:
+        if n not in step.optimized:
+            raise ConfigError(f"sparse names {n}; the parameters that servers update are {', '.join(step.optimized)}")
+    found = find_lookups(step, None if is_auto else list(options))
+    others = dict(found.refused)
+    if others and not is_auto:
+        name, why = next(iter(others.items()))
+        raise ConfigError(f"sparse: trainers cannot look up rows of {name} alone: {why}. Leave it out")
+    of: dict[str, Table] = {}
+    for n, lookups in found.tables.items():
+        if is_auto and lookups.size * AUTO > lookups.rows:
+            others[n] = f"a step looks up as many as {lookups.size} of its {lookups.rows} rows"
+            continue
+        if n in analysis.groups:
+            why = f"its update cannot be cut: {analysis.groups[n].reason or 'it needs another leaf'}"
+            if not is_auto:
+                raise ConfigError(f"sparse: {n} cannot be a table: {why}. Leave it out, or give it another optimizer")
+            others[n] = why
+            continue
+        of[n] = _table(n, lookups, at_zero_gradient(analysis, n), options.get(n, Rows("dense")))
+    return Tables(of, others)
+
+
+def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -> Table:
+    alone = _rows_alone(zero)
+    if option.update == "lazy":
+        if alone:
+            raise ConfigError(f"sparse: {name} cannot have update='lazy': {alone}. Say dtrans.Rows(update='dense')")
+        return Table(lookups, zero, False, "lazy: rows that nobody looks up stay as they are")
+    if not zero.moves and not alone:
+        return Table(lookups, zero, False, "dense: rows that nobody looks up would not move")
+    why = f"{', '.join(zero.moves)} move{'s' * (len(zero.moves) == 1)} with a gradient of zero" if zero.moves else alone
+    if option.update is None:
+        raise ConfigError(
+            f"sparse: say how rows of {name} are updated that nobody looks up, since {why}: "
+            "dtrans.Rows(update='dense') moves all rows in each step, as one device does; "
+            "dtrans.Rows(update='lazy') leaves them as they are"
+        )
+    return Table(lookups, zero, True, f"dense: servers update all rows in each step, since {why}")
+
+
+def _rows_alone(zero: ZeroGradient) -> str:
+    """Why some rows cannot be updated without the others; empty where they can."""
+    if zero.counts:
+        return f"{zero.counts} reduces over all rows"
+    if zero.positions:
+        return f"{zero.positions} makes of each row's number what enters it"
+    if zero.unlike:
+        return f"{zero.unlike[0]} has the rows along another dimension"
+    return ""
+
+
+def notes_of(tables: Tables, row_bytes: Mapping[str, int]) -> Sequence[str]:
+    """What a plan says of its tables.
+
+    Args:
+      row_bytes: of one row of each.
+    """
+    notes = []
+    for n, t in tables.of.items():
+        size, rows = t.lookups.size, t.lookups.rows
+        moved = size * (2 * row_bytes[n] + ID)
+        notes.append(
+            f"table {n}: {rows:,} rows, at most {size:,} looked up by a trainer in a step, at most {moved:,} bytes; "
+            f"{t.why}"
+        )
+    return [*notes, *(f"no table: {n}: {why}" for n, why in tables.others.items())]

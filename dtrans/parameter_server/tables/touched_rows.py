@@ -1,0 +1,85 @@
+"""A server's update, written for the rows that were looked up.
+
+The same writer makes it (`dtrans.slicing.server_update`), of blocks with as many rows as there is room for: rows that
+were looked up lie one behind the other, with the rows of the state that belong to them, and where there are fewer, rows
+whose gradient is zero. Programs are made for a few sizes, powers of two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtrans.rows.writer import RowRange
+from dtrans.slicing.blocks import Block, Placement, Unit
+
+
+LEAST = 8  # rows that a program has room for at least
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableBlock:
+    """A server's rows of a table.
+
+    Attributes:
+      leaf: the table.
+      name: of the block.
+      start, rows: which rows of the table it has.
+      held: the block, and the arrays of the optimizer's state that have a row for each of its rows.
+      gradients: trainer to the name under which it sends the gradient of rows.
+      whole: whether each update is of all rows.
+    """
+
+    leaf: str
+    name: str
+    start: int
+    rows: int
+    held: tuple[str, ...]
+    gradients: Mapping[int, str]
+    whole: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ServedTables:
+    """The tables of one server.
+
+    Attributes:
+      blocks: by the names of blocks.
+      sized: makes the `listen_and_serv` equation of an update of so many rows of each block.
+    """
+
+    blocks: Mapping[str, TableBlock]
+    sized: Callable[[Mapping[str, int]], Any]
+
+    def __repr__(self) -> str:
+        return ", ".join(self.blocks)
+
+
+def room_for(count: int, rows: int) -> int:
+    """How many rows a program has room for that updates so many of a block."""
+    size = LEAST
+    while size < count:
+        size *= 2
+    return min(size, rows)
+
+
+def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
+    """A placement whose blocks of tables have other numbers of rows, by their names."""
+
+    def block(b: Block) -> Block:
+        if b.name not in sizes:
+            return b
+        return dataclasses.replace(b, span=RowRange(0, sizes[b.name]), shape=(sizes[b.name], *b.shape[1:]))
+
+    blocks = {n: tuple(map(block, of)) for n, of in placement.blocks.items()}
+    units = {ep: tuple(Unit(tuple(map(block, u.blocks))) for u in of) for ep, of in placement.units.items()}
+    return dataclasses.replace(placement, blocks=blocks, units=units)
+
+
+def of_tables(placement: Placement, tables: Mapping[str, Any]) -> Placement:
+    """The same, where blocks of tables are written as runs of rows, also where one has all of them."""
+    mark: Callable[[Block], Block] = lambda b: dataclasses.replace(b, is_table=True) if b.leaf in tables else b
+    blocks = {n: tuple(map(mark, of)) for n, of in placement.blocks.items()}
+    units = {ep: tuple(Unit(tuple(map(mark, u.blocks))) for u in of) for ep, of in placement.units.items()}
+    return dataclasses.replace(placement, blocks=blocks, units=units)

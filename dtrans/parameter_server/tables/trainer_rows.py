@@ -1,0 +1,203 @@
+"""A trainer's half, written for the rows that it looks up.
+
+First come the numbers of rows, and all that they are made of; then, for each table, `split_ids` and `prefetch`; then
+everything else, with an operand of `size` rows in the place of the table. A number becomes the place of its row among
+those that are there, which are sorted. So no value of the program has the rows of a table.
+
+What else meets rows of a table is taken at their numbers: a constant of one value is made smaller, and anything else
+is a gather by them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
+from dtrans.ops import prefetch_p, split_ids_p
+from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups
+from dtrans.rows.layout import Layout, Rows
+from dtrans.rows.writer import RowWriter
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """How many rows a program has of each table, in place of a run of rows (`dtrans.rows.writer.RowRange`)."""
+
+    of: Mapping[str, int]
+
+    def cut(self, aval: Any, layout: Layout) -> Any:
+        """The type of these rows of a value."""
+        if not isinstance(layout, Rows):
+            return aval
+        shape, axis = aval.shape, layout.axis
+        return aval.update(shape=(*shape[:axis], self.of[layout.leaf] * layout.width, *shape[axis + 1 :]))
+
+
+class TableWriter(RowWriter):
+    """Writes a trainer's half for the rows of tables that it looks up (`dtrans.step.forward_backward.HalfWriter`).
+
+    Args:
+      b: what it is written with.
+      jaxpr: of the step.
+      found: what the step looks up.
+      tables: by name, the variable that stands for a table in `jaxpr`.
+      where: by name, the parameters of `prefetch` that say where rows are.
+      eqns, roles: of the half.
+    """
+
+    def __init__(
+        self,
+        b: Builder,
+        jaxpr: Any,
+        found: Lookups,
+        tables: Mapping[str, Var],
+        where: Mapping[str, Mapping[str, Any]],
+        eqns: Sequence[JaxprEqn],
+        roles: Sequence[str],
+    ) -> None:
+        sizes: Any = _Sizes({n: t.size for n, t in found.tables.items()})
+        super().__init__(jaxpr, found.flow, sizes, {v: e for e in eqns for v in e.outvars})
+        self.b = b
+        self.uniq: dict[str, Var] = {}
+        self._tables, self._where = found.tables, where
+        self._steps = {id(e): found.flow.steps.get(i) for i, e in enumerate(found.eqns)}
+        self._places: dict[tuple[Any, ...], Atom] = {}
+        numbers = [a for t in found.tables.values() for a, _ in t.ids]
+        first = backward_slice(eqns, numbers)[0]
+        self._done = {id(eqns[i]) for i in first}
+        for i in first:
+            b.role = roles[i]
+            self._keep(eqns[i])
+        for n, t in found.tables.items():
+            self._prefetch(t, tables[n])
+
+    # -- as a writer of halves -------------------------------------------------------------------
+
+    def emit_half(self, eqn: JaxprEqn) -> None:
+        """Write the next equation."""
+        if id(eqn) in self._done:
+            return
+        step = self._steps.get(id(eqn))  # an exchange was not there when rows were looked for
+        if step is None:
+            self._keep(eqn)
+        else:
+            made = self._pick(eqn, step) if isinstance(step, RowPick) else self.emit(eqn, step)
+            for v, new in zip(eqn.outvars, made, strict=True):
+                self.place(self.flow.layout(v))[v] = new
+
+    def result(self, atom: Atom, maker: int) -> Atom:
+        """A value that is wanted."""
+        layout = Rows("", 0) if isinstance(atom, Literal) else self.flow.layout(atom)
+        return self.read(atom, layout if isinstance(layout, Rows) and layout.leaf else None)
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def rows_of_constant(self, var: Var, row: Rows) -> Atom:
+        return self.rows_of_whole(var, row)
+
+    def counted(self, dtype: Any, shape: tuple[int, ...], row: Rows) -> Atom:
+        return self.b.call(_numbered(dtype, shape, row.axis), self.uniq[row.leaf])[0]
+
+    def rows_of_whole(self, value: Atom, row: Rows) -> Atom:
+        assert row.width == 1
+        return self.b.call(_taken(row.axis), value, self.uniq[row.leaf])[0]
+
+    def outside(self, var: Var) -> Atom | None:
+        return var  # everything is written in order
+
+    # -- equations -------------------------------------------------------------------------------
+
+    def _keep(self, eqn: JaxprEqn) -> None:
+        self.b.keep(eqn, [self.whole(a) for a in eqn.invars])
+        self.wholes.update((v, v) for v in eqn.outvars)
+
+    def _prefetch(self, table: TableLookups, var: Var) -> None:
+        """Get the rows that a step looks up."""
+        b = self.b
+        b.role = DIST
+        ids = [b.call(_component(c), self.whole(a))[0] for a, c in table.ids]
+        (uniq,) = b.bind(split_ids_p, *ids, table=table.leaf, rows=table.rows, size=table.size)
+        b.labels[uniq] = f"{table.leaf}@IDS"
+        b.role = RPC
+        types = (var.aval.update(shape=(table.size, *var.aval.shape[1:])),)
+        (rows,) = b.bind(prefetch_p, uniq, types=types, **self._where[table.leaf])
+        self.env[var] = rows
+        b.labels[rows] = f"{table.leaf}@ROWS"
+        self.uniq[table.leaf] = uniq
+        b.role = FORWARD
+
+    def _pick(self, eqn: JaxprEqn, step: RowPick) -> list[Any]:
+        """What picks rows, or adds to rows, among those that are here."""
+        row = step.operands[0]
+        assert row is not None
+        atoms = [self.read(a, x) for a, x in zip(eqn.invars, step.operands, strict=True)]
+        numbers, uniq = atoms[step.numbers], self.uniq[row.leaf]
+        key = numbers, step.component, row.leaf
+        if key not in self._places:
+            fn = _place_of if step.component is None else _placed(step.component)
+            (self._places[key],) = self.b.call(fn, numbers, uniq)
+        atoms[step.numbers] = self._places[key]
+        types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
+        return self.b.copy(eqn, atoms, types)
+
+
+class HalfOnRows:
+    """A `TableWriter` as `dtrans.step.forward_backward.write_trainer_half` takes one."""
+
+    def __init__(self, writer: TableWriter) -> None:
+        self.emit, self.result = writer.emit_half, writer.result
+
+
+@functools.cache
+def _component(component: int | None) -> Callable[[jax.Array], jax.Array]:
+    if component is None:
+        return lambda x: jnp.reshape(x, (1,))
+    return lambda x: x[..., component]
+
+
+@functools.cache
+def _placed(component: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Numbers with a component that says where among sorted ones it is."""
+
+    def fn(numbers: jax.Array, uniq: jax.Array) -> jax.Array:
+        at = jnp.searchsorted(uniq, numbers[..., component].astype(uniq.dtype)).astype(numbers.dtype)
+        entry = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, numbers.ndim - 1)
+        return jnp.where(entry == component, at[..., None], numbers)
+
+    return fn
+
+
+def _place_of(number: jax.Array, uniq: jax.Array) -> jax.Array:
+    return jnp.searchsorted(uniq, number.astype(uniq.dtype)).astype(number.dtype)
+
+
+@functools.cache
+def _taken(axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda x, uniq: jnp.take(x, uniq, axis, mode="clip")
+
+
+@functools.cache
+def _numbered(dtype: Any, shape: tuple[int, ...], axis: int) -> Callable[[jax.Array], jax.Array]:
+    others = [d for d in range(len(shape)) if d != axis]
+    return lambda uniq: jnp.broadcast_to(jnp.expand_dims(uniq, others), shape).astype(dtype)
+
+
+def without_unused(b: Builder, outs: Sequence[Atom]) -> None:
+    """Leave out equations that compute what nobody reads."""
+    used = {a for a in outs if isinstance(a, Var)}
+    kept = []
+    for i in reversed(range(len(b.eqns))):
+        eqn = b.eqns[i]
+        if is_communication(eqn) or eqn.effects or used.intersection(eqn.outvars):
+            kept.append(i)
+            used.update(a for a in eqn.invars if isinstance(a, Var))
+    b.eqns[:], b.roles[:] = [b.eqns[i] for i in reversed(kept)], [b.roles[i] for i in reversed(kept)]
