@@ -3,13 +3,14 @@
     token  = send X...            [epmap, names, trainer_id, trainers, sync_mode, sections?, communicator?, merge?]
     token  = send_barrier token...  [endpoints, trainer_id, half_async?]
     X...   = recv token           [epmap, names, types, trainer_id, trainers, sync_mode, sections?, communicator?]
-    X...   = fetch_barrier X...   [endpoints, trainer_id]
+    X...   = fetch_barrier X...   [endpoints, trainer_id, trainers?, sync_mode?]
     X...   = send X...            [epmap, names, sections, push_every, trainer_id, trainers]
     X...   = exchange X...        [endpoint, round, how, trainer_id, trainers, sync_mode]
 
 `send` gives one gradient's blocks to their servers and does not wait. `send_barrier` says that all
 gradients of this step were sent. `recv` gives the newest blocks of one parameter: in sync mode those made of
-the gradients of all trainers. `fetch_barrier` says that they have arrived.
+the gradients of all trainers. `fetch_barrier` says that they have arrived; where there is none, it
+says who asks.
 
 With `sections`, the rows of its blocks, an operand is a whole leaf that is cut when the program runs, and so is what
 `recv` gives (Paddle's `runtime_split_send_recv`). With `communicator`, both are left to what runs beside the program:
@@ -155,6 +156,6 @@ def _exchanged(x: Any, op: str, *where: Any) -> Any:
 send_p = communication("send", _send)
 send_barrier_p = communication("send_barrier", lambda *tokens, endpoints, trainer_id, **_: [token()])
 recv_p = communication("recv", _recv)
-fetch_barrier_p = communication("fetch_barrier", lambda *blocks, endpoints, trainer_id: list(blocks))
+fetch_barrier_p = communication("fetch_barrier", lambda *blocks, endpoints, trainer_id, **_: list(blocks))
 geo_send_p = communication("send", _geo_send)
 exchange_p = communication("exchange", _exchange)

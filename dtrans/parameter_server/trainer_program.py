@@ -307,7 +307,8 @@ class TrainerCommWriter:
             b.labels.update(zip(got, (x.name for x in blocks), strict=True))
             arrived += got
         if barrier:
-            arrived = b.bind(fetch_barrier_p, *arrived, endpoints=self.placement.endpoints, **self.me)
+            who = self.me if arrived else self.common  # all leaves may be tables
+            arrived = b.bind(fetch_barrier_p, *arrived, endpoints=self.placement.endpoints, **who)
         done = iter(arrived)
         b.role = DIST
         new: dict[str, Var] = {}

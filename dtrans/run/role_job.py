@@ -191,9 +191,7 @@ class TrainerJob(RoleJob):
         self._check_open()
         if name not in self.plan.tables.of:
             tables = ", ".join(self.plan.tables.of) or "none"
-            raise ConfigError(
-                f"{name} is no table; the tables of this plan: {tables}. job.params(state) has the others"
-            )
+            raise ConfigError(f"{name} is no table of this plan; they are: {tables}. job.params(state) has the others")
         wanted, rows = np.asarray(ids), self.plan.tables.of[name].lookups.rows
         if not wanted.size:
             t = self.plan.main.inputs[name]

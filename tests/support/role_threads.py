@@ -74,6 +74,11 @@ class RoleThreads:
                 raise what
         return ended
 
+    def forget(self) -> None:
+        """Begin anew: those that have ended are not asked for again."""
+        self.join()
+        self._threads.clear()
+
     def join(self) -> None:
         for name in self._threads:
             self.end(name)

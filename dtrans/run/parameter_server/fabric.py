@@ -220,6 +220,8 @@ class EndpointFabric:
         return [whole] if len(types) == 1 else [rows for _, _, rows in blocks]
 
     def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        if "trainers" in eqn.params:
+            self._identify(eqn)
         landings = self._landings
         # also of a server that has nothing for us: it answers when all trainers are there, and nobody runs ahead
         self._land(landings, eqn.params["endpoints"])

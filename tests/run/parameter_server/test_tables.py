@@ -14,6 +14,9 @@ import role_threads as roles
 from role_threads import RoleThreads, free_endpoints, serve
 
 import dtrans
+from dtrans._jax import equations
+from dtrans.errors import BatchError, ConfigError
+from dtrans.protocol import wire
 from dtrans.run.distributed.role import Role
 from dtrans.run.role_job import TrainerJob
 
@@ -108,3 +111,212 @@ def test_dense_is_one_device(role_threads: RoleThreads, name: str, trainers: int
     plan = planned(OPTIMIZERS[name], {"params/emb": dtrans.Rows("dense")}, trainers, servers)
     found, _ = outcome(role_threads, plan, batches())
     close(found, one_device(OPTIMIZERS[name], batches()))
+
+
+LAZY = {"params/emb": dtrans.Rows("lazy")}
+DENSE = {"params/emb": dtrans.Rows("dense")}
+
+
+# -- lazy ------------------------------------------------------------------------------------------
+
+
+def only(params: Any, ids: jax.Array) -> jax.Array:
+    """A loss whose gradient is one in each entry of the rows that are looked up."""
+    return jnp.sum(params["emb"][ids])
+
+
+def start_at_zero(tx: Any, rows: int = 2, columns: int = 1) -> Callable[[], Any]:
+    params = {"emb": jnp.zeros((rows, columns))}
+    return lambda: (params, tx.init(params))
+
+
+def steps_of(role_threads: RoleThreads, tx: Any, sparse: Any, ids: Sequence[Any], trainers: int = 1, servers: int = 1,
+             rows: int = 2, fn: Callable[..., Any] = only) -> Any:  # fmt: skip
+    """The table after steps on these ids; and what servers hold."""
+    start = start_at_zero(tx, rows)
+    part = np.asarray(ids[0])[: max(1, len(ids[0]) // trainers)]
+    plan = dtrans.pserver(
+        dtrans.trace(dtrans.make_train_step(fn, tx), *start(), part),
+        dtrans.trace(start),
+        pservers=free_endpoints(servers),
+        trainers=trainers,
+        placement=dtrans.BlockPlacement(min_block_size=1),
+        sparse=sparse,
+    )
+
+    def train(k: int) -> Any:
+        role = Role("trainer", trainers, tuple(plan.servers), trainer_id=k)
+        with TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+            state = job.init()
+            for x in ids:
+                state, _ = job.step(state, *job.shard_batch(np.asarray(x)))
+            return np.asarray(job.params(state)["emb"])[:, 0]
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep)
+    for k in range(trainers):
+        role_threads.start(f"trainer {k}", train, k)
+    ended = role_threads.all()
+    return ended["trainer 0"], {n: x for ep in plan.servers for n, x in ended[ep].items()}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("trainers, ids", [(1, [2, 2, 1]), (2, [2, 2, 1, 2, 2, 1])])
+def test_gradients_of_a_row_that_is_looked_up_twice_are_added_up(
+    role_threads: RoleThreads, trainers: int, ids: Sequence[int]
+) -> None:
+    mean = lambda params, ids: jnp.sum(params["emb"][ids]) / (len(ids) / 3)
+    table, _ = steps_of(role_threads, optax.sgd(1.0), LAZY, [ids], trainers, 1, 4, mean)
+    assert table.tolist() == [0, -1, -2, 0]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("sparse, wanted", [(DENSE, (-0.2488061, -0.1319357)), (LAZY, (-0.1858463, -0.0744137))])
+def test_adam_of_rows_that_are_looked_up_now_and_then(
+    role_threads: RoleThreads, sparse: Any, wanted: tuple[float, float]
+) -> None:
+    """Numbers worked out by hand: the count of steps is optax's own, and no row has one of its own."""
+    table, _ = steps_of(role_threads, optax.adam(0.1, 0.9, 0.999, eps=1e-30), sparse, [[0], [1], [0]])
+    np.testing.assert_allclose(table, wanted, atol=1e-7)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_row_that_is_looked_up_without_a_gradient_is_not_left_alone(role_threads: RoleThreads) -> None:
+    """Its moments decay; those of a row that nobody looks up do not."""
+    weighted = lambda params, ids: jnp.sum(params["emb"][ids[:, 0], 0] * ids[:, 1])
+    ids = [[[0, 1], [1, 1]], [[0, 0], [0, 0]]]
+    table, held = steps_of(role_threads, optax.sgd(0.1, 0.9), LAZY, ids, fn=weighted)
+    np.testing.assert_allclose(held["opt_state/0/trace/emb"][:, 0], [0.9, 1.0])
+    np.testing.assert_allclose(table, [-0.19, -0.1])
+
+
+@pytest.mark.usefixtures("x64")
+def test_adamw_leaves_rows_alone_or_decays_them(role_threads: RoleThreads) -> None:
+    tx = optax.adamw(0.1, weight_decay=0.5)
+    first = init(tx, jax.random.key(0))[0]["emb"]
+    for sparse, factor in ((DENSE, (1 - 0.1 * 0.5) ** STEPS), (LAZY, 1.0)):
+        ((params, _), _) = outcome(role_threads, planned(tx, sparse, 2, 2), batches())
+        np.testing.assert_allclose(params["emb"][V // 2 :], first[V // 2 :] * factor, rtol=1e-12)
+        role_threads.forget()
+
+
+@pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adagrad", "adam"])
+def test_bits_do_not_depend_on_servers(role_threads: RoleThreads, name: str, sparse: Any) -> None:
+    """In float32, on one to four servers."""
+    found = []
+    for servers in (1, 2, 3, 4):
+        plan = planned(OPTIMIZERS[name], sparse, 2, servers)
+        found.append(outcome(role_threads, plan, batches(10))[0])
+        role_threads.forget()
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, found[0])
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_row_of_the_first_micro_step_is_updated_with_the_second(role_threads: RoleThreads) -> None:
+    tx = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    table, _ = steps_of(role_threads, tx, DENSE, [[0], [1]])
+    assert table.tolist() == [-0.5, -0.5]
+
+
+# -- what moves, and what is there -----------------------------------------------------------------
+
+
+def sizes_in(program: Any) -> set[int]:
+    return {n for e in equations(program.jaxpr) for v in (*e.invars, *e.outvars) for n in v.aval.shape}
+
+
+def test_no_value_of_a_trainer_has_the_rows_of_the_table() -> None:
+    with jax.enable_x64(False):
+        for sparse in (DENSE, LAZY):
+            plan = planned(optax.adam(0.1), sparse, 2, 2)
+            for program in (plan.trainer_program(0), plan.trainer_startup_program(0)):
+                assert V not in sizes_in(program) and V // 2 not in sizes_in(program), program
+            assert V in sizes_in(planned(optax.adam(0.1), None, 2, 2).trainer_program(0))
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_bytes_are_those_of_the_rows(role_threads: RoleThreads, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row that all look up: its number and the row, and the gradient of the row."""
+    sent: list[tuple[str, int]] = []
+    framed = wire.framed
+
+    def counted(op: str, blocks: Any = (), **fields: Any) -> Any:
+        if op in ("prefetch", "rows"):
+            sent.append((op, sum(np.asarray(x).nbytes for _, x in blocks)))
+        return framed(op, blocks, **fields)
+
+    monkeypatch.setattr(wire, "framed", counted)
+    ids = np.full((4096, 2), 7)
+    plan = planned(optax.sgd(0.1), DENSE, 1, servers)
+    outcome(role_threads, plan, [(ids, np.ones(4096))])
+    step = sent[: 2 * servers]
+    assert sum(n for op, n in step if op == "prefetch") == 4
+    assert sum(n for op, n in step if op == "rows") == D * 4
+
+
+def test_a_lookup_reads_and_trains_nothing(role_threads: RoleThreads) -> None:
+    plan = planned(optax.adam(0.1), LAZY, 1, 2)
+    first = init(optax.adam(0.1), jax.random.key(0))[0]["emb"]
+
+    def read() -> Any:
+        with TrainerJob(plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}) as job:
+            state = job.init(jax.random.key(0))
+            found = job.lookup("params/emb", [[39, 0], [0, 21]])
+            for batch in batches(2):
+                state, _ = job.step(state, *batch)
+                job.lookup("params/emb", np.arange(V))
+            with pytest.raises(BatchError, match="asks for row 40 at .*; the table has rows 0 to 39"):
+                job.lookup("params/emb", [3, 40])
+            with pytest.raises(ConfigError, match="params/w is no table of this plan; they are: params/emb"):
+                job.lookup("params/w", [0])
+            return found, job.lookup("params/emb", np.arange(V)), job.lookup("params/emb", np.zeros((0, 2), int))
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, jax.random.key(0))
+    role_threads.start("trainer 0", read)
+    found, table, nothing = role_threads.all()["trainer 0"]
+    np.testing.assert_array_equal(found, first[np.array([[39, 0], [0, 21]])])
+    np.testing.assert_array_equal(table[V // 2 :], first[V // 2 :])  # batches have none of these
+    assert nothing.shape == (0, 2, D)
+
+
+def test_an_id_that_the_table_does_not_have_is_named(role_threads: RoleThreads) -> None:
+    plan = planned(optax.sgd(0.1), DENSE, 1, 1)
+    for wrong, said in ((V, "row 40 at \\[3\\]"), (-V - 1, "row -1 at \\[3\\]")):
+        ids, y = batches(1)[0]
+        ids[3, 0] = wrong
+
+        def train(ids: Any = ids, y: Any = y, said: str = said) -> None:
+            with TrainerJob(plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": 9.0}) as job:
+                state = job.init(jax.random.key(0))
+                with pytest.raises(BatchError, match=f"of params/emb asks for {said}"):
+                    job.step(state, ids, y)
+                job.step(state, *batches(1)[0])  # nothing is lost
+
+        for ep in plan.servers:
+            role_threads.start(ep, serve, plan, ep, jax.random.key(0))
+        role_threads.start("trainer 0", train)
+        role_threads.all()
+        role_threads.forget()
+
+
+@pytest.mark.usefixtures("x64")
+def test_negative_ids_are_counted_from_the_end(role_threads: RoleThreads) -> None:
+    given = batches(least=-V)
+    close(outcome(role_threads, planned(optax.sgd(0.3), DENSE, 2, 2), given)[0], one_device(optax.sgd(0.3), given))
+
+
+@pytest.mark.usefixtures("x64")
+def test_uneven_parts_and_batch_norm(role_threads: RoleThreads) -> None:
+    """What crosses the batch goes through the servers beside rows of a table; trainers need not divide the batch."""
+
+    def normed(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
+        x = params["emb"][ids[:, 0]].astype(jnp.float64) * jnp.sqrt(3.0)
+        x = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-3)
+        return jnp.sum((x @ params["w"][:D] - y) ** 2) / len(y) + jnp.sum(params["w"] ** 2)
+
+    given = [*batches(2), *batches(2, rows=5)]
+    plan = planned(optax.adagrad(0.1), {"params/emb": dtrans.Rows()}, 2, 2, normed)
+    close(outcome(role_threads, plan, given)[0], one_device(optax.adagrad(0.1), given, normed), 1e-11)
