@@ -146,12 +146,12 @@ def _zeros_of(eqns: Sequence[JaxprEqn], gradient: Atom | None, leaf: Var) -> lis
 
 def _refusal(step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, chosen: Collection[str]) -> str:
     """Why a leaf is no table; empty where it is one."""
-    reasons = [x.reason for x in flow.bound if leaf in x.leaves and x.reason]
-    if reasons:
-        return reasons[0]
     for i, done in flow.steps.items():
-        rows = [x for x in done.operands if isinstance(x, Rows) and x.leaf == leaf]
-        if rows and (done.reduce or any(isinstance(x, Whole) for x in done.outs)):
+        rows = [x for a in eqns[i].invars if isinstance(x := flow.layout(a), Rows) and x.leaf == leaf]
+        bound = [x for x in done.outs if isinstance(x, Whole) and leaf in x.leaves]
+        if rows and bound:
+            return bound[0].reason or f"{_said(eqns[i])} mixes its rows"
+        if rows and done.reduce:
             return f"{_said(eqns[i])} reads all of its rows"
         if rows and done.bodies:
             return f"{_said(eqns[i])} reads it in each turn: look its rows up before"
@@ -220,9 +220,13 @@ def _gather(eqn: JaxprEqn, row: Rows) -> RowPick | None:
 def _scatter_add(eqn: JaxprEqn, row: Rows) -> RowPick | None:
     numbers = eqn.params["dimension_numbers"]
     at = numbers.scatter_dims_to_operand_dims
-    single = row.axis in numbers.inserted_window_dims
-    if row.axis not in at or not single or row.width != 1:
+    if row.axis not in at or row.width != 1:
         return None
+    if row.axis not in numbers.inserted_window_dims:
+        left_out = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        window = [d for d in range(eqn.invars[0].aval.ndim) if d not in left_out]
+        if eqn.invars[2].aval.shape[numbers.update_window_dims[window.index(row.axis)]] != 1:
+            return None
     return RowPick((row, None, None), (row,), component=at.index(row.axis))
 
 

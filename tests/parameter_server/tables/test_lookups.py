@@ -1,0 +1,223 @@
+"""Which leaves a step reads by rows alone, and what an update does to rows that nobody looks up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dtrans
+from dtrans._jax import equations
+from dtrans.errors import ConfigError
+from dtrans.parameter_server.tables.lookups import find_lookups
+from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient
+from dtrans.rows.analysis import analyse
+from dtrans.step.cut import cut
+
+
+V, D = 40, 3
+PARAMS = {"emb": np.ones((V, D), np.float32), "w": np.ones((D, D), np.float32), "table": np.ones((V, D), np.float32)}
+SGD = optax.sgd(0.1)
+IDS = np.zeros((4, 2), np.int32)
+
+
+def step_of(loss: Callable[..., Any], tx: Any = SGD, params: Any = PARAMS, *, has_aux: bool = False) -> Any:
+    step = dtrans.make_train_step(loss, tx, has_aux=has_aux)
+    return dtrans.trace(step, params, tx.init(params), IDS)
+
+
+def found(loss: Callable[..., Any], **options: Any) -> Any:
+    return find_lookups(cut(step_of(loss, **options)))
+
+
+EMBED = nn.Embed(V, D, dtype=jnp.bfloat16)
+
+READ = {
+    "by index": (lambda p, ids: jnp.mean((p["emb"][ids] @ p["w"]) ** 2), 8),
+    "jnp.take": (lambda p, ids: jnp.mean(jnp.take(p["emb"], ids[:, 0], axis=0) @ p["w"]), 4),
+    "one row": (lambda p, ids: jnp.mean(p["emb"][ids[0, 0]] @ p["w"]), 1),
+    "vmap of one row": (lambda p, ids: jnp.mean(jax.vmap(lambda i: p["emb"][i] @ p["w"])(ids[:, 0])), 4),
+    "after a cast and a factor": (lambda p, ids: jnp.mean((p["emb"].astype(jnp.bfloat16) * 2)[ids[:, 0]]), 4),
+    "twice": (lambda p, ids: jnp.mean(p["emb"][ids[:, 0]] * p["emb"][ids[:, 1]]), 8),
+    "times a constant row": (lambda p, ids: jnp.mean((p["emb"] * jnp.arange(3.0))[ids[:, 0]]), 4),
+    "flax.linen.Embed": (lambda p, ids: jnp.mean(EMBED.apply({"params": {"embedding": p["emb"]}}, ids)), 8),
+}
+
+
+@pytest.mark.parametrize("how", READ)
+def test_a_leaf_that_is_read_by_rows_is_a_table(how: str) -> None:
+    loss, size = READ[how]
+    lookups = found(loss)
+    assert set(lookups.tables) == {"params/emb"} and lookups.tables["params/emb"].size == size
+    assert not lookups.refused
+
+
+def test_two_tables_and_a_row_number_that_a_step_draws() -> None:
+    """Negative samples: their numbers depend on a key, and not on parameters."""
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        noise = jax.random.randint(jax.random.key(0), (5,), 0, V)
+        return jnp.mean(p["emb"][ids[:, 0]] @ p["table"][noise].T)
+
+    lookups = found(loss)
+    assert {n: t.size for n, t in lookups.tables.items()} == {"params/emb": 4, "params/table": 5}
+
+
+def rnn(p: Any, ids: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda h, i: (jnp.tanh(h @ p["w"] + p["emb"][i]), None), jnp.zeros(D), ids[:, 0])[0].sum()
+
+
+REFUSED = {
+    "a tied output": (lambda p, ids: jnp.mean(p["emb"][ids[:, 0]] @ p["emb"].T), "reads all of its rows"),
+    "a penalty": (lambda p, ids: jnp.mean(p["emb"][ids]) + jnp.sum(p["emb"] ** 2), "reads all of its rows"),
+    "a row that a row chooses": (
+        lambda p, ids: jnp.mean(p["emb"][jnp.argmax(p["emb"][ids[:, 0]], 1)]),
+        "depend on rows of a table",
+    ),
+    "a loop": (rnn, "goes|mixes|reads it in each turn|gather"),
+    "one-hot beside": (
+        lambda p, ids: jnp.mean(p["emb"][ids]) + jnp.mean(jax.nn.one_hot(ids[:, 0], V) @ p["emb"]),
+        "dot_general of f32[4,40] (test_lookups.py",
+    ),
+    "a factor that is trained": (lambda p, ids: jnp.mean((p["emb"] * p["w"][0])[ids[:, 0]]), "reads all of its rows"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_reads_all_rows_is_named(what: str) -> None:
+    loss, why = REFUSED[what]
+    lookups = found(loss)
+    assert not lookups.tables
+    if what != "a loop":  # whose rows nothing outside picks: "auto" does not look for it
+        assert np.any([part in lookups.refused["params/emb"] for part in why.split("|")]), lookups.refused
+    with pytest.raises(ConfigError, match="trainers cannot look up rows of params/emb alone") as e:
+        dtrans.pserver(step_of(loss), dtrans.trace(lambda: (PARAMS, optax.sgd(0.1).init(PARAMS))),
+                       sparse={"params/emb": dtrans.Rows()})  # fmt: skip
+    assert any(part in str(e.value) for part in why.split("|")), e.value
+
+
+def test_a_result_that_reads_the_table_is_named() -> None:
+    loss = lambda p, ids: (jnp.mean(p["emb"][ids]), optax.tree.norm(p))
+    assert "reduce_sum" in found(loss, has_aux=True).refused["params/emb"]
+    loss = lambda p, ids: (jnp.mean(p["emb"][ids]), 2 * p["emb"])
+    assert found(loss, has_aux=True).refused["params/emb"] == "the step returns its rows in aux"
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def planned(sparse: Any, tx: Any = SGD, loss: Any = READ["by index"][0], **options: Any) -> Any:
+    return dtrans.pserver(step_of(loss, tx), dtrans.trace(lambda: (PARAMS, tx.init(PARAMS))), sparse=sparse, **options)
+
+
+def test_auto_takes_what_is_large_enough_and_says_so() -> None:
+    plan = planned("auto")
+    assert set(plan.tables.of) == {"params/emb"}
+    said = "table params/emb: 40 rows, at most 8 looked up by a trainer in a step, at most 224 bytes; dense: rows that"
+    assert said in str(plan)
+    assert plan.bytes_per_step == {"send": 36 + 8 * (12 + 4), "recv": 36 + 8 * 12}
+    many = lambda p, ids: jnp.mean(p["emb"][jnp.concatenate([ids, ids])])
+    assert "no table: params/emb: a step looks up as many as 16 of its 40 rows" in str(planned("auto", loss=many))
+
+
+@pytest.mark.parametrize(
+    "sparse, said",
+    [
+        ("all", "sparse='all' must be None, 'auto', or"),
+        ({"params/emb": "dense"}, "a dtrans.Rows"),
+        ({"params/nothing": dtrans.Rows()}, "sparse names params/nothing; the parameters that servers update are"),
+        ({"params/w": dtrans.Rows()}, "rows of params/w alone: .*dot_general"),
+    ],
+)
+def test_what_is_no_option_is_refused(sparse: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        planned(sparse)
+
+
+def test_the_update_of_other_rows_has_to_be_said_where_they_would_move() -> None:
+    named = {"params/emb": dtrans.Rows()}
+    assert not planned(named, optax.adagrad(0.1)).tables.of["params/emb"].whole
+    with pytest.raises(ConfigError, match="say how rows of params/emb are updated .* opt_state/0/mu/emb, .* move"):
+        planned(named, optax.adam(0.1))
+    with pytest.raises(ConfigError, match="cannot have update='lazy': reduce_sum .*trust_ratio.* over all rows"):
+        planned({"params/emb": dtrans.Rows("lazy")}, optax.lamb(0.1))
+    with pytest.raises(ConfigError, match="params/emb cannot be a table: its update cannot be cut"):
+        planned({"params/emb": dtrans.Rows("lazy")}, optax.contrib.muon(0.1))
+    with pytest.raises(ConfigError, match="mode=dtrans.Sync"):
+        planned("auto", mode=dtrans.Async())
+    with pytest.raises(ConfigError, match=r"on a mesh leave sparse out"):
+        planned("auto").on_mesh()
+
+
+# -- rows whose gradient is zero -------------------------------------------------------------------
+
+STILL = {
+    "sgd": optax.sgd(0.1),
+    "schedule": optax.sgd(optax.cosine_decay_schedule(0.1, 10)),
+    "adagrad": optax.adagrad(0.1),
+    "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "clip, adagrad": optax.chain(optax.clip(1.0), optax.adagrad(0.1)),
+    "sign": optax.sign_sgd(0.1),
+    "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+}
+MOVES = {
+    "momentum": (optax.sgd(0.1, 0.9), ("params/emb", "opt_state/0/trace/emb")),
+    "adam": (optax.adam(0.1), ("params/emb", "opt_state/0/mu/emb", "opt_state/0/nu/emb")),
+    "decay": (optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), ("params/emb",)),
+    "rmsprop": (optax.rmsprop(0.1), ("opt_state/0/nu/emb",)),
+    "every second": (optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+                     ("params/emb", "opt_state/acc_grads/emb")),
+}  # fmt: skip
+
+
+def zero_of(tx: Any) -> Any:
+    step = cut(step_of(READ["by index"][0], tx))
+    return at_zero_gradient(analyse(step.optimize, step.optimized), "params/emb")
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_rows_with_a_gradient_of_zero_stay(name: str) -> None:
+    zero = zero_of(STILL[name])
+    assert (zero.moves, zero.counts, zero.positions, zero.unlike) == ((), "", "", ())
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_rows_with_a_gradient_of_zero_move(name: str) -> None:
+    tx, moves = MOVES[name]
+    assert zero_of(tx).moves == moves
+
+
+def test_what_such_rows_add_is_named() -> None:
+    assert "trust_ratio" in zero_of(optax.lamb(0.1)).counts
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
+    assert "add_noise" in zero_of(noisy).positions
+
+
+@pytest.mark.parametrize("name", [*STILL, *MOVES])
+def test_the_proof_is_what_the_update_does(name: str) -> None:
+    """Rows of random numbers, with random state, through the user's update itself."""
+    tx = STILL.get(name) or MOVES[name][0]
+    params = {"emb": jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), jnp.float32)}
+    state = jax.tree.map(lambda x: jnp.full_like(x, 1) if x.dtype == jnp.float32 else x, tx.init(params))
+    updates, new = tx.update({"emb": jnp.zeros((5, 2))}, state, params)
+    moved = {"params/emb"} if jnp.any(updates["emb"] != 0) else set()
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(new), strict=True):
+        if a.shape == (5, 2) and jnp.any(a != b):
+            moved.add("opt_state/" + jax.tree_util.keystr(path, simple=True, separator="/"))
+    assert moved <= set(zero_of(tx).moves) or name == "every second"
+    assert bool(moved) == (name in MOVES) or name == "every second"
+
+
+def test_programs_have_the_ops_of_tables() -> None:
+    plan = planned("auto")
+    ops = [e.primitive.name for e in plan.trainer_program(0).eqns]
+    assert ops.index("split_ids") < ops.index("prefetch") < ops.index("send_rows") < ops.index("send_barrier")
+    assert ops.count("recv") == 1 and "concat" not in ops  # of `w`
+    assert not any(V in getattr(v.aval, "shape", ()) for e in equations(plan.trainer.jaxpr) for v in e.outvars
+                   if e.primitive.name in ("gather", "scatter-add"))  # fmt: skip
