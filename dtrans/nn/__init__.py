@@ -1,0 +1,21 @@
+"""Losses and layers over tables of embeddings: plain functions of arrays, which pick rows by number.
+
+embedding_bag   rows of a table, reduced by segment
+sampled         noise-contrastive estimation, and the distributions that noise is drawn from
+tree            hierarchical softmax over a binary tree: a complete one, or Huffman's
+"""
+
+from dtrans.nn.embedding_bag import embedding_bag as embedding_bag
+from dtrans.nn.sampled import (
+    Sampler as Sampler,
+    custom_sampler as custom_sampler,
+    log_uniform_sampler as log_uniform_sampler,
+    nce_loss as nce_loss,
+    uniform_sampler as uniform_sampler,
+)
+from dtrans.nn.tree import (
+    ClassTree as ClassTree,
+    complete_tree as complete_tree,
+    hierarchical_sigmoid as hierarchical_sigmoid,
+    huffman_tree as huffman_tree,
+)

@@ -1,0 +1,186 @@
+"""Losses over tables beside what NumPy makes of their definitions, and as tables of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dtrans
+from dtrans import nn
+from dtrans.errors import ConfigError
+from dtrans.parameter_server.tables.lookups import find_lookups
+from dtrans.step.cut import cut
+
+
+pytestmark = pytest.mark.usefixtures("x64")
+RNG = np.random.default_rng(0)
+V, D, B = 11, 3, 5
+
+
+# -- bags ------------------------------------------------------------------------------------------
+
+
+def bag_by_numpy(table: Any, ids: Any, bags: Any, count: int, weights: Any, mode: str, padding: int | None) -> Any:
+    out = np.zeros((count, table.shape[1]))
+    for b in range(count):
+        of = [(table[i], w) for i, at, w in zip(ids, bags, weights, strict=True) if at == b and i != padding]
+        total = sum((w * row for row, w in of), np.zeros(table.shape[1]))
+        by = {"sum": 1.0, "mean": sum(w for _, w in of), "sqrtn": np.sqrt(sum(w * w for _, w in of))}[mode]
+        out[b] = total / by if of else 0
+    return out
+
+
+@pytest.mark.parametrize("padding", [None, 4])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "sqrtn"])
+def test_bags(mode: Any, weighted: bool, padding: int | None) -> None:
+    table, ids = RNG.normal(size=(V, D)), RNG.integers(0, V, 20)
+    bags = np.sort(RNG.integers(0, 4, 20)) * 2  # every second one is empty
+    weights = RNG.uniform(0.5, 2, 20) if weighted else None
+    made = nn.embedding_bag(
+        jnp.asarray(table), jnp.asarray(ids), jnp.asarray(bags), 8, weights=weights, mode=mode, padding_idx=padding
+    )
+    wanted = bag_by_numpy(table, ids, bags, 8, np.ones(20) if weights is None else weights, mode, padding)
+    np.testing.assert_allclose(made, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_a_row_of_padding_has_no_gradient() -> None:
+    table, ids = jnp.asarray(RNG.normal(size=(V, D))), jnp.array([10, 2, 10])
+    for padding in (10, -1):
+        loss = lambda t, padding=padding: nn.embedding_bag(t, ids, jnp.zeros(3, int), 1, padding_idx=padding).sum()
+        grad = jax.grad(loss)(table)
+        assert not grad[10].any() and grad[2].all()
+
+
+def test_bags_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"of one shape \(n,\); they are of \(3,\), \(2,\)"):
+        nn.embedding_bag(jnp.ones((V, D)), jnp.zeros(3, int), jnp.zeros(2, int), 1)
+    with pytest.raises(ConfigError, match="mode"):
+        nn.embedding_bag(jnp.ones((V, D)), jnp.zeros(3, int), jnp.zeros(3, int), 1, mode="max")  # type: ignore[arg-type]
+
+
+# -- noise -----------------------------------------------------------------------------------------
+
+SAMPLERS = {
+    "uniform": nn.uniform_sampler(V),
+    "log-uniform": nn.log_uniform_sampler(V),
+    "custom": nn.custom_sampler([*range(V)]),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_what_is_drawn_has_the_probability_that_is_said(name: str) -> None:
+    drawn = np.asarray(SAMPLERS[name].draw(jax.random.key(0), (40_000,)))
+    said = np.exp(np.asarray(SAMPLERS[name].log_probability(jnp.arange(V))))
+    np.testing.assert_allclose(said.sum(), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(np.bincount(drawn, minlength=V) / 40_000, said, atol=0.01)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_nce(name: str, shared: bool) -> None:
+    sampler, k = SAMPLERS[name], 4
+    weight, bias, x = RNG.normal(size=(V, D)), RNG.normal(size=(V, 1)), RNG.normal(size=(B, D))
+    labels = RNG.integers(1, V, B)
+    noise = np.asarray(sampler.draw(jax.random.key(1), (k,) if shared else (B, k)))
+    made = nn.nce_loss(*map(jnp.asarray, (weight, bias, x, labels, noise)), sampler)
+    sigmoid = lambda v: 1 / (1 + np.exp(-v))
+    log_q = np.asarray(sampler.log_probability(jnp.arange(V)))
+    for i in range(B):
+        odds = lambda c, i=i: weight[c] @ x[i] + bias[c, 0] - log_q[c] - np.log(k)
+        wanted = -np.log(sigmoid(odds(labels[i])))
+        wanted -= sum(np.log(1 - sigmoid(odds(c))) for c in (noise if shared else noise[i]))
+        np.testing.assert_allclose(made[i], wanted, rtol=1e-9)
+
+
+def test_samplers_and_noise_that_do_not_fit_are_refused() -> None:
+    for wrong in ([], [-1.0, 2.0], [0.0, 0.0], [[1.0]], [np.inf]):
+        with pytest.raises(ConfigError, match="probabilities must be"):
+            nn.custom_sampler(wrong)
+    sampler, x = SAMPLERS["uniform"], jnp.ones((B, D))
+    with pytest.raises(ConfigError, match="noise is of shape"):
+        nn.nce_loss(jnp.ones((V, D)), None, x, jnp.zeros(B, int), jnp.zeros((2, 3), int), sampler)
+    with pytest.raises(ConfigError, match="do not fit"):
+        nn.nce_loss(jnp.ones((V, D)), None, x, jnp.zeros(2, int), jnp.zeros(3, int), sampler)
+
+
+# -- trees -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes", [2, 3, 8, 11])
+@pytest.mark.parametrize("kind", ["complete", "huffman"])
+def test_the_probabilities_of_all_classes_add_up_to_one(kind: str, classes: int) -> None:
+    tree = nn.complete_tree(classes) if kind == "complete" else nn.huffman_tree(RNG.uniform(size=classes))
+    assert tree.inner == classes - 1
+    weight, bias = jnp.asarray(RNG.normal(size=(classes - 1, D))), jnp.asarray(RNG.normal(size=classes - 1))
+    x = jnp.broadcast_to(jnp.asarray(RNG.normal(size=D)), (classes, D))
+    loss = nn.hierarchical_sigmoid(weight, bias, x, jnp.arange(classes), tree)
+    np.testing.assert_allclose(jnp.exp(-loss).sum(), 1.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("classes", [5, 8])
+def test_the_complete_tree_is_paddles(classes: int) -> None:
+    """`SimpleCode`: of classes + label, each bit below the highest is a turn, and the bits above it a node."""
+    tree = nn.complete_tree(classes)
+    weight, x = RNG.normal(size=(classes - 1, D)), RNG.normal(size=(classes, D))
+    made = nn.hierarchical_sigmoid(jnp.asarray(weight), None, jnp.asarray(x), jnp.arange(classes), tree)
+    for label in range(classes):
+        code, wanted = classes + label, 0.0
+        for bit in range(code.bit_length() - 1):
+            logit = weight[(code >> (bit + 1)) - 1] @ x[label]
+            wanted += np.log1p(np.exp(logit)) - ((code >> bit) & 1) * logit
+        np.testing.assert_allclose(made[label], wanted, rtol=1e-12)
+
+
+def test_frequent_classes_have_short_ways() -> None:
+    frequencies = RNG.zipf(1.5, 30)
+    lengths = (nn.huffman_tree(frequencies).nodes >= 0).sum(1)
+    order = np.argsort(-frequencies, kind="stable")
+    assert np.all(np.diff(frequencies[order]) <= 0)
+    mean = (lengths * frequencies).sum() / frequencies.sum()
+    share = frequencies / frequencies.sum()
+    entropy = -(share * np.log2(share)).sum()
+    assert entropy <= mean < entropy + 1  # as Huffman proved
+
+
+def test_trees_that_are_none_are_refused() -> None:
+    for wrong in ([1.0], [-1.0, 2.0], [[1.0, 2.0]]):
+        with pytest.raises(ConfigError, match="frequencies must be"):
+            nn.huffman_tree(wrong)
+    with pytest.raises(ConfigError, match="do not fit"):
+        nn.hierarchical_sigmoid(jnp.ones((4, D)), None, jnp.ones((2, D)), jnp.zeros(2, int), nn.complete_tree(4))
+
+
+# -- as tables -------------------------------------------------------------------------------------
+
+TREE = nn.huffman_tree(np.arange(1, V + 1))
+
+
+def skip_gram(p: Any, center: jax.Array, context: jax.Array) -> jax.Array:
+    noise = SAMPLERS["log-uniform"].draw(jax.random.key(3), (4,))
+    return nn.nce_loss(p["out"], p["bias"], p["emb"][center], context, noise, SAMPLERS["log-uniform"]).mean()
+
+
+def by_tree(p: Any, center: jax.Array, context: jax.Array) -> jax.Array:
+    return nn.hierarchical_sigmoid(p["out"][: V - 1], None, p["emb"][center], context, TREE).mean()
+
+
+def bags(p: Any, center: jax.Array, context: jax.Array) -> jax.Array:
+    bag = nn.embedding_bag(p["emb"], jnp.concatenate([center, context]), jnp.tile(jnp.arange(B), 2), B, mode="mean")
+    return jnp.mean((bag @ p["w"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    "loss, tables",
+    [(skip_gram, {"params/emb", "params/out", "params/bias"}), (by_tree, {"params/emb"}), (bags, {"params/emb"})],
+)
+def test_their_tables_are_tables_of_a_plan(loss: Any, tables: set[str]) -> None:
+    params = {"emb": np.ones((V, D)), "out": np.ones((V, D)), "bias": np.ones(V), "w": np.ones(D)}
+    tx, ids = optax.sgd(0.1), np.zeros(B, np.int32)
+    main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), ids, ids)
+    assert set(find_lookups(cut(main)).tables) == tables
