@@ -15,9 +15,13 @@ from role_threads import RoleThreads, free_endpoints, serve
 
 import dtrans
 from dtrans._jax import equations
-from dtrans.errors import BatchError, ConfigError
+from dtrans.errors import BatchError, ConfigError, WireError
 from dtrans.protocol import wire
+from dtrans.protocol.presence import Presence, Trainer
+from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.distributed.role import Role
+from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_job import TrainerJob
 
 
@@ -320,3 +324,96 @@ def test_uneven_parts_and_batch_norm(role_threads: RoleThreads) -> None:
     given = [*batches(2), *batches(2, rows=5)]
     plan = planned(optax.adagrad(0.1), {"params/emb": dtrans.Rows()}, 2, 2, normed)
     close(outcome(role_threads, plan, given)[0], one_device(optax.adagrad(0.1), given, normed), 1e-11)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
+def test_a_table_goes_on_on_other_servers(role_threads: RoleThreads, sparse: Any, tmp_path: Any) -> None:
+    """Two servers, then three, then two again, saved in between: the bits of a job that was never saved."""
+    given, tx = batches(6), optax.adam(0.1)
+    (wanted, _), _ = outcome(role_threads, planned(tx, sparse, 2, 2), given)
+    role_threads.forget()
+    before: Any = None
+    for i, servers in enumerate((2, 3, 2)):
+        plan = planned(tx, sparse, 2, servers)
+        for ep in plan.servers:
+            role_threads.start(ep, served_from, plan, ep, before)
+        for k in range(2):
+            role_threads.start(f"trainer {k}", trained, plan, k, given[2 * i : 2 * i + 2])
+        ended = role_threads.all()
+        before = tmp_path / str(i)
+        for ep in plan.servers:
+            dtrans.checkpoint.save(before, plan, ep, ended[ep], tag="one")
+        found = ended["trainer 0"][0]
+        role_threads.forget()
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    params, opt_state = dtrans.checkpoint.load(before, plan.main)
+    jax.tree.map(np.testing.assert_array_equal, params, wanted)
+    assert int(opt_state[0].count) == 6
+
+
+def served_from(plan: Any, endpoint: str, before: Any) -> Any:
+    with dtrans.Executor(deadline=roles.HANG) as exe:
+        programs = plan.servers[endpoint]
+        if before is None:
+            return exe.run(programs.main, exe.run(programs.startup, jax.random.key(0)))
+        return exe.run(programs.main, dtrans.checkpoint.restore(before, plan, endpoint))
+
+
+# -- messages that do not follow the protocol ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"table": "params/w", "ids": [1]}, "which is no table"),
+        ({"count": V + 1, "ids": [1]}, "asks for 41 rows of params/emb, which has 40"),
+        ({"count": -1, "ids": []}, "asks for -1 rows"),
+        ({"ids": [3, 2]}, "do not go up from 0 to 39"),
+        ({"ids": [2, 2]}, "do not go up"),
+        ({"ids": [-1]}, "do not go up"),
+        ({"ids": [V]}, "do not go up"),
+        ({"step": 3, "ids": [1]}, "of step 3, pserver"),
+        ({"name": "rows", "ids": [1]}, "a `prefetch` with 'rows'"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_and_changes_nothing(fields: Any, said: str) -> None:
+    server, trainer = served_alone()
+    step = {"step": 0, "table": "params/emb", "train": True, **fields}
+    ids, name = np.array(step.pop("ids"), np.int32), step.pop("name", "ids")
+    step.setdefault("count", len(ids))
+    (frames,) = wire.framed("prefetch", [(name, ids)], **step)
+    with pytest.raises(WireError, match=said):
+        server.prefetch(0, wire.parse(frames))
+    assert not trainer.said and server.rows_of("params/emb@GRAD") == (0, D)
+    (frames,) = wire.framed("prefetch", [("ids", np.array([3, 7], np.int32))],
+                            step=0, table="params/emb", train=True, count=2)  # fmt: skip
+    server.prefetch(0, wire.parse(frames))
+    assert [op for op, _ in trainer.said] == ["rows"] and server.rows_of("params/emb@GRAD") == (2, D)
+
+
+class _Said:
+    """What a server says."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, Any]] = []
+
+    def __call__(self, address: Any, op: str, blocks: Any = (), **fields: Any) -> None:
+        self.said.append((op, fields))
+
+
+class _Prefetching(SyncServer):
+    def rows_of(self, gradient: str) -> tuple[int, ...]:
+        return self._grads[gradient].shape
+
+
+def served_alone() -> tuple[_Prefetching, _Said]:
+    plan = planned(optax.sgd(0.1), DENSE, 1, 1)
+    (programs,) = plan.servers.values()
+    update = ServerUpdate.of(programs.main)
+    state = dict(zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True))
+    trainers, said = Presence(update.served, deadline=9.0, plan={}, secret=""), _Said()
+    trainers.known[0] = Trainer("session", b"0")
+    return _Prefetching(update.served, SyncUpdate(update, state, 1), trainers, said), said
