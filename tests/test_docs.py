@@ -162,7 +162,7 @@ def test_the_page_for_paddles_users_has_every_option_and_every_method():
 PAGES = ["pipeline.md", "epl.md"]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "tables.md"])
 def test_code_of_a_page_runs_and_prints_what_the_page_says(page):
     """One block after the other; what is printed is in the block of text behind it."""
     text = (README.parent / "docs" / page).read_text()
