@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 import dtrans
+from dtrans.checks import check_one_of
 from dtrans.errors import ConfigError, DtransError, LaunchError
 
 
@@ -113,6 +114,14 @@ def train(
             help="`pserver`, `nccl2` (trainers only), `sharding` (they share the state too) or `pipeline` (stages)."
         ),
     ] = "pserver",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="`digits`, or `characters` in pipeline mode; or `word2vec`: word vectors of the source of Python's "
+            "standard library, in tables that no trainer holds (with processes of pservers).",
+            show_default="digits; characters in pipeline mode",
+        ),
+    ] = None,
     engine: Annotated[
         str | None,
         typer.Option(
@@ -168,20 +177,38 @@ def train(
     ] = "PreferBackward",
     replicas: Annotated[int, _of(PIPELINE, "How many copies of the pipeline share a batch.", 1)] = 1,
     chunks: Annotated[int | None, _of(PIPELINE, "Stages on each device, for `Interleaved`; 2 by default.", 1)] = None,
-    steps: Annotated[int, _of(PIPELINE, "How many batches are trained on.", 2)] = 100,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="How many batches are trained on, in pipeline mode and by word2vec.",
+            show_default="100 of characters, 3000 of words",
+            rich_help_panel=PIPELINE,
+        ),
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="Of word2vec: `nce`, or `tree` (hierarchical softmax).", show_default="nce")
+    ] = None,
 ) -> None:
     """Train distributed, and compare with one device on the same batches.
 
     With trainers (`--mode pserver`, `nccl2` or `sharding`) a perceptron learns handwritten digits. In stages (`--mode
-    pipeline`) a transformer learns the source of Python's standard library, character by character.
+    pipeline`) a transformer learns the source of Python's standard library, character by character. With `--model
+    word2vec` two tables of word vectors are learnt from it, of which trainers have the rows that they look up.
     """
-    _refuse(context, mode)
-    if mode == "pipeline":
+    (_refuse_beside_words if model == "word2vec" else _refuse)(context, mode)
+    check_one_of("--model", model, (None, "word2vec", "characters" if mode == "pipeline" else "digits"))
+    if model == "word2vec":
+        from dtrans.examples import word2vec, word_job
+
+        words = word2vec.WordSettings(loss or "nce", steps or 3000, batch_size or 2048, seed, deadline)
+        within = word_job.train(words, trainers=trainers, pservers=pservers or 2, plot=plot, check=check)
+    elif mode == "pipeline":
         from dtrans.examples import pipelined
 
         per_device = chunks or (2 if schedule.lower() == "interleaved" else 1)
         shape = (stages, micro_batches, schedule, replicas, per_device)
-        wanted = pipelined.CharactersSettings(*shape, steps, batch_size or 32, seed, engine or "mesh")
+        wanted = pipelined.CharactersSettings(*shape, steps or 100, batch_size or 32, seed, engine or "mesh")
         within = pipelined.train(wanted, plot=plot, check=check)
     else:
         from dtrans.examples import job, train as digits
@@ -256,6 +283,21 @@ def _refuse(context: typer.Context, mode: str) -> None:
         if given and other is not None and getattr(parameter, "rich_help_panel", None) == other:
             modes = "pserver, nccl2 and sharding mode" if other == DIGITS else "pipeline mode"
             raise ConfigError(f"{parameter.opts[0]} is an option of {modes}; with --mode {mode} leave it out")
+
+
+# what `dtrans train --model word2vec` takes
+OF_WORDS = {"mode", "model", "engine", "batch_size", "seed", "plot", "check", "trainers", "pservers", "deadline"}
+OF_WORDS |= {"steps", "loss"}
+
+
+def _refuse_beside_words(context: typer.Context, mode: str) -> None:
+    """Refuse options that word2vec does not have."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in OF_WORDS:
+            raise ConfigError(f"{parameter.opts[0]} is no option of --model word2vec; leave it out")
+    if mode != "pserver" or context.params["engine"] not in (None, "processes"):
+        raise ConfigError("--model word2vec has tables on parameter servers: --mode pserver --engine processes")
 
 
 if __name__ == "__main__":

@@ -84,9 +84,9 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 @contextlib.contextmanager
-def progress_of_steps(steps: int, what: str) -> Iterator[Callable[[float], None]]:
+def progress_of_steps(steps: int, what: str, shown: bool = True) -> Iterator[Callable[[float], None]]:
     """Progress over steps. Yields what is to be called after each, with the loss."""
-    with _progress(steps, f"{what:10}") as advance:
+    with _progress(steps, f"{what:10}", shown) as advance:
         yield lambda loss: advance(f"loss {loss:.4f}")
 
 

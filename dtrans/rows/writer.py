@@ -201,7 +201,7 @@ class RowWriter:
         """The type of a value in this block."""
         if self.span is None or not isinstance(layout, Rows):
             return aval
-        key = (aval.shape, aval.dtype, aval.weak_type, layout.axis, layout.width)
+        key = (aval.shape, aval.dtype, aval.weak_type, layout)
         if key not in self._types:
             self._types[key] = self.span.cut(aval, layout)
         return self._types[key]
