@@ -23,7 +23,7 @@ from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program, is_communication
 from dtrans.ops import trainer_index_p
-from dtrans.rows.layout import SHARED, Rows
+from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.cut import Cut
 from dtrans.step.marks import mark_p
 from dtrans.step.scopes import has_local_scope
@@ -151,7 +151,7 @@ def _is_local(eqns: Sequence[JaxprEqn], source: Program, axes: Mapping[str, int]
 
 
 def _merge(layout: Placed) -> str | int:
-    return int(layout.axis) if isinstance(layout, Rows) else "sum" if isinstance(layout, Partial) else "same"
+    return int(layout.axis) if isinstance(layout, RowAxis) else "sum" if isinstance(layout, Partial) else "same"
 
 
 def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:

@@ -1,13 +1,13 @@
 """How a value lies on the shards of a tensor-parallel program.
 
-    SHARED               every shard has all of it, and all have the same
-    Rows(_, axis, width) each shard has a piece along `axis`: whole runs of `width` entries, ceil(runs / shards) of them
-    PARTIAL              each shard has a term of it; their sum is the value
+    SHARED                    every shard has all of it, and all have the same
+    RowAxis(_, axis, width)   each shard has a piece along `axis`: whole runs of `width` entries, ceil(runs / shards)
+    PARTIAL                   each shard has a term of it; their sum is the value
 
 Pieces are equally large. Where the shards do not divide the runs, the last pieces have padding behind what is real;
 it may hold anything, and nothing that mixes entries looks at it.
 
-`Rows` is that of the row analysis (`dtrans.rows.layout`), of a leaf without a name, so that one set of rules serves
+`RowAxis` is that of the row analysis (`dtrans.rows.layout`), of a leaf without a name, so that one set of rules serves
 both.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from dtrans.rows.layout import SHARED, Rows, Shared
+from dtrans.rows.layout import SHARED, RowAxis, Shared
 
 
 class Partial:
@@ -25,22 +25,22 @@ class Partial:
 
 PARTIAL: Final = Partial()
 
-Placed = Shared | Rows | Partial
+Placed = Shared | RowAxis | Partial
 
 
-def cut_along(axis: int, width: int = 1) -> Rows:
+def cut_along(axis: int, width: int = 1) -> RowAxis:
     """The layout of a value that is cut along an axis."""
-    return Rows("", axis, width)
+    return RowAxis("", axis, width)
 
 
-def rows_only(x: Placed) -> Shared | Rows:
+def rows_only(x: Placed) -> Shared | RowAxis:
     """A layout as rules look at it: a sum is whole to them, once it is made."""
-    return x if isinstance(x, Rows) else SHARED
+    return x if isinstance(x, RowAxis) else SHARED
 
 
-def rows_or_none(x: Placed) -> Rows | None:
+def rows_or_none(x: Placed) -> RowAxis | None:
     """How a value is cut; None for one that is not."""
-    return x if isinstance(x, Rows) else None
+    return x if isinstance(x, RowAxis) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,25 +55,25 @@ class Shards:
     count: int
     over: tuple[str, ...]
 
-    def local(self, size: int, row: Rows) -> int:
+    def local(self, size: int, row: RowAxis) -> int:
         """How many entries of `size` each shard has, padding included."""
         return -(-(size // row.width) // self.count) * row.width
 
-    def whole(self, size: int, row: Rows) -> int:
+    def whole(self, size: int, row: RowAxis) -> int:
         """How many entries all pieces have together."""
         return self.local(size, row) * self.count
 
-    def pads(self, size: int, row: Rows) -> bool:
+    def pads(self, size: int, row: RowAxis) -> bool:
         """Whether some piece has padding."""
         return self.whole(size, row) != size
 
-    def plain(self, row: Rows, size: int) -> Rows:
+    def plain(self, row: RowAxis, size: int) -> RowAxis:
         """The layout under its plainest name: without padding, the width of runs makes no difference."""
         return cut_along(int(row.axis), row.width if self.pads(size, row) else 1)  # JAX has NumPy's integers in places
 
     def cut(self, aval: Any, layout: Placed) -> Any:
         """The type of a shard's piece."""
-        if not isinstance(layout, Rows):
+        if not isinstance(layout, RowAxis):
             return aval
         axis, shape = layout.axis, aval.shape
         return aval.update(shape=(*shape[:axis], self.local(shape[axis], layout), *shape[axis + 1 :]))

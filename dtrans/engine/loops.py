@@ -33,7 +33,7 @@ from dtrans._jax import (
 )
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, nbytes
 from dtrans.ir.program import is_communication
-from dtrans.rows.layout import SHARED, Rows
+from dtrans.rows.layout import SHARED, RowAxis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class WrittenBody:
     jaxpr: ClosedJaxpr
     outs: tuple[Placed, ...]
     gathers: tuple[Gathered, ...]
-    sliced: Mapping[int, Rows]
+    sliced: Mapping[int, RowAxis]
     scaled: Mapping[Any, tuple[Any, int]]
 
     @property
@@ -100,7 +100,7 @@ def plan_loop(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan | 
     return None if inside > outside else plan
 
 
-def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, Rows]:
+def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
     """Operands that are whole and of which the body reads pieces alone: they are cut before it."""
     first, last = 0, len(eqn.invars)
     if eqn.primitive.name == SCAN:
@@ -129,8 +129,8 @@ def _scan(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan:
         ins[consts : consts + carried],
         lambda carry, outs: write(body, [*fixed, *carry, *parts], outs, carried),
     )
-    stacks = [dataclasses.replace(x, axis=x.axis + 1) if isinstance(x, Rows) else x for x in written.outs[carried:]]
-    taken = [dataclasses.replace(x, axis=x.axis + 1) if isinstance(x, Rows) else x for x in parts]
+    stacks = [dataclasses.replace(x, axis=x.axis + 1) if isinstance(x, RowAxis) else x for x in written.outs[carried:]]
+    taken = [dataclasses.replace(x, axis=x.axis + 1) if isinstance(x, RowAxis) else x for x in parts]
     return LoopPlan((*fixed, *carry, *taken), (*carry, *stacks), (written,))
 
 
@@ -164,7 +164,7 @@ def _settled(
         closed_ = [isinstance(c, Partial) and not isinstance(m, Partial) for c, m in zip(carry, made, strict=True)]
         whole = [w or c for w, c in zip(whole, closed_, strict=True)]
         new = [_join(c, m) for c, m in zip(carry, made, strict=True)]
-        new = [SHARED if w and not isinstance(x, Rows) else x for w, x in zip(whole, new, strict=True)]
+        new = [SHARED if w and not isinstance(x, RowAxis) else x for w, x in zip(whole, new, strict=True)]
         if new == carry:
             break
         carry = new
@@ -175,14 +175,14 @@ def _settled(
 
 def _join(*layouts: Placed) -> Placed:
     """How a value lies that comes in several ways: cut where it is cut anywhere, else open where it is open."""
-    cut = [x for x in layouts if isinstance(x, Rows)]
+    cut = [x for x in layouts if isinstance(x, RowAxis)]
     return cut[0] if cut else PARTIAL if any(isinstance(x, Partial) for x in layouts) else SHARED
 
 
 def _no_sum(x: Placed) -> Placed:
-    return x if isinstance(x, Rows) else SHARED
+    return x if isinstance(x, RowAxis) else SHARED
 
 
 def _inside(x: Placed) -> Placed:
     """What a turn has of a stack; one that is cut along the turns is whole."""
-    return dataclasses.replace(x, axis=x.axis - 1) if isinstance(x, Rows) and x.axis else SHARED
+    return dataclasses.replace(x, axis=x.axis - 1) if isinstance(x, RowAxis) and x.axis else SHARED

@@ -21,11 +21,11 @@ from jax.lax import GatherScatterMode as Mode
 
 from dtrans._jax import JaxprEqn, warn_if_unknown
 from dtrans.engine.layout import Partial, Placed, Shards, cut_along, nbytes, rows_only
-from dtrans.rows.layout import SHARED, Rows, Shared
+from dtrans.rows.layout import SHARED, RowAxis, Shared
 from dtrans.rows.rules import step_of
 
 
-Ins = Sequence[Shared | Rows]
+Ins = Sequence[Shared | RowAxis]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Way:
       sends: bytes that it moves beside its reduction.
     """
 
-    operands: tuple[Rows | None, ...]
-    outs: tuple[Shared | Rows, ...]
+    operands: tuple[RowAxis | None, ...]
+    outs: tuple[Shared | RowAxis, ...]
     reduce: str = ""
     params: Callable[[Sequence[Any]], dict[str, Any]] | None = None
     write: str = ""
@@ -64,7 +64,7 @@ class Operand:
 
     layout: Placed
     is_input: bool = False
-    has: Callable[[Rows | None], bool] = lambda row: False
+    has: Callable[[RowAxis | None], bool] = lambda row: False
 
 
 def choose(eqn: JaxprEqn, operands: Sequence[Operand], shards: Shards, as_term: bool = False) -> Way:
@@ -80,7 +80,7 @@ def choose(eqn: JaxprEqn, operands: Sequence[Operand], shards: Shards, as_term: 
         return natural
     ways = [natural]
     for i, x in enumerate(rows):
-        if isinstance(x, Rows):
+        if isinstance(x, RowAxis):
             ways.append(way_of(eqn, [x if i == j else SHARED for j in range(len(rows))], shards))
     ways.append(Way((None,) * len(rows), (SHARED,) * len(eqn.outvars)))
     return min((w for w in ways if w is not None), key=cost)
@@ -95,7 +95,7 @@ def _cost(eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards, 
             continue
         if isinstance(had, Partial):
             moved += size if row else 2 * size
-        elif isinstance(had, Rows) and had != row:
+        elif isinstance(had, RowAxis) and had != row:
             exchanged = row is not None and row.axis != had.axis
             moved += size / shards.count if exchanged else size
             gathered += 0 if exchanged or not operand.is_input else size
@@ -107,10 +107,10 @@ def _cost(eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards, 
 def way_of(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     """The way that the operands' cuts lead to; None where they do not fit, or it cannot be carried out on pieces."""
     rule = RULES.get(eqn.primitive.name, _as_rows)
-    way = rule(eqn, ins, shards) if any(isinstance(x, Rows) for x in ins) else None
+    way = rule(eqn, ins, shards) if any(isinstance(x, RowAxis) for x in ins) else None
     if way is None:
         return None
-    plain = lambda a, x: shards.plain(x, a.aval.shape[x.axis]) if isinstance(x, Rows) else x
+    plain = lambda a, x: shards.plain(x, a.aval.shape[x.axis]) if isinstance(x, RowAxis) else x
     return dataclasses.replace(
         way,
         operands=tuple(plain(a, x) for a, x in zip(eqn.invars, way.operands, strict=True)),
@@ -127,14 +127,14 @@ def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     if step is None:
         warn_if_unknown(eqn, "is treated as mixing rows: what it reads is gathered")
         return None
-    return Way(step.operands, tuple(x if isinstance(x, Rows) else SHARED for x in step.outs),
+    return Way(step.operands, tuple(x if isinstance(x, RowAxis) else SHARED for x in step.outs),
                step.reduce or "", step.params)  # fmt: skip
 
 
 def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     """Without padding, what counts are as many runs as there are shards; with it, the entries themselves."""
     (row,) = ins[:1]
-    if not isinstance(row, Rows) or not isinstance(eqn.invars[0].aval.dtype, np.dtype):
+    if not isinstance(row, RowAxis) or not isinstance(eqn.invars[0].aval.dtype, np.dtype):
         return None
     size = eqn.invars[0].aval.shape[row.axis]
     wide = row if shards.pads(size, row) else cut_along(row.axis, size // shards.count)
@@ -142,12 +142,12 @@ def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
 
 
 def _each_its_own(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    return Way(tuple(x if isinstance(x, Rows) else None for x in ins), tuple(ins))
+    return Way(tuple(x if isinstance(x, RowAxis) else None for x in ins), tuple(ins))
 
 
 def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     (row,), (x,) = ins, eqn.invars
-    if not isinstance(row, Rows) or eqn.params["axes"] != (row.axis,):
+    if not isinstance(row, RowAxis) or eqn.params["axes"] != (row.axis,):
         return _as_rows(eqn, ins, shards)
     if x.aval.dtype == np.bool_:
         return None
@@ -162,17 +162,17 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     out = eqn.outvars[0].aval
     batch = [d for d in range(out.ndim) if d not in numbers.offset_dims]  # those of the indices, but for the last
-    if isinstance(of, Rows):
+    if isinstance(of, RowAxis):
         if of.axis == indices.ndim - 1:
             return None
-        theirs: Rows | None = None
+        theirs: RowAxis | None = None
         if of.axis in numbers.start_indices_batching_dims:
             at = numbers.start_indices_batching_dims.index(of.axis)
             theirs = dataclasses.replace(of, axis=numbers.operand_batching_dims[at])
-        if isinstance(found, Rows) and found != theirs:
+        if isinstance(found, RowAxis) and found != theirs:
             return None
         return Way((theirs, of), (dataclasses.replace(of, axis=batch[of.axis]),))
-    if not isinstance(found, Rows):
+    if not isinstance(found, RowAxis):
         return None
     d = found.axis
     if d in numbers.operand_batching_dims:
@@ -200,7 +200,7 @@ def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window = [d for d in range(x.ndim) if d not in gone]  # in the order of update_window_dims
     for among, row in enumerate(ins):
-        if not isinstance(row, Rows):
+        if not isinstance(row, RowAxis):
             continue
         way: Way | None = None
         as_ = lambda axis, row=row: dataclasses.replace(row, axis=axis)
@@ -233,14 +233,14 @@ def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
 
 def _fits(way: Way | None, ins: Ins) -> Way | None:
     """A way that reads every operand that is cut as it is cut."""
-    if way is None or any(isinstance(x, Rows) and x != row for x, row in zip(ins, way.operands, strict=True)):
+    if way is None or any(isinstance(x, RowAxis) and x != row for x, row in zip(ins, way.operands, strict=True)):
         return None
     return way
 
 
 def _window(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     """A window of one entry along the dimension that is cut, which is moved by one: a pool, or its derivative."""
-    row = next(x for x in ins if isinstance(x, Rows))
+    row = next(x for x in ins if isinstance(x, RowAxis))
     p, d = eqn.params, row.axis
     steps = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     if any(p[key][d] != 1 for key in steps if key in p) or tuple(p["padding"][d]) != (0, 0):
@@ -254,7 +254,7 @@ def _array_sum(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     axes = eqn.params["axes"]
     if not all(isinstance(a, (int, np.integer)) for a in axes) or eqn.params["axis_index_groups"] is not None:
         return None
-    row = next((x for x in ins if isinstance(x, Rows)), None)
+    row = next((x for x in ins if isinstance(x, RowAxis)), None)
     if row is None or any(x != row for x in ins):
         return None
     given = (row,) * len(ins)
@@ -270,14 +270,14 @@ def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
         return None
     lhs, rhs, out = p["dimension_numbers"].lhs_spec, p["dimension_numbers"].rhs_spec, p["dimension_numbers"].out_spec
     a, b = ins
-    row = a if isinstance(a, Rows) else b
-    assert isinstance(row, Rows)
+    row = a if isinstance(a, RowAxis) else b
+    assert isinstance(row, RowAxis)
     as_ = lambda axis: dataclasses.replace(row, axis=axis)
-    if isinstance(a, Rows) and a.axis == lhs[0]:
+    if isinstance(a, RowAxis) and a.axis == lhs[0]:
         return _fits(Way((a, None), (as_(out[0]),)), ins)
-    if isinstance(b, Rows) and b.axis == rhs[0]:
+    if isinstance(b, RowAxis) and b.axis == rhs[0]:
         return _fits(Way((None, b), (as_(out[1]),)), ins)
-    if (a.axis == lhs[1]) if isinstance(a, Rows) else (row.axis == rhs[1]):
+    if (a.axis == lhs[1]) if isinstance(a, RowAxis) else (row.axis == rhs[1]):
         return _fits(Way((as_(lhs[1]), as_(rhs[1])), (SHARED,), "sum"), ins)
     return None
 

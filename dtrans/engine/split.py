@@ -34,7 +34,7 @@ from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import is_communication
 from dtrans.ops import all_gather_p, trainer_index_p
-from dtrans.rows.layout import SHARED, Rows
+from dtrans.rows.layout import SHARED, RowAxis
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ def split(
         for v, axis in zip(inner.invars, in_cuts, strict=True):
             w.take(v, SHARED if axis is None else cut_along(axis), is_input=True)
         made, layouts = w.write(inner, lambda i, x: _output(x, wanted.get(i, -1), inner.outvars[i], among))
-        out_cuts = tuple(x.axis if isinstance(x, Rows) else None for x in layouts)
+        out_cuts = tuple(x.axis if isinstance(x, RowAxis) else None for x in layouts)
         jaxpr = eliminate_dead(w.b.build(made))
         return SplitProgram(jaxpr, in_cuts, out_cuts, shards, axis_name, tuple(w.gathers))
 
@@ -132,8 +132,8 @@ def split(
 def _output(made: Placed, axis: int | None, a: Atom, shards: Shards) -> Placed:
     """How an output lies: along `axis`, or as it comes (-1), entry by entry; sums are made."""
     if axis == -1:
-        axis = made.axis if isinstance(made, Rows) else None
-    return SHARED if axis is None else shards.plain(Rows("", axis), a.aval.shape[axis])
+        axis = made.axis if isinstance(made, RowAxis) else None
+    return SHARED if axis is None else shards.plain(RowAxis("", axis), a.aval.shape[axis])
 
 
 def _check(option: str, what: str, cuts: Mapping[int, int | None], values: Any) -> None:

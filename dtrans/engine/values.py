@@ -34,7 +34,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.display import short_type
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
 from dtrans.ops.all_to_all import all_to_all_p
-from dtrans.rows.layout import SHARED, Rows, Shared
+from dtrans.rows.layout import SHARED, RowAxis, Shared
 from dtrans.slicing.random_bits import bits_from, is_counted
 from dtrans.step.scopes import in_local_scope
 
@@ -74,8 +74,8 @@ class ShardValues(abc.ABC):
         self._uses = Counter(a for a in reads if isinstance(a, Var))
         self._starts: dict[int, Atom] = {}
         self._index: Atom | None = None
-        self.asked: dict[Var, Rows] = {}
-        self.sliced: dict[Var, Rows | Shared | None] = {}
+        self.asked: dict[Var, RowAxis] = {}
+        self.sliced: dict[Var, RowAxis | Shared | None] = {}
         self.scaled: dict[Var, tuple[Atom, int]] = {}
         self.own: set[Atom] = set()
         self.own_terms: set[Atom] = set()  # sums whose terms stand for them
@@ -98,14 +98,14 @@ class ShardValues(abc.ABC):
         """A value, as it is made."""
         if layout is not SHARED:
             self.layouts[var] = layout
-        self._made[var, layout if isinstance(layout, Rows) else None if layout is SHARED else PARTIAL] = value
+        self._made[var, layout if isinstance(layout, RowAxis) else None if layout is SHARED else PARTIAL] = value
 
     def take(self, var: Var, layout: Placed, *, is_input: bool) -> None:
         """An input, as it lies."""
         self.define(var, layout, self.b.input(self.shards.cut(var.aval, layout)))
         if layout is SHARED:
             self.sliced[var] = SHARED
-        if is_input and isinstance(layout, Rows):
+        if is_input and isinstance(layout, RowAxis):
             self.inputs.add(var)
 
     @property
@@ -118,7 +118,7 @@ class ShardValues(abc.ABC):
         self._reason = reason
         self.b.source = eqn
 
-    def read(self, atom: Atom, row: Rows | None) -> Atom:
+    def read(self, atom: Atom, row: RowAxis | None) -> Atom:
         """A value, cut as it is asked for, or whole."""
         if isinstance(atom, Literal) and (row is None or not atom.aval.ndim):
             return atom
@@ -167,7 +167,7 @@ class ShardValues(abc.ABC):
             (self._index,) = self.b.bind(trainer_index_p, over=self.shards.over)
         return self._index
 
-    def start(self, size: int, row: Rows) -> Atom:
+    def start(self, size: int, row: RowAxis) -> Atom:
         """Where the shard's piece of a dimension begins."""
         local = self.shards.local(size, row)
         if local not in self._starts:
@@ -176,7 +176,7 @@ class ShardValues(abc.ABC):
 
     # -- conversions -----------------------------------------------------------------------------
 
-    def _converted(self, var: Var, had: Placed, row: Rows | None) -> Atom:
+    def _converted(self, var: Var, had: Placed, row: RowAxis | None) -> Atom:
         if isinstance(had, Partial):
             term = self._made[var, PARTIAL]
             if row is None and var in self.own_terms:
@@ -189,7 +189,7 @@ class ShardValues(abc.ABC):
             if self._uses[var] == 1 and var not in self.own_terms:
                 return self._scattered(term, row)
             return self._rows_of(self.read(var, None), row)
-        if not isinstance(had, Rows):
+        if not isinstance(had, RowAxis):
             if row is None:
                 assert self.b.is_constant(var), var
                 return var
@@ -207,12 +207,12 @@ class ShardValues(abc.ABC):
         """What terms of all shards make together."""
         return self.b.bind(all_reduce_p, *terms, op=op, name="split", owners=(), over=self.shards.over)
 
-    def _scattered(self, term: Atom, row: Rows) -> Atom:
+    def _scattered(self, term: Atom, row: RowAxis) -> Atom:
         whole = self.shards.whole(term.aval.shape[row.axis], row)
         (wide,) = self.b.call(padded(row.axis, whole), term)
         return self.b.bind(reduce_scatter_p, wide, name="split", axis=row.axis, **self._among())[0]
 
-    def _gathered(self, var: Var, had: Rows) -> Atom:
+    def _gathered(self, var: Var, had: RowAxis) -> Atom:
         if self.in_local:
             raise ConfigError(
                 f"dtrans.local(): {self._reason()} mixes rows of the batch otherwise than by a sum, a mean or a "
@@ -223,7 +223,7 @@ class ShardValues(abc.ABC):
         (wide,) = self.b.bind(all_gather_p, self._made[var, had], name="split", axis=had.axis, **self._among())
         return self._without_end(wide, had.axis, var.aval.shape[had.axis])
 
-    def _exchanged(self, var: Var, had: Rows, row: Rows) -> Atom:
+    def _exchanged(self, var: Var, had: RowAxis, row: RowAxis) -> Atom:
         shape = var.aval.shape
         wide = self.b.call(padded(row.axis, self.shards.whole(shape[row.axis], row)), self._made[var, had])
         (got,) = self.b.bind(all_to_all_p, *wide, name="split", cut=row.axis, joined=had.axis, **self._among())
@@ -235,7 +235,7 @@ class ShardValues(abc.ABC):
     def _without_end(self, value: Atom, axis: int, size: int) -> Atom:
         return value if value.aval.shape[axis] == size else self.b.part(value, axis, 0, size)
 
-    def _rows_of(self, value: Atom, row: Rows | None) -> Atom:
+    def _rows_of(self, value: Atom, row: RowAxis | None) -> Atom:
         assert row is not None
         size = value.aval.shape[row.axis]
         cut = rows_from(row.axis, self.shards.local(size, row), self.shards.whole(size, row))
@@ -243,7 +243,7 @@ class ShardValues(abc.ABC):
 
     # -- slices of whole values, made with nothing of the rest -------------------------------------
 
-    def made_as_rows(self, var: Var, row: Rows) -> Atom | None:
+    def made_as_rows(self, var: Var, row: RowAxis) -> Atom | None:
         """A piece of a value of counters, and of what is repeated or written into that; None for others."""
         eqn = self._made_by.get(var)
         if eqn is None or not self._is_counted(var, row.axis):

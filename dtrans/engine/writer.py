@@ -46,7 +46,7 @@ from dtrans.ir.array_fns import converted
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ops import identity_of
-from dtrans.rows.layout import SHARED, Rows
+from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.scopes import has_local_scope, in_local_scope
 
 
@@ -75,7 +75,7 @@ _WITH_BODIES = frozenset({*REMAT, SCAN, WHILE, COND})
 class SplitWriter(ShardValues):
     """Writes the equations of one jaxpr for one shard."""
 
-    cut_at_birth: Mapping[Var, Rows] = MappingProxyType({})  # what is made in pieces, and not whole as well
+    cut_at_birth: Mapping[Var, RowAxis] = MappingProxyType({})  # what is made in pieces, and not whole as well
     planned: dict[Any, LoopPlan | None]  # how loops and branches are carried out, by what they read
     terms: Collection[Var] = frozenset()  # sums that stay open wherever that can be, however often they are read
 
@@ -94,7 +94,7 @@ class SplitWriter(ShardValues):
             return True
         if eqn.primitive.name in _WITH_BODIES:
             return self._is_local(eqn)
-        reduces = any(isinstance(self.layout(a), Rows) for a in eqn.invars)
+        reduces = any(isinstance(self.layout(a), RowAxis) for a in eqn.invars)
         return reduces and (self.is_local or in_local_scope(eqn))
 
     def _write_equation(self, eqn: JaxprEqn) -> None:
@@ -151,7 +151,7 @@ class SplitWriter(ShardValues):
         anyway stays open wherever it is linear, and what is whole beside it is a term of the first shard.
         """
         opens = [i for i, x in enumerate(ins) if isinstance(x, Partial)]
-        if not opens or not eqn.outvars or any(isinstance(x, Rows) for x in ins):
+        if not opens or not eqn.outvars or any(isinstance(x, RowAxis) for x in ins):
             return None
         is_mixed = len({eqn.invars[i] in self.own_terms for i in opens}) > 1
         if is_mixed and eqn.outvars[0] not in self.terms:
@@ -197,7 +197,7 @@ class SplitWriter(ShardValues):
         types = [self.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, way.outs, strict=True)]
         return list(self.b.copy(eqn, atoms, types, **(way.params(types) if way.params else {})))
 
-    def _without_padding(self, whole: Atom, piece: Atom, row: Rows | None, op: str) -> Atom:
+    def _without_padding(self, whole: Atom, piece: Atom, row: RowAxis | None, op: str) -> Atom:
         """A piece with what changes nothing in the place of padding."""
         if row is None or not self.shards.pads(whole.aval.shape[row.axis], row):
             return piece
@@ -296,7 +296,7 @@ class SplitWriter(ShardValues):
                     w.own.add(v)
             made, layouts = w.write(opened(flat), lambda i, x: x if outs is None else outs[i])
             numbers = {v: i for i, v in enumerate(opened(flat).invars)}
-            sliced = {numbers[v]: row for v, row in w.sliced.items() if isinstance(row, Rows)}
+            sliced = {numbers[v]: row for v, row in w.sliced.items() if isinstance(row, RowAxis)}
             return WrittenBody(eliminate_dead(w.b.build(made)), tuple(layouts), tuple(w.gathers), sliced, w.scaled)
 
         return written(flat, self.shards, write, said)

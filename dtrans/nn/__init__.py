@@ -1,11 +1,11 @@
 """Losses and layers over tables of embeddings: plain functions of arrays, which pick rows by number.
 
-embedding_bag   rows of a table, reduced by segment
+bags            rows of a table, reduced by segment
 sampled         noise-contrastive estimation, and the distributions that noise is drawn from
 tree            hierarchical softmax over a binary tree: a complete one, or Huffman's
 """
 
-from dtrans.nn.embedding_bag import embedding_bag as embedding_bag
+from dtrans.nn.bags import embedding_bag as embedding_bag
 from dtrans.nn.sampled import (
     Sampler as Sampler,
     custom_sampler as custom_sampler,

@@ -19,7 +19,7 @@ from dtrans.pipeline_parallel.options import SPLIT, PipelineOptions
 from dtrans.pipeline_parallel.stage_programs import StagePrograms, program_of
 from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, StagePart
 from dtrans.rows.analysis import analyse
-from dtrans.rows.layout import Rows
+from dtrans.rows.layout import RowAxis
 from dtrans.step.cut import Cut
 from dtrans.step.scopes import scope_of_eqn, scopes_of
 from dtrans.tensor_parallel.defaults import default_cuts
@@ -86,7 +86,7 @@ def cuts_of(
     for n, v in analysis.inputs.items():
         row = analysis.layout(v)
         lives = n in plain.inputs and plain.home(plain.layout(plain.inputs[n])) is not None
-        if n in step.opt_state and lives and isinstance(row, Rows) and row.leaf in found and row.width == 1:
+        if n in step.opt_state and lives and isinstance(row, RowAxis) and row.leaf in found and row.width == 1:
             state[n] = row.axis
     return Cuts(tuple(shards), state)
 

@@ -23,7 +23,7 @@ from functools import cached_property
 from dtrans._jax import Atom, Var
 from dtrans.ir.inline import eliminate_dead
 from dtrans.rows.flow import Flow, _Pass
-from dtrans.rows.layout import SHARED, Layout, Rows, Whole, join, leaves_of, sendable
+from dtrans.rows.layout import SHARED, Layout, RowAxis, Whole, join, leaves_of, sendable
 from dtrans.rows.normalize import inline_bodies, normalise
 from dtrans.step.cut import Gradient, Name, OptimizeHalf
 
@@ -136,7 +136,7 @@ def _settled(
     outputs = half.outvars
     start: dict[Var, Layout] = {}
     for name in params:
-        rows = Rows(name, axes.get(name, 0))
+        rows = RowAxis(name, axes.get(name, 0))
         grad = inputs.get(Gradient(name))
         var = inputs.get(name, grad)
         own: Layout = rows if var is not None and var.aval.ndim else Whole(frozenset([name]))
@@ -168,7 +168,7 @@ def _settled(
         layout = flow.layout(outputs[name]) if name in outputs else SHARED
         if isinstance(layout, Whole) and name not in layout.leaves and not sendable(layout):
             bound.append(Whole(layout.leaves | {name}, layout.reason))
-        elif isinstance(layout, Rows) and layout != Rows(name, axes.get(name, 0)):
+        elif isinstance(layout, RowAxis) and layout != RowAxis(name, axes.get(name, 0)):
             bound.append(Whole(frozenset({name, layout.leaf}), f"new {name} is made of rows of {layout.leaf}"))
     bound += [x for x in start.values() if isinstance(x, Whole) and (x.reason or len(x.leaves) > 1)]
     return flow, bound

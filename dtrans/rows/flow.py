@@ -27,7 +27,7 @@ from dtrans._jax import (
     while_counts,
 )
 from dtrans.ir.display import short_type
-from dtrans.rows.layout import SHARED, Layout, Rows, Whole, join, leaves_of, sendable
+from dtrans.rows.layout import SHARED, Layout, RowAxis, Whole, join, leaves_of, sendable
 from dtrans.rows.rules import Step, step_of
 
 
@@ -47,7 +47,7 @@ class Flow:
     steps: dict[int, Step] = dataclasses.field(default_factory=dict)
     bound: list[Whole] = dataclasses.field(default_factory=list)
     crosses: bool = False
-    claims: dict[Var, set[Rows]] = dataclasses.field(default_factory=dict)
+    claims: dict[Var, set[RowAxis]] = dataclasses.field(default_factory=dict)
 
     def layout(self, atom: Atom) -> Layout:
         """The layout of any value; literals are shared."""
@@ -89,7 +89,7 @@ class _Pass:
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
         """What one equation does, some of its operands not being shared."""
         stuck = [x for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Whole) and x.reason and a.aval.ndim]
-        rows = [x for x in ins if isinstance(x, Rows)]
+        rows = [x for x in ins if isinstance(x, RowAxis)]
         leaves = leaves_of([*stuck, *rows])
         name = eqn.primitive.name
         if name == COND or (leaves and name in _CONTROL):
@@ -100,7 +100,7 @@ class _Pass:
         if stuck or len(leaves) > 1:
             out: Layout = Whole(leaves, stuck[0].reason if stuck else self._reason(eqn, ins, "mixes leaves"))
         elif rows:
-            step = step_of(eqn, [x if isinstance(x, Rows) else SHARED for x in ins])
+            step = step_of(eqn, [x if isinstance(x, RowAxis) else SHARED for x in ins])
             flow.crosses |= any(isinstance(x, Whole) and x.leaves != leaves for x in ins)
             if step is not None and not step.reduce:
                 return step
@@ -141,7 +141,7 @@ class _Pass:
             flow.crosses |= inside.crosses
         if isinstance(which, Whole):
             flow.crosses |= any(leaves_of([x]) - which.leaves for x in outs) or SHARED in outs
-        return Step(tuple(x if isinstance(x, Rows) else None for x in ins), tuple(outs), bodies=tuple(flows))
+        return Step(tuple(x if isinstance(x, RowAxis) else None for x in ins), tuple(outs), bodies=tuple(flows))
 
     def _scan(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
         consts, carry = scan_counts(eqn)
@@ -190,7 +190,7 @@ class _Pass:
             return self._bound(eqn, given, "mixes leaves", bodies)
         if any(b.crosses for b in bodies) and not leaves <= set(self.whole):
             return self._bound(eqn, given, "reduces over rows in each turn", bodies)
-        return Step(tuple(x if isinstance(x, Rows) else None for x in given), tuple(outs), bodies=bodies)
+        return Step(tuple(x if isinstance(x, RowAxis) else None for x in given), tuple(outs), bodies=bodies)
 
     def _bound(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()) -> Step:
         """An equation that binds all that it reads."""
@@ -201,7 +201,7 @@ class _Pass:
 
     def _reason(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str) -> str:
         """`dot_general mixes rows of f32[5,5] (optax.contrib.scale_by_muon)`."""
-        operand = next((a for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Rows)), None)
+        operand = next((a for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, RowAxis)), None)
         of = f" of {short_type(operand.aval)}" if operand else ""
         where = origin_of(eqn) or (origin_of(self.within) if self.within else "") or scope_of(eqn)
         name = eqn.primitive.name + ("" if is_known(eqn) else ", which dtrans does not know,")
@@ -211,11 +211,11 @@ class _Pass:
 _CONTROL = {COND: _Pass._cond, SCAN: _Pass._scan, WHILE: _Pass._while}
 
 
-_NO_ROWS = frozenset({Rows("", 0), Rows("", 1)})  # more than one claim: it is read whole
+_NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})  # more than one claim: it is read whole
 
 
 def _moved(x: Layout, by: int) -> Layout | None:
     """The layout of one turn's slice of a scanned value (-1), or of all of it (+1); None: its rows are the turns."""
-    if not isinstance(x, Rows):
+    if not isinstance(x, RowAxis):
         return x
     return dataclasses.replace(x, axis=x.axis + by) if x.axis + by >= 0 else None

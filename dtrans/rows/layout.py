@@ -1,7 +1,7 @@
 """Layouts: what a value of an optimize half has to do with the rows of parameters.
 
     Shared                    no row enters it, or only through reductions: every server can have all of it
-    Rows(leaf, axis, width)   made of the rows of one leaf: entries i*width to (i+1)*width along `axis` are of
+    RowAxis(leaf, axis, width)   made of the rows of one leaf: entries i*width to (i+1)*width along `axis` are of
                               row i of `leaf` (and of shared values)
     Whole(leaves, reason)     made of the rows of `leaves` in some other way; it lives where those leaves are
 
@@ -21,7 +21,7 @@ class Shared:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowAxis:
     """Row i of `leaf` is at i*width to (i+1)*width along `axis`."""
 
     leaf: str
@@ -40,7 +40,7 @@ class Whole:
     reason: str | None = dataclasses.field(default=None, compare=False)
 
 
-Layout = Shared | Rows | Whole
+Layout = Shared | RowAxis | Whole
 SHARED = Shared()
 
 
@@ -48,7 +48,7 @@ def leaves_of(layouts: Iterable[Layout]) -> frozenset[str]:
     """The leaves that enter values of these layouts."""
     found: set[str] = set()
     for x in layouts:
-        if isinstance(x, Rows):
+        if isinstance(x, RowAxis):
             found.add(x.leaf)
         elif isinstance(x, Whole):
             found |= x.leaves

@@ -43,7 +43,7 @@ from dtrans._jax import (
 )
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
-from dtrans.rows.layout import SHARED, Layout, Rows, leaves_of
+from dtrans.rows.layout import SHARED, Layout, RowAxis, leaves_of
 
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class _Rewriter:
     # -- argmax ----------------------------------------------------------------------------------
 
     def arg_reduce(self, eqn: JaxprEqn, atoms: Sequence[Atom], layout: Layout) -> Sequence[Atom] | None:
-        if not isinstance(layout, Rows) or layout.axis not in eqn.params["axes"]:
+        if not isinstance(layout, RowAxis) or layout.axis not in eqn.params["axes"]:
             return None
         (axis,) = eqn.params["axes"]
         return self.b.call(_arg_reduce(eqn.primitive.name, axis, eqn.params["index_dtype"]), *atoms)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtrans._jax import ELEMENTWISE, JaxprEqn
-from dtrans.rows.layout import SHARED, Layout, Rows
+from dtrans.rows.layout import SHARED, Layout, RowAxis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Step:
       bodies: of a loop or a branch: what was found in its bodies (`dtrans.rows.flow.Flow`).
     """
 
-    operands: tuple[Rows | None, ...]
+    operands: tuple[RowAxis | None, ...]
     outs: tuple[Layout, ...]
     reduce: str | None = None
     params: Callable[[Sequence[Any]], dict[str, Any]] | None = None
@@ -47,13 +47,13 @@ def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     return None if rule is None else rule(eqn, ins)
 
 
-def _one(ins: Sequence[Layout]) -> Rows | None:
+def _one(ins: Sequence[Layout]) -> RowAxis | None:
     """The rows that all operands with rows have, if they all have the same."""
-    rows = {x for x in ins if isinstance(x, Rows)}
+    rows = {x for x in ins if isinstance(x, RowAxis)}
     return rows.pop() if len(rows) == 1 else None
 
 
-def _all_as(row: Rows, eqn: JaxprEqn) -> tuple[Rows | None, ...]:
+def _all_as(row: RowAxis, eqn: JaxprEqn) -> tuple[RowAxis | None, ...]:
     """Every operand that has dimensions is given as rows."""
     return tuple(row if a.aval.ndim else None for a in eqn.invars)
 
@@ -67,10 +67,10 @@ def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     shape = eqn.outvars[0].aval.shape
     if row is None or any(v.aval.shape != shape for v in eqn.outvars):
         return None
-    operands: list[Rows | None] = []
+    operands: list[RowAxis | None] = []
     for a, layout in zip(eqn.invars, ins, strict=True):
         own = a.aval.shape
-        if isinstance(layout, Rows) and (len(own) != len(shape) or own[row.axis] != shape[row.axis]):
+        if isinstance(layout, RowAxis) and (len(own) != len(shape) or own[row.axis] != shape[row.axis]):
             return None
         if own and (len(own) != len(shape) or any(d not in (1, n) for d, n in zip(own, shape, strict=True))):
             return None
@@ -98,7 +98,7 @@ def _reshape(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     before = math.prod(old[: row.axis])
     for axis, size in enumerate(new):
         if size % count == 0 and math.prod(new[:axis]) == before:
-            out = Rows(row.leaf, axis, size // count)
+            out = RowAxis(row.leaf, axis, size // count)
             return Step((row,), (out,), params=lambda outs: {"new_sizes": outs[0].shape})
     return None
 
@@ -110,7 +110,7 @@ def _transpose(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     return Step((row,), (dataclasses.replace(row, axis=eqn.params["permutation"].index(row.axis)),))
 
 
-def _without(row: Rows, gone: Sequence[int]) -> Rows:
+def _without(row: RowAxis, gone: Sequence[int]) -> RowAxis:
     """The rows after other axes were taken away."""
     return dataclasses.replace(row, axis=row.axis - sum(d < row.axis for d in gone))
 
@@ -235,20 +235,20 @@ def _dot_general(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     lhs, rhs = ins
     free = [[d for d in range(a.aval.ndim) if d not in contract[i] and d not in batch[i]]
             for i, a in enumerate(eqn.invars)]  # fmt: skip
-    mine, row = (0, lhs) if isinstance(lhs, Rows) else (1, rhs)
+    mine, row = (0, lhs) if isinstance(lhs, RowAxis) else (1, rhs)
     other = ins[1 - mine]
-    assert isinstance(row, Rows)
+    assert isinstance(row, RowAxis)
     for dims, reduces in ((contract, True), (batch, False)):
         if row.axis in dims[mine]:
             at = dims[mine].index(row.axis)
             theirs = dataclasses.replace(row, axis=dims[1 - mine][at])
-            if isinstance(other, Rows) and other != theirs:
+            if isinstance(other, RowAxis) and other != theirs:
                 return None
             operands = (row, theirs) if mine == 0 else (theirs, row)
             if reduces:
                 return Step(operands, (SHARED,), reduce="sum")
             return Step(operands, (dataclasses.replace(row, axis=at),))
-    if isinstance(other, Rows):
+    if isinstance(other, RowAxis):
         return None
     axis = len(batch[0]) + (len(free[0]) if mine else 0) + free[mine].index(row.axis)
     return Step((row, None) if mine == 0 else (None, row), (dataclasses.replace(row, axis=axis),))

@@ -36,7 +36,7 @@ from dtrans._jax import (
 )
 from dtrans.ir.builder import Builder
 from dtrans.rows.flow import Flow
-from dtrans.rows.layout import SHARED, Layout, Rows
+from dtrans.rows.layout import SHARED, Layout, RowAxis
 from dtrans.rows.rules import Step
 
 
@@ -52,13 +52,13 @@ class RowRange:
         """How many."""
         return self.stop - self.start
 
-    def of(self, row: Rows) -> tuple[int, int]:
+    def of(self, row: RowAxis) -> tuple[int, int]:
         """Where these rows are along the axis of a value that has them."""
         return self.start * row.width, self.stop * row.width
 
     def cut(self, aval: Any, layout: Layout) -> Any:
         """The type of these rows of a value."""
-        if not isinstance(layout, Rows):
+        if not isinstance(layout, RowAxis):
             return aval
         shape, axis = aval.shape, layout.axis
         return aval.update(shape=(*shape[:axis], self.rows * layout.width, *shape[axis + 1 :]))
@@ -111,11 +111,11 @@ class RowWriter:
 
     def place(self, layout: Layout) -> dict[Var, Atom]:
         """Where a value of a body is kept: beside rows of a block, everything that has no rows is shared."""
-        return self.env if isinstance(layout, Rows) or (self.span is None and layout is not SHARED) else self.wholes
+        return self.env if isinstance(layout, RowAxis) or (self.span is None and layout is not SHARED) else self.wholes
 
     # -- operands --------------------------------------------------------------------------------
 
-    def read(self, atom: Atom, row: Rows | None) -> Atom:
+    def read(self, atom: Atom, row: RowAxis | None) -> Atom:
         """An operand, as rows or whole."""
         if isinstance(atom, Literal):
             return atom
@@ -143,7 +143,7 @@ class RowWriter:
                 self.wholes.update(zip(eqn.outvars, made, strict=True))
         return self.wholes[atom]
 
-    def _shared_rows(self, atom: Var, row: Rows) -> Atom:
+    def _shared_rows(self, atom: Var, row: RowAxis) -> Atom:
         """This block's rows of a shared value, made with as little as possible of the rest."""
         assert self.span is not None
         b, axis = self.b, row.axis
@@ -171,18 +171,18 @@ class RowWriter:
 
     # -- where the block is: what a writer of blocks that know it only when they run does otherwise
 
-    def rows_of_constant(self, var: Var, row: Rows) -> Atom:
+    def rows_of_constant(self, var: Var, row: RowAxis) -> Atom:
         """This block's rows of a constant."""
         assert self.span is not None
         index = (slice(None),) * row.axis + (slice(*self.span.of(row)),)
         return self.b.constant(np.asarray(self.b.constant_value(var))[index])
 
-    def counted(self, dtype: Any, shape: tuple[int, ...], row: Rows) -> Atom:
+    def counted(self, dtype: Any, shape: tuple[int, ...], row: RowAxis) -> Atom:
         """An iota along the axis of the rows."""
         assert self.span is not None
         return self.b.call(_iota(dtype, shape, row.axis, self.span.of(row)[0]))[0]
 
-    def rows_of_whole(self, value: Atom, row: Rows) -> Atom:
+    def rows_of_whole(self, value: Atom, row: RowAxis) -> Atom:
         """This block's rows of a value that is here."""
         assert self.span is not None
         return self.b.part(value, row.axis, *self.span.of(row))
@@ -199,7 +199,7 @@ class RowWriter:
 
     def cut(self, aval: Any, layout: Layout) -> Any:
         """The type of a value in this block."""
-        if self.span is None or not isinstance(layout, Rows):
+        if self.span is None or not isinstance(layout, RowAxis):
             return aval
         key = (aval.shape, aval.dtype, aval.weak_type, layout)
         if key not in self._types:
@@ -246,5 +246,5 @@ class RowWriter:
                 for v, made in zip(eqn.outvars, w.emit(eqn, step), strict=True):
                     w.place(flow.layout(v))[v] = made
         return w.b.build(
-            [w.read(a, x if isinstance(x, Rows) else None) for a, x in zip(inner.outvars, outs, strict=True)]
+            [w.read(a, x if isinstance(x, RowAxis) else None) for a, x in zip(inner.outvars, outs, strict=True)]
         )

@@ -35,7 +35,7 @@ import numpy as np
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened, warn_if_unknown
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
-from dtrans.rows.layout import SHARED, Layout, Rows
+from dtrans.rows.layout import SHARED, Layout, RowAxis
 from dtrans.rows.rules import step_of
 from dtrans.slicing.random_bits import block_bits_p, is_counted
 
@@ -206,18 +206,18 @@ def recipe_of(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
 
 def _by_row_analysis(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """Which axis of which operand has the rows of this axis of the output?"""
-    wanted = Rows("", part.axis)
+    wanted = RowAxis("", part.axis)
     for i, a in enumerate(eqn.invars):
         for axis in range(a.aval.ndim):
             ins: list[Layout] = [SHARED] * len(eqn.invars)
-            ins[i] = Rows("", axis)
+            ins[i] = RowAxis("", axis)
             step = step_of(eqn, ins)
             if step is None or step.reduce is not None or step.outs[out] != wanted:
                 continue
             if any(row is not None and row.width != 1 for row in step.operands):
                 continue
             types = [
-                part.along(x.axis).cut(v.aval) if isinstance(x, Rows) else v.aval
+                part.along(x.axis).cut(v.aval) if isinstance(x, RowAxis) else v.aval
                 for v, x in zip(eqn.outvars, step.outs, strict=True)
             ]
             needs = tuple(

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.rows.layout import SHARED, Rows, Whole
+from dtrans.rows.layout import SHARED, RowAxis, Whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ class ExchangeRounds:
         if i is None or not isinstance(self.analysis.layout(var), Whole):
             return False
         ins = [a for a in self.eqns[i].invars if self.analysis.layout(a) is not SHARED]
-        if any(isinstance(self.analysis.layout(a), Rows) for a in ins):
+        if any(isinstance(self.analysis.layout(a), RowAxis) for a in ins):
             return False
         size, parts = math.prod(var.aval.shape), sum(math.prod(a.aval.shape) for a in ins)
         sooner = max(map(self.shared, self.eqns[i].invars)) <= self.at_home(var)

@@ -32,7 +32,7 @@ from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.ops import BlockGradient, OptimizeBlock, all_reduce_p, combine, identity_of
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.rows.layout import SHARED, Rows
+from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.rows.writer import RowRange, RowWriter
 from dtrans.slicing.blocks import Placement, Unit, argument
 from dtrans.slicing.rounds import CrossServerValue, ExchangeRounds
@@ -65,7 +65,7 @@ class ServerVariable:
 
     def cut(self, aval: Any) -> Any:
         """Its type, given that of the whole."""
-        return aval if self.span is None else self.span.cut(aval, Rows("", self.axis))
+        return aval if self.span is None else self.span.cut(aval, RowAxis("", self.axis))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +298,7 @@ class _Server:
                 held[b.name] = ServerVariable(b.leaf, block, 0, u.span)
             for name in u.state:
                 layout = s.analysis.layout(s.analysis.inputs[name])
-                if u.span is None or not isinstance(layout, Rows):
+                if u.span is None or not isinstance(layout, RowAxis):
                     held[u.named(name)] = ServerVariable(name, block)
                 else:
                     held[u.named(name)] = ServerVariable(name, block, layout.axis, RowRange(*u.span.of(layout)))
@@ -461,7 +461,7 @@ class _UnitWriter:
         for var, grad in self.grads.items():
             phase = self.phase(self.made_at.setdefault(var, 0))
             phase.grads.append(grad)
-            phase.env[var] = phase.take(grad.name, phase.cut(var.aval, Rows(grad.leaf, 0)))
+            phase.env[var] = phase.take(grad.name, phase.cut(var.aval, RowAxis(grad.leaf, 0)))
         for i in eqns:
             eqn, step = levels.eqns[i], s.analysis.flow.steps[i]
             level = levels.of_eqn(i)
@@ -481,7 +481,7 @@ class _UnitWriter:
         for name, out in outs.items():
             phase = self.phase(self._level_of(out))
             layout = s.analysis.layout(s.analysis.inputs[name])
-            phase.outs[self.named(name)] = phase.read(out, layout if isinstance(layout, Rows) else None)
+            phase.outs[self.named(name)] = phase.read(out, layout if isinstance(layout, RowAxis) else None)
 
     def _level_of(self, out: Atom) -> int:
         if isinstance(out, Literal):

@@ -25,7 +25,7 @@ from dtrans.engine.layout import Placed, Shards, cut_along
 from dtrans.engine.rules import Operand, choose
 from dtrans.engine.writer import SAME_NUMBERS
 from dtrans.ir.inline import eliminate_dead, inline_calls
-from dtrans.rows.layout import SHARED, Rows
+from dtrans.rows.layout import SHARED, RowAxis
 
 
 # a parameter, and which of its dimensions each dimension of a value is
@@ -98,7 +98,7 @@ class _Pass:
             if self.scope(eqn):
                 self._decide(eqn)
             ins = [Operand(self.layout(a)) for a in eqn.invars]
-            if any(isinstance(x.layout, Rows) for x in ins):
+            if any(isinstance(x.layout, RowAxis) for x in ins):
                 outs = choose(eqn, ins, self.shards).outs
                 self.layouts.update(zip(eqn.outvars, outs, strict=True))
             if eqn.primitive.name in SAME_NUMBERS and (origin := self.origin(eqn.invars[0])):
@@ -120,7 +120,7 @@ class _Pass:
             origin = self.origin(a)
             if origin is None:
                 continue
-            axis = _axis(eqn, i, [x if isinstance(x := self.layout(b), Rows) else None for b in eqn.invars])
+            axis = _axis(eqn, i, [x if isinstance(x := self.layout(b), RowAxis) else None for b in eqn.invars])
             dim = None if axis is None else origin[1][axis]
             if dim is None:
                 continue
@@ -130,7 +130,7 @@ class _Pass:
                     self.layouts[v] = cut_along(dims.index(dim))
 
 
-def _axis(eqn: JaxprEqn, i: int, cuts: list[Rows | None]) -> int | None:
+def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
     """Along which dimension to cut operand `i`, a parameter; None where the equation does not tell."""
     name, shape = eqn.primitive.name, eqn.invars[i].aval.shape
     if name == "dot_general":

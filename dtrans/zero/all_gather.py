@@ -34,7 +34,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
 from dtrans.ops import LAYERS, after_p, all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.rows.flow import Flow
-from dtrans.rows.layout import Rows
+from dtrans.rows.layout import RowAxis
 from dtrans.zero.gathering import Gathering, Given
 from dtrans.zero.layer_scan import written_loop
 from dtrans.zero.live_ranges import LiveRange, LiveRanges, is_cast
@@ -161,7 +161,7 @@ class Gatherer:
         """A loop made the slice of a value."""
         self._slices[var] = made
 
-    def _on(self, row: Rows) -> _OnSlices:
+    def _on(self, row: RowAxis) -> _OnSlices:
         if row.leaf not in self._writers:
             self._writers[row.leaf] = _OnSlices(self, row.leaf)
         return self._writers[row.leaf]
@@ -181,7 +181,7 @@ class Gatherer:
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def scattered(self, var: Var, row: Rows) -> Atom:
+    def scattered(self, var: Var, row: RowAxis) -> Atom:
         """A rank's slice of the sum of what all ranks have of a gradient."""
         b, s, grad, own = self.b, self.how.cut(row), self.env.get(var, var), var.aval.dtype
         dtype = self.how.dtypes.get(row.leaf, own)
@@ -194,7 +194,7 @@ class Gatherer:
         self.late = made
         return made if own == dtype else b.call(converted(jnp.dtype(own)), made)[0]
 
-    def wanted_slice(self, atom: Atom, row: Rows) -> Atom:
+    def wanted_slice(self, atom: Atom, row: RowAxis) -> Atom:
         """The slice of what is a term of a gradient: of what all ranks have, as often as there are ranks."""
         if isinstance(atom, Var) and atom in self.scattering.rows:
             return self.env[atom]
@@ -217,7 +217,7 @@ class Gatherer:
         """An equation that is linear in gradients, on slices of these."""
         eqn, step = self.eqns[i], self.scattering.steps[i]
         (row,) = step.outs
-        assert isinstance(row, Rows)
+        assert isinstance(row, RowAxis)
         terms = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in self.flow.local}
         together = next(ks for ks in linear_operands(eqn) if terms <= set(ks))
         w = self._on(row)

@@ -28,7 +28,7 @@ from typing import Any
 from dtrans._jax import JaxprEqn, Literal, Var
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
-from dtrans.rows.layout import Rows
+from dtrans.rows.layout import RowAxis
 from dtrans.step.cut import Cut
 from dtrans.step.marks import mark_p
 from dtrans.zero.scatter_flow import scatter_flow
@@ -108,7 +108,7 @@ def slices_of(step: Cut, degree: int, *, least: int, in_layers: bool, sliced_in_
         axes = _read_as_layers(step, axes, degree)
     analysis = analyse(step.optimize, step.params, {n: axis for n, axis in axes.items() if axis})
     shared = _made_by_all(step)
-    rows = {n: row for n, v in analysis.inputs.items() if isinstance(row := analysis.layout(v), Rows)}
+    rows = {n: row for n, v in analysis.inputs.items() if isinstance(row := analysis.layout(v), RowAxis)}
     in_state = {row.leaf for n, row in rows.items() if isinstance(n, str) and n not in step.params}
     asked = {row.leaf: n for n, row in rows.items() if isinstance(n, str) and n in step.asked}
     leaves: dict[str, Sliced] = {}
@@ -180,8 +180,8 @@ def _read_as_layers(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str
     least: dict[str, int] = {}
     ahead = dict(axes)
     for first in range(1, 1 + max((vars_of[n].aval.ndim for n in axes), default=0)):
-        scattering = scatter_flow(eqns, {g: Rows(n, ahead[n]) for g, n in gradients.items() if n in ahead}, local)
-        rows = {vars_of[n]: Rows(n, axis) for n, axis in ahead.items()}
+        scattering = scatter_flow(eqns, {g: RowAxis(n, ahead[n]) for g, n in gradients.items() if n in ahead}, local)
+        rows = {vars_of[n]: RowAxis(n, axis) for n, axis in ahead.items()}
         found = slice_flow(eqns, rows, local, (), scattering.operands(eqns)).largest()
         for n, axis in ahead.items():
             if found.get(n, 0) < least.get(n, math.inf):

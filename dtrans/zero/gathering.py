@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtrans._jax import Atom, Var
-from dtrans.rows.layout import Rows
+from dtrans.rows.layout import RowAxis
 from dtrans.zero.choose_slices import Sliced
 
 
@@ -35,7 +35,7 @@ class Gathering:
     segment: float
     once: bool = False
 
-    def cut(self, row: Rows) -> Sliced:
+    def cut(self, row: RowAxis) -> Sliced:
         """How a value with rows of a leaf is cut."""
         s = self.leaves[row.leaf]
         return Sliced(row.axis, s.size * row.width, s.part * row.width, s.degree)
@@ -55,8 +55,8 @@ class Given:
     """
 
     slices: Mapping[Var, Atom]
-    rows: Mapping[Var, Rows]
+    rows: Mapping[Var, RowAxis]
     local: set[Var]
-    wanted: Mapping[Var, Rows]
+    wanted: Mapping[Var, RowAxis]
     summed: Mapping[Var, Atom] = dataclasses.field(default_factory=dict)
-    taken: Mapping[Var, Rows] = dataclasses.field(default_factory=dict)
+    taken: Mapping[Var, RowAxis] = dataclasses.field(default_factory=dict)

@@ -14,7 +14,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.pytree import unused_name
 from dtrans.rows.analysis import analyse
-from dtrans.rows.layout import Rows
+from dtrans.rows.layout import RowAxis
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 from dtrans.zero.choose_slices import Slices
 
@@ -65,7 +65,7 @@ class GradientResults:
         )
         analysis = analyse(half, step.params, slices.analysis.axes)
         mixed: Collection[str] = {
-            row.leaf for n in step.from_gradients if isinstance(row := analysis.layout(analysis.outputs[n]), Rows)
+            row.leaf for n in step.from_gradients if isinstance(row := analysis.layout(analysis.outputs[n]), RowAxis)
         } | set(analysis.groups)
         self.half = half
         leaves = {n: s for n, s in slices.leaves.items() if n not in mixed}

@@ -30,7 +30,7 @@ from dtrans._jax import (
 )
 from dtrans.ir.builder import Builder
 from dtrans.ops import all_gather_p
-from dtrans.rows.layout import Rows
+from dtrans.rows.layout import RowAxis
 from dtrans.step.weight_gradients import straightened
 from dtrans.zero.gathering import Gathering, Given
 from dtrans.zero.prefetch import prefetched
@@ -101,7 +101,13 @@ def written_loop(g: Gatherer, i: int) -> tuple[JaxprEqn, list[Atom]]:
 
 
 def _body(
-    g: Gatherer, i: int, eqn: JaxprEqn, old: Any, number: int, passed: Mapping[int, Rows], wanted: Mapping[int, Rows]
+    g: Gatherer,
+    i: int,
+    eqn: JaxprEqn,
+    old: Any,
+    number: int,
+    passed: Mapping[int, RowAxis],
+    wanted: Mapping[int, RowAxis],
 ) -> _Written:
     """A body, on slices."""
     inner = opened(old)
@@ -112,7 +118,7 @@ def _body(
     consts, carried = scan_counts(eqn) if eqn.primitive.name == SCAN else (0, 0)
     how: Gathering = dataclasses.replace(g.how, prefetch=g.how.prefetch_in_loops)
     slices: dict[Var, Atom] = {}
-    rows: dict[Var, Rows] = {}
+    rows: dict[Var, RowAxis] = {}
     summed: dict[Var, Atom] = {}
     for k in range(len(eqn.invars)):
         at, _ = operands_inside(eqn, k)

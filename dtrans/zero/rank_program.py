@@ -31,7 +31,7 @@ from dtrans.ir.program import DIST, FORWARD, OPTIMIZE, Program, is_communication
 from dtrans.ir.pytree import both
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.rows.analysis import analyse
-from dtrans.rows.layout import Rows
+from dtrans.rows.layout import RowAxis
 from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, check_same_update, cut
 from dtrans.step.forward_backward import Arrange, HalfWriter, ready_order, write_trainer_half
 from dtrans.step.weight_gradients import straightened
@@ -106,7 +106,7 @@ class RankLayout:
         eqns, _ = trainer_equations(step)
         # ranks add up no others
         found = summed_gradients(step, eqns, [n for n in self.slices.leaves if n not in self.unreduced])
-        rows = {g: Rows(n, self.slices.leaves[n].axis) for g, n in found.items()}
+        rows = {g: RowAxis(n, self.slices.leaves[n].axis) for g, n in found.items()}
         local = local_values(eqns, [step.program.invars[n] for n in step.batch])
         flow, makers = scatter_flow(eqns, rows, local), makers_of(eqns)
         return {g: n for g, n in found.items() if flow.ends_of(g, makers)[1]}
@@ -239,7 +239,7 @@ class RankWriter:
     def _arranged(self, step: Cut) -> Arrange:
         """How the equations are ordered, and what loops need not hand on."""
         vars_of = step.program.invars
-        rows = {vars_of[n]: Rows(n, s.axis) for n, s in self.leaves.items() if self.o.stage == 3}
+        rows = {vars_of[n]: RowAxis(n, s.axis) for n, s in self.leaves.items() if self.o.stage == 3}
 
         def arrange(
             eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
@@ -267,10 +267,10 @@ class RankWriter:
         def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Sequence[tuple[int, Atom]]) -> HalfWriter:
             given = Given(
                 {vars_of[n]: local[n] for n in held},
-                {vars_of[n]: Rows(n, s.axis) for n, s in held.items()},
+                {vars_of[n]: RowAxis(n, s.axis) for n, s in held.items()},
                 local_values(eqns, [vars_of[n] for n in step.batch]),
-                {g: Rows(n, self.leaves[n].axis) for g, n in layers.items()},
-                taken={g: Rows(n, self.leaves[n].axis) for n in self.layout.unreduced
+                {g: RowAxis(n, self.leaves[n].axis) for g, n in layers.items()},
+                taken={g: RowAxis(n, self.leaves[n].axis) for n in self.layout.unreduced
                        if n in self.leaves and isinstance(g := step.gradients.get(n), Var)},
             )  # fmt: skip
             return Gatherer(b, step.program.jaxpr, eqns, roles, given, how, ends)

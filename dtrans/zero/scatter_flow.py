@@ -20,7 +20,7 @@ from typing import Any
 
 from dtrans._jax import REMAT, SCAN, Atom, JaxprEqn, Var, bodies, opened, scan_counts
 from dtrans.engine.writer import linear_operands
-from dtrans.rows.layout import SHARED, Rows
+from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.rows.rules import Step, step_of
 from dtrans.zero.slice_flow import local_inside
 
@@ -36,9 +36,9 @@ class ScatterFlow:
       inside: by position, the same of its body.
     """
 
-    rows: dict[Var, Rows]
+    rows: dict[Var, RowAxis]
     steps: dict[int, Step] = dataclasses.field(default_factory=dict)
-    loops: dict[int, dict[int, Rows]] = dataclasses.field(default_factory=dict)
+    loops: dict[int, dict[int, RowAxis]] = dataclasses.field(default_factory=dict)
     inside: dict[int, ScatterFlow] = dataclasses.field(default_factory=dict)
 
     def operands(self, eqns: Sequence[JaxprEqn]) -> dict[int, Collection[int]]:
@@ -81,7 +81,7 @@ def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
 
 def scatter_flow(
     eqns: Sequence[JaxprEqn],
-    wanted: Mapping[Var, Rows],
+    wanted: Mapping[Var, RowAxis],
     local: Collection[Var],
     ends: Iterable[Atom] = (),
     inputs: Collection[Var] = (),
@@ -99,7 +99,7 @@ def scatter_flow(
     reads: Counter[Any] = Counter(a for e in eqns for a in e.invars if isinstance(a, Var))
     reads.update(a for a in ends if isinstance(a, Var))
 
-    def want(a: Atom, row: Rows | None) -> None:
+    def want(a: Atom, row: RowAxis | None) -> None:
         if row is not None and isinstance(a, Var) and a in local and a in made and reads[a] == 1 and a not in wanted:
             flow.rows[a] = row
 
@@ -121,7 +121,7 @@ def scatter_flow(
 def _prune(
     flow: ScatterFlow,
     eqns: Sequence[JaxprEqn],
-    wanted: Mapping[Var, Rows],
+    wanted: Mapping[Var, RowAxis],
     local: Collection[Var],
     inputs: Collection[Var],
 ) -> None:
@@ -149,7 +149,7 @@ def _prune(
     flow.rows = {v: row for v, row in flow.rows.items() if v in kept}
 
 
-def _on_rows(eqn: JaxprEqn, row: Rows, local: Collection[Var]) -> Step | None:
+def _on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
     """How an equation that is linear in what ranks add up is carried out on rows of its output."""
     summed = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in local}
     if not any(summed <= set(together) for together in linear_operands(eqn)):
@@ -158,15 +158,15 @@ def _on_rows(eqn: JaxprEqn, row: Rows, local: Collection[Var]) -> Step | None:
     return step if step is not None and all(step.operands[k] is not None for k in summed) else None
 
 
-def rows_of_operands(eqn: JaxprEqn, row: Rows) -> Step | None:
+def rows_of_operands(eqn: JaxprEqn, row: RowAxis) -> Step | None:
     """How an equation is carried out on rows of operands, so that its output has these rows; None where it cannot be.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from dtrans.rows.layout import Rows
+      >>> from dtrans.rows.layout import RowAxis
       >>> eqn = jax.make_jaxpr(jnp.transpose)(jnp.ones((6, 2))).jaxpr.eqns[0]
-      >>> rows_of_operands(eqn, Rows("w", 1)).operands
-      (Rows(leaf='w', axis=0, width=1),)
+      >>> rows_of_operands(eqn, RowAxis("w", 1)).operands
+      (RowAxis(leaf='w', axis=0, width=1),)
     """
     count = eqn.outvars[0].aval.shape[row.axis] // row.width
     for k, a in enumerate(eqn.invars):
@@ -175,7 +175,7 @@ def rows_of_operands(eqn: JaxprEqn, row: Rows) -> Step | None:
                 if not width or size != count * width:
                     continue
                 ins: list[Any] = [SHARED] * len(eqn.invars)
-                ins[k] = Rows(row.leaf, axis, width)
+                ins[k] = RowAxis(row.leaf, axis, width)
                 step = step_of(eqn, ins)
                 if step is not None and not step.reduce and step.outs == (row,):
                     return step
@@ -183,7 +183,7 @@ def rows_of_operands(eqn: JaxprEqn, row: Rows) -> Step | None:
 
 
 def _into(
-    flow: ScatterFlow, i: int, eqn: JaxprEqn, found: Mapping[int, Rows], local: Collection[Var], want: Any
+    flow: ScatterFlow, i: int, eqn: JaxprEqn, found: Mapping[int, RowAxis], local: Collection[Var], want: Any
 ) -> None:
     """A loop, or a body that is computed twice."""
     body = opened(*bodies(eqn))

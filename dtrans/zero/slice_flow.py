@@ -1,8 +1,8 @@
 """What of a step can be had as slices of its leaves, and what of leaves is read whole.
 
-A leaf is cut along one dimension (`Rows`). What is made of leaves alone, row by row, has slices too: a stack in another
-type, some layers of it, a layer that is picked by a number. So a loop can be given slices, however it comes to its
-layers, and a layer is whole only where something mixes its rows:
+A leaf is cut along one dimension (`RowAxis`). What is made of leaves alone, row by row, has slices too: a stack in
+another type, some layers of it, a layer that is picked by a number. So a loop can be given slices, however it comes to
+its layers, and a layer is whole only where something mixes its rows:
 
     w: (16, D, D), cut along its second dimension
     stack = convert w          slices: the loop takes these apart
@@ -39,7 +39,7 @@ from dtrans._jax import (
 )
 from dtrans.ir.inline import inline_calls
 from dtrans.ops import trainer_index_p
-from dtrans.rows.layout import SHARED, Rows
+from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.rows.rules import Step, step_of
 
 
@@ -67,18 +67,18 @@ class SliceFlow:
     """
 
     eqns: Sequence[JaxprEqn]
-    rows: dict[Var, Rows]
+    rows: dict[Var, RowAxis]
     local: Collection[Var]
     steps: dict[int, Step] = dataclasses.field(default_factory=dict)
     parts: set[Var] = dataclasses.field(default_factory=set)
     roots: dict[Var, frozenset[Var]] = dataclasses.field(default_factory=dict)
     whole: set[Var] = dataclasses.field(default_factory=set)
-    passed: dict[int, dict[int, Rows]] = dataclasses.field(default_factory=dict)
+    passed: dict[int, dict[int, RowAxis]] = dataclasses.field(default_factory=dict)
     inside: dict[int, tuple[SliceFlow, ...]] = dataclasses.field(default_factory=dict)
     reads: dict[int, list[Atom]] = dataclasses.field(default_factory=dict)
     reductions: set[int] = dataclasses.field(default_factory=set)
 
-    def row(self, atom: Atom) -> Rows | None:
+    def row(self, atom: Atom) -> RowAxis | None:
         """The rows of a value, if it has slices."""
         return self.rows.get(atom) if isinstance(atom, Var) else None
 
@@ -150,7 +150,7 @@ def _flat(eqn: JaxprEqn) -> JaxprEqn:
 
 def slice_flow(
     eqns: Sequence[JaxprEqn],
-    rows: Mapping[Var, Rows],
+    rows: Mapping[Var, RowAxis],
     local: Collection[Var],
     ends: Iterable[Atom] = (),
     elsewhere: Mapping[int, Collection[int]] | None = None,
@@ -188,7 +188,7 @@ def slice_flow(
     return flow
 
 
-def _through(flow: SliceFlow, i: int, eqn: JaxprEqn, ins: Sequence[Rows | None]) -> Collection[int]:
+def _through(flow: SliceFlow, i: int, eqn: JaxprEqn, ins: Sequence[RowAxis | None]) -> Collection[int]:
     """One equation; the operands that it reads whole."""
     mixed = [a for a, row in zip(eqn.invars, ins, strict=True) if row is None and not flow.is_same(a)]
     step = None if mixed or eqn.effects else step_of(eqn, [row or SHARED for row in ins])
@@ -198,7 +198,7 @@ def _through(flow: SliceFlow, i: int, eqn: JaxprEqn, ins: Sequence[Rows | None])
     flow.steps[i] = step
     (out,) = eqn.outvars
     row = step.outs[0]
-    if not isinstance(row, Rows):
+    if not isinstance(row, RowAxis):
         return ()
     flow.rows[out] = row
     first = next(a for a, x in zip(eqn.invars, ins, strict=True) if x is not None)
@@ -227,7 +227,7 @@ def _into(flow: SliceFlow, i: int, eqn: JaxprEqn) -> Collection[int]:
     if eqn.primitive.name == COND and not flow.is_same(eqn.invars[0]):  # ranks are in different branches
         return range(len(eqn.invars))
     consts, carried = scan_counts(eqn) if eqn.primitive.name == SCAN else (len(eqn.invars), 0)
-    passed: dict[int, Rows] = {}
+    passed: dict[int, RowAxis] = {}
     for k, a in enumerate(eqn.invars):
         row = flow.row(a)
         at, less = operands_inside(eqn, k)
@@ -263,7 +263,7 @@ def _better_whole(eqn: JaxprEqn, k: int, body: Any, inside: SliceFlow) -> bool:
     return v in inside.whole and not hands_on
 
 
-def _body_flow(flow: SliceFlow, eqn: JaxprEqn, body: Any, passed: Mapping[int, Rows]) -> SliceFlow:
+def _body_flow(flow: SliceFlow, eqn: JaxprEqn, body: Any, passed: Mapping[int, RowAxis]) -> SliceFlow:
     """The same inside a body."""
     rows = {body.invars[operands_inside(eqn, k)[0]]: row for k, row in passed.items()}
     carried = scan_counts(eqn)[1] if eqn.primitive.name == SCAN else 0

@@ -29,7 +29,7 @@ from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import DIST, OPTIMIZE
 from dtrans.ops import all_reduce_p, identity_of, trainer_index_p
 from dtrans.rows.flow import Flow
-from dtrans.rows.layout import Rows
+from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step
 from dtrans.rows.writer import RowRange, RowWriter
 from dtrans.step.cut import OptimizeHalf
@@ -59,20 +59,20 @@ class SliceWriter(RowWriter):
         self.axis_name = axis_name
         self._start: dict[int, Atom] = {}
 
-    def start(self, row: Rows) -> Atom:
+    def start(self, row: RowAxis) -> Atom:
         """Where the rank's rows begin, in a value that has them."""
         if row.width not in self._start:
             (index,) = self.b.bind(trainer_index_p, over=(self.axis_name,))
             self._start[row.width] = self.b.call(times(self.sliced.part * row.width), index)[0]
         return self._start[row.width]
 
-    def rows_of_constant(self, var: Var, row: Rows) -> Atom:
+    def rows_of_constant(self, var: Var, row: RowAxis) -> Atom:
         return self.rows_of_whole(self.b.constant(self.b.constant_value(var)), row)
 
-    def counted(self, dtype: Any, shape: tuple[int, ...], row: Rows) -> Atom:
+    def counted(self, dtype: Any, shape: tuple[int, ...], row: RowAxis) -> Atom:
         return self.b.call(_counted(np.dtype(dtype), shape, row.axis), self.start(row))[0]
 
-    def rows_of_whole(self, value: Atom, row: Rows) -> Atom:
+    def rows_of_whole(self, value: Atom, row: RowAxis) -> Atom:
         s = self.sliced
         return self.b.call(rows_from(row.axis, s.part * row.width, s.padded * row.width), value, self.start(row))[0]
 
@@ -114,7 +114,7 @@ def sliced_half(slices: Slices, axis_name: str) -> OptimizeHalf:
     layouts = {n: flow.layout(v) for n, v in slices.analysis.inputs.items()}
     for n, var in slices.analysis.inputs.items():
         row = layouts[n]
-        if isinstance(row, Rows) and row.leaf in writers:
+        if isinstance(row, RowAxis) and row.leaf in writers:
             writers[row.leaf].env[var] = b.input(writers[row.leaf].cut(var.aval, row))
         else:
             wholes[var] = b.input(var.aval)
@@ -143,8 +143,8 @@ def sliced_half(slices: Slices, axis_name: str) -> OptimizeHalf:
 
     outs: list[Atom] = []
     for n, out in slices.analysis.outputs.items():
-        row = layouts[n] if n in layouts else Rows(n, slices.analysis.axes.get(n, 0))
-        if isinstance(row, Rows) and row.leaf in writers:
+        row = layouts[n] if n in layouts else RowAxis(n, slices.analysis.axes.get(n, 0))
+        if isinstance(row, RowAxis) and row.leaf in writers:
             outs.append(writers[row.leaf].read(out, row))
         else:
             outs.append(_whole(out, wholes))
@@ -159,7 +159,7 @@ def _leaf_of(step: Step | None, leaves: Mapping[str, Sliced]) -> str | None:
     """The leaf on whose slices an equation is carried out."""
     if step is None:
         return None
-    found = {x.leaf for x in (*step.operands, *step.outs) if isinstance(x, Rows) and x.leaf in leaves}
+    found = {x.leaf for x in (*step.operands, *step.outs) if isinstance(x, RowAxis) and x.leaf in leaves}
     assert len(found) <= 1, found
     return found.pop() if found else None
 

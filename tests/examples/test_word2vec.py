@@ -27,8 +27,9 @@ def test_the_text_is_words_and_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     again = Words.load(tmp_path / "words.npz")
     for a, b in zip(words.batch(WordSettings(), 3), again.batch(WordSettings(), 3), strict=True):
         assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no source of Python's standard library"):
-        read(library=tmp_path / "test")
+        read(library=tmp_path / "empty")
 
 
 def test_the_nearest_words_are_those_of_the_smallest_angles() -> None:

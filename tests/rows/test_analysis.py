@@ -16,7 +16,7 @@ from jax import lax
 import dtrans
 from dtrans._jax import equations
 from dtrans.rows.analysis import analyse
-from dtrans.rows.layout import SHARED, Rows, Whole, join, leaves_of
+from dtrans.rows.layout import SHARED, RowAxis, Whole, join, leaves_of
 from dtrans.slicing.rounds import ExchangeRounds
 from dtrans.step.cut import Gradient, cut
 
@@ -76,12 +76,12 @@ def test_elementwise_optimizers_leave_each_leaf_free(name):
     assert analysis.groups == {}
     assert ExchangeRounds(analysis).crossings == {}
     for leaf in NAMES:
-        assert analysis.layout(analysis.inputs[Gradient(leaf)]) == Rows(leaf, 0)
-        assert analysis.layout(analysis.outputs[leaf]) == Rows(leaf, 0)
+        assert analysis.layout(analysis.inputs[Gradient(leaf)]) == RowAxis(leaf, 0)
+        assert analysis.layout(analysis.outputs[leaf]) == RowAxis(leaf, 0)
     for state, var in analysis.inputs.items():
         if str(state).startswith("opt_state"):
             of = [leaf for leaf in NAMES if "hyperparams" not in state and state.endswith(leaf.removeprefix("params"))]
-            assert analysis.layout(var) == (Rows(of[0], 0) if of else SHARED), state
+            assert analysis.layout(var) == (RowAxis(of[0], 0) if of else SHARED), state
 
 
 # how many values cross, by which operations, and at which levels their parts are made
@@ -116,9 +116,9 @@ def test_reductions_leave_each_leaf_free_and_cross(name):
 def test_adafactor_has_rows_of_its_row_sums_and_shares_its_column_sums():
     analysis = analysed(optax.adafactor(0.1, min_dim_size_to_factor=2))
     layouts = {n: analysis.layout(v) for n, v in analysis.inputs.items() if str(n).startswith("opt_state")}
-    assert layouts["opt_state/0/v_row/w1"] == Rows("params/w1", 0)
+    assert layouts["opt_state/0/v_row/w1"] == RowAxis("params/w1", 0)
     assert layouts["opt_state/0/v_col/w1"] is SHARED
-    assert layouts["opt_state/0/v/b1"] == Rows("params/b1", 0)
+    assert layouts["opt_state/0/v/b1"] == RowAxis("params/b1", 0)
 
 
 def test_novograd_shares_its_norms():
@@ -209,7 +209,7 @@ def test_reasons_name_the_equation_the_type_and_where():
 
 
 def test_layouts_join_upwards():
-    a, b = Rows("a", 0), Rows("b", 0)
+    a, b = RowAxis("a", 0), RowAxis("b", 0)
     assert join(SHARED, a, "x") == join(a, SHARED, "x") == join(a, a, "x") == a
     up = join(a, b, "x")
     assert up == Whole(frozenset("ab")) and up.reason == "x is made of rows in two ways"
@@ -226,9 +226,9 @@ def test_state_layouts_come_from_what_the_state_is_made_of_not_from_names():
         init=lambda p: {"b1": jnp.zeros((5, 5)), "n": jnp.zeros(())},
     )
     assert analysis.groups == {}
-    assert analysis.layout(analysis.inputs["opt_state/b1"]) == Rows("params/w2", 0)
+    assert analysis.layout(analysis.inputs["opt_state/b1"]) == RowAxis("params/w2", 0)
     assert analysis.layout(analysis.inputs["opt_state/n"]) is SHARED
-    assert analysis.home(Rows("params/w2", 0)) == "params/w2" and analysis.home(SHARED) is None
+    assert analysis.home(RowAxis("params/w2", 0)) == "params/w2" and analysis.home(SHARED) is None
 
 
 def test_a_number_reduced_from_rows_makes_state_that_is_shared():
@@ -247,7 +247,7 @@ def test_a_number_picked_from_rows_makes_state_that_lives_with_the_leaf():
 def test_state_may_have_its_rows_along_another_axis():
     analysis = of_update(lambda g, s, p: (g, {"t": s["t"] + g["w1"].T}), init=lambda p: {"t": jnp.zeros((5, 5))})
     assert analysis.groups == {}
-    assert analysis.layout(analysis.inputs["opt_state/t"]) == Rows("params/w1", 1)
+    assert analysis.layout(analysis.inputs["opt_state/t"]) == RowAxis("params/w1", 1)
 
 
 def test_state_that_swaps_places_settles():
@@ -255,12 +255,12 @@ def test_state_that_swaps_places_settles():
         return g, {"a": s["b"], "b": s["c"], "c": g["w1"] + s["a"]}
 
     analysis = of_update(update, init=lambda p: {n: jnp.zeros((5, 5)) for n in "abc"})
-    assert {analysis.layout(analysis.inputs[f"opt_state/{n}"]) for n in "abc"} == {Rows("params/w1", 0)}
+    assert {analysis.layout(analysis.inputs[f"opt_state/{n}"]) for n in "abc"} == {RowAxis("params/w1", 0)}
 
 
 # -- primitives ------------------------------------------------------------------------------------
 
-R = Rows("params/k", 0)
+R = RowAxis("params/k", 0)
 IOTA = np.arange(24.0, dtype=np.float32).reshape(4, 2, 3)
 # of `x`, the gradient of a leaf of shape (4, 2, 3): what a function makes of it, and its layout; the operation
 # where it is a reduction whose parts cross; or, as a string, how the reason for keeping it whole begins
@@ -286,16 +286,16 @@ RULES = {
     "argmax_of_others": (lambda x: jnp.argmax(x, 2), R),
     "argmax_of_rows": (lambda x: jnp.argmax(x, 0), {"max", "min"}),
     "argmin_of_rows": (lambda x: jnp.argmin(x, 0), {"min"}),
-    "transpose": (lambda x: x.transpose(1, 0, 2), Rows("params/k", 1)),
+    "transpose": (lambda x: x.transpose(1, 0, 2), RowAxis("params/k", 1)),
     "squeeze": (lambda x: lax.squeeze(x[None, :, :1], (0, 2)), R),
-    "expand": (lambda x: x[None], Rows("params/k", 1)),
-    "broadcast": (lambda x: jnp.broadcast_to(x, (2, 4, 2, 3)), Rows("params/k", 1)),
-    "ravel": (jnp.ravel, Rows("params/k", 0, 6)),
+    "expand": (lambda x: x[None], RowAxis("params/k", 1)),
+    "broadcast": (lambda x: jnp.broadcast_to(x, (2, 4, 2, 3)), RowAxis("params/k", 1)),
+    "ravel": (jnp.ravel, RowAxis("params/k", 0, 6)),
     "ravel_and_back": (lambda x: jnp.ravel(x).reshape(4, 3, 2), R),
     "merge_others": (lambda x: x.reshape(4, 6), R),
     "merge_with_others_before": (lambda x: x.transpose(1, 0, 2).reshape(8, 3), "reshape mixes rows"),
     "split_rows": (lambda x: x.reshape(2, 2, 2, 3), "reshape mixes rows"),
-    "stack": (lambda x: jnp.stack([x, x + 1]), Rows("params/k", 1)),
+    "stack": (lambda x: jnp.stack([x, x + 1]), RowAxis("params/k", 1)),
     "stack_behind": (lambda x: jnp.stack([x, x + 1], 1), R),
     "unstack": (lambda x: jnp.unstack(x, axis=1)[1], R),
     "unstack_rows": (lambda x: jnp.unstack(x)[1], "unstack mixes rows"),
@@ -324,7 +324,7 @@ RULES = {
     "gram_of_columns": (lambda x: jnp.einsum("ijk,ijl->kl", x, x), "sum"),
     "gram_of_rows": (lambda x: jnp.einsum("ijk,ljk->il", x, x), "dot_general mixes rows"),
     "matmul": (lambda x: x @ jnp.ones((3, 5)), R),
-    "matmul_from_the_left": (lambda x: jnp.einsum("ab,icb->aic", jnp.ones((5, 3)), x), Rows("params/k", 1)),
+    "matmul_from_the_left": (lambda x: jnp.einsum("ab,icb->aic", jnp.ones((5, 3)), x), RowAxis("params/k", 1)),
     "batched": (lambda x: jnp.einsum("ijk,ilk->ijl", x, x), R),
     "contracted_with_shared": (lambda x: jnp.einsum("i,ijk->jk", jnp.arange(4.0), x), "sum"),
     "cholesky": (lambda x: jnp.linalg.cholesky(x @ x.transpose(0, 2, 1)), R),
@@ -353,7 +353,7 @@ def test_rules(name):
         lambda g, s, p: (g, {"out": fn(g["k"])}), params, lambda p: {"out": jnp.zeros(made.shape, made.dtype)}
     )
     layout, crossings = analysis.layout(analysis.outputs["opt_state/out"]), ExchangeRounds(analysis).crossings.values()
-    if isinstance(expected, Rows):
+    if isinstance(expected, RowAxis):
         assert layout == expected
         assert not analysis.groups and not crossings
     elif isinstance(expected, set):
@@ -395,7 +395,7 @@ def test_a_branch_over_all_leaves_is_taken_apart():
     analysis = of_update(update, init=lambda p: {"count": jnp.zeros((), jnp.int32)})
     assert analysis.groups == {}
     assert [len(e.outvars) for e in conds(analysis)] == [1] * len(NAMES)
-    assert {analysis.layout(e.outvars[0]) for e in conds(analysis)} == {Rows(n, 0) for n in NAMES}
+    assert {analysis.layout(e.outvars[0]) for e in conds(analysis)} == {RowAxis(n, 0) for n in NAMES}
 
 
 def test_a_branch_that_reduces_is_computed_on_both_sides():

@@ -19,7 +19,7 @@ from dtrans._jax import ELEMENTWISE, Atom, JaxprEqn, Literal, Var, line_of
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.display import short_type
 from dtrans.rows.flow import Flow, _Pass
-from dtrans.rows.layout import SHARED, Layout, Rows, Whole
+from dtrans.rows.layout import SHARED, Layout, RowAxis, Whole
 from dtrans.rows.rules import Step
 from dtrans.step.cut import Cut
 from dtrans.step.forward_backward import half_equations
@@ -79,7 +79,7 @@ class _LookupPass(_Pass):
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
         rule = _PICKS.get(eqn.primitive.name)
-        if rule is not None and isinstance(ins[0], Rows) and all(x is SHARED for x in ins[1:]):
+        if rule is not None and isinstance(ins[0], RowAxis) and all(x is SHARED for x in ins[1:]):
             pick = rule(eqn, ins[0])
             if pick is not None:
                 return pick
@@ -97,10 +97,10 @@ def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
     chosen = [n for n in step.optimized if _is_picked(eqns, vars_of[n])] if leaves is None else list(leaves)
     refused: dict[str, str] = {}
     while True:
-        start: dict[Var, Layout] = {vars_of[n]: Rows(n, 0) for n in chosen}
+        start: dict[Var, Layout] = {vars_of[n]: RowAxis(n, 0) for n in chosen}
         for n in chosen:
             zeros = _zeros_of(eqns, step.gradients.get(n), vars_of[n])
-            start |= {v: Rows(n, 0) for v in zeros if v not in start}
+            start |= {v: RowAxis(n, 0) for v in zeros if v not in start}
         flow = _LookupPass(()).over(eqns, start)
         found = {n: _refusal(step, eqns, flow, n, chosen) for n in chosen}
         refused |= {n: why for n, why in found.items() if why}
@@ -147,7 +147,7 @@ def _zeros_of(eqns: Sequence[JaxprEqn], gradient: Atom | None, leaf: Var) -> lis
 def _refusal(step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, chosen: Collection[str]) -> str:
     """Why a leaf is no table; empty where it is one."""
     for i, done in flow.steps.items():
-        rows = [x for a in eqns[i].invars if isinstance(x := flow.layout(a), Rows) and x.leaf == leaf]
+        rows = [x for a in eqns[i].invars if isinstance(x := flow.layout(a), RowAxis) and x.leaf == leaf]
         bound = [x for x in done.outs if isinstance(x, Whole) and leaf in x.leaves]
         if rows and bound:
             return bound[0].reason or f"{_said(eqns[i])} mixes its rows"
@@ -159,13 +159,13 @@ def _refusal(step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, chosen:
     if not any(e.primitive.name in ("gather", "dynamic_slice") for e, _ in picks):
         return "no equation of the step picks rows of it"
     gradient = step.gradients.get(leaf)
-    if gradient is None or flow.layout(gradient) != Rows(leaf, 0):
+    if gradient is None or flow.layout(gradient) != RowAxis(leaf, 0):
         return "its gradient is not made by adding to rows of it"
     if not step.program.inputs[leaf].shape[0]:
         return "it has no rows"
     outs = step.program.outvars
     for n in (*step.results, *step.frozen):
-        if n != leaf and isinstance(flow.layout(outs[n]), Rows):
+        if n != leaf and isinstance(flow.layout(outs[n]), RowAxis):
             return f"the step returns its rows in {n}"
     others = {v for n, v in step.program.invars.items() if n in chosen}
     for e, s in picks:
@@ -178,7 +178,7 @@ def _refusal(step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, chosen:
 
 
 def _picks(done: Step, leaf: str) -> bool:
-    return isinstance(done, RowPick) and isinstance(done.operands[0], Rows) and done.operands[0].leaf == leaf
+    return isinstance(done, RowPick) and isinstance(done.operands[0], RowAxis) and done.operands[0].leaf == leaf
 
 
 def _table(step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str) -> TableLookups:
@@ -210,14 +210,14 @@ def _said(eqn: JaxprEqn) -> str:
 # -- what picks rows -------------------------------------------------------------------------------
 
 
-def _gather(eqn: JaxprEqn, row: Rows) -> RowPick | None:
+def _gather(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
     numbers = eqn.params["dimension_numbers"]
     if row.axis not in numbers.start_index_map or eqn.params["slice_sizes"][row.axis] != 1 or row.width != 1:
         return None
     return RowPick((row, None), (SHARED,), component=numbers.start_index_map.index(row.axis))
 
 
-def _scatter_add(eqn: JaxprEqn, row: Rows) -> RowPick | None:
+def _scatter_add(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
     numbers = eqn.params["dimension_numbers"]
     at = numbers.scatter_dims_to_operand_dims
     if row.axis not in at or row.width != 1:
@@ -230,20 +230,20 @@ def _scatter_add(eqn: JaxprEqn, row: Rows) -> RowPick | None:
     return RowPick((row, None, None), (row,), component=at.index(row.axis))
 
 
-def _dynamic_slice(eqn: JaxprEqn, row: Rows) -> RowPick | None:
+def _dynamic_slice(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
     if eqn.params["slice_sizes"][row.axis] != 1 or eqn.invars[0].aval.shape[row.axis] == 1 or row.width != 1:
         return None
     return RowPick((row, *(None,) * (len(eqn.invars) - 1)), (SHARED,), numbers=1 + row.axis)
 
 
-def _dynamic_update_slice(eqn: JaxprEqn, row: Rows) -> RowPick | None:
+def _dynamic_update_slice(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
     whole, part = (a.aval.shape[row.axis] for a in eqn.invars[:2])
     if part != 1 or whole == 1 or row.width != 1:
         return None
     return RowPick((row, *(None,) * (len(eqn.invars) - 1)), (row,), numbers=2 + row.axis)
 
 
-_PICKS: Mapping[str, Callable[[JaxprEqn, Rows], RowPick | None]] = {
+_PICKS: Mapping[str, Callable[[JaxprEqn, RowAxis], RowPick | None]] = {
     "gather": _gather,
     "scatter-add": _scatter_add,
     "dynamic_slice": _dynamic_slice,

@@ -24,7 +24,7 @@ from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
 from dtrans.ops import prefetch_p, split_ids_p
 from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups
-from dtrans.rows.layout import Layout, Rows
+from dtrans.rows.layout import Layout, RowAxis
 from dtrans.rows.writer import RowWriter
 
 
@@ -36,7 +36,7 @@ class _Sizes:
 
     def cut(self, aval: Any, layout: Layout) -> Any:
         """The type of these rows of a value."""
-        if not isinstance(layout, Rows):
+        if not isinstance(layout, RowAxis):
             return aval
         shape, axis = aval.shape, layout.axis
         return aval.update(shape=(*shape[:axis], self.of[layout.leaf] * layout.width, *shape[axis + 1 :]))
@@ -96,18 +96,18 @@ class TableWriter(RowWriter):
 
     def result(self, atom: Atom, maker: int) -> Atom:
         """A value that is wanted."""
-        layout = Rows("", 0) if isinstance(atom, Literal) else self.flow.layout(atom)
-        return self.read(atom, layout if isinstance(layout, Rows) and layout.leaf else None)
+        layout = RowAxis("", 0) if isinstance(atom, Literal) else self.flow.layout(atom)
+        return self.read(atom, layout if isinstance(layout, RowAxis) and layout.leaf else None)
 
     # -- rows ------------------------------------------------------------------------------------
 
-    def rows_of_constant(self, var: Var, row: Rows) -> Atom:
+    def rows_of_constant(self, var: Var, row: RowAxis) -> Atom:
         return self.rows_of_whole(var, row)
 
-    def counted(self, dtype: Any, shape: tuple[int, ...], row: Rows) -> Atom:
+    def counted(self, dtype: Any, shape: tuple[int, ...], row: RowAxis) -> Atom:
         return self.b.call(_numbered(dtype, shape, row.axis), self.uniq[row.leaf])[0]
 
-    def rows_of_whole(self, value: Atom, row: Rows) -> Atom:
+    def rows_of_whole(self, value: Atom, row: RowAxis) -> Atom:
         assert row.width == 1
         return self.b.call(_taken(row.axis), value, self.uniq[row.leaf])[0]
 

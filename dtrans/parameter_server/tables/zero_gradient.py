@@ -20,7 +20,7 @@ import numpy as np
 from dtrans._jax import COND, ELEMENTWISE, Atom, JaxprEqn, Literal, Var, bodies, line_of, opened, origin_of
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.flow import Flow
-from dtrans.rows.layout import Rows, Shared
+from dtrans.rows.layout import RowAxis, Shared
 from dtrans.rows.rules import Step
 from dtrans.step.cut import Gradient
 
@@ -69,7 +69,7 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str) -> ZeroGradient:
     rows = {n: v for n, v in inputs.items() if isinstance(n, str) and n in outputs and seen.is_row(v)}
     moves = tuple(n for n, v in rows.items() if not _equal(seen.kind(outputs[n]), _Same(v)))
     state = tuple(n for n in rows if n != leaf)
-    unlike = tuple(n for n in state if analysis.layout(inputs[n]) != Rows(leaf, 0))
+    unlike = tuple(n for n in state if analysis.layout(inputs[n]) != RowAxis(leaf, 0))
     return ZeroGradient(moves, seen.counts, seen.positions, state, unlike)
 
 
@@ -85,7 +85,7 @@ class _Followed:
     def is_row(self, a: Atom) -> bool:
         """Whether a value has rows of the leaf."""
         layout = self.flow.layout(a)
-        return isinstance(layout, Rows) and layout.leaf == self.leaf
+        return isinstance(layout, RowAxis) and layout.leaf == self.leaf
 
     def kind(self, a: Atom) -> _Kind:
         """What a value is at such a row; a shared one, if it is one number."""
@@ -101,7 +101,7 @@ class _Followed:
         """Follow all equations."""
         for i, eqn in enumerate(self.eqns):
             step = self.flow.steps.get(i)
-            if step is None or not any(isinstance(x, Rows) and x.leaf == self.leaf for x in step.operands):
+            if step is None or not any(isinstance(x, RowAxis) and x.leaf == self.leaf for x in step.operands):
                 continue
             if eqn.primitive.name == COND:
                 self._cond(eqn, step)
