@@ -75,6 +75,7 @@ from dtrans._jax.primitives import (
     scan_length as scan_length,
     scan_turns as scan_turns,
     scan_with as scan_with,
+    scan_with_constants as scan_with_constants,
     warn_if_unknown as warn_if_unknown,
     while_counts as while_counts,
     with_bodies as with_bodies,

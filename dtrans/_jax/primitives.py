@@ -183,6 +183,15 @@ def scan_with(eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars:
     return eqn.replace(invars=list(invars), outvars=list(outvars), params=params)
 
 
+def scan_with_constants(eqn: JaxprEqn, more: int) -> dict[str, Any]:
+    """The parameters of a `scan` that is given more constants, before those that it has."""
+    consts, carried = scan_counts(eqn)
+    if "ft_in" in eqn.params:
+        taken, made = len(eqn.invars) - consts - carried, len(eqn.outvars) - carried
+        return _scan_trees(consts + more, carried, taken, made)
+    return {"num_consts": consts + more}
+
+
 @functools.cache
 def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, Any]:
     """How a `scan` says from 0.11 which operands and results are of which kind: JAX is asked for one of this kind."""

@@ -63,6 +63,8 @@ class _Pass:
       within: the loop or branch whose body this is.
     """
 
+    several = False  # whether a loop may be on rows of several leaves, each on its own
+
     def __init__(self, whole: Collection[str], free: Collection[Var] = (), within: JaxprEqn | None = None) -> None:
         self.whole = whole
         self.free = free
@@ -73,7 +75,7 @@ class _Pass:
         flow = Flow(dict(start))
         for i, eqn in enumerate(eqns):
             ins = [flow.layout(a) for a in eqn.invars]
-            if all(x is SHARED for x in ins):
+            if all(x is SHARED for x in ins) and not self._begins(eqn):
                 continue
             step = self._step(flow, eqn, ins)
             flow.steps[i] = step
@@ -85,6 +87,10 @@ class _Pass:
                 if x is SHARED and isinstance(a, Var) and a in self.free and a.aval.ndim:
                     flow.claims.setdefault(a, set()).update([row] if row else _NO_ROWS)
         return flow
+
+    def _begins(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation has rows though nothing that it reads has."""
+        return False
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
         """What one equation does, some of its operands not being shared."""
@@ -123,10 +129,12 @@ class _Pass:
     def _body(self, eqn: JaxprEqn, jaxpr: Any, ins: Sequence[Layout]) -> tuple[Flow, list[Layout]]:
         """One pass over a body, and the layouts of its outputs."""
         inner = opened(jaxpr)
-        inside = _Pass(self.whole, within=self.within or eqn).over(
-            inner.eqns, dict(zip(inner.invars, ins, strict=True))
-        )
+        inside = self._inside(eqn).over(inner.eqns, dict(zip(inner.invars, ins, strict=True)))
         return inside, [inside.layout(a) for a in inner.outvars]
+
+    def _inside(self, eqn: JaxprEqn) -> _Pass:
+        """A pass over the body of an equation."""
+        return _Pass(self.whole, within=self.within or eqn)
 
     def _cond(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
         """Each output is what it is in any branch. What reads several homes is taken apart later."""
@@ -186,7 +194,7 @@ class _Pass:
     ) -> Step:
         """A loop on the rows of one leaf that needs nothing from other servers; anything else binds."""
         leaves = leaves_of([*given, *outs])
-        if any(b.bound for b in bodies) or len(leaves) > 1:
+        if any(b.bound for b in bodies) or (len(leaves) > 1 and not self.several):
             return self._bound(eqn, given, "mixes leaves", bodies)
         if any(b.crosses for b in bodies) and not leaves <= set(self.whole):
             return self._bound(eqn, given, "reduces over rows in each turn", bodies)

@@ -29,6 +29,7 @@ import numpy as np
 from dtrans._jax import (
     COND,
     LOOPS,
+    REMAT,
     Atom,
     ClosedJaxpr,
     JaxprEqn,
@@ -51,18 +52,24 @@ if TYPE_CHECKING:
 
 
 def inline_bodies(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Inline the calls in the bodies of loops and branches, and in those of theirs."""
+    """Inline the calls in the bodies of loops and branches, and of what is computed again; and in those of theirs."""
     inner = opened(jaxpr)
-    eqns = [_inlined(e) for e in inner.eqns]
+    eqns = [inline_inside(e) for e in inner.eqns]
     if all(a is b for a, b in zip(eqns, inner.eqns, strict=True)):
         return jaxpr
     return closed(inner.constvars, constants(jaxpr), inner.invars, inner.outvars, eqns, jaxpr)
 
 
-def _inlined(eqn: JaxprEqn) -> JaxprEqn:
+def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
+    """An equation without calls in its bodies; as it is, where it has no bodies."""
+    flat: Callable[[Any], Any] = lambda body: inline_bodies(inline_calls(body))
+    if eqn.primitive.name in REMAT:
+        (body,) = bodies(eqn)
+        new = flat(body)
+        # such a body can have no constants of its own
+        return eqn if constants(new) else eqn.replace(params={**eqn.params, **with_bodies(eqn, [opened(new)])})
     if eqn.primitive.name not in (COND, *LOOPS):
         return eqn
-    flat: Callable[[Any], Any] = lambda body: inline_bodies(inline_calls(body))
     return eqn.replace(params=map_bodies(eqn.params, flat))
 
 

@@ -245,6 +245,8 @@ class RowWriter:
             if step is not None:
                 for v, made in zip(eqn.outvars, w.emit(eqn, step), strict=True):
                     w.place(flow.layout(v))[v] = made
+            elif eqn.effects:  # a print; anything else is made where it is read
+                w.wholes.update(zip(eqn.outvars, w.b.copy(eqn, [w.whole(a) for a in eqn.invars]), strict=True))
         return w.b.build(
             [w.read(a, x if isinstance(x, RowAxis) else None) for a, x in zip(inner.outvars, outs, strict=True)]
         )

@@ -8,21 +8,51 @@ them. Anything else, as a matrix product with the leaf, is what binds it, and is
 
 The gradient begins with zeros of the leaf's shape, which nothing connects with the leaf: they are found backwards from
 it.
+
+Rows may be picked in loops, in branches, and in what `jax.checkpoint` computes again. Their numbers are wanted before:
+those of a `scan` as a stack, which goes in, or comes out, or is made by a `scan` of the numbers alone; those of all
+branches, whichever is taken. A `while` does not say how often it turns, and so is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from dtrans._jax import ELEMENTWISE, Atom, JaxprEqn, Literal, Var, line_of
+import jax.numpy as jnp
+
+from dtrans._jax import (
+    COND,
+    ELEMENTWISE,
+    REMAT,
+    SCAN,
+    WHILE,
+    Atom,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies,
+    closed,
+    constants,
+    line_of,
+    live_part,
+    opened,
+    scan_counts,
+    scan_length,
+    scan_with,
+)
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.display import short_type
 from dtrans.rows.flow import Flow, _Pass
 from dtrans.rows.layout import SHARED, Layout, RowAxis, Whole
+from dtrans.rows.normalize import inline_inside
 from dtrans.rows.rules import Step
 from dtrans.step.cut import Cut
 from dtrans.step.forward_backward import half_equations
+
+
+_WITH_BODIES = frozenset({SCAN, COND, WHILE, *REMAT})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +75,12 @@ class TableLookups:
     Attributes:
       leaf: its name.
       rows: how many it has.
-      picks: the equations that do.
-      ids: the operands that number its rows, with the component that does, in the order of equations.
+      ids: the values that number its rows, with the component that does.
       size: how many rows a step can look up at most.
     """
 
     leaf: str
     rows: int
-    picks: tuple[tuple[JaxprEqn, RowPick], ...]
     ids: tuple[tuple[Atom, int | None], ...]
     size: int
 
@@ -65,24 +93,82 @@ class Lookups:
       tables: by their names.
       refused: leaves of which rows are picked and that are no tables, and why.
       eqns: forward and backward.
-      flow: what each of them does to rows of tables.
+      plain: the same, without calls in bodies.
+      flow: what each of these does to rows of tables.
+      numbering: equations beside these, which make the numbers of rows that loops and branches pick.
     """
 
     tables: Mapping[str, TableLookups]
     refused: Mapping[str, str]
     eqns: Sequence[JaxprEqn]
+    plain: Sequence[JaxprEqn]
     flow: Flow
+    numbering: Sequence[JaxprEqn]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Lookup:
+    """One pick of rows, wherever it stands.
+
+    Attributes:
+      eqn: what picks.
+      leaf: of which table.
+      numbers: which rows, as a value outside of all loops and branches.
+      component: as in `RowPick`.
+    """
+
+    eqn: JaxprEqn
+    leaf: str
+    numbers: Atom
+    component: int | None
+
+
+@dataclasses.dataclass(eq=False)
+class _Zeros:
+    """What gradients of tables begin with.
+
+    Attributes:
+      of: the values of one number, of the shape of a leaf; in bodies too.
+      inside: the equations, by id, in whose bodies some are.
+    """
+
+    of: dict[Var, Layout] = dataclasses.field(default_factory=dict)
+    inside: set[int] = dataclasses.field(default_factory=set)
 
 
 class _LookupPass(_Pass):
-    """One pass forward that knows what picks rows."""
+    """One pass forward that knows what picks rows; in loops, branches and what is computed again too.
+
+    Args:
+      zeros: what gradients of tables begin with.
+      within: as in `_Pass`.
+    """
+
+    several = True
+
+    def __init__(self, zeros: _Zeros, within: JaxprEqn | None = None) -> None:
+        super().__init__((), within=within)
+        self.zeros = zeros
+
+    def over(self, eqns: Iterable[JaxprEqn], start: Mapping[Var, Layout]) -> Flow:
+        return super().over(eqns, {**self.zeros.of, **start})
+
+    def _begins(self, eqn: JaxprEqn) -> bool:
+        return id(eqn) in self.zeros.inside
+
+    def _inside(self, eqn: JaxprEqn) -> _LookupPass:
+        return _LookupPass(self.zeros, self.within or eqn)
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        rule = _PICKS.get(eqn.primitive.name)
+        name = eqn.primitive.name
+        rule = _PICKS.get(name)
         if rule is not None and isinstance(ins[0], RowAxis) and all(x is SHARED for x in ins[1:]):
             pick = rule(eqn, ins[0])
             if pick is not None:
                 return pick
+        if name in REMAT and all(x is SHARED or isinstance(x, RowAxis) for x in ins):
+            inside, outs = self._body(eqn, bodies(eqn)[0], ins)
+            return self._loop(flow, eqn, ins, ins, outs, (inside,))
         return super()._step(flow, eqn, ins)
 
 
@@ -92,22 +178,45 @@ def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
     Args:
       step: with the calls in it inlined.
     """
-    eqns = half_equations(step, step.results)[0]
+    half = half_equations(step, step.results)[0]
+    eqns = [inline_inside(e) for e in half]
     vars_of = step.program.invars
     chosen = [n for n in step.optimized if _is_picked(eqns, vars_of[n])] if leaves is None else list(leaves)
     refused: dict[str, str] = {}
     while True:
         start: dict[Var, Layout] = {vars_of[n]: RowAxis(n, 0) for n in chosen}
+        zeros = _Zeros()
         for n in chosen:
-            zeros = _zeros_of(eqns, step.gradients.get(n), vars_of[n])
-            start |= {v: RowAxis(n, 0) for v in zeros if v not in start}
-        flow = _LookupPass(()).over(eqns, start)
-        found = {n: _refusal(step, eqns, flow, n, chosen) for n in chosen}
+            _find_zeros(eqns, step.gradients.get(n), vars_of[n].aval.shape, RowAxis(n, 0), zeros)
+        flow = _LookupPass(zeros).over(eqns, start)
+        picks, numbering = _lookups_in(eqns, flow)
+        found = {n: _refusal(step, eqns, flow, n, picks) for n in chosen}
+        found |= _refused_numbers([*eqns, *numbering], picks, {vars_of[n] for n in chosen}, step.program.jaxpr)
         refused |= {n: why for n, why in found.items() if why}
         if not any(found.values()):
             break
         chosen = [n for n in chosen if not found[n]]
-    return Lookups({n: _table(step, eqns, flow, n) for n in chosen}, refused, eqns, flow)
+    rows = {n: step.program.inputs[n].shape[0] for n in chosen}
+    return Lookups({n: _table(n, rows[n], picks) for n in chosen}, refused, half, eqns, flow, numbering)
+
+
+def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) -> list[JaxprEqn]:
+    """The equations that make numbers of rows, without what loops among them make beside.
+
+    Args:
+      eqns: in order.
+      numbers: what is wanted.
+      like: the jaxpr that the equations are of.
+    """
+    wanted = [a for a in dict.fromkeys(numbers) if isinstance(a, Var)]
+    kept = [eqns[i] for i in backward_slice(eqns, wanted)[0]]
+    if not any(e.primitive.name in _WITH_BODIES for e in kept):
+        return kept
+    made = {v for e in kept for v in e.outvars}
+    free = list(dict.fromkeys(a for e in kept for a in e.invars if isinstance(a, Var) and a not in made))
+    whole = closed((), (), free, [a for a in wanted if a in made], kept, like)
+    live, _ = live_part(opened(whole), [True] * len(opened(whole).outvars), [False] * len(free))
+    return list(live.eqns)
 
 
 def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
@@ -116,35 +225,144 @@ def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
         return False
     same = {var}
     for e in eqns:
-        read = [a for a in e.invars if isinstance(a, Var) and a in same]
-        if read and e.primitive.name in ("gather", "dynamic_slice") and e.invars[0] in same:
+        read = [k for k, a in enumerate(e.invars) if isinstance(a, Var) and a in same]
+        if read and e.primitive.name in ("gather", "dynamic_slice") and read[0] == 0:
             return True
+        if read and e.primitive.name in _WITH_BODIES:
+            for first, body in _entered(e):
+                if any(k >= first and _is_picked(body.eqns, body.invars[k - first]) for k in read):
+                    return True
         if read and e.primitive.name in ELEMENTWISE and e.outvars[0].aval.shape == var.aval.shape:
             same.update(e.outvars)
     return False
 
 
-def _zeros_of(eqns: Sequence[JaxprEqn], gradient: Atom | None, leaf: Var) -> list[Var]:
-    """The values of one number that a gradient begins with, of the shape of its leaf."""
+def _entered(eqn: JaxprEqn) -> list[tuple[int, Any]]:
+    """The bodies that all operands enter from some position on."""
+    inner = [opened(x) for x in bodies(eqn)]
+    return [(len(eqn.invars) - len(x.invars), x) for x in (inner[-1:] if eqn.primitive.name == WHILE else inner)]
+
+
+def _find_zeros(
+    eqns: Sequence[JaxprEqn], gradient: Atom | None, shape: tuple[int, ...], row: RowAxis, found: _Zeros
+) -> None:
+    """Find what a gradient of some shape begins with, from its end."""
     made_by = {v: e for e in eqns for v in e.outvars}
-    found: list[Var] = []
     ahead, seen = [gradient], set[Var]()
     while ahead:
         v = ahead.pop()
-        if not isinstance(v, Var) or v in seen or v not in made_by or v.aval.shape != leaf.aval.shape:
+        if not isinstance(v, Var) or v in seen or v not in made_by or v.aval.shape != shape:
             continue
         seen.add(v)
-        eqn = made_by[v]
-        if eqn.primitive.name == "broadcast_in_dim":
-            found.append(v)
-        elif eqn.primitive.name in ("scatter-add", "dynamic_update_slice"):
+        eqn, name = made_by[v], made_by[v].primitive.name
+        if name == "broadcast_in_dim":
+            found.of.setdefault(v, row)
+        elif name in ("scatter-add", "dynamic_update_slice"):
             ahead.append(eqn.invars[0])
-        elif eqn.primitive.name in ELEMENTWISE:
+        elif name in ELEMENTWISE:
             ahead += eqn.invars
-    return found
+        elif name in _WITH_BODIES and name != WHILE:
+            k = list(eqn.outvars).index(v)
+            for _, body in _entered(eqn):
+                _find_zeros(body.eqns, body.outvars[k], shape, row, found)
+            found.inside.add(id(eqn))
+            consts, carried = scan_counts(eqn) if name == SCAN else (0, 0)
+            if k < carried:
+                ahead.append(eqn.invars[consts + k])
 
 
-def _refusal(step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, chosen: Collection[str]) -> str:
+# -- which rows ------------------------------------------------------------------------------------
+
+
+def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], list[JaxprEqn]]:
+    """All picks of rows, and equations that make numbers of rows outside of the bodies where they are picked."""
+    found: list[_Lookup] = []
+    extra: list[JaxprEqn] = []
+    made_by: dict[Any, Sequence[Var]] = {}  # the numbers of forward are those of backward
+    for i, done in flow.steps.items():
+        eqn = eqns[i]
+        if isinstance(done, RowPick):
+            row = done.operands[0]
+            assert row is not None
+            found.append(_Lookup(eqn, row.leaf, eqn.invars[done.numbers], done.component))
+        elif eqn.primitive.name == SCAN:
+            inside, made = _in_scan(eqn, bodies(eqn)[0], done.bodies[0], made_by) if done.bodies else ([], [])
+            found += inside
+            extra += made
+        elif done.bodies and eqn.primitive.name != WHILE:
+            for e in eqns[:i] if not made_by else ():
+                if all(not jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in e.outvars):
+                    made_by.setdefault(_same(e, e.invars), e.outvars)
+            for (first, body), inner in zip(_entered(eqn), done.bodies, strict=True):
+                env: dict[Var, Atom] = dict(zip(body.invars, eqn.invars[first:], strict=True))
+                inside, made = _lookups_in(body.eqns, inner)
+                wanted = backward_slice([*body.eqns, *made], [x.numbers for x in inside])[0]
+                for j in wanted:  # a row that another branch would pick is looked up too
+                    extra += _outside([*body.eqns, *made][j], env, made_by)
+                found += [dataclasses.replace(x, numbers=_outer(x.numbers, env)) for x in inside]
+    return found, extra
+
+
+def _in_scan(
+    eqn: JaxprEqn, jaxpr: Any, flow: Flow, made_by: dict[Any, Sequence[Var]]
+) -> tuple[list[_Lookup], list[JaxprEqn]]:
+    """What the turns of a `scan` pick: numbers that go in or come out as stacks, or a `scan` that makes these."""
+    body = opened(jaxpr)
+    inside, made = _lookups_in(body.eqns, flow)
+    consts, carried = scan_counts(eqn)
+    env: dict[Var, Atom] = {
+        v: a for k, (v, a) in enumerate(zip(body.invars, eqn.invars, strict=True)) if not 0 <= k - consts < carried
+    }
+    env |= {v: a for v, a in zip(body.outvars[carried:], eqn.outvars[carried:], strict=True) if isinstance(v, Var)}
+    wanted = [a for a in dict.fromkeys(x.numbers for x in inside if isinstance(x.numbers, Var)) if a not in env]
+    extra = []
+    if wanted:
+        outs = [*body.outvars[:carried], *wanted]
+        new = closed(body.constvars, constants(jaxpr), body.invars, outs, [*body.eqns, *made], jaxpr)
+        stacks = [Var(a.aval.update(shape=(scan_length(eqn), *a.aval.shape))) for a in wanted]
+        turns = scan_with(eqn, new, eqn.invars, [*(Var(v.aval) for v in eqn.outvars[:carried]), *stacks])
+        (turns,) = numbers_first([turns], stacks, jaxpr)
+        if scan_counts(turns)[1]:  # it goes on from turn to turn: backward is another
+            extra.append(turns)
+            env |= dict(zip(wanted, stacks, strict=True))
+        else:
+            key = (*map(id, turns.invars), str(bodies(turns)[0]))
+            extra += [turns] if key not in made_by else []
+            env |= dict(zip(wanted, made_by.setdefault(key, stacks), strict=True))
+    return [dataclasses.replace(x, numbers=_outer(x.numbers, env)) for x in inside], extra
+
+
+def _outer(atom: Atom, env: Mapping[Var, Atom]) -> Atom:
+    return atom if isinstance(atom, Literal) else env[atom]
+
+
+def _outside(eqn: JaxprEqn, env: dict[Var, Atom], made_by: dict[Any, Sequence[Var]]) -> list[JaxprEqn]:
+    """An equation of a body as it is outside, unless it is there already; `env` is told what it makes."""
+    atoms = [_outer(a, env) for a in eqn.invars]
+    key = _same(eqn, atoms)
+    made = [] if key in made_by else [eqn.replace(invars=atoms, outvars=[Var(v.aval) for v in eqn.outvars])]
+    env.update(zip(eqn.outvars, made_by.setdefault(key, made[0].outvars if made else ()), strict=True))
+    return made
+
+
+def _same(eqn: JaxprEqn, atoms: Sequence[Atom]) -> Any:
+    """What two equations have in common that make the same."""
+    return (eqn.primitive.name, str(eqn.params), *(str(a) if isinstance(a, Literal) else id(a) for a in atoms))
+
+
+def _table(leaf: str, rows: int, picks: Sequence[_Lookup]) -> TableLookups:
+    mine = [x for x in picks if x.leaf == leaf]
+    read = dict.fromkeys((x.numbers, x.component) for x in mine if not _adds(x.eqn))
+    values = {a for a, _ in read}
+    ids = [*read, *(x for x in dict.fromkeys((x.numbers, x.component) for x in mine) if x[0] not in values)]
+    size = sum(a.aval.size // (1 if c is None else max(1, int(a.aval.shape[-1]))) for a, c in read)
+    return TableLookups(leaf, rows, tuple(ids), max(1, min(rows, size)))
+
+
+# -- what is no table ------------------------------------------------------------------------------
+
+
+def _refusal(step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, picks: Sequence[_Lookup]) -> str:
     """Why a leaf is no table; empty where it is one."""
     for i, done in flow.steps.items():
         rows = [x for a in eqns[i].invars if isinstance(x := flow.layout(a), RowAxis) and x.leaf == leaf]
@@ -153,10 +371,9 @@ def _refusal(step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, chosen:
             return bound[0].reason or f"{_said(eqns[i])} mixes its rows"
         if rows and done.reduce:
             return f"{_said(eqns[i])} reads all of its rows"
-        if rows and done.bodies:
-            return f"{_said(eqns[i])} reads it in each turn: look its rows up before"
-    picks = [(eqns[i], s) for i, s in flow.steps.items() if _picks(s, leaf)]
-    if not any(e.primitive.name in ("gather", "dynamic_slice") for e, _ in picks):
+        if rows and eqns[i].primitive.name == WHILE:
+            return f"{_said(eqns[i])} reads it in each of turns that nothing counts: look its rows up before"
+    if not any(x.leaf == leaf and not _adds(x.eqn) for x in picks):
         return "no equation of the step picks rows of it"
     gradient = step.gradients.get(leaf)
     if gradient is None or flow.layout(gradient) != RowAxis(leaf, 0):
@@ -167,37 +384,24 @@ def _refusal(step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, chosen:
     for n in (*step.results, *step.frozen):
         if n != leaf and isinstance(flow.layout(outs[n]), RowAxis):
             return f"the step returns its rows in {n}"
-    others = {v for n, v in step.program.invars.items() if n in chosen}
-    for e, s in picks:
-        assert isinstance(s, RowPick)
-        numbers = e.invars[s.numbers]
-        seen = backward_slice(eqns, [numbers])[1]
-        if seen & others:
-            return f"the rows that {_said(e)} picks depend on rows of a table"
     return ""
 
 
-def _picks(done: Step, leaf: str) -> bool:
-    return isinstance(done, RowPick) and isinstance(done.operands[0], RowAxis) and done.operands[0].leaf == leaf
-
-
-def _table(step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str) -> TableLookups:
-    picks = [(eqns[i], s) for i, s in flow.steps.items() if isinstance(s, RowPick) and _picks(s, leaf)]
-    ids = list(dict.fromkeys((e.invars[s.numbers], s.component) for e, s in picks if not _adds(e)))
-    read = {a for a, _ in ids}
-    ids += [x for x in dict.fromkeys((e.invars[s.numbers], s.component) for e, s in picks) if x[0] not in read]
-    rows = step.program.inputs[leaf].shape[0]
-    looked_up = [(e, s) for e, s in picks if not _adds(e)]
-    size = sum(e.invars[s.numbers].aval.size // _entries(e.invars[s.numbers], s) for e, s in looked_up)
-    return TableLookups(leaf, rows, tuple(picks), tuple(ids), max(1, min(rows, size)))
+def _refused_numbers(
+    eqns: Sequence[JaxprEqn], picks: Sequence[_Lookup], tables: Collection[Var], like: Any
+) -> dict[str, str]:
+    """The tables whose rows are picked by what rows of tables say."""
+    read = lambda numbers: {a for e in numbers_first(eqns, numbers, like) for a in e.invars if isinstance(a, Var)}
+    reads = lambda numbers: not read(numbers).isdisjoint(tables)
+    if not reads([x.numbers for x in picks]):
+        return {}
+    return {
+        x.leaf: f"the rows that {_said(x.eqn)} picks depend on rows of a table" for x in picks if reads([x.numbers])
+    }
 
 
 def _adds(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("scatter-add", "dynamic_update_slice")
-
-
-def _entries(numbers: Atom, pick: RowPick) -> int:
-    return 1 if pick.component is None else max(1, int(numbers.aval.shape[-1]))
 
 
 def _said(eqn: JaxprEqn) -> str:

@@ -2,7 +2,8 @@
 
 First come the numbers of rows, and all that they are made of; then, for each table, `split_ids` and `prefetch`; then
 everything else, with an operand of `size` rows in the place of the table. A number becomes the place of its row among
-those that are there, which are sorted. So no value of the program has the rows of a table.
+those that are there, which are sorted. So no value of the program has the rows of a table. Bodies of loops, of branches
+and of what is computed again are given the numbers too, as constants.
 
 What else meets rows of a table is taken at their numbers: a constant of one value is made smaller, and anything else
 is a gather by them.
@@ -18,13 +19,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans._jax import (
+    COND,
+    REMAT,
+    SCAN,
+    Atom,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies,
+    constants,
+    opened,
+    scan_with_constants,
+    with_bodies,
+)
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
 from dtrans.ops import prefetch_p, split_ids_p
-from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups
+from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups, numbers_first
+from dtrans.rows.flow import Flow
 from dtrans.rows.layout import Layout, RowAxis
+from dtrans.rows.rules import Step
 from dtrans.rows.writer import RowWriter
 
 
@@ -42,7 +57,70 @@ class _Sizes:
         return aval.update(shape=(*shape[:axis], self.of[layout.leaf] * layout.width, *shape[axis + 1 :]))
 
 
-class TableWriter(RowWriter):
+class _LookedUp(RowWriter):
+    """Writes equations for the rows of tables that a step looks up; `RowWriter` says how, and this where rows are.
+
+    Attributes:
+      uniq: by table, the numbers of the rows that are here, sorted.
+    """
+
+    uniq: dict[str, Var]
+    _places: dict[tuple[Any, ...], Atom]
+
+    def rows_of_constant(self, var: Var, row: RowAxis) -> Atom:
+        return self.rows_of_whole(var, row)
+
+    def counted(self, dtype: Any, shape: tuple[int, ...], row: RowAxis) -> Atom:
+        return self.b.call(_numbered(dtype, shape, row.axis), self.uniq[row.leaf])[0]
+
+    def rows_of_whole(self, value: Atom, row: RowAxis) -> Atom:
+        assert row.width == 1
+        return self.b.call(_taken(row.axis), value, self.uniq[row.leaf])[0]
+
+    def inside(self, jaxpr: Any, flow: Flow) -> _LookedUp:
+        """A writer of a body, which is given the numbers of rows before anything else."""
+        w = _LookedUp(jaxpr, flow, self.span)
+        w.uniq = {n: w.b.input(v.aval) for n, v in self.uniq.items()}
+        w._places = {}
+        return w
+
+    def emit(self, eqn: JaxprEqn, step: Step) -> list[Var]:
+        if isinstance(step, RowPick):
+            return self._pick(eqn, step)
+        if not step.bodies:
+            return super().emit(eqn, step)
+        name, ids = eqn.primitive.name, list(self.uniq.values())
+        atoms = [self.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
+        atoms = [*atoms[:1], *ids, *atoms[1:]] if name == COND else [*ids, *atoms]
+        params = self._bodies(eqn, step)
+        if name == SCAN:
+            params |= scan_with_constants(eqn, len(ids))
+        types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
+        return self.b.copy(eqn, atoms, types, **params)
+
+    def _bodies(self, eqn: JaxprEqn, step: Step) -> dict[str, Any]:
+        if eqn.primitive.name not in REMAT:
+            return super()._bodies(eqn, step)
+        new = self._body(bodies(eqn)[0], step.bodies[0], step.outs)
+        assert not constants(new)  # a body that is computed again has no constants of its own
+        return with_bodies(eqn, [opened(new)])
+
+    def _pick(self, eqn: JaxprEqn, step: RowPick) -> list[Var]:
+        """What picks rows, or adds to rows, among those that are here."""
+        row = step.operands[0]
+        assert row is not None
+        atoms = [self.read(a, x) for a, x in zip(eqn.invars, step.operands, strict=True)]
+        numbers, uniq = atoms[step.numbers], self.uniq[row.leaf]
+        key = numbers, step.component, row.leaf
+        if key not in self._places:
+            fn = _place_of if step.component is None else _placed(step.component)
+            (self._places[key],) = self.b.call(fn, numbers, uniq)
+        atoms[step.numbers] = self._places[key]
+        types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
+        return self.b.copy(eqn, atoms, types)
+
+
+class TableWriter(_LookedUp):
     """Writes a trainer's half for the rows of tables that it looks up (`dtrans.step.forward_backward.HalfWriter`).
 
     Args:
@@ -67,16 +145,22 @@ class TableWriter(RowWriter):
         sizes: Any = _Sizes({n: t.size for n, t in found.tables.items()})
         super().__init__(jaxpr, found.flow, sizes, {v: e for e in eqns for v in e.outvars})
         self.b = b
-        self.uniq: dict[str, Var] = {}
+        self.uniq = {}
         self._tables, self._where = found.tables, where
-        self._steps = {id(e): found.flow.steps.get(i) for i, e in enumerate(found.eqns)}
-        self._places: dict[tuple[Any, ...], Atom] = {}
+        plain = zip(found.eqns, found.plain, strict=True)
+        self._plain = {id(e): (p, found.flow.steps.get(i)) for i, (e, p) in enumerate(plain)}
+        self._places = {}
         numbers = [a for t in found.tables.values() for a, _ in t.ids]
-        first = backward_slice(eqns, numbers)[0]
-        self._done = {id(eqns[i]) for i in first}
-        for i in first:
-            b.role = roles[i]
-            self._keep(eqns[i])
+        role_of = {id(e): role for e, role in zip(eqns, roles, strict=True)}
+        self._done = set[int]()
+        for e in numbers_first([*eqns, *found.numbering], numbers, jaxpr):
+            b.role = role_of.get(id(e), FORWARD)
+            if id(e) in role_of:
+                self._keep(e)
+                self._done.add(id(e))
+            else:  # the part of a loop that makes numbers
+                made = b.copy(e, [self.whole(a) for a in e.invars], [v.aval for v in e.outvars])
+                self.wholes.update(zip(e.outvars, made, strict=True))
         for n, t in found.tables.items():
             self._prefetch(t, tables[n])
 
@@ -86,30 +170,17 @@ class TableWriter(RowWriter):
         """Write the next equation."""
         if id(eqn) in self._done:
             return
-        step = self._steps.get(id(eqn))  # an exchange was not there when rows were looked for
+        plain, step = self._plain.get(id(eqn), (eqn, None))  # an exchange was not there when rows were looked for
         if step is None:
             self._keep(eqn)
         else:
-            made = self._pick(eqn, step) if isinstance(step, RowPick) else self.emit(eqn, step)
-            for v, new in zip(eqn.outvars, made, strict=True):
+            for v, new in zip(eqn.outvars, self.emit(plain, step), strict=True):
                 self.place(self.flow.layout(v))[v] = new
 
     def result(self, atom: Atom, maker: int) -> Atom:
         """A value that is wanted."""
         layout = RowAxis("", 0) if isinstance(atom, Literal) else self.flow.layout(atom)
         return self.read(atom, layout if isinstance(layout, RowAxis) and layout.leaf else None)
-
-    # -- rows ------------------------------------------------------------------------------------
-
-    def rows_of_constant(self, var: Var, row: RowAxis) -> Atom:
-        return self.rows_of_whole(var, row)
-
-    def counted(self, dtype: Any, shape: tuple[int, ...], row: RowAxis) -> Atom:
-        return self.b.call(_numbered(dtype, shape, row.axis), self.uniq[row.leaf])[0]
-
-    def rows_of_whole(self, value: Atom, row: RowAxis) -> Atom:
-        assert row.width == 1
-        return self.b.call(_taken(row.axis), value, self.uniq[row.leaf])[0]
 
     def outside(self, var: Var) -> Atom | None:
         return var  # everything is written in order
@@ -135,20 +206,6 @@ class TableWriter(RowWriter):
         self.uniq[table.leaf] = uniq
         b.role = FORWARD
 
-    def _pick(self, eqn: JaxprEqn, step: RowPick) -> list[Any]:
-        """What picks rows, or adds to rows, among those that are here."""
-        row = step.operands[0]
-        assert row is not None
-        atoms = [self.read(a, x) for a, x in zip(eqn.invars, step.operands, strict=True)]
-        numbers, uniq = atoms[step.numbers], self.uniq[row.leaf]
-        key = numbers, step.component, row.leaf
-        if key not in self._places:
-            fn = _place_of if step.component is None else _placed(step.component)
-            (self._places[key],) = self.b.call(fn, numbers, uniq)
-        atoms[step.numbers] = self._places[key]
-        types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
-        return self.b.copy(eqn, atoms, types)
-
 
 class HalfOnRows:
     """A `TableWriter` as `dtrans.step.forward_backward.write_trainer_half` takes one."""
@@ -160,7 +217,7 @@ class HalfOnRows:
 @functools.cache
 def _component(component: int | None) -> Callable[[jax.Array], jax.Array]:
     if component is None:
-        return lambda x: jnp.reshape(x, (1,))
+        return jnp.ravel
     return lambda x: x[..., component]
 
 

@@ -117,6 +117,47 @@ def test_dense_is_one_device(role_threads: RoleThreads, name: str, trainers: int
     close(found, one_device(OPTIMIZERS[name], batches()))
 
 
+# -- in loops --------------------------------------------------------------------------------------
+
+
+def recurrent(params: Any, ids: jax.Array, y: jax.Array, again: Any = lambda f: f) -> jax.Array:
+    """Each turn looks up a row of each sample."""
+    turn = lambda h, i: (jnp.tanh(h * params["w"][:D] + params["emb"][i] * params["w"][D:]), None)
+    return jnp.mean(jax.vmap(lambda i, y: (jax.lax.scan(again(turn), jnp.ones(D), i)[0].sum() - y) ** 2)(ids, y))
+
+
+def noisy(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
+    """Each turn draws the rows that it looks up, from a key that the loop carries."""
+
+    def turn(key: jax.Array, x: jax.Array) -> Any:
+        key, mine = jax.random.split(key)
+        noise = jax.random.randint(mine, x.shape, 0, V)
+        return key, jnp.tanh(params["emb"][noise]) * params["emb"][x]
+
+    return jnp.mean((jax.lax.scan(turn, jax.random.key(3), ids.T)[1].sum((0, 2)) - y) ** 2)
+
+
+def branched(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
+    one, other = (lambda i, s=s: jnp.sin(params["emb"][(i + s) % V]).sum((1, 2)) for s in (0, 1))
+    return jnp.mean((jax.lax.cond(params["w"][0] > 0, one, other, ids) - y) ** 2)
+
+
+LOOPS = {
+    "each turn": recurrent,
+    "each turn, computed again": lambda *a: recurrent(*a, again=jax.checkpoint),
+    "rows that turns draw": noisy,
+    "branches": branched,
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", LOOPS)
+def test_rows_that_loops_look_up(role_threads: RoleThreads, name: str) -> None:
+    plan = planned(optax.adam(0.1), {"params/emb": dtrans.Rows("dense")}, 2, 2, LOOPS[name])
+    found, _ = outcome(role_threads, plan, batches())
+    close(found, one_device(optax.adam(0.1), batches(), LOOPS[name]))
+
+
 LAZY = {"params/emb": dtrans.Rows("lazy")}
 DENSE = {"params/emb": dtrans.Rows("dense")}
 
