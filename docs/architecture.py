@@ -22,7 +22,7 @@ PACKAGE = ROOT / "dtrans"
 # from the ground up: a layer may import from those before it, and a folder from none beside it
 LAYERS = (
     ("_jax", "errors", "checks"),
-    ("ir", "ops", "endpoints", "nn"),
+    ("ir", "ops", "endpoints", "nn", "optimizers"),
     ("protocol",),
     ("step",),
     ("rows",),

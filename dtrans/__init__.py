@@ -6,7 +6,14 @@ Trace a step (`trace`), plan it (`pserver`, `nccl2`, `sharding`, `pipeline`, or 
 it), run it in this process (`plan.on_mesh()`) or as processes (`Executor`, `plan.on_cluster()`, `dtrans launch`).
 """
 
-from dtrans import checkpoint as checkpoint, epl as epl, errors as errors, nn as nn, paddle as paddle
+from dtrans import (
+    checkpoint as checkpoint,
+    epl as epl,
+    errors as errors,
+    nn as nn,
+    optimizers as optimizers,
+    paddle as paddle,
+)
 from dtrans.data_parallel.options import Reduce as Reduce
 from dtrans.data_parallel.plan import CollectivePlan as CollectivePlan
 from dtrans.data_parallel.transform import nccl2 as nccl2

@@ -152,6 +152,8 @@ def _made(eqn: JaxprEqn, given: Sequence[_Kind], out: Var) -> _Kind:
     if name in ("copy", "copy_p", "optimization_barrier", "reshape", "broadcast_in_dim", "squeeze", "transpose"):
         kept = isinstance(given[0], np.ndarray) or out.aval.shape == eqn.invars[0].aval.shape
         return given[0] if kept else _OTHER
+    if name == "reduce_sum" and is_zero(given[0]):  # within a row
+        return np.zeros((), out.aval.dtype)
     if name == "convert_element_type" and isinstance(given[0], _Same):
         return given[0] if out.aval.dtype == eqn.invars[0].aval.dtype else _OTHER
     if name == "select_n":

@@ -244,12 +244,15 @@ STILL = {
     "clip, adagrad": optax.chain(optax.clip(1.0), optax.adagrad(0.1)),
     "sign": optax.sign_sgd(0.1),
     "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "rowwise_adagrad": dtrans.optimizers.rowwise_adagrad(0.1),
 }
 MOVES = {
     "momentum": (optax.sgd(0.1, 0.9), ("params/emb", "opt_state/0/trace/emb")),
     "adam": (optax.adam(0.1), ("params/emb", "opt_state/0/mu/emb", "opt_state/0/nu/emb")),
     "decay": (optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), ("params/emb",)),
     "rmsprop": (optax.rmsprop(0.1), ("opt_state/0/nu/emb",)),
+    "rowwise_adam": (
+        dtrans.optimizers.rowwise_adam(0.1), ("params/emb", "opt_state/0/mu/emb", "opt_state/0/nu/emb")),
     "every second": (optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
                      ("params/emb", "opt_state/acc_grads/emb")),
 }  # fmt: skip

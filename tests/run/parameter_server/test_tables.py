@@ -105,6 +105,8 @@ OPTIMIZERS = {
     "adamw": optax.adamw(0.1),
     "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.3)),
     "lamb": optax.lamb(0.1),
+    "rowwise_adagrad": dtrans.optimizers.rowwise_adagrad(0.1),
+    "rowwise_adam": dtrans.optimizers.rowwise_adam(0.1),
 }
 
 
