@@ -264,7 +264,8 @@ class TrainerCommWriter:
             after = self.b.bind(send_barrier_p, *after, endpoints=self.placement.endpoints, **how, **self.me)
         if self.wiring.runtime_split:
             return self.newest(leaves, after)
-        return self.fetch(leaves, after, barrier=self.wiring.sync_mode)
+        # the rows of the next step are asked for when all of this one is sent
+        return self.fetch(leaves, after, barrier=self.wiring.sync_mode or bool(self.wiring.tables))
 
     def newest(self, leaves: Sequence[str], after: Sequence[Var]) -> dict[str, Var]:
         """A `recv` for each parameter, which is whole."""

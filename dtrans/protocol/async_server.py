@@ -2,7 +2,7 @@
 
     every trainer:  hello                             once
                     recv                              the initial values
-                    send..., recv                     every step
+                    prefetch..., send..., recv        every step
                     complete                          once
 
 Nobody waits for anybody. A trainer's first whole gradient of a step makes the lr_sched block run, so that a count in
@@ -10,6 +10,8 @@ the optimizer's state is that of all trainers' steps, and its values are those o
 is newest. With one trainer that is sequential training. One loop takes the messages and updates one block at a time,
 which is one lock for each block and more: no update is lost, as it is where threads add to a block without one
 (Hogwild). Gradients of several steps that a trainer's communicator has merged are one update, and as many steps.
+
+Rows of tables are asked for before (`prefetch`), and are what they are then; their gradients come as others do.
 
 Where gradients are compensated for their delay (`dtrans.parameter_server.dc_asgd`), what a trainer receives is kept for
 it.
@@ -34,6 +36,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.presence import Presence, Say, answer, log, wanted
+from dtrans.protocol.row_requests import RowRequests
 from dtrans.protocol.served import BlockUpdate, ServedBlocks
 from dtrans.protocol.server_peers import ServerPeers
 
@@ -73,6 +76,7 @@ class AsyncServer:
         self._blocks = update
         self._steps: dict[int, _Step] = {}
         self._pool = BufferPool()
+        self._requests = RowRequests(served.endpoint, served.tables)
         self._failed: set[int] = set()
 
     # -- what trainers say -----------------------------------------------------------------------
@@ -82,7 +86,7 @@ class AsyncServer:
             types = self._served.gradients.items()
             told = f"is not a gradient that trainer {k} sends to pserver {self.endpoint}"
             memory = {n: self._pool.take(f"{n} of {k}", t.shape, t.dtype) for n, t in types}
-            self._steps[k] = _Step(Inbox(memory, lambda name: f"{name} {told}"))
+            self._steps[k] = _Step(Inbox(memory | self._requests.memory_of(k), lambda name: f"{name} {told}"))
         return self._steps[k]
 
     def send(self, k: int, message: wire.Message) -> None:
@@ -99,7 +103,10 @@ class AsyncServer:
             for _ in range(steps):  # a count is of steps, also where their gradients are merged
                 made, step.values = self._blocks.begin(self.state)
                 self.state |= made
-        given = {**step.grads.memory, **{n + BACKUP: self.state[backup_of(n, k)] for n in self._served.backed}}
+        given = {
+            **self._requests.gradients(k, step.grads),
+            **{n + BACKUP: self.state[backup_of(n, k)] for n in self._served.backed},
+        }
         for block in ready:
             assert step.values is not None
             self.state |= self._blocks.apply(block, given, self.state, step.values)
@@ -115,6 +122,16 @@ class AsyncServer:
             f"send_barrier, and pserver {self.endpoint} is asynchronous: every role must plan the same mode"
         )
 
+    def prefetch(self, k: int, message: wire.Message) -> None:
+        """Take a request for rows of a table, and answer with what is newest."""
+        step = self._step_of(k)
+        self._check_number(k, message)
+        asked = self._requests.take(k, message, step.grads)
+        if asked is not None:
+            name, ids = asked
+            rows = np.asarray(self.state[name])[ids]
+            self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=message["step"], table=name)
+
     def recv(self, k: int, message: wire.Message) -> None:
         """Answer a request for parameters."""
         t = self._trainers.known[k]
@@ -124,12 +141,16 @@ class AsyncServer:
         self.state |= {backup_of(n, k): self.state[n] for n in self._served.backed.intersection(t.wants)}
         answer(self._say, t, message["step"], values)
 
+    def _check_number(self, k: int, message: wire.Message) -> None:
+        number = self._step_of(k).number
+        if message["step"] != number:
+            raise WireError(
+                f"`{message.op}` of step {message['step']}, trainer {k} is at {number} on pserver {self.endpoint}"
+            )
+
     def _check_step(self, k: int, message: wire.Message) -> None:
         step = self._step_of(k)
-        if message["step"] != step.number:
-            raise WireError(
-                f"`{message.op}` of step {message['step']}, trainer {k} is at {step.number} on pserver {self.endpoint}"
-            )
+        self._check_number(k, message)
         if message.op != "send" and step.grads.begun:
             short = min(step.grads.missing())
             raise WireError(f"`{message.op}` of step {step.number}, but not all of {short} was sent")

@@ -31,14 +31,13 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
-
 from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.presence import Presence, Say, answer, named, wanted
-from dtrans.protocol.served import RowGradient, ServedBlocks, StepUpdate, Vectors
+from dtrans.protocol.row_requests import RowRequests
+from dtrans.protocol.served import ServedBlocks, StepUpdate, Vectors
 from dtrans.protocol.server_peers import ServerPeers
 from dtrans.protocol.trainer_rounds import TrainerRounds
 
@@ -76,12 +75,10 @@ class SyncServer:
         self._update = update
         pool = BufferPool()
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in served.gradients.items()}
-        of_rows = {n: t for t in served.tables.values() for n in t.gradients.values()}
-        self._grads |= {n: np.empty((0, *t.row), t.dtype) for n, t in of_rows.items()}
-        self._row_ids = {n: np.empty(0, np.int32) for n in of_rows}  # of the rows that a trainer has asked for last
-        self._asked: dict[tuple[int, str], tuple[bool, Inbox]] = {}  # requests of which more is to come
+        self._requests = RowRequests(served.endpoint, served.tables)
         # a trainer may send its own gradients only
-        of = {k: {names[k] for names in served.sent} for k in range(trainers.count)}
+        of_rows = {n for t in served.tables.values() for n in t.gradients.values()}
+        of = {k: {names[k] for names in served.sent} - of_rows for k in range(trainers.count)}
         self._turns = {k: _Turn(self._inbox(k, names)) for k, names in of.items()}
         self._rounds = TrainerRounds(trainers.count)
         self._spent: set[int] = set()  # of those who left, whose last gradients have counted
@@ -89,7 +86,8 @@ class SyncServer:
     def _inbox(self, k: int, names: Collection[str]) -> Inbox:
         """The memory that the gradients of one trainer come to."""
         told = f"is not a gradient that trainer {k} sends to pserver {self.endpoint}"
-        return Inbox({n: self._grads[n] for n in names}, lambda name: f"{name} {told}")
+        memory = {n: self._grads[n] for n in names} | self._requests.memory_of(k)
+        return Inbox(memory, lambda name: f"{name} {told}")
 
     @property
     def state(self) -> dict[str, Any]:
@@ -128,32 +126,14 @@ class SyncServer:
 
     def prefetch(self, k: int, message: wire.Message) -> None:
         """Take a request for rows of a table, and answer it."""
-        turn, name = self._in_turn(k, message), message["table"]
-        table, count, train = self._served.tables.get(name), message["count"], message["train"]
-        if table is None:
-            raise WireError(f"trainer {k} asks for rows of {wire.brief(name)}, which is no table of {self.endpoint}")
+        turn = self._in_turn(k, message)
         if turn.at_barrier:
             raise WireError(f"a `prefetch` of step {self.step} after its send_barrier")
-        if not 0 <= count <= table.rows:
-            raise WireError(f"trainer {k} asks for {wire.brief(count)} rows of {name}, which has {table.rows}")
-        fresh = (train, Inbox({"ids": np.empty(count, np.int32)}, lambda n: f"a `prefetch` with {wire.brief(n)}"))
-        train, inbox = self._asked.pop((k, name), fresh)
-        inbox.take(message)
-        if inbox.missing():
-            self._asked[k, name] = train, inbox
-            return
-        ids = inbox.memory["ids"]
-        if count and (ids[0] < 0 or ids[-1] >= table.rows or np.any(ids[1:] <= ids[:-1])):
-            raise WireError(f"the rows of {name} that trainer {k} asks for do not go up from 0 to {table.rows - 1}")
-        if train:
-            gradient = table.gradients[k]
-            if turn.grads.has_begun(gradient):
-                raise WireError(f"a `prefetch` of {name} in step {self.step} after its gradient")
-            self._row_ids[gradient] = ids
-            self._grads[gradient] = np.empty((count, *table.row), table.dtype)
-            turn.grads.renew(gradient, self._grads[gradient])
-        rows = self._update.values[name][ids]
-        self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=self.step, table=name)
+        asked = self._requests.take(k, message, turn.grads)
+        if asked is not None:
+            name, ids = asked
+            rows = self._update.values[name][ids]
+            self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=self.step, table=name)
 
     def recv(self, k: int, message: wire.Message) -> None:
         """Take a request for parameters."""
@@ -247,7 +227,7 @@ class SyncServer:
         """All gradients are here."""
         of = self._trainers.known if self.on_trainer_exit == "paddle" else self._trainers.present
         self._check_arguments(sorted(of))
-        rows = {n: RowGradient(ids, self._grads[n]) for n, ids in self._row_ids.items()}
+        rows = {n: x for k, turn in self._turns.items() for n, x in self._requests.gradients(k, turn.grads).items()}
         self._go_on(self._update.begin({**self._grads, **rows}, frozenset(of), self.step))
 
     def _check_arguments(self, trainers: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from dtrans.checks import check_one_of, check_type
 from dtrans.errors import ConfigError
-from dtrans.parameter_server.options import Sync
+from dtrans.parameter_server.options import Async, Sync
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,9 @@ def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
 
 def check_tables_mode(sparse: Any, mode: Any) -> None:
     """Raise ConfigError for tables in a mode that has none."""
-    if sparse is not None and (not isinstance(mode, Sync) or mode.runtime_split):
+    alone = mode == Async() or (isinstance(mode, Sync) and not mode.runtime_split)
+    if sparse is not None and not alone:
         raise ConfigError(
-            f"sparse={sparse!r} and mode={mode!r}: rows are looked up where all trainers make each update together, "
-            "and programs cut leaves: mode=dtrans.Sync()"
+            f"sparse={sparse!r} and mode={mode!r}: a step looks up its rows itself, and nothing is kept of "
+            "what it had before: mode=dtrans.Sync() or dtrans.Async(), without options"
         )

@@ -1,7 +1,8 @@
 """A server's optimize blocks, one by one: what an asynchronous server does with a gradient that has come.
 
 The lr_sched block is run once for each step of a trainer, and every other block when its gradients are there, on the
-state as it is then. `dtrans.run.parameter_server.update` is the same for all blocks at once.
+state as it is then; one of a table on the rows that the gradient is of. `dtrans.run.parameter_server.update` is the
+same for all blocks at once.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from dtrans._jax import evaluate
 from dtrans.errors import ConfigError
 from dtrans.ir.display import without_addresses
 from dtrans.ir.program import DIST, LR_SCHED
 from dtrans.ops import OptimizeBlock
+from dtrans.parameter_server.tables.touched_rows import room_for
+from dtrans.run.parameter_server.touched_rows import among, put_back, taken
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -52,6 +56,8 @@ class BlockUpdates:
             name: [n for n in b.in_names if n in b.out_names and readers[n] == 1 and n not in params]
             for name, b in self._blocks.items()
         }
+        self._tables = {n: t for t in update.tables.values() for n in t.gradients.values()}
+        self._sized: dict[tuple[str, int], Callable[[State, State], dict[str, Any]]] = {}  # by block and rows
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._jitted = {b.name: self._compile(b) for b in update.blocks}
 
@@ -79,10 +85,28 @@ class BlockUpdates:
 
         Waits until it is computed: the memory of gradients is written again with the next step.
         """
+        run = self._jitted[block]
+        rows = next((n for n in self.grads[block] if n in self._tables), None)
+        if rows is None:
+            return self._made(block, run, grads, state, values)
+        table, given = self._tables[rows], grads[rows]
+        if table.whole:
+            dense = among(np.arange(table.rows), table.rows, given)
+            return self._made(block, run, {**grads, rows: dense}, state, values)
+        ids, size = given.ids, room_for(len(given.ids), table.rows)
+        if (block, size) not in self._sized:
+            (sized,) = (b for b in self.update.sized({table.name: size}).blocks if b.name == block)
+            self._sized[block, size] = self._compile(sized)
+        read = {**state, **taken(table, ids, size, state)}
+        made = self._made(block, self._sized[block, size], {**grads, rows: among(ids, size, given)}, read, values)
+        return {**made, **put_back(table, ids, made, state)}
+
+    def _made(
+        self, block: str, run: Callable[[State, State], dict[str, Any]], grads: State, state: State, values: State
+    ) -> dict[str, Any]:
         names = self._blocks[block].in_names
         spent = {n: state[n] for n in self._spent[block]}
-        made = self._jitted[block](_picked([n for n in names if n not in spent], grads, values, state), spent)
-        return jax.block_until_ready(made)
+        return jax.block_until_ready(run(_picked([n for n in names if n not in spent], grads, values, state), spent))
 
     def _compile(self, block: OptimizeBlock) -> Callable[[State, State], dict[str, Any]]:
         """A block as a function of what it reads: what others may still read, and what nobody will.

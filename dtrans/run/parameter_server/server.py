@@ -26,6 +26,7 @@ from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.server_sockets import ServerSockets
 from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.touched_rows import memory_of
 from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
 
@@ -63,7 +64,7 @@ class Server:
         kind = (
             SyncServer(served, SyncUpdate(update, state, served.trainers), trainers, say)
             if served.sync_mode
-            else AsyncServer(served, BlockUpdates(update), state, trainers, say)
+            else AsyncServer(served, BlockUpdates(update), state | memory_of(update.tables, state), trainers, say)
         )
         self.refusals = Refusals(log)
         self._protocol = Serving(kind, trainers, say, self.refusals)

@@ -3,9 +3,8 @@
 An update that reduces over rows is made in phases, with an exchange between servers after each but the last: it stops
 there, and goes on when it is given what the other servers have sent.
 
-Tables are updated by the rows that trainers have asked for: these are taken out of the server's own memory, updated by
-a program for as many, and put back. Where all rows of a table move, the gradients of rows are put among zeros, and the
-table is updated as any other block.
+Tables are updated by the rows that trainers have asked for (`dtrans.run.parameter_server.touched_rows`). Where all rows
+of a table move, the gradients of rows are put among zeros, and the table is updated as any other block.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.presence import log, named
 from dtrans.protocol.served import RowGradient, Vectors
+from dtrans.run.parameter_server.touched_rows import among, memory_of, put_back, taken
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 
 
@@ -47,8 +47,7 @@ class SyncUpdate:
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
         self._rows: dict[str, np.ndarray] = {}  # of blocks of tables: those that this step updates
         self._by_rows = {n: t for n, t in update.tables.items() if not t.whole}
-        # memory that rows are put back into
-        self.state |= {n: np.array(state[n]) for t in self._by_rows.values() for n in t.held}
+        self.state |= memory_of(update.tables, state)
         self._publish()
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
@@ -59,13 +58,11 @@ class SyncUpdate:
         given = {n: grads[n] for n in update.update.grad_types}
         for n, t in self._whole.tables.items():
             ids, size = (np.arange(t.rows), t.rows) if t.whole else (self._rows[n], sizes[n])
-            given |= {name: _among(ids, size, grads[name]) for name in t.gradients.values() if name in given}
-        taken = {
-            n: _padded(self.state[n][self._rows[name]], sizes[name])
-            for name, t in self._by_rows.items()
-            for n in t.held
-        }
-        self._run = update.run(given, {**self.state, **taken})
+            given |= {name: among(ids, size, grads[name]) for name in t.gradients.values() if name in given}
+        state = dict(self.state)
+        for n, t in self._by_rows.items():
+            state |= taken(t, self._rows[n], sizes[n], self.state)
+        self._run = update.run(given, state)
         return self.go_on(None)
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
@@ -81,20 +78,12 @@ class SyncUpdate:
             self._run = self.exchange = None
             # the memory of its gradients and of what other servers sent is written again, so nothing may still read it
             new = jax.block_until_ready(made.value) if self._whole.exchanges else made.value
-            self.state = {**new, **self._put_back(new)}
+            for n, t in self._by_rows.items():
+                new |= put_back(t, self._rows[n], new, self.state)
+            self.state = new
             self._publish()
             return None
         return outgoing
-
-    def _put_back(self, new: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Put rows of tables where they belong; the memory that they are in."""
-        found = {}
-        for name, t in self._by_rows.items():
-            ids = self._rows[name]
-            for n in t.held:
-                found[n] = self.state[n]
-                found[n][ids] = np.asarray(new[n])[: len(ids)]
-        return found
 
     def _update_of(self, present: frozenset[int], step: int, sizes: Mapping[str, int]) -> CompiledUpdate:
         """What makes the new state: one is compiled for every set of trainers, and for some numbers of rows."""
@@ -118,15 +107,3 @@ class SyncUpdate:
 def _all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]) -> np.ndarray:
     """The rows of a block that some trainers have asked for."""
     return np.unique(np.concatenate([grads[table.gradients[k]].ids for k in sorted(present)]))
-
-
-def _among(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarray:
-    """A gradient of rows as one of `size` rows, whose first are of the rows in `ids`; others are zero."""
-    found = np.zeros((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
-    found[np.searchsorted(ids, gradient.ids)] = gradient.rows
-    return found
-
-
-def _padded(rows: np.ndarray, size: int) -> np.ndarray:
-    """Rows, and zeros behind them."""
-    return np.concatenate([rows, np.zeros((size - len(rows), *rows.shape[1:]), rows.dtype)])

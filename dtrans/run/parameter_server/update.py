@@ -110,6 +110,8 @@ class ServerUpdate:
         """What the server's protocol is about."""
         p = self.eqn.params
         of_tables = {n for t in self.tables.values() for n in t.gradients.values()}
+        # a gradient that is an update of its own has one name, whoever sends it
+        sent = lambda t: t.gradients if p["sync_mode"] else dict.fromkeys(range(p["Fanin"]), *t.gradients.values())
         return ServedBlocks(
             self.endpoint,
             p["Fanin"],
@@ -122,7 +124,7 @@ class ServerUpdate:
             self.exchanges,
             frozenset(n for n in self.params if backup_of(n, 0) in self.types),
             {
-                n: ServedRows(t.rows, self.types[n].shape[1:], self.types[n].dtype, t.gradients)
+                n: ServedRows(t.rows, self.types[n].shape[1:], self.types[n].dtype, sent(t))
                 for n, t in self.tables.items()
             },
         )

@@ -228,8 +228,9 @@ def test_the_update_of_other_rows_has_to_be_said_where_they_would_move() -> None
         planned({"params/emb": dtrans.Rows("lazy")}, optax.lamb(0.1))
     with pytest.raises(ConfigError, match="params/emb cannot be a table: its update cannot be cut"):
         planned({"params/emb": dtrans.Rows("lazy")}, optax.contrib.muon(0.1))
-    with pytest.raises(ConfigError, match="mode=dtrans.Sync"):
-        planned("auto", mode=dtrans.Async())
+    for mode in (dtrans.Async(delay=dtrans.DelayCompensation()), dtrans.HalfAsync(), dtrans.Geo()):
+        with pytest.raises(ConfigError, match=r"mode=dtrans.Sync\(\) or dtrans.Async\(\), without options"):
+            planned("auto", mode=mode)
     with pytest.raises(ConfigError, match=r"on a mesh leave sparse out"):
         planned("auto").on_mesh()
 

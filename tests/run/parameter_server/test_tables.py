@@ -17,15 +17,18 @@ import dtrans
 from dtrans._jax import equations
 from dtrans.errors import BatchError, ConfigError, WireError
 from dtrans.protocol import wire
+from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.presence import Presence, Trainer
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.distributed.role import Role
+from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_job import TrainerJob
 
 
 V, D, STEPS, ROWS = 40, 3, 4, 6
+SYNC, ASYNC = dtrans.Sync(), dtrans.Async()
 
 
 def init(tx: Any, key: jax.Array) -> Any:
@@ -45,7 +48,7 @@ def batches(steps: int = STEPS, rows: int = ROWS, least: int = 0) -> list[tuple[
     return [(rng.integers(least, V // 2, (rows, 2)), rng.normal(size=rows)) for _ in range(steps)]
 
 
-def planned(tx: Any, sparse: Any, trainers: int, servers: int, fn: Callable[..., Any] = loss) -> Any:
+def planned(tx: Any, sparse: Any, trainers: int, servers: int, fn: Callable[..., Any] = loss, mode: Any = SYNC) -> Any:
     step, key = dtrans.make_train_step(fn, tx), jax.random.key(0)
     start = lambda key: init(tx, key)
     ids, y = batches(1, ROWS // trainers)[0]
@@ -54,6 +57,7 @@ def planned(tx: Any, sparse: Any, trainers: int, servers: int, fn: Callable[...,
         dtrans.trace(start, key),
         pservers=free_endpoints(servers),
         trainers=trainers,
+        mode=mode,
         placement=dtrans.BlockPlacement(min_block_size=1),
         sparse=sparse,
     )
@@ -405,6 +409,49 @@ def served_from(plan: Any, endpoint: str, before: Any) -> Any:
         return exe.run(programs.main, dtrans.checkpoint.restore(before, plan, endpoint))
 
 
+# -- asynchronous trainers -------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam", "rowwise_adam"])
+def test_one_asynchronous_trainer_is_one_in_step(role_threads: RoleThreads, name: str, sparse: Any) -> None:
+    made = {
+        mode: outcome(role_threads, planned(OPTIMIZERS[name], sparse, 1, 2, mode=mode), batches())[0]
+        for mode in (SYNC, ASYNC)
+    }
+    close(made[ASYNC], made[SYNC], 1e-14)
+    if sparse is DENSE:
+        close(made[ASYNC], one_device(OPTIMIZERS[name], batches()))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("servers", [1, 3])
+def test_no_row_of_an_asynchronous_trainer_is_lost(role_threads: RoleThreads, servers: int) -> None:
+    """Gradients are whole numbers, so the order in which they come does not matter; there is nothing but the table."""
+    start = start_at_zero(optax.sgd(1.0), V)
+    given = [np.random.default_rng(k).integers(0, V, (20, 6)) for k in range(2)]
+    step = dtrans.trace(dtrans.make_train_step(only, optax.sgd(1.0)), *start(), given[0][0])
+    plan = dtrans.pserver(step, dtrans.trace(start), pservers=free_endpoints(servers), trainers=2, mode=ASYNC,
+                          sparse={"params/emb": dtrans.Rows()},
+                          placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
+
+    def train(k: int) -> None:
+        role = Role("trainer", 2, tuple(plan.servers), trainer_id=k)
+        with TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+            state = job.init()
+            for ids in given[k]:
+                state, _ = job.step(state, ids)
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep)
+    for k in range(2):
+        role_threads.start(f"trainer {k}", train, k)
+    ended = role_threads.all()
+    table = np.concatenate([ended[ep][n] for ep in plan.servers for n in ended[ep] if n.startswith("params/emb")])
+    assert np.array_equal(table[:, 0], -np.bincount(np.ravel(given), minlength=V))
+
+
 # -- messages that do not follow the protocol ------------------------------------------------------
 
 
@@ -418,23 +465,26 @@ def served_from(plan: Any, endpoint: str, before: Any) -> Any:
         ({"ids": [2, 2]}, "do not go up"),
         ({"ids": [-1]}, "do not go up"),
         ({"ids": [V]}, "do not go up"),
-        ({"step": 3, "ids": [1]}, "of step 3, pserver"),
+        ({"step": 3, "ids": [1]}, "of step 3, .*pserver"),
         ({"name": "rows", "ids": [1]}, "a `prefetch` with 'rows'"),
     ],
 )
-def test_a_request_that_cannot_be_is_refused_and_changes_nothing(fields: Any, said: str) -> None:
-    server, trainer = served_alone()
+@pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=["sync", "async"])
+def test_a_request_that_cannot_be_is_refused_and_changes_nothing(fields: Any, said: str, mode: Any) -> None:
+    server, trainer = served_alone(mode)
+    grads = server._step_of(0).grads if isinstance(server, AsyncServer) else server._turns[0].grads
+    rows = lambda: grads.memory["params/emb@GRAD"].shape
     step = {"step": 0, "table": "params/emb", "train": True, **fields}
     ids, name = np.array(step.pop("ids"), np.int32), step.pop("name", "ids")
     step.setdefault("count", len(ids))
     (frames,) = wire.framed("prefetch", [(name, ids)], **step)
     with pytest.raises(WireError, match=said):
         server.prefetch(0, wire.parse(frames))
-    assert not trainer.said and server.rows_of("params/emb@GRAD") == (0, D)
+    assert not trainer.said and rows() == (0, D)
     (frames,) = wire.framed("prefetch", [("ids", np.array([3, 7], np.int32))],
                             step=0, table="params/emb", train=True, count=2)  # fmt: skip
     server.prefetch(0, wire.parse(frames))
-    assert [op for op, _ in trainer.said] == ["rows"] and server.rows_of("params/emb@GRAD") == (2, D)
+    assert [op for op, _ in trainer.said] == ["rows"] and rows() == (2, D)
 
 
 class _Said:
@@ -447,16 +497,13 @@ class _Said:
         self.said.append((op, fields))
 
 
-class _Prefetching(SyncServer):
-    def rows_of(self, gradient: str) -> tuple[int, ...]:
-        return self._grads[gradient].shape
-
-
-def served_alone() -> tuple[_Prefetching, _Said]:
-    plan = planned(optax.sgd(0.1), DENSE, 1, 1)
+def served_alone(mode: Any) -> tuple[SyncServer | AsyncServer, _Said]:
+    plan = planned(optax.sgd(0.1), DENSE, 1, 1, mode=mode)
     (programs,) = plan.servers.values()
     update = ServerUpdate.of(programs.main)
     state = dict(zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True))
     trainers, said = Presence(update.served, deadline=9.0, plan={}, secret=""), _Said()
     trainers.known[0] = Trainer("session", b"0")
-    return _Prefetching(update.served, SyncUpdate(update, state, 1), trainers, said), said
+    if mode == ASYNC:
+        return AsyncServer(update.served, BlockUpdates(update), state, trainers, said), said
+    return SyncServer(update.served, SyncUpdate(update, state, 1), trainers, said), said
