@@ -110,7 +110,9 @@ class ServerProgramWriter:
             assert b.span is not None
             held = (b.name, *map(b.named, table.zero.state))
             gradients = {k: b.gradient(k, self.slicer.trainers) for k in range(self.slicer.trainers)}
-            served[b.name] = TableBlock(b.leaf, b.name, b.span.start, b.rows, held, gradients, table.whole)
+            served[b.name] = TableBlock(
+                b.leaf, b.name, b.span.start, b.rows, held, gradients, table.whole, table.catches_up
+            )
         return {"tables": ServedTables(served, of_sizes)}
 
     def init(self, endpoint: str, held: Mapping[str, ServerVariable]) -> Program:

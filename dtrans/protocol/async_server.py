@@ -129,7 +129,7 @@ class AsyncServer:
         asked = self._requests.take(k, message, step.grads)
         if asked is not None:
             name, ids = asked
-            rows = np.asarray(self.state[name])[ids]
+            rows = self._blocks.rows(name, ids, self.state)
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=message["step"], table=name)
 
     def recv(self, k: int, message: wire.Message) -> None:

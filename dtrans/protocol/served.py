@@ -84,7 +84,7 @@ class StepUpdate(Protocol):
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The parameters as memory to send from; of tables too, whose rows are taken."""
+        """The parameters as memory to send from."""
 
     @property
     def exchange(self) -> Exchange | None:
@@ -98,6 +98,9 @@ class StepUpdate(Protocol):
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
         """Make it as far as the next exchange, and return the vectors for other servers; None when it is made."""
+
+    def rows(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Rows of a block of a table, as memory to send from."""
 
 
 class BlockUpdate(Protocol):
@@ -113,3 +116,6 @@ class BlockUpdate(Protocol):
         self, block: str, grads: Mapping[str, Any], state: Mapping[str, Any], values: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The state that is new after a block's update; it is computed when this returns."""
+
+    def rows(self, name: str, ids: np.ndarray, state: Mapping[str, Any]) -> np.ndarray:
+        """Rows of a block of a table."""

@@ -50,7 +50,7 @@ class Job:
         self.server = (
             SyncServer(served, SyncUpdate(self.update, state, count), self.trainers, self.say)
             if sync_mode
-            else AsyncServer(served, BlockUpdates(self.update), state, self.trainers, self.say)
+            else AsyncServer(served, BlockUpdates(self.update, state), state, self.trainers, self.say)
         )
 
     def say(self, to: Any, op: str, /, blocks: Any = (), **fields: Any) -> None:

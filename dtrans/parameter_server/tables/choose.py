@@ -25,12 +25,14 @@ class Table:
       lookups: how a step reads it.
       zero: what the update does to other rows.
       whole: whether each update is of all its rows.
+      catches_up: whether rows that nobody looked up move too, and catch up before they are read.
       why: what the update does, for people.
     """
 
     lookups: TableLookups
     zero: ZeroGradient
     whole: bool
+    catches_up: bool
     why: str
 
 
@@ -94,17 +96,19 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
     if option.update == "lazy":
         if alone:
             raise ConfigError(f"sparse: {name} cannot have update='lazy': {alone}. Say dtrans.Rows(update='dense')")
-        return Table(lookups, zero, False, "lazy: rows that nobody looks up stay as they are")
+        return Table(lookups, zero, False, False, "lazy: rows that nobody looks up stay as they are")
     if not zero.moves and not alone:
-        return Table(lookups, zero, False, "dense: rows that nobody looks up would not move")
+        return Table(lookups, zero, False, False, "dense: rows that nobody looks up would not move")
     why = f"{', '.join(zero.moves)} move{'s' * (len(zero.moves) == 1)} with a gradient of zero" if zero.moves else alone
     if option.update is None:
         raise ConfigError(
             f"sparse: say how rows of {name} are updated that nobody looks up, since {why}: "
-            "dtrans.Rows(update='dense') moves all rows in each step, as one device does; "
+            "dtrans.Rows(update='dense') moves all rows, as one device does; "
             "dtrans.Rows(update='lazy') leaves them as they are"
         )
-    return Table(lookups, zero, True, f"dense: servers update all rows in each step, since {why}")
+    if alone:
+        return Table(lookups, zero, True, False, f"dense: servers update all rows in each step, since {why}")
+    return Table(lookups, zero, False, True, f"dense: rows catch up when they are looked up, since {why}")
 
 
 def _rows_alone(zero: ZeroGradient) -> str:

@@ -17,9 +17,9 @@ class Rows:
 
     Attributes:
       update: "dense": every row moves as on one device, those too that no trainer has looked up: momentum goes on, and
-        so does the decay of weights. "lazy": rows that nobody has looked up stay as they are, and so does their part of
-        the optimizer's state; counts of steps are the optimizer's own, and go on. None: whichever it is, where both are
-        the same (plain SGD, Adagrad); elsewhere it has to be said.
+        so does the decay of weights. Such rows catch up before they are read. "lazy": rows that nobody has looked up
+        stay as they are, and so does their part of the optimizer's state; counts of steps are the optimizer's own, and
+        go on. None: whichever it is, where both are the same (plain SGD, Adagrad); elsewhere it has to be said.
 
     Raises:
       ConfigError: another update.

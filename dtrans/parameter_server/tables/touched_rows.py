@@ -29,6 +29,7 @@ class TableBlock:
       held: the block, and the arrays of the optimizer's state that have a row for each of its rows.
       gradients: trainer to the name under which it sends the gradient of rows.
       whole: whether each update is of all rows.
+      moves: whether rows that nobody looked up move too: they catch up before they are read.
     """
 
     leaf: str
@@ -38,6 +39,7 @@ class TableBlock:
     held: tuple[str, ...]
     gradients: Mapping[int, str]
     whole: bool
+    moves: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

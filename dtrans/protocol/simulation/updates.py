@@ -165,6 +165,10 @@ class SimulatedUpdate:
         self._finish(sum((parts[ep][0][0] for ep in kind.owners), np.float32(0)))
         return None
 
+    def rows(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """As `StepUpdate.rows`."""
+        return self.values[name][ids]
+
     def _finish(self, norm: np.float32) -> None:
         self.state = {n: applied(x, self._means[n], norm) for n, x in self.state.items()}
 
@@ -203,3 +207,7 @@ class SimulatedBlocks:
         self.log.append((block, given.tobytes()))
         self.history[block].append(made.tobytes())
         return {block: made}
+
+    def rows(self, name: str, ids: np.ndarray, state: Mapping[str, Any]) -> np.ndarray:
+        """As `BlockUpdate.rows`."""
+        return state[name][ids]

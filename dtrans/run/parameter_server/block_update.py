@@ -20,7 +20,7 @@ from dtrans.ir.display import without_addresses
 from dtrans.ir.program import DIST, LR_SCHED
 from dtrans.ops import OptimizeBlock
 from dtrans.parameter_server.tables.touched_rows import room_for
-from dtrans.run.parameter_server.touched_rows import among, put_back, taken
+from dtrans.run.parameter_server.table_memory import among, memory_of
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -32,16 +32,20 @@ class BlockUpdates:
 
     Args:
       update: of the server.
+      state: name to array; the initial values.
 
     Attributes:
       grads: the gradients that each block reads, by its name.
+      state: the same, with tables in memory of their own.
 
     Raises:
       ConfigError: blocks that reduce over rows with other servers, which takes the gradients of all at once.
     """
 
-    def __init__(self, update: ServerUpdate) -> None:
+    def __init__(self, update: ServerUpdate, state: Mapping[str, Any]) -> None:
         self.update = update
+        self._memory = memory_of(update, state)
+        self.state = {**state, **{n: x for t in self._memory.values() for n, x in t.held.items()}}
         if any(b.level or b.role == DIST for b in update.blocks):
             raise ConfigError(f"pserver {update.endpoint} reduces over rows, and cannot be asynchronous")
         self._first = [b for b in update.blocks if b.role == LR_SCHED]
@@ -93,13 +97,23 @@ class BlockUpdates:
         if table.whole:
             dense = among(np.arange(table.rows), table.rows, given)
             return self._made(block, run, {**grads, rows: dense}, state, values)
-        ids, size = given.ids, room_for(len(given.ids), table.rows)
+        memory, ids, size = self._memory[table.name], given.ids, room_for(len(given.ids), table.rows)
         if (block, size) not in self._sized:
             (sized,) = (b for b in self.update.sized({table.name: size}).blocks if b.name == block)
             self._sized[block, size] = self._compile(sized)
-        read = {**state, **taken(table, ids, size, state)}
+        read = {**state, **memory.take(ids, size)}
+        seen = {n: np.asarray(x) for n, x in _picked(memory.reads, values, state).items()}
         made = self._made(block, self._sized[block, size], {**grads, rows: among(ids, size, given)}, read, values)
-        return {**made, **put_back(table, ids, made, state)}
+        return {**made, **memory.put(ids, made, seen)}
+
+    def rows(self, name: str, ids: np.ndarray, state: State) -> np.ndarray:
+        """Rows of a block of a table, as they are."""
+        return self._memory[name].rows(ids) if name in self._memory else np.asarray(state[name])[ids]
+
+    def finish(self) -> None:
+        """Let all rows of tables be as after the last update."""
+        for t in self._memory.values():
+            t.finish()
 
     def _made(
         self, block: str, run: Callable[[State, State], dict[str, Any]], grads: State, state: State, values: State

@@ -26,7 +26,6 @@ from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.server_sockets import ServerSockets
 from dtrans.run.parameter_server.sync_update import SyncUpdate
-from dtrans.run.parameter_server.touched_rows import memory_of
 from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
 
@@ -61,11 +60,13 @@ class Server:
         trainers = Presence(served, deadline=deadline, plan=plan, secret=secret)
         self._sockets = ServerSockets(context, update.endpoint, secret, wire.limits(_sizes(update)))
         state, say = own_buffers(state), self._sockets.say
-        kind = (
-            SyncServer(served, SyncUpdate(update, state, served.trainers), trainers, say)
-            if served.sync_mode
-            else AsyncServer(served, BlockUpdates(update), state | memory_of(update.tables, state), trainers, say)
-        )
+        kind: SyncServer | AsyncServer
+        if served.sync_mode:
+            self._update: SyncUpdate | BlockUpdates = (steps := SyncUpdate(update, state, served.trainers))
+            kind = SyncServer(served, steps, trainers, say)
+        else:
+            self._update = blocks = BlockUpdates(update, state)
+            kind = AsyncServer(served, blocks, blocks.state, trainers, say)
         self.refusals = Refusals(log)
         self._protocol = Serving(kind, trainers, say, self.refusals)
         self._sockets.bind(allow_remote=allow_remote)
@@ -89,6 +90,7 @@ class Server:
             ending = signal.signal(signal.SIGTERM, _ended) if _decides_signals() else None
             self._loop()
             failed = False
+            self._update.finish()
             note(protocol.kind.endpoint, protocol.trainers.known[0].session)
             return protocol.kind.state
         except BaseException as e:

@@ -3,12 +3,13 @@
 An update that reduces over rows is made in phases, with an exchange between servers after each but the last: it stops
 there, and goes on when it is given what the other servers have sent.
 
-Tables are updated by the rows that trainers have asked for (`dtrans.run.parameter_server.touched_rows`). Where all rows
-of a table move, the gradients of rows are put among zeros, and the table is updated as any other block.
+Tables are updated by the rows that trainers have asked for (`dtrans.run.parameter_server.table_memory`). Where each
+update needs all rows of a table, the gradients of rows are put among zeros, and it is updated as any other block.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.presence import log, named
 from dtrans.protocol.served import RowGradient, Vectors
-from dtrans.run.parameter_server.touched_rows import among, memory_of, put_back, taken
+from dtrans.run.parameter_server.table_memory import among, memory_of
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 
 
@@ -33,36 +34,39 @@ class SyncUpdate:
       trainers: how many there are.
 
     Attributes:
+      state: name to array; tables are in memory of their own.
       values: the parameters as memory to send from.
       exchange: the one that the update waits for.
     """
 
     def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: int) -> None:
-        self.state = state
         self.exchange: Exchange | None = None
-        self._whole = update
+        self._tables = memory_of(update, state)
+        watched = frozenset(n for t in self._tables.values() for n in t.reads)
+        self._watched: dict[str, Any] = {}
+        self._whole = dataclasses.replace(update, watched=watched)
         self._all = frozenset(range(trainers))
         # by whose gradients they are made of, and of how many rows of tables
         self._updates: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
         self._rows: dict[str, np.ndarray] = {}  # of blocks of tables: those that this step updates
-        self._by_rows = {n: t for n, t in update.tables.items() if not t.whole}
-        self.state |= memory_of(update.tables, state)
+        self.state = {**state, **{n: x for t in self._tables.values() for n, x in t.held.items()}}
         self._publish()
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
         """Make a step of the gradients of some of the trainers, as far as the first exchange; see `go_on`."""
-        self._rows = {n: _all_ids(t, grads, present) for n, t in self._by_rows.items()}
-        sizes = {n: room_for(len(self._rows[n]), t.rows) for n, t in self._by_rows.items()}
+        self._rows = {n: _all_ids(t.table, grads, present) for n, t in self._tables.items()}
+        sizes = {n: room_for(len(self._rows[n]), t.table.rows) for n, t in self._tables.items()}
         update = self._update_of(present, step, sizes)
         given = {n: grads[n] for n in update.update.grad_types}
         for n, t in self._whole.tables.items():
             ids, size = (np.arange(t.rows), t.rows) if t.whole else (self._rows[n], sizes[n])
             given |= {name: among(ids, size, grads[name]) for name in t.gradients.values() if name in given}
         state = dict(self.state)
-        for n, t in self._by_rows.items():
-            state |= taken(t, self._rows[n], sizes[n], self.state)
-        self._run = update.run(given, state)
+        for n, memory in self._tables.items():
+            state |= memory.take(self._rows[n], sizes[n])
+        self._watched = {}
+        self._run = update.run(given, state, self._watched)
         return self.go_on(None)
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
@@ -78,8 +82,8 @@ class SyncUpdate:
             self._run = self.exchange = None
             # the memory of its gradients and of what other servers sent is written again, so nothing may still read it
             new = jax.block_until_ready(made.value) if self._whole.exchanges else made.value
-            for n, t in self._by_rows.items():
-                new |= put_back(t, self._rows[n], new, self.state)
+            for n, memory in self._tables.items():
+                new |= memory.put(self._rows[n], new, self._watched)
             self.state = new
             self._publish()
             return None
@@ -100,8 +104,16 @@ class SyncUpdate:
     def _publish(self) -> None:
         """The parameters as memory to send from; waits until they are made."""
         names = (*self._whole.params, *self._whole.tables)
-        self.values = {n: np.asarray(words(self.state[n])) for n in names if n not in self._by_rows}
-        self.values |= {n: self.state[n] for n in self._by_rows}
+        self.values = {n: np.asarray(words(self.state[n])) for n in names if n not in self._tables}
+
+    def rows(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Rows of a block of a table, as they are."""
+        return self._tables[name].rows(ids) if name in self._tables else self.values[name][ids]
+
+    def finish(self) -> None:
+        """Let all rows of tables be as after the last step."""
+        for t in self._tables.values():
+            t.finish()
 
 
 def _all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]) -> np.ndarray:

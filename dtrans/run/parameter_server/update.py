@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dtrans._jax import JaxprEqn, evaluate
 from dtrans.errors import ConfigError
@@ -93,9 +94,11 @@ class ServerUpdate:
 
     Attributes:
       eqn: its `listen_and_serv`.
+      watched: values that somebody wants to know of each step, by name.
     """
 
     eqn: JaxprEqn
+    watched: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, program: Program) -> ServerUpdate:
@@ -137,12 +140,12 @@ class ServerUpdate:
 
     def sized(self, sizes: Mapping[str, int]) -> ServerUpdate:
         """The update of other numbers of rows of blocks of tables."""
-        return ServerUpdate(self.eqn.params["tables"].sized(sizes))
+        return dataclasses.replace(self, eqn=self.eqn.params["tables"].sized(sizes))
 
     def sent_by(self, present: Collection[int]) -> ServerUpdate:
         """The update by the gradients of some of the trainers alone (`dtrans.slicing.mean`)."""
         blocks = tuple(sent_by(block, present) for block in self.blocks)
-        return ServerUpdate(self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks}))
+        return dataclasses.replace(self, eqn=self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks}))
 
     @property
     def endpoint(self) -> str:
@@ -212,7 +215,7 @@ class ServerUpdate:
             made_in |= {n: i + (n in results) for b in blocks for n in b.out_names if n not in self.types}
         gives: list[list[str]] = [[] for _ in parts]
         for n, i in made_in.items():
-            if last.get(n, -1) > i:
+            if last.get(n, -1) > i or n in self.watched:
                 gives[i].append(n)
 
         phases = []
@@ -258,13 +261,20 @@ class CompiledUpdate:
         self._prepare = prepare
         self._jitted = [(phase, self._compile(phase, donate)) for phase in update.phases]
 
-    def run(self, grads: Any, state: Mapping[str, Any]) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
+    def run(
+        self, grads: Any, state: Mapping[str, Any], watched: dict[str, Any] | None = None
+    ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
         """Make a step; the new state. That of before keeps its parameters, and with donation may lose the rest.
 
         At each exchange it yields that, with the vectors for every other server (`Exchange.parcels`), and goes on
         with those of every other server (`Exchange.sources`). Nothing waits for what is computed.
+
+        Args:
+          watched: is given what the update says is watched.
         """
         new, values = dict(state), dict[str, Any]()
+        seen = {} if watched is None else watched
+        seen |= {n: np.asarray(state[n]) for n in self.update.watched if n in state}  # it may be gone afterwards
         arrived: Vectors = {}
         for i, (phase, jitted) in enumerate(self._jitted):
             made, given, packed = called(
@@ -280,6 +290,7 @@ class CompiledUpdate:
             for n in phase.drops:
                 del values[n]
             values |= given
+            seen |= {n: x for n, x in given.items() if n in self.update.watched}
             if phase.ends is not None:
                 outgoing = phase.ends.addressed(packed)
                 own = outgoing.pop(phase.ends.me)

@@ -505,5 +505,5 @@ def served_alone(mode: Any) -> tuple[SyncServer | AsyncServer, _Said]:
     trainers, said = Presence(update.served, deadline=9.0, plan={}, secret=""), _Said()
     trainers.known[0] = Trainer("session", b"0")
     if mode == ASYNC:
-        return AsyncServer(update.served, BlockUpdates(update), state, trainers, said), said
+        return AsyncServer(update.served, BlockUpdates(update, state), state, trainers, said), said
     return SyncServer(update.served, SyncUpdate(update, state, 1), trainers, said), said

@@ -1,0 +1,196 @@
+"""The steps that rows of a table have missed: each is made up for before the row is read.
+
+Nobody looked a row up, and an optimizer moves it all the same: momentum goes on, moments and weights decay. One device
+moves all rows in every step. A server keeps of each step what its update read beside rows (counts, rates, a factor that
+clips), and makes the update of a row, with a gradient of zero, once for every step that the row has missed. The numbers
+are those of one device; memory is passed over once, and not once in each step.
+
+Rows are made up for in runs of `WINDOW` steps, so that one program serves however many are missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import evaluate
+from dtrans.ops import OptimizeBlock
+from dtrans.parameter_server.tables.touched_rows import LEAST, TableBlock, room_for
+from dtrans.run.parameter_server.update import ServerUpdate
+
+
+WINDOW = 256  # steps that one call makes up for
+MOST = 1 << 16  # rows of one call
+KEPT = 1 << 26  # bytes that are kept of steps; then all rows are made up for
+
+Arrays = Mapping[str, Any]
+
+
+class StepRecords:
+    """What updates of a table read beside rows, step by step.
+
+    Args:
+      types: name to type.
+
+    Attributes:
+      first: the number of the first step that is kept.
+      now: how many steps there were.
+    """
+
+    def __init__(self, types: Arrays) -> None:
+        self.first = self.now = 0
+        self._types = types
+        self._of = {n: self._room(t, WINDOW) for n, t in types.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that is taken."""
+        return sum(x.nbytes for x in self._of.values())
+
+    def add(self, values: Arrays) -> None:
+        """Keep what a step has read."""
+        at = self.now - self.first
+        for n, x in self._of.items():
+            if at == len(x):
+                self._of[n] = np.concatenate([x, self._room(self._types[n], len(x))])
+            self._of[n][at] = values[n]
+        self.now += 1
+
+    def window(self, step: int) -> dict[str, np.ndarray]:
+        """What `WINDOW` steps have read, from the one with this number."""
+        at = step - self.first
+        return {n: x[at : at + WINDOW] for n, x in self._of.items()}
+
+    def forget(self) -> None:
+        """Forget all steps."""
+        self.first = self.now
+        self._of = {n: self._room(t, WINDOW) for n, t in self._types.items()}
+
+    def _room(self, t: Any, steps: int) -> np.ndarray:
+        return np.zeros((steps, *t.shape), t.dtype)
+
+
+class MissedSteps:
+    """The steps that each row of a block of a table has missed.
+
+    Args:
+      update: of the server.
+      table: the block.
+
+    Attributes:
+      reads: what its update reads beside rows, by name.
+    """
+
+    def __init__(self, update: ServerUpdate, table: TableBlock) -> None:
+        self._update, self._table = update, table
+        self._names = table.held
+        self.reads = _read_beside_rows(update, table)
+        self._records = StepRecords(self.reads)
+        self._seen = np.zeros(table.rows, np.int64)  # for each row, the number of steps that it has seen
+        self._made: dict[int, Callable[..., Any]] = {}  # by the number of rows
+
+    def add(self, ids: np.ndarray, values: Arrays, held: Arrays) -> None:
+        """A step was made, in which these rows were updated.
+
+        Args:
+          values: what it has read beside rows.
+          held: the block and its state, in which rows are made up for where too much is kept of steps.
+        """
+        self._records.add(values)
+        self._seen[ids] = self._records.now
+        if self._records.nbytes > KEPT:
+            self.make_up(np.arange(self._table.rows), held)
+            self._records.forget()
+
+    def make_up(self, ids: np.ndarray, held: Arrays) -> None:
+        """Make the steps that these rows have missed, in the memory of the block and its state."""
+        now = self._records.now
+        behind = ids[self._seen[ids] < now]
+        if not len(behind):
+            return
+        behind = behind[np.argsort(self._seen[behind], kind="stable")]
+        seen = self._seen[behind]
+        first = self._records.first
+        for begin in range(int(seen[0] - first) // WINDOW * WINDOW + first, now, WINDOW):
+            stop = min(begin + WINDOW, now)
+            some = behind[: np.searchsorted(seen, stop)]
+            for at in range(0, len(some), MOST):
+                self._make(some[at : at + MOST], begin, stop, held)
+        self._seen[behind] = now
+
+    def _make(self, ids: np.ndarray, begin: int, stop: int, held: Arrays) -> None:
+        """Make the steps of one window."""
+        size = room_for(len(ids), self._table.rows)
+        if size not in self._made:
+            self._made[size] = self._compile(size)
+        seen = padded(np.maximum(self._seen[ids] - begin, 0).astype(np.int32), size, WINDOW)
+        rows = {n: padded(held[n][ids], size) for n in self._names}
+        made = self._made[size](rows, seen, self._records.window(begin), int(seen.min()), stop - begin)
+        for n in self._names:
+            held[n][ids] = np.asarray(made[n])[: len(ids)]
+
+    def _compile(self, size: int) -> Callable[..., Any]:
+        blocks = blocks_of(self._update, self._table, size)
+
+        def make_up(rows: Arrays, seen: jax.Array, records: Arrays, first: int, stop: int) -> Arrays:
+            def turn(i: jax.Array, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+                made = at_zero_gradient(blocks, rows, {n: x[i] for n, x in records.items()})
+                missed = lambda x: (seen <= i).reshape(-1, *(1,) * (x.ndim - 1))
+                return {n: jnp.where(missed(x), made[n], x) for n, x in rows.items()}
+
+            return jax.lax.fori_loop(first, stop, turn, dict(rows))
+
+        return jax.jit(make_up)
+
+
+def at_zero_gradient(blocks: Sequence[OptimizeBlock], rows: Arrays, values: Arrays) -> dict[str, Any]:
+    """The new rows of a block whose gradient is zero. Pure.
+
+    Args:
+      blocks: what updates it, in order.
+      rows: of the block, and of its state, by name.
+      values: what is read beside them.
+    """
+    read, new = {**rows, **values}, dict[str, Any]()
+    for block in blocks:
+        none = {g.name: jnp.zeros_like(block.invars[g.name].aval) for g in block.grads}
+        given = [none[n] if n in none else read[n] for n in block.in_names]
+        made = dict(zip(block.out_names, evaluate(block.jaxpr, *given), strict=True))
+        new |= {n: x for n, x in made.items() if n in rows}
+        read = {**made, **read}  # no block reads new state; what has a value has it of all rows
+    return {n: new.get(n, x) for n, x in rows.items()}
+
+
+def blocks_of(update: ServerUpdate, table: TableBlock, size: int) -> list[OptimizeBlock]:
+    """What updates a block of a table, with so many rows."""
+    return [b for b in update.sized({table.name: size}).blocks if b.name == table.name]
+
+
+def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]:
+    """What the update of a block reads beside rows and gradients: name to type.
+
+    What the update itself has made before is there too where it is no row of its own, but reduced over all of them: its
+    type is the same whatever the number of rows.
+    """
+    here, there = (blocks_of(update, table, size) for size in (LEAST, 2 * LEAST))
+    found: dict[str, Any] = {}
+    made: set[str] = set()
+    for block, other in zip(here, there, strict=True):
+        types, others = block.invars, other.invars
+        given = {*table.held, *(g.name for g in block.grads)}
+        for n in block.in_names:
+            same = types[n].aval.shape == others[n].aval.shape
+            if n not in given and (n not in made or same):
+                found[n] = types[n].aval
+        made.update(block.out_names)
+    return found
+
+
+def padded(rows: np.ndarray, size: int, filler: int = 0) -> np.ndarray:
+    """Rows with others behind them, `size` in all."""
+    behind = np.full((size - len(rows), *rows.shape[1:]), filler, rows.dtype)
+    return np.concatenate([rows, behind])
