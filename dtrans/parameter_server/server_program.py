@@ -110,8 +110,20 @@ class ServerProgramWriter:
             assert b.span is not None
             held = (b.name, *map(b.named, table.zero.state))
             gradients = {k: b.gradient(k, self.slicer.trainers) for k in range(self.slicer.trainers)}
+            rests = table.zero.rests
+            if rests is not None:
+                rests = {b.named(n): number for n, number in rests.items()}
             served[b.name] = TableBlock(
-                b.leaf, b.name, b.span.start, b.rows, held, gradients, table.whole, table.catches_up
+                b.leaf,
+                b.name,
+                b.span.start,
+                b.rows,
+                held,
+                gradients,
+                table.whole,
+                table.catches_up,
+                rests,
+                {b.named(n): c for n, c in table.decays.items()},
             )
         return {"tables": ServedTables(served, of_sizes)}
 

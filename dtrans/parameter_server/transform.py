@@ -148,10 +148,10 @@ def pserver(
     step = averaged(step, comm.averages)
     check_step(step, comm, on_trainer_exit)
     analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
-    tables = choose_tables(step, analysis, sparse)
     placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement)
-    placed = of_tables(placed, tables.of)
     startup = match_startup(step, startup)
+    tables = choose_tables(step, analysis, startup, sparse)
+    placed = of_tables(placed, tables.of)
     for n, output in step.asked.items():
         if analysis.layout(analysis.inputs[n]) is not SHARED:
             raise GradientError(asks_for(output, n))

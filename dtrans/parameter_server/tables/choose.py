@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from dtrans.errors import ConfigError
+from dtrans.ir.program import Program
 from dtrans.parameter_server.tables.lookups import TableLookups, find_lookups
 from dtrans.parameter_server.tables.options import Rows
-from dtrans.parameter_server.tables.zero_gradient import ZeroGradient, at_zero_gradient
+from dtrans.parameter_server.tables.zero_gradient import ZeroGradient, at_zero_gradient, numbers_of
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.step.cut import Cut
 
@@ -26,6 +27,7 @@ class Table:
       zero: what the update does to other rows.
       whole: whether each update is of all its rows.
       catches_up: whether rows that nobody looked up move too, and catch up before they are read.
+      decays: by what arrays of the state are multiplied in each step, where rows catch up in closed form.
       why: what the update does, for people.
     """
 
@@ -33,6 +35,7 @@ class Table:
     zero: ZeroGradient
     whole: bool
     catches_up: bool
+    decays: Mapping[str, float]
     why: str
 
 
@@ -54,11 +57,14 @@ class Tables:
         return tuple(self.of)
 
 
-def choose_tables(step: Cut, analysis: RowAnalysis, sparse: Mapping[str, Rows] | str | None) -> Tables:
+def choose_tables(
+    step: Cut, analysis: RowAnalysis, startup: Program, sparse: Mapping[str, Rows] | str | None
+) -> Tables:
     """Choose the tables of a plan.
 
     Args:
       analysis: of the update.
+      startup: the init, with names as in the step.
       sparse: as in `dtrans.pserver`.
 
     Raises:
@@ -87,7 +93,8 @@ def choose_tables(step: Cut, analysis: RowAnalysis, sparse: Mapping[str, Rows] |
                 raise ConfigError(f"sparse: {n} cannot be a table: {why}. Leave it out, or give it another optimizer")
             others[n] = why
             continue
-        of[n] = _table(n, lookups, at_zero_gradient(analysis, n), options.get(n, Rows("dense")))
+        zero = at_zero_gradient(analysis, n, numbers_of(startup))
+        of[n] = _table(n, lookups, zero, options.get(n, Rows("dense")))
     return Tables(of, others)
 
 
@@ -96,9 +103,9 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
     if option.update == "lazy":
         if alone:
             raise ConfigError(f"sparse: {name} cannot have update='lazy': {alone}. Say dtrans.Rows(update='dense')")
-        return Table(lookups, zero, False, False, "lazy: rows that nobody looks up stay as they are")
+        return Table(lookups, zero, False, False, {}, "lazy: rows that nobody looks up stay as they are")
     if not zero.moves and not alone:
-        return Table(lookups, zero, False, False, "dense: rows that nobody looks up would not move")
+        return Table(lookups, zero, False, False, {}, "dense: rows that nobody looks up would not move")
     why = f"{', '.join(zero.moves)} move{'s' * (len(zero.moves) == 1)} with a gradient of zero" if zero.moves else alone
     if option.update is None:
         raise ConfigError(
@@ -107,8 +114,15 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
             "dtrans.Rows(update='lazy') leaves them as they are"
         )
     if alone:
-        return Table(lookups, zero, True, False, f"dense: servers update all rows in each step, since {why}")
-    return Table(lookups, zero, False, True, f"dense: rows catch up when they are looked up, since {why}")
+        return Table(lookups, zero, True, False, {}, f"dense: servers update all rows in each step, since {why}")
+    if option.catch_up == "replay":
+        return Table(lookups, zero, False, True, {}, f"dense: rows catch up when they are looked up, since {why}")
+    if not zero.decays:
+        raise ConfigError(
+            f"sparse: rows of {name} cannot catch up in closed form: {', '.join(zero.moves)} move in another way than "
+            "by moments that decay by one number. Leave catch_up out"
+        )
+    return Table(lookups, zero, False, True, zero.decays, f"dense: rows catch up in closed form, since {why}")
 
 
 def _rows_alone(zero: ZeroGradient) -> str:

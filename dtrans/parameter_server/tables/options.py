@@ -21,8 +21,13 @@ class Rows:
         stay as they are, and so does their part of the optimizer's state; counts of steps are the optimizer's own, and
         go on. None: whichever it is, where both are the same (plain SGD, Adagrad); elsewhere it has to be said.
 
+      catch_up: how dense rows catch up that nobody has looked up for a while. "replay": step by step, as one device
+        makes them. "closed_form": step by step until the row stands still, in its own precision; then moments are
+        multiplied by what they decay by in all other steps at once. It is for optimizers whose rows move by such
+        moments alone (Adam, momentum, RMSProp; not AdamW), and close to one device, not equal.
+
     Raises:
-      ConfigError: another update.
+      ConfigError: another update, or another way to catch up.
 
     Example:
       >>> import dtrans
@@ -31,9 +36,11 @@ class Rows:
     """
 
     update: Literal["dense", "lazy"] | None = None
+    catch_up: Literal["replay", "closed_form"] = "replay"
 
     def __post_init__(self) -> None:
         check_one_of("update", self.update, (None, "dense", "lazy"))
+        check_one_of("catch_up", self.catch_up, ("replay", "closed_form"))
 
 
 def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:

@@ -30,6 +30,8 @@ class TableBlock:
       gradients: trainer to the name under which it sends the gradient of rows.
       whole: whether each update is of all rows.
       moves: whether rows that nobody looked up move too: they catch up before they are read.
+      rests: what arrays of the state have at rows that do not move all the same, by name; None where there are none.
+      decays: by what arrays of the state are multiplied in each step, by name, where rows catch up in closed form.
     """
 
     leaf: str
@@ -40,6 +42,8 @@ class TableBlock:
     gradients: Mapping[int, str]
     whole: bool
     moves: bool = False
+    rests: Mapping[str, Any] | None = None
+    decays: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

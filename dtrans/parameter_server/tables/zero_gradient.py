@@ -6,30 +6,34 @@ the update is at such a row is followed through its equations: one number for al
 was, or something else. A number times zero is zero here, though it may be infinite.
 
 Where something is reduced over rows (a clip by the norm of the gradients), such rows must add nothing to it.
+
+A row that nobody has looked up yet may rest though others move: Adam's moments begin with zero, and stay so.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import COND, ELEMENTWISE, Atom, JaxprEqn, Literal, Var, bodies, line_of, opened, origin_of
+from dtrans.ir.program import Program
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.flow import Flow
-from dtrans.rows.layout import RowAxis, Shared
+from dtrans.rows.layout import RowAxis, Shared, leaves_of
 from dtrans.rows.rules import Step
 from dtrans.step.cut import Gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class _Same:
-    """An input, as it was."""
+    """An input, as it was, or times a number."""
 
     var: Var
+    factor: float = 1.0
 
 
 _OTHER = object()
@@ -48,6 +52,10 @@ class ZeroGradient:
       positions: the equation that makes of a row's number what enters it; empty where none does.
       state: the arrays of the optimizer's state that have a row for each row of the leaf.
       unlike: those of them whose rows are not along dimension 0.
+      rests: what arrays of the state have at rows that do not move, by name: what they begin with, where such rows rest
+        until they are looked up for the first time. None where they do not.
+      decays: the factor of each array of the state that moves, where all that moves the row is such arrays, and each is
+        multiplied by one number in every step; empty elsewhere.
     """
 
     moves: tuple[str, ...]
@@ -55,22 +63,49 @@ class ZeroGradient:
     positions: str
     state: tuple[str, ...]
     unlike: tuple[str, ...]
+    rests: Mapping[str, Any] | None
+    decays: Mapping[str, float]
 
 
-def at_zero_gradient(analysis: RowAnalysis, leaf: str) -> ZeroGradient:
-    """Follow a row with a gradient of zero through an update that lets the leaf be cut."""
+def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]) -> ZeroGradient:
+    """Follow a row with a gradient of zero through an update that lets the leaf be cut.
+
+    Args:
+      begins: arrays of the optimizer's state that begin as one number: that, by name.
+    """
     inputs, outputs = analysis.inputs, analysis.outputs
-    seen = _Followed(leaf, analysis.flow, analysis.half.inner.eqns)
-    seen.kinds |= {v: _Same(v) for v in inputs.values() if seen.is_row(v)}
-    gradient = inputs.get(Gradient(leaf))
-    if gradient is not None:
-        seen.kinds[gradient] = np.zeros((), gradient.aval.dtype)
-    seen.run()
-    rows = {n: v for n, v in inputs.items() if isinstance(n, str) and n in outputs and seen.is_row(v)}
-    moves = tuple(n for n, v in rows.items() if not _equal(seen.kind(outputs[n]), _Same(v)))
+
+    def followed(begins: Mapping[Any, Any]) -> _Followed:
+        seen = _Followed(leaf, analysis.flow, analysis.half.inner.eqns)
+        seen.kinds |= {v: begins[n] if n in begins else _Same(v) for n, v in inputs.items() if seen.is_row(v)}
+        gradient = inputs.get(Gradient(leaf))
+        if gradient is not None:
+            seen.kinds[gradient] = np.zeros((), gradient.aval.dtype)
+        before = dict(seen.kinds)
+        seen.run()
+        seen.moves = tuple(n for n, v in rows.items() if not _equal(seen.kind(outputs[n]), before[v]))
+        return seen
+
+    of_leaf = lambda v: leaf in leaves_of([analysis.layout(v)]) and isinstance(analysis.layout(v), RowAxis)
+    rows = {n: v for n, v in inputs.items() if isinstance(n, str) and n in outputs and of_leaf(v)}
+    seen = followed({})
     state = tuple(n for n in rows if n != leaf)
     unlike = tuple(n for n in state if analysis.layout(inputs[n]) != RowAxis(leaf, 0))
-    return ZeroGradient(moves, seen.counts, seen.positions, state, unlike)
+    begun = {n: begins[n] for n in state if n in begins}
+    rests = None if followed(begun).moves else begun
+    after = {n: seen.kind(outputs[n]) for n in state}
+    scaled = {n: k.factor for n, k in after.items() if n in seen.moves and isinstance(k, _Same) and k.var is rows[n]}
+    gone = {n: np.zeros((), rows[n].aval.dtype) for n in scaled}
+    decay = {n for n in seen.moves if n != leaf} == scaled.keys() and all(abs(c) < 1 for c in scaled.values())
+    decays = scaled if decay and not followed(gone).moves else {}
+    return ZeroGradient(seen.moves, seen.counts, seen.positions, state, unlike, rests, decays)
+
+
+def numbers_of(program: Program) -> dict[str, Any]:
+    """Those outputs of an init that are one number: that, by name."""
+    seen = _Followed("", Flow({}), program.inner.eqns)
+    kinds = {n: seen.kind(a) for n, a in program.outvars.items()}
+    return {n: k for n, k in kinds.items() if isinstance(k, np.ndarray)}
 
 
 class _Followed:
@@ -80,6 +115,7 @@ class _Followed:
         self.leaf, self.flow, self.eqns = leaf, flow, eqns
         self.kinds: dict[Var, _Kind] = {}
         self.counts = self.positions = ""
+        self.moves: tuple[str, ...] = ()
         self._made_by = {v: e for e in eqns for v in e.outvars}
 
     def is_row(self, a: Atom) -> bool:
@@ -166,6 +202,9 @@ def _made(eqn: JaxprEqn, given: Sequence[_Kind], out: Var) -> _Kind:
     zero = np.zeros((), out.aval.dtype)
     if name == "mul" and any(map(is_zero, given)):
         return zero
+    if name == "mul" and [isinstance(k, _Same) for k in given].count(True) == 1:
+        of, by = given if isinstance(given[0], _Same) else reversed(given)
+        return dataclasses.replace(of, factor=of.factor * float(by)) if isinstance(by, np.ndarray) else _OTHER
     if name == "div" and is_zero(given[0]) and not is_zero(given[1]):
         return zero
     if name in ("add", "add_any") and any(map(is_zero, given)):

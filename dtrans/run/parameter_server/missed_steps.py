@@ -5,6 +5,8 @@ moves all rows in every step. A server keeps of each step what its update read b
 clips), and makes the update of a row, with a gradient of zero, once for every step that the row has missed. The numbers
 are those of one device; memory is passed over once, and not once in each step.
 
+Where the user has said so, rows that stand still leave out the rest: moments are multiplied by what they decay by.
+
 Rows are made up for in runs of `WINDOW` steps, so that one program serves however many are missed.
 """
 
@@ -25,6 +27,7 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 WINDOW = 256  # steps that one call makes up for
 MOST = 1 << 16  # rows of one call
+RESTS = np.iinfo(np.int64).max
 KEPT = 1 << 26  # bytes that are kept of steps; then all rows are made up for
 
 Arrays = Mapping[str, Any]
@@ -80,17 +83,21 @@ class MissedSteps:
     Args:
       update: of the server.
       table: the block.
+      state: what it begins with, and its state, by name.
 
     Attributes:
       reads: what its update reads beside rows, by name.
     """
 
-    def __init__(self, update: ServerUpdate, table: TableBlock) -> None:
+    def __init__(self, update: ServerUpdate, table: TableBlock, state: Arrays) -> None:
         self._update, self._table = update, table
         self._names = table.held
         self.reads = _read_beside_rows(update, table)
         self._records = StepRecords(self.reads)
-        self._seen = np.zeros(table.rows, np.int64)  # for each row, the number of steps that it has seen
+        # for each row, the number of steps that it has seen; one that rests has seen those that are to come
+        self._seen = np.zeros(table.rows, np.int64)
+        if table.rests is not None:
+            self._seen[_resting(table, state)] = RESTS
         self._made: dict[int, Callable[..., Any]] = {}  # by the number of rows
 
     def add(self, ids: np.ndarray, values: Arrays, held: Arrays) -> None:
@@ -118,31 +125,44 @@ class MissedSteps:
         for begin in range(int(seen[0] - first) // WINDOW * WINDOW + first, now, WINDOW):
             stop = min(begin + WINDOW, now)
             some = behind[: np.searchsorted(seen, stop)]
+            some = some[self._seen[some] < stop]
             for at in range(0, len(some), MOST):
-                self._make(some[at : at + MOST], begin, stop, held)
-        self._seen[behind] = now
+                ids = some[at : at + MOST]
+                stand_still = self._make(ids, begin, stop, held)
+                self._seen[ids] = stop
+                if self._table.decays and stop < now:
+                    self._decay(ids[stand_still], now - stop, held)
+                    self._seen[ids[stand_still]] = now
 
-    def _make(self, ids: np.ndarray, begin: int, stop: int, held: Arrays) -> None:
-        """Make the steps of one window."""
+    def _decay(self, ids: np.ndarray, steps: int, held: Arrays) -> None:
+        """Let what moves these rows decay, where they themselves stand still."""
+        for n, factor in self._table.decays.items():
+            held[n][ids] *= np.asarray(factor**steps, held[n].dtype)
+
+    def _make(self, ids: np.ndarray, begin: int, stop: int, held: Arrays) -> np.ndarray:
+        """Make the steps of one window; which rows stood still in the last of them."""
         size = room_for(len(ids), self._table.rows)
         if size not in self._made:
             self._made[size] = self._compile(size)
         seen = padded(np.maximum(self._seen[ids] - begin, 0).astype(np.int32), size, WINDOW)
         rows = {n: padded(held[n][ids], size) for n in self._names}
-        made = self._made[size](rows, seen, self._records.window(begin), int(seen.min()), stop - begin)
+        made, still = self._made[size](rows, seen, self._records.window(begin), int(seen.min()), stop - begin)
         for n in self._names:
             held[n][ids] = np.asarray(made[n])[: len(ids)]
+        return np.asarray(still)[: len(ids)]
 
     def _compile(self, size: int) -> Callable[..., Any]:
-        blocks = blocks_of(self._update, self._table, size)
+        blocks, name = blocks_of(self._update, self._table, size), self._table.name
 
-        def make_up(rows: Arrays, seen: jax.Array, records: Arrays, first: int, stop: int) -> Arrays:
-            def turn(i: jax.Array, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        def make_up(rows: Arrays, seen: jax.Array, records: Arrays, first: int, stop: int) -> tuple[Arrays, jax.Array]:
+            def turn(i: jax.Array, carry: tuple[dict[str, jax.Array], jax.Array]) -> Any:
+                rows, _ = carry
                 made = at_zero_gradient(blocks, rows, {n: x[i] for n, x in records.items()})
                 missed = lambda x: (seen <= i).reshape(-1, *(1,) * (x.ndim - 1))
-                return {n: jnp.where(missed(x), made[n], x) for n, x in rows.items()}
+                new = {n: jnp.where(missed(x), made[n], x) for n, x in rows.items()}
+                return new, (new[name] == rows[name]).reshape(size, -1).all(1)
 
-            return jax.lax.fori_loop(first, stop, turn, dict(rows))
+            return jax.lax.fori_loop(first, stop, turn, (dict(rows), jnp.zeros(size, bool)))
 
         return jax.jit(make_up)
 
@@ -187,6 +207,14 @@ def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]
             if n not in given and (n not in made or same):
                 found[n] = types[n].aval
         made.update(block.out_names)
+    return found
+
+
+def _resting(table: TableBlock, state: Arrays) -> np.ndarray:
+    """Which rows of a block do not move: nobody has looked them up yet."""
+    found = np.ones(table.rows, bool)
+    for n, number in (table.rests or {}).items():
+        found &= (state[n] == number).reshape(table.rows, -1).all(1)
     return found
 
 

@@ -36,7 +36,7 @@ class TableMemory:
     def __init__(self, update: ServerUpdate, table: TableBlock, state: Mapping[str, Any]) -> None:
         self.table = table
         self.held = {n: np.array(state[n]) for n in table.held}
-        self._missed = MissedSteps(update, table) if table.moves else None
+        self._missed = MissedSteps(update, table, self.held) if table.moves else None
         self.reads = () if self._missed is None else tuple(self._missed.reads)
 
     def rows(self, ids: np.ndarray) -> np.ndarray:

@@ -261,7 +261,7 @@ MOVES = {
 
 def zero_of(tx: Any) -> Any:
     step = cut(step_of(READ["by index"][0], tx))
-    return at_zero_gradient(analyse(step.optimize, step.optimized), "params/emb")
+    return at_zero_gradient(analyse(step.optimize, step.optimized), "params/emb", {})
 
 
 @pytest.mark.parametrize("name", STILL)

@@ -20,7 +20,7 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 
 V, D = 13, 2
-SYNC = dtrans.Sync()
+SYNC, DENSE = dtrans.Sync(), dtrans.Rows("dense")
 EMB, GRAD = "params/emb", "params/emb@GRAD"
 
 
@@ -29,12 +29,12 @@ def init(tx: Any) -> Any:
     return params, tx.init(params)
 
 
-def served(tx: Any, mode: Any = SYNC) -> tuple[ServerUpdate, dict[str, Any]]:
+def served(tx: Any, mode: Any = SYNC, rows: dtrans.Rows = DENSE) -> tuple[ServerUpdate, dict[str, Any]]:
     """The update of the one server, and what it begins with."""
     step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), tx)
     plan = dtrans.pserver(
         dtrans.trace(step, *init(tx), jnp.zeros(3, int)), dtrans.trace(lambda: init(tx)),
-        sparse={EMB: dtrans.Rows("dense")}, mode=mode,
+        sparse={EMB: rows}, mode=mode,
     )  # fmt: skip
     (programs,) = plan.servers.values()
     return ServerUpdate.of(programs.main), dict(
@@ -109,6 +109,51 @@ def test_an_update_is_of_the_rows_that_were_looked_up() -> None:
     assert moved.tolist() == [0, 5]
     before = server.state[EMB][0].copy()
     assert (server.rows(EMB, np.array([0])) != before).all()
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name, rests", [("adam", True), ("adamw", False)])
+def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(name: str, rests: bool) -> None:
+    """And not where the state that a job goes on from has moved them before."""
+    tx, given = {"adam": optax.adam(0.1), "adamw": optax.adamw(0.1)}[name], steps([[0], [5], [5], [7]])
+    update, state = served(tx)
+    made: list[int] = []
+    for at, x in enumerate(given):
+        server = SyncUpdate(update, state, 1)  # goes on from what the one before has left
+        (memory,) = server._tables.values()
+        make = memory._missed._make  # type: ignore[union-attr]
+        counted = lambda ids, *a, make=make: (made.append(len(ids)), make(ids, *a))
+        memory._missed._make = counted  # type: ignore[union-attr, method-assign]
+        server.begin({GRAD: x}, frozenset([0]), at)
+        server.finish()
+        state = server.state
+    close(state, one_device(tx, given))
+    assert made == ([0, 1, 1, 2][1:] if rests else [V - 1] * 4)
+
+
+@pytest.mark.parametrize("gap", [1, 10, 199, 200, 5000])
+@pytest.mark.parametrize(
+    "tx", [optax.adam(optax.cosine_decay_schedule(0.1, 6000)), optax.sgd(0.1, 0.9)], ids=["adam", "momentum"]
+)
+def test_the_closed_form_is_close_to_one_device(tx: Any, gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And makes few steps one by one."""
+    given = [*steps([[0, 5]]), *[RowGradient(np.zeros(0, np.int32), np.zeros((0, D)))] * gap]
+    update, state = served(tx, rows=dtrans.Rows("dense", catch_up="closed_form"))
+    server = SyncUpdate(update, state, 1)
+    for at, x in enumerate(given):
+        server.begin({GRAD: RowGradient(x.ids, x.rows.astype(np.float32))}, frozenset([0]), at)
+    (memory,) = server._tables.values()
+    made: list[int] = []
+    make = memory._missed._make  # type: ignore[union-attr]
+    monkeypatch.setattr(memory._missed, "_make", lambda ids, b, s, h: (made.append(s - b), make(ids, b, s, h))[1])
+    server.finish()
+    assert sum(made) <= 3 * missed_steps.WINDOW
+    close(server.state, one_device(tx, given), 1e-5)
+
+
+def test_the_closed_form_is_refused_where_rows_move_otherwise() -> None:
+    with pytest.raises(dtrans.errors.ConfigError, match="params/emb, opt_state/.* move in another way than by moments"):
+        served(optax.adamw(0.1), rows=dtrans.Rows("dense", catch_up="closed_form"))
 
 
 @pytest.mark.usefixtures("x64")
