@@ -33,8 +33,8 @@ from dtrans.engine.rules import RULES as SPLIT_RULES
 from dtrans.engine.split import split
 from dtrans.errors import TraceError, UnknownPrimitiveWarning, UntestedJaxWarning
 from dtrans.ir.inline import inline_calls
+from dtrans.rows.parts import RULES as PART_RULES
 from dtrans.rows.rules import RULES
-from dtrans.slicing.partial_init import BACKWARD
 
 
 def loops(fn, *args):
@@ -259,7 +259,7 @@ def test_an_unknown_primitive_in_an_init_is_named():
 def test_every_table_of_rules_is_of_known_primitives():
     known = ELEMENTWISE | _OTHERS
     own = {"all_reduce"}
-    for rules in (RULES, BACKWARD, SPLIT_RULES):
+    for rules in (RULES, PART_RULES, SPLIT_RULES):
         assert set(rules) - known - own == set()
 
 

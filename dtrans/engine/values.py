@@ -35,7 +35,9 @@ from dtrans.ir.display import short_type
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
 from dtrans.ops.all_to_all import all_to_all_p
 from dtrans.rows.layout import SHARED, RowAxis, Shared
-from dtrans.slicing.random_bits import bits_from, is_counted
+from dtrans.rows.parts import recipe_of
+from dtrans.rows.random_bits import is_counted
+from dtrans.rows.slices import Slice, Start
 from dtrans.step.scopes import in_local_scope
 
 
@@ -258,9 +260,11 @@ class ShardValues(abc.ABC):
             return self.b.call(counted(np.dtype(var.aval.dtype), local.shape, axis), start)[0]
         if name == "random_bits":
             (key,) = eqn.invars
-            bits = bits_from(tuple(shape), axis, local.shape[axis], eqn.params["bit_width"])
+            begin = Start(lambda b: self.start(shape[axis], row), self.shards.whole(shape[axis], row))
+            recipe = recipe_of(eqn, 0, Slice(axis, begin, local.shape[axis]))
+            assert recipe is not None
             self.asked[var] = row
-            return self.b.call(bits, self.read(key, None), self.start(shape[axis], row))[0]
+            return recipe.write(self.b, [self.read(key, None)])
         if name == "broadcast_in_dim":
             (operand,) = eqn.invars
             at = _operand_axis(eqn, axis)

@@ -15,8 +15,9 @@ from dtrans.ops import listen_and_serv_p
 from dtrans.parameter_server.plan import ServerPrograms
 from dtrans.parameter_server.tables.choose import Table
 from dtrans.parameter_server.tables.touched_rows import ServedTables, TableBlock
+from dtrans.rows.slices import Slice
 from dtrans.slicing.blocks import Unit
-from dtrans.slicing.partial_init import InitSlice, write_parts
+from dtrans.slicing.partial_init import write_parts
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerVariable, ServerWork
 from dtrans.step.cut import Cut
 
@@ -136,7 +137,7 @@ class ServerProgramWriter:
         b.invars += inner.invars
         b.role = FORWARD
         parts = [(held[n], made[held[n].of]) for n in spec.names]
-        spans = [None if x.span is None else InitSlice(x.axis, x.span.start, x.span.stop) for x, _ in parts]
+        spans = [None if x.span is None else Slice(x.axis, x.span.start, x.span.rows) for x, _ in parts]
         outs = write_parts(b, self.startup.jaxpr, [(v, p) for (_, v), p in zip(parts, spans, strict=True)])
         outs = [b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(spec.names, outs, strict=True)]
         for name, part, value in zip(spec.names, spans, outs, strict=True):

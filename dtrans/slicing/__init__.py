@@ -5,5 +5,4 @@ rounds          which values servers exchange, and when
 server_update   the work of each server
 mean            the mean of what trainers send
 partial_init    some rows of what an init makes
-random_bits     some rows of random bits
 """

@@ -23,8 +23,9 @@ import dtrans
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import DIST
-from dtrans.slicing.partial_init import InitSlice, write_parts
-from dtrans.slicing.random_bits import block_bits, block_bits_p, counters, counts
+from dtrans.rows.random_bits import block_bits, block_bits_p, counters, counts
+from dtrans.rows.slices import Slice
+from dtrans.slicing.partial_init import makes_rows, write_parts, write_rows
 
 
 KEY = jax.random.key(7)
@@ -53,7 +54,7 @@ class Blocks:
         assert not [v for v in self.jaxpr.jaxpr.constvars if v.aval.shape in shapes]
 
 
-def written(fn: Callable[..., Any], args: Sequence[Any], *parts: InitSlice | None) -> Any:
+def written(fn: Callable[..., Any], args: Sequence[Any], *parts: Slice | None) -> Any:
     """The jaxpr of parts of the only output of a function."""
     jaxpr = inline_calls(jax.make_jaxpr(fn)(*args))
     b = Builder(jaxpr)
@@ -76,7 +77,7 @@ def in_blocks(
 ) -> Blocks:
     args = args or (KEY,)
     whole = as_numpy(jit(fn)(*args))
-    jaxpr = written(fn, args, *(InitSlice(axis, *x) for x in blocks))
+    jaxpr = written(fn, args, *(Slice(axis, start, stop - start) for start, stop in blocks))
     index = (slice(None),) * axis
     return Blocks([whole[(*index, slice(*x))] for x in blocks], run(jaxpr, args, jit), jaxpr)
 
@@ -218,14 +219,14 @@ def test_a_mode_that_is_changed_after_tracing():
         assert not np.array_equal(quick(draw)(KEY), plain)
         b = Builder(jaxpr)
         b.invars += jaxpr.jaxpr.invars
-        made = b.build(write_parts(b, jaxpr, [(jaxpr.jaxpr.outvars[0], InitSlice(0, 3, 7))]))
+        made = b.build(write_parts(b, jaxpr, [(jaxpr.jaxpr.outvars[0], Slice(0, 3, 4))]))
         assert any(e.primitive is block_bits_p for e in made.jaxpr.eqns)
         assert np.array_equal(run(made, [KEY])[0], plain[3:7])
         assert np.array_equal(quick(jax.extend.core.jaxpr_as_fun(jaxpr))(KEY)[0], plain)
 
 
 def test_bits_of_a_block_for_several_keys():
-    jaxpr = written(lambda key: jax.random.bits(key, SHAPE), [KEY], InitSlice(0, 3, 7))
+    jaxpr = written(lambda key: jax.random.bits(key, SHAPE), [KEY], Slice(0, 3, 4))
     keys = jax.random.split(KEY, 3)
     got = jax.vmap(jax.extend.core.jaxpr_as_fun(jaxpr))(keys)[0]
     assert np.array_equal(got, jax.vmap(lambda key: jax.random.bits(key, SHAPE)[3:7])(keys))
@@ -307,7 +308,7 @@ def test_inputs_are_cut():
 
 def test_the_whole_is_the_program_itself():
     fn = lambda key: init.normal()(key, SHAPE)
-    assert str(written(fn, [KEY], None)) == str(written(fn, [KEY], InitSlice(0, 0, 13)))
+    assert str(written(fn, [KEY], None)) == str(written(fn, [KEY], Slice(0, 0, 13)))
     assert np.array_equal(run(written(fn, [KEY], None), [KEY])[0], quick(fn)(KEY))
 
 
@@ -323,10 +324,8 @@ def test_parts_of_one_program_share_what_they_can():
     b = Builder(jaxpr)
     b.invars += jaxpr.jaxpr.invars
     w, zeros, again, q = jaxpr.jaxpr.outvars
-    p = InitSlice(0, 2, 5)
-    made = write_parts(
-        b, jaxpr, [(w, p), (zeros, p), (again, p), (w, InitSlice(0, 7, 8)), (q, p), (q, InitSlice(0, 0, 1))]
-    )
+    p = Slice(0, 2, 3)
+    made = write_parts(b, jaxpr, [(w, p), (zeros, p), (again, p), (w, Slice(0, 7, 1)), (q, p), (q, Slice(0, 0, 1))])
     assert made[0] is made[2]
     kinds = [e.primitive.name for e in b.eqns]
     assert kinds.count("random_split") == 1
@@ -347,7 +346,7 @@ def test_thousands_of_equations_in_a_row():
             w = -w
         return w
 
-    made = written(fn, [KEY], InitSlice(0, 3, 8))
+    made = written(fn, [KEY], Slice(0, 3, 5))
     kinds = [e.primitive.name for e in made.jaxpr.eqns]
     assert kinds.count("random_split") == 500
     assert kinds.count("neg") == 1500
@@ -359,7 +358,7 @@ def test_very_many_parts_of_a_value_are_cut_out_of_it():
         w = draw(key, 16, 3)
         return jnp.concatenate([w[i : i + 13] for i in range(4)], axis=1)
 
-    jaxpr = written(fn, [KEY], InitSlice(0, 1, 12))
+    jaxpr = written(fn, [KEY], Slice(0, 1, 11))
     assert sum(e.primitive.name == "random_bits" for e in jaxpr.jaxpr.eqns) == 1
     assert np.array_equal(run(jaxpr, [KEY])[0], quick(fn)(KEY)[1:12])
 
@@ -445,6 +444,128 @@ def test_any_init(sources, instructions, axis, where):
     in_blocks(fn, axis=axis, blocks=[(start, stop)]).equal()
 
 
+# -- rows by their numbers -------------------------------------------------------------------------
+
+
+def rows_of(fn: Callable[..., Any], axes: Sequence[int], count: int) -> Any:
+    """The jaxpr of rows of the outputs of a function, of the key and of their numbers."""
+    jaxpr = inline_calls(jax.make_jaxpr(fn)(KEY))
+    b = Builder(jaxpr)
+    b.invars += jaxpr.jaxpr.invars
+    numbers = b.input(jax.typeof(jnp.zeros(count, jnp.int32)))
+    made = b.build(write_rows(b, jaxpr, list(zip(jaxpr.jaxpr.outvars, axes, strict=True)), numbers))
+    jax.extend.core.check_jaxpr(made.jaxpr)
+    return made
+
+
+def alone(fn: Callable[..., Any], *axes: int) -> list[bool]:
+    """Which outputs of a function have rows that are made without the rest."""
+    jaxpr = inline_calls(jax.make_jaxpr(fn)(KEY))
+    return [makes_rows(jaxpr, v, axis) for v, axis in zip(jaxpr.jaxpr.outvars, axes, strict=True)]
+
+
+def looked_up(fn: Callable[..., Any], axes: Sequence[int], numbers: Sequence[int]) -> Any:
+    """Check rows of an init against those of the whole, bit for bit; the program that makes them."""
+    made = rows_of(fn, axes, len(numbers))
+    whole = jax.tree.leaves(jax.jit(fn)(KEY))
+    found = run(made, [KEY, np.asarray(numbers, np.int32)], jax.jit)
+    for x, axis, got in zip(whole, axes, found, strict=True):
+        want = np.take(as_numpy(x), numbers, axis)
+        assert got.shape == want.shape and got.dtype == want.dtype
+        assert got.tobytes() == want.tobytes()
+    return made
+
+
+def nothing_has(jaxpr: Any, rows: int) -> bool:
+    """Whether no value of a program has so many rows."""
+    variables = (*jaxpr.jaxpr.constvars, *(v for e in jaxpr.jaxpr.eqns for v in e.outvars))
+    return not any(rows in v.aval.shape for v in variables)
+
+
+TABLES = {
+    "normal": lambda key: jax.random.normal(key, (1009, 6)),
+    "uniform": lambda key: jax.random.uniform(key, (1009, 6), minval=-0.1, maxval=0.1),
+    "truncated_normal": lambda key: 0.5 * jax.random.truncated_normal(key, -2.0, 2.0, (1009, 6)),
+    "variance_scaling": lambda key: init.variance_scaling(1.0, "fan_in", "normal", out_axis=0)(key, (1009, 6)),
+    "bfloat16": lambda key: init.normal(0.02)(key, (1009, 6), jnp.bfloat16),
+    "64 bits": lambda key: jax.random.normal(key, (1009, 6), float),  # with x64
+    "zeros": lambda key: jnp.zeros((1009, 6)),
+    "ones": lambda key: jnp.ones((1009, 6)) * 3,
+    "three dimensions": lambda key: jax.random.normal(key, (1009, 2, 3)),
+    "reshaped": lambda key: jax.random.normal(key, (1009, 6)).reshape(1009, 2, 3),
+    "from one axis": lambda key: jax.random.normal(key, (1009 * 6,)).reshape(1009, 6),
+    "transposed": lambda key: jax.random.normal(key, (6, 1009)).T,
+    "another key": lambda key: jax.random.normal(jax.random.split(jax.random.fold_in(key, 3), 5)[4], (1009, 6)),
+    "old keys": lambda key: jax.random.normal(jax.random.split(jax.random.PRNGKey(3))[1], (1009, 6)),
+    "masked": lambda key: jnp.where(jnp.arange(1009)[:, None] == 0, 0.0, jax.random.normal(key, (1009, 6))),
+    "counted": lambda key: jnp.arange(1009.0)[:, None] * jnp.ones(6),
+    "gates side by side": lambda key: jnp.concatenate([jax.random.normal(key, (1009, 3)), jnp.ones((1009, 3))], 1),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_are_made_by_their_numbers(name, x64):
+    rng = np.random.default_rng(3)
+    with jax.enable_x64(x64):
+        made = looked_up(TABLES[name], [0], [0, 1008, *rng.integers(0, 1009, 20), 17, 17])
+        assert alone(TABLES[name], 0) == [True]
+    assert nothing_has(made, 1009)
+
+
+def test_rows_along_another_axis():
+    fn = lambda key: jax.random.normal(key, (3, 1009, 2))
+    assert nothing_has(looked_up(fn, [1], [5, 1000, 5]), 1009)
+
+
+def test_rows_of_a_table_and_of_the_state_beside_it():
+    """One program for all that is asked for at once: the bits are drawn once."""
+
+    def fn(key):
+        a, b = jax.random.split(key)
+        w = init.normal()(b, (1009, 6))
+        return w, jnp.zeros_like(w), jnp.full((1009, 1), 0.1), w.T, init.orthogonal()(a, (1009, 6))
+
+    made = looked_up(lambda key: fn(key)[:4], [0, 0, 0, 1], [3, 8, 3, 1000])
+    assert nothing_has(made, 1009)
+    assert [e.primitive for e in made.jaxpr.eqns].count(block_bits_p) == 1
+    assert alone(fn, 0, 0, 0, 1, 0) == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("name", ["sorted", "over rows", "stacked", "table", "rbg", "keys"])
+def test_rows_of_what_must_be_made_whole(name):
+    fn = {
+        "sorted": lambda key: jnp.sort(jax.random.normal(key, (113, 6)), axis=0),
+        "over rows": lambda key: (w := jax.random.normal(key, (113, 6))) - jnp.max(w, 0),
+        "stacked": lambda key: jnp.concatenate([jax.random.normal(key, (112, 6)), jnp.zeros((1, 6))]),
+        "table": lambda key: jnp.asarray(np.arange(678.0).reshape(113, 6)) * 2,
+        "rbg": lambda key: jax.random.normal(jax.random.key(3, impl="rbg"), (113, 6)),
+        "keys": lambda key: jax.vmap(lambda k: jax.random.normal(k, (6,)))(jax.random.split(key, 113)),
+    }[name]
+    assert alone(fn, 0) == [False]
+    looked_up(fn, [0], [112, 5, 5, 0])
+
+
+def test_rows_are_numbered_beyond_32_bits():
+    """Against 64-bit integers: no array of such a size is made."""
+    shape, numbers = (2**30, 3, 7), np.array([2**30 - 1, 5, 2**28 + 3], np.int32)
+    high, low = counters(shape, 0, 0, 3, jnp.asarray(numbers))
+    index = numbers.astype(np.uint64)[:, None, None]
+    want = index * 21 + np.arange(3, dtype=np.uint64)[:, None] * np.uint64(7) + np.arange(7, dtype=np.uint64)
+    assert np.array_equal(np.asarray(high).astype(np.uint64) << np.uint64(32) | np.asarray(low), want)
+
+
+@pytest.mark.parametrize("bit_width", [8, 16, 32, 64])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_bits_from_a_place_that_is_computed(bit_width, axis):
+    with jax.enable_x64(bit_width == 64):
+        whole = jax.random.bits(KEY, SHAPE, f"uint{bit_width}")
+        draw = lambda at: block_bits(KEY, at, bit_width=bit_width, shape=SHAPE, axis=axis, start=1, stop=3)
+        for at, got in enumerate(jax.vmap(draw)(jnp.arange(SHAPE[axis] - 2, dtype=jnp.int32))):
+            assert np.array_equal(got, lax.slice_in_dim(whole, at + 1, at + 3, axis=axis))
+
+
 # -- servers ---------------------------------------------------------------------------------------
 
 
@@ -508,6 +629,6 @@ def test_the_memory_of_a_block_is_that_of_a_block(name):
     whole = bytes_of(fn)
     rows = shape[0] // servers
     for k in (0, 3, servers - 1):
-        part = InitSlice(0, k * rows, (k + 1) * rows)
+        part = Slice(0, k * rows, rows)
         block = bytes_of(jax.extend.core.jaxpr_as_fun(written(fn, [KEY], part)))
         assert block < 1.25 * whole / servers

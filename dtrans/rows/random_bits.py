@@ -4,7 +4,8 @@
 `random_bits[bit_width=32 shape=(4096, 1024)]`, and do the rest entry by entry. Where JAX counts, the bits of entry i
 are a hash of the key and of i alone (i counts the entries in row-major order, as 64 bits), so those of the rows
 `start:stop` need no others: hash the counters of these rows. The equation for that is `block_bits_p`, which shows as
-`random_bits` too, with the rows beside the shape of the whole.
+`random_bits` too, with the rows beside the shape of the whole. Its rows may be counted from a value, or be given by
+their numbers.
 
 JAX counts with its default implementation, `threefry2x32`, in its default mode, `jax_threefry_partitionable`, for
 bits of every width (8, 16, 32, 64) and for one key or an array of keys. It does not with other implementations (`rbg`
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,8 +53,20 @@ def _threefry_type() -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
-def block_bits(keys: jax.Array, *, bit_width: int, shape: Sequence[int], axis: int, start: int, stop: int) -> jax.Array:
+def block_bits(
+    keys: jax.Array,
+    at: jax.Array | None = None,
+    *,
+    bit_width: int,
+    shape: Sequence[int],
+    axis: int,
+    start: int,
+    stop: int,
+) -> jax.Array:
     """Entries `start` to `stop` along `axis` of the bits that each key gives for an array of `shape`.
+
+    Args:
+      at: where `start` is counted from, as a scalar; or the numbers of the entries themselves, `stop` of them.
 
     Example:
       >>> import jax
@@ -61,15 +74,23 @@ def block_bits(keys: jax.Array, *, bit_width: int, shape: Sequence[int], axis: i
       >>> rows = block_bits(key, bit_width=32, shape=(6, 2), axis=0, start=2, stop=5)
       >>> bool((rows == jax.random.bits(key, (6, 2))[2:5]).all())
       True
+      >>> numbers = jax.numpy.array([4, 0, 4])
+      >>> rows = block_bits(key, numbers, bit_width=32, shape=(6, 2), axis=0, start=0, stop=3)
+      >>> bool((rows == jax.random.bits(key, (6, 2))[numbers]).all())
+      True
     """
     counted = counts(keys.dtype)  # at the time of compiling: an equation is compiled in its mode
     dtype = jnp.dtype(f"uint{bit_width}")
 
     def of_one(key: jax.Array) -> jax.Array:
         if not counted:
-            return jax.lax.slice_in_dim(jax.random.bits(key, tuple(shape), dtype), start, stop, axis=axis)
+            bits = jax.random.bits(key, tuple(shape), dtype)
+            run = jnp.arange(start, stop)
+            return jnp.take(bits, run if at is None else at if at.ndim else at + run, axis)
         words = jax.random.key_data(key)
-        high, low = _hash(words[0], words[1], *counters(shape, axis, start, stop))
+        high, low = counters(shape, axis, start, stop, at)
+        zero = jnp.uint32(0) if at is None else low & jnp.uint32(0)  # under a vmap of `at` all four are mapped:
+        high, low = _hash(words[0] ^ zero, words[1] ^ zero, high ^ zero, low)  # the hash wants one shape
         if bit_width == 64:
             return (high.astype(dtype) << jnp.asarray(32, dtype)) | low.astype(dtype)
         return (high ^ low).astype(dtype)
@@ -84,8 +105,13 @@ def _hash(key0: jax.Array, key1: jax.Array, high: jax.Array, low: jax.Array) -> 
     return made
 
 
-def counters(shape: Sequence[int], axis: int, start: int, stop: int) -> tuple[jax.Array, jax.Array]:
+def counters(
+    shape: Sequence[int], axis: int, start: int, stop: int, at: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The row-major numbers of entries `start` to `stop` along `axis` of an array, as two words, the high one first.
+
+    Args:
+      at: as `block_bits` takes it.
 
     Example:
       >>> high, low = counters((6, 2), 0, 2, 5)
@@ -99,9 +125,12 @@ def counters(shape: Sequence[int], axis: int, start: int, stop: int) -> tuple[ja
     # words are 32 bits, with or without jax_enable_x64; of an array of fewer entries the high one stays 0
     wide = math.prod(shape) > 2**32
     for d, stride in enumerate(strides):
-        if block[d] == 1:
+        if block[d] == 1 and (at is None or d != axis):
             continue
         index = jax.lax.broadcasted_iota(jnp.uint32, block, d)
+        if at is not None and d == axis:
+            own = at.astype(jnp.uint32)
+            index = jax.lax.broadcast_in_dim(own, block, [d]) if at.ndim else index + own
         step_high, step_low = (jnp.asarray(word, jnp.uint32) for word in _words(stride))
         more = index * step_low
         low = low + more
@@ -111,47 +140,11 @@ def counters(shape: Sequence[int], axis: int, start: int, stop: int) -> tuple[ja
     return high, low
 
 
-@functools.cache
-def bits_from(shape: tuple[int, ...], axis: int, count: int, bit_width: int) -> Callable[..., jax.Array]:
-    """`count` entries along `axis` of the bits that a key gives for an array of `shape`, from any start.
-
-    Args:
-      shape: at most 2**32 entries in all. What is behind the last one is anything.
-
-    Returns:
-      A function of a key of a counted kind, and the start.
-
-    Example:
-      >>> import jax
-      >>> key = jax.random.key(0)
-      >>> rows = bits_from((6, 2), 0, 3, 32)(key, jax.numpy.int32(2))
-      >>> bool((rows == jax.random.bits(key, (6, 2))[2:5]).all())
-      True
-    """
-    assert math.prod(shape) <= 2**32, shape
-    stride, dtype = math.prod(shape[axis + 1 :]), jnp.dtype(f"uint{bit_width}")
-
-    def fn(key: jax.Array, start: jax.Array) -> jax.Array:
-        block = (*shape[:axis], count, *shape[axis + 1 :])
-        low = jnp.broadcast_to(start.astype(jnp.uint32) * jnp.uint32(stride), block)
-        for d in range(len(shape)):
-            step = jnp.uint32(math.prod(shape[d + 1 :]))
-            low = low + jax.lax.broadcasted_iota(jnp.uint32, block, d) * step
-        zero = low & jnp.uint32(0)  # under a vmap of the start all four are mapped: the hash wants one shape
-        words = jax.random.key_data(key)
-        high, low = _hash(words[0] ^ zero, words[1] ^ zero, zero, low)
-        if bit_width == 64:
-            return (high.astype(dtype) << jnp.asarray(32, dtype)) | low.astype(dtype)
-        return (high ^ low).astype(dtype)
-
-    return fn
-
-
 def _words(number: int) -> tuple[int, int]:
     return number >> 32, number & 0xFFFFFFFF
 
 
-def _type(keys: Any, *, bit_width: int, shape: Sequence[int], axis: int, start: int, stop: int) -> Any:
+def _type(keys: Any, *at: Any, bit_width: int, shape: Sequence[int], axis: int, start: int, stop: int) -> Any:
     block = (*shape[:axis], stop - start, *shape[axis + 1 :])
     return ShapedArray((*keys.shape, *block), jnp.dtype(f"uint{bit_width}"))
 

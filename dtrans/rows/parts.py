@@ -1,0 +1,280 @@
+"""How a part of what an equation makes is made of parts of its operands, with nothing of the rest.
+
+A rule is asked for some entries along one axis of an output (`dtrans.rows.slices.Slice`), and answers with a `Recipe`,
+or with None where the equation needs all of its operands.
+
+    most equations   the rules of row analysis (`dtrans.rows.rules`) are asked the other way round: with rows along
+                     which axis of which operand does the output have rows along the wanted axis?
+    RULES            equations that need nothing of the rest although rows do not simply pass through them: constants
+                     broadcast, counters, pieces side by side, padding, runs of a reshaped array, random bits
+
+Entries of a part are those of the whole bit for bit, except where an equation sums (a matrix product, a mean over other
+axes): the compiler may choose another order for another shape. Rules that have to know which entries are wanted answer
+None for those that only a running program knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax import Atom, JaxprEqn
+from dtrans.ir.builder import Builder
+from dtrans.rows.layout import SHARED, Layout, RowAxis
+from dtrans.rows.random_bits import block_bits_p, is_counted
+from dtrans.rows.rules import step_of
+from dtrans.rows.slices import Slice, Start
+
+
+Want = tuple[Atom, Slice | None]  # None: the whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a part of an output is made.
+
+    Attributes:
+      needs: parts of operands.
+      write: what makes it, given these.
+    """
+
+    needs: tuple[Want, ...]
+    write: Callable[[Builder, list[Atom]], Atom]
+
+
+def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """How a part of an output of an equation is made of parts of its operands; None where it needs all of them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> eqn = jax.make_jaxpr(jnp.transpose)(jnp.ones((6, 2))).jaxpr.eqns[0]
+      >>> [part for _, part in recipe_of(eqn, 0, Slice(axis=1, start=2, size=3)).needs]
+      [Slice(axis=0, start=2, size=3)]
+    """
+    rule = RULES.get(eqn.primitive.name)
+    found = rule(eqn, out, part) if rule is not None else None
+    return found or _by_row_analysis(eqn, out, part)
+
+
+def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """Which axis of which operand has the rows of this axis of the output?"""
+    wanted = RowAxis("", part.axis)
+    for i, a in enumerate(eqn.invars):
+        for axis in range(a.aval.ndim):
+            ins: list[Layout] = [SHARED] * len(eqn.invars)
+            ins[i] = RowAxis("", axis)
+            step = step_of(eqn, ins)
+            if step is None or step.reduce is not None or step.outs[out] != wanted:
+                continue
+            if any(row is not None and row.width != 1 for row in step.operands):
+                continue
+            types = [
+                part.along(x.axis).of(v.aval) if isinstance(x, RowAxis) else v.aval
+                for v, x in zip(eqn.outvars, step.outs, strict=True)
+            ]
+            needs = tuple(
+                (o, None if row is None else part.along(row.axis))
+                for o, row in zip(eqn.invars, step.operands, strict=True)
+            )
+            params = step.params(types) if step.params else {}
+            return _on_parts(eqn, out, types, needs, params)
+    return None
+
+
+def _on_parts(
+    eqn: JaxprEqn, out: int, types: Sequence[Any], needs: Sequence[Want], params: Mapping[str, Any]
+) -> Recipe:
+    """The same equation on parts of its operands: its outputs are of these types, and `out` is wanted."""
+    return Recipe(tuple(needs), lambda b, atoms: b.copy(eqn, atoms, types, **params)[out])
+
+
+def _copied(eqn: JaxprEqn, part: Slice, needs: Sequence[Want], **params: Any) -> Recipe:
+    """The same for an equation of one output, perhaps with other parameters."""
+    return _on_parts(eqn, 0, [part.of(eqn.outvars[0].aval)], needs, params)
+
+
+def _called(fn: Callable[..., jax.Array], *needs: Want) -> Recipe:
+    """A small function of parts of operands, the same object for the same equations."""
+    return Recipe(needs, lambda b, atoms: b.call(fn, *atoms)[0])
+
+
+# -- equations that rows do not simply pass through -------------------------------------------------
+
+
+def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """Along an axis that it adds, or makes of size 1 longer, all entries are the same."""
+    if len(eqn.invars) > 1:
+        return None
+    (a,), dims = eqn.invars, eqn.params["broadcast_dimensions"]
+    shape = part.of(eqn.outvars[0].aval).shape
+    if part.axis in dims and a.aval.shape[dims.index(part.axis)] == eqn.params["shape"][part.axis]:
+        return _copied(eqn, part, [(a, part.along(dims.index(part.axis)))], shape=shape)
+    return _copied(eqn, part, [(a, None)], shape=shape)
+
+
+def _iota(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """Counting may begin later."""
+    if eqn.invars:
+        return None
+    (v,) = eqn.outvars
+    shape, along = part.of(v.aval).shape, eqn.params["dimension"]
+    return Recipe((), lambda b, atoms: part.counted(b, v.aval.dtype, shape, along))
+
+
+def _concatenate(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """The pieces that overlap."""
+    if eqn.params["dimension"] != part.axis or isinstance(part.start, Start):
+        return None
+    needs: list[Want] = []
+    begin = 0
+    for a in eqn.invars:
+        end = begin + a.aval.shape[part.axis]
+        lo, hi = max(part.start, begin), min(part.stop, end)
+        if lo < hi:
+            needs.append((a, Slice(part.axis, lo - begin, hi - lo)))
+        begin = end
+    if not needs:
+        return None
+    if len(needs) == 1:
+        return Recipe(tuple(needs), lambda b, atoms: atoms[0])
+    return _copied(eqn, part, needs)
+
+
+def _stack(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """Some of the operands."""
+    if eqn.params["axis"] != part.axis or isinstance(part.start, Start):
+        return None
+    return _copied(eqn, part, [(a, None) for a in eqn.invars[part.start : part.stop]])
+
+
+def _split(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """A part of a piece is a part of the whole."""
+    if eqn.params["axis"] != part.axis or isinstance(part.start, Start):
+        return None
+    before = sum(int(size) for size in eqn.params["sizes"][:out])
+    return Recipe(((eqn.invars[0], part.moved(before)),), lambda b, atoms: atoms[0])
+
+
+def _slice(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """A part of a slice, of which the other axes are still cut."""
+    p, axis, (a,) = eqn.params, part.axis, eqn.invars
+    if isinstance(part.start, Start):
+        return None
+    stride = 1 if p["strides"] is None else p["strides"][axis]
+    first = int(p["start_indices"][axis]) + part.start * stride
+    length = (part.size - 1) * stride + 1
+    starts, limits = list(p["start_indices"]), list(p["limit_indices"])
+    starts[axis], limits[axis] = 0, length
+    need = (a, Slice(axis, first, length))
+    return _copied(eqn, part, [need], start_indices=tuple(starts), limit_indices=tuple(limits))
+
+
+def _rev(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """Counted from the other end."""
+    if part.axis not in eqn.params["dimensions"] or isinstance(part.start, Start):
+        return None
+    (a,) = eqn.invars
+    return _copied(eqn, part, [(a, Slice(part.axis, a.aval.shape[part.axis] - part.stop, part.size))])
+
+
+def _pad(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """What is in front and behind, and some of the operand between."""
+    a, value = eqn.invars
+    axis, config = part.axis, [tuple(map(int, of)) for of in eqn.params["padding_config"]]
+    low, _, interior = config[axis]
+    size = a.aval.shape[axis]
+    if interior or isinstance(part.start, Start):
+        return None
+    lo, hi = (min(max(n - low, 0), size) for n in (part.start, part.stop))
+    if lo == hi:
+        return _called(_filled(part.of(eqn.outvars[0].aval).shape), (value, None))
+    before = lo + low - part.start
+    config[axis] = (before, part.size - before - (hi - lo), 0)
+    return _copied(eqn, part, [(a, Slice(axis, lo, hi - lo)), (value, None)], padding_config=tuple(config))
+
+
+@functools.cache
+def _filled(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+    return lambda value: jax.lax.broadcast(value, shape)
+
+
+def _reshape(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """A run of entries of the old shape that covers the wanted ones, for each index of the axes before."""
+    (a, *more), new = eqn.invars, eqn.outvars[0].aval.shape
+    old: tuple[int, ...] = a.aval.shape
+    if more or eqn.params["dimensions"] is not None or not math.prod(new):
+        return None
+    before = math.prod(new[: part.axis])
+    axes = [d for d in range(len(old)) if old[d] > 1 and math.prod(old[:d]) == before]
+    if not axes:
+        return None
+    (axis,) = axes
+    width_old, width_new = math.prod(old[axis + 1 :]), math.prod(new[part.axis + 1 :])
+    shape = part.of(eqn.outvars[0].aval).shape
+    if width_new % width_old == 0:
+        return _copied(eqn, part, [(a, part.along(axis).widened(width_new // width_old))], new_sizes=shape)
+    if isinstance(part.start, Start):
+        return None
+    lo, hi = part.start * width_new, part.stop * width_new
+    first = lo // width_old
+    cover = Slice(axis, first, -(-hi // width_old) - first)
+    if cover.size * width_old == hi - lo:
+        return _copied(eqn, part, [(a, cover)], new_sizes=shape)
+    return _called(_run(before, lo - first * width_old, hi - first * width_old, shape), (a, cover))
+
+
+@functools.cache
+def _run(before: int, start: int, stop: int, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+    def fn(x: jax.Array) -> jax.Array:
+        flat = jax.lax.reshape(x, (before, x.size // before))
+        return jax.lax.reshape(jax.lax.slice_in_dim(flat, start, stop, axis=1), shape)
+
+    return fn
+
+
+def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """Arrays of keys, and the words they are made of, which are on one axis more."""
+    (a,) = eqn.invars
+    if part.axis >= min(a.aval.ndim, eqn.outvars[0].aval.ndim):
+        return None
+    return _copied(eqn, part, [(a, part)])
+
+
+def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """Of some of the keys, or some of the bits of each, where they are counted."""
+    (keys,) = eqn.invars
+    ndim = keys.aval.ndim
+    if part.axis < ndim:
+        return _copied(eqn, part, [(keys, part)])
+    if not is_counted(eqn):
+        return None
+    drawn, types = eqn.replace(primitive=block_bits_p), [part.of(eqn.outvars[0].aval)]
+    axis, start = part.axis - ndim, part.start
+
+    def write(b: Builder, atoms: list[Atom]) -> Atom:
+        if isinstance(start, Start):
+            return b.copy(drawn, [*atoms, start.value(b)], types, axis=axis, start=0, stop=part.size)[0]
+        return b.copy(drawn, atoms, types, axis=axis, start=start, stop=part.stop)[0]
+
+    return Recipe(((keys, None),), write)
+
+
+RULES: Mapping[str, Callable[[JaxprEqn, int, Slice], Recipe | None]] = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "iota": _iota,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "split": _split,
+    "slice": _slice,
+    "rev": _rev,
+    "pad": _pad,
+    "reshape": _reshape,
+    "random_wrap": _keys,
+    "random_unwrap": _keys,
+    "random_bits": _random_bits,
+}
