@@ -3,24 +3,30 @@
     uniq  = split_ids ids...        [table, rows, size]
     X     = prefetch uniq           [table, epmap, names, sections, types, trainer_id, trainers, sync_mode]
     token = send_rows uniq X        [epmap, names, sections, trainer_id, trainers, sync_mode]
+    X, S... = init_on_use args...   [table, types, write]
 
 `split_ids` makes the ids of all lookups of a table unique, and sorts them; each must be one of `rows` rows. It has room
 for `size` ids, and `rows` stands where there are fewer. `prefetch` gets the rows of these ids from their servers, and
 zeros behind them. `send_rows` gives the gradient of these rows to the servers, as `send` gives that of a block. Servers
 have runs of rows: `sections` says how many each.
 
-Source: paddle/fluid/operators/distributed_ops/{split_ids,prefetch}_op.cc and `split_selected_rows_op.cc`. Paddle's
-`merge_ids`, which gives rows in the order of ids, is a gather here.
+`init_on_use` stands for a server's rows of a table, and for the state of the optimizer that has a row for each of them.
+`write(n)` is the program of `n` of these rows, from their numbers and what the init is given. A server makes each row
+when it is first asked for; where the equation is run as a function, it makes all.
+
+Source: paddle/fluid/operators/distributed_ops/{split_ids,prefetch,lookup_sparse_table,fake_init}_op.cc and
+`split_selected_rows_op.cc`. Paddle's `merge_ids`, which gives rows in the order of ids, is a gather here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import ShapedArray
+from dtrans._jax import ClosedJaxpr, ShapedArray, evaluate, new_primitive
 from dtrans.ops.primitive import communication, token
 
 
@@ -43,3 +49,26 @@ def _send_rows(uniq: Any, grad: Any, *, sections: Sequence[int], epmap: Sequence
 split_ids_p = communication("split_ids", _split_ids)
 prefetch_p = communication("prefetch", _prefetch)
 send_rows_p = communication("send_rows", _send_rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowsProgram:
+    """The program of so many rows, from their numbers and what an init is given."""
+
+    write: Callable[[int], ClosedJaxpr]
+
+    def __call__(self, count: int) -> ClosedJaxpr:
+        return self.write(count)
+
+    def __repr__(self) -> str:
+        return "rows by their numbers"
+
+
+def _all_rows(*args: Any, types: Sequence[Any], write: RowsProgram, **_: Any) -> Sequence[Any]:
+    rows: int = types[0].shape[0]
+    return evaluate(write(rows), jnp.arange(rows, dtype=jnp.int32), *args)
+
+
+init_on_use_p = new_primitive(
+    "init_on_use", types=lambda *args, types, **_: list(types), impl=_all_rows, multiple_results=True
+)

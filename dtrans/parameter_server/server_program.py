@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import JaxprEqn, Var
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, ShapedArray, Var
+from dtrans.ir.array_fns import plus
 from dtrans.ir.builder import Builder
+from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, LR_SCHED, RPC, Program
 from dtrans.ir.pytree import TreeSpec
-from dtrans.ops import listen_and_serv_p
+from dtrans.ops import RowsProgram, init_on_use_p, listen_and_serv_p
 from dtrans.parameter_server.plan import ServerPrograms
 from dtrans.parameter_server.tables.choose import Table
 from dtrans.parameter_server.tables.touched_rows import ServedTables, TableBlock
 from dtrans.rows.slices import Slice
 from dtrans.slicing.blocks import Unit
-from dtrans.slicing.partial_init import write_parts
+from dtrans.slicing.partial_init import makes_rows, write_parts, write_rows
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerVariable, ServerWork
 from dtrans.step.cut import Cut
 
@@ -86,14 +89,13 @@ class ServerProgramWriter:
             optimize_blocks=work.blocks,
             state_names=spec.names,
             param_names=(*(x.name for u in units for x in u.blocks if not x.is_table), *asked),
-            **self._tables(endpoint, units),
+            **self._tables(endpoint),
         )
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 
-    def _tables(self, endpoint: str, units: Sequence[Unit]) -> dict[str, Any]:
+    def _tables(self, endpoint: str) -> dict[str, Any]:
         """What a server knows of its blocks of tables, as a parameter of its equation; nothing where it has none."""
-        blocks = [b for u in units for b in u.blocks if b.is_table]
-        if not blocks or self.sized is None:
+        if self.sized is None or not (served := self._table_blocks(endpoint)):
             return {}
         sized = self.sized
 
@@ -105,8 +107,12 @@ class ServerProgramWriter:
             (eqn,) = again.main(endpoint, slicer.work(endpoint)).eqns
             return eqn
 
+        return {"tables": ServedTables(served, of_sizes)}
+
+    def _table_blocks(self, endpoint: str) -> dict[str, TableBlock]:
+        """The blocks of tables of a server, by their names."""
         served = {}
-        for b in blocks:
+        for b in (b for u in self.slicer.placement.units[endpoint] for b in u.blocks if b.is_table):
             table = self.tables[b.leaf]
             assert b.span is not None
             held = (b.name, *map(b.named, table.zero.state))
@@ -125,22 +131,52 @@ class ServerProgramWriter:
                 table.catches_up,
                 rests,
                 {b.named(n): c for n, c in table.decays.items()},
+                table.limit and -(-table.limit * b.rows // table.lookups.rows),
             )
-        return {"tables": ServedTables(served, of_sizes)}
+        return served
 
     def init(self, endpoint: str, held: Mapping[str, ServerVariable]) -> Program:
-        """The program that makes the server's initial values: its rows of the single-device init."""
+        """The program that makes the server's initial values: its rows of the single-device init.
+
+        Those of tables whose updates are of some rows alone are not made before somebody asks for them.
+        """
         inner = self.startup.inner
         made = self.startup.outvars
         spec = TreeSpec.of({n: x.cut(self.types[x.of]) for n, x in held.items()})
         b = Builder(self.startup.jaxpr)
         b.invars += inner.invars
         b.role = FORWARD
-        parts = [(held[n], made[held[n].of]) for n in spec.names]
-        spans = [None if x.span is None else Slice(x.axis, x.span.start, x.span.rows) for x, _ in parts]
-        outs = write_parts(b, self.startup.jaxpr, [(v, p) for (_, v), p in zip(parts, spans, strict=True)])
-        outs = [b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(spec.names, outs, strict=True)]
-        for name, part, value in zip(spec.names, spans, outs, strict=True):
-            if part is not None and isinstance(value, Var):
+        found: dict[str, Atom] = {}
+        for table in self._table_blocks(endpoint).values():
+            if self._can_be_new(table, held):
+                types = tuple(held[n].cut(self.types[held[n].of]) for n in table.held)
+                write = RowsProgram(functools.partial(self._rows, table, held))
+                rows = b.bind(init_on_use_p, *inner.invars, table=table.name, types=types, write=write)
+                found |= zip(table.held, rows, strict=True)
+        names = [n for n in spec.names if n not in found]
+        spans = {n: None if (x := held[n]).span is None else Slice(x.axis, x.span.start, x.span.rows) for n in names}
+        outs = write_parts(b, self.startup.jaxpr, [(made[held[n].of], spans[n]) for n in names])
+        found |= {n: b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(names, outs, strict=True)}
+        for name, value in found.items():
+            if spans.get(name, name) is not None and isinstance(value, Var):
                 b.labels.setdefault(value, name)
+        outs = [found[n] for n in spec.names]
         return Program(f"pserver {endpoint} startup", b.build(outs), self.startup.args, spec, tuple(b.roles), b.labels)
+
+    def _can_be_new(self, table: TableBlock, held: Mapping[str, ServerVariable]) -> bool:
+        """Whether a server may make rows of a block one by one."""
+        if table.whole or any(held[n].zeros for n in table.held):
+            return False
+        of = [(self.startup.outvars[held[n].of], held[n].axis) for n in table.held]
+        return all(makes_rows(self.startup.jaxpr, v, axis) for v, axis in of)
+
+    def _rows(self, table: TableBlock, held: Mapping[str, ServerVariable], count: int) -> ClosedJaxpr:
+        """The program of so many rows of a block, from their numbers in it and what the init is given."""
+        made = self.startup.outvars
+        b = Builder(self.startup.jaxpr)
+        numbers = b.input(ShapedArray((count,), jnp.int32))
+        b.invars += self.startup.inner.invars
+        (of_all,) = b.call(plus(table.start), numbers)
+        assert isinstance(of_all, Var)
+        wanted = [(made[held[n].of], held[n].axis) for n in table.held]
+        return eliminate_dead(b.build(write_rows(b, self.startup.jaxpr, wanted, of_all)))

@@ -129,7 +129,7 @@ class AsyncServer:
         asked = self._requests.take(k, message, step.grads)
         if asked is not None:
             name, ids = asked
-            rows = self._blocks.rows(name, ids, self.state)
+            rows = self._blocks.rows(name, ids, self.state, train=message["train"])
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=message["step"], table=name)
 
     def recv(self, k: int, message: wire.Message) -> None:

@@ -99,8 +99,8 @@ class StepUpdate(Protocol):
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
         """Make it as far as the next exchange, and return the vectors for other servers; None when it is made."""
 
-    def rows(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Rows of a block of a table, as memory to send from."""
+    def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
+        """Rows of a block of a table, as memory to send from; `train`: whether they are to be updated."""
 
 
 class BlockUpdate(Protocol):
@@ -117,5 +117,5 @@ class BlockUpdate(Protocol):
     ) -> dict[str, Any]:
         """The state that is new after a block's update; it is computed when this returns."""
 
-    def rows(self, name: str, ids: np.ndarray, state: Mapping[str, Any]) -> np.ndarray:
-        """Rows of a block of a table."""
+    def rows(self, name: str, ids: np.ndarray, state: Mapping[str, Any], *, train: bool) -> np.ndarray:
+        """As `StepUpdate.rows`."""

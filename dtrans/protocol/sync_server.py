@@ -132,7 +132,7 @@ class SyncServer:
         asked = self._requests.take(k, message, turn.grads)
         if asked is not None:
             name, ids = asked
-            rows = self._update.rows(name, ids)
+            rows = self._update.rows(name, ids, train=message["train"])
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=self.step, table=name)
 
     def recv(self, k: int, message: wire.Message) -> None:

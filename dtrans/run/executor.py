@@ -20,7 +20,7 @@ import numpy as np
 
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
-from dtrans.ops import broadcast_p, gen_nccl_id_p, prefetch_p, trainer_index_p
+from dtrans.ops import broadcast_p, gen_nccl_id_p, init_on_use_p, prefetch_p, trainer_index_p
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
@@ -96,7 +96,8 @@ class Executor:
         """
         flat = program.flatten(*args)
         program = program.specialize_flat(flat)
-        if not program.communicates:
+        is_table = any(e.primitive is init_on_use_p for e in program.eqns)  # rows are made when they are asked for
+        if not program.communicates and not is_table:
             return program.out.unflatten(program.compiled(*flat))
         pieces = self._pieces.get(program)
         if pieces is None and is_of_cluster(program):
@@ -109,7 +110,9 @@ class Executor:
         if pieces is None:
             self._fabric.prepare(program)
             computed = {trainer_index_p: functools.partial(_index_of, program)}
-            self._pieces[program] = pieces = cut_program(program, computed=computed, group_bytes=GROUP_BYTES)
+            self._pieces[program] = pieces = cut_program(
+                program, computed=computed, carried={init_on_use_p}, group_bytes=GROUP_BYTES
+            )
         run = pieces.run(flat)
         outs: Any = None
         while True:

@@ -28,6 +28,7 @@ class Table:
       whole: whether each update is of all its rows.
       catches_up: whether rows that nobody looked up move too, and catch up before they are read.
       decays: by what arrays of the state are multiplied in each step, where rows catch up in closed form.
+      limit: how many rows may be made at most.
       why: what the update does, for people.
     """
 
@@ -36,6 +37,7 @@ class Table:
     whole: bool
     catches_up: bool
     decays: Mapping[str, float]
+    limit: int | None = dataclasses.field(default=None, kw_only=True)
     why: str
 
 
@@ -94,7 +96,8 @@ def choose_tables(
             others[n] = why
             continue
         zero = at_zero_gradient(analysis, n, numbers_of(startup))
-        of[n] = _table(n, lookups, zero, options.get(n, Rows("dense")))
+        option = options.get(n, Rows("dense"))
+        of[n] = _limited(n, _table(n, lookups, zero, option), option.limit)
     return Tables(of, others)
 
 
@@ -123,6 +126,17 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
             "by moments that decay by one number. Leave catch_up out"
         )
     return Table(lookups, zero, False, True, zero.decays, f"dense: rows catch up in closed form, since {why}")
+
+
+def _limited(name: str, table: Table, limit: int | None) -> Table:
+    if limit is None:
+        return table
+    if table.whole or (table.catches_up and table.zero.rests is None):
+        raise ConfigError(
+            f"sparse: {name} cannot have a limit of rows: its update moves those too that nobody has looked up yet "
+            f"({table.why}). Leave the limit out, or say dtrans.Rows(update='lazy', limit={limit})"
+        )
+    return dataclasses.replace(table, limit=limit)
 
 
 def _rows_alone(zero: ZeroGradient) -> str:

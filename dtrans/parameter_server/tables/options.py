@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dtrans.checks import check_one_of, check_type
+from dtrans.checks import check_number, check_one_of, check_type, is_int
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.options import Async, Sync
 
@@ -26,8 +26,11 @@ class Rows:
         multiplied by what they decay by in all other steps at once. It is for optimizers whose rows move by such
         moments alone (Adam, momentum, RMSProp; not AdamW), and close to one device, not equal.
 
+      limit: how many rows of the table servers may make at most, each its part of it. A step that looks up more ends
+        with an error that names the table. None: as many as there are.
+
     Raises:
-      ConfigError: another update, or another way to catch up.
+      ConfigError: another update, or another way to catch up; a limit that is no number of rows.
 
     Example:
       >>> import dtrans
@@ -37,10 +40,13 @@ class Rows:
 
     update: Literal["dense", "lazy"] | None = None
     catch_up: Literal["replay", "closed_form"] = "replay"
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         check_one_of("update", self.update, (None, "dense", "lazy"))
         check_one_of("catch_up", self.catch_up, ("replay", "closed_form"))
+        if self.limit is not None:
+            check_number("limit", self.limit, "None or a positive number of rows", lambda x: is_int(x) and x > 0)
 
 
 def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:

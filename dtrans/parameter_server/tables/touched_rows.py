@@ -32,6 +32,7 @@ class TableBlock:
       moves: whether rows that nobody looked up move too: they catch up before they are read.
       rests: what arrays of the state have at rows that do not move all the same, by name; None where there are none.
       decays: by what arrays of the state are multiplied in each step, by name, where rows catch up in closed form.
+      limit: how many rows may be made at most.
     """
 
     leaf: str
@@ -44,6 +45,7 @@ class TableBlock:
     moves: bool = False
     rests: Mapping[str, Any] | None = None
     decays: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    limit: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

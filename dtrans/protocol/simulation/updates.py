@@ -165,7 +165,7 @@ class SimulatedUpdate:
         self._finish(sum((parts[ep][0][0] for ep in kind.owners), np.float32(0)))
         return None
 
-    def rows(self, name: str, ids: np.ndarray) -> np.ndarray:
+    def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
         """As `StepUpdate.rows`."""
         return self.values[name][ids]
 
@@ -208,6 +208,7 @@ class SimulatedBlocks:
         self.history[block].append(made.tobytes())
         return {block: made}
 
-    def rows(self, name: str, ids: np.ndarray, state: Mapping[str, Any]) -> np.ndarray:
+    def rows(self, name: str, ids: np.ndarray, state: Mapping[str, Any], *, train: bool) -> np.ndarray:
         """As `BlockUpdate.rows`."""
-        return state[name][ids]
+        rows: np.ndarray = state[name][ids]
+        return rows

@@ -12,7 +12,7 @@ A fabric that would rather have `split_byref` and `concat` computed than carried
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -120,11 +120,18 @@ class Segments:
         return [read(a) for a in opened(jaxpr).outvars]
 
 
-def cut_program(program: Program, *, computed: Rules | None = None, group_bytes: float = float("inf")) -> Segments:
+def cut_program(
+    program: Program,
+    *,
+    computed: Rules | None = None,
+    carried: Collection[Primitive] = (),
+    group_bytes: float = float("inf"),
+) -> Segments:
     """Cut a program into pieces.
 
     Args:
       computed: communication that is to be compiled, as functions of arrays.
+      carried: what is carried out though it is no communication.
       group_bytes: send once this many bytes of gradients are ready; by default all at the end.
     """
     rules = computed or {}
@@ -141,7 +148,7 @@ def cut_program(program: Program, *, computed: Rules | None = None, group_bytes:
         order.append([])
 
     for eqn in inner.eqns:
-        if not is_communication(eqn) or eqn.primitive in rules:
+        if eqn.primitive not in carried and (not is_communication(eqn) or eqn.primitive in rules):
             group = order[-1]
             assert isinstance(group, list)
             group.append(eqn)

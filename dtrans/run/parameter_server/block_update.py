@@ -106,14 +106,18 @@ class BlockUpdates:
         made = self._made(block, self._sized[block, size], {**grads, rows: among(ids, size, given)}, read, values)
         return {**made, **memory.put(ids, made, seen)}
 
-    def rows(self, name: str, ids: np.ndarray, state: State) -> np.ndarray:
+    def rows(self, name: str, ids: np.ndarray, state: State, *, train: bool) -> np.ndarray:
         """Rows of a block of a table, as they are."""
-        return self._memory[name].rows(ids) if name in self._memory else np.asarray(state[name])[ids]
+        return self._memory[name].rows(ids, train=train) if name in self._memory else np.asarray(state[name])[ids]
 
-    def finish(self) -> None:
-        """Let all rows of tables be as after the last update."""
-        for t in self._memory.values():
-            t.finish()
+    @property
+    def report(self) -> list[str]:
+        """What there is of each block of a table."""
+        return [t.report for t in self._memory.values()]
+
+    def tables(self) -> dict[str, Any]:
+        """Blocks of tables, and their state, as after the last update."""
+        return {n: x for t in self._memory.values() for n, x in t.final().items()}
 
     def _made(
         self, block: str, run: Callable[[State, State], dict[str, Any]], grads: State, state: State, values: State

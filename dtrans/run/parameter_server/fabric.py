@@ -13,6 +13,7 @@
     exchange       a message to the server of the round, and its answer, which is waited for
     concat         nothing is left to do: the blocks lie side by side
     listen_and_serv  serves
+    init_on_use    gives what stands for rows that nobody has asked for yet
 
 What programs leave to a communicator or to GEO-SGD is carried out by `dtrans.run.parameter_server.background`. Where a
 leaf is cut at run time, its blocks are views of its memory, too.
@@ -41,6 +42,7 @@ from dtrans.ops import (
     exchange_p,
     fetch_barrier_p,
     geo_send_p,
+    init_on_use_p,
     listen_and_serv_p,
     prefetch_p,
     recv_p,
@@ -58,6 +60,7 @@ from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.net.sockets import LINGER
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
 from dtrans.run.parameter_server.client import Connection
+from dtrans.run.parameter_server.new_rows import new_rows
 from dtrans.run.parameter_server.server import Server
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -97,6 +100,7 @@ class EndpointFabric:
             send_rows_p: self._send_rows,
             concat_p: self._concat,
             listen_and_serv_p: self._serve,
+            init_on_use_p: new_rows,
         }
 
     def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:

@@ -83,13 +83,13 @@ class MissedSteps:
     Args:
       update: of the server.
       table: the block.
-      state: what it begins with, and its state, by name.
+      state: what it begins with, and its state, by name; None where that is what the init makes.
 
     Attributes:
       reads: what its update reads beside rows, by name.
     """
 
-    def __init__(self, update: ServerUpdate, table: TableBlock, state: Arrays) -> None:
+    def __init__(self, update: ServerUpdate, table: TableBlock, state: Arrays | None) -> None:
         self._update, self._table = update, table
         self._names = table.held
         self.reads = _read_beside_rows(update, table)
@@ -97,21 +97,27 @@ class MissedSteps:
         # for each row, the number of steps that it has seen; one that rests has seen those that are to come
         self._seen = np.zeros(table.rows, np.int64)
         if table.rests is not None:
-            self._seen[_resting(table, state)] = RESTS
+            self._seen[slice(None) if state is None else _resting(table, state)] = RESTS
         self._made: dict[int, Callable[..., Any]] = {}  # by the number of rows
 
-    def add(self, ids: np.ndarray, values: Arrays, held: Arrays) -> None:
-        """A step was made, in which these rows were updated.
+    @property
+    def rests(self) -> bool:
+        """Whether rows that nobody has looked up yet do not move."""
+        return self._table.rests is not None
+
+    def add(self, ids: np.ndarray, values: Arrays) -> bool:
+        """A step was made, in which these rows were updated. Whether too much is kept of steps: let all rows catch up.
 
         Args:
           values: what it has read beside rows.
-          held: the block and its state, in which rows are made up for where too much is kept of steps.
         """
         self._records.add(values)
         self._seen[ids] = self._records.now
-        if self._records.nbytes > KEPT:
-            self.make_up(np.arange(self._table.rows), held)
-            self._records.forget()
+        return self._records.nbytes > KEPT
+
+    def forget(self) -> None:
+        """Forget the steps: no row has missed any."""
+        self._records.forget()
 
     def make_up(self, ids: np.ndarray, held: Arrays) -> None:
         """Make the steps that these rows have missed, in the memory of the block and its state."""

@@ -59,7 +59,9 @@ class Server:
         served, secret = update.served, token.job_token()
         trainers = Presence(served, deadline=deadline, plan=plan, secret=secret)
         self._sockets = ServerSockets(context, update.endpoint, secret, wire.limits(_sizes(update)))
-        state, say = own_buffers(state), self._sockets.say
+        tables = {n for t in update.tables.values() if not t.whole for n in t.held}  # have memory of their own
+        own = own_buffers({n: x for n, x in state.items() if n not in tables})
+        state, say = {**state, **own}, self._sockets.say
         kind: SyncServer | AsyncServer
         if served.sync_mode:
             self._update: SyncUpdate | BlockUpdates = (steps := SyncUpdate(update, state, served.trainers))
@@ -90,9 +92,10 @@ class Server:
             ending = signal.signal(signal.SIGTERM, _ended) if _decides_signals() else None
             self._loop()
             failed = False
-            self._update.finish()
             note(protocol.kind.endpoint, protocol.trainers.known[0].session)
-            return protocol.kind.state
+            for line in self._update.report:
+                log.info("pserver %s: %s", protocol.kind.endpoint, line)
+            return {**protocol.kind.state, **self._update.tables()}
         except BaseException as e:
             protocol.say_why(e)
             raise

@@ -106,14 +106,18 @@ class SyncUpdate:
         names = (*self._whole.params, *self._whole.tables)
         self.values = {n: np.asarray(words(self.state[n])) for n in names if n not in self._tables}
 
-    def rows(self, name: str, ids: np.ndarray) -> np.ndarray:
+    def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
         """Rows of a block of a table, as they are."""
-        return self._tables[name].rows(ids) if name in self._tables else self.values[name][ids]
+        return self._tables[name].rows(ids, train=train) if name in self._tables else self.values[name][ids]
 
-    def finish(self) -> None:
-        """Let all rows of tables be as after the last step."""
-        for t in self._tables.values():
-            t.finish()
+    @property
+    def report(self) -> list[str]:
+        """What there is of each block of a table."""
+        return [t.report for t in self._tables.values()]
+
+    def tables(self) -> dict[str, Any]:
+        """Blocks of tables, and their state, as after the last step."""
+        return {n: x for t in self._tables.values() for n, x in t.final().items()}
 
 
 def _all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]) -> np.ndarray:

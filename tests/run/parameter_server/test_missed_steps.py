@@ -47,6 +47,10 @@ def steps(lookups: Sequence[Sequence[int]]) -> list[RowGradient]:
     return [RowGradient(np.array(ids, np.int32), rng.normal(size=(len(ids), D))) for ids in lookups]
 
 
+def finished(server: SyncUpdate) -> dict[str, Any]:
+    return {**server.state, **server.tables()}
+
+
 def one_device(tx: Any, given: Sequence[RowGradient]) -> Any:
     @jax.jit
     def step(params: Any, state: Any, g: Any) -> Any:
@@ -92,10 +96,9 @@ def test_rows_catch_up_before_they_are_read(name: str) -> None:
     for at, x in enumerate(given):
         if at in (2, len(given) - 2):
             wanted = one_device(tx, given[:at])[0]["emb"]
-            np.testing.assert_allclose(server.rows(EMB, x.ids), wanted[x.ids], rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(server.rows(EMB, x.ids, train=True), wanted[x.ids], rtol=1e-12, atol=1e-12)
         server.begin({GRAD: x}, frozenset([0]), at)
-    server.finish()
-    close(server.state, one_device(tx, given))
+    close(finished(server), one_device(tx, given))
 
 
 @pytest.mark.usefixtures("x64")
@@ -108,7 +111,7 @@ def test_an_update_is_of_the_rows_that_were_looked_up() -> None:
     moved = np.flatnonzero((server.state[EMB] != np.asarray(state[EMB])).any(1))
     assert moved.tolist() == [0, 5]
     before = server.state[EMB][0].copy()
-    assert (server.rows(EMB, np.array([0])) != before).all()
+    assert (server.rows(EMB, np.array([0]), train=False) != before).all()
 
 
 @pytest.mark.usefixtures("x64")
@@ -125,8 +128,7 @@ def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(name: str, re
         counted = lambda ids, *a, make=make: (made.append(len(ids)), make(ids, *a))
         memory._missed._make = counted  # type: ignore[union-attr, method-assign]
         server.begin({GRAD: x}, frozenset([0]), at)
-        server.finish()
-        state = server.state
+        state = finished(server)
     close(state, one_device(tx, given))
     assert made == ([0, 1, 1, 2][1:] if rests else [V - 1] * 4)
 
@@ -146,9 +148,9 @@ def test_the_closed_form_is_close_to_one_device(tx: Any, gap: int, monkeypatch: 
     made: list[int] = []
     make = memory._missed._make  # type: ignore[union-attr]
     monkeypatch.setattr(memory._missed, "_make", lambda ids, b, s, h: (made.append(s - b), make(ids, b, s, h))[1])
-    server.finish()
+    held = finished(server)
     assert sum(made) <= 3 * missed_steps.WINDOW
-    close(server.state, one_device(tx, given), 1e-5)
+    close(held, one_device(tx, given), 1e-5)
 
 
 def test_the_closed_form_is_refused_where_rows_move_otherwise() -> None:
@@ -171,8 +173,7 @@ def test_what_is_kept_of_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         server.begin({GRAD: x}, frozenset([0]), at)
         sizes.append(memory._missed._records.nbytes)  # type: ignore[union-attr]
     assert max(sizes) <= 2000 and sizes[-1] < max(sizes)
-    server.finish()
-    close(server.state, one_device(OPTIMIZERS["adamw"], given))
+    close(finished(server), one_device(OPTIMIZERS["adamw"], given))
 
 
 @pytest.mark.usefixtures("x64")
@@ -185,6 +186,5 @@ def test_asynchronous_updates_catch_up_too() -> None:
         made, values = blocks.begin(state)
         state |= made
         state |= blocks.apply(EMB, {GRAD: x}, state, values)
-    assert blocks.rows(EMB, np.array([7]), state).shape == (1, D)
-    blocks.finish()
-    close(state, one_device(OPTIMIZERS["adamw"], given))
+    assert blocks.rows(EMB, np.array([7]), state, train=True).shape == (1, D)
+    close({**state, **blocks.tables()}, one_device(OPTIMIZERS["adamw"], given))

@@ -1,0 +1,120 @@
+"""Rows of tables are made when they are first asked for: the user's own, bit for bit, whoever asks for them and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dtrans
+from dtrans.errors import ConfigError, WireError
+from dtrans.ops import init_on_use_p
+from dtrans.protocol.served import RowGradient
+from dtrans.run.parameter_server.new_rows import ArrayLike, NewRows
+from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.update import ServerUpdate
+
+
+V, D = 1000, 3
+EMB, GRAD = "params/emb", "params/emb@GRAD"
+KEY = jax.random.key(7)
+
+
+def drawn(key: jax.Array) -> jax.Array:
+    other, key = jax.random.split(key)
+    return 0.1 * jax.random.truncated_normal(key, -2, 2, (V, D)) + jax.random.uniform(other, (D,))
+
+
+def planned(tx: Any, servers: int = 1, emb: Callable[[jax.Array], jax.Array] = drawn, **rows: Any) -> Any:
+    init = lambda key: (params := {"emb": emb(key)}, tx.init(params))
+    step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), tx)
+    return dtrans.pserver(
+        dtrans.trace(step, *jax.eval_shape(init, KEY), jnp.zeros(3, int)), dtrans.trace(init, KEY),
+        pservers=[f"127.0.0.1:{6174 + k}" for k in range(servers)], sparse={EMB: dtrans.Rows(**rows)},
+        placement=dtrans.BlockPlacement(min_block_size=1),
+    )  # fmt: skip
+
+
+def begun(programs: Any) -> tuple[SyncUpdate, dict[str, Any]]:
+    """A server with new rows, and what it began with."""
+    with dtrans.Executor() as exe:
+        state = exe.run(programs.startup, KEY)
+    return SyncUpdate(ServerUpdate.of(programs.main), state, 1), state
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_rows_are_those_of_the_init_made_whole(servers: int) -> None:
+    plan, whole = planned(optax.adagrad(0.1), servers), np.asarray(jax.jit(drawn)(KEY))
+    rng = np.random.default_rng(0)
+    for b in plan.placement.table:
+        server, state = begun(plan.servers[b.endpoint])
+        assert isinstance(state[b.name], NewRows) and state[b.name].shape == (b.rows, D)
+        mine = whole[b.span.start : b.span.stop]
+        for count in (1, 5, 40):  # in any order: a row is the same whenever it is asked for
+            ids = np.sort(rng.choice(b.rows, count, replace=False)).astype(np.int32)
+            np.testing.assert_array_equal(server.rows(b.name, ids, train=True), mine[ids])
+        np.testing.assert_array_equal(np.asarray(state[b.name]), mine)
+        np.testing.assert_array_equal(
+            np.asarray(state[b.named("opt_state/0/sum_of_squares/emb")]), np.full((b.rows, D), 0.1, np.float32)
+        )
+
+
+def test_a_row_that_is_looked_at_is_not_kept() -> None:
+    (programs,) = planned(optax.adagrad(0.1)).servers.values()
+    server, _ = begun(programs)
+    memory = server._tables[EMB]
+    whole = np.asarray(jax.jit(drawn)(KEY))
+    server.rows(EMB, np.array([2, 9]), train=True)
+    found = server.rows(EMB, np.arange(20), train=False)
+    np.testing.assert_array_equal(found, whole[:20])
+    assert memory.count == 2 and memory.report == "params/emb: 2 of 1,000 rows are made, 48 bytes"
+    assert isinstance(server.tables()[EMB], ArrayLike)
+    np.testing.assert_array_equal(np.asarray(server.tables()[EMB]), whole)  # who reads it as an array makes the rest
+    assert memory.count == V and isinstance(server.tables()[EMB], np.ndarray)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.adamw(0.1)], ids=["adam", "adamw"])
+def test_new_rows_catch_up_too(tx: Any) -> None:
+    """Those of AdamW have decayed before anybody has looked them up."""
+    (programs,) = planned(tx, update="dense").servers.values()
+    server, _ = begun(programs)
+    rng = np.random.default_rng(0)
+    params = {"emb": drawn(KEY)}
+    state, step = tx.init(params), jax.jit(tx.update)
+    for at, ids in enumerate(([3], [3, 8], [500, 999], [8])):
+        g = rng.normal(size=(len(ids), D))
+        server.rows(EMB, np.array(ids), train=True)
+        server.begin({GRAD: RowGradient(np.array(ids), g)}, frozenset([0]), at)
+        updates, state = step({"emb": jnp.zeros((V, D)).at[np.array(ids)].set(g)}, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(server.rows(EMB, np.arange(V), train=False), params["emb"], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(np.asarray(server.tables()["opt_state/0/nu/emb"]), state[0].nu["emb"], rtol=1e-12)
+
+
+def test_what_cannot_be_made_row_by_row_is_made_at_the_start() -> None:
+    plan = planned(optax.sgd(0.1), emb=lambda key: jax.random.orthogonal(key, V)[:, :D])
+    (programs,) = plan.servers.values()
+    assert not [e for e in programs.startup.eqns if e.primitive is init_on_use_p]
+    _, state = begun(programs)
+    assert isinstance(state[EMB], jax.Array)
+
+
+def test_a_limit_of_rows_is_kept() -> None:
+    plan = planned(optax.adagrad(0.1), 2, limit=10)
+    b = plan.placement.table[0]
+    server, _ = begun(plan.servers[b.endpoint])
+    server.rows(b.name, np.arange(5), train=True)
+    server.rows(b.name, np.arange(100), train=False)
+    with pytest.raises(WireError, match="params/emb.block0 has 5 rows, 1 new ones are looked up, and its limit is 5"):
+        server.rows(b.name, np.array([3, 7]), train=True)
+    np.testing.assert_array_equal(server.rows(b.name, np.array([3]), train=True), np.asarray(jax.jit(drawn)(KEY))[[3]])
+    with pytest.raises(ConfigError, match=r"params/emb cannot have a limit of rows: .*update='lazy', limit=9"):
+        planned(optax.adamw(0.1), update="dense", limit=9)
+    with pytest.raises(ConfigError, match="limit must be None or a positive number of rows, it is 0"):
+        dtrans.Rows(limit=0)
