@@ -63,6 +63,7 @@ class AsyncServer:
     """
 
     step = 0  # that trainers are welcomed at; each counts its own
+    word = "asynchronous"
 
     def __init__(
         self, served: ServedBlocks, update: BlockUpdate, state: dict[str, Any], trainers: Presence, say: Say
@@ -131,6 +132,12 @@ class AsyncServer:
             name, ids = asked
             rows = np.asarray(self.state[name])[ids]
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=message["step"], table=name)
+
+    def row_ids(self, k: int, message: wire.Message) -> None:
+        """Take the numbers of the rows that a gradient is of, which follows."""
+        step = self._step_of(k)
+        self._check_number(k, message)
+        self._requests.follows(k, message, step.grads)
 
     def recv(self, k: int, message: wire.Message) -> None:
         """Answer a request for parameters."""

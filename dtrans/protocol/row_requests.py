@@ -2,6 +2,7 @@
 
     prefetch  train        the rows, and the gradient of the step is of them
               otherwise    the rows, for whoever looks at them
+    row_ids                nothing: the gradient of the step is of these rows
 
 A request may come in several messages. One that cannot be is refused, and changes nothing.
 """
@@ -31,7 +32,7 @@ class RowRequests:
         self._endpoint = endpoint
         self._tables = tables
         self._ids: dict[tuple[int, str], np.ndarray] = {}  # of the rows that a trainer trains
-        self._begun: dict[tuple[int, str], tuple[bool, Inbox]] = {}
+        self._begun: dict[tuple[int, str, str], tuple[bool, Inbox]] = {}
 
     def memory_of(self, k: int) -> dict[str, np.ndarray]:
         """The gradients of trainer k, before it has asked for any row: name to an array without rows."""
@@ -43,28 +44,53 @@ class RowRequests:
         Args:
           grads: where the trainer's gradients arrive: there is room for those of these rows afterwards.
         """
-        name, count, train = message["table"], message["count"], message["train"]
-        table = self._tables.get(name)
+        name, table = message["table"], self._tables.get(message["table"])
         if table is None:
             raise WireError(f"trainer {k} asks for rows of {wire.brief(name)}, which is no table of {self._endpoint}")
+        numbers = self._numbers(k, message, name, table, message["train"])
+        if numbers is None:
+            return None
+        train, ids = numbers
+        if train:
+            self._expect(k, message, table, ids, grads)
+        return name, ids
+
+    def follows(self, k: int, message: wire.Message, grads: Inbox) -> None:
+        """Take a message that says of which rows the gradient is that follows in this step."""
+        gradient = message["gradient"]
+        found = next(((n, t) for n, t in self._tables.items() if t.gradients[k] == gradient), None)
+        if found is None:
+            raise WireError(f"trainer {k} has rows of {wire.brief(gradient)}, of which {self._endpoint} has no table")
+        name, table = found
+        numbers = self._numbers(k, message, name, table, True)
+        if numbers is not None:
+            self._expect(k, message, table, numbers[1], grads)
+
+    def _numbers(
+        self, k: int, message: wire.Message, name: str, table: ServedRows, train: bool
+    ) -> tuple[bool, np.ndarray] | None:
+        """The numbers of rows in the messages of a request, and what its first one says of them, when all have come."""
+        count, key = message["count"], (k, message.op, name)
         if not 0 <= count <= table.rows:
             raise WireError(f"trainer {k} asks for {wire.brief(count)} rows of {name}, which has {table.rows}")
-        fresh = (train, Inbox({"ids": np.empty(count, np.int32)}, lambda n: f"a `prefetch` with {wire.brief(n)}"))
-        train, inbox = self._begun.pop((k, name), fresh)
+        fresh = (train, Inbox({"ids": np.empty(count, np.int32)}, lambda n: f"a `{message.op}` with {wire.brief(n)}"))
+        train, inbox = self._begun.pop(key, fresh)
         inbox.take(message)
         if inbox.missing():
-            self._begun[k, name] = train, inbox
+            self._begun[key] = train, inbox
             return None
         ids = inbox.memory["ids"]
         if count and (ids[0] < 0 or ids[-1] >= table.rows or np.any(ids[1:] <= ids[:-1])):
             raise WireError(f"the rows of {name} that trainer {k} asks for do not go up from 0 to {table.rows - 1}")
-        if train:
-            gradient = table.gradients[k]
-            if grads.has_begun(gradient):
-                raise WireError(f"a `prefetch` of {name} in step {message['step']} after its gradient")
-            self._ids[k, gradient] = ids
-            grads.renew(gradient, np.empty((count, *table.row), table.dtype))
-        return name, ids
+        return train, ids
+
+    def _expect(self, k: int, message: wire.Message, table: ServedRows, ids: np.ndarray, grads: Inbox) -> None:
+        """Make room for a gradient of these rows."""
+        gradient = table.gradients[k]
+        if grads.has_begun(gradient):
+            raise WireError(f"a `{message.op}` of step {message['step']} after its gradient, {gradient}")
+        self._ids[k, gradient] = ids
+        grads.renew(gradient, np.empty((len(ids), *table.row), table.dtype))
 
     def gradients(self, k: int, grads: Inbox) -> dict[str, Any]:
         """The gradients of trainer k, by name: those of tables with the numbers of their rows."""

@@ -61,6 +61,8 @@ class SyncServer:
       say: sends a message.
     """
 
+    word = "synchronous"
+
     def __init__(self, served: ServedBlocks, update: StepUpdate, trainers: Presence, say: Say) -> None:
         self.endpoint = served.endpoint
         self.on_trainer_exit = served.on_trainer_exit
