@@ -1,13 +1,14 @@
 """Tables of which a trainer has only the rows that a step looks up.
 
-    uniq  = split_ids ids...        [table, rows, size]
-    X     = prefetch uniq           [table, epmap, names, sections, types, trainer_id, trainers, sync_mode]
-    token = send_rows uniq X        [epmap, names, sections, trainer_id, trainers, sync_mode]
+    uniq  = split_ids ids...   [table, rows, size]
+    X     = prefetch uniq      [table, epmap, names, sections, types, trainer_id, trainers, sync_mode, communicator?]
+    token = send_rows uniq X   [epmap, names, sections, trainer_id, trainers, sync_mode, communicator?, merge?]
 
 `split_ids` makes the ids of all lookups of a table unique, and sorts them; each must be one of `rows` rows. It has room
 for `size` ids, and `rows` stands where there are fewer. `prefetch` gets the rows of these ids from their servers, and
 zeros behind them. `send_rows` gives the gradient of these rows to the servers, as `send` gives that of a block. Servers
-have runs of rows: `sections` says how many each.
+have runs of rows: `sections` says how many each. With `communicator` both are left to what runs beside the program, as
+`send` and `recv` are (`dtrans.ops.rpc`).
 
 Source: paddle/fluid/operators/distributed_ops/{split_ids,prefetch}_op.cc and `split_selected_rows_op.cc`. Paddle's
 `merge_ids`, which gives rows in the order of ids, is a gather here.

@@ -58,11 +58,14 @@ class ServerProgramWriter:
 
     def programs(self, endpoint: str) -> ServerPrograms:
         """The main and startup program of one server."""
-        work = self.slicer.work(endpoint)
-        if self.adapt is not None:
-            work = self.adapt(work, self.slicer.placement.units[endpoint])
+        work = self.work(endpoint)
         main = self.main(endpoint, work)
         return ServerPrograms(main, self.init(endpoint, work.held), {n: work.held[n] for n in main.in_names})
+
+    def work(self, endpoint: str) -> ServerWork:
+        """What one server does and holds."""
+        work = self.slicer.work(endpoint)
+        return work if self.adapt is None else self.adapt(work, self.slicer.placement.units[endpoint])
 
     def main(self, endpoint: str, work: ServerWork) -> Program:
         """The program that serves."""
@@ -85,11 +88,11 @@ class ServerProgramWriter:
             optimize_blocks=work.blocks,
             state_names=spec.names,
             param_names=(*(x.name for u in units for x in u.blocks if not x.is_table), *asked),
-            **self._tables(endpoint, units),
+            **self._tables(endpoint, units, work.held),
         )
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 
-    def _tables(self, endpoint: str, units: Sequence[Unit]) -> dict[str, Any]:
+    def _tables(self, endpoint: str, units: Sequence[Unit], held: Mapping[str, ServerVariable]) -> dict[str, Any]:
         """What a server knows of its blocks of tables, as a parameter of its equation; nothing where it has none."""
         blocks = [b for u in units for b in u.blocks if b.is_table]
         if not blocks or self.sized is None:
@@ -99,18 +102,19 @@ class ServerProgramWriter:
         def of_sizes(sizes: Mapping[str, int]) -> JaxprEqn:
             slicer = sized(sizes)
             again = ServerProgramWriter(
-                self.step, slicer, self.startup, self.trainers, self.sync_mode, self.on_trainer_exit
+                self.step, slicer, self.startup, self.trainers, self.sync_mode, self.on_trainer_exit, self.adapt
             )
-            (eqn,) = again.main(endpoint, slicer.work(endpoint)).eqns
+            (eqn,) = again.main(endpoint, again.work(endpoint)).eqns
             return eqn
 
         served = {}
         for b in blocks:
             table = self.tables[b.leaf]
             assert b.span is not None
-            held = (b.name, *map(b.named, table.zero.state))
+            beside = (n for n, x in held.items() if x.beside and (x.of, x.block) == (b.leaf, b.index))
+            rows = (b.name, *map(b.named, table.zero.state), *beside)
             gradients = {k: b.gradient(k, self.slicer.trainers) for k in range(self.slicer.trainers)}
-            served[b.name] = TableBlock(b.leaf, b.name, b.span.start, b.rows, held, gradients, table.whole)
+            served[b.name] = TableBlock(b.leaf, b.name, b.span.start, b.rows, rows, gradients, table.whole)
         return {"tables": ServedTables(served, of_sizes)}
 
     def init(self, endpoint: str, held: Mapping[str, ServerVariable]) -> Program:

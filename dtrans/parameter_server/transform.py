@@ -34,7 +34,7 @@ from dtrans.errors import BatchError, ConfigError, GradientError
 from dtrans.ir.program import DIST, Program
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.averaged_leaves import averaged, averages_of
-from dtrans.parameter_server.dc_asgd import compensated
+from dtrans.parameter_server.dc_asgd import compensated, kept_beside
 from dtrans.parameter_server.exchange_rounds import TRAINERS, told_to_all
 from dtrans.parameter_server.geo_sgd import plan_geo_sgd
 from dtrans.parameter_server.gradient_merging import merging
@@ -148,7 +148,7 @@ def pserver(
     step = averaged(step, comm.averages)
     check_step(step, comm, on_trainer_exit)
     analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
-    tables = choose_tables(step, analysis, sparse)
+    tables = choose_tables(step, analysis, sparse, kept_beside(mode))
     placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement)
     placed = of_tables(placed, tables.of)
     startup = match_startup(step, startup)

@@ -133,7 +133,7 @@ class SyncServer:
             raise WireError(f"a `prefetch` of step {self.step} after its send_barrier")
         asked = self._requests.take(k, message, turn.grads)
         if asked is not None:
-            name, ids = asked
+            name, ids, _ = asked
             rows = self._update.values[name][ids]
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=self.step, table=name)
 
@@ -276,6 +276,7 @@ class SyncServer:
         for k in set(trainers) - self._spent if self.on_trainer_exit == "paddle" else ():
             for x in self._turns[k].grads.memory.values():
                 x.fill(0)
+            self._requests.used(k, self._turns[k].grads)
             self._spent.add(k)
 
     def _answer(self, k: int) -> None:

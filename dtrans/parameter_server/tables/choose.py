@@ -52,12 +52,15 @@ class Tables:
         return tuple(self.of)
 
 
-def choose_tables(step: Cut, analysis: RowAnalysis, sparse: Mapping[str, Rows] | str | None) -> Tables:
+def choose_tables(
+    step: Cut, analysis: RowAnalysis, sparse: Mapping[str, Rows] | str | None, beside: Sequence[str] = ()
+) -> Tables:
     """Choose the tables of a plan.
 
     Args:
       analysis: of the update.
       sparse: as in `dtrans.pserver`.
+      beside: what servers keep beside each table that moves with a gradient of zero: what follows its name.
 
     Raises:
       ConfigError: a leaf that is named, and is no table, or whose update has to be said.
@@ -85,7 +88,9 @@ def choose_tables(step: Cut, analysis: RowAnalysis, sparse: Mapping[str, Rows] |
                 raise ConfigError(f"sparse: {n} cannot be a table: {why}. Leave it out, or give it another optimizer")
             others[n] = why
             continue
-        of[n] = _table(n, lookups, at_zero_gradient(analysis, n), options.get(n, Rows("dense")))
+        zero = at_zero_gradient(analysis, n)
+        zero = dataclasses.replace(zero, moves=(*zero.moves, *(n + x for x in beside)))
+        of[n] = _table(n, lookups, zero, options.get(n, Rows("dense")))
     return Tables(of, others)
 
 

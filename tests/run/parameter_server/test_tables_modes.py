@@ -16,6 +16,7 @@ from table_jobs import (
     LAZY,
     OPTIMIZERS,
     SYNC,
+    D,
     V,
     batches,
     close,
@@ -29,10 +30,15 @@ from table_jobs import (
 )
 
 import dtrans
-from dtrans.protocol import async_server
+from dtrans.errors import ConfigError, WireError
+from dtrans.protocol import async_server, wire
 from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.presence import Presence, Trainer
 from dtrans.run.distributed.role import Role
+from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.communicator import Communicator
+from dtrans.run.parameter_server.touched_rows import memory_of
+from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_job import TrainerJob
 
 
@@ -196,3 +202,124 @@ def test_lookups_do_not_stop_what_sends(role_threads: RoleThreads, monkeypatch: 
     role_threads.start("trainer 0", train)
     role_threads.all()
     assert len(stops) == 1
+
+
+# -- delay compensation ----------------------------------------------------------------------------
+
+
+DELAYS = {"fixed": dtrans.DelayCompensation(0.7), "adaptive": dtrans.DelayCompensation(0.7, decay=0.9)}
+
+
+@pytest.mark.parametrize("mode", [dtrans.Async, dtrans.HalfAsync])
+@pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
+def test_rows_of_one_trainer_have_no_delay(role_threads: RoleThreads, sparse: Any, mode: Any) -> None:
+    made = {}
+    for how in (SYNC, mode(DELAYS["adaptive"])):
+        made[how] = outcome(role_threads, planned(OPTIMIZERS["adam"], sparse, 1, 2, mode=how), batches())[0]
+        role_threads.forget()
+    close(*made.values(), 1e-12)
+
+
+class AloneServer:
+    """A server that is given messages of three trainers."""
+
+    def __init__(self, tx: Any, sparse: Any, mode: Any) -> None:
+        plan = planned(tx, sparse, 3, 1, mode=mode)
+        (programs,) = plan.servers.values()
+        update = ServerUpdate.of(programs.main)
+        state = dict(zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True))
+        self.first = {n: np.array(x) for n, x in state.items() if n.startswith("params")}
+        trainers = Presence(update.served, deadline=9.0, plan={}, secret="")
+        trainers.known |= {k: Trainer(f"session {k}", bytes([k])) for k in range(3)}
+        state |= memory_of(update.tables, state)
+        self.server = AsyncServer(update.served, BlockUpdates(update), state, trainers, lambda *_, **__: None)
+        self.steps = [0, 0, 0]
+
+    def take(self, k: int, op: str, arrays: Any = (), **fields: Any) -> None:
+        (frames,) = wire.framed(op, arrays, step=self.steps[k], **fields)
+        getattr(self.server, op)(k, wire.parse(frames))
+
+    def ask(self, k: int, ids: np.ndarray, train: bool = True) -> None:
+        numbers = [("ids", ids.astype(np.int32))]
+        self.take(k, "prefetch", numbers, table="params/emb", count=len(ids), train=train)
+        if train:
+            asked = [["params/w", [2 * D], "float64"]]
+            self.server.recv(k, wire.Message("recv", {"step": self.steps[k], "blocks": asked}))
+
+    def give(self, k: int, rows: np.ndarray, w: np.ndarray) -> None:
+        self.take(k, "send", [("params/emb@GRAD", rows), ("params/w@GRAD", w)])
+        self.steps[k] += 1
+
+
+@pytest.mark.parametrize("how", DELAYS)
+@pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_delayed_gradients_of_rows_are_compensated(sparse: Any, how: str, beta: float) -> None:
+    """By what their trainer has received of these rows, whatever others have made of them, or looked up, since."""
+    delay, rng, rate = DELAYS[how], np.random.default_rng(0), 0.1
+    alone = AloneServer(optax.sgd(rate, beta or None), sparse, dtrans.Async(delay))
+    emb, w = (alone.first[n] for n in ("params/emb", "params/w"))
+    trace, square, traces, squares = np.zeros_like(emb), np.zeros_like(emb), np.zeros_like(w), np.zeros_like(w)
+    asked: dict[int, Any] = {}
+    moved = 0.0
+
+    def compensated(g: np.ndarray, now: np.ndarray, old: np.ndarray, ms: np.ndarray) -> np.ndarray:
+        by = delay.strength if delay.decay is None else delay.strength / np.sqrt(ms + 1e-7)
+        return g + by * g * g * (now - old)
+
+    for _ in range(30):
+        k = int(rng.integers(3))
+        if k not in asked:
+            ids = np.unique(rng.integers(0, V // 4, 4))
+            alone.ask(k, ids)
+            alone.ask(k, np.arange(V), train=False)  # an evaluation, which is no part of the step
+            asked[k] = ids, emb[ids].copy(), w.copy()
+            continue
+        ids, old, old_w = asked.pop(k)
+        rows, gw = rng.normal(size=(len(ids), D)), rng.normal(size=w.shape)
+        alone.give(k, rows, gw)
+        touched = np.arange(V) if sparse is DENSE else ids
+        g, backup = np.zeros_like(emb), emb.copy()
+        g[ids], backup[ids] = rows, old
+        if delay.decay is not None:
+            square[touched] = delay.decay * square[touched] + (1 - delay.decay) * g[touched] ** 2
+            squares = delay.decay * squares + (1 - delay.decay) * gw**2
+        right, right_w = compensated(g, emb, backup, square), compensated(gw, w, old_w, squares)
+        moved += np.abs(right - g).sum()
+        trace[touched] = right[touched] + beta * trace[touched]
+        traces = right_w + beta * traces
+        emb[touched] -= rate * trace[touched]
+        w = w - rate * traces
+    assert moved > 0.1, "something was compensated"
+    np.testing.assert_allclose(alone.server.state["params/emb"], emb, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(alone.server.state["params/w"], w, rtol=1e-12, atol=1e-12)
+
+
+def test_a_server_keeps_rows_that_are_under_way_alone() -> None:
+    alone = AloneServer(optax.sgd(0.1), DENSE, dtrans.Async(DELAYS["fixed"]))
+    assert {n for n in alone.server.state if "_bak" in n} == {f"params/w.trainer_{k}_bak" for k in range(3)}
+    kept = lambda: sum(x.rows.shape[0] for x in alone.server._requests._given.values())
+    alone.ask(0, np.array([1, 2]))
+    alone.ask(1, np.array([2, 3, 4]))
+    assert kept() == 5
+    alone.give(0, np.ones((2, D)), np.ones(2 * D))
+    assert kept() == 3
+    with pytest.raises(WireError, match="a gradient of rows of params/emb that trainer 1 has not asked for"):
+        alone.take(1, "row_ids", [("ids", np.array([5], np.int32))], gradient="params/emb@GRAD", count=1)
+    with pytest.raises(WireError, match="params/emb@GRAD"):  # of which there are none, before they are asked for
+        alone.give(0, np.ones((2, D)), np.ones(2 * D))
+    alone.give(1, np.ones((3, D)), np.ones(2 * D))
+    assert kept() == 0
+
+
+def test_a_mean_square_moves_where_nobody_looks() -> None:
+    """So it has to be said whether rows that nobody looks up are updated, also of an optimizer that leaves them."""
+    mode = dtrans.Async(DELAYS["adaptive"])
+    with pytest.raises(ConfigError, match="since params/emb@GRAD.mean_square moves with a gradient of zero"):
+        planned(optax.sgd(0.1), {"params/emb": dtrans.Rows()}, 1, 1, mode=mode)
+    planned(optax.sgd(0.1), {"params/emb": dtrans.Rows()}, 1, 1, mode=dtrans.Async(DELAYS["fixed"]))
+
+
+def test_geo_has_no_tables() -> None:
+    with pytest.raises(ConfigError, match="with GEO-SGD each trainer updates all parameters"):
+        planned(optax.sgd(0.1), DENSE, 1, 1, mode=dtrans.Geo())
