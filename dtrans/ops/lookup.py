@@ -8,7 +8,8 @@
 `split_ids` makes the ids of all lookups of a table unique, and sorts them; each must be one of `rows` rows. It has room
 for `size` ids, and `rows` stands where there are fewer. `prefetch` gets the rows of these ids from their servers, and
 zeros behind them. `send_rows` gives the gradient of these rows to the servers, as `send` gives that of a block. Servers
-have runs of rows: `sections` says how many each.
+have runs of rows: `sections` says how many each. With `communicator` both are left to what runs beside the
+program, as `send` and `recv` are (`dtrans.ops.rpc`).
 
 `init_on_use` stands for a server's rows of a table, and for the state of the optimizer that has a row for each of them.
 `write(n)` is the program of `n` of these rows, from their numbers and what the init is given. A server makes each row

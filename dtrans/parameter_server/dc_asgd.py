@@ -6,7 +6,9 @@
 
 `lambda g g` stands for the diagonal of the Hessian in the first-order expansion of the gradient at w.
 
-A block reads `params/w.block0.bak`; which trainer's it is, the server knows, whose gradient it holds.
+A block reads `params/w.block0.bak`; which trainer's it is, the server knows, whose gradient it holds. Of a table a
+trainer receives rows, and a server keeps these until their gradient has come: it has no copy of a table for each
+trainer.
 
 Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (arXiv 1609.08326), equations 10
 and 14. In Paddle, `DistributeTranspiler._append_dc_asgd_ops`, where lambda is 1, and which fails when it is run.
@@ -27,7 +29,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import OPTIMIZE
 from dtrans.ops import BACKUP, OptimizeBlock, backup_of
-from dtrans.parameter_server.options import DelayCompensation
+from dtrans.parameter_server.options import Async, DelayCompensation, HalfAsync, Mode
 from dtrans.slicing.blocks import Block, Unit
 from dtrans.slicing.server_update import ServerWork
 
@@ -60,7 +62,8 @@ def compensated(
     for block in (x for unit in units for x in unit.blocks if _gradient(x) in work.grads):
         param = held[block.name]
         beside = lambda name, zeros=False, param=param: dataclasses.replace(param, beside=name, zeros=zeros)
-        new = {backup_of(block.name, k): beside(backup_of(block.leaf, k)) for k in range(trainers)}
+        kept = () if block.is_table else range(trainers)
+        new = {backup_of(block.name, k): beside(backup_of(block.leaf, k)) for k in kept}
         if how.decay is not None:
             new[block.name + MEAN_SQUARE] = beside(block.leaf + MEAN_SQUARE, zeros=True)
         for name in (*new, *(x.beside for x in new.values()), block.name + BACKUP):
@@ -68,6 +71,12 @@ def compensated(
                 raise ConfigError(f"{name} is what servers call a copy of {block.name}: rename that leaf")
         held |= new
     return dataclasses.replace(work, blocks=blocks, held=held)
+
+
+def kept_beside(mode: Mode) -> tuple[str, ...]:
+    """What servers keep beside each parameter that moves with a gradient of zero: what follows its name."""
+    delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
+    return () if delay is None or delay.decay is None else (MEAN_SQUARE,)
 
 
 def _gradient(block: Block) -> str:

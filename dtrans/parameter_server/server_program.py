@@ -62,11 +62,14 @@ class ServerProgramWriter:
 
     def programs(self, endpoint: str) -> ServerPrograms:
         """The main and startup program of one server."""
-        work = self.slicer.work(endpoint)
-        if self.adapt is not None:
-            work = self.adapt(work, self.slicer.placement.units[endpoint])
+        work = self.work(endpoint)
         main = self.main(endpoint, work)
         return ServerPrograms(main, self.init(endpoint, work.held), {n: work.held[n] for n in main.in_names})
+
+    def work(self, endpoint: str) -> ServerWork:
+        """What one server does and holds."""
+        work = self.slicer.work(endpoint)
+        return work if self.adapt is None else self.adapt(work, self.slicer.placement.units[endpoint])
 
     def main(self, endpoint: str, work: ServerWork) -> Program:
         """The program that serves."""
@@ -89,43 +92,44 @@ class ServerProgramWriter:
             optimize_blocks=work.blocks,
             state_names=spec.names,
             param_names=(*(x.name for u in units for x in u.blocks if not x.is_table), *asked),
-            **self._tables(endpoint),
+            **self._tables(endpoint, work.held),
         )
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 
-    def _tables(self, endpoint: str) -> dict[str, Any]:
+    def _tables(self, endpoint: str, held: Mapping[str, ServerVariable]) -> dict[str, Any]:
         """What a server knows of its blocks of tables, as a parameter of its equation; nothing where it has none."""
-        if self.sized is None or not (served := self._table_blocks(endpoint)):
+        if self.sized is None or not (served := self._table_blocks(endpoint, held)):
             return {}
         sized = self.sized
 
         def of_sizes(sizes: Mapping[str, int]) -> JaxprEqn:
             slicer = sized(sizes)
             again = ServerProgramWriter(
-                self.step, slicer, self.startup, self.trainers, self.sync_mode, self.on_trainer_exit
+                self.step, slicer, self.startup, self.trainers, self.sync_mode, self.on_trainer_exit, self.adapt
             )
-            (eqn,) = again.main(endpoint, slicer.work(endpoint)).eqns
+            (eqn,) = again.main(endpoint, again.work(endpoint)).eqns
             return eqn
 
         return {"tables": ServedTables(served, of_sizes)}
 
-    def _table_blocks(self, endpoint: str) -> dict[str, TableBlock]:
+    def _table_blocks(self, endpoint: str, held: Mapping[str, ServerVariable]) -> dict[str, TableBlock]:
         """The blocks of tables of a server, by their names."""
         served = {}
         for b in (b for u in self.slicer.placement.units[endpoint] for b in u.blocks if b.is_table):
             table = self.tables[b.leaf]
             assert b.span is not None
-            held = (b.name, *map(b.named, table.zero.state))
+            beside = [n for n, x in held.items() if x.beside and (x.of, x.block) == (b.leaf, b.index)]
+            rows = (b.name, *map(b.named, table.zero.state), *beside)
             gradients = {k: b.gradient(k, self.slicer.trainers) for k in range(self.slicer.trainers)}
             rests = table.zero.rests
             if rests is not None:
-                rests = {b.named(n): number for n, number in rests.items()}
+                rests = {**{b.named(n): number for n, number in rests.items()}, **dict.fromkeys(beside, 0)}
             served[b.name] = TableBlock(
                 b.leaf,
                 b.name,
                 b.span.start,
                 b.rows,
-                held,
+                rows,
                 gradients,
                 table.whole,
                 table.catches_up,
@@ -147,7 +151,7 @@ class ServerProgramWriter:
         b.invars += inner.invars
         b.role = FORWARD
         found: dict[str, Atom] = {}
-        for table in self._table_blocks(endpoint).values():
+        for table in self._table_blocks(endpoint, held).values():
             if self._can_be_new(table, held):
                 types = tuple(held[n].cut(self.types[held[n].of]) for n in table.held)
                 write = RowsProgram(functools.partial(self._rows, table, held))

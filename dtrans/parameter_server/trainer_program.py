@@ -193,15 +193,19 @@ class TrainerCommWriter:
     def _rows_of(self, leaf: str) -> dict[str, Any]:
         """Where the rows of a table are."""
         blocks = self.placement.blocks[leaf]
-        sections = tuple(x.rows for x in blocks)
-        return {"table": leaf, "epmap": tuple(x.endpoint for x in blocks), "sections": sections, **self.common}
+        epmap, sections = (tuple(x.endpoint for x in blocks), tuple(x.rows for x in blocks))
+        return {"table": leaf, "epmap": epmap, "sections": sections, **self._beside, **self.common}
+
+    @property
+    def _beside(self) -> dict[str, Any]:
+        """What an equation needs to know that is left to a communicator; nothing where there is none."""
+        return {"communicator": self.wiring.communicator} if self.wiring.communicator else {}
 
     def _at_run_time(self, blocks: Sequence[Block]) -> dict[str, Any]:
         """What an equation needs to know that cuts a leaf when it is carried out; nothing where the program does."""
         if not self.wiring.runtime_split:
             return {}
-        with_communicator = {"communicator": self.wiring.communicator} if self.wiring.communicator else {}
-        return {"sections": tuple(x.rows for x in blocks), **with_communicator}
+        return {"sections": tuple(x.rows for x in blocks), **self._beside}
 
     def send(self, leaf: str, grad: Any) -> None:
         """`split_byref` where the leaf has several blocks and is not cut later, and `send`."""
@@ -214,7 +218,8 @@ class TrainerCommWriter:
         if leaf in self.wiring.tables:
             assert self._tables is not None
             self.b.role = RPC
-            self.tokens += self.b.bind(send_rows_p, self._tables.uniq[leaf], grad, names=names, **self._rows_of(leaf))
+            where = {"names": names, **self._rows_of(leaf), **self._merge(leaf)}
+            self.tokens += self.b.bind(send_rows_p, self._tables.uniq[leaf], grad, **where)
             return
         parts: list[Any] = [grad]
         if len(blocks) > 1 and not self.wiring.runtime_split:
@@ -222,10 +227,14 @@ class TrainerCommWriter:
             parts = self.b.bind(split_byref_p, grad, sections=tuple(x.rows for x in blocks))
             self.b.labels.update(zip(parts, names, strict=True))
         self.b.role = RPC
-        where: dict[str, Any] = {"epmap": tuple(x.endpoint for x in blocks), "names": names}
-        if self.wiring.communicator:
-            where["merge"] = "newest" if leaf in self.wiring.averages else self.wiring.communicator.merge
+        where = {"epmap": tuple(x.endpoint for x in blocks), "names": names, **self._merge(leaf)}
         self.tokens += self.b.bind(send_p, *parts, **where, **self._at_run_time(blocks), **self.common)
+
+    def _merge(self, leaf: str) -> dict[str, Any]:
+        """How a communicator makes one of what several steps send."""
+        if self.wiring.communicator is None:
+            return {}
+        return {"merge": "newest" if leaf in self.wiring.averages else self.wiring.communicator.merge}
 
     def ask(self, state: Mapping[str, Var]) -> None:
         """Arrays of the optimizer's state as they are before the step, by their variables."""
@@ -271,6 +280,9 @@ class TrainerCommWriter:
         """A `recv` for each parameter, which is whole."""
         self.b.role = RPC
         new: dict[str, Var] = {}
+        if not leaves:  # all are tables; the step has sent all the same
+            who = {**self._beside, **self.common}
+            self.b.bind(fetch_barrier_p, endpoints=self.placement.endpoints, **who)
         for leaf in leaves:
             blocks = self.placement.blocks[leaf]
             shape = (sum(x.rows for x in blocks), *blocks[0].shape[1:]) if blocks[0].shape else ()

@@ -34,7 +34,7 @@ from dtrans.errors import BatchError, ConfigError, GradientError
 from dtrans.ir.program import DIST, Program
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.averaged_leaves import averaged, averages_of
-from dtrans.parameter_server.dc_asgd import compensated
+from dtrans.parameter_server.dc_asgd import compensated, kept_beside
 from dtrans.parameter_server.exchange_rounds import TRAINERS, told_to_all
 from dtrans.parameter_server.geo_sgd import plan_geo_sgd
 from dtrans.parameter_server.gradient_merging import merging
@@ -150,7 +150,7 @@ def pserver(
     analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
     placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement)
     startup = match_startup(step, startup)
-    tables = choose_tables(step, analysis, startup, sparse)
+    tables = choose_tables(step, analysis, startup, sparse, kept_beside(mode))
     placed = of_tables(placed, tables.of)
     for n, output in step.asked.items():
         if analysis.layout(analysis.inputs[n]) is not SHARED:

@@ -14,7 +14,7 @@ which is one lock for each block and more: no update is lost, as it is where thr
 Rows of tables are asked for before (`prefetch`), and are what they are then; their gradients come as others do.
 
 Where gradients are compensated for their delay (`dtrans.parameter_server.dc_asgd`), what a trainer receives is kept for
-it.
+it; of rows of tables, until their gradients are used.
 
 A trainer that fails, or is lost, ends only itself: what it had sent stays, what was half sent is not used. The
 server ends when every trainer has closed, and with an error when all have failed.
@@ -63,6 +63,7 @@ class AsyncServer:
     """
 
     step = 0  # that trainers are welcomed at; each counts its own
+    word = "asynchronous"
 
     def __init__(
         self, served: ServedBlocks, update: BlockUpdate, state: dict[str, Any], trainers: Presence, say: Say
@@ -105,6 +106,7 @@ class AsyncServer:
                 self.state |= made
         given = {
             **self._requests.gradients(k, step.grads),
+            **self._requests.backups(k),
             **{n + BACKUP: self.state[backup_of(n, k)] for n in self._served.backed},
         }
         for block in ready:
@@ -114,6 +116,7 @@ class AsyncServer:
         if len(full) == len(step.grads.memory):
             step.number += 1
             step.grads.clear()
+            self._requests.used(k, step.grads)
             step.values, step.used = None, set()
 
     def send_barrier(self, k: int, message: wire.Message) -> None:
@@ -128,9 +131,17 @@ class AsyncServer:
         self._check_number(k, message)
         asked = self._requests.take(k, message, step.grads)
         if asked is not None:
-            name, ids = asked
-            rows = self._blocks.rows(name, ids, self.state, train=message["train"])
+            name, ids, train = asked
+            rows = self._blocks.rows(name, ids, self.state, train=train)
+            if train:
+                self._requests.answered(k, name, ids, rows)
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=message["step"], table=name)
+
+    def row_ids(self, k: int, message: wire.Message) -> None:
+        """Take the numbers of the rows that a gradient is of, which follows."""
+        step = self._step_of(k)
+        self._check_number(k, message)
+        self._requests.follows(k, message, step.grads)
 
     def recv(self, k: int, message: wire.Message) -> None:
         """Answer a request for parameters."""

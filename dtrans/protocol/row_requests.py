@@ -2,6 +2,10 @@
 
     prefetch  train        the rows, and the gradient of the step is of them
               otherwise    the rows, for whoever looks at them
+    row_ids                nothing: the gradient of the step is of these rows
+
+Where gradients are compensated for their delay, rows that a trainer trains are kept as it receives them, until their
+gradient is used.
 
 A request may come in several messages. One that cannot be is refused, and changes nothing.
 """
@@ -14,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dtrans.errors import WireError
+from dtrans.ops import BACKUP
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.served import RowGradient, ServedRows
@@ -31,43 +36,99 @@ class RowRequests:
         self._endpoint = endpoint
         self._tables = tables
         self._ids: dict[tuple[int, str], np.ndarray] = {}  # of the rows that a trainer trains
-        self._begun: dict[tuple[int, str], tuple[bool, Inbox]] = {}
+        self._begun: dict[tuple[int, str, str], tuple[bool, Inbox]] = {}
+        self._given: dict[tuple[int, str], RowGradient] = {}  # rows of a block as a trainer has received them
 
     def memory_of(self, k: int) -> dict[str, np.ndarray]:
         """The gradients of trainer k, before it has asked for any row: name to an array without rows."""
         return {t.gradients[k]: np.empty((0, *t.row), t.dtype) for t in self._tables.values()}
 
-    def take(self, k: int, message: wire.Message, grads: Inbox) -> tuple[str, np.ndarray] | None:
-        """Take a message; the block and the numbers of rows in it that are to be answered with, when all have come.
+    def take(self, k: int, message: wire.Message, grads: Inbox) -> tuple[str, np.ndarray, bool] | None:
+        """Take a message; the block, the rows of it that are to be answered with, and `train`, when all have come.
 
         Args:
           grads: where the trainer's gradients arrive: there is room for those of these rows afterwards.
         """
-        name, count, train = message["table"], message["count"], message["train"]
-        table = self._tables.get(name)
+        name, table = message["table"], self._tables.get(message["table"])
         if table is None:
             raise WireError(f"trainer {k} asks for rows of {wire.brief(name)}, which is no table of {self._endpoint}")
+        numbers = self._numbers(k, message, name, table, message["train"])
+        if numbers is None:
+            return None
+        train, ids = numbers
+        if train:
+            self._expect(k, message, table, ids, grads)
+        return name, ids, train
+
+    def answered(self, k: int, name: str, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Note what a trainer is answered with that it trains."""
+        if self._tables[name].backed:
+            self._given[k, name] = RowGradient(ids, rows)
+
+    def follows(self, k: int, message: wire.Message, grads: Inbox) -> None:
+        """Take a message that says of which rows the gradient is that follows in this step."""
+        gradient = message["gradient"]
+        found = next(((n, t) for n, t in self._tables.items() if t.gradients[k] == gradient), None)
+        if found is None:
+            raise WireError(f"trainer {k} has rows of {wire.brief(gradient)}, of which {self._endpoint} has no table")
+        name, table = found
+        numbers = self._numbers(k, message, name, table, True)
+        if numbers is None:
+            return
+        _, ids = numbers
+        if table.backed and not np.all(np.isin(ids, self._received(k, name).ids)):
+            raise WireError(f"a gradient of rows of {name} that trainer {k} has not asked for")
+        self._expect(k, message, table, ids, grads)
+
+    def _numbers(
+        self, k: int, message: wire.Message, name: str, table: ServedRows, train: bool
+    ) -> tuple[bool, np.ndarray] | None:
+        """The numbers of rows in the messages of a request, and what its first one says of them, when all have come."""
+        count, key = message["count"], (k, message.op, name)
         if not 0 <= count <= table.rows:
             raise WireError(f"trainer {k} asks for {wire.brief(count)} rows of {name}, which has {table.rows}")
-        fresh = (train, Inbox({"ids": np.empty(count, np.int32)}, lambda n: f"a `prefetch` with {wire.brief(n)}"))
-        train, inbox = self._begun.pop((k, name), fresh)
+        fresh = (train, Inbox({"ids": np.empty(count, np.int32)}, lambda n: f"a `{message.op}` with {wire.brief(n)}"))
+        train, inbox = self._begun.pop(key, fresh)
         inbox.take(message)
         if inbox.missing():
-            self._begun[k, name] = train, inbox
+            self._begun[key] = train, inbox
             return None
         ids = inbox.memory["ids"]
         if count and (ids[0] < 0 or ids[-1] >= table.rows or np.any(ids[1:] <= ids[:-1])):
             raise WireError(f"the rows of {name} that trainer {k} asks for do not go up from 0 to {table.rows - 1}")
-        if train:
-            gradient = table.gradients[k]
-            if grads.has_begun(gradient):
-                raise WireError(f"a `prefetch` of {name} in step {message['step']} after its gradient")
-            self._ids[k, gradient] = ids
-            grads.renew(gradient, np.empty((count, *table.row), table.dtype))
-        return name, ids
+        return train, ids
+
+    def _expect(self, k: int, message: wire.Message, table: ServedRows, ids: np.ndarray, grads: Inbox) -> None:
+        """Make room for a gradient of these rows."""
+        gradient = table.gradients[k]
+        if grads.has_begun(gradient):
+            raise WireError(f"a `{message.op}` of step {message['step']} after its gradient, {gradient}")
+        self._ids[k, gradient] = ids
+        grads.renew(gradient, np.empty((len(ids), *table.row), table.dtype))
 
     def gradients(self, k: int, grads: Inbox) -> dict[str, Any]:
         """The gradients of trainer k, by name: those of tables with the numbers of their rows."""
         none = np.empty(0, np.int32)
         rows = {n: RowGradient(self._ids.get((k, n), none), grads.memory[n]) for n in self.memory_of(k)}
         return {**grads.memory, **rows}
+
+    def backups(self, k: int) -> dict[str, RowGradient]:
+        """What trainer k has received of the rows that its gradients are of, where updates read it."""
+        found = {}
+        for n, t in self._tables.items():
+            if t.backed:
+                given, ids = self._received(k, n), self._ids.get((k, t.gradients[k]), np.empty(0, np.int32))
+                found[n + BACKUP] = RowGradient(ids, given.rows[np.searchsorted(given.ids, ids)])
+        return found
+
+    def used(self, k: int, grads: Inbox) -> None:
+        """Forget what trainer k has asked for: its gradients are used."""
+        for n, t in self._tables.items():
+            self._given.pop((k, n), None)
+            self._ids.pop((k, t.gradients[k]), None)
+        for n, none in self.memory_of(k).items():
+            grads.renew(n, none)
+
+    def _received(self, k: int, name: str) -> RowGradient:
+        t = self._tables[name]
+        return self._given.get((k, name)) or RowGradient(np.empty(0, np.int32), np.empty((0, *t.row), t.dtype))

@@ -23,21 +23,23 @@ class ServedRows:
       row: the shape of one.
       dtype: of its entries.
       gradients: trainer to the name under which it sends the gradient.
+      backed: whether the update reads what the trainer has received of the rows, too.
     """
 
     rows: int
     row: tuple[int, ...]
     dtype: Any
     gradients: Mapping[int, str]
+    backed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowGradient:
-    """What a trainer sends for a block of a table.
+    """What a trainer sends for a block of a table, or has received of it.
 
     Attributes:
       ids: the numbers of rows in the block, increasing.
-      rows: the gradient of each.
+      rows: the gradient of each; or each as it was received.
     """
 
     ids: np.ndarray

@@ -23,7 +23,8 @@ from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.sync_server import SyncServer
 
 
-TRAINER_OPS = ("send", "send_barrier", "recv", "exchange", "prefetch", "complete", "abort")  # methods of each kind
+# methods of each kind of servers that takes them
+TRAINER_OPS = ("send", "send_barrier", "recv", "exchange", "prefetch", "row_ids", "complete", "abort")
 
 
 class Serving:
@@ -89,7 +90,7 @@ class Serving:
             for part in (message, *_following(message)):
                 take = getattr(self.kind, part.op, None)
                 if take is None:
-                    raise WireError(f"a `{part.op}` message, which asynchronous servers do not take")
+                    raise WireError(f"a `{part.op}` message, which {self.kind.word} servers do not take")
                 take(k, part)
 
     def _hello(self, address: bytes, message: wire.Message) -> None:

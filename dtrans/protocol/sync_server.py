@@ -61,6 +61,8 @@ class SyncServer:
       say: sends a message.
     """
 
+    word = "synchronous"
+
     def __init__(self, served: ServedBlocks, update: StepUpdate, trainers: Presence, say: Say) -> None:
         self.endpoint = served.endpoint
         self.on_trainer_exit = served.on_trainer_exit
@@ -131,8 +133,8 @@ class SyncServer:
             raise WireError(f"a `prefetch` of step {self.step} after its send_barrier")
         asked = self._requests.take(k, message, turn.grads)
         if asked is not None:
-            name, ids = asked
-            rows = self._update.rows(name, ids, train=message["train"])
+            name, ids, train = asked
+            rows = self._update.rows(name, ids, train=train)
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=self.step, table=name)
 
     def recv(self, k: int, message: wire.Message) -> None:
@@ -274,6 +276,7 @@ class SyncServer:
         for k in set(trainers) - self._spent if self.on_trainer_exit == "paddle" else ():
             for x in self._turns[k].grads.memory.values():
                 x.fill(0)
+            self._requests.used(k, self._turns[k].grads)
             self._spent.add(k)
 
     def _answer(self, k: int) -> None:

@@ -8,6 +8,11 @@ from typing import Any
 import numpy as np
 
 from dtrans.errors import BatchError
+from dtrans.protocol.served import RowGradient
+
+
+# of a block that rows are asked of: its server, its name, the numbers of rows in it, increasing, and memory for them
+WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 
 
 def unique_ids(ids: Sequence[Any], *, table: str, rows: int, size: int) -> np.ndarray:
@@ -50,3 +55,51 @@ def parts_of_rows(uniq: np.ndarray, sections: Sequence[int]) -> list[tuple[int, 
     ends = np.cumsum([0, *sections])
     at = np.searchsorted(np.asarray(uniq), ends).tolist()
     return [(int(start), slice(a, b)) for start, a, b in zip(ends, at, at[1:], strict=False)]
+
+
+def wanted_of(
+    uniq: np.ndarray, rows: np.ndarray, *, epmap: Sequence[str], names: Sequence[str], sections: Sequence[int]
+) -> list[WantedRows]:
+    """What is to be asked of each block of a table, whose rows go into `rows`; these are zeros behind them.
+
+    Args:
+      uniq: sorted numbers; those that the table does not have stand for nothing.
+      epmap, names, sections: the server, the name and the rows of each block.
+
+    Example:
+      >>> import numpy as np
+      >>> from dtrans.protocol.table_rows import wanted_of
+      >>> rows = np.ones((3, 2))
+      >>> where = {"epmap": ("here", "there"), "names": ("emb.block0", "emb.block1"), "sections": (4, 5)}
+      >>> [(ep, name, ids.tolist(), len(x)) for ep, name, ids, x in wanted_of(np.array([0, 5, 9]), rows, **where)]
+      [('here', 'emb.block0', [0], 1), ('there', 'emb.block1', [1], 1)]
+    """
+    parts = parts_of_rows(uniq, sections)
+    rows[parts[-1][1].stop :] = 0
+    return [(ep, n, uniq[at] - start, rows[at]) for ep, n, (start, at) in zip(epmap, names, parts, strict=True)]
+
+
+def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
+    """The sum or the mean of gradients of rows, as one of all their rows: each is zero where it has no row.
+
+    Args:
+      how: "sum" or "mean".
+
+    Example:
+      >>> import numpy as np
+      >>> from dtrans.protocol.served import RowGradient
+      >>> from dtrans.protocol.table_rows import merged_rows
+      >>> one, other = (RowGradient(np.array(ids), np.ones((2, 1))) for ids in ([1, 4], [0, 4]))
+      >>> found = merged_rows([one, other], "mean")
+      >>> found.ids.tolist(), found.rows.tolist()
+      ([0, 1, 4], [[0.5], [0.5], [1.0]])
+    """
+    if len(parts) == 1:
+        return parts[0]
+    ids = np.unique(np.concatenate([x.ids for x in parts]))
+    rows = np.zeros((len(ids), *parts[0].rows.shape[1:]), parts[0].rows.dtype)
+    for x in parts:  # in the order in which they were made
+        rows[np.searchsorted(ids, x.ids)] += x.rows
+    if how == "mean":
+        rows *= np.asarray(1 / len(parts), rows.dtype)
+    return RowGradient(ids, rows)

@@ -7,6 +7,9 @@ servers.
 An answer to a request for parameters is also the word that everything sent before it has arrived, so that what is under
 way is bounded: servers that are slower than steps make the queue fill up, its gradients merge, and at last steps wait.
 
+Rows of tables are asked for at once, whatever waits, and are what they are then. Gradients of rows wait as others do;
+merged, they are of the rows of all of them, whose numbers go before.
+
 Source: `AsyncCommunicator` and `HalfAsyncCommunicator` in paddle/fluid/operators/distributed/communicator.cc.
 """
 
@@ -14,8 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,6 +26,8 @@ from dtrans.errors import DeadlineError, PeerError
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.served import RowGradient
+from dtrans.protocol.table_rows import WantedRows, merged_rows, parts_of_rows
 from dtrans.protocol.trainer_line import TrainerLine
 
 
@@ -56,7 +61,7 @@ def rows_of(whole: np.ndarray, sections: Sequence[int]) -> list[np.ndarray]:
     return [whole[end - n : end] for n, end in zip(sections, np.cumsum(sections), strict=True)]
 
 
-Group = Sequence[tuple[Leaf, Any]]  # what a step sends: leaves with their values
+Group = Sequence[tuple[Leaf, Any]]  # what a step sends: leaves with their values; of a table, a `RowGradient`
 
 
 @dataclasses.dataclass
@@ -70,11 +75,20 @@ class _Pull:
     at: dict[str, int]  # the step that each endpoint was asked at
 
 
+@dataclasses.dataclass
+class _Lookup:
+    """Rows that are on their way."""
+
+    since: float
+    missing: dict[tuple[str, str], Inbox]  # by server and block
+    at: dict[str, int]  # the step that each endpoint was asked at
+
+
 class Traffic:
     """The traffic of one trainer with its servers.
 
     Args:
-      lines: to each endpoint.
+      lines: to each endpoint; all are asked for parameters, those too that have none of the leaves.
       leaves: what is received, by a key of the caller's.
       config: how far it may run ahead, and so on.
       deadline: seconds that parameters may be on their way.
@@ -102,6 +116,7 @@ class Traffic:
         self._asked: set[str] = set()  # the endpoints that know what is wanted
         self._ahead = 0  # groups sent since parameters were asked for
         self._pull: _Pull | None = None
+        self._lookup: _Lookup | None = None
 
     @property
     def pulling(self) -> bool:
@@ -109,26 +124,31 @@ class Traffic:
         return self._pull is not None
 
     @property
+    def looking_up(self) -> bool:
+        """Whether rows are on their way."""
+        return self._lookup is not None
+
+    @property
     def patience(self) -> float | None:
-        """Until when it waits for parameters; None where none are on their way."""
-        return None if self._pull is None else self._pull.since + self._deadline
+        """Until when it waits for what is on its way; None where nothing is."""
+        since = [x.since for x in (self._pull, self._lookup) if x is not None]
+        return min(since) + self._deadline if since else None
 
     # -- sending ---------------------------------------------------------------------------------
 
     def ask(self, now: float) -> None:
         """Ask for all parameters."""
         whole = {key: self._room(key, leaf.shape, leaf.dtype) for key, leaf in self._leaves.items()}
-        wanted: dict[str, dict[str, np.ndarray]] = {}
+        wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in self._lines}
         for key, leaf in self._leaves.items():
             for endpoint, name, rows in leaf.blocks(whole[key]):
-                wanted.setdefault(endpoint, {})[name] = rows
+                wanted[endpoint][name] = rows
         for endpoint, blocks in wanted.items():
             line = self._lines[endpoint]
             table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
             line.tell("recv", step=line.step, **({} if endpoint in self._asked else {"blocks": table}))
             self._asked.add(endpoint)
-        told = "pserver {} sent {}, which was not asked for".format
-        inboxes = {ep: Inbox(blocks, functools.partial(told, ep)) for ep, blocks in wanted.items()}
+        inboxes = {ep: Inbox(blocks, functools.partial(_NOT_ASKED, ep)) for ep, blocks in wanted.items()}
         self._pull = _Pull(now, self.sent, whole, inboxes, {ep: self._lines[ep].step for ep in wanted})
         self._ahead = 0
 
@@ -141,19 +161,41 @@ class Traffic:
 
     def send(self, groups: Sequence[Group]) -> None:
         """Send the gradients of several steps as those of one."""
-        parts: dict[Leaf, list[np.ndarray]] = {}
+        parts: dict[Leaf, list[Any]] = {}
         for group in groups:
             for leaf, x in group:
-                parts.setdefault(leaf, []).append(np.asarray(x))
+                parts.setdefault(leaf, []).append(x)
         outbox: dict[str, list[tuple[str, np.ndarray]]] = {}
         for leaf, values in parts.items():
-            for endpoint, name, rows in leaf.blocks(merged(values, leaf.merge)):
+            of_rows = isinstance(values[0], RowGradient)
+            for endpoint, name, rows in self._rows(leaf, values) if of_rows else _whole(leaf, values):
                 outbox.setdefault(endpoint, []).append((name, rows))
         for endpoint, blocks in outbox.items():
             line = self._lines[endpoint]
             line.send_blocks(blocks, steps=len(groups))
             line.step += 1
         self.sent, self._ahead = self.sent + len(groups), self._ahead + 1
+
+    def _rows(self, leaf: Leaf, values: Sequence[RowGradient]) -> Iterator[tuple[str, str, np.ndarray]]:
+        """The endpoint, name and rows of each block of a table; their numbers are sent."""
+        given = [RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values]  # zeros may be behind
+        whole = merged_rows(given, leaf.merge)
+        blocks = zip(leaf.endpoints, leaf.names, parts_of_rows(whole.ids, leaf.sections), strict=True)
+        for endpoint, name, (start, at) in blocks:
+            self._lines[endpoint].row_ids(name, whole.ids[at] - start)
+            yield endpoint, name, whole.rows[at]
+
+    def look_up(self, wanted: Sequence[WantedRows], now: float, *, train: bool) -> None:
+        """Ask for rows of tables.
+
+        Args:
+          train: whether a step is made of them.
+        """
+        missing: dict[tuple[str, str], Inbox] = {}
+        for endpoint, name, ids, rows in wanted:
+            self._lines[endpoint].prefetch(name, ids, train=train)
+            missing[endpoint, name] = Inbox({name: rows}, functools.partial(_NOT_ASKED, endpoint))
+        self._lookup = _Lookup(now, missing, {ep: self._lines[ep].step for ep, _ in missing})
 
     def ask_for_newest(self, now: float) -> None:
         """Ask for parameters where nothing else is to be sent, and those that are here lack what was."""
@@ -165,11 +207,14 @@ class Traffic:
     @property
     def waits_for(self) -> str:
         """What an answer would be."""
-        return "parameters" if self.pulling else "gradients to be made"
+        return "parameters" if self.pulling else "rows" if self.looking_up else "gradients to be made"
 
     def heard(self, endpoint: str, message: wire.Message) -> None:
-        """Take an answer. Raises PeerError where it is not parameters that were asked for."""
+        """Take an answer. Raises PeerError where it is nothing that was asked for."""
         pull = self._pull
+        if message.op == "rows":
+            self._heard_rows(endpoint, message)
+            return
         if pull is None or endpoint not in pull.missing:
             raise PeerError(f"pserver {endpoint} sent {self._name} a `{message.op}` that it did not ask for")
         if message.op != "blocks" or message["step"] != pull.at[endpoint]:
@@ -177,6 +222,16 @@ class Traffic:
         pull.missing[endpoint].take(message)
         if not pull.missing[endpoint].missing():
             del pull.missing[endpoint]
+
+    def _heard_rows(self, endpoint: str, message: wire.Message) -> None:
+        lookup, key = self._lookup, (endpoint, message["table"])
+        if lookup is None or key not in lookup.missing or message["step"] != lookup.at[endpoint]:
+            raise PeerError(f"pserver {endpoint} sent {self._name} rows that it did not ask for")
+        lookup.missing[key].take(message)
+        if not lookup.missing[key].missing():
+            del lookup.missing[key]
+        if not lookup.missing:
+            self._lookup = None
 
     def whole(self) -> tuple[int, dict[str, np.ndarray]] | None:
         """The parameters that have just come whole, and how many steps were sent before they were asked for."""
@@ -186,11 +241,24 @@ class Traffic:
         return pull.steps, pull.whole
 
     def look(self, now: float) -> None:
-        """Raise DeadlineError where parameters are too late."""
-        pull = self._pull
+        """Raise DeadlineError where what is on its way is too late."""
+        pull, lookup = self._pull, self._lookup
         if pull is not None and now >= pull.since + self._deadline:
-            late = " and ".join(f"pserver {ep}" for ep in pull.missing)
-            raise DeadlineError(f"{self._name} waited {now - pull.since:.1f} s for {late}: parameters")
+            self._late(pull.missing, now - pull.since, "parameters")
+        if lookup is not None and now >= lookup.since + self._deadline:
+            self._late([ep for ep, _ in lookup.missing], now - lookup.since, "rows")
+
+    def _late(self, endpoints: Iterable[str], waited: float, what: str) -> NoReturn:
+        late = " and ".join(f"pserver {ep}" for ep in dict.fromkeys(endpoints))
+        raise DeadlineError(f"{self._name} waited {waited:.1f} s for {late}: {what}")
+
+
+_NOT_ASKED = "pserver {} sent {}, which was not asked for".format
+
+
+def _whole(leaf: Leaf, values: Sequence[Any]) -> list[tuple[str, str, np.ndarray]]:
+    """The endpoint, name and rows of each block of a leaf."""
+    return leaf.blocks(merged([np.asarray(x) for x in values], leaf.merge))
 
 
 def merged(parts: Sequence[np.ndarray], how: str) -> np.ndarray:

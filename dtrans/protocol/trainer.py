@@ -20,6 +20,7 @@ import numpy as np
 from dtrans.errors import PeerError
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.table_rows import WantedRows
 from dtrans.protocol.trainer_line import TrainerLine
 
 
@@ -97,11 +98,11 @@ class TrainerSteps:
             inbox.take(message)
         return list(inbox.memory.values())
 
-    def prefetch(self, wanted: Sequence[tuple[str, str, np.ndarray, np.ndarray]], *, train: bool) -> Waiting[None]:
+    def prefetch(self, wanted: Sequence[WantedRows], *, train: bool) -> Waiting[None]:
         """Receive rows of tables.
 
         Args:
-          wanted: of each block the server, its name, the numbers of rows in it, increasing, and the memory for them.
+          wanted: of each block.
           train: whether gradients of these rows follow in this step.
         """
         for endpoint, name, ids, _ in wanted:

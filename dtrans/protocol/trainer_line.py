@@ -122,6 +122,12 @@ class TrainerLine:
         for frames in wire.framed("prefetch", [("ids", ids.astype(np.int32, copy=False))], **fields):
             self._say(frames)
 
+    def row_ids(self, gradient: str, ids: np.ndarray) -> None:
+        """Say of which rows of a block of a table the gradient is that follows, by their numbers in the block."""
+        fields = {"step": self.step, "gradient": gradient, "count": len(ids)}
+        for frames in wire.framed("row_ids", [("ids", ids.astype(np.int32, copy=False))], **fields):
+            self._say(frames)
+
     def end_step(self, gradients: Sequence[tuple[str, Any]], /, *, sent: bool, barrier: bool, **fields: Any) -> None:
         """Send, in one message, what ends a step and asks for parameters.
 

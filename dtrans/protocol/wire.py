@@ -12,6 +12,8 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
                    + frames                                      pieces + frames
     prefetch       step, table, count, train, pieces   rows      step, table, pieces + frames
                    + frames
+    row_ids        step, gradient, count, pieces
+                   + frames
     complete                                           goodbye
     abort          reason
 
@@ -43,7 +45,8 @@ the fields that these have; the step of that `recv` is the next.
 answer has [dtype, shape] (`dtrans.protocol.trainer_rounds`).
 
 `prefetch` asks for rows of a block of a table: `count` numbers of rows, increasing, as 32-bit integers under the name
-"ids". With `train` the gradient that follows in this step is of these rows; it has no numbers of its own.
+"ids". With `train` the gradient that follows in this step is of these rows; it has no numbers of its own. Where it may
+be of other rows, `row_ids` gives their numbers before it: so it is with asynchronous trainers that have a communicator.
 
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
@@ -81,6 +84,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "recv": {"step": int},
     "exchange": {"step": int, "round": int, "values": list, "pieces": list},
     "prefetch": {"step": int, "table": str, "count": int, "train": bool, "pieces": list},
+    "row_ids": {"step": int, "gradient": str, "count": int, "pieces": list},
     "complete": {},
     "abort": {"reason": str},
     "peer": {"endpoint": str, "order": str, "layout": str},

@@ -60,7 +60,11 @@ class Tables:
 
 
 def choose_tables(
-    step: Cut, analysis: RowAnalysis, startup: Program, sparse: Mapping[str, Rows] | str | None
+    step: Cut,
+    analysis: RowAnalysis,
+    startup: Program,
+    sparse: Mapping[str, Rows] | str | None,
+    beside: Sequence[str] = (),
 ) -> Tables:
     """Choose the tables of a plan.
 
@@ -68,6 +72,7 @@ def choose_tables(
       analysis: of the update.
       startup: the init, with names as in the step.
       sparse: as in `dtrans.pserver`.
+      beside: what servers keep beside each table that moves with a gradient of zero: what follows its name.
 
     Raises:
       ConfigError: a leaf that is named, and is no table, or whose update has to be said.
@@ -96,6 +101,8 @@ def choose_tables(
             others[n] = why
             continue
         zero = at_zero_gradient(analysis, n, numbers_of(startup))
+        if beside:
+            zero = dataclasses.replace(zero, moves=(*zero.moves, *(n + x for x in beside)), decays={})
         option = options.get(n, Rows("dense"))
         of[n] = _limited(n, _table(n, lookups, zero, option), option.limit)
     return Tables(of, others)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from dtrans.checks import check_number, check_one_of, check_type, is_int
 from dtrans.errors import ConfigError
-from dtrans.parameter_server.options import Async, Sync
+from dtrans.parameter_server.options import Geo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +64,8 @@ def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
 
 def check_tables_mode(sparse: Any, mode: Any) -> None:
     """Raise ConfigError for tables in a mode that has none."""
-    alone = mode == Async() or (isinstance(mode, Sync) and not mode.runtime_split)
-    if sparse is not None and not alone:
+    if sparse is not None and isinstance(mode, Geo):
         raise ConfigError(
-            f"sparse={sparse!r} and mode={mode!r}: a step looks up its rows itself, and nothing is kept of "
-            "what it had before: mode=dtrans.Sync() or dtrans.Async(), without options"
+            f"sparse={sparse!r} and mode={mode!r}: with GEO-SGD each trainer updates all parameters, with an optimizer "
+            "of its own, and so has all rows: mode=dtrans.Sync(), dtrans.Async() or dtrans.HalfAsync()"
         )

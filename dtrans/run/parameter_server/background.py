@@ -1,6 +1,9 @@
 """Communication that a trainer's steps leave to something beside them: a communicator, or GEO-SGD.
 
     send, recv     with a `communicator`: into its queue, and from what it received last
+    prefetch       with one: rows of a table, which it asks for at once
+    send_rows      with one: into its queue, with the numbers of these rows
+    fetch_barrier  with one: a step that receives no parameters has sent all
     send_barrier   after such: until all is sent, and what was made of it received
     send           of GEO-SGD (`geo_send_p`)
 
@@ -15,11 +18,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from dtrans._jax import JaxprEqn
 from dtrans.errors import StateError
 from dtrans.ir.program import Program
-from dtrans.ops import DELTA, CommunicatorConfig, geo_send_p, recv_p, send_barrier_p, send_p
+from dtrans.ops import (
+    DELTA,
+    CommunicatorConfig,
+    fetch_barrier_p,
+    geo_send_p,
+    prefetch_p,
+    recv_p,
+    send_barrier_p,
+    send_p,
+    send_rows_p,
+)
+from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.served import RowGradient
+from dtrans.protocol.table_rows import WantedRows, wanted_of
 from dtrans.protocol.traffic import Leaf
 from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.communicator import Communicator
@@ -41,6 +58,8 @@ class BackgroundComm:
         self._connection = connection
         self._deadline = deadline
         self._leaves: dict[str, Leaf] = {}  # what is received
+        self._endpoints: set[str] = set()  # of tables
+        self._pool = BufferPool()
         self._pending: list[tuple[Leaf, Any]] = []  # what a step has made so far
         self._received: dict[str, jax.Array] | None = None  # what this step goes on with
         self._config: CommunicatorConfig = ONE_BY_ONE
@@ -50,6 +69,10 @@ class BackgroundComm:
     def prepare(self, program: Program) -> None:
         """Note what a program receives, all of which is received at once."""
         for eqn in program.eqns:
+            is_lookup = eqn.primitive is prefetch_p and "communicator" in eqn.params
+            if is_lookup and not self._endpoints.issuperset(eqn.params["epmap"]):
+                self.rest()
+                self._endpoints.update(eqn.params["epmap"])
             if eqn.primitive is recv_p and "communicator" in eqn.params:
                 (t,) = eqn.params["types"]
                 leaf = leaf_of(eqn, t)
@@ -61,7 +84,8 @@ class BackgroundComm:
         """Whether an equation is carried out here."""
         if eqn.primitive is send_barrier_p:
             return bool(self._pending)
-        return eqn.primitive is geo_send_p or (eqn.primitive in (send_p, recv_p) and "communicator" in eqn.params)
+        of_communicator = (send_p, recv_p, prefetch_p, send_rows_p, fetch_barrier_p)
+        return eqn.primitive is geo_send_p or (eqn.primitive in of_communicator and "communicator" in eqn.params)
 
     def carry_out(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """The outputs of one equation. Raises what has ended the communicator."""
@@ -71,13 +95,21 @@ class BackgroundComm:
             self._config = eqn.params["communicator"]
             self._pending.append((leaf_of(eqn, eqn.invars[0].aval), values[0]))
             return [None]
+        if eqn.primitive is send_rows_p:
+            self._config = eqn.params["communicator"]
+            self._pending.append(_of_rows(eqn, *values))
+            return [None]
+        if eqn.primitive is prefetch_p:
+            return [self._prefetch(eqn, *values)]
         communicator = self._running(f"trainer {eqn.params['trainer_id']}")
         if self._pending:
             pending, self._pending = self._pending, []
             self._received = None
             # not before they are made: a queue of what is still being computed would have steps run ahead of themselves
-            jax.block_until_ready([x for _, x in pending])
+            jax.block_until_ready([x.rows if isinstance(x, RowGradient) else x for _, x in pending])
             communicator.put(pending)
+        if eqn.primitive is fetch_barrier_p:
+            return []
         if eqn.primitive is send_barrier_p:
             communicator.barrier()
             return [None]
@@ -85,6 +117,21 @@ class BackgroundComm:
             newest = communicator.newest()
             self._received = dict(zip(newest, jax.device_put(list(newest.values())), strict=True))
         return [self._received[eqn.params["names"][0]]]
+
+    def _prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> np.ndarray:
+        """The rows of a table that a step looks up."""
+        p, (t,) = eqn.params, eqn.params["types"]
+        self._config = p["communicator"]
+        rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
+        self._running(f"trainer {p['trainer_id']}").look_up(rows_wanted(eqn, uniq, rows), train=True)
+        return rows
+
+    def look_up(self, wanted: Sequence[WantedRows]) -> bool:
+        """Receive rows of which no step is made, if a communicator runs; whether one does."""
+        if self._communicator is None:
+            return False
+        self._communicator.look_up(wanted, train=False)
+        return True
 
     def rest(self, *, discard: bool = False) -> None:
         """Send what is left, unless it is to be discarded, and give the connections back."""
@@ -105,7 +152,12 @@ class BackgroundComm:
         """The communicator, which is started if it is not."""
         if self._communicator is None:
             self._communicator = Communicator(
-                self._connection, self._leaves, self._config, deadline=self._deadline, name=name
+                self._connection,
+                self._leaves,
+                self._config,
+                deadline=self._deadline,
+                name=name,
+                endpoints=sorted(self._endpoints),
             )
         return self._communicator
 
@@ -134,3 +186,15 @@ def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
     """The leaf that a `send` or a `recv` of one operand is of."""
     p = eqn.params
     return Leaf(p["epmap"], p["names"], p.get("sections", ()), t.shape, t.dtype, p.get("merge", "sum"))
+
+
+def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[WantedRows]:
+    """What a `prefetch` asks of servers."""
+    p = eqn.params
+    return wanted_of(uniq, rows, epmap=p["epmap"], names=p["names"], sections=p["sections"])
+
+
+def _of_rows(eqn: JaxprEqn, uniq: np.ndarray, grad: Any) -> tuple[Leaf, RowGradient]:
+    """What a `send_rows` is of. Behind the gradient of rows that there are, others may be."""
+    leaf = leaf_of(eqn, eqn.invars[1].aval)
+    return leaf, RowGradient(uniq[: np.searchsorted(uniq, sum(leaf.sections))], grad)

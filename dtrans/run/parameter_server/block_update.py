@@ -18,7 +18,7 @@ from dtrans._jax import evaluate
 from dtrans.errors import ConfigError
 from dtrans.ir.display import without_addresses
 from dtrans.ir.program import DIST, LR_SCHED
-from dtrans.ops import OptimizeBlock
+from dtrans.ops import BACKUP, OptimizeBlock
 from dtrans.parameter_server.tables.touched_rows import room_for
 from dtrans.run.parameter_server.table_memory import among, memory_of
 from dtrans.run.parameter_server.update import ServerUpdate
@@ -93,17 +93,20 @@ class BlockUpdates:
         rows = next((n for n in self.grads[block] if n in self._tables), None)
         if rows is None:
             return self._made(block, run, grads, state, values)
-        table, given = self._tables[rows], grads[rows]
+        table = self._tables[rows]
+        given = {n: grads[n] for n in (rows, table.name + BACKUP) if n in grads}
         if table.whole:
-            dense = among(np.arange(table.rows), table.rows, given)
-            return self._made(block, run, {**grads, rows: dense}, state, values)
-        memory, ids, size = self._memory[table.name], given.ids, room_for(len(given.ids), table.rows)
+            dense = {n: among(np.arange(table.rows), table.rows, x) for n, x in given.items()}
+            return self._made(block, run, {**grads, **dense}, state, values)
+        memory, ids = self._memory[table.name], given[rows].ids
+        size = room_for(len(ids), table.rows)
         if (block, size) not in self._sized:
             (sized,) = (b for b in self.update.sized({table.name: size}).blocks if b.name == block)
             self._sized[block, size] = self._compile(sized)
         read = {**state, **memory.take(ids, size)}
         seen = {n: np.asarray(x) for n, x in _picked(memory.reads, values, state).items()}
-        made = self._made(block, self._sized[block, size], {**grads, rows: among(ids, size, given)}, read, values)
+        padded = {n: among(ids, size, x) for n, x in given.items()}
+        made = self._made(block, self._sized[block, size], {**grads, **padded}, read, values)
         return {**made, **memory.put(ids, made, seen)}
 
     def rows(self, name: str, ids: np.ndarray, state: State, *, train: bool) -> np.ndarray:

@@ -4,7 +4,7 @@ A step puts its gradients into a queue (`put`) and takes the parameters that wer
 waits, unless the queue is full, or nothing was received yet. The thread owns the connections while it runs.
 
 `barrier` waits until all that was put is in what was received; with it at the end of every step, a trainer is as one
-without a communicator.
+without a communicator. `look_up` waits for rows of tables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import collections
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import zmq
 
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.table_rows import WantedRows
 from dtrans.protocol.traffic import Group, Leaf, Traffic
 from dtrans.run.parameter_server.client import Connection
 
@@ -34,6 +35,7 @@ class Communicator:
       config: how long the queue is, and so on.
       deadline: seconds that parameters may be on their way.
       name: of the trainer.
+      endpoints: servers that have rows of tables.
 
     Every method raises what has ended the thread: PeerError, DeadlineError, WireError, or what JAX raised.
     """
@@ -46,13 +48,17 @@ class Communicator:
         *,
         deadline: float,
         name: str,
+        endpoints: Collection[str] = (),
     ) -> None:
         self.config = config
         self.name = name
-        self._lines = {ep: lines(ep) for leaf in leaves.values() for ep in leaf.endpoints}
+        everywhere = (*(ep for leaf in leaves.values() for ep in leaf.endpoints), *endpoints)
+        self._lines = {ep: lines(ep) for ep in dict.fromkeys(everywhere)}
         self._changed = threading.Condition()
         self._queue: collections.deque[Group] = collections.deque()
         self._put = 0  # steps put so far
+        self._wanted: tuple[Sequence[WantedRows], bool] | None = None  # rows that are to be asked for
+        self._looks_up = False  # whether somebody waits for rows
         self._newest: tuple[int, dict[str, np.ndarray]] | None = None  # how many steps are in it; and the leaves
         self._ended = False
         self._discarded = False
@@ -103,6 +109,16 @@ class Communicator:
             self._changed.wait_for(lambda: self._error or (self._newest is not None and self._newest[0] >= self._put))
             self._check()
 
+    def look_up(self, wanted: Sequence[WantedRows], *, train: bool) -> None:
+        """Receive rows of tables as they are now, each into its memory. With `train` a step is made of them."""
+        with self._changed:
+            self._check()
+            self._wanted, self._looks_up = (wanted, train), True
+        os.write(self._waker, b"+")
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._looks_up)
+            self._check()
+
     def stop(self, *, discard: bool = False) -> None:
         """Send what is left, unless it is to be discarded, and give the connections back when all answers are here."""
         with self._changed:
@@ -145,12 +161,13 @@ class Communicator:
             groups = self._take()
             if groups:
                 self._send(groups)
+            self._ask_for_rows()
             with self._changed:
                 over = self._ended and not self._queue
                 behind = self._newest is None or self._newest[0] < self._put
             if behind and not groups:
                 traffic.ask_for_newest(time.monotonic())
-            if self._discarded or (over and not traffic.pulling):
+            if self._discarded or (over and not traffic.pulling and not traffic.looking_up):
                 return
             gone = [line for line in self._lines.values() if line.line.gone]  # what they said last may be here
             until = traffic.patience
@@ -160,6 +177,7 @@ class Communicator:
                 os.read(self._wake, 4096)
             for line in {of[s] for s in ready if s in of}.union(gone):
                 self._hear(line)
+            self._rows_are_here()
             received = traffic.whole()
             if received is not None:
                 self._publish(received)
@@ -177,8 +195,21 @@ class Communicator:
     def _send(self, groups: Sequence[Group]) -> None:
         self._traffic.send(groups)
 
+    def _ask_for_rows(self) -> None:
+        with self._changed:
+            wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            self._traffic.look_up(wanted[0], time.monotonic(), train=wanted[1])
+
+    def _rows_are_here(self) -> None:
+        """Let whoever waits for rows go on, when all have come."""
+        with self._changed:
+            if self._looks_up and self._wanted is None and not self._traffic.looking_up:
+                self._looks_up = False
+                self._changed.notify_all()
+
     def _hear(self, connection: Connection) -> None:
-        """Take what a server says, which is parameters that were asked for, or an error."""
+        """Take what a server says, which was asked for, or is an error."""
         message = connection.glance(self._traffic.waits_for)
         if message is not None:
             self._traffic.heard(connection.line.endpoint, message)

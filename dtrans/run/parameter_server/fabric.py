@@ -58,7 +58,7 @@ from dtrans.protocol.traffic import Leaf, rows_of
 from dtrans.protocol.trainer import Landing, TrainerSteps, Waiting, answered
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.net.sockets import LINGER
-from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
+from dtrans.run.parameter_server.background import BackgroundComm, leaf_of, rows_wanted
 from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.new_rows import new_rows
 from dtrans.run.parameter_server.server import Server
@@ -115,7 +115,8 @@ class EndpointFabric:
                 self._identify(eqn)
             self._steps.forget_asked()
             return self._beside.carry_out(eqn, values)
-        self._beside.rest()
+        if eqn.primitive is not split_ids_p:  # which needs no connection
+            self._beside.rest()
         if eqn.primitive not in (recv_p, fetch_barrier_p):
             self.settle()
         rule = self._rules.get(eqn.primitive)
@@ -167,25 +168,17 @@ class EndpointFabric:
         self._identify(eqn)
         p, (t,), (uniq,) = eqn.params, eqn.params["types"], values
         rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
-        self._rows(p, uniq, rows, train=True)
+        self._answered(self._steps.prefetch(rows_wanted(eqn, uniq, rows), train=True))
         return [rows]
 
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
         """Rows of a table by their numbers, increasing, for a `prefetch` equation; no step is made of them."""
         (t,) = eqn.params["types"]
         rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
-        self._rows(eqn.params, ids, rows, train=False)
+        wanted = rows_wanted(eqn, ids, rows)
+        if not self._beside.look_up(wanted):
+            self._answered(self._steps.prefetch(wanted, train=False))
         return rows
-
-    def _rows(self, p: Mapping[str, Any], uniq: np.ndarray, rows: np.ndarray, *, train: bool) -> None:
-        """Receive rows of a table; zeros behind them."""
-        parts = parts_of_rows(uniq, p["sections"])
-        wanted = [
-            (ep, name, uniq[at] - start, rows[at])
-            for ep, name, (start, at) in zip(p["epmap"], p["names"], parts, strict=True)
-        ]
-        rows[parts[-1][1].stop :] = 0
-        self._answered(self._steps.prefetch(wanted, train=train))
 
     def _send_rows(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import evaluate
-from dtrans.ops import OptimizeBlock
+from dtrans.ops import BACKUP, OptimizeBlock
 from dtrans.parameter_server.tables.touched_rows import LEAST, TableBlock, room_for
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -183,8 +183,9 @@ def at_zero_gradient(blocks: Sequence[OptimizeBlock], rows: Arrays, values: Arra
     """
     read, new = {**rows, **values}, dict[str, Any]()
     for block in blocks:
-        none = {g.name: jnp.zeros_like(block.invars[g.name].aval) for g in block.grads}
-        given = [none[n] if n in none else read[n] for n in block.in_names]
+        types = block.invars  # a row without a gradient has not been away: what a trainer has had of it does not matter
+        none = {g.name for g in block.grads} | {block.name + BACKUP}
+        given = [jnp.zeros_like(types[n].aval) if n in none else read[n] for n in block.in_names]
         made = dict(zip(block.out_names, evaluate(block.jaxpr, *given), strict=True))
         new |= {n: x for n, x in made.items() if n in rows}
         read = {**made, **read}  # no block reads new state; what has a value has it of all rows
@@ -207,7 +208,7 @@ def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]
     made: set[str] = set()
     for block, other in zip(here, there, strict=True):
         types, others = block.invars, other.invars
-        given = {*table.held, *(g.name for g in block.grads)}
+        given = {*table.held, *(g.name for g in block.grads), table.name + BACKUP}
         for n in block.in_names:
             same = types[n].aval.shape == others[n].aval.shape
             if n not in given and (n not in made or same):

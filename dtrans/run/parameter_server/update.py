@@ -21,7 +21,7 @@ from dtrans._jax import JaxprEqn, evaluate
 from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import words_type
 from dtrans.ir.program import Program
-from dtrans.ops import OptimizeBlock, backup_of, listen_and_serv_p
+from dtrans.ops import BACKUP, OptimizeBlock, backup_of, listen_and_serv_p
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.served import ServedBlocks, ServedRows, Vectors
@@ -115,6 +115,8 @@ class ServerUpdate:
         of_tables = {n for t in self.tables.values() for n in t.gradients.values()}
         # a gradient that is an update of its own has one name, whoever sends it
         sent = lambda t: t.gradients if p["sync_mode"] else dict.fromkeys(range(p["Fanin"]), *t.gradients.values())
+        read = {n for b in self.blocks for n in b.in_names}
+        row = lambda n: (self.types[n].shape[1:], self.types[n].dtype)
         return ServedBlocks(
             self.endpoint,
             p["Fanin"],
@@ -126,10 +128,7 @@ class ServerUpdate:
             self.arguments,
             self.exchanges,
             frozenset(n for n in self.params if backup_of(n, 0) in self.types),
-            {
-                n: ServedRows(t.rows, self.types[n].shape[1:], self.types[n].dtype, sent(t))
-                for n, t in self.tables.items()
-            },
+            {n: ServedRows(t.rows, *row(n), sent(t), n + BACKUP in read) for n, t in self.tables.items()},
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Rows of tables are made when they are first asked for: the user's own, bit for bit, whoever asks for them and when."""
+"""Rows of tables are made when they are first asked for: the user's own, bit for bit, whoever asks, and when."""
 
 from __future__ import annotations
 
