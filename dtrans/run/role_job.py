@@ -6,6 +6,8 @@ The environment says which (`dtrans.Role.from_env`); `dtrans.Executor` runs its 
 from __future__ import annotations
 
 import dataclasses
+import os
+import resource
 from collections.abc import Sequence
 from functools import cached_property
 from types import TracebackType
@@ -18,6 +20,7 @@ from dtrans.batch.shared import SharedStep
 from dtrans.checkpoint.pserver_state import TRAINER, check_type, named, scatter
 from dtrans.checkpoint.runs import run_of
 from dtrans.errors import BatchError, ConfigError, StateError
+from dtrans.ir.cost import nbytes
 from dtrans.ir.program import Program
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Job, realises
@@ -31,6 +34,7 @@ from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
 
+EXPORTED = 1 << 16  # rows of a table that are written at once
 RESULTS = -1  # the number of the round of results, which is before those of the next step
 
 
@@ -201,11 +205,43 @@ class TrainerJob(RoleJob):
         found = self._executor.look_up(self.plan.trainer_program(self.role.trainer_id), name, uniq)
         return np.asarray(found[np.searchsorted(uniq, wanted)])
 
+    def export(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Write a table as it is on the servers to a file, some rows at a time: it need not fit into memory.
+
+        The file is one array of NumPy's, which `numpy.load(path, mmap_mode="r")` reads; bfloat16 is there as two bytes.
+
+        Args:
+          name: as of `lookup`.
+          path: of the file; what is there is replaced.
+
+        Raises:
+          ConfigError: no table, or a file that cannot be written.
+        """
+        self.lookup(name, np.zeros(0, int))
+        t = self.plan.main.inputs[name]
+        try:
+            file = np.lib.format.open_memmap(path, "w+", dtype=t.dtype, shape=t.shape)
+        except OSError as e:
+            raise ConfigError(f"{name} cannot be written to {os.fspath(path)}: {e.strerror}") from e
+        for at in range(0, t.shape[0], EXPORTED):
+            file[at : at + EXPORTED] = self.lookup(name, np.arange(at, min(at + EXPORTED, t.shape[0])))
+        file.flush()
+
     def params(self, state: tuple[Any, ...]) -> Any:
-        """The parameters. Tables are looked up, all of their rows: they must fit."""
+        """The parameters. Tables are looked up, all of their rows.
+
+        Raises:
+          StateError: tables that this process has no memory for; `export` writes them to files.
+        """
         tables = self.plan.tables.of
         if not tables:
             return state[0]
+        size, room = sum(nbytes(self.plan.main.inputs[n]) for n in tables), _memory()
+        if size > room:
+            raise StateError(
+                f"{', '.join(tables)} are {size:,} bytes, and this process may have {room:,}: job.export(name, path) "
+                "writes a table to a file, and job.lookup(name, ids) gives some rows"
+            )
         spec = self.plan.main.args[0]
         held = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
         held |= {n: jax.numpy.asarray(self.lookup(n, np.arange(t.lookups.rows))) for n, t in tables.items()}
@@ -229,6 +265,13 @@ class TrainerJob(RoleJob):
         with recording() as parts:
             self.step(state, *batch)
         return LoweredStep(parts)
+
+
+def _memory() -> int:
+    """Bytes that this process may have: what the machine has, or the limit that is set."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return there if limit == resource.RLIM_INFINITY else min(there, limit)
 
 
 class ServerJob(RoleJob):

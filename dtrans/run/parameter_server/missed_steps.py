@@ -60,7 +60,7 @@ class StepRecords:
         for n, x in self._of.items():
             if at == len(x):
                 self._of[n] = np.concatenate([x, self._room(self._types[n], len(x))])
-            self._of[n][at] = values[n]
+            self._of[n][at] = np.asarray(values[n])
         self.now += 1
 
     def window(self, step: int) -> dict[str, np.ndarray]:

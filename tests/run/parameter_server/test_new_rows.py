@@ -118,3 +118,18 @@ def test_a_limit_of_rows_is_kept() -> None:
         planned(optax.adamw(0.1), update="dense", limit=9)
     with pytest.raises(ConfigError, match="limit must be None or a positive number of rows, it is 0"):
         dtrans.Rows(limit=0)
+
+
+def test_rows_of_16_bits_are_those_of_one_device() -> None:
+    """Bit for bit, moments and all."""
+    tx, half = optax.adam(0.1), lambda key: drawn(key).astype(jnp.bfloat16)
+    (programs,) = planned(tx, emb=half, update="dense").servers.values()
+    server, _ = begun(programs)
+    params = {"emb": half(KEY)}
+    state, step = tx.init(params), jax.jit(tx.update)
+    for at, ids in enumerate(([3], [3, 8], [500], [8])):
+        g = np.random.default_rng(at).normal(size=(len(ids), D)).astype(jnp.bfloat16)
+        server.begin({GRAD: RowGradient(np.array(ids), g)}, frozenset([0]), at)
+        updates, state = step({"emb": jnp.zeros((V, D), jnp.bfloat16).at[np.array(ids)].set(g)}, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(server.rows(EMB, np.arange(V), train=False), params["emb"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,11 +35,12 @@ from table_jobs import (
 
 import dtrans
 from dtrans._jax import equations
-from dtrans.errors import BatchError, ConfigError, WireError
+from dtrans.errors import BatchError, ConfigError, StateError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.presence import Presence, Trainer
 from dtrans.protocol.sync_server import SyncServer
+from dtrans.run import role_job
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
@@ -249,6 +251,36 @@ def test_a_lookup_reads_and_trains_nothing(role_threads: RoleThreads) -> None:
     np.testing.assert_array_equal(found, first[np.array([[39, 0], [0, 21]])])
     np.testing.assert_array_equal(table[V // 2 :], first[V // 2 :])  # batches have none of these
     assert nothing.shape == (0, 2, D)
+
+
+def test_a_table_is_written_to_a_file(
+    role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some rows at a time; and where it does not fit, that is what is said."""
+    plan = planned(optax.adam(0.1), DENSE, 1, 2)
+    monkeypatch.setattr(role_job, "EXPORTED", 7)
+
+    def write() -> Any:
+        with TrainerJob(plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}) as job:
+            state = job.init(jax.random.key(0))
+            for batch in batches(2):
+                state, _ = job.step(state, *batch)
+            job.export("params/emb", tmp_path / "emb.npy")
+            found = job.params(state)["emb"]
+            with pytest.raises(ConfigError, match="params/emb cannot be written to .*nowhere/emb.npy: No such file"):
+                job.export("params/emb", tmp_path / "nowhere" / "emb.npy")
+            monkeypatch.setattr(role_job, "_memory", lambda: 100)
+            with pytest.raises(
+                StateError, match=r"params/emb are 480 bytes, .* may have 100: job.export\(name, path\)"
+            ):
+                job.params(state)
+            return found
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, jax.random.key(0))
+    role_threads.start("trainer 0", write)
+    found = role_threads.all()["trainer 0"]
+    np.testing.assert_array_equal(np.load(tmp_path / "emb.npy", mmap_mode="r"), found)
 
 
 def test_an_id_that_the_table_does_not_have_is_named(role_threads: RoleThreads) -> None:
