@@ -143,6 +143,10 @@ class AsyncServer:
         self._check_number(k, message)
         self._requests.follows(k, message, step.grads)
 
+    def check_between(self, k: int, message: wire.Message) -> None:
+        """Raise WireError unless a trainer is between two steps."""
+        self._check_number(k, message)
+
     def recv(self, k: int, message: wire.Message) -> None:
         """Answer a request for parameters."""
         t = self._trainers.known[k]

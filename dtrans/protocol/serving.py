@@ -12,7 +12,7 @@ namesake has closed is of the next job on this endpoint, and waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dtrans.errors import DtransError, WireError
@@ -24,7 +24,7 @@ from dtrans.protocol.sync_server import SyncServer
 
 
 # methods of each kind of servers that takes them
-TRAINER_OPS = ("send", "send_barrier", "recv", "exchange", "prefetch", "row_ids", "complete", "abort")
+TRAINER_OPS = ("send", "send_barrier", "recv", "exchange", "prefetch", "row_ids", "save", "complete", "abort")
 
 
 class Serving:
@@ -38,6 +38,7 @@ class Serving:
 
     Attributes:
       local: where trainers on the same host find it too; empty, where they do not.
+      keep: saves what the server holds, under a name; None where there is no place for it.
     """
 
     def __init__(self, kind: SyncServer | AsyncServer, trainers: Presence, say: Say, refusals: Refusals) -> None:
@@ -45,6 +46,7 @@ class Serving:
         self.trainers = trainers
         self.refusals = refusals
         self.local = ""
+        self.keep: Callable[[str], None] | None = None
         self._say = say
 
     @property
@@ -87,11 +89,31 @@ class Serving:
             k = self.trainers.speaker(address, message)
             if message.op not in TRAINER_OPS:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
+            if message.op == "save":
+                self._save(address, k, message)
+                return
             for part in (message, *_following(message)):
                 take = getattr(self.kind, part.op, None)
                 if take is None:
                     raise WireError(f"a `{part.op}` message, which {self.kind.word} servers do not take")
                 take(k, part)
+
+    def _save(self, address: bytes, k: int, message: wire.Message) -> None:
+        """Save what the server holds, as it is between two steps of a trainer."""
+        self.kind.check_between(k, message)
+        self._say(address, "saved", name=message["name"], error=self._why_not_saved(message["name"]))
+
+    def _why_not_saved(self, name: str) -> str:
+        """Save what the server holds; why that cannot be, or nothing."""
+        if self.keep is None:
+            return "it has no place for checkpoints: say job.serve(state, checkpoints=folder)"
+        if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
+            return f"{wire.brief(name)} is no name of a folder for a checkpoint"
+        try:
+            self.keep(name)
+        except DtransError as e:
+            return str(e)
+        return ""
 
     def _hello(self, address: bytes, message: wire.Message) -> None:
         before = self.trainers.hello(address, message, self.kind.peers.name(address))

@@ -137,6 +137,11 @@ class SyncServer:
             rows = self._update.rows(name, ids, train=train)
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=self.step, table=name)
 
+    def check_between(self, k: int, message: wire.Message) -> None:
+        """Raise WireError unless a trainer is between two steps, and so the server between two updates."""
+        if self._in_turn(k, message).at_barrier:
+            raise WireError(f"a `{message.op}` in step {self.step} after its send_barrier")
+
     def recv(self, k: int, message: wire.Message) -> None:
         """Take a request for parameters."""
         t, turn, step = self._trainers.known[k], self._turns[k], message["step"]

@@ -141,6 +141,21 @@ class TrainerSteps:
             yield from _landed(self._line(endpoint), blocks)
         self.in_step = False
 
+    def save(self, endpoints: Sequence[str], name: str) -> Waiting[None]:
+        """Let servers save what they hold, between two steps."""
+        for endpoint in endpoints:
+            line = self._line(endpoint)
+            line.tell("save", step=line.step, name=name)
+        failed: dict[str, str] = {}
+        for endpoint in endpoints:
+            line = self._line(endpoint)
+            message = yield line, f"its part of checkpoint {name}"
+            if message.op != "saved" or message["name"] != name:
+                raise PeerError(f"pserver {endpoint} answered `save` of {name} with `{message.op}`")
+            failed |= {endpoint: message["error"]} if message["error"] else {}
+        for endpoint, why in failed.items():  # when all have answered: the job may go on
+            raise PeerError(f"pserver {endpoint} has not saved its part of checkpoint {name}: {why}")
+
     def forget_asked(self) -> None:
         """Say anew what is wanted: others have asked for other things by these lines."""
         self._asked.clear()

@@ -10,7 +10,7 @@ reductions XLA carries out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -139,6 +139,14 @@ class Executor:
             if eqn.primitive is prefetch_p and eqn.params["table"] == table:
                 return self._fabric.look_up(eqn, ids)
         raise ConfigError(f"{table} is no table of {program.name}")
+
+    def save(self, endpoints: Sequence[str], name: str) -> None:
+        """Let servers save what they hold; they were given a place for it by `keep`."""
+        self._fabric.save(endpoints, name)
+
+    def keep(self, save: Callable[[str, Mapping[str, Any]], None]) -> None:
+        """Say how a server that this executor runs saves what it holds, from a name and its state."""
+        self._fabric.keep = save
 
     def close(self, error: BaseException | None = None) -> None:
         """Tell the servers that this trainer is done, or with `error` that it failed. May be called twice."""

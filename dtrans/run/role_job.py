@@ -10,6 +10,7 @@ import os
 import resource
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -17,7 +18,8 @@ import jax
 import numpy as np
 
 from dtrans.batch.shared import SharedStep
-from dtrans.checkpoint.pserver_state import TRAINER, check_type, named, scatter
+from dtrans.checkpoint import api as checkpoint
+from dtrans.checkpoint.pserver_state import TRAINER, check_plan, check_type, named, scatter
 from dtrans.checkpoint.runs import run_of
 from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ir.cost import nbytes
@@ -205,6 +207,30 @@ class TrainerJob(RoleJob):
         found = self._executor.look_up(self.plan.trainer_program(self.role.trainer_id), name, uniq)
         return np.asarray(found[np.searchsorted(uniq, wanted)])
 
+    def save(self, name: str) -> None:
+        """Let the servers save what they hold while the job goes on, each its piece of one checkpoint.
+
+        It is as after the last step of this trainer: with synchronous trainers, that of all of them. The servers must
+        have been told where (`job.serve(state, checkpoints=folder)`); what is saved is at `folder/name`, as
+        `dtrans.checkpoint.load` and `restore` read it. One trainer is enough to say so.
+
+        Args:
+          name: of the checkpoint: `300`.
+
+        Raises:
+          PeerError: a server that has no place for it, or could not save. ConfigError: before `init`; or a plan whose
+            trainers hold leaves that no server has.
+
+        Source: `checkpoint_notify` of Paddle, at which each server saves its own.
+        """
+        self._check_open()
+        check_plan(self.plan)
+        if self.plan.frozen:
+            raise ConfigError(
+                f"{self.plan.frozen[0]} is on no server: save when the job has ended, with dtrans.checkpoint.save"
+            )
+        self._executor.save(tuple(self.plan.servers), name)
+
     def export(self, name: str, path: str | os.PathLike[str]) -> None:
         """Write a table as it is on the servers to a file, some rows at a time: it need not fit into memory.
 
@@ -296,9 +322,18 @@ class ServerJob(RoleJob):
     def check(self, state: Any) -> None:
         self._check_open()
 
-    def serve(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Serve until every trainer has closed; the state at the end, for `dtrans.checkpoint.save`."""
+    def serve(self, state: dict[str, Any], *, checkpoints: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """Serve until every trainer has closed; the state at the end, for `dtrans.checkpoint.save`.
+
+        Args:
+          checkpoints: a folder, which all servers see, for what trainers ask to be saved (`job.save(name)`).
+        """
         self._check_open()
+        if checkpoints is not None:
+            here = self.role.current_endpoint
+            self._executor.keep(
+                lambda name, held: checkpoint.save(Path(checkpoints) / name, self.plan, here, held, tag=name)
+            )
         made: dict[str, Any] = self._executor.run(self.plan.servers[self.role.current_endpoint].main, state)
         return made
 

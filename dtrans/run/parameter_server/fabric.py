@@ -61,7 +61,7 @@ from dtrans.run.net.sockets import LINGER
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of, rows_wanted
 from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.new_rows import new_rows
-from dtrans.run.parameter_server.server import Server
+from dtrans.run.parameter_server.server import Keep, Server
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -88,6 +88,7 @@ class EndpointFabric:
         self._pool = BufferPool()
         self._beside = BackgroundComm(self._connection, deadline)
         self._closed = False
+        self.keep: Keep | None = None  # saves what a server holds
         self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
             split_byref_p: self._split,
             send_p: self._send,
@@ -187,6 +188,14 @@ class EndpointFabric:
             self._steps.send(ep, name, np.asarray(grad)[at])
         return [None]
 
+    def save(self, endpoints: Sequence[str], name: str) -> None:
+        """Let servers save what they hold, between two steps of this trainer."""
+        if self._me is None:
+            raise ConfigError(f"checkpoint {name}: no server knows this trainer before its first parameters: job.init")
+        self._beside.rest()
+        self.settle()
+        self._answered(self._steps.save(endpoints, name))
+
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
         self._steps.in_step = True
@@ -282,6 +291,7 @@ class EndpointFabric:
             deadline=self.deadline,
             allow_remote=self.allow_remote,
             plan=self._plan,
+            keep=self.keep,
         )
         final = server.serve()
         return [final[n] for n in names]

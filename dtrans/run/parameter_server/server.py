@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -29,6 +29,8 @@ from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
 
+Keep = Callable[[str, Mapping[str, Any]], None]
+
 TICK = 1.0  # seconds between two looks at who is late
 
 
@@ -41,6 +43,7 @@ class Server:
       deadline: seconds that trainers may keep the server, or each other, waiting.
       allow_remote: bind an endpoint that is not loopback.
       plan: the parts of the fingerprint of the plan, which trainers and other servers must have too.
+      keep: saves a state, as `serve` returns it, under a name; None where there is no place for checkpoints.
 
     Raises:
       ConfigError: an endpoint that may not be, or cannot be bound.
@@ -55,6 +58,7 @@ class Server:
         deadline: float,
         allow_remote: bool,
         plan: Mapping[str, str],
+        keep: Keep | None = None,
     ) -> None:
         served, secret = update.served, token.job_token()
         trainers = Presence(served, deadline=deadline, plan=plan, secret=secret)
@@ -71,6 +75,8 @@ class Server:
             kind = AsyncServer(served, blocks, blocks.state, trainers, say)
         self.refusals = Refusals(log)
         self._protocol = Serving(kind, trainers, say, self.refusals)
+        if keep is not None:
+            self._protocol.keep = lambda name: keep(name, self._state())
         self._sockets.bind(allow_remote=allow_remote)
         self._protocol.local = self._sockets.local
 
@@ -95,7 +101,7 @@ class Server:
             note(protocol.kind.endpoint, protocol.trainers.known[0].session)
             for line in self._update.report:
                 log.info("pserver %s: %s", protocol.kind.endpoint, line)
-            return {**protocol.kind.state, **self._update.tables()}
+            return self._state()
         except BaseException as e:
             protocol.say_why(e)
             raise
@@ -103,6 +109,10 @@ class Server:
             if ending is not None:
                 signal.signal(signal.SIGTERM, ending)
             self._sockets.close(failed=failed)
+
+    def _state(self) -> dict[str, Any]:
+        """What the server holds."""
+        return {**self._protocol.kind.state, **self._update.tables()}
 
     def _loop(self) -> None:
         look = time.monotonic() + TICK

@@ -106,18 +106,25 @@ class TableMemory:
         self._catch_up(np.flatnonzero(self._is_made))
         return dict(self.held) if self.count == self.table.rows else {n: _Final(self, n) for n in self.held}
 
-    def make_all(self) -> None:
-        """Make all rows."""
-        self._make(np.flatnonzero(~self._is_made), limited=False)
-        self._catch_up(np.arange(self.table.rows))
+    def whole(self, name: str) -> np.ndarray:
+        """An array with all rows. Those that are as the init has them are made for it, and not kept."""
+        new = np.flatnonzero(~self._is_made)
+        if self._missed is not None and not self._missed.rests:
+            self._make(new)
+            self._catch_up(new)
+            return self.held[name]
+        assert self._maker is not None
+        found = self.held[name].copy()
+        found[new] = self._maker(new)[list(self.held).index(name)]
+        return found
 
-    def _make(self, ids: np.ndarray, *, limited: bool = True) -> None:
+    def _make(self, ids: np.ndarray) -> None:
         """Make rows that are not there. Raises WireError where they are too many."""
         if not len(ids):
             return
         assert self._maker is not None
         limit = self.table.limit
-        if limited and limit is not None and self.count + len(ids) > limit:
+        if limit is not None and self.count + len(ids) > limit:
             raise WireError(
                 f"{self.table.name} has {self.count} rows, {len(ids)} new ones are looked up, and its limit is {limit} "
                 "rows: raise limit= of dtrans.Rows, or give it to more pservers"
@@ -140,8 +147,7 @@ class _Final(ArrayLike):
         self._memory, self._name = memory, name
 
     def made(self) -> np.ndarray:
-        self._memory.make_all()
-        return self._memory.held[self._name]
+        return self._memory.whole(self._name)
 
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:

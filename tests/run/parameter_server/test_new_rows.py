@@ -74,7 +74,9 @@ def test_a_row_that_is_looked_at_is_not_kept() -> None:
     np.testing.assert_array_equal(found, whole[:20])
     assert memory.count == 2 and memory.report == "params/emb: 2 of 1,000 rows are made, 48 bytes"
     assert isinstance(server.tables()[EMB], ArrayLike)
-    np.testing.assert_array_equal(np.asarray(server.tables()[EMB]), whole)  # who reads it as an array makes the rest
+    np.testing.assert_array_equal(np.asarray(server.tables()[EMB]), whole)  # who reads it as an array gets the rest too
+    assert memory.count == 2
+    server.rows(EMB, np.arange(V), train=True)
     assert memory.count == V and isinstance(server.tables()[EMB], np.ndarray)
 
 

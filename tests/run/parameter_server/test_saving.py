@@ -1,0 +1,127 @@
+"""Servers save what they hold while they serve: one step's numbers on all of them, in a checkpoint like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import role_threads as roles
+from role_threads import RoleThreads
+from table_jobs import DENSE, LAZY, batches, close, one_device, planned
+
+import dtrans
+from dtrans.errors import ConfigError, PeerError
+from dtrans.run.distributed.role import Role
+from dtrans.run.role_job import ServerJob, TrainerJob
+
+
+KEY = jax.random.key(0)
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def serve(plan: Any, endpoint: str, **options: Any) -> None:
+    role = Role("pserver", plan.trainers, tuple(plan.servers), current_endpoint=endpoint)
+    with ServerJob(plan, role, {"deadline": roles.HANG}) as job:
+        job.serve(job.init(KEY), **options)
+
+
+def train(plan: Any, k: int, given: Any, saves: dict[int, str]) -> Any:
+    with TrainerJob(
+        plan, Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k), {"deadline": roles.HANG}
+    ) as job:
+        state = job.init(KEY)
+        for at, batch in enumerate(given):
+            if at in saves and k == plan.trainers - 1:
+                job.save(saves[at])
+            state, _ = job.step(state, *job.shard_batch(*batch))
+        return job.params(state)
+
+
+@pytest.mark.parametrize("sparse", [None, DENSE, LAZY], ids=["dense", "table", "lazy"])
+def test_a_checkpoint_of_a_job_that_goes_on(role_threads: RoleThreads, tmp_path: Path, sparse: Any) -> None:
+    tx, given = optax.adam(0.1), batches(5)
+    plan = planned(tx, sparse, 2, 3)
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, checkpoints=tmp_path)
+    for k in range(2):
+        role_threads.start(f"trainer {k}", train, plan, k, given, {0: "0", 2: "2"})
+    ended = role_threads.all()["trainer 0"]
+    for steps in (0, 2):
+        params, opt_state = dtrans.checkpoint.load(tmp_path / str(steps), plan.main)
+        if sparse is not LAZY:
+            close(params, one_device(tx, given[:steps])[0])
+        assert int(opt_state[0].count) == steps
+    if sparse is not LAZY:
+        close(ended, one_device(tx, given)[0])
+
+
+def test_a_job_goes_on_from_it_bit_for_bit(role_threads: RoleThreads, tmp_path: Path) -> None:
+    """From 3 servers to 2; an asynchronous job of one trainer."""
+    tx, given = optax.adam(0.1), batches(4)
+    ends = []
+    plan = planned(tx, DENSE, 1, 3, mode=dtrans.Async())
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, checkpoints=tmp_path)
+    role_threads.start("trainer 0", train, plan, 0, given, {2: "half"})
+    ends.append(role_threads.all()["trainer 0"])
+    role_threads.forget()
+    again = planned(tx, DENSE, 1, 2, mode=dtrans.Async())
+
+    def go_on(ep: str) -> None:
+        with dtrans.Executor(deadline=roles.HANG) as exe:
+            exe.run(again.servers[ep].main, dtrans.checkpoint.restore(tmp_path / "half", again, ep))
+
+    for ep in again.servers:
+        role_threads.start(ep, go_on, ep)
+    role_threads.start("trainer 0", train, again, 0, given[2:], {})
+    ends.append(role_threads.all()["trainer 0"])
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path) -> None:
+    """And the job goes on."""
+    plan = planned(optax.sgd(0.1), DENSE, 1, 2)
+    served, alone = plan.servers
+
+    def asks() -> None:
+        with TrainerJob(plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}) as job:
+            with pytest.raises(ConfigError, match="checkpoint early: no server knows this trainer before"):
+                job.save("early")
+            state = job.init(KEY)
+            for name, why in (
+                ("../out", "'../out' is no name of a folder for a checkpoint"),
+                ("", "'' is no name of a folder for a checkpoint"),
+                (
+                    "1",
+                    "has not saved its part of checkpoint 1: .* is there already: save each checkpoint .* to a path of",
+                ),
+            ):
+                with pytest.raises(PeerError, match=why):
+                    job.save(name)
+            state, _ = job.step(state, *batches(1)[0])
+
+    plan_dir = tmp_path / "1" / "pserver-0"
+    plan_dir.mkdir(parents=True)
+    role_threads.start(served, serve, plan, served, checkpoints=tmp_path)
+    role_threads.start(alone, serve, plan, alone, checkpoints=tmp_path)
+    role_threads.start("trainer 0", asks)
+    role_threads.all()
+
+
+def test_a_server_without_a_place_says_so(role_threads: RoleThreads) -> None:
+    plan = planned(optax.sgd(0.1), DENSE, 1, 1)
+    (ep,) = plan.servers
+
+    def asks() -> None:
+        with TrainerJob(plan, Role("trainer", 1, (ep,), trainer_id=0), {"deadline": roles.HANG}) as job:
+            job.init(KEY)
+            with pytest.raises(PeerError, match=r"say job.serve\(state, checkpoints=folder\)"):
+                job.save("1")
+
+    role_threads.start(ep, serve, plan, ep)
+    role_threads.start("trainer 0", asks)
+    role_threads.all()
