@@ -56,12 +56,12 @@ class ServedTables:
         return ", ".join(self.blocks)
 
 
-def room_for(count: int, rows: int) -> int:
-    """How many rows a program has room for that updates so many of a block."""
+def room_for(count: int, rows: int | None = None) -> int:
+    """How many rows a program has room for that updates so many, of all `rows`."""
     size = LEAST
     while size < count:
         size *= 2
-    return min(size, rows)
+    return size if rows is None else min(size, rows)
 
 
 def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:

@@ -9,18 +9,18 @@ of a table move, the gradients of rows are put among zeros, and the table is upd
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from dtrans.ir.array_fns import words
-from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.presence import log, named
-from dtrans.protocol.served import RowGradient, Vectors
-from dtrans.run.parameter_server.touched_rows import among, memory_of, put_back, taken
+from dtrans.protocol.served import Vectors
+from dtrans.run.parameter_server.row_updates import RowUpdates
+from dtrans.run.parameter_server.touched_rows import memory_of, put_back, taken
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 
 
@@ -45,24 +45,14 @@ class SyncUpdate:
         # by whose gradients they are made of, and of how many rows of tables
         self._updates: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
-        self._rows: dict[str, np.ndarray] = {}  # of blocks of tables: those that this step updates
-        self._by_rows = {n: t for n, t in update.tables.items() if not t.whole}
+        self._by_rows = RowUpdates(update.tables, taken, put_back)
         self.state |= memory_of(update.tables, state)
         self._publish()
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
         """Make a step of the gradients of some of the trainers, as far as the first exchange; see `go_on`."""
-        self._rows = {n: _all_ids(t, grads, present) for n, t in self._by_rows.items()}
-        sizes = {n: room_for(len(self._rows[n]), t.rows) for n, t in self._by_rows.items()}
-        update = self._update_of(present, step, sizes)
-        given = {n: grads[n] for n in update.update.grad_types}
-        for n, t in self._whole.tables.items():
-            ids, size = (np.arange(t.rows), t.rows) if t.whole else (self._rows[n], sizes[n])
-            given |= {name: among(ids, size, grads[name]) for name in t.gradients.values() if name in given}
-        state = dict(self.state)
-        for n, t in self._by_rows.items():
-            state |= taken(t, self._rows[n], sizes[n], self.state)
-        self._run = update.run(given, state)
+        compiled = lambda sizes: self._update_of(present, step, sizes)
+        self._run = self._by_rows.run(compiled, grads, present, self.state)
         return self.go_on(None)
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
@@ -77,10 +67,7 @@ class SyncUpdate:
         except StopIteration as made:
             self._run = self.exchange = None
             # the memory of its gradients and of what other servers sent is written again, so nothing may still read it
-            new = jax.block_until_ready(made.value) if self._whole.exchanges else made.value
-            for n, t in self._by_rows.items():
-                new |= put_back(t, self._rows[n], new, self.state)
-            self.state = new
+            self.state = jax.block_until_ready(made.value) if self._whole.exchanges else made.value
             self._publish()
             return None
         return outgoing
@@ -99,11 +86,7 @@ class SyncUpdate:
 
     def _publish(self) -> None:
         """The parameters as memory to send from; waits until they are made."""
-        names = (*self._whole.params, *self._whole.tables)
-        self.values = {n: np.asarray(words(self.state[n])) for n in names if n not in self._by_rows}
-        self.values |= {n: self.state[n] for n in self._by_rows}
-
-
-def _all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]) -> np.ndarray:
-    """The rows of a block that some trainers have asked for."""
-    return np.unique(np.concatenate([grads[table.gradients[k]].ids for k in sorted(present)]))
+        tables = self._whole.tables
+        names = (*self._whole.params, *(n for n, t in tables.items() if t.whole))
+        self.values = {n: np.asarray(words(self.state[n])) for n in names}
+        self.values |= {n: self.state[n] for n, t in tables.items() if not t.whole}
