@@ -15,8 +15,11 @@ from dtrans.protocol.served import RowGradient
 WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 
 
-def unique_ids(ids: Sequence[Any], *, table: str, rows: int, size: int) -> np.ndarray:
+def unique_ids(ids: Sequence[Any], *, table: str, rows: int, size: int, whose: str = "") -> np.ndarray:
     """The numbers of rows in several arrays, unique and sorted; `rows` stands where there are fewer than `size`.
+
+    Args:
+      whose: the arrays are, for an error: " of trainer 1's part".
 
     Raises:
       BatchError: a number of a row that the table does not have.
@@ -36,8 +39,8 @@ def unique_ids(ids: Sequence[Any], *, table: str, rows: int, size: int) -> np.nd
         if x.size and (x.min() < 0 or x.max() >= rows):
             at = np.unravel_index(np.argmax((x < 0) | (x >= rows)), x.shape)
             raise BatchError(
-                f"lookup {i} of {table} asks for row {x[at]} at [{', '.join(map(str, at))}]; the table has rows 0 to "
-                f"{rows - 1} (a negative number is counted from the end before it comes here)"
+                f"lookup {i} of {table} asks for row {x[at]} at [{', '.join(map(str, at))}]{whose}; the table has "
+                f"rows 0 to {rows - 1} (a negative number is counted from the end before it comes here)"
             )
     found = np.unique(np.concatenate([x.reshape(-1).astype(np.int32) for x in arrays]))
     return np.concatenate([found, np.full(size - len(found), rows, np.int32)])

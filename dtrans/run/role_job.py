@@ -26,12 +26,12 @@ from dtrans.ir.cost import nbytes
 from dtrans.ir.program import Program
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Job, realises
-from dtrans.protocol.table_rows import unique_ids
 from dtrans.run.base.batch import Share, batch_arrays, check_uneven, resized, uneven_rows
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
+from dtrans.run.parameter_server.row_lookup import looked_up
 from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
@@ -195,17 +195,8 @@ class TrainerJob(RoleJob):
           ConfigError: no table. BatchError: a row that it does not have.
         """
         self._check_open()
-        if name not in self.plan.tables.of:
-            tables = ", ".join(self.plan.tables.of) or "none"
-            raise ConfigError(f"{name} is no table of this plan; they are: {tables}. job.params(state) has the others")
-        wanted, rows = np.asarray(ids), self.plan.tables.of[name].lookups.rows
-        if not wanted.size:
-            t = self.plan.main.inputs[name]
-            return np.empty((*wanted.shape, *t.shape[1:]), t.dtype)
-        uniq = unique_ids([wanted], table=name, rows=rows, size=wanted.size)
-        uniq = uniq[: np.searchsorted(uniq, rows)]
-        found = self._executor.look_up(self.plan.trainer_program(self.role.trainer_id), name, uniq)
-        return np.asarray(found[np.searchsorted(uniq, wanted)])
+        trainer = self.plan.trainer_program(self.role.trainer_id)
+        return looked_up(self.plan, name, ids, lambda uniq: self._executor.look_up(trainer, name, uniq))
 
     def save(self, name: str) -> None:
         """Let the servers save what they hold while the job goes on, each its piece of one checkpoint.

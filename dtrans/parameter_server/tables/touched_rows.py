@@ -64,12 +64,12 @@ class ServedTables:
         return ", ".join(self.blocks)
 
 
-def room_for(count: int, rows: int) -> int:
-    """How many rows a program has room for that updates so many of a block."""
+def room_for(count: int) -> int:
+    """How many rows a program has room for that updates so many; it may be more than there are."""
     size = LEAST
     while size < count:
         size *= 2
-    return min(size, rows)
+    return size
 
 
 def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:

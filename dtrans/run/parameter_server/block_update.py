@@ -99,7 +99,7 @@ class BlockUpdates:
             dense = {n: among(np.arange(table.rows), table.rows, x) for n, x in given.items()}
             return self._made(block, run, {**grads, **dense}, state, values)
         memory, ids = self._memory[table.name], given[rows].ids
-        size = room_for(len(ids), table.rows)
+        size = room_for(len(ids))
         if (block, size) not in self._sized:
             (sized,) = (b for b in self.update.sized({table.name: size}).blocks if b.name == block)
             self._sized[block, size] = self._compile(sized)

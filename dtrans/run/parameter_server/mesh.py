@@ -5,6 +5,7 @@
     a server's optimize blocks        one jit per server and phase, on its device; optimizer state is donated
     all_reduce                        device_put of each server's parts to the devices of the others
     recv                              device_put of each block back to all trainer devices
+    split_ids, prefetch, send_rows    rows of tables go by the host (`dtrans.run.parameter_server.mesh_tables`)
     exchange                          a gather over the axis, and what a server would make of it
 
 A trainer sees its own part of the batch and its own gradients, and nothing else crosses between trainers but
@@ -15,8 +16,9 @@ everything runs on that one, and no copy is made.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,19 +27,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
+from dtrans._jax import JaxprEqn
 from dtrans.checkpoint.assemble import by_origin
 from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
 from dtrans.checkpoint.runs import THIS_PROCESS
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigError, StateError
 from dtrans.ir.array_fns import parts_of, words
 from dtrans.ir.pytree import is_under
-from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p
+from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p, send_rows_p, split_ids_p
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
 from dtrans.plan import Job, realises
 from dtrans.protocol.exchange import Exchange
-from dtrans.protocol.served import Vectors
+from dtrans.protocol.served import RowGradient, Vectors
 from dtrans.run.base.batch import (
     Share,
     batch_arrays,
@@ -50,7 +53,10 @@ from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import COMPUTED, Segments, cut_program
 from dtrans.run.base.state import check_arrays, check_kind, check_types
-from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms, shared_program
+from dtrans.run.parameter_server.mesh_tables import Servers, prefetched, rows_from, sent_rows, split_ids
+from dtrans.run.parameter_server.mesh_trainers import AXIS, OF_ROWS, MeshTrainerPrograms, shared_program
+from dtrans.run.parameter_server.row_lookup import looked_up
+from dtrans.run.parameter_server.row_updates import RowUpdates, put_there, taken_there
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, own_buffers
 from dtrans.step_meter import metered
 
@@ -71,8 +77,9 @@ class MeshJob(Job):
       unsplit_inputs: with batch="local", names of batch arrays that every trainer gets whole, e.g. class weights.
       on_nonfinite: what is done about gradients of a trainer with an infinity or a NaN in them: "ignore", "warn", or
         "error", before a server has them.
-      donate: let updates reuse the memory of the optimizer state they replace. A state that was stepped
-        from can then not be stepped from again; parameters are never donated.
+      donate: let updates reuse the memory of the optimizer state they replace, and of tables of which they replace
+        some rows. A state that was stepped from can then not be stepped from again; parameters that trainers have are
+        never donated.
 
     Raises:
       ConfigError: no devices, or `unsplit_inputs` names that the batch does not have.
@@ -107,11 +114,6 @@ class MeshJob(Job):
         if plan.runtime_split:
             raise ConfigError(
                 "on_mesh splits no leaves at run time; leave out runtime_split, or run it in processes (Executor)"
-            )
-        if plan.tables.of:
-            raise ConfigError(
-                f"trainers look up rows of {', '.join(plan.tables.of)} in processes (plan.on_cluster(), Executor); "
-                "on a mesh leave sparse out"
             )
         devices = list(jax.devices() if devices is None else devices)
         if not devices:
@@ -157,7 +159,8 @@ class MeshJob(Job):
         values = self._drive(pieces, there, servers, None)
         params = dict(zip(startup.out_names, values, strict=True))
         params |= {n: self._to_each(params[n]) for n in self._local}
-        return MeshState(params, servers)
+        params |= {n: _put(params[n], self._replicated) for n in self.plan.tables.of}
+        return self._newest(MeshState(params, servers))
 
     @metered
     def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
@@ -190,14 +193,45 @@ class MeshJob(Job):
         )
         results = runner.results({n: values[n] for n in runner.result_names})
         values |= {n: self._to_each(values[n]) for n in self._local if not runner.is_stacked(runner.outs[n])}
-        new = MeshState({n: values[n] for n in state.params}, servers)
-        self._last = weakref.ref(new)
-        return (new, *results)
+        return (self._newest(MeshState({n: values[n] for n in state.params}, servers)), *results)
+
+    def _newest(self, state: MeshState) -> MeshState:
+        """A state that the job returns."""
+        self._last = weakref.ref(state)
+        return state
+
+    def lookup(self, name: str, ids: Any, state: MeshState | None = None) -> np.ndarray:
+        """Rows of a table, for evaluation.
+
+        Args:
+          name: of a leaf that the plan has as a table: `params/emb`.
+          ids: the numbers of rows, of any shape.
+          state: that has the table; by default what `init` or `step` returned last.
+
+        Returns:
+          An array of the shape of `ids`, followed by that of a row.
+
+        Raises:
+          ConfigError: no table. BatchError: a row that it does not have. StateError: no state of this job, or none.
+        """
+        state = self._last() if state is None else state
+        if state is None:
+            raise StateError(f"nothing keeps a state of this job: job.lookup({name!r}, ids, state)")
+        self.check(state)
+        row, servers = self.plan.main.inputs.get(name), state.servers
+
+        def read(uniq: np.ndarray) -> np.ndarray:
+            assert row is not None
+            return rows_from(self.plan, name, uniq, np.empty((len(uniq), *row.shape[1:]), row.dtype), servers)
+
+        return looked_up(self.plan, name, ids, read)
 
     def params(self, state: MeshState) -> Any:
-        """The parameters, as the pytree that they were given in."""
-        spec = self.plan.main.args[0]
-        return spec.unflatten([state.params[n][0] if n in self._local else state.params[n] for n in spec.names])
+        """The parameters, as the pytree that they were given in; tables too, put together from the servers."""
+        spec, rows = self.plan.main.args[0], by_origin(self.plan.overview)
+        held = dict(state.params) | {n: held[0] for n, held in state.params.items() if n in self._local}
+        held |= {n: _joined(rows[n], state.servers) for n in self.plan.tables.of}
+        return spec.unflatten([held[n] for n in spec.names])
 
     def opt_state(self, state: MeshState) -> Any:
         """The optimizer's state, put together from the servers, as the pytree that it was given in."""
@@ -226,6 +260,7 @@ class MeshJob(Job):
 
     def state_of(self, params: Any, opt_state: Any) -> MeshState:
         given = arrays_of(self.plan.main, params, opt_state)
+        given |= {n: given[n][:0] for n in self.plan.tables.of}
         held = {ep: jax.device_put(scatter(self.plan, ep, params, opt_state), self._at[ep]) for ep in self.plan.servers}
         own = {n: jax.device_put(jnp.copy(given[n]), self._replicated) for n in self.plan.main.args[0].names}
         own |= {n: self._to_each(own[n]) for n in self._local}
@@ -246,6 +281,7 @@ class MeshJob(Job):
     def _param_types(self) -> dict[str, Any]:
         """Of the parameters, as a state has them."""
         types = {n: self.plan.main.inputs[n] for n in self.plan.main.args[0].names}
+        types |= {n: types[n].update(shape=(0, *types[n].shape[1:])) for n in self.plan.tables.of}
         return types | {n: types[n].update(shape=(self.trainers, *types[n].shape)) for n in self._local}
 
     @cached_property
@@ -316,12 +352,32 @@ class MeshJob(Job):
                 self._look(looked_at)
                 self._update(servers, grads)
                 outs = [None]
+            elif eqn.primitive in OF_ROWS:
+                assert runner is not None
+                outs = [self._of_rows(eqn, values, servers, runner)]
+            elif eqn.primitive is send_rows_p:
+                assert runner is not None
+                if self.watch.looks:
+                    looked_at.append((eqn.params["table"], values[1], runner.is_stacked(eqn.invars[1])))
+                for ep, sent in sent_rows(self.plan, eqn, *runner.on_host(eqn.invars, values)).items():
+                    grads[ep] |= sent
+                outs = [None]
             elif eqn.primitive is recv_p:
                 outs = [words(servers[ep][n]) for ep, n in zip(eqn.params["epmap"], eqn.params["names"], strict=True)]
             elif eqn.primitive is fetch_barrier_p:
                 outs = [self._to_trainers(x) for x in values]
             else:
                 raise ConfigError(f"a mesh cannot carry out `{eqn.primitive.name}`")
+
+    def _of_rows(self, eqn: JaxprEqn, values: Sequence[Any], servers: Servers, runner: MeshTrainerPrograms) -> Any:
+        """The numbers of rows that trainers look up, or these rows."""
+        stacked = runner.is_stacked(eqn.outvars[0])
+        each = [*zip(*runner.on_host(eqn.invars, values), strict=True)][: None if stacked else 1]
+        if eqn.primitive is split_ids_p:
+            made = split_ids(eqn, each)
+        else:
+            made = prefetched(self.plan, eqn, [ids for (ids,) in each], servers)
+        return _put(np.stack(made), self._split) if stacked else _put(made[0], self._replicated)
 
     def _look(self, sent: Sequence[tuple[str, Any, bool]]) -> None:
         """Look at the gradients of all trainers, before a server has them. Raises NonfiniteError."""
@@ -339,10 +395,7 @@ class MeshJob(Job):
 
     def _update(self, servers: dict[str, dict[str, Any]], grads: Mapping[str, Mapping[str, Any]]) -> None:
         """One update of every server, level by level. `servers` is brought up to date in place."""
-        runs = {
-            ep: self._servers[ep].run({n: _put(x, self._at[ep]) for n, x in grads[ep].items()}, held)
-            for ep, held in servers.items()
-        }
+        runs = {ep: self._servers[ep].run(grads[ep], held) for ep, held in servers.items()}
         arrived: dict[str, Any] = dict.fromkeys(runs)
         at: dict[str, tuple[Exchange, Vectors]] = {}  # where each is, and what it has for others
         while arrived:
@@ -372,11 +425,42 @@ class MeshJob(Job):
         return jax.device_put(jnp.broadcast_to(x, (self.trainers, *x.shape)), self._split)
 
     @cached_property
-    def _servers(self) -> dict[str, CompiledUpdate]:
+    def _servers(self) -> dict[str, _MeshServer]:
         updates = {ep: ServerUpdate.of(s.main) for ep, s in self.plan.servers.items()}
-        return {
-            ep: CompiledUpdate(u, donate=self.donate, prepare=partial(_unstacked, u.sent)) for ep, u in updates.items()
-        }
+        return {ep: _MeshServer(u, self._at[ep], self.trainers, self.donate) for ep, u in updates.items()}
+
+
+class _MeshServer:
+    """The updates of a server on its device.
+
+    Args:
+      at: the device.
+      trainers: how many there are.
+      donate: as in `MeshJob`.
+    """
+
+    def __init__(self, update: ServerUpdate, at: Sharding, trainers: int, donate: bool) -> None:
+        self._update, self._at, self._trainers, self._donate = update, at, trainers, donate
+        # a state is a value: nothing beside it says which rows are behind
+        tables = {n: dataclasses.replace(t, whole=t.whole or t.moves) for n, t in update.tables.items()}
+        self._by_rows = RowUpdates(tables, taken_there, partial(put_there, donate=donate))
+        self._compiled: dict[tuple[int, ...], CompiledUpdate] = {}  # by how many rows of tables it is of
+
+    def run(
+        self, grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
+        """Make a step, as `CompiledUpdate.run` does, of gradients of trainers or of servers' devices."""
+        there = {n: x if isinstance(x, RowGradient) else _put(x, self._at) for n, x in grads.items()}
+        held = {n: _put(x, self._at) for n, x in state.items()} if self._update.tables else state
+        return self._by_rows.run(self._sized, there, range(self._trainers), held)
+
+    def _sized(self, sizes: Mapping[str, int]) -> CompiledUpdate:
+        key = tuple(sizes.values())
+        if key not in self._compiled:
+            update = self._update.sized(sizes) if sizes else self._update
+            prepare = partial(_unstacked, update.sent)
+            self._compiled[key] = CompiledUpdate(update, donate=self._donate, prepare=prepare)
+        return self._compiled[key]
 
 
 @partial(jax.jit, static_argnums=1)
@@ -398,10 +482,13 @@ def _shards(x: jax.Array) -> list[jax.Array]:
 def _unstacked(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dict[str, Any]:
     """Each trainer's gradients by name, from those of all under the name that trainer 0 sends them by.
 
-    They are stacked shards, or one that all trainers share.
+    They are stacked shards, or one that all trainers share; of tables each trainer's own.
     """
     each: dict[str, Any] = {}
     for names in sent:
+        if all(n in grads for n in names.values()):
+            each |= {n: grads[n] for n in names.values()}
+            continue
         x = grads[names[0]]
         parts = [row for shard in x for row in shard] if isinstance(x, list) else [x] * len(names)
         each |= {name: parts[k] for k, name in names.items()}

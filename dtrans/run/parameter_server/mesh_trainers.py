@@ -18,13 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 from dtrans._jax import Var
 from dtrans.errors import BatchError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import result_of, without
-from dtrans.ops import exchange_p, exchanged, trainer_index_p
+from dtrans.ops import exchange_p, exchanged, prefetch_p, split_ids_p, trainer_index_p
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.base.batch import Share, part_types
 from dtrans.run.base.lowered import called
@@ -52,6 +53,8 @@ def _mine(x: jax.Array, axis: int) -> jax.Array:
 def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], **_: Any) -> list[Any]:
     return [exchanged(way, _gathered(x), _mine) for way, x in zip(how, parts, strict=True)]
 
+
+OF_ROWS = frozenset({split_ids_p, prefetch_p})  # what each trainer does with the rows that it looks up
 
 AMONG_TRAINERS: Rules = {exchange_p: _exchange, trainer_index_p: lambda *, over: [_index()]}
 
@@ -143,8 +146,12 @@ class MeshTrainerPrograms:
             if share != "replicated":
                 self.kinds[var] = "split" if share == 0 else "stacked"
         for step in self.pieces.steps:
-            if isinstance(step, Compute) and self._differs(step):
-                self.kinds |= dict.fromkeys(step.makes, "stacked")
+            if isinstance(step, Compute):
+                differs = self._differs(step)
+            else:
+                differs = step.eqn.primitive in OF_ROWS and any(v in self.kinds for v in step.eqn.invars)
+            if differs:
+                self.kinds |= dict.fromkeys(step.makes if isinstance(step, Compute) else step.eqn.outvars, "stacked")
         self.outs = program.outvars
         self.steps = [s for s in self.pieces.steps if isinstance(s, Compute)]
         self.compiled = {s: self._compile(s) for s in self.steps}
@@ -154,6 +161,16 @@ class MeshTrainerPrograms:
     def is_stacked(self, atom: Any) -> bool:
         """Whether each trainer has a value of its own."""
         return isinstance(atom, Var) and self.kinds.get(atom) == "stacked"
+
+    def on_host(self, atoms: Sequence[Any], values: Sequence[Any]) -> list[list[np.ndarray]]:
+        """What each trainer has of each value, on the host."""
+        return [self._on_host(a, np.asarray(x)) for a, x in zip(atoms, values, strict=True)]
+
+    def _on_host(self, atom: Any, x: np.ndarray) -> list[np.ndarray]:
+        trainers, kind = self.plan.trainers, self.kinds.get(atom) if isinstance(atom, Var) else None
+        if kind is None:
+            return [x] * trainers
+        return list(x if kind == "stacked" else x.reshape(trainers, -1, *x.shape[1:]))
 
     def _differs(self, piece: Compute) -> bool:
         """Whether each trainer makes something else of it."""

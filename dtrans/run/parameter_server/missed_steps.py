@@ -147,7 +147,7 @@ class MissedSteps:
 
     def _make(self, ids: np.ndarray, begin: int, stop: int, held: Arrays) -> np.ndarray:
         """Make the steps of one window; which rows stood still in the last of them."""
-        size = room_for(len(ids), self._table.rows)
+        size = room_for(len(ids))
         if size not in self._made:
             self._made[size] = self._compile(size)
         seen = padded(np.maximum(self._seen[ids] - begin, 0).astype(np.int32), size, WINDOW)

@@ -65,7 +65,7 @@ class RowMaker:
         return [np.concatenate(of) for of in zip(*parts, strict=True)]
 
     def _some(self, ids: np.ndarray) -> list[np.ndarray]:
-        size = room_for(len(ids), MOST)
+        size = room_for(len(ids))
         if size not in self._fns:
             self._fns[size] = jax.jit(jaxpr_as_fun(self._write(size)))
         numbers = np.concatenate([ids, np.zeros(size - len(ids), ids.dtype)]).astype(np.int32)

@@ -10,18 +10,19 @@ update needs all rows of a table, the gradients of rows are put among zeros, and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from dtrans.ir.array_fns import words
-from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
+from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.presence import log, named
-from dtrans.protocol.served import RowGradient, Vectors
-from dtrans.run.parameter_server.table_memory import among, memory_of
+from dtrans.protocol.served import Vectors
+from dtrans.run.parameter_server.row_updates import RowUpdates
+from dtrans.run.parameter_server.table_memory import memory_of
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 
 
@@ -49,24 +50,15 @@ class SyncUpdate:
         # by whose gradients they are made of, and of how many rows of tables
         self._updates: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
-        self._rows: dict[str, np.ndarray] = {}  # of blocks of tables: those that this step updates
+        self._by_rows = RowUpdates(update.tables, self._taken, self._put_back)
         self.state = {**state, **{n: x for t in self._tables.values() for n, x in t.held.items()}}
         self._publish()
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
         """Make a step of the gradients of some of the trainers, as far as the first exchange; see `go_on`."""
-        self._rows = {n: _all_ids(t.table, grads, present) for n, t in self._tables.items()}
-        sizes = {n: room_for(len(self._rows[n]), t.table.rows) for n, t in self._tables.items()}
-        update = self._update_of(present, step, sizes)
-        given = {n: grads[n] for n in update.update.grad_types}
-        for n, t in self._whole.tables.items():
-            ids, size = (np.arange(t.rows), t.rows) if t.whole else (self._rows[n], sizes[n])
-            given |= {name: among(ids, size, grads[name]) for name in t.gradients.values() if name in given}
-        state = dict(self.state)
-        for n, memory in self._tables.items():
-            state |= memory.take(self._rows[n], sizes[n])
+        compiled = lambda sizes: self._update_of(present, step, sizes)
         self._watched = {}
-        self._run = update.run(given, state, self._watched)
+        self._run = self._by_rows.run(compiled, grads, present, self.state, self._watched)
         return self.go_on(None)
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
@@ -81,10 +73,7 @@ class SyncUpdate:
         except StopIteration as made:
             self._run = self.exchange = None
             # the memory of its gradients and of what other servers sent is written again, so nothing may still read it
-            new = jax.block_until_ready(made.value) if self._whole.exchanges else made.value
-            for n, memory in self._tables.items():
-                new |= memory.put(self._rows[n], new, self._watched)
-            self.state = new
+            self.state = jax.block_until_ready(made.value) if self._whole.exchanges else made.value
             self._publish()
             return None
         return outgoing
@@ -106,6 +95,16 @@ class SyncUpdate:
         names = (*self._whole.params, *self._whole.tables)
         self.values = {n: np.asarray(words(self.state[n])) for n in names if n not in self._tables}
 
+    # -- tables ----------------------------------------------------------------------------------
+
+    def _taken(self, table: TableBlock, ids: np.ndarray, size: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._tables[table.name].take(ids, size)
+
+    def _put_back(
+        self, table: TableBlock, ids: np.ndarray, made: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        return self._tables[table.name].put(ids, made, self._watched)
+
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
         """Rows of a block of a table, as they are."""
         return self._tables[name].rows(ids, train=train) if name in self._tables else self.values[name][ids]
@@ -118,8 +117,3 @@ class SyncUpdate:
     def tables(self) -> dict[str, Any]:
         """Blocks of tables, and their state, as after the last step."""
         return {n: x for t in self._tables.values() for n, x in t.final().items()}
-
-
-def _all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]) -> np.ndarray:
-    """The rows of a block that some trainers have asked for."""
-    return np.unique(np.concatenate([grads[table.gradients[k]].ids for k in sorted(present)]))

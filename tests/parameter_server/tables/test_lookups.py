@@ -231,8 +231,6 @@ def test_the_update_of_other_rows_has_to_be_said_where_they_would_move() -> None
     for mode in (dtrans.Async(delay=dtrans.DelayCompensation()), dtrans.HalfAsync(), dtrans.Geo()):
         with pytest.raises(ConfigError, match=r"mode=dtrans.Sync\(\) or dtrans.Async\(\), without options"):
             planned("auto", mode=mode)
-    with pytest.raises(ConfigError, match=r"on a mesh leave sparse out"):
-        planned("auto").on_mesh()
 
 
 # -- rows whose gradient is zero -------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from table_jobs import (
     batches,
     close,
     init,
+    loss,
     one_device,
     only,
     outcome,
@@ -35,14 +37,17 @@ from table_jobs import (
 
 import dtrans
 from dtrans._jax import equations
-from dtrans.errors import BatchError, ConfigError, StateError, WireError
+from dtrans.errors import BatchError, ConfigError, NonfiniteError, StateError, WireError
+from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.presence import Presence, Trainer
+from dtrans.protocol.served import RowGradient
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.run import role_job
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
+from dtrans.run.parameter_server.row_updates import RowUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_job import TrainerJob
@@ -191,6 +196,28 @@ def test_a_row_of_the_first_micro_step_is_updated_with_the_second(role_threads: 
     assert table.tolist() == [-0.5, -0.5]
 
 
+def test_few_programs_are_made_of_many_tables() -> None:
+    """The numbers of rows of a step lie about a power of two, and those of each table beside it."""
+    tables = {f"t{i}": TableBlock("t", f"t{i}", 0, 4096, (f"t{i}",), {0: f"g{i}"}, False) for i in range(20)}
+    asked, rng = [], np.random.default_rng(0)
+
+    class Made:
+        update = SimpleNamespace(grad_types=())
+
+        def run(self, grads: Any, state: Any, watched: Any) -> Any:
+            yield from ()
+            return {}
+
+    updates = RowUpdates(tables, lambda *a: {}, lambda *a: {})
+    for _ in range(50):
+        counts = rng.integers(226, 286, 20)
+        grads = {f"g{i}": RowGradient(np.arange(n), np.ones((n, 1))) for i, n in enumerate(counts)}
+        with pytest.raises(StopIteration):
+            next(updates.run(lambda sizes: (asked.append(tuple(sizes.values())), Made())[1], grads, [0], {}))
+        assert all(n <= room for n, room in zip(counts, asked[-1], strict=True))
+    assert len(set(asked)) <= 2 and max(map(max, asked)) == 512
+
+
 # -- what moves, and what is there -----------------------------------------------------------------
 
 
@@ -309,14 +336,15 @@ def test_negative_ids_are_counted_from_the_end(role_threads: RoleThreads) -> Non
     close(outcome(role_threads, planned(optax.sgd(0.3), DENSE, 2, 2), given)[0], one_device(optax.sgd(0.3), given))
 
 
+def normed(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
+    x = params["emb"][ids[:, 0]].astype(jnp.float64) * jnp.sqrt(3.0)
+    x = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-3)
+    return jnp.sum((x @ params["w"][:D] - y) ** 2) / len(y) + jnp.sum(params["w"] ** 2)
+
+
 @pytest.mark.usefixtures("x64")
 def test_uneven_parts_and_batch_norm(role_threads: RoleThreads) -> None:
     """What crosses the batch goes through the servers beside rows of a table; trainers need not divide the batch."""
-
-    def normed(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
-        x = params["emb"][ids[:, 0]].astype(jnp.float64) * jnp.sqrt(3.0)
-        x = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-3)
-        return jnp.sum((x @ params["w"][:D] - y) ** 2) / len(y) + jnp.sum(params["w"] ** 2)
 
     given = [*batches(2), *batches(2, rows=5)]
     plan = planned(optax.adagrad(0.1), {"params/emb": dtrans.Rows()}, 2, 2, normed)
@@ -357,6 +385,155 @@ def served_from(plan: Any, endpoint: str, before: Any) -> Any:
         if before is None:
             return exe.run(programs.main, exe.run(programs.startup, jax.random.key(0)))
         return exe.run(programs.main, dtrans.checkpoint.restore(before, plan, endpoint))
+
+
+# -- on a mesh -------------------------------------------------------------------------------------
+
+
+def on_mesh(plan: Any, given: Sequence[Any], **options: Any) -> Any:
+    """The job, its last state, and the losses."""
+    job, losses = plan.on_mesh(**options), []
+    state = job.init(jax.random.key(0))
+    for batch in given:
+        state, value = job.step(state, *batch)
+        losses.append(float(value))
+    return job, state, losses
+
+
+ON_MESH = ["sgd", "adagrad", "adam", "clip", "lamb", "rowwise_adam"]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name, trainers, servers", [(n, 2, 3) for n in ON_MESH] + [("adagrad", 1, 1), ("clip", 2, 1)])
+def test_a_mesh_is_one_device(name: str, trainers: int, servers: int) -> None:
+    tx = OPTIMIZERS[name]
+    job, state, losses = on_mesh(planned(tx, DENSE, trainers, servers), batches())
+    params, opt_state, wanted = *init(tx, jax.random.key(0)), []
+    step = jax.jit(dtrans.make_train_step(loss, tx))
+    for batch in batches():
+        params, opt_state, value = step(params, opt_state, *batch)
+        wanted.append(float(value))
+    close((job.params(state), job.opt_state(state), losses), (params, opt_state, wanted))
+    np.testing.assert_array_equal(
+        job.lookup("params/emb", [[3, 39]], state), job.params(state)["emb"][np.array([[3, 39]])]
+    )
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["adagrad", "adam", "clip"])
+def test_a_lazy_mesh_is_a_job_of_processes(role_threads: RoleThreads, name: str) -> None:
+    wanted, servers = outcome(role_threads, planned(OPTIMIZERS[name], LAZY, 2, 3), batches())
+    job, state, losses = on_mesh(plan := planned(OPTIMIZERS[name], LAZY, 2, 3), batches())
+    close((job.params(state), losses), wanted)
+    for (_, held), ep in zip(servers.items(), plan.servers, strict=True):
+        close(dict(state.servers[ep]), {n: jnp.asarray(x) for n, x in held.items()})
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_mesh_of_one_device_keeps_states() -> None:
+    plan = planned(OPTIMIZERS["adam"], DENSE, 2, 2)
+    job = plan.simulate()
+    state, _ = job.step(first := job.init(jax.random.key(0)), *batches()[0])
+    again, _ = job.step(first, *batches()[0])
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+    for batch in batches()[1:]:
+        state, _ = job.step(state, *batch)
+    close(job.params(state), one_device(OPTIMIZERS["adam"], batches())[0])
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["rows that turns draw", "branches"])
+def test_rows_that_loops_look_up_on_a_mesh(name: str) -> None:
+    """The rows that turns draw are the same for all trainers, and what is sent of them is not."""
+    plan = planned(optax.adam(0.1), DENSE, 2, 2, LOOPS[name])
+    job, state, losses = on_mesh(plan, batches())
+    close((job.params(state), losses), one_device(optax.adam(0.1), batches(), LOOPS[name]))
+
+
+def alike(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
+    """All samples look up the same rows."""
+    return jnp.mean((params["emb"][jnp.array([3, V - 1, 3])].sum(0) @ params["w"][:D] - y) ** 2)
+
+
+@pytest.mark.usefixtures("x64")
+def test_rows_that_are_the_same_for_all_trainers() -> None:
+    job, state, losses = on_mesh(planned(optax.sgd(0.1), DENSE, 2, 3, alike), batches())
+    close((job.params(state), losses), one_device(optax.sgd(0.1), batches(), alike))
+
+
+def test_a_table_is_on_its_server_and_nowhere_else() -> None:
+    job, state, _ = on_mesh(planned(optax.adagrad(0.1), DENSE, 2, 2), batches(1))
+    assert state.params["params/emb"].shape == (0, D)
+    for ep, held in state.servers.items():
+        assert held["params/emb.block" + str(list(state.servers).index(ep))].shape == (V // 2, D)
+        assert all(x.devices() == {job.device_of[ep]} for x in held.values())
+    shapes = {(V, D), (V // 2, D)}
+    text = job.lower(state, *batches(1)[0]).parts
+    for name, part in text.items():
+        types = [f"{a}x{b}x" for a, b in shapes]
+        assert not name.startswith("trainers") or not any(t in part.as_text() for t in types), name
+
+
+def test_a_state_whose_table_was_donated_is_refused() -> None:
+    job = planned(optax.sgd(0.1), DENSE, 2, 2).on_mesh()
+    first = job.init(jax.random.key(0))
+    job.step(first, *batches(1)[0])
+    with pytest.raises(StateError, match=r"params/emb.block0 in it was donated"):
+        job.step(first, *batches(1)[0])
+    with pytest.raises(StateError, match="was donated"):
+        job.lookup("params/emb", [0], first)
+
+
+def test_rows_that_a_table_on_a_mesh_does_not_have() -> None:
+    job = planned(optax.sgd(0.1), DENSE, 2, 2).on_mesh()
+    state, (ids, y) = job.init(jax.random.key(0)), batches(1)[0]
+    wrong = ids.copy()
+    wrong[4, 0] = V
+    with pytest.raises(BatchError, match=r"lookup 0 of params/emb asks for row 40 at \[1\] of trainer 1's part"):
+        job.step(state, wrong, y)
+    with pytest.raises(BatchError, match="asks for row 40 at .*; the table has rows 0 to 39"):
+        job.lookup("params/emb", [3, 40])
+    with pytest.raises(ConfigError, match="params/w is no table of this plan; they are: params/emb"):
+        job.lookup("params/w", [0])
+    assert job.lookup("params/emb", np.zeros((0, 2), int)).shape == (0, 2, D)
+    state, _ = job.step(state, ids, y)  # nothing is lost
+    np.testing.assert_array_equal(job.lookup("params/emb", np.arange(V)), job.params(state)["emb"])
+    del state
+    with pytest.raises(StateError, match="nothing keeps a state of this job"):
+        job.lookup("params/emb", [0])
+
+
+def test_gradients_of_rows_on_a_mesh_are_looked_at() -> None:
+    job = planned(optax.sgd(0.1), DENSE, 2, 2).on_mesh(on_nonfinite="error")
+    ids, y = batches(1)[0]
+    y[4] = np.nan
+    with pytest.raises(NonfiniteError, match="trainer 1.*params/emb"):
+        job.step(job.init(jax.random.key(0)), ids, y)
+
+
+@pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
+def test_a_table_on_a_mesh_goes_on_on_other_servers(sparse: Any, tmp_path: Any) -> None:
+    given, tx = batches(4), optax.adam(0.1)
+    job, state, _ = on_mesh(planned(tx, sparse, 2, 2), given)
+    wanted = job.params(state), job.opt_state(state)
+    job, state, _ = on_mesh(plan := planned(tx, sparse, 2, 2), given[:2])
+    dtrans.checkpoint.save(tmp_path / "one", job, state)
+    gathered = dtrans.checkpoint.gather(plan, state.servers, job.params(state))
+    job = planned(tx, sparse, 2, 3).on_mesh()
+    state = dtrans.checkpoint.restore(tmp_path / "one", job)
+    jax.tree.map(np.testing.assert_array_equal, (job.params(state), job.opt_state(state)), gathered)
+    assert state.params["params/emb"].shape == (0, D)
+    for batch in given[2:]:
+        state, _ = job.step(state, *batch)
+    jax.tree.map(np.testing.assert_array_equal, (job.params(state), job.opt_state(state)), wanted)
+
+
+@pytest.mark.usefixtures("x64")
+def test_uneven_parts_and_batch_norm_on_a_mesh() -> None:
+    given = [*batches(2), *batches(2, rows=5)]
+    plan = planned(optax.adagrad(0.1), {"params/emb": dtrans.Rows()}, 2, 2, normed)
+    job, state, losses = on_mesh(plan, given)
+    close((job.params(state), losses), one_device(optax.adagrad(0.1), given, normed), 1e-11)
 
 
 # -- asynchronous trainers -------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+"""Tables on a mesh: what is done between the pieces of a trainer's program that looks up rows.
+
+    split_ids     the numbers of rows that each trainer looks up, unique and sorted; on the host, where they are checked
+    prefetch      the device of each server takes the rows that a trainer asks for; they go by the host
+    send_rows     the gradients of these rows to the host, from where the update of a server puts them together
+
+A table is on the device of its server, and nowhere else. Trainers get rows of a static size (`TableLookups.size`), as
+between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans._jax import JaxprEqn
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.served import RowGradient
+from dtrans.protocol.table_rows import parts_of_rows, unique_ids
+from dtrans.run.parameter_server.row_updates import fetched
+
+
+Servers = Mapping[str, Mapping[str, Any]]
+
+
+def split_ids(eqn: JaxprEqn, ids: Sequence[Sequence[Any]]) -> list[np.ndarray]:
+    """The numbers of the rows that each trainer looks up.
+
+    Args:
+      ids: of each trainer, the operands.
+
+    Raises:
+      BatchError: a number of a row that the table does not have.
+    """
+    several = len(ids) > 1
+    whose = lambda k: f" of trainer {k}'s part" if several else ""
+    return [unique_ids(mine, **eqn.params, whose=whose(k)) for k, mine in enumerate(ids)]
+
+
+def prefetched(plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], servers: Servers) -> list[np.ndarray]:
+    """The rows that each trainer asks for, and zeros behind them."""
+    (t,) = eqn.params["types"]
+    return [rows_from(plan, eqn.params["table"], mine, np.zeros(t.shape, t.dtype), servers) for mine in ids]
+
+
+def rows_from(plan: PServerPlan, table: str, ids: np.ndarray, rows: np.ndarray, servers: Servers) -> np.ndarray:
+    """Write the rows of a table with these numbers, which increase, into `rows`, and return that."""
+    blocks = plan.placement.blocks[table]
+    for b, (start, at) in zip(blocks, parts_of_rows(ids, [b.rows for b in blocks]), strict=True):
+        if at.start < at.stop:
+            rows[at] = fetched(servers[b.endpoint][b.name], ids[at] - start)
+    return rows
+
+
+def sent_rows(
+    plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
+) -> dict[str, dict[str, RowGradient]]:
+    """What each server is sent, by the name under which a trainer sends it.
+
+    Args:
+      ids, gradients: of each trainer.
+    """
+    sent: dict[str, dict[str, RowGradient]] = {}
+    blocks = plan.placement.blocks[eqn.params["table"]]
+    for k, (mine, gradient) in enumerate(zip(ids, gradients, strict=True)):
+        for b, (start, at) in zip(blocks, parts_of_rows(mine, [b.rows for b in blocks]), strict=True):
+            name = b.gradient(k, plan.trainers)
+            sent.setdefault(b.endpoint, {})[name] = RowGradient(mine[at] - start, gradient[at])
+    return sent
