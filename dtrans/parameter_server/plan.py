@@ -19,7 +19,7 @@ from dtrans.ir import fingerprint
 from dtrans.ir.cost import flops, nbytes
 from dtrans.ir.display import short_type
 from dtrans.ir.program import DIST, OPTIMIZE, Program
-from dtrans.ops import OptimizeBlock, all_reduce_p, backup_of, exchange_p
+from dtrans.ops import OptimizeBlock, all_reduce_p, backup_of, exchange_p, send_rows_p
 from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin, SizeBalanced
 from dtrans.parameter_server.overview import VarsDistributed, overview_of
 from dtrans.parameter_server.placement import dispatched
@@ -291,13 +291,18 @@ class PServerPlan(Plan):
         push += sum(n for told in self.arguments.values() for n in told.values())
         looked_up = {n: t.lookups.size for n, t in self.tables.of.items()}
         rows = sum(size * self._row_bytes[n] for n, size in looked_up.items())
-        ids = sum(size * ID for size in looked_up.values())
+        ids = sum(size * self._id_bytes for size in looked_up.values())
         return {"send": push + rows + ids, "recv": sum(b.nbytes for b in whole) + rows}
 
     @property
     def _row_bytes(self) -> dict[str, int]:
         """Of one row of each table."""
         return {n: self.placement.blocks[n][0].nbytes // self.placement.blocks[n][0].rows for n in self.tables.of}
+
+    @property
+    def _id_bytes(self) -> int:
+        """For the number of a row: it is said again with the gradient where that waits for others."""
+        return ID * (1 + any(e.primitive is send_rows_p and "communicator" in e.params for e in self.trainer.eqns))
 
     @cached_property
     def arguments(self) -> dict[str, dict[str, int]]:
@@ -371,7 +376,7 @@ class PServerPlan(Plan):
         for i, values in enumerate(self.rounds):
             told = sum(r.nbytes for r in values)
             notes.append(f"round {i + 1} among pservers: {len(values)} values, {told:,} bytes from each at most")
-        notes += notes_of(self.tables, self._row_bytes)
+        notes += notes_of(self.tables, self._row_bytes, self._id_bytes)
         for leaf, reason in self.placement.whole.items():
             notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
         where: dict[str, list[str]] = {}

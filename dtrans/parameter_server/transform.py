@@ -98,11 +98,11 @@ def pserver(
         average them. In asynchronous modes the newest counts. With `dtrans.Geo` a batch is each trainer's own.
       sparse: leaves of which trainers have only the rows that a step looks up, as tables of embeddings: their names,
         each with a `dtrans.Rows`; or "auto": all that a step reads by rows alone, of which it looks up a fourth at
-        most. A trainer asks for the rows of its batch before forward, and sends the gradient of these. None: trainers
-        have all leaves.
+        most. A trainer asks for the rows of its batch before forward, and sends the gradient of these, in any mode but
+        `dtrans.Geo`. None: trainers have all leaves.
 
     Raises:
-      ConfigError: an option that is out of range; an exact step that these trainers cannot take.
+      ConfigError: an option that is out of range; an exact step that these trainers cannot take; tables with GEO-SGD.
       BatchError: arrays of an exact step's batch that differ in their number of rows.
       GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or a result is computed
         from them, which each of several trainers would do from its own.

@@ -177,6 +177,7 @@ class AsyncServer:
         self._say(t.address, "goodbye")
         if self._step_of(k).grads.begun:
             log.warning("pserver %s used only what was whole of the last step of trainer %d", self.endpoint, k)
+        self._requests.used(k, self._step_of(k).grads)
 
     def abort(self, k: int, message: wire.Message) -> None:
         """Let a trainer leave that has failed."""
@@ -187,6 +188,7 @@ class AsyncServer:
         """A trainer has failed: the others go on, if there are any."""
         self._trainers.known[k].done = self._trainers.known[k].failed = True
         self._failed.add(k)
+        self._requests.used(k, self._step_of(k).grads)
         if len(self._failed) == self._trainers.count:
             raise PeerError(reason)
         log.warning("pserver %s goes on without a trainer: %s", self.endpoint, reason)

@@ -195,7 +195,7 @@ class Traffic:
         for endpoint, name, ids, rows in wanted:
             self._lines[endpoint].prefetch(name, ids, train=train)
             missing[endpoint, name] = Inbox({name: rows}, functools.partial(_NOT_ASKED, endpoint))
-        self._lookup = _Lookup(now, missing, {ep: self._lines[ep].step for ep, _ in missing})
+        self._lookup = _Lookup(now, missing, {ep: self._lines[ep].step for ep, _ in missing}) if missing else None
 
     def ask_for_newest(self, now: float) -> None:
         """Ask for parameters where nothing else is to be sent, and those that are here lack what was."""

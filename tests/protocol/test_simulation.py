@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 
-from dtrans.protocol import trainer_rounds
+from dtrans.protocol import traffic, trainer_rounds
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.geo_steps import GeoSteps
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.peer_line import PeerLine
 from dtrans.protocol.presence import Presence
+from dtrans.protocol.row_requests import RowRequests
 from dtrans.protocol.simulation.case import Case, Event, drawn
 from dtrans.protocol.simulation.updates import InNumpy
 from dtrans.protocol.simulation.verdict import reduced, simulated, smaller, verdicts
 from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.table_rows import merged_rows
 from dtrans.protocol.traffic import Traffic
 from dtrans.protocol.trainer_line import TrainerLine
 
@@ -50,6 +52,7 @@ def test_cases_are_of_all_kinds() -> None:
     assert {c.on_trainer_exit for c in cases} == {"drop", "paddle", "error"}
     assert {e.kind for c in cases for e in c.events} == {"pause", "stop", "crash", "cut", "hold", "twice"}
     assert {c.rounds for c in cases} == {0, 1, 2}
+    assert {c.mode for c in cases if c.table > 1} == {"sync", "async", "communicator", "half_async"}
     assert {c.moves for c in cases} == {False, True}
     ends = [how.split(":")[0] for v in found for how in v.ends.values()]
     assert {"well", "killed", "PeerError", "DeadlineError"} <= set(ends)
@@ -147,9 +150,40 @@ def _takes_the_first_answer_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def heard(self: Any, endpoint: str, message: Any) -> None:
         real(self, endpoint, message)
-        self._pull.missing.clear()
+        if self._pull is not None:
+            self._pull.missing.clear()
 
     monkeypatch.setattr(Traffic, "heard", heard)
+
+
+def _answers_with_rows_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SyncServer.prefetch
+
+    def prefetch(self: Any, k: int, message: Any) -> None:
+        sent = [i for i in self._trainers.known if self._turns[i].at_barrier]
+        update, before = self._update, self._update.state
+        if sent and not self._served.exchanges:
+            rows = {n: x for i in sent for n, x in self._requests.gradients(i, self._turns[i].grads).items()}
+            update.begin({**self._grads, **rows}, frozenset(sent), self.step)
+        real(self, k, message)
+        update.state = before
+
+    monkeypatch.setattr(SyncServer, "prefetch", prefetch)
+
+
+def _counts_rows_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = RowRequests.gradients
+
+    def make_step(self: Any) -> None:
+        present, turns = self._trainers.present, self._turns
+        rows = {n: x for k in turns for n, x in real(self._requests, k, turns[k].grads).items()}
+        for t in self._served.tables.values() if self.on_trainer_exit == "drop" else ():
+            again = [rows[t.gradients[k]] for k in self._trainers.left]
+            rows[t.gradients[present[0]]] = merged_rows([rows[t.gradients[present[0]]], *again], "sum")
+        of = self._trainers.known if self.on_trainer_exit == "paddle" else present
+        self._go_on(self._update.begin({**self._grads, **rows}, frozenset(of), self.step))
+
+    monkeypatch.setattr(SyncServer, "_make_step", make_step)
 
 
 def _nothing(*args: Any) -> None:
@@ -192,6 +226,12 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         InNumpy, "pulled", lambda self, local, server, old: server
     ),
     "the last steps are not pushed": lambda m: m.setattr(GeoSteps, "owes", False),
+    "a prefetch is answered with rows of the next step": _answers_with_rows_of_the_next_step,
+    "gradients of rows of who left count twice": _counts_rows_of_those_who_left,
+    "who left goes on looking up rows": lambda m: m.setattr(RowRequests, "used", _nothing),
+    "of merged gradients of rows the last one counts": lambda m: m.setattr(
+        traffic, "merged_rows", lambda parts, how: parts[-1]
+    ),
 }
 
 

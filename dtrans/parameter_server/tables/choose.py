@@ -157,16 +157,17 @@ def _rows_alone(zero: ZeroGradient) -> str:
     return ""
 
 
-def notes_of(tables: Tables, row_bytes: Mapping[str, int]) -> Sequence[str]:
+def notes_of(tables: Tables, row_bytes: Mapping[str, int], id_bytes: int = ID) -> Sequence[str]:
     """What a plan says of its tables.
 
     Args:
       row_bytes: of one row of each.
+      id_bytes: that are sent to number a row.
     """
     notes = []
     for n, t in tables.of.items():
         size, rows = t.lookups.size, t.lookups.rows
-        moved = size * (2 * row_bytes[n] + ID)
+        moved = size * (2 * row_bytes[n] + id_bytes)
         notes.append(
             f"table {n}: {rows:,} rows, at most {size:,} looked up by a trainer in a step, at most {moved:,} bytes; "
             f"{t.why}"

@@ -13,6 +13,7 @@ HEARTBEAT = 3.5  # seconds without a sign of the other end after which ZeroMQ gi
 
 
 COMMUNICATING = ("communicator", "half_async", "geo")  # the modes in which trainers have a communicator
+LOOKING_UP = ("sync", "async", "communicator", "half_async")  # those in which servers may have tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Case:
       delay: typical seconds that a message is under way.
       message_bytes: of gradients, in one message; larger blocks travel as several.
       communicator: of "communicator", "half_async" and "geo".
+      pace: typical seconds that a step computes.
+      table: how many rows of a table each server has, but for the last of several; 0, where there is none.
       every, waits: of "geo": after how many steps a trainer pushes, and whether it waits for the answer.
       events: what happens.
     """
@@ -71,6 +74,8 @@ class Case:
     every: int = 1
     waits: bool = False
     events: tuple[Event, ...] = ()
+    pace: float = 0.1
+    table: int = 0
 
     @property
     def sync_mode(self) -> bool:
@@ -87,6 +92,11 @@ class Case:
         """Block to the number of its entries."""
         rows = zip(self.endpoints, self.servers, strict=True)
         return {f"{ep}/w{i}": n for ep, sizes in rows for i, n in enumerate(sizes)}
+
+    @property
+    def tables(self) -> dict[str, int]:
+        """Block of the table to the number of its rows."""
+        return {f"{ep}/t": self.table for ep in self.endpoints[:-1] or self.endpoints} if self.table else {}
 
     @property
     def trainers(self) -> int:
@@ -111,11 +121,12 @@ class Case:
         rounds = f", {self.rounds} rounds a step" if self.rounds else ""
         moves = ", trainers move" if self.moves else ""
         small = f", messages of {self.message_bytes} bytes" if self.message_bytes < wire.MESSAGE_BYTES else ""
+        table = f", {self.table} rows of a table each" if self.table else ""
         beside = f"\n  {self.communicator}" if self.mode in COMMUNICATING else ""
         if self.mode == "geo":
             beside += f", pushes after {self.every} steps" + " and waits" * self.waits
         return (
-            f"{self.mode}, trainers of {', '.join(map(str, self.steps))} steps, servers of {blocks}, "
+            f"{self.mode}, trainers of {', '.join(map(str, self.steps))} steps, servers of {blocks}{table}, "
             f"on_trainer_exit={self.on_trainer_exit}{rounds}{moves}{small}{beside}{happens}"
         )
 
@@ -162,7 +173,10 @@ def drawn(seed: int) -> Case:
         *((r.randint(1, 3), r.random() < 0.5) if mode == "geo" else ()),
     )
     count = r.choice([0, 0, 1, 1, 1, 2, 3])
-    return dataclasses.replace(case, events=tuple(_event(r, case) for _ in range(count)))
+    events = tuple(_event(r, case) for _ in range(count))
+    table = r.choice([0, 1, 4]) if mode in LOOKING_UP else 0
+    pace = r.choice([0.1, 0.002]) if mode == "communicator" else 0.1  # gradients are merged where steps are fast
+    return dataclasses.replace(case, events=events, pace=pace, table=table)
 
 
 def _communicator(r: Random) -> CommunicatorConfig:

@@ -5,9 +5,11 @@
 - Whoever ends well has done all of its work: a trainer its steps, a server the steps of all trainers.
 - Parameters that a trainer received are those of one device, bit for bit, whatever happened later. They are computed
   here anew, so that a gradient that counts twice, or not at all, or in another order, shows.
+- Rows that a trainer looked up are those of one device before this step, bit for bit; and so are tables in the end.
 - With GEO-SGD and one trainer, servers have in the end what it has made of the parameters, but for rounding.
 - An asynchronous server has applied no gradient twice and none out of its trainer's order, what it gives is a value
-  that the block has had, and whoever ended well was heard in full.
+  that the block has had, and whoever ended well was heard in full. Rows of a table are of no older value than rows
+  before, and have the gradients of all steps of their trainer, where it waits for them, and of no later ones.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from dtrans.errors import DtransError
+from dtrans.protocol.served import RowGradient
 from dtrans.protocol.simulation.case import COMMUNICATING, Case
 from dtrans.protocol.simulation.process import Process
 from dtrans.protocol.simulation.server_role import SimulatedServer
@@ -28,10 +31,14 @@ from dtrans.protocol.simulation.updates import (
     block_name,
     gradient,
     initial,
+    looked_up,
     mean,
     norm_part,
     round_part as _part,
+    row_gradient,
+    with_rows,
 )
+from dtrans.protocol.table_rows import parts_of_rows
 
 
 def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[SimulatedTrainer]) -> Iterator[str]:
@@ -51,6 +58,10 @@ def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[Si
             for n, x in pulled.items():
                 if x.tobytes() != expected[step][n].tobytes():
                     yield f"{t.name} has another {n} after step {step} than one device: {x}, not {expected[step][n]}"
+        for step, (ids, rows) in enumerate(t.looked_up if expected else ()):
+            one = np.concatenate([expected[step][n] for n in case.tables])[ids]
+            if len(t.pulled) > step + 1 and rows.tobytes() != one.tobytes():
+                yield f"{t.name} has looked up other rows before step {step} than one device: {rows}, not {one}"
         for i, found in enumerate(t.reduced):
             step, number = divmod(i, case.rounds)
             total = functools.reduce(np.add, [_part(k, step, number) for k, n in enumerate(case.steps) if n > step])
@@ -60,6 +71,10 @@ def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[Si
         made = server.machine.kind.step
         if case.sync_mode and server.ended is not None and server.error is None and made != max(case.steps):
             yield f"{server.name} ended well after {made} of {max(case.steps)} steps"
+        elif case.sync_mode and server.ended is not None and server.error is None:
+            for n, x in server.machine.kind.state.items():
+                if x.tobytes() != expected[made][n].tobytes():
+                    yield f"{server.name} has another {n} in the end than one device: {x}, not {expected[made][n]}"
     if not case.sync_mode:
         for server in servers.values():
             yield from _of_blocks(case, server, trainers)
@@ -83,7 +98,7 @@ def values_of(case: Case) -> list[dict[str, np.ndarray]]:
     sizes = {
         block_name(ep, i): n for ep, row in zip(case.endpoints, case.servers, strict=True) for i, n in enumerate(row)
     }
-    values = [{n: initial(n, size) for n, size in sizes.items()}]
+    values = [{n: initial(n, size) for n, size in (sizes | case.tables).items()}]
     for step in range(max(case.steps)):
         grads = {
             n: [g for k in range(case.trainers) for g in _counted(case, n, size, k, step)] for n, size in sizes.items()
@@ -93,8 +108,27 @@ def values_of(case: Case) -> list[dict[str, np.ndarray]]:
         if case.mode == "exchange":
             for ep in case.endpoints:
                 norm += norm_part({n: x for n, x in means.items() if n.startswith(f"{ep}/")})[0]
-        values.append({n: applied(x, means[n], norm) for n, x in values[-1].items()})
+        new = {n: applied(values[-1][n], means[n], norm) for n in sizes}
+        for i, n in enumerate(case.tables):
+            rows = [g for k in range(case.trainers) for g in _rows_counted(case, values, i, k, step)]
+            new[n] = with_rows(values[-1][n], rows) if rows else values[-1][n]
+        values.append(new)
     return values
+
+
+def _rows_counted(
+    case: Case, values: list[dict[str, np.ndarray]], block: int, k: int, step: int
+) -> Iterator[RowGradient]:
+    """What counts of a trainer in a step for a block of the table: as of other blocks, but zeros are of no rows."""
+    own = case.steps[k]
+    if step >= own and case.on_trainer_exit != "paddle":
+        return
+    sizes = tuple(case.tables.values())
+    at = min(step, own - 1)
+    ids = looked_up(case, k, at)[: 0 if step > own or not own else None]
+    whole = np.concatenate([values[at][n] for n in case.tables])
+    start, mine = parts_of_rows(ids, sizes)[block]
+    yield RowGradient(ids[mine] - start, row_gradient(whole[ids], k, at)[mine])
 
 
 def _counted(case: Case, block: str, size: int, k: int, step: int) -> list[np.ndarray]:
@@ -130,11 +164,46 @@ def _of_blocks(case: Case, server: SimulatedServer, trainers: list[SimulatedTrai
             if made < due and not server.killed:
                 yield f"{server.name} applied {made} gradients of {t.name} to {block}, which sent {due}"
         values = dict(zip(update.history[block], after, strict=True))
+        if block in case.tables:
+            yield from _of_rows(case, server, block, after, trainers)
+            continue
         for t in trainers:
             for steps, pulled in t.pulled:
                 had = values.get(pulled[block].tobytes())
                 if had is None or had[t.k] < steps:
                     yield f"{t.name} received, after {steps} of its steps, a {block} with {had and had[t.k]} of them"
+
+
+def _of_rows(
+    case: Case,
+    server: SimulatedServer,
+    block: str,
+    after: list[tuple[int, ...]],
+    trainers: list[SimulatedTrainer],
+) -> Iterator[str]:
+    """Of rows of a block that an asynchronous server gave.
+
+    Args:
+      after: how many steps of each trainer are in each value of the block.
+    """
+    assert isinstance(server.update, SimulatedBlocks)
+    values = [np.frombuffer(x, np.float32) for x in server.update.history[block]]
+    number = list(case.tables).index(block)
+    for t in trainers:
+        at = 0
+        for step, (ids, rows) in enumerate(t.looked_up):
+            if step >= len(t.pushed.get(block, [])):
+                break  # it may not have come
+            start, mine = parts_of_rows(ids, tuple(case.tables.values()))[number]
+            here, found = ids[mine] - start, rows[mine]
+            had = [known[t.k] for known in after]
+            ahead = case.mode == "communicator"  # steps do not wait for their gradients to be used
+            due = (i for i, n in enumerate(had) if i >= at and (n == step or (ahead and n < step)))
+            now = next((i for i in due if np.array_equal(values[i][here], found)), None)
+            if now is None:
+                yield f"{t.name} has looked up rows of {block} before step {step} that were not there then: {found}"
+                return
+            at = now
 
 
 def _of_geo(case: Case, servers: Mapping[str, SimulatedServer]) -> Iterator[str]:

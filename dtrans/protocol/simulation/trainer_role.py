@@ -14,6 +14,7 @@ import numpy as np
 from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.geo_steps import GeoSteps, Values, Waits
+from dtrans.protocol.served import RowGradient
 from dtrans.protocol.simulation.case import Case
 from dtrans.protocol.simulation.clock import Clock
 from dtrans.protocol.simulation.network import Network, SimulatedConnection
@@ -25,8 +26,12 @@ from dtrans.protocol.simulation.updates import (
     block_name,
     gradient,
     gradient_name,
+    looked_up,
     round_part,
+    row_gradient,
+    spread,
 )
+from dtrans.protocol.table_rows import WantedRows, parts_of_rows, wanted_of
 from dtrans.protocol.traffic import Group, Leaf, Traffic
 from dtrans.protocol.trainer import TrainerSteps, greeted, left
 from dtrans.protocol.trainer_line import TrainerLine
@@ -56,6 +61,7 @@ class SimulatedTrainer(Process):
       pulled: how many of its steps were in what it received, and that; the initial parameters first.
       pushed: what it has sent of each block, or would have sent, in this order.
       reduced: what came of each round.
+      looked_up: for each step, the numbers of rows of the table, and what it received as these.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class SimulatedTrainer(Process):
         self.pulled: list[tuple[int, dict[str, np.ndarray]]] = []
         self.pushed: dict[str, list[np.ndarray]] = {}
         self.reduced: list[np.ndarray] = []
+        self.looked_up: list[tuple[np.ndarray, np.ndarray]] = []
         self._lines: dict[str, _Line] = {}
         self._steps = TrainerSteps(lambda ep: self._lines[ep].line)
         self._steps.sync_mode = case.sync_mode
@@ -103,12 +110,33 @@ class SimulatedTrainer(Process):
         yield from self._greet()
         yield from self._pull(0)
         for step in range(self.case.steps[self.k]):
-            yield self.random.expovariate(1.0) * 0.1
+            yield from self._steps.prefetch(self._wanted(step), train=True)
+            yield self.random.expovariate(1.0) * self.case.pace
             yield from self._exchange(step)
-            for name, gradient_ in self._gradients(step):
+            for name, gradient_ in (*self._gradients(step), *self._row_gradients(step)):
                 sent_as = gradient_name(name, self.k if self._steps.sync_mode else 0)
                 self._steps.send(name.split("/")[0], sent_as, gradient_)
             yield from self._pull(step + 1)
+
+    def _wanted(self, step: int) -> list[WantedRows]:
+        """The rows that a step looks up, and memory for them."""
+        if not self.case.tables:
+            return []
+        ids = looked_up(self.case, self.k, step)
+        rows = np.empty(len(ids), np.float32)
+        self.looked_up.append((ids, rows))
+        table = _table(self.case)
+        return wanted_of(ids, rows, epmap=table.endpoints, names=table.names, sections=table.sections)
+
+    def _row_gradients(self, step: int) -> list[tuple[str, np.ndarray]]:
+        """The gradient of the rows of each block of the table that a step has looked up."""
+        if not self.case.tables:
+            return []
+        ids, rows = self.looked_up[step]
+        made, parts = row_gradient(rows, self.k, step), parts_of_rows(ids, tuple(self.case.tables.values()))
+        for (n, size), (start, at) in zip(self.case.tables.items(), parts, strict=True):
+            self.pushed.setdefault(n, []).append(spread(RowGradient(ids[at] - start, made[at]), size))
+        return [(n, made[at]) for n, (_, at) in zip(self.case.tables, parts, strict=True)]
 
     def _greet(self) -> Answer:
         """Say hello to all servers, one after the other."""
@@ -295,15 +323,28 @@ class CommunicatingTrainer(SimulatedTrainer):
         """The steps; what they send waits in the queue."""
         case = self.case
         for step in range(case.steps[self.k]):
-            yield self.random.expovariate(1.0) * 0.1
+            yield from self._look_up(step)
+            yield self.random.expovariate(1.0) * self.case.pace
             made = dict(self._gradients(step))
+            rows = self._row_gradients(step)
             yield lambda: len(self._groups) < case.communicator.send_queue_size
-            self._groups.append(
-                [(_as_gradient(x), np.concatenate([made[n] for n in x.names])) for x in leaves.values()]
-            )
+            group: list[tuple[Leaf, Any]] = [
+                (_as_gradient(x), np.concatenate([made[n] for n in x.names])) for x in leaves.values()
+            ]
+            if rows:
+                whole = np.concatenate([x for _, x in rows])
+                group.append((_as_gradient(_table(case)), RowGradient(self.looked_up[step][0], whole)))
+            self._groups.append(group)
             if case.mode == "half_async":
                 yield lambda step=step: self._newest is not None and self._newest[0] > step
             self._note()
+
+    def _look_up(self, step: int) -> Answer:
+        traffic, wanted = self._traffic, self._wanted(step)
+        assert traffic is not None
+        if wanted:
+            traffic.look_up(wanted, self.clock.now, train=True)
+            yield lambda: not traffic.looking_up
 
     def _note(self) -> None:
         assert self._newest is not None
@@ -371,7 +412,7 @@ class GeoSgdTrainer(CommunicatingTrainer):
         values = self.newest()
         steps = GeoSteps(self, InNumpy(), case.trainers, values)
         for step in range(case.steps[self.k]):
-            yield self.random.expovariate(1.0) * 0.1
+            yield self.random.expovariate(1.0) * self.case.pace
             changes = [
                 np.concatenate([gradient(n, case.blocks[n], self.k, step) for n in x.names]) for x in leaves.values()
             ]
@@ -421,6 +462,12 @@ def _leaves(case: Case) -> dict[str, Leaf]:
         eps, names, sizes = zip(*rows, strict=True)
         found[str(i)] = Leaf(eps, names, sizes, (sum(sizes),), np.dtype(np.float32))
     return found
+
+
+def _table(case: Case) -> Leaf:
+    """The table, of which servers have blocks."""
+    names, sizes = tuple(case.tables), tuple(case.tables.values())
+    return Leaf(tuple(n.split("/")[0] for n in names), names, sizes, (sum(sizes),), np.dtype(np.float32))
 
 
 def _as_gradient(leaf: Leaf) -> Leaf:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dtrans._jax import ClosedJaxpr
 from dtrans.protocol.exchange import Alike, Exchange
-from dtrans.protocol.served import ServedBlocks, Vectors
+from dtrans.protocol.served import RowGradient, ServedBlocks, ServedRows, Vectors
 from dtrans.protocol.simulation.case import Case
 
 
@@ -45,6 +45,23 @@ def initial(block: str, size: int) -> np.ndarray:
 def gradient(block: str, size: int, k: int, step: int) -> np.ndarray:
     """The gradient of trainer k in a step."""
     return _numbers(size, f"{block} {k} {step}")
+
+
+def looked_up(case: Case, k: int, step: int) -> np.ndarray:
+    """The numbers of the rows that trainer k looks up in a step, of a table of all servers.
+
+    There may be none; but there are some of each block where it is by gradients that their trainer is known again.
+    """
+    r, ids = Random(f"rows {k} {step}"), list[int]()
+    for i, size in enumerate(case.tables.values()):
+        count = r.randint(0 if case.sync_mode else 1, min(size, 3))
+        ids += sorted(i * size + x for x in r.sample(range(size), count))
+    return np.array(ids, np.int32)
+
+
+def row_gradient(rows: np.ndarray, k: int, step: int) -> np.ndarray:
+    """The gradient of rows that trainer k has looked up: they enter it."""
+    return np.asarray(_numbers(len(rows), f"of rows {k} {step}") + np.float32(0.25) * rows, np.float32)
 
 
 def round_part(k: int, step: int, number: int) -> np.ndarray:
@@ -80,6 +97,23 @@ def decayed(x: np.ndarray, g: np.ndarray) -> np.ndarray:
     return applied(x, g, np.float32(0))
 
 
+def with_rows(x: np.ndarray, grads: Sequence[RowGradient]) -> np.ndarray:
+    """A block of a table after the mean of gradients: rows that none of them is of stay as they are."""
+    ids = np.unique(np.concatenate([g.ids for g in grads]))
+    if not len(ids):
+        return x
+    new = x.copy()
+    new[ids] = decayed(x[ids], mean([spread(g, len(x))[ids] for g in grads]))
+    return new
+
+
+def spread(gradient: RowGradient, rows: int) -> np.ndarray:
+    """A gradient of rows among zeros."""
+    whole = np.zeros(rows, np.float32)
+    whole[gradient.ids] = gradient.rows
+    return whole
+
+
 def added(x: np.ndarray, delta: np.ndarray) -> np.ndarray:
     """A block after a push of GEO-SGD."""
     return np.asarray(x + delta, np.float32)
@@ -112,10 +146,13 @@ def served(case: Case, endpoint: str) -> ServedBlocks:
     blocks = {block_name(endpoint, i): ArrayType(n) for i, n in enumerate(sizes)}
     sync = case.sync_mode
     # a synchronous trainer has names of its own; asynchronous ones send one name each
-    sent = [{k: gradient_name(b, k if sync else 0) for k in range(case.trainers)} for b in blocks]
+    table = {n: rows for n, rows in case.tables.items() if n.startswith(f"{endpoint}/")}
+    sent = [{k: gradient_name(b, k if sync else 0) for k in range(case.trainers)} for b in (*blocks, *table)]
+    tables = {n: ServedRows(rows, (), np.dtype(np.float32), sent[-1]) for n, rows in table.items()}
     types = {gradient_name(b, k): t for b, t in blocks.items() for k in (range(case.trainers) if sync else (0,))}
     exchanges = (_exchange(case, endpoint),) if case.mode == "exchange" else ()
-    return ServedBlocks(endpoint, case.trainers, sync, case.on_trainer_exit, blocks, types, sent, exchanges=exchanges)
+    how = (sync, case.on_trainer_exit)
+    return ServedBlocks(endpoint, case.trainers, *how, blocks, types, sent, exchanges=exchanges, tables=tables)
 
 
 def _exchange(case: Case, endpoint: str) -> Exchange:
@@ -126,6 +163,11 @@ def _exchange(case: Case, endpoint: str) -> Exchange:
     return Exchange(endpoint, 1, kinds, local, ("norm",), (), (("norm", "norm"),))
 
 
+def _sizes(blocks: ServedBlocks) -> dict[str, int]:
+    """The blocks of a server, and those of tables: name to the number of entries."""
+    return {n: t.shape[0] for n, t in blocks.params.items()} | {n: t.rows for n, t in blocks.tables.items()}
+
+
 class SimulatedUpdate:
     """The update of a synchronous server (`dtrans.protocol.served.StepUpdate`).
 
@@ -134,10 +176,11 @@ class SimulatedUpdate:
     """
 
     def __init__(self, blocks: ServedBlocks, work: Callable[[], None]) -> None:
-        self.state: dict[str, Any] = {n: initial(n, t.shape[0]) for n, t in blocks.params.items()}
+        self.state: dict[str, Any] = {n: initial(n, size) for n, size in _sizes(blocks).items()}
         self.exchange: Exchange | None = None
         self._blocks, self._work = blocks, work
         self._means: dict[str, np.ndarray] = {}
+        self._rows: dict[str, list[RowGradient]] = {}
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -147,8 +190,10 @@ class SimulatedUpdate:
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
         """As `StepUpdate.begin`."""
         self._work()
-        sent = dict(zip(self._blocks.params, self._blocks.sent, strict=True))
-        self._means = {n: mean([grads[names[k]] for k in sorted(present)]) for n, names in sent.items()}
+        sent = dict(zip(_sizes(self._blocks), self._blocks.sent, strict=True))
+        given = {n: [grads[names[k]] for k in sorted(present)] for n, names in sent.items()}
+        self._means = {n: mean(given[n]) for n in self._blocks.params}
+        self._rows = {n: given[n] for n in self._blocks.tables}
         if self._blocks.exchanges:
             (self.exchange,) = self._blocks.exchanges
             return {ep: [norm_part(self._means)] for ep in self.exchange.peers}
@@ -170,14 +215,15 @@ class SimulatedUpdate:
         return self.values[name][ids]
 
     def _finish(self, norm: np.float32) -> None:
-        self.state = {n: applied(x, self._means[n], norm) for n, x in self.state.items()}
+        new = {n: applied(self.state[n], g, norm) for n, g in self._means.items()}
+        self.state = new | {n: with_rows(self.state[n], g) for n, g in self._rows.items()}
 
 
 class SimulatedBlocks:
     """The blocks of an asynchronous server (`dtrans.protocol.served.BlockUpdate`).
 
     Attributes:
-      log: what was applied: block, and the bytes of its gradient.
+      log: what was applied: block, and the bytes of its gradient; of a table, of all its rows.
       history: every value that each block has had.
       begun: how many steps of trainers have begun.
     """
@@ -185,7 +231,7 @@ class SimulatedBlocks:
     def __init__(self, blocks: ServedBlocks, work: Callable[[], None], *, geo: bool) -> None:
         self.log: list[tuple[str, bytes]] = []
         self.begun = 0
-        self.history = {n: [initial(n, t.shape[0]).tobytes()] for n, t in blocks.params.items()}
+        self.history = {n: [initial(n, size).tobytes()] for n, size in _sizes(blocks).items()}
         self._blocks, self._work, self._apply = blocks, work, added if geo else decayed
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -195,15 +241,19 @@ class SimulatedBlocks:
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
         """As `BlockUpdate.ready`."""
-        return [n for n in self._blocks.params if n not in used and gradient_name(n, 0) in arrived]
+        return [n for n in self.history if n not in used and gradient_name(n, 0) in arrived]
 
     def apply(
         self, block: str, grads: Mapping[str, Any], state: Mapping[str, Any], values: Mapping[str, Any]
     ) -> dict[str, Any]:
         """As `BlockUpdate.apply`."""
         self._work()
-        given = grads[gradient_name(block, 0)].copy()
-        made = self._apply(state[block], given)
+        given = grads[gradient_name(block, 0)]
+        if isinstance(given, RowGradient):
+            made, given = with_rows(state[block], [given]), spread(given, len(state[block]))
+        else:
+            given = given.copy()
+            made = self._apply(state[block], given)
         self.log.append((block, given.tobytes()))
         self.history[block].append(made.tobytes())
         return {block: made}

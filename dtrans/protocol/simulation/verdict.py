@@ -157,6 +157,8 @@ def reduced(case: Case) -> Iterator[Case]:
         ("delay", 0.002),
         ("message_bytes", wire.MESSAGE_BYTES),
         ("every", 1),
+        ("pace", 0.1),
+        ("table", 0),
     ):
         if getattr(case, name) != plain:
             yield replace(case, **{name: plain})

@@ -178,6 +178,60 @@ def test_what_waits_is_merged(
     check_state(plan, [ended], want, state)
 
 
+def test_servers_that_have_nothing_but_rows_are_waited_for(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are asked for parameters of which they have none, so that gradients under way are bounded."""
+    gate, ids = Held(monkeypatch), np.array([3, 30, 8])
+    plan = tables_only(1, 1, beside(max_merge_var_num=4), ids)
+    (ep,) = plan.servers
+
+    def train() -> None:
+        with TrainerJob(plan, Role("trainer", 1, (ep,), trainer_id=0), {"deadline": roles.HANG}) as job:
+            state = job.init()
+            for i in range(6):
+                state, _ = job.step(state, ids)
+                if i < 2:
+                    until(lambda i=i: gate.asked.is_set() and len(gate.sent) == i + 1, "a gradient to be used")
+            gate.opened.set()
+
+    role_threads.start(ep, serve, plan, ep)
+    role_threads.start("trainer 0", train)
+    ended = role_threads.all()[ep]
+    assert gate.sent == [1, 1, 4]
+    assert np.array_equal(ended["params/emb"][:, 0], -6 * np.bincount(ids, minlength=V))
+
+
+def test_numbers_of_rows_are_sent_with_gradients_too(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that the plan counts, of a step that has nothing but a table."""
+    sent: dict[str, int] = {}
+    framed = wire.framed
+
+    def counted(op: str, blocks: Any = (), **fields: Any) -> Any:
+        if op in ("prefetch", "row_ids", "rows"):
+            sent[op] = sent.get(op, 0) + sum(np.asarray(x).nbytes for _, x in blocks)
+        return framed(op, blocks, **fields)
+
+    monkeypatch.setattr(wire, "framed", counted)
+    ids = np.array([3, 30, 8])
+    plan = tables_only(1, 2, HALF, ids)
+
+    def train() -> None:
+        role = Role("trainer", 1, tuple(plan.servers), trainer_id=0)
+        with TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+            job.step(job.init(), ids)
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep)
+    role_threads.start("trainer 0", train)
+    role_threads.all()
+    assert sent == {"prefetch": 3 * 4, "row_ids": 3 * 4, "rows": 3 * 8}
+    assert plan.bytes_per_step == {"send": 3 * 8 + 2 * 3 * 4, "recv": 3 * 8}
+    assert any("at most 3 looked up by a trainer in a step, at most 72 bytes" in note for note in plan.notes)
+
+
 def test_lookups_do_not_stop_what_sends(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are of what servers have, and no step is made of them; the communicator goes on."""
     stops: list[bool] = []
@@ -302,6 +356,9 @@ def test_a_server_keeps_rows_that_are_under_way_alone() -> None:
     alone.ask(1, np.array([2, 3, 4]))
     assert kept() == 5
     alone.give(0, np.ones((2, D)), np.ones(2 * D))
+    assert kept() == 3
+    alone.ask(2, np.array([0]))
+    alone.server.abort(2, wire.Message("abort", {"reason": "why"}))
     assert kept() == 3
     with pytest.raises(WireError, match="a gradient of rows of params/emb that trainer 1 has not asked for"):
         alone.take(1, "row_ids", [("ids", np.array([5], np.int32))], gradient="params/emb@GRAD", count=1)
