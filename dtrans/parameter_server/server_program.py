@@ -15,7 +15,6 @@ from dtrans.ops import listen_and_serv_p
 from dtrans.parameter_server.plan import ServerPrograms
 from dtrans.parameter_server.tables.choose import Table
 from dtrans.parameter_server.tables.touched_rows import ServedTables, TableBlock
-from dtrans.rows.slices import Slice
 from dtrans.slicing.blocks import Unit
 from dtrans.slicing.partial_init import write_parts
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerVariable, ServerWork
@@ -122,11 +121,9 @@ class ServerProgramWriter:
         b = Builder(self.startup.jaxpr)
         b.invars += inner.invars
         b.role = FORWARD
-        parts = [(held[n], made[held[n].of]) for n in spec.names]
-        spans = [None if x.span is None else Slice(x.axis, x.span.start, x.span.rows) for x, _ in parts]
-        outs = write_parts(b, self.startup.jaxpr, [(v, p) for (_, v), p in zip(parts, spans, strict=True)])
+        outs = write_parts(b, self.startup.jaxpr, [(made[held[n].of], held[n].part) for n in spec.names])
         outs = [b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(spec.names, outs, strict=True)]
-        for name, part, value in zip(spec.names, spans, outs, strict=True):
-            if part is not None and isinstance(value, Var):
+        for name, value in zip(spec.names, outs, strict=True):
+            if held[name].part is not None and isinstance(value, Var):
                 b.labels.setdefault(value, name)
         return Program(f"pserver {endpoint} startup", b.build(outs), self.startup.args, spec, tuple(b.roles), b.labels)

@@ -307,8 +307,8 @@ def _half_of_blocks(
     work = ServerUpdateBuilder(analysis, placement, 1).work("here")
     state: dict[str, list[StageRows]] = {}
     for name, h in work.held.items():
-        if h.of in step.opt_state and h.span is not None:
-            state.setdefault(h.of, []).append(StageRows(name, h.axis, h.span.start, h.span.stop))
+        if h.of in step.opt_state and h.part is not None:
+            state.setdefault(h.of, []).append(StageRows(name, h.part.axis, h.part.first, h.part.stop))
     b = Builder(step.optimize.jaxpr)
     # no block reads new state: its name stands for the state before the step
     held = {n: b.input(h.cut(types[h.of])) for n, h in work.held.items()}

@@ -71,19 +71,19 @@ class Slice:
     size: int
 
     @property
-    def stop(self) -> int:
-        """Behind the last entry, where that is known."""
+    def first(self) -> int:
+        """The first entry, where it is known which they are."""
         assert not isinstance(self.start, Start)
-        return self.start + self.size
+        return self.start
 
     @property
-    def is_known(self) -> bool:
-        """Whether it is known, when a program is written, which entries these are."""
-        return not isinstance(self.start, Start)
+    def stop(self) -> int:
+        """Behind the last entry, where it is known which they are."""
+        return self.first + self.size
 
     def is_all(self, aval: Any) -> bool:
         """Whether a value has no other entries."""
-        return self.is_known and self.size == aval.shape[self.axis]
+        return not isinstance(self.start, Start) and self.size == aval.shape[self.axis]
 
     def of(self, aval: Any) -> Any:
         """The type of this part of a value."""
@@ -95,8 +95,7 @@ class Slice:
 
     def moved(self, by: int) -> Slice:
         """The same entries, in a value that begins `by` entries earlier: for entries that are known."""
-        assert not isinstance(self.start, Start)
-        return Slice(self.axis, self.start + by, self.size)
+        return Slice(self.axis, self.first + by, self.size)
 
     def widened(self, width: int) -> Slice:
         """The same entries, each of them `width` smaller ones."""
