@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from dtrans._jax import ELEMENTWISE, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
 from dtrans.engine.array_fns import on_first
@@ -32,6 +31,7 @@ from dtrans.engine.rules import Operand, Way, way_of
 from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import padded, times
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import is_zero_array
 from dtrans.ir.display import short_type
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.ops.all_to_all import all_to_all_p
@@ -145,7 +145,7 @@ class ShardValues(abc.ABC):
         if isinstance(self.layout(atom), Partial):
             return self._made[atom, PARTIAL]
         value = self.read(atom, None)
-        if self._is_zero(atom):
+        if is_zero_array(atom, self._made_by):
             return value
         if isinstance(atom, Var) and atom in self.own:
             if not jnp.issubdtype(atom.aval.dtype, jnp.inexact):
@@ -159,12 +159,6 @@ class ShardValues(abc.ABC):
         if isinstance(made, Var) and made is not value:  # it is, where it has no entries
             self.scaled[made] = value, 1
         return made
-
-    def _is_zero(self, atom: Atom) -> bool:
-        if isinstance(atom, Literal):
-            return bool(np.all(np.asarray(atom.val) == 0))
-        eqn = self._made_by.get(atom)
-        return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and self._is_zero(eqn.invars[0])
 
     # -- conversions -----------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, Literal
-from dtrans.ir.array_fns import rows_from
+from dtrans.ir.array_fns import resized, rows_from
 from dtrans.ir.builder import Builder
 
 
@@ -87,7 +87,7 @@ class Slice:
 
     def of(self, aval: Any) -> Any:
         """The type of this part of a value."""
-        return aval.update(shape=(*aval.shape[: self.axis], self.size, *aval.shape[self.axis + 1 :]))
+        return resized(aval, self.axis, self.size)
 
     def along(self, axis: int) -> Slice:
         """The same entries of another axis."""

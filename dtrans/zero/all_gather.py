@@ -25,12 +25,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from dtrans.engine.writer import linear_operands
 from dtrans.ir.array_fns import converted, padded, times
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import is_zero_array
 from dtrans.ir.program import DIST
 from dtrans.ops import LAYERS, after_p, all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.rows.flow import Flow
@@ -202,17 +202,7 @@ class Gatherer:
         if isinstance(atom, Var) and atom in self.flow.local:
             return self.scattered(atom, row)
         slice_ = self._on(row).read(atom, row)
-        return slice_ if self._is_zero(atom) else self.b.call(times(self.how.degree), slice_)[0]
-
-    def _is_zero(self, atom: Atom) -> bool:
-        if isinstance(atom, Literal):
-            return bool(np.all(np.asarray(atom.val) == 0))
-        i = self._maker.get(atom)
-        return (
-            i is not None
-            and self.eqns[i].primitive.name == "broadcast_in_dim"
-            and self._is_zero(self.eqns[i].invars[0])
-        )
+        return slice_ if is_zero_array(atom, self.same_on_all) else self.b.call(times(self.how.degree), slice_)[0]
 
     def _emit_on_rows(self, i: int) -> None:
         """An equation that is linear in gradients, on slices of these."""
