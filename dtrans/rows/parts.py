@@ -107,9 +107,10 @@ def _iota(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     """Counting may begin later."""
     if eqn.invars:
         return None
-    (v,) = eqn.outvars
-    shape, along = part.of(v.aval).shape, eqn.params["dimension"]
-    return Recipe((), lambda b, atoms: part.counted(b, v.aval.dtype, shape, along))
+    aval = part.of(eqn.outvars[0].aval)
+    if part.start == 0 or eqn.params["dimension"] != part.axis:
+        return _copied(eqn, part, (), shape=aval.shape)
+    return Recipe((), lambda b, atoms: part.counted(b, aval))
 
 
 def _concatenate(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
