@@ -107,9 +107,12 @@ class RowWriter:
         """A writer of a body."""
         return RowWriter(jaxpr, flow, self.rows)
 
-    def follows(self, var: Var) -> bool:
-        """Whether the equation that makes a shared value may be carried out here."""
-        return True
+    def maker(self, var: Var) -> JaxprEqn | None:
+        """The equation that makes a shared value, of shared values only; None where it is not carried out here."""
+        eqn = self.made_by.get(var)
+        if eqn is None or eqn.primitive.name == "random_bits":
+            return None
+        return eqn if all(self.flow.layout(a) is SHARED for a in eqn.invars) else None
 
     def place(self, layout: Layout) -> dict[Var, Atom]:
         """Where a value of a body is kept: beside rows of a block, everything that has no rows is shared."""
@@ -131,8 +134,7 @@ class RowWriter:
         if isinstance(atom, Literal) or part is None or part.is_all(atom.aval):
             return self.whole(atom)
         if (atom, part) not in self._parts:
-            eqn = self.made_by.get(atom) if self.follows(atom) else None
-            eqn = None if eqn is None or eqn.primitive.name == "random_bits" else eqn
+            eqn = self.maker(atom)
             recipe = None if eqn is None else recipe_of(eqn, eqn.outvars.index(atom), part)
             if recipe is None:
                 self._parts[atom, part] = part.cut(self.b, self.whole(atom))

@@ -25,7 +25,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, Literal, Var
+from dtrans._jax import Atom, JaxprEqn, Literal, Var
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import propagate
@@ -399,8 +399,8 @@ class _Phase(RowWriter):
         """Whether a shared value is made in this phase."""
         return False
 
-    def follows(self, var: Var) -> bool:
-        return var not in self.s.levels.crossings
+    def maker(self, var: Var) -> JaxprEqn | None:
+        return None if var in self.s.levels.crossings else super().maker(var)
 
     def finish(self, name: str, role: str, level: int, named: Callable[[Var], str]) -> OptimizeBlock:
         """The block."""

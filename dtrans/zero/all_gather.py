@@ -318,7 +318,7 @@ class _OnSlices(RowWriter):
 
     def __init__(self, g: Gatherer, leaf: str) -> None:
         self.rank = RankRows(g.b, g.how.leaves[leaf], g.how.axis_name)
-        super().__init__(g.like, Flow({}), self.rank, g.same_on_all)
+        super().__init__(g.like, Flow({**g.flow.rows}), self.rank, g.same_on_all)
         self.g, self.b = g, g.b
 
     def own(self, var: Var) -> Atom | None:

@@ -5,8 +5,8 @@ everything else, with an operand of `size` rows in the place of the table. A num
 those that are there, which are sorted. So no value of the program has the rows of a table. Bodies of loops, of branches
 and of what is computed again are given the numbers too, as constants.
 
-What else meets rows of a table is taken at their numbers: a constant of one value is made smaller, and anything else
-is a gather by them.
+Of what else meets rows of a table the rows with these numbers are made (`dtrans.rows.parts`): a constant of one value
+is made smaller, and what needs its whole operands is made whole, and its rows are picked.
 """
 
 from __future__ import annotations
