@@ -110,9 +110,7 @@ class RowWriter:
     def maker(self, var: Var) -> JaxprEqn | None:
         """The equation that makes a shared value, of shared values only; None where it is not carried out here."""
         eqn = self.made_by.get(var)
-        if eqn is None or eqn.primitive.name == "random_bits":
-            return None
-        return eqn if all(self.flow.layout(a) is SHARED for a in eqn.invars) else None
+        return eqn if eqn is not None and all(self.flow.layout(a) is SHARED for a in eqn.invars) else None
 
     def place(self, layout: Layout) -> dict[Var, Atom]:
         """Where a value of a body is kept: beside rows of a block, everything that has no rows is shared."""

@@ -300,6 +300,15 @@ def test_what_rows_are_reduced_to_meets_rows_of_the_same_number():
     assert plan.placement.whole == {}
 
 
+def test_noise_is_drawn_for_the_rows_of_a_block():
+    def fn(g, p, m, count):
+        return g + jax.random.normal(jax.random.fold_in(jax.random.key(3), count), g.shape), m
+
+    plan = agree(per_leaf(fn))
+    assert plan.placement.whole == {}
+    no_full_shapes(plan)
+
+
 def test_a_mask_broadcast_along_rows_and_along_columns():
     def fn(g, p, m, count):
         if g.ndim != 2:
