@@ -30,12 +30,6 @@ def on_first(x: Array, start: Array) -> Array:
     return jnp.where(start == 0, x, jnp.zeros_like(x))
 
 
-@functools.cache
-def counted(dtype: Any, shape: tuple[int, ...], axis: int) -> Callable[[Array], Array]:
-    """An iota that begins at a start; counted so that small types wrap as in the whole."""
-    return lambda start: (jax.lax.broadcasted_iota(jnp.int32, shape, axis) + start).astype(dtype)
-
-
 def _wide(x: Array) -> Array:
     """Integers that can be compared with positions."""
     return x if x.dtype.itemsize == 8 else x.astype(jnp.int32)

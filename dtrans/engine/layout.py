@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
+from dtrans.ir.array_fns import resized
 from dtrans.rows.layout import SHARED, RowAxis, Shared
 
 
@@ -75,8 +76,7 @@ class Shards:
         """The type of a shard's piece."""
         if not isinstance(layout, RowAxis):
             return aval
-        axis, shape = layout.axis, aval.shape
-        return aval.update(shape=(*shape[:axis], self.local(shape[axis], layout), *shape[axis + 1 :]))
+        return resized(aval, layout.axis, self.local(aval.shape[layout.axis], layout))
 
 
 def nbytes(aval: Any) -> int:

@@ -22,23 +22,27 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from dtrans._jax import ELEMENTWISE, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
-from dtrans.engine.array_fns import counted, on_first
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, nbytes, rows_or_none
+from dtrans.engine.array_fns import on_first
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, cut_along, nbytes, rows_or_none
+from dtrans.engine.pieces import Pieces
 from dtrans.engine.rules import Operand, Way, way_of
 from dtrans.errors import ConfigError
-from dtrans.ir.array_fns import padded, rows_from, times
+from dtrans.ir.array_fns import padded, times
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import is_zero_array
 from dtrans.ir.display import short_type
-from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p, trainer_index_p
+from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.ops.all_to_all import all_to_all_p
 from dtrans.rows.layout import SHARED, RowAxis, Shared
 from dtrans.rows.parts import recipe_of
-from dtrans.rows.random_bits import is_counted
-from dtrans.rows.slices import Slice, Start
 from dtrans.step.scopes import in_local_scope
+
+
+_COUNTED = frozenset({"iota", "random_bits", "broadcast_in_dim"})
+# what a piece is made through, where it is a piece of what is counted in the end
+_FOLLOWED = _COUNTED | ELEMENTWISE | {"squeeze", "transpose", "dot_general"}
 
 
 class ShardValues(abc.ABC):
@@ -74,8 +78,7 @@ class ShardValues(abc.ABC):
         self._made_by = {v: e for e in inner.eqns for v in e.outvars}
         reads: Iterable[Atom] = (*inner.outvars, *(a for e in inner.eqns for a in e.invars))
         self._uses = Counter(a for a in reads if isinstance(a, Var))
-        self._starts: dict[int, Atom] = {}
-        self._index: Atom | None = None
+        self.pieces = Pieces(self.b, shards)
         self.asked: dict[Var, RowAxis] = {}
         self.sliced: dict[Var, RowAxis | Shared | None] = {}
         self.scaled: dict[Var, tuple[Atom, int]] = {}
@@ -142,7 +145,7 @@ class ShardValues(abc.ABC):
         if isinstance(self.layout(atom), Partial):
             return self._made[atom, PARTIAL]
         value = self.read(atom, None)
-        if self._is_zero(atom):
+        if is_zero_array(atom, self._made_by):
             return value
         if isinstance(atom, Var) and atom in self.own:
             if not jnp.issubdtype(atom.aval.dtype, jnp.inexact):
@@ -152,29 +155,10 @@ class ShardValues(abc.ABC):
                 )
             (made,) = self.b.call(times(1 / self.shards.count), value)
         else:
-            (made,) = self.b.call(on_first, value, self.index())
+            (made,) = self.b.call(on_first, value, self.pieces.index())
         if isinstance(made, Var) and made is not value:  # it is, where it has no entries
             self.scaled[made] = value, 1
         return made
-
-    def _is_zero(self, atom: Atom) -> bool:
-        if isinstance(atom, Literal):
-            return bool(np.all(np.asarray(atom.val) == 0))
-        eqn = self._made_by.get(atom)
-        return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and self._is_zero(eqn.invars[0])
-
-    def index(self) -> Atom:
-        """The number of the shard."""
-        if self._index is None:
-            (self._index,) = self.b.bind(trainer_index_p, over=self.shards.over)
-        return self._index
-
-    def start(self, size: int, row: RowAxis) -> Atom:
-        """Where the shard's piece of a dimension begins."""
-        local = self.shards.local(size, row)
-        if local not in self._starts:
-            self._starts[local] = self.b.call(times(local), self.index())[0]
-        return self._starts[local]
 
     # -- conversions -----------------------------------------------------------------------------
 
@@ -239,9 +223,7 @@ class ShardValues(abc.ABC):
 
     def _rows_of(self, value: Atom, row: RowAxis | None) -> Atom:
         assert row is not None
-        size = value.aval.shape[row.axis]
-        cut = rows_from(row.axis, self.shards.local(size, row), self.shards.whole(size, row))
-        return self.b.call(cut, value, self.start(size, row))[0]
+        return self.pieces.of(value.aval.shape[row.axis], row).cut(self.b, value)
 
     # -- slices of whole values, made with nothing of the rest -------------------------------------
 
@@ -250,84 +232,34 @@ class ShardValues(abc.ABC):
         eqn = self._made_by.get(var)
         if eqn is None or not self._is_counted(var, row.axis):
             return None
-        shape, axis = var.aval.shape, row.axis
-        local = self.shards.cut(var.aval, row)
-        name = eqn.primitive.name
-        if name == "iota":
-            if eqn.params["dimension"] != axis:
-                return self.b.copy(eqn, [], [local], shape=local.shape)[0]
-            start = self.start(shape[axis], row)
-            return self.b.call(counted(np.dtype(var.aval.dtype), local.shape, axis), start)[0]
-        if name == "random_bits":
-            (key,) = eqn.invars
-            begin = Start(lambda b: self.start(shape[axis], row), self.shards.whole(shape[axis], row))
-            recipe = recipe_of(eqn, 0, Slice(axis, begin, local.shape[axis]))
-            assert recipe is not None
+        if eqn.primitive.name not in ("iota", "broadcast_in_dim"):
             self.asked[var] = row
-            return recipe.write(self.b, [self.read(key, None)])
-        if name == "broadcast_in_dim":
-            (operand,) = eqn.invars
-            at = _operand_axis(eqn, axis)
-            inner = None if at is None else dataclasses.replace(row, axis=at)
-            return self.b.copy(eqn, [self.read(operand, inner)], [local], shape=local.shape)[0]
-        if name in ELEMENTWISE:
-            self.asked[var] = row
-            return self.b.copy(eqn, [self.read(a, row if _has(a, var, axis) else None) for a in eqn.invars], [local])[0]
-        first = dataclasses.replace(row, axis=_first_axis(eqn, axis))
-        way = way_of(eqn, [first, *(SHARED,) * (len(eqn.invars) - 1)], self.shards)
-        if way is None or way.outs != (row,):
-            return None
-        self.asked[var] = row
-        return self.carried_out(eqn, way)[0]
+        recipe = recipe_of(eqn, 0, self.pieces.of(var.aval.shape[row.axis], row))
+        if recipe is not None:
+            along = (None if p is None else dataclasses.replace(row, axis=p.axis) for _, p in recipe.needs)
+            return recipe.write(self.b, [self.read(a, r) for (a, _), r in zip(recipe.needs, along, strict=True)])
+        way = way_of(eqn, [row, *(SHARED,) * (len(eqn.invars) - 1)], self.shards)
+        return None if way is None or way.outs != (row,) else self.carried_out(eqn, way)[0]
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
         """Whether a value along an axis is made of counters and of what is repeated: nothing large is sliced then."""
-        eqn = self._made_by.get(var) if isinstance(var, Var) else None
-        if eqn is None or len(eqn.outvars) > 1:
-            return False
+        if (var, axis) not in self._counted:
+            eqn = self._made_by.get(var) if isinstance(var, Var) else None
+            self._counted[var, axis] = eqn is not None and len(eqn.outvars) == 1 and self._counts(eqn, axis)
+        return self._counted[var, axis]
+
+    def _counts(self, eqn: JaxprEqn, axis: int) -> bool:
         name = eqn.primitive.name
-        if name == "iota":
-            return True
-        if name == "random_bits":
-            return not eqn.invars[0].aval.ndim and is_counted(eqn) and eqn.outvars[0].aval.size <= 2**32
-        if name == "broadcast_in_dim":
-            return len(eqn.invars) == 1
-        if name in ELEMENTWISE:
-            if (var, axis) not in self._counted:
-                full = [a for a in eqn.invars if _has(a, var, axis)]
-                self._counted[var, axis] = bool(full) and all(self._is_counted(a, axis) for a in full)
-            return self._counted[var, axis]
-        at = _first_axis(eqn, axis)
-        return at is not None and self._is_counted(eqn.invars[0], at)
+        if name.startswith("scatter"):  # something is written into what is counted
+            return self._is_counted(eqn.invars[0], axis)
+        if name not in _FOLLOWED:
+            return False
+        recipe = recipe_of(eqn, 0, self.pieces.of(eqn.outvars[0].aval.shape[axis], cut_along(axis)))
+        if recipe is None or name in _COUNTED:
+            return recipe is not None
+        along = [(a, part.axis) for a, part in recipe.needs if part is not None]
+        return bool(along) and all(self._is_counted(a, at) for a, at in along)
 
     @abc.abstractmethod
     def carried_out(self, eqn: JaxprEqn, way: Way) -> list[Atom]:
         """The outputs of an equation in one way, or their parts."""
-
-
-def _has(a: Atom, out: Atom, axis: int) -> bool:
-    """Whether an operand of an elementwise equation has all entries along an axis; others are repeated along it."""
-    return a.aval.ndim == out.aval.ndim and a.aval.shape[axis] == out.aval.shape[axis]
-
-
-def _first_axis(eqn: JaxprEqn, axis: int) -> Any:
-    """The dimension of the first operand that an output's is, moved, of what is written into it, or of a product."""
-    name = eqn.primitive.name
-    if name.startswith("scatter"):
-        return axis
-    if name == "squeeze":
-        return [d for d in range(eqn.invars[0].aval.ndim) if d not in eqn.params["dimensions"]][axis]
-    if name == "transpose":
-        return eqn.params["permutation"][axis]
-    if name != "dot_general":
-        return None
-    (summed, _), (together, _) = eqn.params["dimension_numbers"]
-    free = [d for d in range(eqn.invars[0].aval.ndim) if d not in (*summed, *together)]
-    return free[axis - len(together)] if len(together) <= axis < len(together) + len(free) else None
-
-
-def _operand_axis(eqn: JaxprEqn, axis: int) -> int | None:
-    """The dimension of a broadcast's operand that is its output's `axis`; None where that is repeated or new."""
-    (operand,), dims = eqn.invars, tuple(eqn.params["broadcast_dimensions"])
-    at = dims.index(axis) if axis in dims else None
-    return at if at is not None and operand.aval.shape[at] == eqn.params["shape"][axis] else None

@@ -37,7 +37,7 @@ from dtrans._jax import (
     scope_of,
     with_bodies,
 )
-from dtrans.engine.array_fns import best_local, candidates, decided, kept, own_indices, picked
+from dtrans.engine.array_fns import best_local, candidates, decided, own_indices, picked
 from dtrans.engine.layout import PARTIAL, Partial, Placed, Shards
 from dtrans.engine.loops import LoopPlan, WrittenBody, plan_loop
 from dtrans.engine.rules import Way, choose
@@ -199,11 +199,7 @@ class SplitWriter(ShardValues):
 
     def _without_padding(self, whole: Atom, piece: Atom, row: RowAxis | None, op: str) -> Atom:
         """A piece with what changes nothing in the place of padding."""
-        if row is None or not self.shards.pads(whole.aval.shape[row.axis], row):
-            return piece
-        size = whole.aval.shape[row.axis]
-        (nothing,) = self.b.call(identity_of(op, piece.aval.shape, piece.aval.dtype))
-        return self.b.call(kept(row.axis, size), piece, self.start(size, row), nothing)[0]
+        return piece if row is None else self.pieces.without_padding(piece, whole.aval.shape[row.axis], row, op)
 
     def _pick(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
         """Entries of a dimension that is cut, by index: each shard gives those that it has."""
@@ -211,7 +207,7 @@ class SplitWriter(ShardValues):
         assert row is not None
         size = x.aval.shape[row.axis]
         term = picked(way.at, size, p["dimension_numbers"], p["slice_sizes"], p["mode"], p["fill_value"])
-        return self.b.call(term, *atoms, self.start(size, row))
+        return self.b.call(term, *atoms, self.pieces.start(size, row))
 
     def _put(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
         """Updates of a dimension that is cut, by index: each shard makes those that are its own."""
@@ -220,7 +216,7 @@ class SplitWriter(ShardValues):
         size = eqn.invars[0].aval.shape[row.axis]
         clips = eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
         own = own_indices(way.at, size, piece.aval.shape[row.axis], clips)
-        (at,) = self.b.call(own, atoms[1], self.start(size, row))
+        (at,) = self.b.call(own, atoms[1], self.pieces.start(size, row))
         return list(self._scatter(eqn, [piece, at, atoms[2]], mode=jax.lax.GatherScatterMode.FILL_OR_DROP))
 
     def _add_up(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
@@ -240,7 +236,7 @@ class SplitWriter(ShardValues):
         assert row is not None
         largest = eqn.primitive.name == "argmax"
         op, size = ("max" if largest else "min"), eqn.invars[0].aval.shape[row.axis]
-        start = self.start(size, row)
+        start = self.pieces.start(size, row)
         (nothing,) = self.b.call(identity_of(op, x.aval.shape, x.aval.dtype))
         found, at = self.b.call(best_local(row.axis, size, largest), x, start, nothing)
         (best,) = self._reduced_here(op, [found])

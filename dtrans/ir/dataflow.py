@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from dtrans._jax import (
-    Atom,
-    JaxprEqn,
-    Var,
-)
+import numpy as np
+
+from dtrans._jax import Atom, JaxprEqn, Literal, Var
 
 
 def backward_slice(
@@ -47,3 +45,11 @@ def propagate(eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping
             for v in eqn.outvars:
                 bits.setdefault(v, entering)
     return bits
+
+
+def is_zero_array(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether all entries of a value are known to be zero: a literal, or what one is broadcast to."""
+    if isinstance(atom, Literal):
+        return bool(np.all(np.asarray(atom.val) == 0))
+    eqn = made_by.get(atom)
+    return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and is_zero_array(eqn.invars[0], made_by)

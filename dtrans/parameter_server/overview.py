@@ -121,10 +121,10 @@ def overview_of(
             slice_name=name,
             slice_shape=tuple(x.cut(types[x.of]).shape),
             dtype=types[x.of].dtype,
-            axis=x.axis,
-            offset=x.span.start if x.span else 0,
+            axis=x.part.axis if x.part else 0,
+            offset=x.part.first if x.part else 0,
             block_id=x.block,
-            is_slice=x.span is not None,
+            is_slice=x.part is not None,
             vtype="Param" if x.origin in params else "Optimizer",
             endpoint=endpoint,
         )

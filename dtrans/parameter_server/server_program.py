@@ -18,7 +18,6 @@ from dtrans.ops import RowsProgram, init_on_use_p, listen_and_serv_p
 from dtrans.parameter_server.plan import ServerPrograms
 from dtrans.parameter_server.tables.choose import Table
 from dtrans.parameter_server.tables.touched_rows import ServedTables, TableBlock
-from dtrans.rows.slices import Slice
 from dtrans.slicing.blocks import Unit
 from dtrans.slicing.partial_init import makes_rows, write_parts, write_rows
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerVariable, ServerWork
@@ -158,11 +157,10 @@ class ServerProgramWriter:
                 rows = b.bind(init_on_use_p, *inner.invars, table=table.name, types=types, write=write)
                 found |= zip(table.held, rows, strict=True)
         names = [n for n in spec.names if n not in found]
-        spans = {n: None if (x := held[n]).span is None else Slice(x.axis, x.span.start, x.span.rows) for n in names}
-        outs = write_parts(b, self.startup.jaxpr, [(made[held[n].of], spans[n]) for n in names])
+        outs = write_parts(b, self.startup.jaxpr, [(made[held[n].of], held[n].part) for n in names])
         found |= {n: b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(names, outs, strict=True)}
         for name, value in found.items():
-            if spans.get(name, name) is not None and isinstance(value, Var):
+            if held[name].part is not None and isinstance(value, Var):
                 b.labels.setdefault(value, name)
         outs = [found[n] for n in spec.names]
         return Program(f"pserver {endpoint} startup", b.build(outs), self.startup.args, spec, tuple(b.roles), b.labels)
@@ -171,8 +169,8 @@ class ServerProgramWriter:
         """Whether a server may make rows of a block one by one."""
         if table.whole or any(held[n].zeros for n in table.held):
             return False
-        of = [(self.startup.outvars[held[n].of], held[n].axis) for n in table.held]
-        return all(makes_rows(self.startup.jaxpr, v, axis) for v, axis in of)
+        parts = [(self.startup.outvars[held[n].of], held[n].part) for n in table.held]
+        return all(x is not None and makes_rows(self.startup.jaxpr, v, x.axis) for v, x in parts)
 
     def _rows(self, table: TableBlock, held: Mapping[str, ServerVariable], count: int) -> ClosedJaxpr:
         """The program of so many rows of a block, from their numbers in it and what the init is given."""
@@ -182,5 +180,5 @@ class ServerProgramWriter:
         b.invars += self.startup.inner.invars
         (of_all,) = b.call(plus(table.start), numbers)
         assert isinstance(of_all, Var)
-        wanted = [(made[held[n].of], held[n].axis) for n in table.held]
+        wanted = [(made[held[n].of], x.axis) for n in table.held if (x := held[n].part) is not None]
         return eliminate_dead(b.build(write_rows(b, self.startup.jaxpr, wanted, of_all)))

@@ -153,7 +153,7 @@ class PipelinePlan(Plan):
         for n, runs in self.stacks.items():
             t = self.main.inputs[n]
             for r in runs:
-                found[r.name] = t.update(shape=(*t.shape[: r.axis], r.stop - r.start, *t.shape[r.axis + 1 :]))
+                found[r.name] = r.part.of(t)
         return found
 
     def home(self, name: str) -> int | None:

@@ -37,6 +37,7 @@ from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.rows.analysis import RowAnalysis, analyse
+from dtrans.rows.slices import Slice
 from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement, Unit
 from dtrans.slicing.server_update import ServerUpdateBuilder
@@ -52,14 +53,11 @@ class StageRows:
 
     Attributes:
       name: its name.
-      axis: the dimension of the rows.
-      start, stop: which they are.
+      part: which rows.
     """
 
     name: str
-    axis: int
-    start: int
-    stop: int
+    part: Slice
 
 
 # -- loops -----------------------------------------------------------------------------------------
@@ -192,7 +190,7 @@ def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[St
         analysis = analysis or analyse(step.optimize, step.params)
         if leaf in analysis.groups:
             continue
-        found[leaf] = tuple(StageRows(f"{leaf}.{word}{k}", 0, a, b) for k, (a, b) in enumerate(ordered))
+        found[leaf] = tuple(StageRows(f"{leaf}.{word}{k}", Slice(0, a, b - a)) for k, (a, b) in enumerate(ordered))
     return found
 
 
@@ -241,8 +239,8 @@ def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]])
         v = by_leaf[leaf]
         del diff[v], given[v]
         for r in runs:
-            own = Var(v.aval.update(shape=(r.stop - r.start, *v.aval.shape[1:])))
-            env[v, (r.start, r.stop)] = own
+            own = Var(r.part.of(v.aval))
+            env[v, (r.part.first, r.part.stop)] = own
             diff[own], given[own] = r.name, vars_of[r.name]
     eqns: list[JaxprEqn] = []
     renamed: dict[Atom, Var] = {}
@@ -267,7 +265,7 @@ def stages_without(
 ) -> tuple[int, ...]:
     """The stage of each equation that `taken_apart` leaves."""
     by_leaf = {leaf: v for v, leaf in forward.diff.items() if leaf in rows}
-    gone = {(by_leaf[leaf], (r.start, r.stop)) for leaf, runs in rows.items() for r in runs}
+    gone = {(by_leaf[leaf], (r.part.first, r.part.stop)) for leaf, runs in rows.items() for r in runs}
     left = [not (e.invars and (e.invars[0], _run(e)) in gone) if _is_run(e) else True for e in forward.eqns]
     return tuple(s for s, keep in zip(stage_of, left, strict=True) if keep)
 
@@ -290,7 +288,7 @@ def _half_of_blocks(
     for n in step.optimized:
         t = types[n]
         if n in rows:
-            spans = [RowRange(r.start, r.stop) for r in rows[n]]
+            spans = [RowRange(r.part.first, r.part.stop) for r in rows[n]]
             blocks[n] = tuple(
                 Block(n, k, len(spans), x, (x.rows, *t.shape[1:]), t.dtype, "here", word) for k, x in enumerate(spans)
             )
@@ -307,8 +305,8 @@ def _half_of_blocks(
     work = ServerUpdateBuilder(analysis, placement, 1).work("here")
     state: dict[str, list[StageRows]] = {}
     for name, h in work.held.items():
-        if h.of in step.opt_state and h.span is not None:
-            state.setdefault(h.of, []).append(StageRows(name, h.axis, h.span.start, h.span.stop))
+        if h.of in step.opt_state and h.part is not None:
+            state.setdefault(h.of, []).append(StageRows(name, h.part))
     b = Builder(step.optimize.jaxpr)
     # no block reads new state: its name stands for the state before the step
     held = {n: b.input(h.cut(types[h.of])) for n, h in work.held.items()}
@@ -324,7 +322,7 @@ def _half_of_blocks(
         new |= {n: a for n, a in zip(block.out_names, made, strict=True) if n in held}
         values |= {n: a for n, a in zip(block.out_names, made, strict=True) if n not in held}
     half = OptimizeHalf(b.build(list(new.values())), tuple(name_of[v] for v in b.invars), tuple(new))
-    return half, {n: tuple(sorted(rs, key=lambda r: r.start)) for n, rs in state.items()}
+    return half, {n: tuple(sorted(rs, key=lambda r: r.part.first)) for n, rs in state.items()}
 
 
 def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf) -> Cut:
@@ -343,7 +341,7 @@ def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHa
         for n in names:
             t = vars_of[n].aval
             for r in rows.get(n, ()):
-                types[r.name] = t.update(shape=(*t.shape[: r.axis], r.stop - r.start, *t.shape[r.axis + 1 :]))
+                types[r.name] = r.part.of(t)
             if n not in rows:
                 types[n] = t
         specs.append(TreeSpec.of(types))
@@ -352,7 +350,7 @@ def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHa
             b.invars.append(given[n])
     b.invars += [vars_of[n] for n in step.batch]
     for n, parts in rows.items():
-        b.call(joined(parts[0].axis), *(given[r.name] for r in parts))
+        b.call(joined(parts[0].part.axis), *(given[r.name] for r in parts))
         b.eqns[-1] = b.eqns[-1].replace(outvars=[vars_of[n]])  # the step's equations read it under this name
     for eqn, role in zip(inner.eqns, source.roles, strict=True):
         b.role = role
@@ -361,7 +359,7 @@ def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHa
     for n, parts in rows.items():
         out = outs[n]
         assert not isinstance(out, Literal), n
-        new |= {r.name: b.part(out, r.axis, r.start, r.stop) for r in parts}
+        new |= {r.name: r.part.cut(b, out) for r in parts}
     results = TreeSpec.of({n: source.outputs[n] for n in step.results})
     every = [*specs, results]
     out_spec = TreeSpec(

@@ -25,9 +25,9 @@ import jax
 
 from dtrans._jax import Atom, JaxprEqn
 from dtrans.ir.builder import Builder
-from dtrans.rows.layout import SHARED, Layout, RowAxis
+from dtrans.rows.layout import RowAxis
 from dtrans.rows.random_bits import block_bits_p, is_counted
-from dtrans.rows.rules import step_of
+from dtrans.rows.rules import rows_of_operands
 from dtrans.rows.slices import Slice, Start
 
 
@@ -63,27 +63,13 @@ def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     """Which axis of which operand has the rows of this axis of the output?"""
-    wanted = RowAxis("", part.axis)
-    for i, a in enumerate(eqn.invars):
-        for axis in range(a.aval.ndim):
-            ins: list[Layout] = [SHARED] * len(eqn.invars)
-            ins[i] = RowAxis("", axis)
-            step = step_of(eqn, ins)
-            if step is None or step.reduce is not None or step.outs[out] != wanted:
-                continue
-            if any(row is not None and row.width != 1 for row in step.operands):
-                continue
-            types = [
-                part.along(x.axis).of(v.aval) if isinstance(x, RowAxis) else v.aval
-                for v, x in zip(eqn.outvars, step.outs, strict=True)
-            ]
-            needs = tuple(
-                (o, None if row is None else part.along(row.axis))
-                for o, row in zip(eqn.invars, step.operands, strict=True)
-            )
-            params = step.params(types) if step.params else {}
-            return _on_parts(eqn, out, types, needs, params)
-    return None
+    step = rows_of_operands(eqn, RowAxis("", part.axis), out)
+    if step is None:
+        return None
+    wanted = lambda row: part.along(row.axis).widened(row.width) if isinstance(row, RowAxis) else None
+    types = [v.aval if (p := wanted(x)) is None else p.of(v.aval) for v, x in zip(eqn.outvars, step.outs, strict=True)]
+    needs = [(a, wanted(row)) for a, row in zip(eqn.invars, step.operands, strict=True)]
+    return _on_parts(eqn, out, types, needs, step.params(types) if step.params else {})
 
 
 def _on_parts(
@@ -121,9 +107,10 @@ def _iota(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     """Counting may begin later."""
     if eqn.invars:
         return None
-    (v,) = eqn.outvars
-    shape, along = part.of(v.aval).shape, eqn.params["dimension"]
-    return Recipe((), lambda b, atoms: part.counted(b, v.aval.dtype, shape, along))
+    aval = part.of(eqn.outvars[0].aval)
+    if part.start == 0 or eqn.params["dimension"] != part.axis:
+        return _copied(eqn, part, (), shape=aval.shape)
+    return Recipe((), lambda b, atoms: part.counted(b, aval))
 
 
 def _concatenate(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:

@@ -47,6 +47,29 @@ def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     return None if rule is None else rule(eqn, ins)
 
 
+def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
+    """How an equation is carried out on rows of operands, so that an output has these rows; None where it cannot be.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> eqn = jax.make_jaxpr(jnp.transpose)(jnp.ones((6, 2))).jaxpr.eqns[0]
+      >>> rows_of_operands(eqn, RowAxis("w", 1)).operands
+      (RowAxis(leaf='w', axis=0, width=1),)
+    """
+    count = eqn.outvars[out].aval.shape[row.axis] // row.width
+    for k, a in enumerate(eqn.invars):
+        for axis, size in enumerate(a.aval.shape):
+            for width in dict.fromkeys((row.width, size // count if count else 0)):
+                if not width or size != count * width:
+                    continue
+                ins: list[Layout] = [SHARED] * len(eqn.invars)
+                ins[k] = RowAxis(row.leaf, axis, width)
+                step = step_of(eqn, ins)
+                if step is not None and not step.reduce and step.outs[out] == row:
+                    return step
+    return None
+
+
 def _one(ins: Sequence[Layout]) -> RowAxis | None:
     """The rows that all operands with rows have, if they all have the same."""
     rows = {x for x in ins if isinstance(x, RowAxis)}

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, Literal
-from dtrans.ir.array_fns import rows_from
+from dtrans.ir.array_fns import resized, rows_from
 from dtrans.ir.builder import Builder
 
 
@@ -31,17 +31,11 @@ class Start:
     Attributes:
       write: writes the value: a scalar, from where on; or a vector, the numbers of all entries. It is asked once.
       reach: of a scalar: how far the entries of all such parts reach, padding included; zeros are behind the end.
-        None for a vector.
     """
 
     write: Callable[[Builder], Atom]
-    reach: int | None = None
+    reach: int = 0
     _made: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def is_numbers(self) -> bool:
-        """Whether each entry has its own number."""
-        return self.reach is None
 
     def value(self, b: Builder) -> Atom:
         """The scalar, or the vector."""
@@ -52,12 +46,8 @@ class Start:
 
     def widened(self, width: int) -> Start:
         """The same entries, each of them `width` smaller ones."""
-        if width == 1:
-            return self
         if width not in self._made:
-            write = _each_widened(width) if self.is_numbers else _widened(width)
-            reach = None if self.reach is None else self.reach * width
-            self._made[width] = Start(lambda b: b.call(write, self.value(b))[0], reach)
+            self._made[width] = Start(lambda b: b.call(_widened(width), self.value(b))[0], self.reach * width)
         start: Start = self._made[width]
         return start
 
@@ -71,23 +61,23 @@ class Slice:
     size: int
 
     @property
-    def stop(self) -> int:
-        """Behind the last entry, where that is known."""
+    def first(self) -> int:
+        """The first entry, where it is known which they are."""
         assert not isinstance(self.start, Start)
-        return self.start + self.size
+        return self.start
 
     @property
-    def is_known(self) -> bool:
-        """Whether it is known, when a program is written, which entries these are."""
-        return not isinstance(self.start, Start)
+    def stop(self) -> int:
+        """Behind the last entry, where it is known which they are."""
+        return self.first + self.size
 
     def is_all(self, aval: Any) -> bool:
         """Whether a value has no other entries."""
-        return self.is_known and self.size == aval.shape[self.axis]
+        return not isinstance(self.start, Start) and self.size == aval.shape[self.axis]
 
     def of(self, aval: Any) -> Any:
         """The type of this part of a value."""
-        return aval.update(shape=(*aval.shape[: self.axis], self.size, *aval.shape[self.axis + 1 :]))
+        return resized(aval, self.axis, self.size)
 
     def along(self, axis: int) -> Slice:
         """The same entries of another axis."""
@@ -95,68 +85,58 @@ class Slice:
 
     def moved(self, by: int) -> Slice:
         """The same entries, in a value that begins `by` entries earlier: for entries that are known."""
-        assert not isinstance(self.start, Start)
-        return Slice(self.axis, self.start + by, self.size)
+        return Slice(self.axis, self.first + by, self.size)
 
     def widened(self, width: int) -> Slice:
         """The same entries, each of them `width` smaller ones."""
+        if width == 1:
+            return self
         start = self.start.widened(width) if isinstance(self.start, Start) else self.start * width
         return Slice(self.axis, start, self.size * width)
 
     def cut(self, b: Builder, value: Atom) -> Atom:
         """This part of a value that is there."""
         if isinstance(self.start, Start):
-            reach = self.start.reach
-            fn = _taken(self.axis) if reach is None else rows_from(self.axis, self.size, reach)
+            fn = _picked(self.axis, self.size, self.start.reach)
             return b.call(fn, value, self.start.value(b))[0]
         if isinstance(value, Literal) or not b.is_constant(value) or not isinstance(value.aval.dtype, np.dtype):
             return b.part(value, self.axis, self.start, self.stop)
         index = (slice(None),) * self.axis + (slice(self.start, self.stop),)
         return b.constant(np.asarray(b.constant_value(value))[index].copy())  # a view would keep the rest
 
-    def counted(self, b: Builder, dtype: Any, shape: tuple[int, ...], axis: int) -> Atom:
-        """This part, of this shape, of what counts entries along `axis`."""
-        if axis != self.axis:
-            return b.call(_counted(np.dtype(dtype), shape, axis, 0))[0]
-        if isinstance(self.start, Start):
-            fn = _numbered if self.start.is_numbers else _counted_from
-            return b.call(fn(np.dtype(dtype), shape, axis), self.start.value(b))[0]
-        return b.call(_counted(np.dtype(dtype), shape, axis, self.start))[0]
+    def counted(self, b: Builder, aval: Any) -> Atom:
+        """This part of what counts entries along the axis, of the type that it has."""
+        start = self.start.value(b) if isinstance(self.start, Start) else _literal(self.start)
+        return b.call(_counted(np.dtype(aval.dtype), aval.shape, self.axis), start)[0]
 
 
-# small functions, each traced once for its arguments. Counted in 32 bits: small types round, or wrap, as in the whole
+def _literal(number: int) -> Literal:
+    return Literal(np.int32(number), jax.typeof(np.int32(number)))
+
+
+# small functions, each traced once for its arguments and for where entries are: a scalar, or a vector
 
 
 @functools.cache
-def _counted(dtype: Any, shape: tuple[int, ...], axis: int, start: int) -> Callable[[], jax.Array]:
-    def fn() -> jax.Array:
-        if not start:
-            return jax.lax.broadcasted_iota(dtype, shape, axis)
-        return (jax.lax.broadcasted_iota(jnp.int32, shape, axis) + jnp.asarray(start, jnp.int32)).astype(dtype)
+def _picked(axis: int, size: int, reach: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    run = rows_from(axis, size, reach)
+    return lambda x, at: jnp.take(x, at, axis, mode="clip") if at.ndim else run(x, at)
+
+
+@functools.cache
+def _counted(dtype: Any, shape: tuple[int, ...], axis: int) -> Callable[[jax.Array], jax.Array]:
+    def fn(at: jax.Array) -> jax.Array:
+        # in 32 bits: small types round, or wrap, as in the whole
+        if at.ndim:
+            return jax.lax.broadcast_in_dim(at, shape, [axis]).astype(dtype)
+        return (jax.lax.broadcasted_iota(jnp.int32, shape, axis) + at).astype(dtype)
 
     return fn
 
 
 @functools.cache
-def _counted_from(dtype: Any, shape: tuple[int, ...], axis: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda start: (jax.lax.broadcasted_iota(jnp.int32, shape, axis) + start).astype(dtype)
-
-
-@functools.cache
-def _numbered(dtype: Any, shape: tuple[int, ...], axis: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda numbers: jax.lax.broadcast_in_dim(numbers, shape, [axis]).astype(dtype)
-
-
-@functools.cache
-def _taken(axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    return lambda x, numbers: jnp.take(x, numbers, axis, mode="clip")
-
-
-@functools.cache
 def _widened(width: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda start: start * width
+    def fn(at: jax.Array) -> jax.Array:
+        return (at[:, None] * width + jnp.arange(width, dtype=at.dtype)).ravel() if at.ndim else at * width
 
-
-@functools.cache
-def _each_widened(width: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda numbers: (numbers[:, None] * width + jnp.arange(width, dtype=numbers.dtype)).ravel()
+    return fn

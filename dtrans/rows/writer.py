@@ -1,26 +1,24 @@
 """Writing equations for a block of rows.
 
-An equation on whole leaves becomes the same equation on rows `start` to `stop`: operands with rows are those of the
-block, and a shared operand that meets rows is sliced *where it is made*: the slice moves up through broadcasts and
-elementwise equations until it reaches scalars and counters (`iota`), so that no array of the full shape is made on
-a server that holds some of its rows. Only what cannot be moved (random bits, which must be those of the whole leaf)
-is made whole and then sliced. Bodies of loops and branches are written in the same way.
+An equation on whole leaves becomes the same equation on the rows of a block: operands with rows are those of the
+block, and of a shared operand that meets rows these rows are made (`dtrans.rows.parts`): what is wanted moves up
+through the equations that make it until it reaches scalars, counters and keys, so that no array of the full shape is
+made where there are some of its rows. Only what needs its whole operands is made whole and then sliced. Bodies of loops
+and branches are written in the same way.
+
+Which rows a block has is said by one value: `RowRange` where that is known, and others for those who know it only when
+they run (`dtrans.zero.update`) or have rows of several leaves by their numbers
+(`dtrans.parameter_server.tables.trainer_rows`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from dtrans._jax import (
     COND,
-    ELEMENTWISE,
     SCAN,
     WHILE,
     Atom,
@@ -37,7 +35,19 @@ from dtrans._jax import (
 from dtrans.ir.builder import Builder
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import SHARED, Layout, RowAxis
+from dtrans.rows.parts import recipe_of
 from dtrans.rows.rules import Step
+from dtrans.rows.slices import Slice
+
+
+class BlockRows(Protocol):
+    """Which rows a block has."""
+
+    def of(self, row: RowAxis) -> Slice:
+        """Where they are along the axis of a value that has them: the same answer to the same question."""
+
+    def inside(self, b: Builder) -> BlockRows:
+        """The same rows in a body, which `b` has begun to write."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,29 +62,13 @@ class RowRange:
         """How many."""
         return self.stop - self.start
 
-    def of(self, row: RowAxis) -> tuple[int, int]:
+    def of(self, row: RowAxis) -> Slice:
         """Where these rows are along the axis of a value that has them."""
-        return self.start * row.width, self.stop * row.width
+        return Slice(row.axis, self.start * row.width, self.rows * row.width)
 
-    def cut(self, aval: Any, layout: Layout) -> Any:
-        """The type of these rows of a value."""
-        if not isinstance(layout, RowAxis):
-            return aval
-        shape, axis = aval.shape, layout.axis
-        return aval.update(shape=(*shape[:axis], self.rows * layout.width, *shape[axis + 1 :]))
-
-
-@functools.cache
-def _iota(dtype: Any, shape: tuple[int, ...], axis: int, start: int) -> Callable[[], jax.Array]:
-    """An iota that begins at `start`; counted so that small types round, or wrap, as in the whole."""
-
-    def fn() -> jax.Array:
-        if not start:
-            return jax.lax.broadcasted_iota(dtype, shape, axis)
-        counted = jax.lax.broadcasted_iota(jnp.int32, shape, axis) + jnp.asarray(start, jnp.int32)
-        return counted.astype(dtype)
-
-    return fn
+    def inside(self, b: Builder) -> RowRange:
+        """The same."""
+        return self
 
 
 class RowWriter:
@@ -83,20 +77,20 @@ class RowWriter:
     Args:
       jaxpr: that they are of.
       flow: what the row analysis found in it.
-      span: the rows of the block; None where it has whole leaves.
+      rows: those of the block; None where it has whole leaves.
       made_by: value to the equation that makes it, where that is known already: many blocks are of one jaxpr.
     """
 
     def __init__(
-        self, jaxpr: ClosedJaxpr, flow: Flow, span: RowRange | None, made_by: Mapping[Var, JaxprEqn] | None = None
+        self, jaxpr: ClosedJaxpr, flow: Flow, rows: BlockRows | None, made_by: Mapping[Var, JaxprEqn] | None = None
     ) -> None:
         self.b = Builder(jaxpr)
         self.flow = flow
-        self.span = span
+        self.rows = rows
         self.made_by = made_by if made_by is not None else {v: e for e in opened(jaxpr).eqns for v in e.outvars}
         self.env: dict[Var, Atom] = {}  # values of this block's own
         self.wholes: dict[Var, Atom] = {}  # shared values
-        self._rows: dict[tuple[Var, int, int], Atom] = {}  # rows of shared values
+        self._parts: dict[tuple[Var, Slice], Atom] = {}  # rows of shared values
         self._types: dict[Any, Any] = {}
 
     # -- what a writer of whole programs does otherwise ------------------------------------------
@@ -109,9 +103,18 @@ class RowWriter:
         """A shared value that comes from elsewhere; None for one that is made here."""
         return None
 
+    def inside(self, jaxpr: ClosedJaxpr, flow: Flow) -> RowWriter:
+        """A writer of a body."""
+        return RowWriter(jaxpr, flow, self.rows)
+
+    def maker(self, var: Var) -> JaxprEqn | None:
+        """The equation that makes a shared value, of shared values only; None where it is not carried out here."""
+        eqn = self.made_by.get(var)
+        return eqn if eqn is not None and all(self.flow.layout(a) is SHARED for a in eqn.invars) else None
+
     def place(self, layout: Layout) -> dict[Var, Atom]:
         """Where a value of a body is kept: beside rows of a block, everything that has no rows is shared."""
-        return self.env if isinstance(layout, RowAxis) or (self.span is None and layout is not SHARED) else self.wholes
+        return self.env if isinstance(layout, RowAxis) or (self.rows is None and layout is not SHARED) else self.wholes
 
     # -- operands --------------------------------------------------------------------------------
 
@@ -122,12 +125,20 @@ class RowWriter:
         own = self.own(atom)
         if own is not None:
             return own
-        if row is None or self.span is None:
+        return self.part_of(atom, None if row is None or self.rows is None else self.rows.of(row))
+
+    def part_of(self, atom: Atom, part: Slice | None) -> Atom:
+        """A part of a shared value, made with as little as possible of the rest; or the whole."""
+        if isinstance(atom, Literal) or part is None or part.is_all(atom.aval):
             return self.whole(atom)
-        key = (atom, row.axis, row.width)
-        if key not in self._rows:
-            self._rows[key] = self._shared_rows(atom, row)
-        return self._rows[key]
+        if (atom, part) not in self._parts:
+            eqn = self.maker(atom)
+            recipe = None if eqn is None else recipe_of(eqn, eqn.outvars.index(atom), part)
+            if recipe is None:
+                self._parts[atom, part] = part.cut(self.b, self.whole(atom))
+            else:
+                self._parts[atom, part] = recipe.write(self.b, [self.part_of(a, p) for a, p in recipe.needs])
+        return self._parts[atom, part]
 
     def whole(self, atom: Atom) -> Atom:
         """A shared value as it is: a constant of the program, made here, or from elsewhere."""
@@ -143,74 +154,22 @@ class RowWriter:
                 self.wholes.update(zip(eqn.outvars, made, strict=True))
         return self.wholes[atom]
 
-    def _shared_rows(self, atom: Var, row: RowAxis) -> Atom:
-        """This block's rows of a shared value, made with as little as possible of the rest."""
-        assert self.span is not None
-        b, axis = self.b, row.axis
-        if b.is_constant(atom):
-            return self.rows_of_constant(atom, row)
-        eqn = self.made_by.get(atom)
-        if eqn is not None and self.follows(atom):
-            shape = atom.aval.shape
-            if eqn.primitive.name in ELEMENTWISE and len(eqn.outvars) == 1:
-                # an operand of size 1 there is broadcast in every block
-                full = [a.aval.ndim == len(shape) and a.aval.shape[axis] == shape[axis] for a in eqn.invars]
-                return b.copy(eqn, [self.read(a, row if f else None) for a, f in zip(eqn.invars, full, strict=True)])[0]
-            if eqn.primitive.name == "broadcast_in_dim" and len(eqn.invars) == 1:
-                (operand,) = eqn.invars
-                dims = eqn.params["broadcast_dimensions"]
-                grown = axis not in dims or operand.aval.shape[dims.index(axis)] != shape[axis]
-                inner = None if grown else dataclasses.replace(row, axis=dims.index(axis))
-                return b.copy(eqn, [self.read(operand, inner)], shape=self.span.cut(atom.aval, row).shape)[0]
-            if eqn.primitive.name == "iota" and not eqn.invars:
-                along, shape = eqn.params["dimension"], self.span.cut(atom.aval, row).shape
-                if along == axis:
-                    return self.counted(atom.aval.dtype, shape, row)
-                return b.call(_iota(atom.aval.dtype, shape, along, 0))[0]
-        return self.rows_of_whole(self.whole(atom), row)
-
-    # -- where the block is: what a writer of blocks that know it only when they run does otherwise
-
-    def rows_of_constant(self, var: Var, row: RowAxis) -> Atom:
-        """This block's rows of a constant."""
-        assert self.span is not None
-        index = (slice(None),) * row.axis + (slice(*self.span.of(row)),)
-        return self.b.constant(np.asarray(self.b.constant_value(var))[index])
-
-    def counted(self, dtype: Any, shape: tuple[int, ...], row: RowAxis) -> Atom:
-        """An iota along the axis of the rows."""
-        assert self.span is not None
-        return self.b.call(_iota(dtype, shape, row.axis, self.span.of(row)[0]))[0]
-
-    def rows_of_whole(self, value: Atom, row: RowAxis) -> Atom:
-        """This block's rows of a value that is here."""
-        assert self.span is not None
-        return self.b.part(value, row.axis, *self.span.of(row))
-
-    def inside(self, jaxpr: ClosedJaxpr, flow: Flow) -> RowWriter:
-        """A writer of a body."""
-        return RowWriter(jaxpr, flow, self.span)
-
-    def follows(self, var: Var) -> bool:
-        """Whether the equation that makes a shared value may be carried out here."""
-        return True
-
     # -- equations -------------------------------------------------------------------------------
 
     def cut(self, aval: Any, layout: Layout) -> Any:
         """The type of a value in this block."""
-        if self.span is None or not isinstance(layout, RowAxis):
+        if self.rows is None or not isinstance(layout, RowAxis):
             return aval
         key = (aval.shape, aval.dtype, aval.weak_type, layout)
         if key not in self._types:
-            self._types[key] = self.span.cut(aval, layout)
+            self._types[key] = self.rows.of(layout).of(aval)
         return self._types[key]
 
     def emit(self, eqn: JaxprEqn, step: Step) -> list[Var]:
         """An equation with rows, on this block."""
         atoms = [self.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
         types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
-        if self.span is None:
+        if self.rows is None:
             return self.b.copy(eqn, atoms, types)
         params: dict[str, Any] = step.params(types) if step.params else {}
         if step.bodies:
@@ -237,6 +196,7 @@ class RowWriter:
         """A body on this block, its outputs with the given layouts."""
         inner = opened(jaxpr)
         w = self.inside(jaxpr, flow)
+        w.rows = None if self.rows is None else self.rows.inside(w.b)
         for v in inner.invars:
             layout = flow.layout(v)
             w.place(layout)[v] = w.b.input(self.cut(v.aval, layout))

@@ -25,7 +25,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, Literal, Var
+from dtrans._jax import Atom, JaxprEqn, Literal, Var
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import propagate
@@ -33,6 +33,7 @@ from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.ops import BlockGradient, OptimizeBlock, all_reduce_p, combine, identity_of
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.layout import SHARED, RowAxis
+from dtrans.rows.slices import Slice
 from dtrans.rows.writer import RowRange, RowWriter
 from dtrans.slicing.blocks import Placement, Unit, argument
 from dtrans.slicing.rounds import CrossServerValue, ExchangeRounds
@@ -46,15 +47,14 @@ class ServerVariable:
     Attributes:
       of: the array of the step that it begins as.
       block: the number of the block that it is, or belongs to.
-      axis, span: its rows, and along which axis of `of`; all of it where `span` is None.
+      part: its rows of `of`; None for all of it.
       beside: what it is a part of, where that is no array of the step: `params/w.trainer_1_bak`.
       zeros: whether it has the type of these rows only, and begins with zeros.
     """
 
     of: str
     block: int = 0
-    axis: int = 0
-    span: RowRange | None = None
+    part: Slice | None = None
     beside: str = ""
     zeros: bool = False
 
@@ -65,7 +65,7 @@ class ServerVariable:
 
     def cut(self, aval: Any) -> Any:
         """Its type, given that of the whole."""
-        return aval if self.span is None else self.span.cut(aval, RowAxis("", self.axis))
+        return aval if self.part is None else self.part.of(aval)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,13 +295,12 @@ class _Server:
         for u in self.units:
             block = u.unit.blocks[0].index
             for b in u.unit.blocks:
-                held[b.name] = ServerVariable(b.leaf, block, 0, u.span)
+                rows = None if u.span is None else u.span.of(RowAxis(b.leaf, 0))
+                held[b.name] = ServerVariable(b.leaf, block, rows)
             for name in u.state:
                 layout = s.analysis.layout(s.analysis.inputs[name])
-                if u.span is None or not isinstance(layout, RowAxis):
-                    held[u.named(name)] = ServerVariable(name, block)
-                else:
-                    held[u.named(name)] = ServerVariable(name, block, layout.axis, RowRange(*u.span.of(layout)))
+                rows = u.span.of(layout) if u.span is not None and isinstance(layout, RowAxis) else None
+                held[u.named(name)] = ServerVariable(name, block, rows)
         here = self.shared_state | (self.read & s.constant_params)
         held |= {n: ServerVariable(n) for n in s.half.in_names if isinstance(n, str) and n in here}
         return held
@@ -400,8 +399,8 @@ class _Phase(RowWriter):
         """Whether a shared value is made in this phase."""
         return False
 
-    def follows(self, var: Var) -> bool:
-        return var not in self.s.levels.crossings
+    def maker(self, var: Var) -> JaxprEqn | None:
+        return None if var in self.s.levels.crossings else super().maker(var)
 
     def finish(self, name: str, role: str, level: int, named: Callable[[Var], str]) -> OptimizeBlock:
         """The block."""

@@ -25,22 +25,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from dtrans.engine.writer import linear_operands
 from dtrans.ir.array_fns import converted, padded, times
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import is_zero_array
 from dtrans.ir.program import DIST
 from dtrans.ops import LAYERS, after_p, all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis
+from dtrans.rows.writer import RowWriter
 from dtrans.zero.gathering import Gathering, Given
 from dtrans.zero.layer_scan import written_loop
 from dtrans.zero.live_ranges import LiveRange, LiveRanges, is_cast
 from dtrans.zero.scatter_flow import scatter_flow
 from dtrans.zero.slice_flow import flat_bodies, slice_flow
-from dtrans.zero.update import SliceWriter
+from dtrans.zero.update import RankRows
 
 
 class Gatherer:
@@ -172,7 +173,7 @@ class Gatherer:
         assert step.reduce is not None
         w = self._on(next(row for row in step.operands if row is not None))
         atoms = [w.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
-        (part,) = b.copy(eqn, w.without_padding(atoms, step), [eqn.outvars[0].aval])
+        (part,) = b.copy(eqn, w.rank.without_padding(atoms, step), [eqn.outvars[0].aval])
         role, b.role = b.role, DIST
         (self.env[eqn.outvars[0]],) = b.bind(
             all_reduce_p, part, op=step.reduce, name="slices", owners=(), over=(self.how.axis_name,)
@@ -201,17 +202,7 @@ class Gatherer:
         if isinstance(atom, Var) and atom in self.flow.local:
             return self.scattered(atom, row)
         slice_ = self._on(row).read(atom, row)
-        return slice_ if self._is_zero(atom) else self.b.call(times(self.how.degree), slice_)[0]
-
-    def _is_zero(self, atom: Atom) -> bool:
-        if isinstance(atom, Literal):
-            return bool(np.all(np.asarray(atom.val) == 0))
-        i = self._maker.get(atom)
-        return (
-            i is not None
-            and self.eqns[i].primitive.name == "broadcast_in_dim"
-            and self._is_zero(self.eqns[i].invars[0])
-        )
+        return slice_ if is_zero_array(atom, self.same_on_all) else self.b.call(times(self.how.degree), slice_)[0]
 
     def _emit_on_rows(self, i: int) -> None:
         """An equation that is linear in gradients, on slices of these."""
@@ -322,11 +313,12 @@ class Gatherer:
         self.b.keep(*written_loop(self, i))
 
 
-class _OnSlices(SliceWriter):
+class _OnSlices(RowWriter):
     """Writes equations on slices of one leaf."""
 
     def __init__(self, g: Gatherer, leaf: str) -> None:
-        super().__init__(g.like, Flow({}), g.how.leaves[leaf], g.how.axis_name, g.same_on_all)
+        self.rank = RankRows(g.b, g.how.leaves[leaf], g.how.axis_name)
+        super().__init__(g.like, Flow({**g.flow.rows}), self.rank, g.same_on_all)
         self.g, self.b = g, g.b
 
     def own(self, var: Var) -> Atom | None:

@@ -26,6 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dtrans._jax import JaxprEqn, Literal, Var
+from dtrans.ir.array_fns import resized
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import RowAxis
@@ -58,19 +59,15 @@ class Sliced:
 
     def of_rank(self, aval: Any) -> Any:
         """The type of a rank's slice."""
-        return _resized(aval, self.axis, self.part)
+        return resized(aval, self.axis, self.part)
 
     def of_all(self, aval: Any) -> Any:
         """The type of all slices together, padding included."""
-        return _resized(aval, self.axis, self.padded)
+        return resized(aval, self.axis, self.padded)
 
     def padding(self, aval: Any) -> int:
         """How many elements there are of it, in all slices together."""
         return (self.padded - self.size) * (math.prod(aval.shape) // self.size)
-
-
-def _resized(aval: Any, axis: int, size: int) -> Any:
-    return aval.update(shape=(*aval.shape[:axis], size, *aval.shape[axis + 1 :]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,8 +20,8 @@ from typing import Any
 
 from dtrans._jax import REMAT, SCAN, Atom, JaxprEqn, Var, bodies, opened, scan_counts
 from dtrans.engine.writer import linear_operands
-from dtrans.rows.layout import SHARED, RowAxis
-from dtrans.rows.rules import Step, step_of
+from dtrans.rows.layout import RowAxis
+from dtrans.rows.rules import Step, rows_of_operands
 from dtrans.zero.slice_flow import local_inside
 
 
@@ -156,30 +156,6 @@ def _on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None
         return None
     step = rows_of_operands(eqn, row)
     return step if step is not None and all(step.operands[k] is not None for k in summed) else None
-
-
-def rows_of_operands(eqn: JaxprEqn, row: RowAxis) -> Step | None:
-    """How an equation is carried out on rows of operands, so that its output has these rows; None where it cannot be.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from dtrans.rows.layout import RowAxis
-      >>> eqn = jax.make_jaxpr(jnp.transpose)(jnp.ones((6, 2))).jaxpr.eqns[0]
-      >>> rows_of_operands(eqn, RowAxis("w", 1)).operands
-      (RowAxis(leaf='w', axis=0, width=1),)
-    """
-    count = eqn.outvars[0].aval.shape[row.axis] // row.width
-    for k, a in enumerate(eqn.invars):
-        for axis, size in enumerate(a.aval.shape):
-            for width in dict.fromkeys((row.width, size // count if count else 0)):
-                if not width or size != count * width:
-                    continue
-                ins: list[Any] = [SHARED] * len(eqn.invars)
-                ins[k] = RowAxis(row.leaf, axis, width)
-                step = step_of(eqn, ins)
-                if step is not None and not step.reduce and step.outs == (row,):
-                    return step
-    return None
 
 
 def _into(

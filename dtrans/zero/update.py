@@ -3,7 +3,7 @@
 It is the update of `dtrans.rows.writer` with a start that is computed, `trainer_index * rows`:
 
     equations on rows        on the rank's rows, as they are
-    shared values            the rank's rows of them are cut out where they meet rows, as late as possible
+    shared values            the rank's rows of them are made where they meet rows
     reductions over rows     of the rank's rows that are no padding, then `all_reduce` over the axis; all reductions
                              that wait for the same others are one equation
     everything else          the same on every rank, with leaves that stay whole
@@ -14,84 +14,49 @@ reduction mixes rows, and reductions do not see it.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
-from dtrans.ir.array_fns import rows_from, times
+from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans.engine.layout import Shards
+from dtrans.engine.pieces import Pieces
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import DIST, OPTIMIZE
-from dtrans.ops import all_reduce_p, identity_of, trainer_index_p
+from dtrans.ops import all_reduce_p
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step
-from dtrans.rows.writer import RowRange, RowWriter
+from dtrans.rows.slices import Slice
+from dtrans.rows.writer import RowWriter
 from dtrans.step.cut import OptimizeHalf
 from dtrans.zero.choose_slices import Sliced, Slices
 
 
-class SliceWriter(RowWriter):
-    """Writes equations on a rank's rows of one leaf.
+class RankRows:
+    """A rank's rows of one leaf (`dtrans.rows.writer.BlockRows`).
 
     Args:
-      jaxpr: that they are of.
-      flow: what the row analysis found in it.
+      b: writes the program, or the body, in which they are wanted.
       sliced: how the leaf is cut.
       axis_name: the axis that the ranks are on.
     """
 
-    def __init__(
-        self,
-        jaxpr: ClosedJaxpr,
-        flow: Flow,
-        sliced: Sliced,
-        axis_name: str,
-        made_by: Mapping[Var, JaxprEqn] | None = None,
-    ) -> None:
-        super().__init__(jaxpr, flow, RowRange(0, sliced.part), made_by)
+    def __init__(self, b: Builder, sliced: Sliced, axis_name: str) -> None:
         self.sliced = sliced
         self.axis_name = axis_name
-        self._start: dict[int, Atom] = {}
+        self._pieces = Pieces(b, Shards(sliced.degree, (axis_name,)))
 
-    def start(self, row: RowAxis) -> Atom:
-        """Where the rank's rows begin, in a value that has them."""
-        if row.width not in self._start:
-            (index,) = self.b.bind(trainer_index_p, over=(self.axis_name,))
-            self._start[row.width] = self.b.call(times(self.sliced.part * row.width), index)[0]
-        return self._start[row.width]
+    def of(self, row: RowAxis) -> Slice:
+        return self._pieces.of(self.sliced.size * row.width, row)
 
-    def rows_of_constant(self, var: Var, row: RowAxis) -> Atom:
-        return self.rows_of_whole(self.b.constant(self.b.constant_value(var)), row)
+    def inside(self, b: Builder) -> RankRows:
+        return RankRows(b, self.sliced, self.axis_name)
 
-    def counted(self, dtype: Any, shape: tuple[int, ...], row: RowAxis) -> Atom:
-        return self.b.call(_counted(np.dtype(dtype), shape, row.axis), self.start(row))[0]
-
-    def rows_of_whole(self, value: Atom, row: RowAxis) -> Atom:
-        s = self.sliced
-        return self.b.call(rows_from(row.axis, s.part * row.width, s.padded * row.width), value, self.start(row))[0]
-
-    def inside(self, jaxpr: ClosedJaxpr, flow: Flow) -> RowWriter:
-        return SliceWriter(jaxpr, flow, self.sliced, self.axis_name)
-
-    def without_padding(self, atoms: list[Atom], step: Step) -> list[Atom]:
+    def without_padding(self, atoms: Sequence[Atom], step: Step) -> list[Atom]:
         """The operands of a reduction, with what changes nothing in the place of padding."""
-        if self.sliced.padded == self.sliced.size:
-            return atoms
-        assert step.reduce is not None
-        made: list[Atom] = []
-        for a, row in zip(atoms, step.operands, strict=True):
-            if row is None:
-                made.append(a)
-                continue
-            (nothing,) = self.b.call(identity_of(step.reduce, a.aval.shape, a.aval.dtype))
-            made += self.b.call(_kept(row.axis, self.sliced.size * row.width), a, self.start(row), nothing)
-        return made
+        op = step.reduce or ""
+        return [a if row is None else self._pieces.without_padding(a, self.sliced.size * row.width, row, op)
+                for a, row in zip(atoms, step.operands, strict=True)]  # fmt: skip
 
 
 def sliced_half(slices: Slices, axis_name: str) -> OptimizeHalf:
@@ -105,10 +70,11 @@ def sliced_half(slices: Slices, axis_name: str) -> OptimizeHalf:
     eqns = half.eqns
     made_by = {v: e for e in eqns for v in e.outvars}
     b = Builder(half.jaxpr)
-    writers: dict[str, SliceWriter] = {}
+    writers: dict[str, RowWriter] = {}
+    rows = {leaf: RankRows(b, sliced, axis_name) for leaf, sliced in slices.leaves.items()}
     wholes: dict[Var, Atom] = {}
-    for leaf, sliced in slices.leaves.items():
-        w = writers[leaf] = SliceWriter(half.jaxpr, flow, sliced, axis_name, made_by)
+    for leaf in slices.leaves:
+        w = writers[leaf] = RowWriter(half.jaxpr, flow, rows[leaf], made_by)
         w.b, w.wholes = b, wholes  # all write one program, and share what is no leaf's
     b.role = OPTIMIZE
     layouts = {n: flow.layout(v) for n, v in slices.analysis.inputs.items()}
@@ -130,7 +96,7 @@ def sliced_half(slices: Slices, axis_name: str) -> OptimizeHalf:
             elif step.reduce:
                 w = writers[home]
                 atoms = [w.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
-                (part,) = b.copy(eqn, w.without_padding(atoms, step), [v.aval for v in eqn.outvars])
+                (part,) = b.copy(eqn, rows[home].without_padding(atoms, step), [v.aval for v in eqn.outvars])
                 waiting.setdefault(step.reduce, []).append((eqn.outvars[0], part))
             else:
                 w = writers[home]
@@ -175,21 +141,3 @@ def _levels(eqns: list[JaxprEqn], flow: Flow, leaves: Mapping[str, Sliced]) -> l
         reduces = step is not None and step.reduce and _leaf_of(step, leaves) is not None
         at.update(dict.fromkeys(eqn.outvars, level + bool(reduces)))
     return [found[level] for level in sorted(found)]
-
-
-# small functions, each traced once for a type
-
-
-@functools.cache
-def _counted(dtype: Any, shape: tuple[int, ...], axis: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda start: (jax.lax.broadcasted_iota(jnp.int32, shape, axis) + start).astype(dtype)
-
-
-@functools.cache
-def _kept(axis: int, size: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Entries before `size`, counted from a start; others as in `nothing`."""
-
-    def fn(x: jax.Array, start: jax.Array, nothing: jax.Array) -> jax.Array:
-        return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + start < size, x, nothing)
-
-    return fn

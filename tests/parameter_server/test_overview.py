@@ -20,7 +20,7 @@ from dtrans import HashName, RoundRobin, SizeBalanced, VarDistributed, VarsDistr
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.overview import overview_of
 from dtrans.parameter_server.placement import dispatched
-from dtrans.rows.writer import RowRange
+from dtrans.rows.slices import Slice
 from dtrans.slicing.server_update import ServerVariable
 
 
@@ -150,7 +150,7 @@ def test_what_is_kept_for_a_block_is_cut_as_it_is() -> None:
         "params/w.block{}.trainer_0_bak": "params/w.trainer_0_bak",
         "params/w.block{}@GRAD.mean_square": "params/w@GRAD.mean_square",
     }
-    part = lambda i, beside: ServerVariable("params/w", i, 0, (RowRange(0, 4), RowRange(4, 6))[i], beside)
+    part = lambda i, beside: ServerVariable("params/w", i, (Slice(0, 0, 4), Slice(0, 4, 2))[i], beside)
     servers = {f"a:{i + 1}": {n.format(i): part(i, beside) for n, beside in of.items()} for i in range(2)}
     servers["a:1"]["params/b.trainer_0_bak"] = ServerVariable("params/b", beside="params/b.trainer_0_bak")
     types = {

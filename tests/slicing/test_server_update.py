@@ -287,6 +287,29 @@ def test_a_flat_view_of_a_leaf_is_cut_where_its_rows_begin():
     no_full_shapes(plan)
 
 
+def test_what_rows_are_reduced_to_meets_rows_of_the_same_number():
+    """Sums of columns of a square leaf, one for each row: they are everybody's, and no rows of the leaf."""
+
+    def fn(g, p, m, count):
+        if g.ndim != 2:
+            return g, m
+        columns = jnp.sum(g * p, 0)
+        return g * columns[:, None], m + jnp.exp(-(columns**2))[:, None] * p
+
+    plan = agree(per_leaf(fn), shapes={"a": (6, 6), "b": (4,)})
+    assert plan.placement.whole == {}
+
+
+def test_noise_is_drawn_for_the_rows_of_a_block():
+    def fn(g, p, m, count):
+        return g + jax.random.normal(jax.random.fold_in(jax.random.key(3), count), g.shape), m
+
+    plan = agree(per_leaf(fn), shapes={"a": (5, 3)})
+    drawn = [v.aval.shape for ep in plan.servers for b in blocks_of(plan, ep) for e in b.inner.eqns
+             for v in e.outvars if e.primitive.name == "random_bits"]  # fmt: skip
+    assert sum(rows for rows, _ in drawn) == 5 and len(drawn) > 1
+
+
 def test_a_mask_broadcast_along_rows_and_along_columns():
     def fn(g, p, m, count):
         if g.ndim != 2:

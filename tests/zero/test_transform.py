@@ -205,6 +205,27 @@ def test_a_step_without_marks(stage: int) -> None:
     tree_close(trained(plan, "simulate", params, batches), alone(step, init_of(tx), params, batches), 1e-12)
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_rows_are_reduced_to_meets_rows_of_the_same_number(stage: int) -> None:
+    """Sums of columns of a square leaf, one for each row: every rank has them, and they are no rows of the leaf."""
+    by_columns = lambda x, y: x * jnp.cumsum(jnp.sum(y, 0)[:, None] * jnp.ones((1, 5)), 1)
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ params["w"]) ** 2) + 1e-2 * jnp.sum(by_columns(params["w"], params["w"]))
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return jax.tree.map(lambda g, p: -0.1 * by_columns(g, g * p), grads, params), state
+
+    tx = optax.GradientTransformation(lambda params: (), update)
+    params = {"w": jnp.asarray(np.random.default_rng(5).normal(size=(5, 5)))}
+    batches = [numbers(s, jnp.float64) for s in range(2)]
+    plan = plan_of(loss, tx, params, *batches[0], stage=stage, degree=2)
+    assert not plan.slices.wholes
+    want = alone(dtrans.make_train_step(loss, tx), init_of(tx), params, batches)
+    tree_close(trained(plan, "simulate", params, batches), want, 1e-12)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 2, 3])

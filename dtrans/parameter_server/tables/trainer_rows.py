@@ -5,13 +5,12 @@ everything else, with an operand of `size` rows in the place of the table. A num
 those that are there, which are sorted. So no value of the program has the rows of a table. Bodies of loops, of branches
 and of what is computed again are given the numbers too, as constants.
 
-What else meets rows of a table is taken at their numbers: a constant of one value is made smaller, and anything else
-is a gather by them.
+Of what else meets rows of a table the rows with these numbers are made (`dtrans.rows.parts`): a constant of one value
+is made smaller, and what needs its whole operands is made whole, and its rows are picked.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,58 +37,52 @@ from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
 from dtrans.ops import prefetch_p, split_ids_p
 from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups, numbers_first
 from dtrans.rows.flow import Flow
-from dtrans.rows.layout import Layout, RowAxis
+from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step
+from dtrans.rows.slices import Slice, Start
 from dtrans.rows.writer import RowWriter
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """How many rows a program has of each table, in place of a run of rows (`dtrans.rows.writer.RowRange`)."""
+class _TableRows:
+    """The rows of tables that a step looks up, by table (`dtrans.rows.writer.BlockRows`).
 
-    of: Mapping[str, int]
+    Attributes:
+      sizes: how many there are.
+      uniq: their numbers, sorted.
+    """
 
-    def cut(self, aval: Any, layout: Layout) -> Any:
-        """The type of these rows of a value."""
-        if not isinstance(layout, RowAxis):
-            return aval
-        shape, axis = aval.shape, layout.axis
-        return aval.update(shape=(*shape[:axis], self.of[layout.leaf] * layout.width, *shape[axis + 1 :]))
+    def __init__(self, sizes: Mapping[str, int], uniq: dict[str, Var]) -> None:
+        self.sizes, self.uniq = sizes, uniq
+        self._starts = {n: Start(functools.partial(self._numbers, n)) for n in sizes}
+
+    def _numbers(self, table: str, b: Builder) -> Atom:
+        return self.uniq[table]
+
+    def of(self, row: RowAxis) -> Slice:
+        return Slice(row.axis, self._starts[row.leaf], self.sizes[row.leaf]).widened(row.width)
+
+    def inside(self, b: Builder) -> _TableRows:
+        return _TableRows(self.sizes, {n: b.input(v.aval) for n, v in self.uniq.items()})
 
 
 class _LookedUp(RowWriter):
-    """Writes equations for the rows of tables that a step looks up; `RowWriter` says how, and this where rows are.
+    """Writes equations for the rows of tables that a step looks up, also in bodies."""
 
-    Attributes:
-      uniq: by table, the numbers of the rows that are here, sorted.
-    """
+    rows: _TableRows
 
-    uniq: dict[str, Var]
-    _places: dict[tuple[Any, ...], Atom]
-
-    def rows_of_constant(self, var: Var, row: RowAxis) -> Atom:
-        return self.rows_of_whole(var, row)
-
-    def counted(self, dtype: Any, shape: tuple[int, ...], row: RowAxis) -> Atom:
-        return self.b.call(_numbered(dtype, shape, row.axis), self.uniq[row.leaf])[0]
-
-    def rows_of_whole(self, value: Atom, row: RowAxis) -> Atom:
-        assert row.width == 1
-        return self.b.call(_taken(row.axis), value, self.uniq[row.leaf])[0]
+    def __init__(self, jaxpr: Any, flow: Flow, rows: _TableRows, made_by: Mapping[Var, JaxprEqn] | None = None) -> None:
+        super().__init__(jaxpr, flow, rows, made_by)
+        self._places: dict[tuple[Any, ...], Atom] = {}
 
     def inside(self, jaxpr: Any, flow: Flow) -> _LookedUp:
-        """A writer of a body, which is given the numbers of rows before anything else."""
-        w = _LookedUp(jaxpr, flow, self.span)
-        w.uniq = {n: w.b.input(v.aval) for n, v in self.uniq.items()}
-        w._places = {}
-        return w
+        return _LookedUp(jaxpr, flow, self.rows)
 
     def emit(self, eqn: JaxprEqn, step: Step) -> list[Var]:
         if isinstance(step, RowPick):
             return self._pick(eqn, step)
         if not step.bodies:
             return super().emit(eqn, step)
-        name, ids = eqn.primitive.name, list(self.uniq.values())
+        name, ids = eqn.primitive.name, list(self.rows.uniq.values())
         atoms = [self.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
         atoms = [*atoms[:1], *ids, *atoms[1:]] if name == COND else [*ids, *atoms]
         params = self._bodies(eqn, step)
@@ -110,7 +103,7 @@ class _LookedUp(RowWriter):
         row = step.operands[0]
         assert row is not None
         atoms = [self.read(a, x) for a, x in zip(eqn.invars, step.operands, strict=True)]
-        numbers, uniq = atoms[step.numbers], self.uniq[row.leaf]
+        numbers, uniq = atoms[step.numbers], self.rows.uniq[row.leaf]
         key = numbers, step.component, row.leaf
         if key not in self._places:
             fn = _place_of if step.component is None else _placed(step.component)
@@ -142,14 +135,12 @@ class TableWriter(_LookedUp):
         eqns: Sequence[JaxprEqn],
         roles: Sequence[str],
     ) -> None:
-        sizes: Any = _Sizes({n: t.size for n, t in found.tables.items()})
-        super().__init__(jaxpr, found.flow, sizes, {v: e for e in eqns for v in e.outvars})
-        self.b = b
-        self.uniq = {}
+        rows = _TableRows({n: t.size for n, t in found.tables.items()}, {})
+        super().__init__(jaxpr, found.flow, rows, {v: e for e in eqns for v in e.outvars})
+        self.b, self.uniq = b, rows.uniq
         self._tables, self._where = found.tables, where
         plain = zip(found.eqns, found.plain, strict=True)
         self._plain = {id(e): (p, found.flow.steps.get(i)) for i, (e, p) in enumerate(plain)}
-        self._places = {}
         numbers = [a for t in found.tables.values() for a, _ in t.ids]
         role_of = {id(e): role for e, role in zip(eqns, roles, strict=True)}
         self._done = set[int]()
@@ -235,17 +226,6 @@ def _placed(component: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 def _place_of(number: jax.Array, uniq: jax.Array) -> jax.Array:
     return jnp.searchsorted(uniq, number.astype(uniq.dtype)).astype(number.dtype)
-
-
-@functools.cache
-def _taken(axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    return lambda x, uniq: jnp.take(x, uniq, axis, mode="clip")
-
-
-@functools.cache
-def _numbered(dtype: Any, shape: tuple[int, ...], axis: int) -> Callable[[jax.Array], jax.Array]:
-    others = [d for d in range(len(shape)) if d != axis]
-    return lambda uniq: jnp.broadcast_to(jnp.expand_dims(uniq, others), shape).astype(dtype)
 
 
 def without_unused(b: Builder, outs: Sequence[Atom]) -> None:

@@ -103,12 +103,12 @@ class StateLayout:
 
     def of(self, arrays: Mapping[str, Any]) -> PipelineState:
         """The state of a job that goes on from arrays of the step, by name."""
-        rows = {r.name: (n, r) for n, runs in self.at.plan.stacks.items() for r in runs}
+        rows = {r.name: (n, r.part) for n, runs in self.at.plan.stacks.items() for r in runs}
         found = {}
         for _, _, at in self._entries:
-            whole, run = rows.get(at[1], (at[1], None))
+            whole, part = rows.get(at[1], (at[1], None))
             x = jnp.asarray(arrays[whole])
-            x = jnp.copy(x) if run is None else jax.lax.slice_in_dim(x, run.start, run.stop, axis=run.axis)
+            x = jnp.copy(x) if part is None else jax.lax.slice_in_dim(x, part.first, part.stop, axis=part.axis)
             found[at] = self._put(at, self._padded(at[1], x))
         return self.state(found)
 
@@ -129,15 +129,15 @@ def _startup_of(plan: PipelinePlan, names: Sequence[str]) -> ClosedJaxpr:
     """What makes some arrays of the first state."""
     startup = plan.startup
     outs = startup.outvars
-    rows = {r.name: (n, r) for n, runs in plan.stacks.items() for r in runs}
+    rows = {r.name: (n, r.part) for n, runs in plan.stacks.items() for r in runs}
     b = Builder(startup.jaxpr)
     b.invars += startup.inner.invars
     for eqn in startup.eqns:
         b.keep(eqn)
     wanted = []
     for n in names:
-        whole, run = rows.get(n, (n, None))
-        wanted.append(outs[whole] if run is None else b.part(outs[whole], run.axis, run.start, run.stop))
+        whole, part = rows.get(n, (n, None))
+        wanted.append(outs[whole] if part is None else part.cut(b, outs[whole]))
     return eliminate_dead(b.build(wanted))
 
 
@@ -150,7 +150,7 @@ def tree_of(plan: PipelinePlan, spec: TreeSpec, held: Callable[[str], Any]) -> A
             leaves.append(_unpadded(plan, n, held(n)))
         else:
             parts = [_unpadded(plan, r.name, held(r.name)) for r in rows]
-            leaves.append(jnp.concatenate([jax.device_put(p, parts[0].sharding) for p in parts], rows[0].axis))
+            leaves.append(jnp.concatenate([jax.device_put(p, parts[0].sharding) for p in parts], rows[0].part.axis))
     return spec.unflatten(leaves)
 
 

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, ShapedArray, Var, evaluate, small_jaxpr
+from dtrans.ir.array_fns import together
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.inline import eliminate_dead, inline_calls
@@ -232,15 +233,10 @@ def gathered(b: Builder, bins: Bins, own: Mapping[str, Atom], o: ShardingOptions
         if (p.start, p.stop) != (0, bins.types[p.bin].size):
             sent = b.part(sent, 0, p.start, p.stop)
         if found and not o.slices.overlap:
-            sent = b.call(_after, sent, found[-1])[0]
+            sent = b.call(together, sent, found[-1])[0]
         found += b.bind(all_gather_p, sent, name=f"{name}/{i}", over=(o.axis_name,), size=o.degree, axis=0)
     made = written(b, lambda *xs: list(bins.from_parts(dict(zip(parts, xs, strict=True))).values()), *found)
     return dict(zip(bins.places, made, strict=True))
-
-
-def _after(*xs: jax.Array) -> Sequence[jax.Array]:
-    made: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
-    return made
 
 
 def packed(b: Builder, bins: Bins, atoms: Mapping[str, Atom]) -> dict[str, Atom]:

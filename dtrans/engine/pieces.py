@@ -1,0 +1,54 @@
+"""Where a shard's pieces are: one program is written for all shards, and only `trainer_index` tells them apart."""
+
+from __future__ import annotations
+
+from dtrans._jax import Atom
+from dtrans.engine.array_fns import kept
+from dtrans.engine.layout import Shards
+from dtrans.ir.array_fns import times
+from dtrans.ir.builder import Builder
+from dtrans.ops import identity_of, trainer_index_p
+from dtrans.rows.layout import RowAxis
+from dtrans.rows.slices import Slice, Start
+
+
+class Pieces:
+    """The pieces of one shard, in one program or body of a loop.
+
+    Args:
+      b: writes it.
+      shards: of whom it is one.
+    """
+
+    def __init__(self, b: Builder, shards: Shards) -> None:
+        self.b = b
+        self.shards = shards
+        self._starts: dict[int, Start] = {}
+        self._index: Atom | None = None
+
+    def index(self) -> Atom:
+        """The number of the shard."""
+        if self._index is None:
+            (self._index,) = self.b.bind(trainer_index_p, over=self.shards.over)
+        return self._index
+
+    def of(self, size: int, row: RowAxis) -> Slice:
+        """The piece of a dimension of `size` entries; what is behind them is padding."""
+        local = self.shards.local(size, row)
+        if local not in self._starts:
+            write = lambda b: b.call(times(local), self.index())[0]
+            self._starts[local] = Start(write, self.shards.whole(size, row))
+        return Slice(row.axis, self._starts[local], local)
+
+    def start(self, size: int, row: RowAxis) -> Atom:
+        """Where it begins."""
+        start = self.of(size, row).start
+        assert isinstance(start, Start)
+        return start.value(self.b)
+
+    def without_padding(self, piece: Atom, size: int, row: RowAxis, op: str) -> Atom:
+        """A piece with what changes nothing in a reduction in the place of padding."""
+        if not self.shards.pads(size, row):
+            return piece
+        (nothing,) = self.b.call(identity_of(op, piece.aval.shape, piece.aval.dtype))
+        return self.b.call(kept(row.axis, size), piece, self.start(size, row), nothing)[0]
