@@ -3,7 +3,7 @@
     token  = send X...            [epmap, names, trainer_id, trainers, sync_mode, sections?, communicator?, merge?]
     token  = send_barrier token...  [endpoints, trainer_id, half_async?]
     X...   = recv token           [epmap, names, types, trainer_id, trainers, sync_mode, sections?, communicator?]
-    X...   = fetch_barrier X...   [endpoints, trainer_id, trainers?, sync_mode?]
+    X...   = fetch_barrier X...   [endpoints, trainer_id, trainers?, sync_mode?, communicator?]
     X...   = send X...            [epmap, names, sections, push_every, trainer_id, trainers]
     X...   = exchange X...        [endpoint, round, how, trainer_id, trainers, sync_mode]
 
@@ -15,7 +15,8 @@ says who asks.
 With `sections`, the rows of its blocks, an operand is a whole leaf that is cut when the program runs, and so is what
 `recv` gives (Paddle's `runtime_split_send_recv`). With `communicator`, both are left to what runs beside the program:
 `send` puts into its queue (`merge` says how it combines several), `recv` gives what it has received last, and
-`send_barrier` waits until it has sent all and received what was made of it.
+`send_barrier` waits until it has sent all and received what was made of it. A step that receives nothing, since all
+leaves are tables, has a `fetch_barrier` after its last `send`.
 
 The last is that of GEO-SGD (`geo_send_p`): its operands are parameters that the program has changed itself. Every
 `push_every` times what has changed in them since is given to the servers, and what others have changed is
