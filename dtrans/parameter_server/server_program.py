@@ -110,7 +110,7 @@ class ServerProgramWriter:
             assert b.span is not None
             held = (b.name, *map(b.named, table.zero.state))
             gradients = {k: b.gradient(k, self.slicer.trainers) for k in range(self.slicer.trainers)}
-            served[b.name] = TableBlock(b.leaf, b.name, b.span.start, b.rows, held, gradients, table.whole)
+            served[b.name] = TableBlock(b.leaf, b.name, b.span, held, gradients, table.whole)
         return {"tables": ServedTables(served, of_sizes)}
 
     def init(self, endpoint: str, held: Mapping[str, ServerVariable]) -> Program:
@@ -122,7 +122,7 @@ class ServerProgramWriter:
         b.invars += inner.invars
         b.role = FORWARD
         parts = [(held[n], made[held[n].of]) for n in spec.names]
-        spans = [None if x.span is None else InitSlice(x.axis, x.span.start, x.span.stop) for x, _ in parts]
+        spans = [None if x.span is None else InitSlice.along_axis(x.axis, x.span) for x, _ in parts]
         outs = write_parts(b, self.startup.jaxpr, [(v, p) for (_, v), p in zip(parts, spans, strict=True)])
         outs = [b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(spec.names, outs, strict=True)]
         for name, part, value in zip(spec.names, spans, outs, strict=True):

@@ -193,8 +193,8 @@ class TrainerCommWriter:
     def _rows_of(self, leaf: str) -> dict[str, Any]:
         """Where the rows of a table are."""
         blocks = self.placement.blocks[leaf]
-        sections = tuple(x.rows for x in blocks)
-        return {"table": leaf, "epmap": tuple(x.endpoint for x in blocks), "sections": sections, **self.common}
+        spans = tuple(x.span for x in blocks)
+        return {"table": leaf, "epmap": tuple(x.endpoint for x in blocks), "spans": spans, **self.common}
 
     def _at_run_time(self, blocks: Sequence[Block]) -> dict[str, Any]:
         """What an equation needs to know that cuts a leaf when it is carried out; nothing where the program does."""

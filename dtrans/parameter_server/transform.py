@@ -149,7 +149,7 @@ def pserver(
     check_step(step, comm, on_trainer_exit)
     analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
     tables = choose_tables(step, analysis, sparse)
-    placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement)
+    placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement, tables.buckets)
     placed = of_tables(placed, tables.of)
     startup = match_startup(step, startup)
     for n, output in step.asked.items():

@@ -1,4 +1,4 @@
-"""Which rows of a table a step looks up, and which of them each server has."""
+"""Which rows of a table a step looks up."""
 
 from __future__ import annotations
 
@@ -36,17 +36,3 @@ def unique_ids(ids: Sequence[Any], *, table: str, rows: int, size: int) -> np.nd
             )
     found = np.unique(np.concatenate([x.reshape(-1).astype(np.int32) for x in arrays]))
     return np.concatenate([found, np.full(size - len(found), rows, np.int32)])
-
-
-def parts_of_rows(uniq: np.ndarray, sections: Sequence[int]) -> list[tuple[int, slice]]:
-    """For each run of rows: which row it begins with, and where in sorted numbers its own are.
-
-    Example:
-      >>> import numpy as np
-      >>> from dtrans.protocol.table_rows import parts_of_rows
-      >>> parts_of_rows(np.array([0, 2, 5, 9]), [4, 5])
-      [(0, slice(0, 2, None)), (4, slice(2, 3, None))]
-    """
-    ends = np.cumsum([0, *sections])
-    at = np.searchsorted(np.asarray(uniq), ends).tolist()
-    return [(int(start), slice(a, b)) for start, a, b in zip(ends, at, at[1:], strict=False)]

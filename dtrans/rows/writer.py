@@ -35,6 +35,7 @@ from dtrans._jax import (
     with_bodies,
 )
 from dtrans.ir.builder import Builder
+from dtrans.rows.buckets import RowBuckets, counted, taken
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import SHARED, Layout, RowAxis
 from dtrans.rows.rules import Step
@@ -52,9 +53,26 @@ class RowRange:
         """How many."""
         return self.stop - self.start
 
-    def of(self, row: RowAxis) -> tuple[int, int]:
+    def numbers(self) -> np.ndarray:
+        """The numbers of these rows in the leaf, increasing."""
+        return np.arange(self.start, self.stop)
+
+    def local(self, ids: np.ndarray) -> np.ndarray:
+        """Where rows of these are among them, by their numbers in the leaf."""
+        return ids - self.start
+
+    def among(self, ids: np.ndarray) -> slice:
+        """Where in sorted numbers those of these rows are."""
+        return slice(*np.searchsorted(ids, (self.start, self.stop)).tolist())
+
+    @property
+    def index(self) -> slice:
+        """What picks these rows of an array."""
+        return slice(self.start, self.stop)
+
+    def along(self, row: RowAxis) -> RowRange:
         """Where these rows are along the axis of a value that has them."""
-        return self.start * row.width, self.stop * row.width
+        return RowRange(self.start * row.width, self.stop * row.width)
 
     def cut(self, aval: Any, layout: Layout) -> Any:
         """The type of these rows of a value."""
@@ -62,6 +80,12 @@ class RowRange:
             return aval
         shape, axis = aval.shape, layout.axis
         return aval.update(shape=(*shape[:axis], self.rows * layout.width, *shape[axis + 1 :]))
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop}"
+
+
+RowSet = RowRange | RowBuckets  # which rows of a leaf a part has
 
 
 @functools.cache
@@ -88,7 +112,7 @@ class RowWriter:
     """
 
     def __init__(
-        self, jaxpr: ClosedJaxpr, flow: Flow, span: RowRange | None, made_by: Mapping[Var, JaxprEqn] | None = None
+        self, jaxpr: ClosedJaxpr, flow: Flow, span: RowSet | None, made_by: Mapping[Var, JaxprEqn] | None = None
     ) -> None:
         self.b = Builder(jaxpr)
         self.flow = flow
@@ -174,18 +198,24 @@ class RowWriter:
     def rows_of_constant(self, var: Var, row: RowAxis) -> Atom:
         """This block's rows of a constant."""
         assert self.span is not None
-        index = (slice(None),) * row.axis + (slice(*self.span.of(row)),)
+        index = (slice(None),) * row.axis + (self.span.along(row).index,)
         return self.b.constant(np.asarray(self.b.constant_value(var))[index])
 
     def counted(self, dtype: Any, shape: tuple[int, ...], row: RowAxis) -> Atom:
         """An iota along the axis of the rows."""
         assert self.span is not None
-        return self.b.call(_iota(dtype, shape, row.axis, self.span.of(row)[0]))[0]
+        rows = self.span.along(row)
+        if isinstance(rows, RowBuckets):
+            return self.b.call(counted(rows, dtype, shape, row.axis))[0]
+        return self.b.call(_iota(dtype, shape, row.axis, rows.start))[0]
 
     def rows_of_whole(self, value: Atom, row: RowAxis) -> Atom:
         """This block's rows of a value that is here."""
         assert self.span is not None
-        return self.b.part(value, row.axis, *self.span.of(row))
+        rows = self.span.along(row)
+        if isinstance(rows, RowBuckets):
+            return self.b.call(taken(rows, row.axis), value)[0]
+        return self.b.part(value, row.axis, rows.start, rows.stop)
 
     def inside(self, jaxpr: ClosedJaxpr, flow: Flow) -> RowWriter:
         """A writer of a body."""

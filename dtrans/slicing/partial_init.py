@@ -35,23 +35,45 @@ import numpy as np
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened, warn_if_unknown
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
+from dtrans.rows.buckets import RowBuckets, counted, taken
 from dtrans.rows.layout import SHARED, Layout, RowAxis
 from dtrans.rows.rules import step_of
+from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.random_bits import block_bits_p, is_counted
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class InitSlice:
-    """Entries `start` to `stop` along `axis`."""
+    """Entries `start` to `stop` along `axis`; or those in buckets `start` to `stop` (`dtrans.rows.buckets`).
+
+    Attributes:
+      buckets, size: how many buckets there are, of how many entries; 0 for a run of entries.
+    """
 
     axis: int
     start: int
     stop: int
+    buckets: int = 0
+    size: int = 0
+
+    @classmethod
+    def along_axis(cls, axis: int, rows: RowSet) -> InitSlice:
+        """These rows along an axis."""
+        if isinstance(rows, RowBuckets):
+            return cls(axis, rows.start, rows.stop, rows.count, rows.size)
+        return cls(axis, rows.start, rows.stop)
+
+    @property
+    def rows(self) -> RowSet:
+        """The entries."""
+        if self.buckets:
+            return RowBuckets(self.start, self.stop, self.buckets, self.size)
+        return RowRange(self.start, self.stop)
 
     @property
     def count(self) -> int:
         """How many."""
-        return self.stop - self.start
+        return self.rows.rows
 
     def cut(self, aval: Any) -> Any:
         """The type of this part of a value."""
@@ -59,11 +81,11 @@ class InitSlice:
 
     def moved(self, by: int) -> InitSlice:
         """The same entries, in a value that begins `by` entries earlier."""
-        return InitSlice(self.axis, self.start + by, self.stop + by)
+        return dataclasses.replace(self, start=self.start + by, stop=self.stop + by)
 
     def along(self, axis: int) -> InitSlice:
         """The same entries of another axis."""
-        return InitSlice(axis, self.start, self.stop)
+        return dataclasses.replace(self, axis=axis)
 
 
 Want = tuple[Atom, InitSlice | None]  # None: the whole
@@ -179,11 +201,15 @@ class _Wishes:
 
 def _cut(b: Builder, var: Var, part: InitSlice) -> Atom:
     """A part of a whole value."""
+    rows = part.rows
     if b.is_constant(var) and not jnp.issubdtype(var.aval.dtype, jax.dtypes.extended):
-        index = (slice(None),) * part.axis + (slice(part.start, part.stop),)
+        index = (slice(None),) * part.axis + (rows.index,)
         return b.constant(np.asarray(b.constant_value(var))[index].copy())  # a view would keep the rest
     role, b.role = b.role, DIST
-    made = b.part(var, part.axis, part.start, part.stop)
+    if isinstance(rows, RowBuckets):
+        (made,) = b.call(taken(rows, part.axis), var)
+    else:
+        made = b.part(var, part.axis, part.start, part.stop)
     b.role = role
     return made
 
@@ -198,7 +224,7 @@ def recipe_of(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
       [InitSlice(axis=0, start=2, stop=5)]
     """
     rule = BACKWARD.get(eqn.primitive.name)
-    found = rule(eqn, out, part) if rule is not None else None
+    found = rule(eqn, out, part) if rule is not None and (not part.buckets or rule in _OF_BUCKETS) else None
     if rule is None:
         warn_if_unknown(eqn, "is treated as mixing rows: each server makes all of what init makes with it")
     return found or _by_row_analysis(eqn, out, part)
@@ -265,6 +291,8 @@ def _iota(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     if eqn.invars:
         return None
     along, aval = eqn.params["dimension"], part.cut(eqn.outvars[0].aval)
+    if along == part.axis and isinstance(rows := part.rows, RowBuckets):
+        return _called(counted(rows, aval.dtype, aval.shape, along))
     return _called(_counted(aval.dtype, aval.shape, along, part.start if along == part.axis else 0))
 
 
@@ -302,7 +330,7 @@ def _stack(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     """Some of the operands."""
     if eqn.params["axis"] != part.axis:
         return None
-    return _copied(eqn, part, [(a, None) for a in eqn.invars[part.start : part.stop]])
+    return _copied(eqn, part, [(eqn.invars[i], None) for i in part.rows.numbers()])
 
 
 def _split(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
@@ -367,6 +395,12 @@ def _reshape(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
         return None
     (axis,) = axes
     width_old, width_new = math.prod(old[axis + 1 :]), math.prod(new[part.axis + 1 :])
+    if part.buckets:
+        there = [n * width_new for n in (part.start, part.stop, part.buckets, part.size)]
+        if any(n % width_old for n in there):
+            return None
+        need = a, InitSlice(axis, *(n // width_old for n in there))
+        return _copied(eqn, part, [need], new_sizes=part.cut(eqn.outvars[0].aval).shape)
     lo, hi = part.start * width_new, part.stop * width_new
     cover = InitSlice(axis, lo // width_old, -(-hi // width_old))
     shape = part.cut(eqn.outvars[0].aval).shape
@@ -402,6 +436,8 @@ def _random_bits(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
     if not is_counted(eqn):
         return None
     rows = {"axis": part.axis - ndim, "start": part.start, "stop": part.stop}
+    if part.buckets:
+        rows["buckets"] = part.buckets
     return _copied(eqn.replace(primitive=block_bits_p), part, [(keys, None)], **rows)
 
 
@@ -419,3 +455,6 @@ BACKWARD: Mapping[str, Callable[[JaxprEqn, int, InitSlice], Recipe | None]] = {
     "random_unwrap": _keys,
     "random_bits": _random_bits,
 }
+
+# those that make buckets too; others make the whole, unless rows pass through
+_OF_BUCKETS = frozenset({_broadcast_in_dim, _iota, _stack, _reshape, _keys, _random_bits})

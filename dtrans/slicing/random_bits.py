@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import ShapedArray, new_primitive, threefry2x32_p
+from dtrans.rows.buckets import RowBuckets, taken
 
 
 def counts(key_type: Any) -> bool:
@@ -52,8 +53,12 @@ def _threefry_type() -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
-def block_bits(keys: jax.Array, *, bit_width: int, shape: Sequence[int], axis: int, start: int, stop: int) -> jax.Array:
+def block_bits(
+    keys: jax.Array, *, bit_width: int, shape: Sequence[int], axis: int, start: int, stop: int, buckets: int = 0
+) -> jax.Array:
     """Entries `start` to `stop` along `axis` of the bits that each key gives for an array of `shape`.
+
+    Of so many `buckets`, where that is not 0, those in buckets `start` to `stop` (`dtrans.rows.buckets`).
 
     Example:
       >>> import jax
@@ -67,9 +72,12 @@ def block_bits(keys: jax.Array, *, bit_width: int, shape: Sequence[int], axis: i
 
     def of_one(key: jax.Array) -> jax.Array:
         if not counted:
-            return jax.lax.slice_in_dim(jax.random.bits(key, tuple(shape), dtype), start, stop, axis=axis)
+            bits = jax.random.bits(key, tuple(shape), dtype)
+            if buckets:
+                return taken(RowBuckets(start, stop, buckets, shape[axis]), axis)(bits)
+            return jax.lax.slice_in_dim(bits, start, stop, axis=axis)
         words = jax.random.key_data(key)
-        high, low = _hash(words[0], words[1], *counters(shape, axis, start, stop))
+        high, low = _hash(words[0], words[1], *counters(shape, axis, start, stop, buckets))
         if bit_width == 64:
             return (high.astype(dtype) << jnp.asarray(32, dtype)) | low.astype(dtype)
         return (high ^ low).astype(dtype)
@@ -84,15 +92,18 @@ def _hash(key0: jax.Array, key1: jax.Array, high: jax.Array, low: jax.Array) -> 
     return made
 
 
-def counters(shape: Sequence[int], axis: int, start: int, stop: int) -> tuple[jax.Array, jax.Array]:
+def counters(shape: Sequence[int], axis: int, start: int, stop: int, buckets: int = 0) -> tuple[jax.Array, jax.Array]:
     """The row-major numbers of entries `start` to `stop` along `axis` of an array, as two words, the high one first.
+
+    Args:
+      buckets: as in `block_bits`.
 
     Example:
       >>> high, low = counters((6, 2), 0, 2, 5)
       >>> low.tolist(), int(high.max())
       ([[4, 5], [6, 7], [8, 9]], 0)
     """
-    block = (*shape[:axis], stop - start, *shape[axis + 1 :])
+    block = (*shape[:axis], _entries(shape, axis, start, stop, buckets), *shape[axis + 1 :])
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     first = start * strides[axis]
     high, low = (jnp.full(block, word, jnp.uint32) for word in _words(first))
@@ -102,6 +113,9 @@ def counters(shape: Sequence[int], axis: int, start: int, stop: int) -> tuple[ja
         if block[d] == 1:
             continue
         index = jax.lax.broadcasted_iota(jnp.uint32, block, d)
+        if d == axis and buckets:
+            width = jnp.uint32(stop - start)
+            index = jax.lax.div(index, width) * jnp.uint32(buckets) + jax.lax.rem(index, width)
         step_high, step_low = (jnp.asarray(word, jnp.uint32) for word in _words(stride))
         more = index * step_low
         low = low + more
@@ -151,8 +165,14 @@ def _words(number: int) -> tuple[int, int]:
     return number >> 32, number & 0xFFFFFFFF
 
 
-def _type(keys: Any, *, bit_width: int, shape: Sequence[int], axis: int, start: int, stop: int) -> Any:
-    block = (*shape[:axis], stop - start, *shape[axis + 1 :])
+def _entries(shape: Sequence[int], axis: int, start: int, stop: int, buckets: int) -> int:
+    return RowBuckets(start, stop, buckets, shape[axis]).rows if buckets else stop - start
+
+
+def _type(
+    keys: Any, *, bit_width: int, shape: Sequence[int], axis: int, start: int, stop: int, buckets: int = 0
+) -> Any:
+    block = (*shape[:axis], _entries(shape, axis, start, stop, buckets), *shape[axis + 1 :])
     return ShapedArray((*keys.shape, *block), jnp.dtype(f"uint{bit_width}"))
 
 
@@ -163,6 +183,6 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any
 block_bits_p = new_primitive(
     "random_bits",
     types=_type,
-    impl=jax.jit(block_bits, static_argnames=("bit_width", "shape", "axis", "start", "stop")),
+    impl=jax.jit(block_bits, static_argnames=("bit_width", "shape", "axis", "start", "stop", "buckets")),
     batch=_batch,
 )

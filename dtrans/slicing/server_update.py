@@ -33,7 +33,7 @@ from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.ops import BlockGradient, OptimizeBlock, all_reduce_p, combine, identity_of
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.layout import SHARED, RowAxis
-from dtrans.rows.writer import RowRange, RowWriter
+from dtrans.rows.writer import RowSet, RowWriter
 from dtrans.slicing.blocks import Placement, Unit, argument
 from dtrans.slicing.rounds import CrossServerValue, ExchangeRounds
 from dtrans.step.cut import Gradient
@@ -54,7 +54,7 @@ class ServerVariable:
     of: str
     block: int = 0
     axis: int = 0
-    span: RowRange | None = None
+    span: RowSet | None = None
     beside: str = ""
     zeros: bool = False
 
@@ -301,7 +301,7 @@ class _Server:
                 if u.span is None or not isinstance(layout, RowAxis):
                     held[u.named(name)] = ServerVariable(name, block)
                 else:
-                    held[u.named(name)] = ServerVariable(name, block, layout.axis, RowRange(*u.span.of(layout)))
+                    held[u.named(name)] = ServerVariable(name, block, layout.axis, u.span.along(layout))
         here = self.shared_state | (self.read & s.constant_params)
         held |= {n: ServerVariable(n) for n in s.half.in_names if isinstance(n, str) and n in here}
         return held
@@ -374,7 +374,7 @@ def _combined(op: str) -> Callable[..., Any]:
 class _Phase(RowWriter):
     """The equations of one unit, or of what is shared, at one level."""
 
-    def __init__(self, slicer: ServerUpdateBuilder, span: RowRange | None) -> None:
+    def __init__(self, slicer: ServerUpdateBuilder, span: RowSet | None) -> None:
         super().__init__(slicer.jaxpr, slicer.analysis.flow, span, slicer.made_by)
         self.s = slicer
         self.ins: list[str | Var] = []  # names; shared values are named once the server is known

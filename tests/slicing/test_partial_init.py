@@ -23,6 +23,7 @@ import dtrans
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import DIST
+from dtrans.rows.buckets import RowBuckets
 from dtrans.slicing.partial_init import InitSlice, write_parts
 from dtrans.slicing.random_bits import block_bits, block_bits_p, counters, counts
 
@@ -491,6 +492,46 @@ def test_startup_programs_are_the_same_every_time():
     first, second = planned()[0], planned()[0]
     for ep in first.servers:
         assert str(first.servers[ep].startup) == str(second.servers[ep].startup)
+
+
+# -- rows that are dealt out by their numbers -----------------------------------------------------
+
+
+BUCKETS = {
+    "normal": (init.normal(0.02), True),
+    "uniform": (lambda key, shape: 3 * jax.random.uniform(key, shape[::-1], minval=-1.0).T, True),
+    "zeros": (init.zeros, True),
+    "half": (lambda key, shape: init.truncated_normal(1.0)(key, shape, jnp.bfloat16), True),
+    "numbered": (lambda key, shape: jnp.arange(shape[0], dtype=jnp.int8)[:, None] + jnp.zeros(shape), True),
+    "reshaped": (lambda key, shape: jax.random.normal(key, (math.prod(shape),)).reshape(shape), True),
+    "bits": (lambda key, shape: jax.random.bits(key, shape, jnp.uint32), True),
+    "a row of zeros": (lambda key, shape: jax.random.normal(key, shape).at[3].set(0), False),
+    "constant": (
+        lambda key, shape: np.arange(math.prod(shape), dtype=np.float32).reshape(shape) * jnp.ones(shape),
+        True,
+    ),
+    "side by side": (lambda key, shape: jnp.concatenate([jnp.zeros((4, 6)), jax.random.normal(key, (9, 6))]), False),
+}
+
+
+@pytest.mark.parametrize("name", BUCKETS)
+def test_buckets_of_an_initialiser_are_rows_of_the_whole(name):
+    fn, in_parts = BUCKETS[name]
+    of = lambda key: fn(key, SHAPE)
+    parts = [RowBuckets(*x, 5, SHAPE[0]) for x in ((0, 2), (2, 3), (3, 5))]
+    whole = as_numpy(jax.jit(of)(KEY))
+    jaxpr = written(of, [KEY], *(InitSlice.along_axis(0, p) for p in parts))
+    found = Blocks([whole[p.numbers()] for p in parts], run(jaxpr, [KEY], jax.jit), jaxpr)
+    found.equal()
+    if in_parts:
+        found.nothing_of(SHAPE)
+
+
+def test_buckets_of_bits_that_are_not_counted():
+    key = jax.random.key(0, impl="rbg")
+    wanted = np.asarray(jax.random.bits(key, SHAPE))[RowBuckets(1, 3, 5, 13).numbers()]
+    found = block_bits(key, bit_width=32, shape=SHAPE, axis=0, start=1, stop=3, buckets=5)
+    assert np.array_equal(found, wanted)
 
 
 # -- memory ----------------------------------------------------------------------------------------

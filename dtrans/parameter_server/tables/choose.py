@@ -26,12 +26,14 @@ class Table:
       zero: what the update does to other rows.
       whole: whether each update is of all its rows.
       why: what the update does, for people.
+      buckets: how many its rows are dealt out to; 0 where servers have runs of rows.
     """
 
     lookups: TableLookups
     zero: ZeroGradient
     whole: bool
     why: str
+    buckets: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,6 +52,11 @@ class Tables:
     def names(self) -> tuple[str, ...]:
         """Of the tables."""
         return tuple(self.of)
+
+    @property
+    def buckets(self) -> dict[str, int]:
+        """How many buckets the tables have that have any."""
+        return {n: t.buckets for n, t in self.of.items() if t.buckets}
 
 
 def choose_tables(step: Cut, analysis: RowAnalysis, sparse: Mapping[str, Rows] | str | None) -> Tables:
@@ -85,7 +92,9 @@ def choose_tables(step: Cut, analysis: RowAnalysis, sparse: Mapping[str, Rows] |
                 raise ConfigError(f"sparse: {n} cannot be a table: {why}. Leave it out, or give it another optimizer")
             others[n] = why
             continue
-        of[n] = _table(n, lookups, at_zero_gradient(analysis, n), options.get(n, Rows("dense")))
+        option = options.get(n, Rows("dense"))
+        table = _table(n, lookups, at_zero_gradient(analysis, n), option)
+        of[n] = dataclasses.replace(table, buckets=min(option.buckets, lookups.rows) * (option.place == "bucket"))
     return Tables(of, others)
 
 
@@ -129,7 +138,7 @@ def notes_of(tables: Tables, row_bytes: Mapping[str, int]) -> Sequence[str]:
         size, rows = t.lookups.size, t.lookups.rows
         moved = size * (2 * row_bytes[n] + ID)
         notes.append(
-            f"table {n}: {rows:,} rows, at most {size:,} looked up by a trainer in a step, at most {moved:,} bytes; "
-            f"{t.why}"
+            f"table {n}: {rows:,} rows{f' in {t.buckets} buckets' * bool(t.buckets)}, at most {size:,} looked up by a "
+            f"trainer in a step, at most {moved:,} bytes; {t.why}"
         )
     return [*notes, *(f"no table: {n}: {why}" for n, why in tables.others.items())]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dtrans.checks import check_one_of, check_type
+from dtrans.checks import check_int, check_one_of, check_type
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.options import Async, Sync
 
@@ -20,20 +20,28 @@ class Rows:
         so does the decay of weights. "lazy": rows that nobody has looked up stay as they are, and so does their part of
         the optimizer's state; counts of steps are the optimizer's own, and go on. None: whichever it is, where both are
         the same (plain SGD, Adagrad); elsewhere it has to be said.
+      place: which rows a server has. "range": a run of rows, as of any other leaf; how many servers have some, and
+        which, is as `dtrans.BlockPlacement` says. "bucket": row n is in bucket n % buckets, and each server has a run
+        of buckets, so that rows which are next to each other are on different servers.
+      buckets: how many, with "bucket"; a table of fewer rows has one for each.
 
     Raises:
-      ConfigError: another update.
+      ConfigError: another update or place; fewer than one bucket.
 
     Example:
       >>> import dtrans
-      >>> dtrans.Rows(update="lazy").update
+      >>> dtrans.Rows(update="lazy", place="bucket").update
       'lazy'
     """
 
     update: Literal["dense", "lazy"] | None = None
+    place: Literal["range", "bucket"] = "range"
+    buckets: int = 256
 
     def __post_init__(self) -> None:
         check_one_of("update", self.update, (None, "dense", "lazy"))
+        check_one_of("place", self.place, ("range", "bucket"))
+        check_int("buckets", self.buckets, "a number of buckets", least=1)
 
 
 def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:

@@ -51,7 +51,7 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.table_rows import parts_of_rows, unique_ids
+from dtrans.protocol.table_rows import unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
 from dtrans.protocol.trainer import Landing, TrainerSteps, Waiting, answered
 from dtrans.run.base.nonfinite import GradientWatch
@@ -175,19 +175,21 @@ class EndpointFabric:
 
     def _rows(self, p: Mapping[str, Any], uniq: np.ndarray, rows: np.ndarray, *, train: bool) -> None:
         """Receive rows of a table; zeros behind them."""
-        parts = parts_of_rows(uniq, p["sections"])
-        wanted = [
-            (ep, name, uniq[at] - start, rows[at])
-            for ep, name, (start, at) in zip(p["epmap"], p["names"], parts, strict=True)
-        ]
-        rows[parts[-1][1].stop :] = 0
+        places = [span.among(uniq) for span in p["spans"]]
+        found = [rows[at] for at in places]  # where rows lie one behind the other, they are received in their place
+        blocks = zip(p["epmap"], p["names"], p["spans"], places, found, strict=True)
+        wanted = [(ep, name, span.local(uniq[at]), here) for ep, name, span, at, here in blocks]
+        rows[np.searchsorted(uniq, sum(span.rows for span in p["spans"])) :] = 0
         self._answered(self._steps.prefetch(wanted, train=train))
+        for at, here in zip(places, found, strict=True):
+            if not isinstance(at, slice):
+                rows[at] = here
 
     def _send_rows(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
         p, (uniq, grad) = eqn.params, values
-        for ep, name, (_, at) in zip(p["epmap"], p["names"], parts_of_rows(uniq, p["sections"]), strict=True):
-            self._steps.send(ep, name, np.asarray(grad)[at])
+        for ep, name, span in zip(p["epmap"], p["names"], p["spans"], strict=True):
+            self._steps.send(ep, name, np.asarray(grad)[span.among(uniq)])
         return [None]
 
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
