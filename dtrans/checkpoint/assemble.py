@@ -1,8 +1,8 @@
 """An array out of slices of it, as an overview lists them: some rows of what was cut in one way, from what was cut in
 another.
 
-A slice is a box of its origin: from where to where along each axis. An array that is wanted is a box too, and is filled
-with what it shares with those that there are. A box that is there twice must hold the same.
+A slice is a box of its origin: which entries along each axis, a run of them or buckets. An array that is wanted is a
+box too, and is filled with what it shares with those that there are. A box that is there twice must hold the same.
 
 What is put together lies in NumPy's memory, and random keys as the words they are made of.
 """
@@ -20,9 +20,11 @@ import numpy as np
 from dtrans.errors import StateError
 from dtrans.ir.array_fns import is_key, words
 from dtrans.parameter_server.overview import VarDistributed
+from dtrans.rows.writer import RowRange, RowSet
 
 
-Box = tuple[tuple[int, int], ...]
+Box = tuple[RowSet, ...]
+Shared = tuple[RowSet | np.ndarray, ...]  # along each axis: what both have, or its numbers
 
 
 def whole(name: str, aval: Any, endpoint: str = "") -> VarDistributed:
@@ -118,24 +120,44 @@ def _shown(x: np.ndarray) -> str:
 
 
 def _box(row: VarDistributed) -> Box:
-    """From where to where a row goes, along each axis of its origin."""
-    starts = [row.offset if row.is_slice and i == row.axis else 0 for i in range(len(row.slice_shape))]
-    return tuple((start, start + size) for start, size in zip(starts, row.slice_shape, strict=True))
+    """What a row has along each axis of its origin."""
+    sizes = enumerate(row.slice_shape)
+    return tuple(row.rows if row.is_slice and i == row.axis else RowRange(0, size) for i, size in sizes)
 
 
-def _common(a: Box, b: Box) -> Box | None:
+def _common(a: Box, b: Box) -> Shared | None:
     """What two boxes share, if anything."""
-    box = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-    return box if all(start < stop for start, stop in box) else None
+    shared = tuple(_of_both(x, y) for x, y in zip(a, b, strict=True))
+    return shared if all(_count(x) > 0 for x in shared) else None
 
 
-def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """A box as an index of the array that `outer` is."""
-    return tuple(slice(start - o[0], stop - o[0]) for (start, stop), o in zip(box, outer, strict=True))
+def _of_both(a: RowSet, b: RowSet) -> RowSet | np.ndarray:
+    if a == b:
+        return a
+    if isinstance(a, RowRange) and isinstance(b, RowRange):
+        return RowRange(max(a.start, b.start), min(a.stop, b.stop))
+    few, other = (a, b) if a.rows <= b.rows else (b, a)
+    numbers = few.numbers()
+    return numbers[other.among(numbers)]
 
 
-def _size(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
+def _inside(shared: Shared, outer: Box) -> tuple[slice | np.ndarray, ...]:
+    """What is shared as an index of the array that `outer` is."""
+    return tuple(_place(x, o) for x, o in zip(shared, outer, strict=True))
+
+
+def _place(shared: RowSet | np.ndarray, outer: RowSet) -> slice | np.ndarray:
+    if isinstance(shared, np.ndarray):
+        return outer.local(shared)
+    return slice(None) if shared == outer else slice(shared.start - outer.start, shared.stop - outer.start)
+
+
+def _count(shared: RowSet | np.ndarray) -> int:
+    return len(shared) if isinstance(shared, np.ndarray) else shared.rows
+
+
+def _size(box: Shared) -> int:
+    return math.prod(map(_count, box))
 
 
 # -- arrays ----------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from dtrans.errors import ConfigError, DtransError, StateError, not_installed
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
 from dtrans.parameter_server.overview import VarDistributed
+from dtrans.rows.buckets import RowBuckets
 from dtrans.step.frozen import check_still
 
 
@@ -196,7 +197,8 @@ def _as_json(row: VarDistributed) -> dict[str, Any]:
 
 def _from_json(fields: Mapping[str, Any]) -> VarDistributed:
     shapes = {n: tuple(fields[n]) for n in ("origin_shape", "slice_shape")}
-    return VarDistributed(**{**fields, **shapes})
+    buckets = fields.get("buckets")  # which checkpoints of old do not have
+    return VarDistributed(**{**fields, **shapes, "buckets": RowBuckets(**buckets) if buckets else None})
 
 
 def _finished(path: Path) -> list[Path]:

@@ -29,12 +29,6 @@ def scalar(value: float) -> Literal:
 
 
 @functools.cache
-def plus(by: int) -> Callable[[jax.Array], jax.Array]:
-    """A value plus a number."""
-    return lambda x: x + by
-
-
-@functools.cache
 def times(by: float) -> Callable[[jax.Array], jax.Array]:
     """Multiplied by a number."""
     return lambda x: x * by

@@ -1,15 +1,15 @@
 """Tables of which a trainer has only the rows that a step looks up.
 
     uniq  = split_ids ids...        [table, rows, size]
-    X     = prefetch uniq           [table, epmap, names, sections, types, trainer_id, trainers, sync_mode]
-    token = send_rows uniq X        [epmap, names, sections, trainer_id, trainers, sync_mode]
+    X     = prefetch uniq           [table, epmap, names, spans, types, trainer_id, trainers, sync_mode]
+    token = send_rows uniq X        [table, epmap, names, spans, trainer_id, trainers, sync_mode]
     X, S... = init_on_use args...   [table, types, write]
 
 `split_ids` makes the ids of all lookups of a table unique, and sorts them; each must be one of `rows` rows. It has room
 for `size` ids, and `rows` stands where there are fewer. `prefetch` gets the rows of these ids from their servers, and
-zeros behind them. `send_rows` gives the gradient of these rows to the servers, as `send` gives that of a block. Servers
-have runs of rows: `sections` says how many each. With `communicator` both are left to what runs beside the
-program, as `send` and `recv` are (`dtrans.ops.rpc`).
+zeros behind them. `send_rows` gives the gradient of these rows to the servers, as `send` gives that of a block. `spans`
+says which rows each server has: a run of them, or of buckets (`dtrans.rows.buckets`). With `communicator` both are left
+to what runs beside the program, as `send` and `recv` are (`dtrans.ops.rpc`).
 
 `init_on_use` stands for a server's rows of a table, and for the state of the optimizer that has a row for each of them.
 `write(n)` is the program of `n` of these rows, from their numbers and what the init is given. A server makes each row
@@ -37,13 +37,13 @@ def _split_ids(*ids: Any, rows: int, size: int, **_: Any) -> list[Any]:
     return [ShapedArray((size,), jnp.int32)]
 
 
-def _prefetch(uniq: Any, *, types: Sequence[Any], sections: Sequence[int], epmap: Sequence[str], **_: Any) -> list[Any]:
-    assert len(sections) == len(epmap) and types[0].shape[0] == uniq.shape[0]
+def _prefetch(uniq: Any, *, types: Sequence[Any], spans: Sequence[Any], epmap: Sequence[str], **_: Any) -> list[Any]:
+    assert len(spans) == len(epmap) and types[0].shape[0] == uniq.shape[0]
     return list(types)
 
 
-def _send_rows(uniq: Any, grad: Any, *, sections: Sequence[int], epmap: Sequence[str], **_: Any) -> list[Any]:
-    assert len(sections) == len(epmap) and grad.shape[0] == uniq.shape[0]
+def _send_rows(uniq: Any, grad: Any, *, spans: Sequence[Any], epmap: Sequence[str], **_: Any) -> list[Any]:
+    assert len(spans) == len(epmap) and grad.shape[0] == uniq.shape[0]
     return [token()]
 
 

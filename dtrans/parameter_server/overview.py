@@ -13,6 +13,10 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+import numpy as np
+
+from dtrans.rows.buckets import RowBuckets
+from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.server_update import ServerVariable
 
 
@@ -32,6 +36,8 @@ class VarDistributed:
       is_slice: whether it is less than its origin.
       vtype: "Param", or "Optimizer" for state.
       endpoint: the server.
+      buckets: which rows it has of an origin whose rows are dealt out by their numbers, along that axis; None for the
+        run that begins at `offset`.
     """
 
     origin_name: str
@@ -45,6 +51,15 @@ class VarDistributed:
     is_slice: bool
     vtype: Literal["Param", "Optimizer"]
     endpoint: str
+    buckets: RowBuckets | None = None
+
+    @property
+    def rows(self) -> RowSet:
+        """Which entries of its origin it has along `axis`."""
+        if self.buckets is not None:
+            return self.buckets
+        start = self.offset if self.is_slice else 0
+        return RowRange(start, start + self.slice_shape[self.axis])
 
     @property
     def nbytes(self) -> int:
@@ -52,15 +67,16 @@ class VarDistributed:
         return math.prod(self.slice_shape) * int(self.dtype.itemsize)
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def index(self) -> tuple[slice | np.ndarray, ...]:
         """What it is of its origin: `origin[row.index]`."""
         if not self.is_slice:
             return ()
-        return (slice(None),) * self.axis + (slice(self.offset, self.offset + self.slice_shape[self.axis]),)
+        return (slice(None),) * self.axis + (self.rows.index,)
 
     def __str__(self) -> str:
         what = f"{self.slice_name}{list(self.slice_shape)} on {self.endpoint}"
-        rows = f" from {self.offset} along axis {self.axis}" if self.is_slice else ""
+        begin = f"from {self.offset}" if self.buckets is None else str(self.buckets)
+        rows = f" {begin} along axis {self.axis}" if self.is_slice else ""
         return f"{self.vtype} {what}: {self.origin_name}{list(self.origin_shape)}{rows}"
 
 
@@ -127,6 +143,7 @@ def overview_of(
             is_slice=x.part is not None,
             vtype="Param" if x.origin in params else "Optimizer",
             endpoint=endpoint,
+            buckets=x.buckets,
         )
         for endpoint, held in servers.items()
         for name, x in held.items()

@@ -21,6 +21,7 @@ from dtrans.errors import ConfigError, OptimizerError
 from dtrans.parameter_server.dispatch import PSDispatcher, SizeBalanced, check_dispatcher, slice_variable
 from dtrans.parameter_server.options import BlockPlacement
 from dtrans.rows.analysis import Group, RowAnalysis
+from dtrans.rows.buckets import RowBuckets
 from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement, Unit
 
@@ -33,11 +34,14 @@ def place(
     leaves: Mapping[str, Any],
     endpoints: Sequence[str],
     options: BlockPlacement,
+    buckets: Mapping[str, int] | None = None,
 ) -> Placement:
     """Cut `leaves` (name to type, in leaf order) and place the blocks on `endpoints`.
 
-    With `slice_var_up="require"` every leaf must be one that can be cut. With False nothing is cut, and leaves are
-    dispatched in an order shuffled by `seed`, from a generator of its own: NumPy's global one is not touched.
+    Leaves with `buckets` (name to how many) are cut into as many blocks as there are servers, of a run of buckets each,
+    in the order of the servers, whatever the options are. With `slice_var_up="require"` every other leaf must be one
+    that can be cut. With False no other is cut, and leaves are dispatched in an order shuffled by `seed`, from a
+    generator of its own: NumPy's global one is not touched.
 
     Raises:
       ConfigError: a dispatcher that answers with something else than one known endpoint for each block.
@@ -51,7 +55,8 @@ def place(
             f"slice_var_up='require', but the optimizer does not let these leaves be cut: {listed}{more}. Give them "
             "another optimizer (optax.multi_transform), or let them live whole on one server (slice_var_up=True)"
         )
-    free = [n for n in leaves if n not in bound]
+    buckets = buckets or {}
+    free = [n for n in leaves if n not in bound and n not in buckets]
     if not options.slice_var_up:
         np.random.RandomState(options.seed).shuffle(free)
     parts = len(endpoints) if options.slice_var_up else 1
@@ -64,7 +69,8 @@ def place(
         {n: g.reason or TIED for n, g in bound.items()},
         tuple(free),
     )
-    return _placed(nowhere, options.split_method, blocks, tied)
+    dealt = [b for n, count in buckets.items() for b in _dealt(n, leaves[n], count, endpoints)]
+    return _placed(nowhere, options.split_method, blocks, tied, dealt)
 
 
 def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placement:
@@ -78,7 +84,8 @@ def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placem
     members = {u.name: u for units in placement.units.values() for u in units}
     tied = [members[n] for n in placement.blocks if n in placement.whole and n in members]
     blocks = [dataclasses.replace(b, endpoint="") for leaf in placement.order for b in placement.blocks[leaf]]
-    return _placed(placement, split_method, blocks, tied)
+    fixed = [n for n in placement.blocks if n not in placement.whole and n not in placement.order]
+    return _placed(placement, split_method, blocks, tied, [b for n in fixed for b in placement.blocks[n]])
 
 
 def _leads(leaf: str, bound: Mapping[str, Group]) -> bool:
@@ -87,12 +94,20 @@ def _leads(leaf: str, bound: Mapping[str, Group]) -> bool:
 
 
 def _placed(
-    old: Placement, split_method: type[PSDispatcher], blocks: Sequence[Block], tied: Sequence[Unit]
+    old: Placement,
+    split_method: type[PSDispatcher],
+    blocks: Sequence[Block],
+    tied: Sequence[Unit],
+    fixed: Sequence[Block],
 ) -> Placement:
-    """A placement of the same leaves: `blocks` where the dispatcher has them, in this order, and what is `tied`."""
+    """A placement of the same leaves: `blocks` where the dispatcher has them, in this order, what is `tied`, and
+    blocks that are where they are."""
     dispatcher = split_method(list(old.endpoints))
     balanced = dispatcher if isinstance(dispatcher, SizeBalanced) else SizeBalanced(old.endpoints)
     at: dict[str, list[Block]] = {n: [] for n in old.blocks}
+    for b in fixed:
+        at[b.leaf].append(b)
+        balanced.give(b.nbytes, b.endpoint)
 
     def give_tied() -> None:
         for unit in sorted(tied, key=lambda u: -u.nbytes):
@@ -160,6 +175,16 @@ def _answer(dispatcher: PSDispatcher, blocks: Sequence[Block], endpoints: Sequen
 def _whole(name: str, aval: Any) -> Block:
     """One leaf as one block."""
     return _cut(name, aval, 1, 1)[0]
+
+
+def _dealt(name: str, aval: Any, count: int, endpoints: Sequence[str]) -> list[Block]:
+    """The blocks of a leaf whose rows are dealt out by their numbers: a run of buckets for each server."""
+    rows, *row = aval.shape
+    count = min(count, rows)
+    parts = min(count, len(endpoints))
+    runs = [RowBuckets(count * i // parts, count * (i + 1) // parts, count, rows) for i in range(parts)]
+    blocks = enumerate(zip(runs, endpoints, strict=False))
+    return [Block(name, i, parts, run, (run.rows, *row), aval.dtype, ep) for i, (run, ep) in blocks]
 
 
 def _cut(name: str, aval: Any, slice_count: int, min_block_size: int) -> list[Block]:

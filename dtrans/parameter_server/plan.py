@@ -345,8 +345,7 @@ class PServerPlan(Plan):
         """The placement table: block, rows, bytes, endpoint."""
         table = []
         for b in self.placement.table:
-            rows = "-" if b.span is None else f"{b.span.start}:{b.span.stop}"
-            table.append((b.name, rows, f"{b.nbytes:,}", b.endpoint))
+            table.append((b.name, "-" if b.span is None else str(b.span), f"{b.nbytes:,}", b.endpoint))
         return table
 
     @cached_property

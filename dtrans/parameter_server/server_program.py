@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, ShapedArray, Var
-from dtrans.ir.array_fns import plus
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, LR_SCHED, RPC, Program
@@ -18,6 +18,10 @@ from dtrans.ops import RowsProgram, init_on_use_p, listen_and_serv_p
 from dtrans.parameter_server.plan import ServerPrograms
 from dtrans.parameter_server.tables.choose import Table
 from dtrans.parameter_server.tables.touched_rows import ServedTables, TableBlock
+from dtrans.rows.buckets import DealtRows, RowBuckets, numbers_at
+from dtrans.rows.layout import RowAxis
+from dtrans.rows.slices import Slice
+from dtrans.rows.writer import RowSet
 from dtrans.slicing.blocks import Unit
 from dtrans.slicing.partial_init import makes_rows, write_parts, write_rows
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerVariable, ServerWork
@@ -126,8 +130,7 @@ class ServerProgramWriter:
             served[b.name] = TableBlock(
                 b.leaf,
                 b.name,
-                b.span.start,
-                b.rows,
+                b.span,
                 rows,
                 gradients,
                 table.whole,
@@ -157,7 +160,7 @@ class ServerProgramWriter:
                 rows = b.bind(init_on_use_p, *inner.invars, table=table.name, types=types, write=write)
                 found |= zip(table.held, rows, strict=True)
         names = [n for n in spec.names if n not in found]
-        outs = write_parts(b, self.startup.jaxpr, [(made[held[n].of], held[n].part) for n in names])
+        outs = write_parts(b, self.startup.jaxpr, [(made[held[n].of], _part(held[n])) for n in names])
         found |= {n: b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(names, outs, strict=True)}
         for name, value in found.items():
             if held[name].part is not None and isinstance(value, Var):
@@ -178,7 +181,20 @@ class ServerProgramWriter:
         b = Builder(self.startup.jaxpr)
         numbers = b.input(ShapedArray((count,), jnp.int32))
         b.invars += self.startup.inner.invars
-        (of_all,) = b.call(plus(table.start), numbers)
+        (of_all,) = b.call(_numbers_of(table.span), numbers)
         assert isinstance(of_all, Var)
         wanted = [(made[held[n].of], x.axis) for n in table.held if (x := held[n].part) is not None]
         return eliminate_dead(b.build(write_rows(b, self.startup.jaxpr, wanted, of_all)))
+
+
+def _part(x: ServerVariable) -> Slice | None:
+    """What a variable is of the array that it begins as; all of it where that is None."""
+    if x.buckets is None or x.part is None:
+        return x.part
+    return DealtRows(x.buckets).of(RowAxis(x.of, x.part.axis))
+
+
+@functools.cache
+def _numbers_of(rows: RowSet) -> Callable[[jax.Array], jax.Array]:
+    """A function from where rows are in a block to their numbers in the leaf."""
+    return numbers_at(rows) if isinstance(rows, RowBuckets) else lambda places: places + rows.start

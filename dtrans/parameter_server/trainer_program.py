@@ -193,8 +193,14 @@ class TrainerCommWriter:
     def _rows_of(self, leaf: str) -> dict[str, Any]:
         """Where the rows of a table are."""
         blocks = self.placement.blocks[leaf]
-        epmap, sections = (tuple(x.endpoint for x in blocks), tuple(x.rows for x in blocks))
-        return {"table": leaf, "epmap": epmap, "sections": sections, **self._beside, **self.common}
+        spans = tuple(x.span for x in blocks)
+        return {
+            "table": leaf,
+            "epmap": tuple(x.endpoint for x in blocks),
+            "spans": spans,
+            **self._beside,
+            **self.common,
+        }
 
     @property
     def _beside(self) -> dict[str, Any]:

@@ -148,9 +148,9 @@ def pserver(
     step = averaged(step, comm.averages)
     check_step(step, comm, on_trainer_exit)
     analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
-    placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement)
     startup = match_startup(step, startup)
     tables = choose_tables(step, analysis, startup, sparse, kept_beside(mode))
+    placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement, tables.buckets)
     placed = of_tables(placed, tables.of)
     for n, output in step.asked.items():
         if analysis.layout(analysis.inputs[n]) is not SHARED:

@@ -1,9 +1,10 @@
-"""Which rows of a table a step looks up, and which of them each server has."""
+"""Which rows of a table a step looks up."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -46,40 +47,74 @@ def unique_ids(ids: Sequence[Any], *, table: str, rows: int, size: int, whose: s
     return np.concatenate([found, np.full(size - len(found), rows, np.int32)])
 
 
-def parts_of_rows(uniq: np.ndarray, sections: Sequence[int]) -> list[tuple[int, slice]]:
-    """For each run of rows: which row it begins with, and where in sorted numbers its own are.
+class BlockRowSet(Protocol):
+    """Which rows of a table a block has."""
 
-    Example:
-      >>> import numpy as np
-      >>> from dtrans.protocol.table_rows import parts_of_rows
-      >>> parts_of_rows(np.array([0, 2, 5, 9]), [4, 5])
-      [(0, slice(0, 2, None)), (4, slice(2, 3, None))]
-    """
-    ends = np.cumsum([0, *sections])
-    at = np.searchsorted(np.asarray(uniq), ends).tolist()
-    return [(int(start), slice(a, b)) for start, a, b in zip(ends, at, at[1:], strict=False)]
+    @property
+    def rows(self) -> int:
+        """How many."""
+
+    def among(self, ids: np.ndarray) -> slice | np.ndarray:
+        """Where in increasing numbers those of these rows are."""
+
+    def local(self, ids: np.ndarray) -> np.ndarray:
+        """Where rows of these are among them, by their numbers in the table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRun:
+    """Rows from `start` on."""
+
+    start: int
+    rows: int
+
+    def among(self, ids: np.ndarray) -> slice:
+        """Where in increasing numbers those of these rows are."""
+        return slice(*np.searchsorted(ids, (self.start, self.start + self.rows)).tolist())
+
+    def local(self, ids: np.ndarray) -> np.ndarray:
+        """Where rows of these are among them, by their numbers in the table."""
+        return ids - self.start
+
+
+def runs_of(sections: Sequence[int]) -> list[RowRun]:
+    """Runs of so many rows, one behind the other."""
+    return [RowRun(sum(sections[:i]), n) for i, n in enumerate(sections)]
 
 
 def wanted_of(
-    uniq: np.ndarray, rows: np.ndarray, *, epmap: Sequence[str], names: Sequence[str], sections: Sequence[int]
+    uniq: np.ndarray, rows: np.ndarray, *, epmap: Sequence[str], names: Sequence[str], spans: Sequence[BlockRowSet]
 ) -> list[WantedRows]:
     """What is to be asked of each block of a table, whose rows go into `rows`; these are zeros behind them.
 
+    Where a block's rows do not lie one behind the other in `rows`, they come to memory of their own (`put_in_place`).
+
     Args:
-      uniq: sorted numbers; those that the table does not have stand for nothing.
-      epmap, names, sections: the server, the name and the rows of each block.
+      uniq: increasing numbers; those that the table does not have stand for nothing.
+      epmap, names, spans: the server, the name and the rows of each block.
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.protocol.table_rows import wanted_of
+      >>> from dtrans.protocol.table_rows import runs_of, wanted_of
       >>> rows = np.ones((3, 2))
-      >>> where = {"epmap": ("here", "there"), "names": ("emb.block0", "emb.block1"), "sections": (4, 5)}
+      >>> where = {"epmap": ("here", "there"), "names": ("emb.block0", "emb.block1"), "spans": runs_of((4, 5))}
       >>> [(ep, name, ids.tolist(), len(x)) for ep, name, ids, x in wanted_of(np.array([0, 5, 9]), rows, **where)]
       [('here', 'emb.block0', [0], 1), ('there', 'emb.block1', [1], 1)]
     """
-    parts = parts_of_rows(uniq, sections)
-    rows[parts[-1][1].stop :] = 0
-    return [(ep, n, uniq[at] - start, rows[at]) for ep, n, (start, at) in zip(epmap, names, parts, strict=True)]
+    rows[np.searchsorted(uniq, sum(x.rows for x in spans)) :] = 0
+    places = [x.among(uniq) for x in spans]
+    blocks = zip(epmap, names, spans, places, strict=True)
+    return [(ep, n, x.local(uniq[at]), rows[at]) for ep, n, x, at in blocks]
+
+
+def put_in_place(
+    uniq: np.ndarray, rows: np.ndarray, wanted: Sequence[WantedRows], spans: Sequence[BlockRowSet]
+) -> None:
+    """Let rows that have come be where `wanted_of` was to have them."""
+    for (*_, came), x in zip(wanted, spans, strict=True):
+        at = x.among(uniq)
+        if not isinstance(at, slice):
+            rows[at] = came
 
 
 def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:

@@ -27,7 +27,7 @@ from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.served import RowGradient
-from dtrans.protocol.table_rows import WantedRows, merged_rows, parts_of_rows
+from dtrans.protocol.table_rows import BlockRowSet, WantedRows, merged_rows
 from dtrans.protocol.trainer_line import TrainerLine
 
 
@@ -40,6 +40,7 @@ class Leaf:
       sections: the number of rows of each; of a 0-d leaf, 1.
       shape, dtype: of the whole.
       merge: how several are combined that are sent as one: their "sum", their "mean" or the "newest".
+      spans: of a table, which rows each block has.
     """
 
     endpoints: tuple[str, ...]
@@ -48,6 +49,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: Any
     merge: str = "sum"
+    spans: tuple[BlockRowSet, ...] = ()
 
     def blocks(self, whole: np.ndarray) -> list[tuple[str, str, np.ndarray]]:
         """The endpoint, name and rows of each block."""
@@ -180,9 +182,9 @@ class Traffic:
         """The endpoint, name and rows of each block of a table; their numbers are sent."""
         given = [RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values]  # zeros may be behind
         whole = merged_rows(given, leaf.merge)
-        blocks = zip(leaf.endpoints, leaf.names, parts_of_rows(whole.ids, leaf.sections), strict=True)
-        for endpoint, name, (start, at) in blocks:
-            self._lines[endpoint].row_ids(name, whole.ids[at] - start)
+        for endpoint, name, span in zip(leaf.endpoints, leaf.names, leaf.spans, strict=True):
+            at = span.among(whole.ids)
+            self._lines[endpoint].row_ids(name, span.local(whole.ids[at]))
             yield endpoint, name, whole.rows[at]
 
     def look_up(self, wanted: Sequence[WantedRows], now: float, *, train: bool) -> None:

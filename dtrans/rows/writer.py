@@ -17,6 +17,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from dtrans._jax import (
     COND,
     SCAN,
@@ -33,6 +35,7 @@ from dtrans._jax import (
     with_bodies,
 )
 from dtrans.ir.builder import Builder
+from dtrans.rows.buckets import RowBuckets
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import SHARED, Layout, RowAxis
 from dtrans.rows.parts import recipe_of
@@ -69,6 +72,29 @@ class RowRange:
     def inside(self, b: Builder) -> RowRange:
         """The same."""
         return self
+
+    def numbers(self) -> np.ndarray:
+        """The numbers of these rows in the leaf, increasing."""
+        return np.arange(self.start, self.stop)
+
+    def local(self, ids: np.ndarray) -> np.ndarray:
+        """Where rows of these are among them, by their numbers in the leaf."""
+        return ids - self.start
+
+    def among(self, ids: np.ndarray) -> slice:
+        """Where in sorted numbers those of these rows are."""
+        return slice(*np.searchsorted(ids, (self.start, self.stop)).tolist())
+
+    @property
+    def index(self) -> slice:
+        """What picks these rows of an array."""
+        return slice(self.start, self.stop)
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop}"
+
+
+RowSet = RowRange | RowBuckets  # which rows of a leaf a part has
 
 
 class RowWriter:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dtrans.ops import BlockGradient
-from dtrans.rows.writer import RowRange
+from dtrans.rows.writer import RowSet
 from dtrans.step.cut import GRAD
 
 
@@ -20,7 +20,7 @@ ARG = "@ARG"  # what follows the name of an argument of the step where it is sen
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A run of rows of one leaf, on one server.
+    """Rows of one leaf, on one server: a run of them, or of buckets.
 
     Attributes:
       leaf: the path of the leaf, `params/dense/kernel`.
@@ -36,7 +36,7 @@ class Block:
     leaf: str
     index: int
     count: int
-    span: RowRange | None
+    span: RowSet | None
     shape: tuple[int, ...]
     dtype: Any
     endpoint: str = ""
@@ -97,7 +97,7 @@ class Unit:
         return self.blocks[0].name
 
     @property
-    def span(self) -> RowRange | None:
+    def span(self) -> RowSet | None:
         """The rows it has; None where it has whole leaves."""
         first = self.blocks[0]
         return first.span if first.count > 1 or first.is_table else None

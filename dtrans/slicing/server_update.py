@@ -32,9 +32,10 @@ from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.ops import BlockGradient, OptimizeBlock, all_reduce_p, combine, identity_of
 from dtrans.rows.analysis import RowAnalysis
+from dtrans.rows.buckets import DealtRows, RowBuckets
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.rows.slices import Slice
-from dtrans.rows.writer import RowRange, RowWriter
+from dtrans.rows.writer import BlockRows, RowSet, RowWriter
 from dtrans.slicing.blocks import Placement, Unit, argument
 from dtrans.slicing.rounds import CrossServerValue, ExchangeRounds
 from dtrans.step.cut import Gradient
@@ -48,6 +49,7 @@ class ServerVariable:
       of: the array of the step that it begins as.
       block: the number of the block that it is, or belongs to.
       part: its rows of `of`; None for all of it.
+      buckets: which rows these are, along that axis, where they are no run.
       beside: what it is a part of, where that is no array of the step: `params/w.trainer_1_bak`.
       zeros: whether it has the type of these rows only, and begins with zeros.
     """
@@ -55,6 +57,7 @@ class ServerVariable:
     of: str
     block: int = 0
     part: Slice | None = None
+    buckets: RowBuckets | None = None
     beside: str = ""
     zeros: bool = False
 
@@ -295,12 +298,10 @@ class _Server:
         for u in self.units:
             block = u.unit.blocks[0].index
             for b in u.unit.blocks:
-                rows = None if u.span is None else u.span.of(RowAxis(b.leaf, 0))
-                held[b.name] = ServerVariable(b.leaf, block, rows)
+                held[b.name] = _rows_of(b.leaf, block, u.span, RowAxis(b.leaf, 0))
             for name in u.state:
                 layout = s.analysis.layout(s.analysis.inputs[name])
-                rows = u.span.of(layout) if u.span is not None and isinstance(layout, RowAxis) else None
-                held[u.named(name)] = ServerVariable(name, block, rows)
+                held[u.named(name)] = _rows_of(name, block, u.span, layout if isinstance(layout, RowAxis) else None)
         here = self.shared_state | (self.read & s.constant_params)
         held |= {n: ServerVariable(n) for n in s.half.in_names if isinstance(n, str) and n in here}
         return held
@@ -365,6 +366,15 @@ class _Server:
         )
 
 
+def _rows_of(name: str, block: int, span: RowSet | None, row: RowAxis | None) -> ServerVariable:
+    """A unit's rows of an array that has them along an axis; all of it where it has none."""
+    if span is None or row is None:
+        return ServerVariable(name, block)
+    if isinstance(span, RowBuckets):
+        return ServerVariable(name, block, Slice(row.axis, 0, span.rows * row.width), span.along(row))
+    return ServerVariable(name, block, span.of(row))
+
+
 @functools.cache
 def _combined(op: str) -> Callable[..., Any]:
     return lambda *parts: combine(op, parts)
@@ -373,8 +383,8 @@ def _combined(op: str) -> Callable[..., Any]:
 class _Phase(RowWriter):
     """The equations of one unit, or of what is shared, at one level."""
 
-    def __init__(self, slicer: ServerUpdateBuilder, span: RowRange | None) -> None:
-        super().__init__(slicer.jaxpr, slicer.analysis.flow, span, slicer.made_by)
+    def __init__(self, slicer: ServerUpdateBuilder, rows: BlockRows | None) -> None:
+        super().__init__(slicer.jaxpr, slicer.analysis.flow, rows, slicer.made_by)
         self.s = slicer
         self.ins: list[str | Var] = []  # names; shared values are named once the server is known
         self.grads: list[BlockGradient] = []
@@ -500,7 +510,7 @@ class _UnitPhase(_Phase):
     """One level of a unit."""
 
     def __init__(self, unit: _UnitWriter) -> None:
-        super().__init__(unit.s, unit.span)
+        super().__init__(unit.s, DealtRows(unit.span) if isinstance(unit.span, RowBuckets) else unit.span)
         self.unit = unit
 
     def own(self, var: Var) -> Atom | None:

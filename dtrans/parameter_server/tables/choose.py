@@ -30,6 +30,7 @@ class Table:
       decays: by what arrays of the state are multiplied in each step, where rows catch up in closed form.
       limit: how many rows may be made at most.
       why: what the update does, for people.
+      buckets: how many its rows are dealt out to; 0 where servers have runs of rows.
     """
 
     lookups: TableLookups
@@ -39,6 +40,7 @@ class Table:
     decays: Mapping[str, float]
     limit: int | None = dataclasses.field(default=None, kw_only=True)
     why: str
+    buckets: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,6 +59,11 @@ class Tables:
     def names(self) -> tuple[str, ...]:
         """Of the tables."""
         return tuple(self.of)
+
+    @property
+    def buckets(self) -> dict[str, int]:
+        """How many buckets the tables have that have any."""
+        return {n: t.buckets for n, t in self.of.items() if t.buckets}
 
 
 def choose_tables(
@@ -104,7 +111,8 @@ def choose_tables(
         if beside:
             zero = dataclasses.replace(zero, moves=(*zero.moves, *(n + x for x in beside)), decays={})
         option = options.get(n, Rows("dense"))
-        of[n] = _limited(n, _table(n, lookups, zero, option), option.limit)
+        table = _limited(n, _table(n, lookups, zero, option), option.limit)
+        of[n] = dataclasses.replace(table, buckets=min(option.buckets, lookups.rows) * (option.place == "bucket"))
     return Tables(of, others)
 
 
@@ -169,7 +177,7 @@ def notes_of(tables: Tables, row_bytes: Mapping[str, int], id_bytes: int = ID) -
         size, rows = t.lookups.size, t.lookups.rows
         moved = size * (2 * row_bytes[n] + id_bytes)
         notes.append(
-            f"table {n}: {rows:,} rows, at most {size:,} looked up by a trainer in a step, at most {moved:,} bytes; "
-            f"{t.why}"
+            f"table {n}: {rows:,} rows{f' in {t.buckets} buckets' * bool(t.buckets)}, at most {size:,} looked up by a "
+            f"trainer in a step, at most {moved:,} bytes; {t.why}"
         )
     return [*notes, *(f"no table: {n}: {why}" for n, why in tables.others.items())]

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtrans.rows.writer import RowRange
+from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.blocks import Block, Placement, Unit
 
 
@@ -25,7 +25,7 @@ class TableBlock:
     Attributes:
       leaf: the table.
       name: of the block.
-      start, rows: which rows of the table it has.
+      span: which rows of the table it has.
       held: the block, and the arrays of the optimizer's state that have a row for each of its rows.
       gradients: trainer to the name under which it sends the gradient of rows.
       whole: whether each update is of all rows.
@@ -37,8 +37,7 @@ class TableBlock:
 
     leaf: str
     name: str
-    start: int
-    rows: int
+    span: RowSet
     held: tuple[str, ...]
     gradients: Mapping[int, str]
     whole: bool
@@ -46,6 +45,11 @@ class TableBlock:
     rests: Mapping[str, Any] | None = None
     decays: Mapping[str, float] = dataclasses.field(default_factory=dict)
     limit: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has."""
+        return self.span.rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

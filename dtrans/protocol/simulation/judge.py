@@ -38,7 +38,7 @@ from dtrans.protocol.simulation.updates import (
     row_gradient,
     with_rows,
 )
-from dtrans.protocol.table_rows import parts_of_rows
+from dtrans.protocol.table_rows import runs_of
 
 
 def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[SimulatedTrainer]) -> Iterator[str]:
@@ -127,8 +127,9 @@ def _rows_counted(
     at = min(step, own - 1)
     ids = looked_up(case, k, at)[: 0 if step > own or not own else None]
     whole = np.concatenate([values[at][n] for n in case.tables])
-    start, mine = parts_of_rows(ids, sizes)[block]
-    yield RowGradient(ids[mine] - start, row_gradient(whole[ids], k, at)[mine])
+    run = runs_of(sizes)[block]
+    mine = run.among(ids)
+    yield RowGradient(run.local(ids[mine]), row_gradient(whole[ids], k, at)[mine])
 
 
 def _counted(case: Case, block: str, size: int, k: int, step: int) -> list[np.ndarray]:
@@ -194,8 +195,9 @@ def _of_rows(
         for step, (ids, rows) in enumerate(t.looked_up):
             if step >= len(t.pushed.get(block, [])):
                 break  # it may not have come
-            start, mine = parts_of_rows(ids, tuple(case.tables.values()))[number]
-            here, found = ids[mine] - start, rows[mine]
+            run = runs_of(tuple(case.tables.values()))[number]
+            mine = run.among(ids)
+            here, found = run.local(ids[mine]), rows[mine]
             had = [known[t.k] for known in after]
             ahead = case.mode == "communicator"  # steps do not wait for their gradients to be used
             due = (i for i, n in enumerate(had) if i >= at and (n == step or (ahead and n < step)))

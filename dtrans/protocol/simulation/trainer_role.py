@@ -31,7 +31,7 @@ from dtrans.protocol.simulation.updates import (
     row_gradient,
     spread,
 )
-from dtrans.protocol.table_rows import WantedRows, parts_of_rows, wanted_of
+from dtrans.protocol.table_rows import WantedRows, runs_of, wanted_of
 from dtrans.protocol.traffic import Group, Leaf, Traffic
 from dtrans.protocol.trainer import TrainerSteps, greeted, left
 from dtrans.protocol.trainer_line import TrainerLine
@@ -126,17 +126,18 @@ class SimulatedTrainer(Process):
         rows = np.empty(len(ids), np.float32)
         self.looked_up.append((ids, rows))
         table = _table(self.case)
-        return wanted_of(ids, rows, epmap=table.endpoints, names=table.names, sections=table.sections)
+        return wanted_of(ids, rows, epmap=table.endpoints, names=table.names, spans=table.spans)
 
     def _row_gradients(self, step: int) -> list[tuple[str, np.ndarray]]:
         """The gradient of the rows of each block of the table that a step has looked up."""
         if not self.case.tables:
             return []
         ids, rows = self.looked_up[step]
-        made, parts = row_gradient(rows, self.k, step), parts_of_rows(ids, tuple(self.case.tables.values()))
-        for (n, size), (start, at) in zip(self.case.tables.items(), parts, strict=True):
-            self.pushed.setdefault(n, []).append(spread(RowGradient(ids[at] - start, made[at]), size))
-        return [(n, made[at]) for n, (_, at) in zip(self.case.tables, parts, strict=True)]
+        made, runs = row_gradient(rows, self.k, step), runs_of(tuple(self.case.tables.values()))
+        for (n, size), run in zip(self.case.tables.items(), runs, strict=True):
+            mine = RowGradient(run.local(ids[run.among(ids)]), made[run.among(ids)])
+            self.pushed.setdefault(n, []).append(spread(mine, size))
+        return [(n, made[run.among(ids)]) for n, run in zip(self.case.tables, runs, strict=True)]
 
     def _greet(self) -> Answer:
         """Say hello to all servers, one after the other."""
@@ -467,7 +468,8 @@ def _leaves(case: Case) -> dict[str, Leaf]:
 def _table(case: Case) -> Leaf:
     """The table, of which servers have blocks."""
     names, sizes = tuple(case.tables), tuple(case.tables.values())
-    return Leaf(tuple(n.split("/")[0] for n in names), names, sizes, (sum(sizes),), np.dtype(np.float32))
+    endpoints, spans = tuple(n.split("/")[0] for n in names), tuple(runs_of(sizes))
+    return Leaf(endpoints, names, sizes, (sum(sizes),), np.dtype(np.float32), spans=spans)
 
 
 def _as_gradient(leaf: Leaf) -> Leaf:

@@ -36,7 +36,7 @@ from dtrans.ops import (
 )
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.served import RowGradient
-from dtrans.protocol.table_rows import WantedRows, wanted_of
+from dtrans.protocol.table_rows import WantedRows, put_in_place, wanted_of
 from dtrans.protocol.traffic import Leaf
 from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.communicator import Communicator
@@ -123,7 +123,9 @@ class BackgroundComm:
         p, (t,) = eqn.params, eqn.params["types"]
         self._config = p["communicator"]
         rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
-        self._running(f"trainer {p['trainer_id']}").look_up(rows_wanted(eqn, uniq, rows), train=True)
+        wanted = rows_wanted(eqn, uniq, rows)
+        self._running(f"trainer {p['trainer_id']}").look_up(wanted, train=True)
+        put_in_place(uniq, rows, wanted, p["spans"])
         return rows
 
     def look_up(self, wanted: Sequence[WantedRows]) -> bool:
@@ -185,16 +187,17 @@ class BackgroundComm:
 def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
     """The leaf that a `send` or a `recv` of one operand is of."""
     p = eqn.params
-    return Leaf(p["epmap"], p["names"], p.get("sections", ()), t.shape, t.dtype, p.get("merge", "sum"))
+    merge, spans = p.get("merge", "sum"), p.get("spans", ())
+    return Leaf(p["epmap"], p["names"], p.get("sections", ()), t.shape, t.dtype, merge, spans)
 
 
 def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[WantedRows]:
     """What a `prefetch` asks of servers."""
     p = eqn.params
-    return wanted_of(uniq, rows, epmap=p["epmap"], names=p["names"], sections=p["sections"])
+    return wanted_of(uniq, rows, epmap=p["epmap"], names=p["names"], spans=p["spans"])
 
 
 def _of_rows(eqn: JaxprEqn, uniq: np.ndarray, grad: Any) -> tuple[Leaf, RowGradient]:
     """What a `send_rows` is of. Behind the gradient of rows that there are, others may be."""
     leaf = leaf_of(eqn, eqn.invars[1].aval)
-    return leaf, RowGradient(uniq[: np.searchsorted(uniq, sum(leaf.sections))], grad)
+    return leaf, RowGradient(uniq[: np.searchsorted(uniq, sum(x.rows for x in leaf.spans))], grad)

@@ -53,7 +53,7 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.table_rows import parts_of_rows, unique_ids
+from dtrans.protocol.table_rows import put_in_place, unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
 from dtrans.protocol.trainer import Landing, TrainerSteps, Waiting, answered
 from dtrans.run.base.nonfinite import GradientWatch
@@ -169,7 +169,9 @@ class EndpointFabric:
         self._identify(eqn)
         p, (t,), (uniq,) = eqn.params, eqn.params["types"], values
         rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
-        self._answered(self._steps.prefetch(rows_wanted(eqn, uniq, rows), train=True))
+        wanted = rows_wanted(eqn, uniq, rows)
+        self._answered(self._steps.prefetch(wanted, train=True))
+        put_in_place(uniq, rows, wanted, eqn.params["spans"])
         return [rows]
 
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
@@ -179,13 +181,14 @@ class EndpointFabric:
         wanted = rows_wanted(eqn, ids, rows)
         if not self._beside.look_up(wanted):
             self._answered(self._steps.prefetch(wanted, train=False))
+        put_in_place(ids, rows, wanted, eqn.params["spans"])
         return rows
 
     def _send_rows(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
         p, (uniq, grad) = eqn.params, values
-        for ep, name, (_, at) in zip(p["epmap"], p["names"], parts_of_rows(uniq, p["sections"]), strict=True):
-            self._steps.send(ep, name, np.asarray(grad)[at])
+        for ep, name, span in zip(p["epmap"], p["names"], p["spans"], strict=True):
+            self._steps.send(ep, name, np.asarray(grad)[span.among(uniq)])
         return [None]
 
     def save(self, endpoints: Sequence[str], name: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.served import RowGradient
-from dtrans.protocol.table_rows import parts_of_rows, unique_ids
+from dtrans.protocol.table_rows import unique_ids
 from dtrans.run.parameter_server.row_updates import fetched
 
 
@@ -48,9 +48,11 @@ def prefetched(plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], serv
 def rows_from(plan: PServerPlan, table: str, ids: np.ndarray, rows: np.ndarray, servers: Servers) -> np.ndarray:
     """Write the rows of a table with these numbers, which increase, into `rows`, and return that."""
     blocks = plan.placement.blocks[table]
-    for b, (start, at) in zip(blocks, parts_of_rows(ids, [b.rows for b in blocks]), strict=True):
-        if at.start < at.stop:
-            rows[at] = fetched(servers[b.endpoint][b.name], ids[at] - start)
+    for b in blocks:
+        assert b.span is not None
+        at = b.span.among(ids)
+        if len(mine := ids[at]):
+            rows[at] = fetched(servers[b.endpoint][b.name], b.span.local(mine))
     return rows
 
 
@@ -65,7 +67,8 @@ def sent_rows(
     sent: dict[str, dict[str, RowGradient]] = {}
     blocks = plan.placement.blocks[eqn.params["table"]]
     for k, (mine, gradient) in enumerate(zip(ids, gradients, strict=True)):
-        for b, (start, at) in zip(blocks, parts_of_rows(mine, [b.rows for b in blocks]), strict=True):
-            name = b.gradient(k, plan.trainers)
-            sent.setdefault(b.endpoint, {})[name] = RowGradient(mine[at] - start, gradient[at])
+        for b in blocks:
+            assert b.span is not None
+            at, name = b.span.among(mine), b.gradient(k, plan.trainers)
+            sent.setdefault(b.endpoint, {})[name] = RowGradient(b.span.local(mine[at]), gradient[at])
     return sent

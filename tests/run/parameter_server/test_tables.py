@@ -44,6 +44,7 @@ from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.presence import Presence, Trainer
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.sync_server import SyncServer
+from dtrans.rows.writer import RowRange
 from dtrans.run import role_job
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
@@ -198,7 +199,7 @@ def test_a_row_of_the_first_micro_step_is_updated_with_the_second(role_threads: 
 
 def test_few_programs_are_made_of_many_tables() -> None:
     """The numbers of rows of a step lie about a power of two, and those of each table beside it."""
-    tables = {f"t{i}": TableBlock("t", f"t{i}", 0, 4096, (f"t{i}",), {0: f"g{i}"}, False) for i in range(20)}
+    tables = {f"t{i}": TableBlock("t", f"t{i}", RowRange(0, 4096), (f"t{i}",), {0: f"g{i}"}, False) for i in range(20)}
     asked, rng = [], np.random.default_rng(0)
 
     class Made:
