@@ -4,7 +4,7 @@ Each primitive here has a type and no lowering: it can be read, counted, costed,
 program that holds one cannot run until a realiser (`dtrans.run`) carries it out. One file per family:
 
     rpc               send, recv and their barriers: the parameter-server wire as a trainer sees it
-    lookup            split_ids, prefetch, send_rows: tables of which a trainer has the rows that it looks up
+    lookup            split_ids, prefetch, send_rows, fake_init: tables of which a trainer has the rows that it looks up
     split_concat      split_byref and concat: a leaf to its blocks and back
     listen_and_serv   a whole parameter server as one equation
     bootstrap         gen_nccl_id, broadcast: how trainers become a group, and start equal
@@ -36,7 +36,12 @@ from dtrans.ops.listen_and_serv import (
     backup_of as backup_of,
     listen_and_serv_p as listen_and_serv_p,
 )
-from dtrans.ops.lookup import prefetch_p as prefetch_p, send_rows_p as send_rows_p, split_ids_p as split_ids_p
+from dtrans.ops.lookup import (
+    fake_init_p as fake_init_p,
+    prefetch_p as prefetch_p,
+    send_rows_p as send_rows_p,
+    split_ids_p as split_ids_p,
+)
 from dtrans.ops.primitive import communication as communication, token as token
 from dtrans.ops.rpc import (
     DELTA as DELTA,

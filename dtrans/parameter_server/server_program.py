@@ -90,9 +90,9 @@ class ServerProgramWriter:
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 
     def _tables(self, endpoint: str, units: Sequence[Unit]) -> dict[str, Any]:
-        """What a server knows of its blocks of tables, as a parameter of its equation; nothing where it has none."""
+        """What a server knows of its blocks of tables, as a parameter of its equation; nothing where nobody has any."""
         blocks = [b for u in units for b in u.blocks if b.is_table]
-        if not blocks or self.sized is None:
+        if not self.tables or self.sized is None:
             return {}
         sized = self.sized
 
@@ -102,7 +102,7 @@ class ServerProgramWriter:
                 self.step, slicer, self.startup, self.trainers, self.sync_mode, self.on_trainer_exit
             )
             (eqn,) = again.main(endpoint, slicer.work(endpoint)).eqns
-            return eqn
+            return eqn.replace(params={**eqn.params, "tables": ServedTables({}, of_sizes)})
 
         served = {}
         for b in blocks:

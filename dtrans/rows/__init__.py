@@ -6,5 +6,5 @@ flow        one pass over equations, loops and branches
 normalize   equations taken apart that span several leaves
 analysis    which leaves an optimizer lets us slice
 writer      equations written for a block of rows
-buckets     rows that are dealt out by their numbers
+row_buckets rows that are dealt out by their numbers
 """

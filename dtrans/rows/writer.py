@@ -35,9 +35,9 @@ from dtrans._jax import (
     with_bodies,
 )
 from dtrans.ir.builder import Builder
-from dtrans.rows.buckets import RowBuckets, counted, taken
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import SHARED, Layout, RowAxis
+from dtrans.rows.row_buckets import RowBuckets, counted, taken
 from dtrans.rows.rules import Step
 
 

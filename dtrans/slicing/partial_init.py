@@ -35,8 +35,8 @@ import numpy as np
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened, warn_if_unknown
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
-from dtrans.rows.buckets import RowBuckets, counted, taken
 from dtrans.rows.layout import SHARED, Layout, RowAxis
+from dtrans.rows.row_buckets import RowBuckets, counted, taken
 from dtrans.rows.rules import step_of
 from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.random_bits import block_bits_p, is_counted
@@ -44,7 +44,7 @@ from dtrans.slicing.random_bits import block_bits_p, is_counted
 
 @dataclasses.dataclass(frozen=True, order=True)
 class InitSlice:
-    """Entries `start` to `stop` along `axis`; or those in buckets `start` to `stop` (`dtrans.rows.buckets`).
+    """Entries `start` to `stop` along `axis`; or those in buckets `start` to `stop` (`dtrans.rows.row_buckets`).
 
     Attributes:
       buckets, size: how many buckets there are, of how many entries; 0 for a run of entries.
@@ -221,7 +221,7 @@ def recipe_of(eqn: JaxprEqn, out: int, part: InitSlice) -> Recipe | None:
       >>> import jax, jax.numpy as jnp
       >>> eqn = jax.make_jaxpr(jnp.transpose)(jnp.ones((6, 2))).jaxpr.eqns[0]
       >>> [part for _, part in recipe_of(eqn, 0, InitSlice(axis=1, start=2, stop=5)).needs]
-      [InitSlice(axis=0, start=2, stop=5)]
+      [InitSlice(axis=0, start=2, stop=5, buckets=0, size=0)]
     """
     rule = BACKWARD.get(eqn.primitive.name)
     found = rule(eqn, out, part) if rule is not None and (not part.buckets or rule in _OF_BUCKETS) else None

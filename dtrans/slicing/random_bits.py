@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import ShapedArray, new_primitive, threefry2x32_p
-from dtrans.rows.buckets import RowBuckets, taken
+from dtrans.rows.row_buckets import RowBuckets, taken
 
 
 def counts(key_type: Any) -> bool:
@@ -58,7 +58,7 @@ def block_bits(
 ) -> jax.Array:
     """Entries `start` to `stop` along `axis` of the bits that each key gives for an array of `shape`.
 
-    Of so many `buckets`, where that is not 0, those in buckets `start` to `stop` (`dtrans.rows.buckets`).
+    Of so many `buckets`, where that is not 0, those in buckets `start` to `stop` (`dtrans.rows.row_buckets`).
 
     Example:
       >>> import jax

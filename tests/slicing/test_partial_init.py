@@ -23,7 +23,7 @@ import dtrans
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import DIST
-from dtrans.rows.buckets import RowBuckets
+from dtrans.rows.row_buckets import RowBuckets
 from dtrans.slicing.partial_init import InitSlice, write_parts
 from dtrans.slicing.random_bits import block_bits, block_bits_p, counters, counts
 

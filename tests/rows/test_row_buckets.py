@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dtrans._jax import ShapedArray
-from dtrans.rows.buckets import RowBuckets, counted, taken
 from dtrans.rows.layout import RowAxis
+from dtrans.rows.row_buckets import RowBuckets, counted, taken
 from dtrans.rows.writer import RowRange
 
 
