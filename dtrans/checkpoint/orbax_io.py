@@ -36,7 +36,7 @@ from dtrans.errors import ConfigError, DtransError, StateError, not_installed
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
 from dtrans.parameter_server.overview import VarDistributed
-from dtrans.rows.buckets import RowBuckets
+from dtrans.rows.row_buckets import RowBuckets
 from dtrans.step.frozen import check_still
 
 

@@ -4,7 +4,7 @@ Each primitive here has a type and no lowering: it can be read, counted, costed,
 program that holds one cannot run until a realiser (`dtrans.run`) carries it out. One file per family:
 
     rpc               send, recv and their barriers: the parameter-server wire as a trainer sees it
-    lookup            split_ids, prefetch, send_rows, init_on_use: tables of which trainers have some rows
+    lookup            split_ids, prefetch, send_rows, fake_init, init_on_use: tables of which trainers have some rows
     split_concat      split_byref and concat: a leaf to its blocks and back
     listen_and_serv   a whole parameter server as one equation
     bootstrap         gen_nccl_id, broadcast: how trainers become a group, and start equal
@@ -38,6 +38,7 @@ from dtrans.ops.listen_and_serv import (
 )
 from dtrans.ops.lookup import (
     RowsProgram as RowsProgram,
+    fake_init_p as fake_init_p,
     init_on_use_p as init_on_use_p,
     prefetch_p as prefetch_p,
     send_rows_p as send_rows_p,

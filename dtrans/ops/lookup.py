@@ -3,17 +3,19 @@
     uniq  = split_ids ids...        [table, rows, size]
     X     = prefetch uniq           [table, epmap, names, spans, types, trainer_id, trainers, sync_mode]
     token = send_rows uniq X        [table, epmap, names, spans, trainer_id, trainers, sync_mode]
+    X     = fake_init               [table, shape, dtype]
     X, S... = init_on_use args...   [table, types, write]
 
 `split_ids` makes the ids of all lookups of a table unique, and sorts them; each must be one of `rows` rows. It has room
 for `size` ids, and `rows` stands where there are fewer. `prefetch` gets the rows of these ids from their servers, and
 zeros behind them. `send_rows` gives the gradient of these rows to the servers, as `send` gives that of a block. `spans`
-says which rows each server has: a run of them, or of buckets (`dtrans.rows.buckets`). With `communicator` both are left
-to what runs beside the program, as `send` and `recv` are (`dtrans.ops.rpc`).
+says which rows each server has: a run of them, or of buckets (`dtrans.rows.row_buckets`). With `communicator` both are
+left to what runs beside the program, as `send` and `recv` are (`dtrans.ops.rpc`).
 
-`init_on_use` stands for a server's rows of a table, and for the state of the optimizer that has a row for each of them.
-`write(n)` is the program of `n` of these rows, from their numbers and what the init is given. A server makes each row
-when it is first asked for; where the equation is run as a function, it makes all.
+`fake_init` is what a trainer starts with in the place of a table of this shape: none of its rows. `init_on_use` stands
+for a server's rows of a table, and for the state of the optimizer that has a row for each of them. `write(n)` is the
+program of `n` of these rows, from their numbers and what the init is given. A server makes each row when it is first
+asked for; where the equation is run as a function, it makes all.
 
 Source: paddle/fluid/operators/distributed_ops/{split_ids,prefetch,lookup_sparse_table,fake_init}_op.cc and
 `split_selected_rows_op.cc`. Paddle's `merge_ids`, which gives rows in the order of ids, is a gather here.
@@ -47,9 +49,14 @@ def _send_rows(uniq: Any, grad: Any, *, spans: Sequence[Any], epmap: Sequence[st
     return [token()]
 
 
+def _fake_init(*, shape: Sequence[int], dtype: Any, **_: Any) -> list[Any]:
+    return [ShapedArray((0, *shape[1:]), dtype)]
+
+
 split_ids_p = communication("split_ids", _split_ids)
 prefetch_p = communication("prefetch", _prefetch)
 send_rows_p = communication("send_rows", _send_rows)
+fake_init_p = communication("fake_init", _fake_init)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,13 +2,14 @@
 
 transpiler   `DistributeTranspiler`, `GeoSgdTranspiler`
 strategies   `sharding`
-config       `DistributeTranspilerConfig`
+config       `DistributeTranspilerConfig`, `Embedding`
 optimizers   Paddle's optimizers, decays and clips, with the numbers of its kernels
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dtrans.paddle.config import Embedding as Embedding
 from dtrans.paddle.strategies import sharding as sharding
 
 

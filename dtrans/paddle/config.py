@@ -5,6 +5,7 @@ What only `transpile` knows (its arguments) it checks itself, and so do the tran
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from dtrans.errors import ConfigAssertionError, ConfigError
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin, check_dispatcher
 from dtrans.parameter_server.options import Async, BlockPlacement, DelayCompensation, Geo, HalfAsync, Mode, Sync
+from dtrans.parameter_server.tables.options import Rows
 
 
 MIN_BLOCK_SIZE = 8192
@@ -40,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
 
 # What Paddle has no attribute for.
 BEYOND: dict[str, Any] = {"dc_asgd_lambda": 1.0, "dc_asgd_decay": None, "on_trainer_exit": "drop", "communicator": None,
-                          "geo_sgd_block_on_pull": False, "merge": None}  # fmt: skip
+                          "geo_sgd_block_on_pull": False, "merge": None, "sparse": None}  # fmt: skip
 
 # The options of `dtrans.nccl2` and `dtrans.pserver`, and the fields of their records, that have other names here.
 OPTIONS = {
@@ -59,6 +61,42 @@ _OF_GEO = ("geo_sgd_mode", "geo_sgd_need_push_nums", "geo_sgd_block_on_pull")
 _OF_TRAINERS = ("nccl_comm_num", "hierarchical_allreduce_inter_nranks")
 
 COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
+
+
+@dataclasses.dataclass(frozen=True)
+class Embedding:
+    """What Paddle's layers and optimizers say of a table of embeddings: a step in JAX has no op to say it.
+
+    Attributes:
+      is_sparse: trainers look up rows on the servers, which have runs of rows each (Paddle's `remote_prefetch`), and
+        send the gradients of these.
+      is_distributed: the same, and row n is on server n % servers.
+      lazy_mode: of Adam: rows that nobody looks up stay as they are. Otherwise every optimizer does with them what it
+        does on one device.
+
+    Raises:
+      ConfigError: something else than True or False.
+
+    Source: `fluid.layers.embedding`; `lazy_mode` of `fluid.optimizer.Adam`.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.DistributeTranspilerConfig(sparse={"params/emb": dtrans.paddle.Embedding(is_distributed=True)})
+      DistributeTranspilerConfig(sparse={'params/emb': Embedding(is_sparse=True, is_distributed=True, lazy_mode=False)})
+    """
+
+    is_sparse: bool = True
+    is_distributed: bool = False
+    lazy_mode: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("is_sparse", "is_distributed", "lazy_mode"):
+            check_flag(name, getattr(self, name))
+
+    def rows(self, servers: int) -> Rows:
+        """The same, as `dtrans.pserver` takes it, on so many servers."""
+        update: Literal["lazy", "dense"] = "lazy" if self.lazy_mode else "dense"
+        return Rows(update, "bucket", servers) if self.is_distributed else Rows(update)
 
 
 class DistributeTranspilerConfig:
@@ -92,6 +130,8 @@ class DistributeTranspilerConfig:
       geo_sgd_block_on_pull: let that step wait for what others have changed, which Paddle has no attribute for.
       merge: how state is merged that trainers make themselves, which Paddle has no attribute for; see
         `dtrans.pserver` and `dtrans.nccl2`.
+      sparse: parameters of which trainers look up rows on the servers, by their names, each with a
+        `dtrans.paddle.Embedding`; or "auto", as in `dtrans.pserver`. Paddle's programs have that with the layers.
       print_log: log the plan when transpiling: at level INFO, by the logger "dtrans.paddle.transpiler", whose level and
         handlers are yours to set. Where logging is not set up, the plan goes to stderr, as Python's own warnings do.
       nccl_comm_num: in nccl2 mode, how many chains of reductions may run beside each other; 1 leaves that to XLA.
@@ -138,6 +178,7 @@ class DistributeTranspilerConfig:
     communicator: CommunicatorConfig | None
     geo_sgd_block_on_pull: bool
     merge: Mapping[str, str] | None
+    sparse: Mapping[str, Embedding] | Literal["auto"] | None
 
     def __init__(self, **options: Any) -> None:
         for name, value in {**DEFAULTS, **BEYOND, **options}.items():
@@ -163,6 +204,12 @@ class DistributeTranspilerConfig:
     def placement(self, seed: int = 0) -> BlockPlacement:
         """How leaves are cut, and placed."""
         return BlockPlacement(self.slice_var_up, self.dispatcher, self.min_block_size, seed)
+
+    def tables(self, servers: int) -> Mapping[str, Rows] | Literal["auto"] | None:
+        """The tables, as `dtrans.pserver` takes them, on so many servers."""
+        if self.sparse is None or self.sparse == "auto":
+            return self.sparse
+        return {n: x.rows(servers) for n, x in self.sparse.items() if x.is_sparse or x.is_distributed} or None
 
     def when_updated(self, sync_mode: bool) -> Mode:
         """When servers update, and what trainers wait for.
@@ -236,14 +283,28 @@ class DistributeTranspilerConfig:
         if self.mode == "collective" and kind not in COLLECTIVE_MODES:
             known = " or ".join(map(repr, COLLECTIVE_MODES))
             raise ConfigError(f"collective_mode must be {known} with mode='collective', it is {kind!r}")
+        self._check_sparse()
         if self.mode != "pserver":
-            self._refuse((*_OF_SERVERS, "runtime_split_send_recv", *_OF_GEO), f"mode='pserver', it is {self.mode!r}")
+            self._refuse(
+                (*_OF_SERVERS, "runtime_split_send_recv", "sparse", *_OF_GEO), f"mode='pserver', it is {self.mode!r}"
+            )
             return
         self._refuse(_OF_TRAINERS, "mode='nccl2', it is 'pserver'")
         if self.geo_sgd_mode:
             self._refuse((*_OF_SERVERS, "merge"), "geo_sgd_mode=False: in GEO-SGD trainers update by themselves")
             return
         self._refuse(_OF_GEO, "geo_sgd_mode=True, which is False")
+
+    def _check_sparse(self) -> None:
+        """Refuse what says nothing of tables."""
+        if self.sparse is None or self.sparse == "auto":
+            return
+        if not isinstance(self.sparse, Mapping):
+            raise ConfigError(
+                f"sparse={self.sparse!r} must be None, 'auto', or {{'params/emb': dtrans.paddle.Embedding(...)}}"
+            )
+        for name, x in self.sparse.items():
+            check_type(f"sparse[{name!r}]", x, Embedding, "a dtrans.paddle.Embedding")
 
     def _refuse(self, names: Sequence[str], where: str) -> None:
         """Raise for the first of these options that is not at its default."""

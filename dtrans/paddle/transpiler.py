@@ -130,6 +130,7 @@ class DistributeTranspiler:
             placement=self.config.placement(seed),
             on_trainer_exit=self.config.on_trainer_exit,
             batch=Batch("local", merge=self.config.merge or {}),
+            sparse=self.config.tables(len(parse_endpoints(pservers))),
         )
         check_trainer_id(trainer_id, plan.trainers)
         self._plan, self._trainer_id = plan, trainer_id

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dtrans.rows.buckets import RowBuckets
+from dtrans.rows.row_buckets import RowBuckets
 from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.server_update import ServerVariable
 

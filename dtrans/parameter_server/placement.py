@@ -21,7 +21,7 @@ from dtrans.errors import ConfigError, OptimizerError
 from dtrans.parameter_server.dispatch import PSDispatcher, SizeBalanced, check_dispatcher, slice_variable
 from dtrans.parameter_server.options import BlockPlacement
 from dtrans.rows.analysis import Group, RowAnalysis
-from dtrans.rows.buckets import RowBuckets
+from dtrans.rows.row_buckets import RowBuckets
 from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement, Unit
 

@@ -18,8 +18,8 @@ from dtrans.ops import RowsProgram, init_on_use_p, listen_and_serv_p
 from dtrans.parameter_server.plan import ServerPrograms
 from dtrans.parameter_server.tables.choose import Table
 from dtrans.parameter_server.tables.touched_rows import ServedTables, TableBlock
-from dtrans.rows.buckets import DealtRows, RowBuckets, numbers_at
 from dtrans.rows.layout import RowAxis
+from dtrans.rows.row_buckets import DealtRows, RowBuckets, numbers_at
 from dtrans.rows.slices import Slice
 from dtrans.rows.writer import RowSet
 from dtrans.slicing.blocks import Unit
@@ -100,8 +100,8 @@ class ServerProgramWriter:
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 
     def _tables(self, endpoint: str, held: Mapping[str, ServerVariable]) -> dict[str, Any]:
-        """What a server knows of its blocks of tables, as a parameter of its equation; nothing where it has none."""
-        if self.sized is None or not (served := self._table_blocks(endpoint, held)):
+        """What a server knows of its blocks of tables, as a parameter of its equation; nothing where nobody has any."""
+        if not self.tables or self.sized is None:
             return {}
         sized = self.sized
 
@@ -111,9 +111,9 @@ class ServerProgramWriter:
                 self.step, slicer, self.startup, self.trainers, self.sync_mode, self.on_trainer_exit, self.adapt
             )
             (eqn,) = again.main(endpoint, again.work(endpoint)).eqns
-            return eqn
+            return eqn.replace(params={**eqn.params, "tables": ServedTables({}, of_sizes)})
 
-        return {"tables": ServedTables(served, of_sizes)}
+        return {"tables": ServedTables(self._table_blocks(endpoint, held), of_sizes)}
 
     def _table_blocks(self, endpoint: str, held: Mapping[str, ServerVariable]) -> dict[str, TableBlock]:
         """The blocks of tables of a server, by their names."""

@@ -26,6 +26,7 @@ from dtrans.ir.pytree import without
 from dtrans.ops import (
     CommunicatorConfig,
     concat_p,
+    fake_init_p,
     fetch_barrier_p,
     recv_p,
     send_barrier_p,
@@ -136,9 +137,10 @@ def trainer_startup_program(
     b, outs = write_start(startup, step.frozen)
     received = [n for n in step.optimized if n not in wiring.tables]
     outs |= TrainerCommWriter(b, placement, trainer_id, wiring).start(received)
+    b.role = DIST
     for n in wiring.tables:
-        t = no_rows(step.program.invars[n].aval)
-        outs[n] = b.constant(jnp.zeros(t.shape, t.dtype))
+        t = step.program.inputs[n]
+        (outs[n],) = b.bind(fake_init_p, table=n, shape=t.shape, dtype=t.dtype)
     spec = step.program.args[0]
     return Program(
         f"trainer {trainer_id} startup",

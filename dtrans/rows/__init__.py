@@ -9,5 +9,5 @@ slices      a part of an array
 parts       a part of what an equation makes, of parts of its operands
 random_bits some rows of random bits
 writer      equations written for a block of rows
-buckets     rows that are dealt out by their numbers
+row_buckets rows that are dealt out by their numbers
 """

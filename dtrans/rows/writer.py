@@ -35,10 +35,10 @@ from dtrans._jax import (
     with_bodies,
 )
 from dtrans.ir.builder import Builder
-from dtrans.rows.buckets import RowBuckets
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import SHARED, Layout, RowAxis
 from dtrans.rows.parts import recipe_of
+from dtrans.rows.row_buckets import RowBuckets
 from dtrans.rows.rules import Step
 from dtrans.rows.slices import Slice
 

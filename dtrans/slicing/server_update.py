@@ -32,8 +32,8 @@ from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.ops import BlockGradient, OptimizeBlock, all_reduce_p, combine, identity_of
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.rows.buckets import DealtRows, RowBuckets
 from dtrans.rows.layout import SHARED, RowAxis
+from dtrans.rows.row_buckets import DealtRows, RowBuckets
 from dtrans.rows.slices import Slice
 from dtrans.rows.writer import BlockRows, RowSet, RowWriter
 from dtrans.slicing.blocks import Placement, Unit, argument

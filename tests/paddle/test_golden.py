@@ -14,7 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assemble, blocks_of, communication, distance, evaluate, plain_step, serve, start_servers
-from paddle_golden import CASES, GEO, KEY, L2, NETS, RECORDED, WITHOUT_CLIP, fc, programs, transpiled
+from paddle_golden import (
+    CASES,
+    DISTRIBUTED,
+    GEO,
+    KEY,
+    L2,
+    NETS,
+    RECORDED,
+    TABLES,
+    WITHOUT_CLIP,
+    fc,
+    programs,
+    transpiled,
+)
 
 import dtrans
 from dtrans._jax import Literal, origin_of
@@ -27,12 +40,19 @@ from dtrans.step.cut import GRAD
 # -- the cases -------------------------------------------------------------------------------------
 
 
-# a table that no trainer holds, whose rows go to the servers by id; there is no way yet to ask for one
-UNHEARD_OF = {"PATCHED_emb1_dist_sgd_sync"}
+# What is done for a table has other names here, and `send_rows` takes the gradient apart itself.
+OF_TABLES = [
+    (["distributed_lookup_table"], ["split_ids", "prefetch"]),
+    (["split_ids", "prefetch", "merge_ids"], ["split_ids", "prefetch"]),  # what gives rows to lookups is a gather
+    (["split_selected_rows", "send"], ["send_rows"]),
+    (["split_ids", "send"], ["send_rows"]),
+]
 
-# Here tables are dense: their gradient is cut as any other, and trainers receive them.
-DENSE = {"emb1_sparse_sgd_sync", "emb2_sparse_sgd_sync", "emb1_sparse_adam_async"}
+# The rows of the next step are asked for when all of this one is sent, also where steps do not wait for each other.
+WAITS = {"emb1_sparse_adam_async"}
 
+# Servers need no block to look up rows, nor one to save them.
+NO_BLOCKS = (["lookup_sparse_table"], ["save"])
 
 # Rounds of sums among the servers. Paddle took the norms of LARS over the rows of one server, which is another
 # optimizer, and could not clip by a global norm at all.
@@ -46,14 +66,15 @@ ACCUMULATORS = {"fc_momentum": 1, "fc_adam": 2, "mlp_adam_lr_exponential": 2, "f
 BETA_POWERS = {"fc_adam": 2, "mlp_adam_lr_exponential": 2, "emb1_sparse_adam_async": 2, "mlp_adam_dcasgd": 2}
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[*CASES, *DISTRIBUTED])
 def case(request: Any) -> SimpleNamespace:
     """A recorded case, and the plan that dtrans makes for it."""
     name, recorded = request.param, RECORDED[request.param]
     assert ("error" in recorded) == (name in WITHOUT_CLIP)
     recorded = {**RECORDED[WITHOUT_CLIP.get(name, name)], **recorded}
     main, startup = programs(name)
-    t = transpiled(recorded, main, startup)
+    recorded = with_table(name, recorded) if name in DISTRIBUTED else recorded
+    t = transpiled(recorded, main, startup, TABLES.get(name))
     plan: Any = t.plan
     assert t.get_trainer_program() is plan.trainer_program(recorded["trainer_id"])
     return SimpleNamespace(
@@ -67,25 +88,39 @@ def case(request: Any) -> SimpleNamespace:
     )
 
 
+def with_table(name: str, recorded: dict[str, Any]) -> dict[str, Any]:
+    """A recorded case whose table was kept out of what is placed: its rows as blocks, and their updates as of others.
+
+    Gradients of all trainers were added up, where those of other parameters were averaged.
+    """
+    shape = [-(-1000 // recorded["pservers"]), 64]
+    blocks = {ep: [*b, [f"shared_w.block{i}", shape]] for i, (ep, b) in enumerate(recorded["placement"].items())}
+    servers = {}
+    for ep, server in recorded["servers"].items():
+        does = [b for b in server["blocks"] if b not in NO_BLOCKS]
+        assert does[-1] == ["merge", "update"]
+        servers[ep] = {**server, "blocks": [*does[:-1], ["merge", "mean", "update"]]}
+    return {**recorded, "placement": blocks, "servers": servers}
+
+
 def short(name: str) -> str:
     """`fc_w.block0` of `params/fc_w.block0`."""
     return name.removeprefix("params/")
 
 
 def expected_trainer(case: Any, program: str) -> list[str]:
-    """What a trainer is to say: as recorded; a table as any other parameter."""
-    ops = case.recorded[program]
-    if case.name in DENSE:
-        of_a_table = ("distributed_lookup_table", "fake_init")
-        ops = ["split_byref" if op == "split_selected_rows" else op for op in ops if op not in of_a_table]
-        ops.insert(len(ops) - ops[::-1].index("recv"), "recv")
-        ops.append("concat")
-    return ops
+    """What a trainer is to say: as recorded."""
+    ops = list(case.recorded[program])
+    for theirs, ours in OF_TABLES if case.name in TABLES else ():
+        for i in reversed(range(len(ops))):
+            if ops[i : i + len(theirs)] == theirs:
+                ops[i : i + len(theirs)] = ours
+    return [*ops, "fetch_barrier"] if program == "trainer" and case.name in WAITS else ops
 
 
 def test_every_recorded_case_is_accounted_for() -> None:
     assert len(RECORDED) == 26
-    parts = [set(CASES), {GEO}, UNHEARD_OF]
+    parts = [set(CASES), {GEO}, set(DISTRIBUTED)]
     assert set.union(*parts) == set(RECORDED)
     assert sum(map(len, parts)) == len(RECORDED)
 
@@ -146,10 +181,10 @@ def test_a_trainer_says_what_paddles_said_in_that_order(case: Any) -> None:
 def test_each_gradient_is_sent_as_soon_as_it_is_made(case: Any) -> None:
     """In the order in which Paddle's backward pass made them; a split may come between, nothing else."""
     ops = case.trainer.ops
-    at = [i for i, op in enumerate(ops) if op.type == "send"]
+    at = [i for i, op in enumerate(ops) if op.type in ("send", "send_rows")]
     sent = []
     for i in at:
-        (whole,) = ops[i - 1].inputs if ops[i - 1].type == "split_byref" else ops[i].inputs
+        whole = (ops[i - 1].inputs if ops[i - 1].type == "split_byref" else ops[i].inputs)[-1]
         maker = ops[i - 2] if ops[i - 1].type == "split_byref" else ops[i - 1]
         assert whole in maker.outputs
         assert maker.role == "backward"
@@ -163,12 +198,12 @@ def test_each_send_goes_where_its_block_lives(case: Any) -> None:
     me, trainers = case.recorded["trainer_id"], case.merged
     lives = {b.gradient(me, trainers): b.endpoint for b in case.plan.placement.table}
     assert all(n.endswith(f".trainer_{me}") for n in lives) or trainers == 1
-    sends = [op.attrs for op in case.trainer.ops if op.type == "send"]
+    sends = [op.attrs for op in case.trainer.ops if op.type in ("send", "send_rows")]
     assert {n: ep for s in sends for n, ep in zip(s["names"], s["epmap"], strict=True)} == lives
 
 
 def test_there_is_one_recv_for_each_parameter_and_one_concat_for_each_that_was_cut(case: Any) -> None:
-    table = case.plan.placement.blocks
+    table = {n: blocks for n, blocks in case.plan.placement.blocks.items() if n not in case.plan.tables.of}
     for program in (case.trainer, case.trainer_startup):
         recvs = [op.attrs for op in program.ops if op.type == "recv"]
         assert [r["names"] for r in recvs] == [tuple(b.name for b in blocks) for blocks in table.values()]
@@ -177,7 +212,7 @@ def test_there_is_one_recv_for_each_parameter_and_one_concat_for_each_that_was_c
         assert len(concats) == sum(len(blocks) > 1 for blocks in table.values())
         assert {op.attrs["axis"] for op in concats} <= {0}
     for op in ("recv", "concat"):
-        assert communication(case.trainer).count(op) == case.recorded["trainer"].count(op) + (case.name in DENSE)
+        assert communication(case.trainer).count(op) == case.recorded["trainer"].count(op)
 
 
 def test_a_trainer_starts_with_what_the_servers_made(case: Any) -> None:
@@ -328,7 +363,7 @@ def test_servers_start_with_rows_of_what_one_device_would_make(case: Any) -> Non
 @pytest.mark.sampled(2)
 def test_a_step_of_the_servers_is_one_of_one_device_on_the_mean_gradient(case: Any) -> None:
     """Two of them, for the schedule to move: merge, mean, regularize, clip and update are in the right order."""
-    net, tx = CASES[case.name]
+    net, tx = (CASES | DISTRIBUTED)[case.name]
     params = NETS[net][1](KEY)
     state = tx.init(params)
     held = start_servers(case.plan, KEY)
@@ -359,3 +394,40 @@ def named(state: tuple[Any, Any]) -> list[tuple[str, Any]]:
     return [
         (f"{root}/{n}", x) for root, tree in zip(("params", "opt_state"), state, strict=True) for n, x in leaves(tree)
     ]
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def test_a_trainer_has_no_row_of_a_table(case: Any) -> None:
+    """One `prefetch` for all lookups; what it starts with has none, and no value has as many rows as the table."""
+    table = "params/shared_w"
+    if case.name not in TABLES:
+        assert not case.plan.tables.of
+        return
+    (ids,), (rows,) = ([op for op in case.trainer.ops if op.type == n] for n in ("split_ids", "prefetch"))
+    assert ids.attrs["rows"] == 1000 and ids.attrs["size"] == (448 if case.name.startswith("emb2") else 224)
+    assert rows.attrs["names"] == tuple(b.name for b in case.plan.placement.blocks[table])
+    assert rows.attrs["epmap"] == tuple(case.plan.servers)
+    (fake,) = (op for op in case.trainer_startup.ops if op.type == "fake_init")
+    assert fake.attrs["shape"] == (1000, 64)
+    for program in (case.trainer, case.trainer_startup):
+        values = (v for e in program.jaxpr.jaxpr.eqns for v in (*e.invars, *e.outvars))
+        assert 1000 not in {n for v in values for n in v.aval.shape}
+    size = ids.attrs["size"]
+    others = sum(b.nbytes for b in case.plan.placement.table if b.leaf != table)
+    assert case.plan.bytes_per_step == {"send": others + size * (4 + 64 * 4), "recv": others + size * 64 * 4}
+
+
+@pytest.mark.parametrize("pservers", [1, 2, 3, 7])
+def test_a_distributed_table_has_each_row_on_the_server_of_its_number(pservers: int) -> None:
+    """`id % pservers`, and `id // pservers` there; where they do not divide the rows, Paddle's servers had padding."""
+    (name,) = DISTRIBUTED
+    plan: Any = transpiled({**RECORDED[name], "pservers": pservers}, *programs(name), TABLES[name]).plan
+    blocks = plan.placement.blocks["params/shared_w"]
+    assert [b.endpoint for b in blocks] == list(plan.servers)
+    assert max(b.rows for b in blocks) == -(-1000 // pservers)
+    ids = np.arange(1000)
+    for k, b in enumerate(blocks):
+        assert np.array_equal(ids[b.span.among(ids)], np.arange(k, 1000, pservers))
+        assert np.array_equal(b.span.local(np.arange(k, 1000, pservers)), np.arange(k, 1000, pservers) // pservers)

@@ -20,6 +20,7 @@ import dtrans
 from dtrans._jax import ELEMENTWISE, Literal, jaxprs_in_params, opened
 from dtrans.ops import OptimizeBlock, all_reduce_p, combine
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.rows.writer import RowRange
 
 
 # the future of `jax.checkpoint`: lowering a step opens it, and each rematerialised function is traced once
@@ -178,7 +179,7 @@ def serve(
             if f"{block.name}.trainer_0_bak" in held[endpoint]:  # a gradient of the newest parameters
                 values[endpoint][f"{block.name}.bak"] = held[endpoint][block.name]
             if block.leaf not in plan.unsent:
-                sent = [of[block.leaf][slice(block.span.start, block.span.stop) if block.span else ...] for of in grads]
+                sent = [of[block.leaf][block.span.index if block.span else ...] for of in grads]
                 values[endpoint][block.gradient(0, 1)] = functools.reduce(jnp.add, sent) * (1 / len(sent))
     levels = {b.level for endpoint in plan.servers for b in blocks_of(plan, endpoint)}
     for level in sorted(levels):
@@ -251,6 +252,10 @@ def assemble(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], names: Se
             whole = plan.main.inputs[name].shape
             axes = [a for a, n in enumerate(whole) if parts[0].shape[a] != n]
             found[name] = jnp.concatenate(parts, axes[0])
+            spans = [row.rows for row in plan.overview.by_origin(name)]
+            if not all(isinstance(x, RowRange) for x in spans):
+                order = np.argsort(np.concatenate([x.numbers() for x in spans]))
+                found[name] = jnp.take(found[name], order, axes[0])
     return found
 
 

@@ -17,6 +17,7 @@ from paths import GOLDEN
 
 import dtrans
 from dtrans import DistributeTranspiler, DistributeTranspilerConfig
+from dtrans.paddle import Embedding
 
 
 RECORDED = json.loads((GOLDEN / "transpiled.json").read_text())["cases"]
@@ -121,13 +122,22 @@ CASES: dict[str, tuple[str, Any]] = {
     "mlp_adam_dcasgd": ("mlp", optax.adam(0.1)),
 }
 GEO = "geo_fc_sgd"
+# A table whose rows went to the servers by their numbers. Paddle 1.8 raised; this was recorded of one that was mended.
+DISTRIBUTED = {"PATCHED_emb1_dist_sgd_sync": ("emb1", SGD)}
+# What the layers said of the table, where it was not dense.
+TABLES = {
+    "emb1_sparse_sgd_sync": Embedding(is_sparse=True),
+    "emb2_sparse_sgd_sync": Embedding(is_sparse=True),
+    "emb1_sparse_adam_async": Embedding(is_sparse=True),
+    "PATCHED_emb1_dist_sgd_sync": Embedding(is_sparse=True, is_distributed=True),
+}
 # Paddle raised: a clip met a cut parameter with the whole gradient. Here they are as without the clip, but for it.
 WITHOUT_CLIP: dict[str, str] = {"fc_sgd_clip_value_opt": "fc_sgd", "fc_sgd_clip_global_opt": "fc_sgd"}
 
 
 def programs(name: str) -> tuple[dtrans.Program, dtrans.Program]:
     """The step and the init of a case, traced."""
-    net, tx = CASES[name]
+    net, tx = (CASES | DISTRIBUTED)[name]
     loss, make, batch = NETS[net]
 
     def init(key: Any) -> tuple[Any, Any]:
@@ -138,9 +148,12 @@ def programs(name: str) -> tuple[dtrans.Program, dtrans.Program]:
     return dtrans.trace(step, *jax.eval_shape(init, KEY), *batch), dtrans.trace(init, KEY)
 
 
-def transpiled(recorded: dict[str, Any], main: Any, startup: Any) -> DistributeTranspiler:
-    """As it was called when this was recorded."""
-    t = DistributeTranspiler(DistributeTranspilerConfig(**recorded["config"]))
+def transpiled(
+    recorded: dict[str, Any], main: Any, startup: Any, table: Embedding | None = None
+) -> DistributeTranspiler:
+    """As it was called when this was recorded; with what the layers said of the table."""
+    sparse = None if table is None else {"params/shared_w": table}
+    t = DistributeTranspiler(DistributeTranspilerConfig(**recorded["config"], sparse=sparse))
     t.transpile(
         trainer_id=recorded["trainer_id"],
         program=main,

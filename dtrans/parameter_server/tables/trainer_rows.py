@@ -185,8 +185,9 @@ class TableWriter(_LookedUp):
     def _prefetch(self, table: TableLookups, var: Var) -> None:
         """Get the rows that a step looks up."""
         b = self.b
-        b.role = DIST
+        b.role = FORWARD
         ids = [b.call(_component(c), self.whole(a))[0] for a, c in table.ids]
+        b.role = DIST
         (uniq,) = b.bind(split_ids_p, *ids, table=table.leaf, rows=table.rows, size=table.size)
         b.labels[uniq] = f"{table.leaf}@IDS"
         b.role = RPC

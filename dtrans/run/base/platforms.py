@@ -1,6 +1,7 @@
 """What one platform alone needs: all differences between them that are carried out, or planned, by dtrans.
 
-XLA on CPUs gathers nothing beside computation, scatters wrongly over Gloo before JAX 0.12, and drops barriers early.
+XLA on CPUs gathers nothing beside computation, scatters wrongly over Gloo before JAX 0.12, drops barriers early, and
+divides by a number in another way where nothing else reads that.
 """
 
 from __future__ import annotations
@@ -56,6 +57,16 @@ def _reduce_and_slice(x: jax.Array, *, over: tuple[str, ...], axis: int) -> jax.
 def after(x: jax.Array, y: jax.Array) -> Sequence[Any]:
     """XLA keeps to `optimization_barrier`, except for CPUs: there it goes before equal equations are made one."""
     return [jax.lax.platform_dependent(x, y, cpu=_after_on_cpu, default=_after_elsewhere)]
+
+
+def as_written() -> dict[str, str] | None:
+    """Options to compile a function with whose bits may not depend on what is compiled beside it.
+
+    XLA makes `x * (1 / s)` of `x / s` where one equation alone reads the number `s`; so Adam on a server with one block
+    would differ from Adam on one with two, whose corrections both read. On CPUs it can be told not to, and an optimizer
+    is no slower then.
+    """
+    return {"xla_disable_hlo_passes": "algsimp"} if jax.default_backend() == "cpu" else None
 
 
 def _after_on_cpu(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@
                    what comes next, or at the program's end (`settle`)
     split_ids      the numbers of rows that a step looks up, unique and sorted; they are checked here
     prefetch       a message to each server that has rows of the table, and its answer, which is waited for
+    fake_init      an array of none of the table's rows
     send_rows      as `send`, of the rows that were asked for, to the servers that have them
     exchange       a message to the server of the round, and its answer, which is waited for
     concat         nothing is left to do: the blocks lie side by side
@@ -40,6 +41,7 @@ from dtrans.ir.program import Program
 from dtrans.ops import (
     concat_p,
     exchange_p,
+    fake_init_p,
     fetch_barrier_p,
     geo_send_p,
     init_on_use_p,
@@ -99,6 +101,7 @@ class EndpointFabric:
             split_ids_p: lambda eqn, values: [unique_ids(values, **eqn.params)],
             prefetch_p: self._prefetch,
             send_rows_p: self._send_rows,
+            fake_init_p: lambda eqn, values: [np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars],
             concat_p: self._concat,
             listen_and_serv_p: self._serve,
             init_on_use_p: new_rows,

@@ -34,7 +34,7 @@ from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.array_fns import parts_of, words
 from dtrans.ir.pytree import is_under
-from dtrans.ops import fetch_barrier_p, recv_p, send_barrier_p, send_p, send_rows_p, split_ids_p
+from dtrans.ops import fake_init_p, fetch_barrier_p, recv_p, send_barrier_p, send_p, send_rows_p, split_ids_p
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
@@ -364,6 +364,8 @@ class MeshJob(Job):
                 outs = [None]
             elif eqn.primitive is recv_p:
                 outs = [words(servers[ep][n]) for ep, n in zip(eqn.params["epmap"], eqn.params["names"], strict=True)]
+            elif eqn.primitive is fake_init_p:
+                outs = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
             elif eqn.primitive is fetch_barrier_p:
                 outs = [self._to_trainers(x) for x in values]
             else:

@@ -22,6 +22,7 @@ import numpy as np
 from dtrans._jax import evaluate
 from dtrans.ops import BACKUP, OptimizeBlock
 from dtrans.parameter_server.tables.touched_rows import LEAST, TableBlock, room_for
+from dtrans.run.base.platforms import as_written
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -170,7 +171,7 @@ class MissedSteps:
 
             return jax.lax.fori_loop(first, stop, turn, (dict(rows), jnp.zeros(size, bool)))
 
-        return jax.jit(make_up)
+        return jax.jit(make_up, compiler_options=as_written())
 
 
 def at_zero_gradient(blocks: Sequence[OptimizeBlock], rows: Arrays, values: Arrays) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.served import ServedBlocks, ServedRows, Vectors
 from dtrans.run.base.lowered import called
+from dtrans.run.base.platforms import as_written
 from dtrans.slicing.mean import made_one, sent_by
 
 
@@ -303,7 +304,9 @@ class CompiledUpdate:
             read = {**kept, **spent, **values}
             return phase(read, self._prepare(grads) if phase.grads else {}, arrived)
 
-        return jax.jit(update, donate_argnums=2 if donate else ())
+        # rows of a table have the same bits whatever else is on their server
+        options = as_written() if "tables" in self.update.eqn.params else None
+        return jax.jit(update, donate_argnums=2 if donate else (), compiler_options=options)
 
 
 def own_buffers(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -120,10 +120,11 @@ def check_bits(role_threads: RoleThreads, name: str, update: str, trainers: int,
 
 
 @pytest.mark.parametrize(
-    "name, update", [("momentum", "dense"), ("adagrad", "dense"), ("adam", "lazy"), ("rowwise_adam", "dense")]
+    "name, update", [("adam", "dense"), ("adagrad", "dense"), ("adam", "lazy"), ("rowwise_adam", "dense")]
 )
 def test_bits_do_not_depend_on_placement(role_threads: RoleThreads, name: str, update: str) -> None:
-    check_bits(role_threads, name, update, 2, 6, [("range", 2), ("bucket", 1), ("bucket", 3)])
+    """The last of four servers has rows of the table and nothing else."""
+    check_bits(role_threads, name, update, 2, 6, [("range", 2), ("bucket", 1), ("bucket", 4)])
 
 
 @pytest.mark.soak

@@ -33,7 +33,7 @@ class RowBuckets:
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.rows.buckets import RowBuckets
+      >>> from dtrans.rows.row_buckets import RowBuckets
       >>> part = RowBuckets(1, 3, count=4, size=10)
       >>> part.rows, part.numbers().tolist(), part.local(np.array([2, 5, 9])).tolist()
       (5, [1, 2, 5, 6, 9], [1, 2, 4])

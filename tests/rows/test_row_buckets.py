@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dtrans._jax import ShapedArray
-from dtrans.rows.buckets import DealtRows, RowBuckets
 from dtrans.rows.layout import RowAxis
+from dtrans.rows.row_buckets import DealtRows, RowBuckets
 from dtrans.rows.writer import RowRange
 
 

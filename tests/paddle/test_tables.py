@@ -1,0 +1,120 @@
+"""Tables through Paddle's interface: what an `Embedding` asks for, and the numbers of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import role_threads as roles
+from paddle_golden import embedding
+from role_threads import RoleThreads, free_endpoints
+
+import dtrans
+from dtrans.errors import ConfigError
+from dtrans.paddle import Embedding
+
+
+V, D, ROWS, WORDS = 100, 4, 8, 3
+SGD = optax.sgd(0.5)
+
+
+def init(tx: Any, key: jax.Array) -> Any:
+    one, two = jax.random.split(key)
+    table, w = jax.random.uniform(one, (V, D)), jax.random.normal(two, (2 * D, 2))
+    params = {"fc_b": jnp.zeros(2), "fc_w": w, "shared_w": table}
+    return params, tx.init(params)
+
+
+def batches(steps: int) -> list[tuple[np.ndarray, ...]]:
+    rng = np.random.default_rng(0)
+    ids = lambda: rng.integers(0, V, (ROWS, WORDS)).astype(np.int32)
+    return [(rng.integers(0, 2, ROWS).astype(np.int32), ids(), ids()) for _ in range(steps)]
+
+
+def transpiled(table: Any, servers: Any = 2, trainers: int = 2, tx: Any = SGD, **config: Any) -> Any:
+    """What every process of a job would make; here they have one."""
+    key, part = jax.random.key(0), [x[: ROWS // trainers] for x in batches(1)[0]]
+    start = lambda key: init(tx, key)
+    sparse = {"params/shared_w": table} if isinstance(table, Embedding) else table
+    t = dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(**config, sparse=sparse))
+    t.transpile(
+        0,
+        dtrans.trace(dtrans.make_train_step(embedding, tx), *jax.eval_shape(start, key), *part),
+        ",".join(free_endpoints(servers)),
+        trainers,
+        sync_mode=config.get("sync_mode", True),
+        startup_program=dtrans.trace(start, key),
+    )
+    return t
+
+
+def losses(role_threads: RoleThreads, plan: Any, steps: int) -> np.ndarray:
+    """Of each step, the mean of what trainers have."""
+    for ep in plan.servers:
+        role_threads.start(ep, roles.serve, plan, ep, jax.random.key(0))
+    for k in range(plan.trainers):
+        role_threads.start(f"trainer {k}", roles.train, plan, k, batches(steps), jax.random.key(0))
+    ended = role_threads.all()
+    return np.mean([ended[f"trainer {k}"][1] for k in range(plan.trainers)], 0)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "table, servers, tx",
+    [
+        (Embedding(), 2, SGD),
+        (Embedding(is_distributed=True), 3, SGD),  # which do not divide the rows
+        (Embedding(), 2, dtrans.paddle.optimizers.adam(0.1)),
+        (Embedding(is_distributed=True), 3, dtrans.paddle.optimizers.adam(0.1)),  # Paddle's was trained by SGD
+    ],
+)
+def test_losses_are_those_of_one_device(role_threads: RoleThreads, table: Embedding, servers: int, tx: Any) -> None:
+    plan = transpiled(table, servers, tx=tx).plan
+    assert list(plan.tables.of) == ["params/shared_w"]
+    step, (params, opt_state), wanted = jax.jit(dtrans.make_train_step(embedding, tx)), init(tx, jax.random.key(0)), []
+    for batch in batches(5):
+        params, opt_state, value = step(params, opt_state, *batch)
+        wanted.append(float(value))
+    np.testing.assert_allclose(losses(role_threads, plan, 5), wanted, rtol=1e-12)
+
+
+def test_what_an_embedding_asks_for() -> None:
+    rows = lambda *args: Embedding(*args).rows(3)
+    assert rows(True) == dtrans.Rows("dense", "range")
+    assert rows(True, True) == dtrans.Rows("dense", "bucket", 3)
+    assert rows(True, False, True) == dtrans.Rows("lazy")
+    assert not transpiled(Embedding(is_sparse=False)).plan.tables.of
+    assert not transpiled(None).plan.tables.of
+    assert list(transpiled("auto").plan.tables.of) == ["params/shared_w"]
+
+
+@pytest.mark.parametrize("name", ["asynchronous", "synchronous"])
+def test_both_modes_have_tables(name: str) -> None:
+    plan = transpiled(Embedding(), sync_mode=name == "synchronous").plan
+    assert list(plan.tables.of) == ["params/shared_w"]
+
+
+@pytest.mark.parametrize(
+    "sparse, said",
+    [
+        ("all", "sparse='all' must be None, 'auto', or {'params/emb': dtrans.paddle.Embedding"),
+        ({"params/shared_w": dtrans.Rows()}, r"sparse\['params/shared_w'\] must be a dtrans.paddle.Embedding"),
+        ({"params/fc_w": Embedding()}, "sparse: trainers cannot look up rows of params/fc_w alone"),
+        ({"params/table": Embedding()}, "sparse names params/table; the parameters that servers update are"),
+    ],
+)
+def test_what_is_no_table_is_refused(sparse: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        transpiled(sparse)
+
+
+def test_only_servers_have_tables() -> None:
+    config = dtrans.DistributeTranspilerConfig(mode="nccl2", sparse={"params/emb": Embedding()})
+    with pytest.raises(ConfigError, match="^sparse={'params/emb': .* is for mode='pserver', it is 'nccl2'"):
+        config.check()
+    with pytest.raises(ConfigError, match="is_sparse must be True or False"):
+        Embedding(is_sparse="yes")  # type: ignore[arg-type]
