@@ -1,20 +1,20 @@
-"""A table of embeddings on parameter servers, dense and as a table: steps a second, bytes, and a trainer's memory.
+"""The jobs of `test_sparse.py`: a table on two pservers, of which this file is the other processes.
 
-    dtrans launch --trainers 2 --pservers 2 benchmarks/tables.py 100000 table      a table of 100,000 x 64
-    dtrans launch --trainers 2 --pservers 2 benchmarks/tables.py 100000 dense      the same, all rows each step
-    dtrans launch --trainers 2 --pservers 2 benchmarks/tables.py 10000000 table 16 of rows of 16
-    python benchmarks/tables.py 100000 local                                       one device, no servers
+    python tables.py pserver SHAPE ENDPOINT ALL,ENDPOINTS    serves
+    python tables.py trainer SHAPE ALL,ENDPOINTS             the last trainer: for each number on its input, as many
+                                                             steps; then the seconds that they took, and the most memory
+                                                             that it had, in MB, less that after import
 
-A step looks up 512 rows on each trainer, and updates with Adagrad, which leaves other rows as they are. Printed are
-the median of the steps' times, what a step moves, and the most memory that trainer 0 had, less what importing took.
+A step looks up rows of a table by their numbers, and updates with Adagrad, which leaves other rows as they are. SHAPE
+is a `Shape` as text.
 """
 
 from __future__ import annotations
 
-import os
-import statistics
+import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,139 @@ import optax
 import dtrans
 
 
-WIDTH = int(sys.argv[3]) if len(sys.argv) > 3 else 64
-ROWS, STEPS, WARM = 512, 30, 5
+STRIDE, EXPONENT, LEARNING_RATE = 2_654_435_761, 1.05, 0.1
+tx = optax.adagrad(LEARNING_RATE)
+Steps = Callable[[int], float]  # makes so many, and returns the seconds that they took
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A table, and what a step does with it.
+
+    Attributes:
+      rows, width: of the table.
+      ids: how many rows each trainer looks up in a step.
+      drawn: "uniform" or "zipf".
+      sparse: whether trainers have the rows that they look up, or all.
+      trainers: how many there are.
+    """
+
+    rows: int
+    width: int
+    ids: int
+    drawn: str = "uniform"
+    sparse: bool = True
+    trainers: int = 2
+
+    def __str__(self) -> str:
+        return ",".join(str(x) for x in dataclasses.astuple(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """The shape that a text says."""
+        rows, width, ids, drawn, sparse, trainers = text.split(",")
+        return cls(int(rows), int(width), int(ids), drawn, sparse == "True", int(trainers))
+
+    def batch(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of rows, and targets."""
+        if self.drawn == "uniform":
+            ids = rng.integers(0, self.rows, self.ids)
+        else:
+            most = (self.rows + 1.0) ** (1 - EXPONENT)
+            rank = ((1 - rng.random(self.ids) * (1 - most)) ** (1 / (1 - EXPONENT))).astype(np.int64) - 1
+            ids = np.minimum(rank, self.rows - 1) * STRIDE % self.rows
+        return ids.astype(np.int32), np.ones(self.ids, np.float32)
+
+
+def loss(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
+    """A linear model of the rows."""
+    return jnp.mean((params["emb"][ids] @ params["w"] - y) ** 2)
+
+
+step = dtrans.make_train_step(loss, tx)
+
+
+def init_of(shape: Shape) -> Callable[[], Any]:
+    """What makes parameters and state."""
+
+    def init() -> Any:
+        rows = 0.01 * jax.random.normal(jax.random.key(0), (shape.rows, shape.width))
+        params = {"emb": rows, "w": jnp.ones(shape.width)}
+        return params, tx.init(params)
+
+    return init
+
+
+def plan_for(shape: Shape, endpoints: str) -> dtrans.PServerPlan:
+    """The plan of a job."""
+    init, batch = init_of(shape), shape.batch(np.random.default_rng(0))
+    return dtrans.pserver(
+        dtrans.trace(step, *jax.eval_shape(init), *batch),
+        dtrans.trace(init),
+        pservers=endpoints,
+        trainers=shape.trainers,
+        sparse={"params/emb": dtrans.Rows()} if shape.sparse else None,
+    )
+
+
+def stepping(exe: dtrans.Executor, shape: Shape, plan: dtrans.PServerPlan, trainer: int) -> Steps:
+    """The steps of one trainer."""
+    box, rng = [exe.run(plan.trainer_startup_program(trainer))], np.random.default_rng(trainer)
+    program = plan.trainer_program(trainer)
+
+    def steps(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            box[0], value = exe.run(program, box[0], *shape.batch(rng))
+        jax.block_until_ready(value)
+        return time.perf_counter() - start
+
+    return steps
+
+
+def dense_steps(shape: Shape) -> Steps:
+    """The steps of one device, as they were written: Adagrad updates all rows."""
+    box, rng = [*init_of(shape)()], np.random.default_rng(0)
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+
+    def steps(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            *box[:], value = jitted(*box, *shape.batch(rng))
+        jax.block_until_ready(value)
+        return time.perf_counter() - start
+
+    return steps
+
+
+def row_steps(shape: Shape) -> Steps:
+    """The same steps, as nobody writes them: `jnp.take` of the rows that are looked up, and an update of these."""
+    params, _ = init_of(shape)()
+    box: list[Any] = [params, jax.tree.map(lambda x: jnp.full_like(x, 0.1), params)]
+    rng = np.random.default_rng(0)
+
+    def by_rows(params: Any, sums: Any, uniq: jax.Array, at: jax.Array, y: jax.Array) -> Any:
+        rows = lambda tree: {"emb": jnp.take(tree["emb"], uniq, 0, mode="clip"), "w": tree["w"]}
+        back = lambda tree, new: {"emb": tree["emb"].at[uniq].set(new["emb"], mode="drop"), "w": new["w"]}
+        here = rows(params)
+        value, g = jax.value_and_grad(loss)(here, at, y)
+        new = jax.tree.map(lambda s, g: s + g * g, rows(sums), g)
+        moved = jax.tree.map(lambda x, g, s: x - LEARNING_RATE * g * jax.lax.rsqrt(s + 1e-7), here, g, new)
+        return back(params, moved), back(sums, new), value
+
+    jitted = jax.jit(by_rows, donate_argnums=(0, 1))
+
+    def steps(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            ids, y = shape.batch(rng)
+            uniq, at = np.unique(ids, return_inverse=True)
+            uniq = np.concatenate([uniq, np.full(len(ids) - len(uniq), shape.rows, np.int32)])
+            *box[:], value = jitted(*box, uniq, at.astype(np.int32), y)
+        jax.block_until_ready(value)
+        return time.perf_counter() - start
+
+    return steps
 
 
 def peak() -> float:
@@ -36,72 +167,19 @@ def peak() -> float:
     return int(line.split()[1]) / 1024
 
 
-TX = optax.adagrad(0.1)
-
-
-def loss(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.mean((params["emb"][ids] @ params["w"] - y) ** 2)
-
-
-def start(rows: int) -> Any:
-    params = {"emb": 0.01 * jax.random.normal(jax.random.key(0), (rows, WIDTH)), "w": jnp.ones(WIDTH)}
-    return params, TX.init(params)
-
-
-def timed(step: Any, rows: int) -> list[float]:
-    rng, took = np.random.default_rng(os.getpid()), []
-    for _ in range(WARM + STEPS):
-        batch = rng.integers(0, rows, ROWS), np.ones(ROWS, np.float32)
-        began = time.perf_counter()
-        jax.block_until_ready(step(*batch))
-        took.append(time.perf_counter() - began)
-    return took[WARM:]
-
-
-def main(rows: int, how: str) -> None:
-    step = dtrans.make_train_step(loss, TX)
-    batch = np.zeros(ROWS, int), np.ones(ROWS, np.float32)
-    if how == "local":
-        state: Any = start(rows)
-        jitted = jax.jit(step, donate_argnums=(0, 1))
-
-        def local(*batch: Any) -> Any:
-            nonlocal state
-            *state, value = jitted(*state, *batch)
-            return value
-
-        took = statistics.median(timed(local, rows))
-        print(f"{rows:,} x {WIDTH} on one device: {1 / took:.1f} steps/s")
-        return
-    role, before = dtrans.Role.from_env(), peak()
-    init = lambda: start(rows)
-    plan = dtrans.pserver(
-        dtrans.trace(step, *jax.eval_shape(init), *batch),
-        dtrans.trace(init),
-        pservers=role.pservers,
-        trainers=role.trainers,
-        sparse={"params/emb": dtrans.Rows()} if how == "table" else None,
-    )
-    with plan.on_cluster(deadline=200.0) as job:
-        state = job.init()
-        if role.is_pserver:
-            job.serve(state)
+def main() -> None:
+    """Be a role."""
+    before, what, shape, *where, every = peak(), sys.argv[1], Shape.parse(sys.argv[2]), *sys.argv[3:]
+    plan = plan_for(shape, every)
+    with dtrans.Executor(deadline=200) as exe:
+        if what == "pserver":
+            programs = plan.servers[where[0]]
+            exe.run(programs.main, exe.run(programs.startup))
             return
-
-        def remote(*batch: Any) -> Any:
-            nonlocal state
-            state, value = job.step(state, *batch)
-            return value
-
-        took = statistics.median(timed(remote, rows))
-        if not role.trainer_id:
-            moved = plan.bytes_per_step
-            print(
-                f"{rows:,} x {WIDTH} {how}: {1 / took:.1f} steps/s, {moved['send']:,} bytes sent and "
-                f"{moved['recv']:,} received in a step at most, {peak() - before:.0f} MB more than after import, "
-                f"{peak():.0f} MB in all, load {os.getloadavg()[0]:.1f}"
-            )
+        steps = stepping(exe, shape, plan, shape.trainers - 1)
+        for line in sys.stdin:
+            print(steps(int(line)), peak() - before, flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main()

@@ -117,8 +117,9 @@ def train(
     model: Annotated[
         str | None,
         typer.Option(
-            help="`digits`, or `characters` in pipeline mode; or `word2vec`: word vectors of the source of Python's "
-            "standard library, in tables that no trainer holds (with processes of pservers).",
+            help="`digits`, or `characters` in pipeline mode; or, in tables that no trainer holds (with processes of "
+            "pservers), `word2vec`: word vectors of the source of Python's standard library, or `ctr`: which "
+            "impressions are clicked, of 20 features each.",
             show_default="digits; characters in pipeline mode",
         ),
     ] = None,
@@ -181,28 +182,40 @@ def train(
         int | None,
         typer.Option(
             min=2,
-            help="How many batches are trained on, in pipeline mode and by word2vec.",
-            show_default="100 of characters, 3000 of words",
+            help="How many batches are trained on, in pipeline mode, by word2vec and by ctr.",
+            show_default="100 of characters, 3000 of words, 6000 of impressions",
             rich_help_panel=PIPELINE,
         ),
     ] = None,
     loss: Annotated[
         str | None, typer.Option(help="Of word2vec: `nce`, or `tree` (hierarchical softmax).", show_default="nce")
     ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Of ctr: how many rows the largest table has.", show_default="10000")
+    ] = None,
 ) -> None:
     """Train distributed, and compare with one device on the same batches.
 
     With trainers (`--mode pserver`, `nccl2` or `sharding`) a perceptron learns handwritten digits. In stages (`--mode
     pipeline`) a transformer learns the source of Python's standard library, character by character. With `--model
-    word2vec` two tables of word vectors are learnt from it, of which trainers have the rows that they look up.
+    word2vec` two tables of word vectors are learnt from it, of which trainers have the rows that they look up; with
+    `--model ctr` twenty tables, from clicks that are drawn by a truth that is known.
     """
-    (_refuse_beside_words if model == "word2vec" else _refuse)(context, mode)
-    check_one_of("--model", model, (None, "word2vec", "characters" if mode == "pipeline" else "digits"))
+    if model in OF_TABLES:
+        _refuse_beside_tables(context, model, mode)
+    else:
+        _refuse(context, mode)
+    check_one_of("--model", model, (None, *OF_TABLES, "characters" if mode == "pipeline" else "digits"))
     if model == "word2vec":
         from dtrans.examples import word2vec, word_job
 
         words = word2vec.WordSettings(loss or "nce", steps or 3000, batch_size or 2048, seed, deadline)
         within = word_job.train(words, trainers=trainers, pservers=pservers or 2, plot=plot, check=check)
+    elif model == "ctr":
+        from dtrans.examples import click_job, clicks
+
+        wished = clicks.ClickSettings(rows or 10_000, steps or 6000, batch_size or 1024, seed, deadline)
+        within = click_job.train(wished, trainers=trainers, pservers=pservers or 2, check=check)
     elif mode == "pipeline":
         from dtrans.examples import pipelined
 
@@ -285,19 +298,19 @@ def _refuse(context: typer.Context, mode: str) -> None:
             raise ConfigError(f"{parameter.opts[0]} is an option of {modes}; with --mode {mode} leave it out")
 
 
-# what `dtrans train --model word2vec` takes
-OF_WORDS = {"mode", "model", "engine", "batch_size", "seed", "plot", "check", "trainers", "pservers", "deadline"}
-OF_WORDS |= {"steps", "loss"}
+# what `dtrans train` takes with models whose tables are on parameter servers
+_ALL = {"mode", "model", "engine", "batch_size", "seed", "check", "trainers", "pservers", "deadline", "steps"}
+OF_TABLES = {"word2vec": _ALL | {"plot", "loss"}, "ctr": _ALL | {"rows"}}
 
 
-def _refuse_beside_words(context: typer.Context, mode: str) -> None:
-    """Refuse options that word2vec does not have."""
+def _refuse_beside_tables(context: typer.Context, model: str, mode: str) -> None:
+    """Refuse options that such a model does not have."""
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
-        if source is not None and source.name == "COMMANDLINE" and parameter.name not in OF_WORDS:
-            raise ConfigError(f"{parameter.opts[0]} is no option of --model word2vec; leave it out")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in OF_TABLES[model]:
+            raise ConfigError(f"{parameter.opts[0]} is no option of --model {model}; leave it out")
     if mode != "pserver" or context.params["engine"] not in (None, "processes"):
-        raise ConfigError("--model word2vec has tables on parameter servers: --mode pserver --engine processes")
+        raise ConfigError(f"--model {model} has tables on parameter servers: --mode pserver --engine processes")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import dtrans
 from dtrans.examples import digits
 from dtrans.examples.optimizer_choice import make_optimizer
+from dtrans.examples.settings import as_arguments, from_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +48,12 @@ class DigitsSettings:
 
     def arguments(self) -> list[str]:
         """The settings as command-line arguments."""
-        return [a for n, v in dataclasses.asdict(self).items() for a in (f"--{n.replace('_', '-')}", str(v))]
+        return as_arguments(self)
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> DigitsSettings:
         """The settings that `arguments` wrote."""
-        parser = argparse.ArgumentParser()
-        for field in dataclasses.fields(cls):
-            parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-        return cls(**vars(parser.parse_args(arguments)))
+        return from_arguments(cls, arguments)
 
     @property
     def key(self) -> jax.Array:

@@ -10,7 +10,6 @@ The batch of a step depends on (seed, step) alone, so that a job and one device 
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import re
@@ -28,6 +27,7 @@ import dtrans
 from dtrans import nn
 from dtrans.checks import check_one_of
 from dtrans.errors import ConfigError
+from dtrans.examples.settings import as_arguments, from_arguments
 
 
 WORD = re.compile(r"[A-Za-z_]{2,}")
@@ -92,15 +92,12 @@ class WordSettings:
 
     def arguments(self) -> list[str]:
         """The settings as command-line arguments."""
-        return [a for n, v in dataclasses.asdict(self).items() for a in (f"--{n.replace('_', '-')}", str(v))]
+        return as_arguments(self)
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> WordSettings:
         """The settings that `arguments` wrote."""
-        parser = argparse.ArgumentParser()
-        for field in dataclasses.fields(cls):
-            parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-        return cls(**vars(parser.parse_args(arguments)))
+        return from_arguments(cls, arguments)
 
 
 # -- the text --------------------------------------------------------------------------------------

@@ -6,17 +6,14 @@ Every role is a process that runs this module; the launcher reads the text, and 
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
-import dtrans
-from dtrans.errors import BatchError, ConfigError
-from dtrans.examples import report
+from dtrans.errors import ConfigError
+from dtrans.examples import report, table_job
 from dtrans.examples.word2vec import (
     ENOUGH,
     NEAREST,
@@ -28,12 +25,10 @@ from dtrans.examples.word2vec import (
     training,
     with_partners,
 )
-from dtrans.run.distributed.launcher import launch
 
 
 TEXT = "words.npz"
 SHOWN = 5  # nearest words that are printed
-BOUND = 1e-3  # of the difference of losses, relative to the largest: rounding, amplified by some thousand steps
 
 
 def train(
@@ -47,39 +42,31 @@ def train(
     Raises:
       ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.
     """
-    if settings.batch_size % trainers:
-        raise BatchError(
-            f"a batch of {settings.batch_size} pairs cannot be divided among {trainers} trainers: give --batch-size a "
-            "multiple of --trainers"
-        )
+    table_job.check_batch(settings.batch_size, trainers, "pairs")
     if plot is not None:
         report.check_plot(plot)
     console = Console(soft_wrap=True, highlight=False)
     words = read(settings.seed)
     console.print(f"{words.counts.sum():,} words, {len(words.words):,} different; {len(words.centers):,} pairs")
-    with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
-        words.save(Path(directory) / TEXT)
-        command = [sys.executable, "-m", "dtrans.examples.word_job", directory, *settings.arguments()]
-        env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64")))}
-        launch(command, trainers=trainers, pservers=pservers, mode="pserver", env=env, inherit_stdout=True)
-        with np.load(Path(directory) / "found.npz") as file:
-            losses, vectors, memory = file["losses"], file["vectors"], file["memory"]
+    found = table_job.launched(
+        "dtrans.examples.word_job",
+        settings,
+        trainers=trainers,
+        pservers=pservers,
+        leave=lambda directory: words.save(directory / TEXT),
+    )
     single = single_device(settings, words) if check else None
     if plot is not None:
-        plot_words(plot, words, vectors)
+        plot_words(plot, words, found[0]["vectors"])
         console.print(f"plot of the vectors: {plot}")
-    return _compare(console, settings, words, losses, vectors, single, memory)
+    return _compare(console, settings, words, found, single)
 
 
 def single_device(settings: WordSettings, words: Words) -> np.ndarray:
     """The losses of the same training on one device."""
     step, init = training(settings, words.counts)
-    jitted = jax.jit(step, donate_argnums=(0, 1))
-    (params, opt_state), losses = jax.jit(init)(jax.random.key(settings.seed)), []
-    for i in range(settings.steps):
-        params, opt_state, loss = jitted(params, opt_state, *words.batch(settings, i))
-        losses.append(loss)
-    return np.array(losses) / settings.batch_size
+    state = jax.jit(init)(jax.random.key(settings.seed))
+    return table_job.single_device(settings, step, state, lambda i: words.batch(settings, i), settings.steps)
 
 
 def plot_words(path: Path, words: Words, vectors: np.ndarray) -> None:
@@ -106,12 +93,15 @@ def _compare(
     console: Console,
     settings: WordSettings,
     words: Words,
-    losses: np.ndarray,
-    vectors: np.ndarray,
+    left: list[dict[str, np.ndarray]],
     single: np.ndarray | None,
-    memory: np.ndarray,
 ) -> bool:
-    """Print the verdict."""
+    """Print the verdict.
+
+    Args:
+      left: of each trainer.
+    """
+    losses, vectors = left[0]["losses"], left[0]["vectors"]
     found = with_partners(words, vectors)
     report.show_table(
         f"the {SHOWN} nearest words", ("word", "nearest"),
@@ -119,67 +109,31 @@ def _compare(
         left=2,
     )  # fmt: skip
     last = losses[-settings.steps // 10 :].mean()
-    held = ", ".join(f"{m:,.0f}" for m in memory)
-    console.print(f"mean loss of a pair in the last tenth of the steps {last:.4f}; a trainer's memory {held} MB")
+    held = ", ".join(f"{of['memory']:,.0f}" for of in left)
+    console.print(f"mean loss of a pair in the last tenth of the steps {last:.4f}; memory of trainers {held} MB")
     console.print(f"of {len(PARTNERS)} words {len(found)} have a partner among their {NEAREST} nearest")
     if single is None:
         return True
-    apart = float(np.max(np.abs(losses - single)) / np.max(np.abs(single)))
-    bound = 1e-9 if jax.config.read("jax_enable_x64") else BOUND
-    console.print(f"losses against one device on the same {len(single)} batches: max difference {apart:.1e} of the "
-                  f"largest (bound {bound:.0e})")  # fmt: skip
+    agree = table_job.losses_agree(console, losses, single)
     if len(found) < ENOUGH:
         console.print(f"[red]fewer than {ENOUGH} words have a partner[/]")
-    if not apart < bound:
-        console.print(f"[red]the difference is above the bound of {bound:.0e}[/]")
-    return len(found) >= ENOUGH and apart < bound
+    return len(found) >= ENOUGH and agree
 
 
 # -- a role ----------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Be the role that the environment says; trainer 0 leaves what it found as `found.npz` in a directory."""
+    """Be the role that the environment says; trainer 0 leaves the vectors of all words."""
     directory, *rest = sys.argv[1:]
-    settings, role = WordSettings.parse(rest), dtrans.Role.from_env()
-    words, key = Words.load(Path(directory) / TEXT), jax.random.key(settings.seed)
-    step, init = training(settings, words.counts)
-    part: Any = [x[: settings.batch_size // role.trainers] if x.ndim else x for x in words.batch(settings, 0)]
-    plan = dtrans.pserver(
-        dtrans.trace(step, *jax.eval_shape(init, key), *part),
-        dtrans.trace(init, key),
-        pservers=role.pservers,
-        trainers=role.trainers,
-        sparse="auto",
+    settings, words = WordSettings.parse(rest), Words.load(Path(directory) / TEXT)
+    table_job.be_role(
+        directory,
+        settings,
+        *training(settings, words.counts),
+        lambda i: words.batch(settings, i),
+        lambda job, _: {"vectors": job.lookup("params/word", np.arange(len(words.words)))},
     )
-    job: Any
-    with plan.on_cluster(deadline=settings.deadline) as job:
-        state = job.init(key)
-        if role.is_pserver:
-            job.serve(state)
-            return
-        first = role.trainer_id == 0
-        if first:
-            report.show_plan(plan)
-        losses = []
-        shown = report.progress_of_steps(settings.steps, "training", shown=first)
-        with shown as advance:
-            for i in range(settings.steps):
-                state, loss = job.step(state, *job.shard_batch(*words.batch(settings, i)))
-                losses.append(float(loss) / settings.batch_size)
-                advance(losses[-1])
-        if first:
-            vectors = job.lookup("params/word", np.arange(len(words.words)))
-            np.savez(Path(directory) / "found.npz", losses=losses, vectors=vectors, memory=[_peak()])
-
-
-def _peak() -> float:
-    """The most memory that this process has had, in MB; 0 where the system does not say."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0.0)
 
 
 if __name__ == "__main__":

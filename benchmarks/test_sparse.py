@@ -1,0 +1,106 @@
+"""What a table on two pservers costs, as processes of this host, beside one device that has all of it.
+
+Windows of steps of the job alternate with windows of one device, during which all processes of the job wait. One device
+takes the step as it is written, where Adagrad updates all rows, and one that takes and updates the rows that are looked
+up alone, which is the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tables import Shape, Steps, dense_steps, plan_for, row_steps, stepping
+from test_endpoints import free_endpoints
+
+import dtrans
+
+
+STEPS, WINDOWS = 10, 7
+
+
+@contextlib.contextmanager
+def job(shape: Shape) -> Iterator[Steps]:
+    """Steps of a job: the mean of its trainers' seconds."""
+    script = str(Path(__file__).with_name("tables.py"))
+    endpoints = free_endpoints(2)
+    every = ",".join(endpoints)
+    start = lambda *arguments, **pipes: subprocess.Popen([sys.executable, script, *arguments], **pipes)
+    processes = [start("pserver", str(shape), ep, every) for ep in endpoints]
+    other = None
+    if shape.trainers == 2:
+        other = start("trainer", str(shape), every, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        processes.append(other)
+    try:
+        with dtrans.Executor(deadline=200) as exe:
+            ours = stepping(exe, shape, plan_for(shape, every), 0)
+
+            def both(count: int) -> float:
+                if other is None:
+                    return ours(count)
+                other.stdin.write(f"{count}\n")
+                other.stdin.flush()
+                mine = ours(count)
+                its, both.held = map(float, other.stdout.readline().split())
+                return (mine + its) / 2
+
+            yield both
+    finally:
+        if other is not None:
+            other.stdin.close()
+            other.stdout.close()
+        for process in processes:
+            process.wait(timeout=200)
+
+
+def beside(steps: Steps, others: Sequence[Steps]) -> list[tuple[float, float, float]]:
+    """For each of the others, the median ratio of rates, and the two medians of steps a second."""
+    for fn in (steps, *others):
+        fn(STEPS)
+    times = [[fn(STEPS) for fn in (steps, *others)] for _ in range(WINDOWS)]
+    rate = lambda i: STEPS / statistics.median(t[i] for t in times)
+    return [(statistics.median(t[i] / t[0] for t in times), rate(0), rate(i)) for i in range(1, 1 + len(others))]
+
+
+def load() -> str:
+    return f"load {os.getloadavg()[0]:.0f}"
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "table"])
+def test_steps(benchmark, report: Callable[..., None], sparse: bool) -> None:
+    shape = Shape(100_000, 64, 512, sparse=sparse)
+    with job(shape) as steps:
+        peers = {"dense step": dense_steps(shape), "rows alone": row_steps(shape)}
+        for what, found in zip(peers, beside(steps, [*peers.values()]), strict=True):
+            benchmark.extra_info[f"of the {what}"] = found[0]
+            report(f"{'table' if sparse else 'dense'} 100k x 64, 2 x 512 ids: steps/s / {what}, {load()}", *found)
+        benchmark.pedantic(lambda: steps(STEPS), rounds=1)
+
+
+@pytest.mark.parametrize("drawn", ["uniform", "zipf"])
+def test_rows_a_second(benchmark, report: Callable[..., None], drawn: str) -> None:
+    """Rows are counted as often as they stand in a batch."""
+    shape = Shape(1_000_000, 64, 4096, drawn, trainers=1)
+    with job(shape) as steps:
+        ((share, ours, theirs),) = beside(steps, [row_steps(shape)])
+        benchmark.pedantic(lambda: steps(STEPS), rounds=1)
+    benchmark.extra_info["of rows alone"] = share
+    name = f"1M x 64, {drawn}: rows/s over endpoints / `take` and update here, {load()}"
+    report(name, share, ours * shape.ids, theirs * shape.ids)
+
+
+@pytest.mark.parametrize("rows", [100_000, 1_000_000, 10_000_000])
+def test_a_trainer_has_no_table(benchmark, rows: int) -> None:
+    """The memory of a trainer, less that after import; and steps a second, which do not depend on the table's rows."""
+    with job(Shape(rows, 16, 512)) as steps:
+        steps(STEPS)
+        took = statistics.median(steps(STEPS) for _ in range(WINDOWS))
+        benchmark.pedantic(lambda: steps(STEPS), rounds=1)
+        benchmark.extra_info["MB after import"] = steps.held
+    print(f"\n{rows:,} x 16: {STEPS / took:.1f} steps/s, a trainer has {steps.held:.0f} MB after import; {load()}")

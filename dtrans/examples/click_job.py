@@ -1,0 +1,115 @@
+"""The job of `dtrans train --model ctr`: clicks with a planted truth, learnt in tables on parameter servers.
+
+Every role is a process that runs this module. Trainers have a limit of the memory that they may ask for, so that it is
+shown that none of them holds a large table.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+import dtrans
+from dtrans.examples import clicks, table_job
+from dtrans.examples.clicks import ENOUGH, TEST, ClickSettings, auc, batch, logits, names, scores, training
+
+
+LIMIT = 1 << 30  # bytes of data that a trainer may ask for (RLIMIT_DATA)
+HELD = 700.0  # MB that a trainer may have had in memory at any time
+COMPARED = 300  # batches at most that one device trains on, too
+CHUNK = 5_000  # test impressions that are scored at once
+
+
+def train(settings: ClickSettings, *, trainers: int, pservers: int, check: bool = True) -> bool:
+    """Train, print how much of what can be learnt was, and compare the first losses with those of one device.
+
+    Returns:
+      Whether what was learnt, the difference and the memory of trainers are within bounds. True where nothing is
+      checked.
+
+    Raises:
+      ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.
+    """
+    table_job.check_batch(settings.batch_size, trainers, "impressions")
+    console = Console(soft_wrap=True, highlight=False)
+    left = table_job.launched("dtrans.examples.click_job", settings, trainers=trainers, pservers=pservers)
+    ids, clicked = clicks.test_set(settings)
+    best, found = auc(logits(settings.seed, ids), clicked), auc(left[0]["scores"], clicked)
+    share = (found - 0.5) / (best - 0.5)
+    held = [float(of["memory"]) for of in left]
+    console.print(f"AUC {found:.4f} on {TEST:,} other impressions; of the true probabilities {best:.4f} (Bayes): "
+                  f"{share:.1%} of what can be learnt")  # fmt: skip
+    console.print(f"of at most {HELD:.0f} MB, and {LIMIT >> 20} MiB of data, trainers had at most "
+                  f"{', '.join(f'{m:,.0f}' for m in held)} MB in memory")  # fmt: skip
+    if not check:
+        return True
+    agree = table_job.losses_agree(console, left[0]["losses"], single_device(settings))
+    if share < ENOUGH:
+        console.print(f"[red]less than {ENOUGH:.0%} of what can be learnt[/]")
+    if max(held) >= HELD:
+        console.print(f"[red]a trainer had more than {HELD:.0f} MB[/]")
+    return agree and share >= ENOUGH and max(held) < HELD
+
+
+def single_device(settings: ClickSettings) -> np.ndarray:
+    """The losses of the first batches on one device.
+
+    It has the rows that these look up: Adagrad leaves others as they are.
+    """
+    steps = min(settings.steps, COMPARED)
+    batches = [batch(settings, i) for i in range(steps)]
+    looked_up = [np.unique([ids[:, t] for ids, _ in batches]) for t in range(clicks.TABLES)]
+    step, init = training(settings)
+
+    def rows_of(tree: Any) -> Any:
+        return {**tree, **{n: tree[n][rows] for n, rows in zip(names(), looked_up, strict=True)}}
+
+    def start(key: jax.Array) -> Any:
+        params, opt_state = init(key)
+        is_params = lambda x: isinstance(x, dict)
+        return rows_of(params), jax.tree.map(lambda x: rows_of(x) if is_params(x) else x, opt_state, is_leaf=is_params)
+
+    def renumbered(i: int) -> tuple[np.ndarray, np.ndarray]:
+        ids, clicked = batches[i]
+        return np.stack([np.searchsorted(rows, ids[:, t]) for t, rows in enumerate(looked_up)], 1), clicked
+
+    return table_job.single_device(settings, step, jax.jit(start)(jax.random.key(settings.seed)), renumbered, steps)
+
+
+# -- a role ----------------------------------------------------------------------------------------
+
+
+def _scores(job: Any, state: Any, settings: ClickSettings) -> np.ndarray:
+    """The model's logits of the test set, from rows that are looked up."""
+    ids, _ = clicks.test_set(settings)
+    weights, score = state[0]["weights"], jax.jit(scores)
+    found = []
+    for part in np.array_split(ids, -(-len(ids) // CHUNK)):
+        rows = np.stack([job.lookup(f"params/{n}", part[:, t]) for t, n in enumerate(names())], 1)
+        found.append(score(weights, jnp.asarray(rows)))
+    return np.concatenate(found)
+
+
+def main() -> None:
+    """Be the role that the environment says; trainer 0 leaves the logits of the test set."""
+    directory, *rest = sys.argv[1:]
+    settings = ClickSettings.parse(rest)
+    if dtrans.Role.from_env().is_trainer:
+        resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
+    table_job.be_role(
+        directory,
+        settings,
+        *training(settings),
+        lambda i: batch(settings, i),
+        lambda job, state: {"scores": _scores(job, state, settings)},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Jobs whose tables are on parameter servers: every role is a process, beside one device.
+
+The losses of such jobs are sums over a batch, so that Adagrad's steps do not depend on its size; what is shown is the
+mean.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import dtrans
+from dtrans.errors import BatchError
+from dtrans.examples import report
+from dtrans.run.distributed.launcher import launch
+
+
+BOUND = 1e-3  # of the difference of losses, relative to the largest: rounding, amplified by some thousand steps
+
+Batch = Callable[[int], Sequence[Any]]
+
+
+def check_batch(size: int, trainers: int, what: str) -> None:
+    """Raise BatchError for a batch that trainers do not divide."""
+    if size % trainers:
+        raise BatchError(
+            f"a batch of {size} {what} cannot be divided among {trainers} trainers: give --batch-size a multiple of "
+            "--trainers"
+        )
+
+
+def launched(
+    module: str,
+    settings: Any,
+    *,
+    trainers: int,
+    pservers: int,
+    leave: Callable[[Path], None] = lambda _: None,
+) -> list[dict[str, np.ndarray]]:
+    """Run a job, and return what each trainer has left.
+
+    Args:
+      module: what every role runs, with a directory and the settings as its arguments.
+      leave: puts files for the roles into that directory.
+    """
+    with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
+        leave(Path(directory))
+        command = [sys.executable, "-m", module, directory, *settings.arguments()]
+        env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64")))}
+        launch(command, trainers=trainers, pservers=pservers, mode="pserver", env=env, inherit_stdout=True)
+        found = []
+        for k in range(trainers):
+            with np.load(_left(directory, k)) as file:
+                found.append({n: file[n] for n in file.files})
+        return found
+
+
+def be_role(
+    directory: str,
+    settings: Any,
+    step: Callable[..., Any],
+    init: Callable[..., Any],
+    batch: Batch,
+    ask: Callable[[Any, Any], Mapping[str, Any]],
+) -> None:
+    """Be the role that the environment says; a trainer leaves its losses and its memory in the directory.
+
+    Args:
+      step, init: for one device.
+      batch: gives the global batch of a step.
+      ask: what trainer 0 leaves beside, from its job and the last state.
+    """
+    role, key = dtrans.Role.from_env(), jax.random.key(settings.seed)
+    part = [x[: settings.batch_size // role.trainers] if x.ndim else x for x in batch(0)]
+    plan = dtrans.pserver(
+        dtrans.trace(step, *jax.eval_shape(init, key), *part),
+        dtrans.trace(init, key),
+        pservers=role.pservers,
+        trainers=role.trainers,
+        sparse="auto",
+    )
+    job: Any
+    with plan.on_cluster(deadline=settings.deadline) as job:
+        state = job.init(key)
+        if role.is_pserver:
+            job.serve(state)
+            return
+        first = role.trainer_id == 0
+        if first:
+            report.show_plan(plan)
+        losses = []
+        with report.progress_of_steps(settings.steps, "training", shown=first) as advance:
+            for i in range(settings.steps):
+                state, loss = job.step(state, *job.shard_batch(*batch(i)))
+                losses.append(float(loss) / settings.batch_size)
+                advance(losses[-1])
+        found = ask(job, state) if first else {}
+        np.savez(_left(directory, role.trainer_id), losses=losses, memory=_peak(), **found)
+
+
+def single_device(
+    settings: Any, step: Callable[..., Any], state: tuple[Any, Any], batch: Batch, steps: int
+) -> np.ndarray:
+    """The losses of the same training on one device, which begins with (params, opt_state); they are donated."""
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    (params, opt_state), losses = state, []
+    for i in range(steps):
+        params, opt_state, loss = jitted(params, opt_state, *batch(i))
+        losses.append(loss)
+    return np.array(losses) / settings.batch_size
+
+
+def losses_agree(console: Console, losses: np.ndarray, single: np.ndarray) -> bool:
+    """Print how far losses are from those of one device on the first batches, and whether that is within bounds."""
+    apart = float(np.max(np.abs(losses[: len(single)] - single)) / np.max(np.abs(single)))
+    bound = 1e-9 if jax.config.read("jax_enable_x64") else BOUND
+    console.print(f"losses against one device on the same {len(single)} batches: max difference {apart:.1e} of the "
+                  f"largest (bound {bound:.0e})")  # fmt: skip
+    if not apart < bound:
+        console.print(f"[red]the difference is above the bound of {bound:.0e}[/]")
+    return apart < bound
+
+
+def _left(directory: str, trainer_id: int) -> Path:
+    """The file that a trainer leaves."""
+    return Path(directory) / f"trainer-{trainer_id}.npz"
+
+
+def _peak() -> float:
+    """The most memory that this process has had, in MB; 0 where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0.0)
