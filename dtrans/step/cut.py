@@ -297,12 +297,8 @@ class _Cutter:
     ) -> tuple[str, str]:
         """The first output that a forbidden value enters, and the name of that value."""
         bad = {v for e in around for v in e.outvars} if var is None else {var}
-
-        def enters(out: Atom) -> bool:
-            kept, leaves = backward_slice(self.s.eqns, [out], gradients.values())
-            return bool(leaves & bad) or any(v in bad for i in kept for v in self.s.eqns[i].outvars)
-
-        name = next(n for n, out in zip(names, outs, strict=True) if enters(out))
+        reached = propagate(self.s.eqns, dict.fromkeys(bad, 1), dict.fromkeys(gradients.values(), 0))
+        name = next(n for n, a in zip(names, outs, strict=True) if isinstance(a, Var) and reached.get(a))
         if var is not None:
             return name, self.s.names[var]
         first = next(iter(around))

@@ -571,3 +571,28 @@ def test_a_derivative_inside_the_loss_is_part_of_it():
     params = mlp_params()
     program = dtrans.trace(plain_step(loss, tx), params, jax.eval_shape(tx.init, params), *mlp_batch())
     assert cut(program).nested == ""
+
+
+def test_state_that_the_batch_enters_is_looked_for_once(monkeypatch):
+    """Statistics beside many leaves: each output of the step asks for no pass of its own."""
+    passes = []
+    counted = lambda *args: (passes.append(None), backward_slice(*args))[1]
+    monkeypatch.setattr("dtrans.step.cut.backward_slice", counted)
+
+    def passes_of(leaves):
+        tx = optax.sgd(0.1)
+
+        def step(params, state, x):
+            loss = lambda p: sum(jnp.mean((x @ w) ** 2) for w in p)
+            value, grads = dtrans.value_and_grad(loss)(params)
+            updates, inner = tx.update(grads, state["opt"], params)
+            means = [0.9 * m + 0.1 * x.mean(0) for m in state["means"]]
+            return optax.apply_updates(params, updates), {"means": means, "opt": inner}, value
+
+        params = [jnp.ones((4, 2))] * leaves
+        main = dtrans.trace(step, params, {"means": [jnp.ones(4)] * leaves, "opt": tx.init(params)}, jnp.ones((8, 4)))
+        passes.clear()
+        assert "opt_state/means/0 is updated with x" in cut(main).across or cut(main).told
+        return len(passes)
+
+    assert passes_of(12) == passes_of(3)
