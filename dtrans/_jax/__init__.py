@@ -42,6 +42,7 @@ from dtrans._jax.jaxprs import (
     lowered_jaxpr as lowered_jaxpr,
     map_bodies as map_bodies,
     opened as opened,
+    resized as resized,
     small_jaxpr as small_jaxpr,
 )
 from dtrans._jax.origins import (

@@ -173,3 +173,8 @@ def equations(jaxpr: Any) -> Iterator[JaxprEqn]:
         yield eqn
         for sub in jaxprs_in_params(eqn.params):
             yield from equations(sub)
+
+
+def resized(aval: Any, axis: int, size: int) -> Any:
+    """A type with another size along one axis."""
+    return aval.update(shape=(*aval.shape[:axis], size, *aval.shape[axis + 1 :]))

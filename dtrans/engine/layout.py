@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from dtrans.ir.array_fns import resized
+from dtrans._jax import resized
 from dtrans.rows.layout import SHARED, RowAxis, Shared
 
 

@@ -58,11 +58,6 @@ def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Arra
     return fn
 
 
-def resized(aval: Any, axis: int, size: int) -> Any:
-    """A type with another size along one axis."""
-    return aval.update(shape=(*aval.shape[:axis], size, *aval.shape[axis + 1 :]))
-
-
 def parts_of(x: jax.Array, axis: int, count: int) -> jax.Array:
     """The equal parts of an array along a dimension, on a leading axis."""
     cut = jnp.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))

@@ -32,8 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import ShapedArray
-from dtrans.ir.array_fns import resized
+from dtrans._jax import ShapedArray, resized
 from dtrans.ops.primitive import communication
 
 

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, Literal
-from dtrans.ir.array_fns import resized, rows_from
+from dtrans._jax import Atom, Literal, resized
+from dtrans.ir.array_fns import rows_from
 from dtrans.ir.builder import Builder
 
 

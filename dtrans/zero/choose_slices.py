@@ -25,8 +25,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import JaxprEqn, Literal, Var
-from dtrans.ir.array_fns import resized
+from dtrans._jax import JaxprEqn, Literal, Var, resized
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import RowAxis

@@ -30,7 +30,8 @@ from paddle_golden import (
 )
 
 import dtrans
-from dtrans._jax import Literal, origin_of
+from dtrans._jax import Literal, equations, origin_of
+from dtrans.ops import init_on_use_p
 from dtrans.step.cut import GRAD
 
 
@@ -345,7 +346,9 @@ def test_servers_start_with_what_paddles_started_with(case: Any) -> None:
         assert len(mine) == recorded["constants"] + recorded["random"] - numbers
         weights = {"fc_w", "w1", "w2", "shared_w"}
         assert sum(short(b.leaf) in weights for u in blocks for b in u.blocks) == recorded["random"]
-        makes_random = any(op.type == "random_bits" for op in role.startup.ops)
+        on_use = [e.params["write"](1) for e in role.startup.eqns if e.primitive is init_on_use_p]  # rows of tables
+        eqns = [*role.startup.eqns, *(e for made in on_use for e in equations(made))]
+        makes_random = any(e.primitive.name == "random_bits" for e in eqns)
         assert makes_random == bool(recorded["random"]), "nothing is made for another server"
 
 

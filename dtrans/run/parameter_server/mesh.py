@@ -512,5 +512,10 @@ def _put(x: Any, where: Sharding) -> Any:
 
 def _joined(rows: Sequence[VarDistributed], servers: Mapping[str, Mapping[str, Any]]) -> Any:
     """A value from what servers hold of it."""
-    parts = [servers[row.endpoint][row.slice_name] for row in sorted(rows, key=lambda row: row.offset)]
-    return jnp.asarray(np.concatenate(parts, rows[0].axis)) if rows[0].is_slice else parts[-1]
+    parts = [servers[row.endpoint][row.slice_name] for row in rows]
+    if not rows[0].is_slice:
+        return parts[-1]
+    whole = np.empty(rows[0].origin_shape, parts[0].dtype)
+    for row, part in zip(rows, parts, strict=True):
+        whole[row.index] = part
+    return jnp.asarray(whole)

@@ -152,6 +152,20 @@ def test_buckets_are_one_device(role_threads: RoleThreads, name: str) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12), found, (params, losses))
 
 
+@pytest.mark.usefixtures("x64")
+def test_buckets_on_a_mesh_are_one_device() -> None:
+    tx, given = optax.adam(0.1), batches(3)
+    job = planned(tx, BUCKET, 3).on_mesh()
+    state = job.init(jax.random.key(0))
+    step, (params, opt_state) = jax.jit(dtrans.make_train_step(loss, tx)), init(tx, jax.random.key(0))
+    for batch in given:
+        state, _ = job.step(state, *batch)
+        params, opt_state, _ = step(params, opt_state, *batch)
+    found = job.params(state), job.opt_state(state)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12), found, (params, opt_state))
+    same(job.lookup("params/emb", [40, 0, 8], state), found[0]["emb"][np.array([40, 0, 8])])
+
+
 def test_servers_start_with_rows_of_what_one_device_would_make(role_threads: RoleThreads) -> None:
     plan, first = planned(optax.adam(0.1), BUCKET, 3), init(optax.adam(0.1), jax.random.key(0))[0]["emb"]
     held = outcome(role_threads, plan, [])[1]
