@@ -49,17 +49,17 @@ class ServerVariable:
       of: the array of the step that it begins as.
       block: the number of the block that it is, or belongs to.
       part: its rows of `of`; None for all of it.
-      buckets: which rows these are, along that axis, where they are no run.
       beside: what it is a part of, where that is no array of the step: `params/w.trainer_1_bak`.
       zeros: whether it has the type of these rows only, and begins with zeros.
+      buckets: which rows these are, along that axis, where they are no run.
     """
 
     of: str
     block: int = 0
     part: Slice | None = None
-    buckets: RowBuckets | None = None
     beside: str = ""
     zeros: bool = False
+    buckets: RowBuckets | None = None
 
     @property
     def origin(self) -> str:
@@ -371,7 +371,7 @@ def _rows_of(name: str, block: int, span: RowSet | None, row: RowAxis | None) ->
     if span is None or row is None:
         return ServerVariable(name, block)
     if isinstance(span, RowBuckets):
-        return ServerVariable(name, block, Slice(row.axis, 0, span.rows * row.width), span.along(row))
+        return ServerVariable(name, block, Slice(row.axis, 0, span.rows * row.width), buckets=span.along(row))
     return ServerVariable(name, block, span.of(row))
 
 
