@@ -33,7 +33,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import ShapedArray
-from dtrans.ir.array_fns import resized
 from dtrans.ops.primitive import communication
 
 
@@ -84,13 +83,17 @@ def _all_reduce(*xs: Any, op: str, name: str, owners: Sequence[str], over: Seque
     return list(xs)
 
 
+def _resized(x: Any, axis: int, size: int) -> Any:
+    return x.update(shape=(*x.shape[:axis], size, *x.shape[axis + 1 :]))
+
+
 def _reduce_scatter(*xs: Any, name: str, over: Sequence[str], size: int, axis: int) -> list[Any]:
     assert all(x.shape[axis] % size == 0 for x in xs), (name, xs)
-    return [resized(x, axis, x.shape[axis] // size) for x in xs]
+    return [_resized(x, axis, x.shape[axis] // size) for x in xs]
 
 
 def _all_gather(*xs: Any, name: str, over: Sequence[str], size: int, axis: int) -> list[Any]:
-    return [resized(x, axis, x.shape[axis] * size) for x in xs]
+    return [_resized(x, axis, x.shape[axis] * size) for x in xs]
 
 
 all_reduce_p = communication("all_reduce", _all_reduce)
