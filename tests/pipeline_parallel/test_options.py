@@ -812,7 +812,7 @@ def test_auto_counts_turns_of_loops():
     of = job_of(loss, stack, rows(32, 8, 8), optax.sgd(0.1))
     cluster = Cluster(devices=jax.devices()[:3])
     plan = planned(of, num_stages="auto", num_micro_batch=16, cluster=cluster)
-    assert [r.stop - r.start for r in plan.stacks["params"]] == [2, 2, 2]
+    assert [r.part.size for r in plan.stacks["params"]] == [2, 2, 2]
 
 
 def test_auto_takes_what_the_model_the_schedule_and_the_cluster_say():
