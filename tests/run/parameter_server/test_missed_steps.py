@@ -133,6 +133,7 @@ def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(name: str, re
     assert made == ([0, 1, 1, 2][1:] if rests else [V - 1] * 4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("gap", [1, 10, 199, 200, 5000])
 @pytest.mark.parametrize(
     "tx", [optax.adam(optax.cosine_decay_schedule(0.1, 6000)), optax.sgd(0.1, 0.9)], ids=["adam", "momentum"]

@@ -177,6 +177,7 @@ def test_adamw_leaves_rows_alone_or_decays_them(role_threads: RoleThreads) -> No
         role_threads.forget()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adagrad", "adam"])
 def test_bits_do_not_depend_on_servers(role_threads: RoleThreads, name: str, sparse: Any) -> None:
