@@ -24,6 +24,8 @@ class ServedRows:
       dtype: of its entries.
       gradients: trainer to the name under which it sends the gradient.
       backed: whether the update reads what the trainer has received of the rows, too.
+      moves: whether an update moves rows too of which there is no gradient.
+      staleness: how many updates rows may lack that a trainer has announced (`dtrans.protocol.rows_ahead`).
     """
 
     rows: int
@@ -31,6 +33,8 @@ class ServedRows:
     dtype: Any
     gradients: Mapping[int, str]
     backed: bool = False
+    moves: bool = False
+    staleness: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,9 +22,10 @@ from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
 from dtrans.ops import broadcast_p, gen_nccl_id_p, init_on_use_p, prefetch_p, trainer_index_p
 from dtrans.run.base.nonfinite import GradientWatch
-from dtrans.run.base.segments import Segments, cut_program
+from dtrans.run.base.segments import Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.sockets import DEADLINE
+from dtrans.run.parameter_server.batch_rows import BatchRows
 from dtrans.run.parameter_server.fabric import EndpointFabric
 
 
@@ -82,6 +83,7 @@ class Executor:
         self._fabric = EndpointFabric(deadline=deadline, wait_port=wait_port, allow_remote=allow_remote, watch=watch)
         self._cluster = ClusterFabric(deadline=deadline, allow_remote=allow_remote)
         self._pieces: dict[Program, Segments] = {}
+        self._batch_rows: dict[Program, BatchRows] = {}
         self._interrupted: str | None = None
 
     def run(self, program: Program, *args: Any) -> Any:
@@ -102,16 +104,11 @@ class Executor:
         pieces = self._pieces.get(program)
         if pieces is None and is_of_cluster(program):
             return program.out.unflatten(self._cluster.run(program, flat))
-        if self._interrupted:
-            raise StateError(
-                f"program {self._interrupted} ended in the middle of its communication, and what was under way cannot "
-                "be taken up again: close this executor, and start the job anew"
-            )
+        self._check_whole()
         if pieces is None:
             self._fabric.prepare(program)
-            computed = {trainer_index_p: functools.partial(_index_of, program)}
             self._pieces[program] = pieces = cut_program(
-                program, computed=computed, carried={init_on_use_p}, group_bytes=GROUP_BYTES
+                program, computed=_computed(program), carried={init_on_use_p}, group_bytes=GROUP_BYTES
             )
         run = pieces.run(flat)
         outs: Any = None
@@ -125,6 +122,33 @@ class Executor:
             fabric = self._cluster if eqn.primitive in (gen_nccl_id_p, broadcast_p) else self._fabric
             outs = fabric.carry_out(eqn, values)
             self._interrupted = program.name  # until it has run to its end
+
+    def _check_whole(self) -> None:
+        if self._interrupted:
+            raise StateError(
+                f"program {self._interrupted} ended in the middle of its communication, and what was under way cannot "
+                "be taken up again: close this executor, and start the job anew"
+            )
+
+    def announce(self, program: Program, *batch: Any) -> None:
+        """Ask for the rows of tables that a later step looks up, and wait for none (`dtrans.protocol.rows_ahead`).
+
+        Args:
+          program: of a synchronous trainer with tables; its first argument is its state.
+          batch: its others, of the step that follows those which were announced, or the next.
+
+        Raises:
+          ConfigError: which rows they are is made of state too. BatchError: a row that a table does not have, and
+            nothing is sent. StateError: as of `run`, or too many steps are announced. TraceError: as of `run`.
+        """
+        self._check_whole()
+        state, given = program.args[0], [program.inputs[n] for n in program.args[0].names]
+        flat = program.flatten(state.unflatten(given), *batch)
+        program = program.specialize_flat(flat)
+        if program not in self._batch_rows:
+            self._fabric.prepare(program)
+            self._batch_rows[program] = BatchRows(program, _computed(program))
+        self._fabric.announce(self._batch_rows[program](flat))
 
     def exchange(self, endpoint: str, number: int, how: Sequence[Sequence[Any]], values: Sequence[Any]) -> list[Any]:
         """Values of which each trainer of a synchronous job has a part, made one by a server.
@@ -160,6 +184,11 @@ class Executor:
     ) -> None:
         leaving = isinstance(error, SystemExit) and not error.code  # sys.exit(0) is not a failure
         self.close(None if leaving else error)
+
+
+def _computed(program: Program) -> Rules:
+    """The communication of a program that is computed."""
+    return {trainer_index_p: functools.partial(_index_of, program)}
 
 
 def _index_of(program: Program, *, over: Any) -> list[Any]:

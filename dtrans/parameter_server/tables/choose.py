@@ -31,6 +31,7 @@ class Table:
       limit: how many rows may be made at most.
       why: what the update does, for people.
       buckets: how many its rows are dealt out to; 0 where servers have runs of rows.
+      staleness: how many updates rows may lack that were asked for ahead.
     """
 
     lookups: TableLookups
@@ -41,6 +42,7 @@ class Table:
     limit: int | None = dataclasses.field(default=None, kw_only=True)
     why: str
     buckets: int = 0
+    staleness: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,7 +114,8 @@ def choose_tables(
             zero = dataclasses.replace(zero, moves=(*zero.moves, *(n + x for x in beside)), decays={})
         option = options.get(n, Rows("dense"))
         table = _limited(n, _table(n, lookups, zero, option), option.limit)
-        of[n] = dataclasses.replace(table, buckets=min(option.buckets, lookups.rows) * (option.place == "bucket"))
+        buckets = min(option.buckets, lookups.rows) * (option.place == "bucket")
+        of[n] = dataclasses.replace(table, buckets=buckets, staleness=option.staleness)
     return Tables(of, others)
 
 
@@ -179,5 +182,7 @@ def notes_of(tables: Tables, row_bytes: Mapping[str, int], id_bytes: int = ID) -
         notes.append(
             f"table {n}: {rows:,} rows{f' in {t.buckets} buckets' * bool(t.buckets)}, at most {size:,} looked up by a "
             f"trainer in a step, at most {moved:,} bytes; {t.why}"
+            + f"; rows asked for ahead may lack {t.staleness} updates"
+            * bool(t.staleness)
         )
     return [*notes, *(f"no table: {n}: {why}" for n, why in tables.others.items())]

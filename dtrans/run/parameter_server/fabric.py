@@ -8,7 +8,8 @@
                    each block is received into the parameters. An asynchronous step has none: that message goes before
                    what comes next, or at the program's end (`settle`)
     split_ids      the numbers of rows that a step looks up, unique and sorted; they are checked here
-    prefetch       a message to each server that has rows of the table, and its answer, which is waited for
+    prefetch       a message to each server that has rows of the table, and its answer, which is waited for; nothing
+                   where these rows were announced (`announce`)
     fake_init      an array of none of the table's rows
     send_rows      as `send`, of the rows that were asked for, to the servers that have them
     exchange       a message to the server of the round, and its answer, which is waited for
@@ -57,7 +58,7 @@ from dtrans.ops import (
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.table_rows import put_in_place, unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
-from dtrans.protocol.trainer import Landing, TrainerSteps, Waiting, answered
+from dtrans.protocol.trainer import Landing, LookedUp, TrainerSteps, Waiting, answered
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.net.sockets import LINGER
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of, rows_wanted
@@ -170,12 +171,28 @@ class EndpointFabric:
 
     def _prefetch(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
-        p, (t,), (uniq,) = eqn.params, eqn.params["types"], values
-        rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
-        wanted = rows_wanted(eqn, uniq, rows)
-        self._answered(self._steps.prefetch(wanted, train=True))
-        put_in_place(uniq, rows, wanted, eqn.params["spans"])
-        return [rows]
+        (uniq,), now = values, self._connection(eqn.params["epmap"][0]).line.step
+        found = self._steps.announced(eqn.params["table"], uniq, now)
+        if found is None:
+            found = self._room_for(eqn, uniq)
+            self._answered(self._steps.prefetch(found.wanted, train=True))
+        put_in_place(uniq, found.rows, found.wanted, eqn.params["spans"])
+        return [found.rows]
+
+    def _room_for(self, eqn: JaxprEqn, uniq: np.ndarray) -> LookedUp:
+        """Memory for the rows that a `prefetch` looks up."""
+        table, (t,) = eqn.params["table"], eqn.params["types"]
+        rows = self._pool.take(f"{table} rows", t.shape, t.dtype)
+        return LookedUp(table, uniq, rows, rows_wanted(eqn, uniq, rows))
+
+    def announce(self, lookups: Sequence[tuple[JaxprEqn, np.ndarray]]) -> None:
+        """Ask for the rows of `prefetch` equations of a later step, by their numbers, and wait for none."""
+        if self._closed:
+            raise StateError("this executor is closed; make a new one")
+        self.settle()
+        for eqn, _ in lookups:
+            self._identify(eqn)
+        self._steps.announce([self._room_for(eqn, uniq) for eqn, uniq in lookups])
 
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
         """Rows of a table by their numbers, increasing, for a `prefetch` equation; no step is made of them."""
