@@ -97,20 +97,19 @@ class RowsAhead:
         return bool(self._of)
 
     def announce(self, k: int, name: str, step: int, ahead: int, ids: np.ndarray) -> DueRows | None:
-        """Note what trainer k announces at a step; what is to be sent at once.
-
-        Raises:
-          WireError: it has announced that before, or too far ahead.
-        """
+        """Note what trainer k announces at a step (`check`); what is to be sent at once."""
         target, table = step + ahead, self._tables[name]
-        if not 1 <= ahead <= MOST:
-            raise WireError(f"trainer {k} announces rows of {name} {ahead} steps ahead, which may be 1 to {MOST}")
-        if (k, name, target) in self._of:
-            raise WireError(f"trainer {k} announces rows of {name} for step {target} a second time")
         due = max(step, target - table.staleness)
         goes_now = due == step or not table.moves
         self._of[k, name, target] = _Announced(ids, due, np.full(len(ids), not goes_now))
         return DueRows(k, name, target, ids, None, due == step) if goes_now else None
+
+    def check(self, k: int, name: str, step: int, ahead: int) -> None:
+        """Raise WireError where trainer k has announced that before, or announces it too far ahead."""
+        if not 1 <= ahead <= MOST:
+            raise WireError(f"trainer {k} announces rows of {name} {ahead} steps ahead, which may be 1 to {MOST}")
+        if (k, name, step + ahead) in self._of:
+            raise WireError(f"trainer {k} announces rows of {name} for step {step + ahead} a second time")
 
     def made(self, step: int, touched: Mapping[str, Sequence[np.ndarray]]) -> Iterator[DueRows]:
         """Note that an update is made, and `step` of them now; what is due.

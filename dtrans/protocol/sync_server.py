@@ -143,9 +143,12 @@ class SyncServer:
         if asked is None:
             return
         name, ids, train = asked
+        ahead = message.fields.get("ahead")
+        if ahead is not None:
+            self._ahead.check(k, name, self.step, ahead)
         rows = self._update.rows(name, ids, train=train)
-        if "ahead" in message.fields:
-            due = self._ahead.announce(k, name, self.step, message["ahead"], ids)
+        if ahead is not None:
+            due = self._ahead.announce(k, name, self.step, ahead, ids)
             if due is not None:
                 self._say_ahead(due, rows)
         else:
