@@ -8,14 +8,15 @@ whose gradient is zero. Programs are made for a few sizes, powers of two.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.blocks import Block, Placement, Unit
 
 
-LEAST = 8  # rows that a program has room for at least
+LEAST = 16  # rows that a program has room for at least
+MOST = 1 << 16  # rows that one call of a program makes, or makes up for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,6 +77,21 @@ def room_for(count: int) -> int:
     while size < count:
         size *= 2
     return size
+
+
+def rooms(count: int) -> Iterator[tuple[int, int, int]]:
+    """Cut so many rows into runs for programs of few sizes: start and stop of each run, and the size of its program.
+
+    A program takes longer to compile than to run some thousand times, so that sizes are eight times each other, and
+    one that has room for twice as many rows as are left is not taken where a smaller one will do.
+    """
+    start = 0
+    while start < count:
+        size = LEAST
+        while size < MOST and 2 * size < count - start:
+            size *= 8
+        yield start, min(start + size, count), size
+        start += size
 
 
 def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:

@@ -21,13 +21,12 @@ import numpy as np
 
 from dtrans._jax import evaluate
 from dtrans.ops import BACKUP, OptimizeBlock
-from dtrans.parameter_server.tables.touched_rows import LEAST, TableBlock, room_for
+from dtrans.parameter_server.tables.touched_rows import LEAST, TableBlock, rooms
 from dtrans.run.base.platforms import as_written
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
 WINDOW = 256  # steps that one call makes up for
-MOST = 1 << 16  # rows of one call
 RESTS = np.iinfo(np.int64).max
 KEPT = 1 << 26  # bytes that are kept of steps; then all rows are made up for
 
@@ -133,9 +132,9 @@ class MissedSteps:
             stop = min(begin + WINDOW, now)
             some = behind[: np.searchsorted(seen, stop)]
             some = some[self._seen[some] < stop]
-            for at in range(0, len(some), MOST):
-                ids = some[at : at + MOST]
-                stand_still = self._make(ids, begin, stop, held)
+            for start, end, size in rooms(len(some)):
+                ids = some[start:end]
+                stand_still = self._make(ids, size, begin, stop, held)
                 self._seen[ids] = stop
                 if self._table.decays and stop < now:
                     self._decay(ids[stand_still], now - stop, held)
@@ -146,9 +145,8 @@ class MissedSteps:
         for n, factor in self._table.decays.items():
             held[n][ids] *= np.asarray(factor**steps, held[n].dtype)
 
-    def _make(self, ids: np.ndarray, begin: int, stop: int, held: Arrays) -> np.ndarray:
-        """Make the steps of one window; which rows stood still in the last of them."""
-        size = room_for(len(ids))
+    def _make(self, ids: np.ndarray, size: int, begin: int, stop: int, held: Arrays) -> np.ndarray:
+        """Make the steps of one window, in a program for `size` rows; which stood still in the last of them."""
         if size not in self._made:
             self._made[size] = self._compile(size)
         seen = padded(np.maximum(self._seen[ids] - begin, 0).astype(np.int32), size, WINDOW)

@@ -15,10 +15,7 @@ import jax
 import numpy as np
 
 from dtrans._jax import JaxprEqn, jaxpr_as_fun
-from dtrans.parameter_server.tables.touched_rows import room_for
-
-
-MOST = 1 << 16  # rows that are made at once
+from dtrans.parameter_server.tables.touched_rows import rooms
 
 
 class ArrayLike(abc.ABC):
@@ -61,11 +58,12 @@ class RowMaker:
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
         """Rows with these numbers, of the block and of each array of its state."""
-        parts = [self._some(ids[at : at + MOST]) for at in range(0, max(1, len(ids)), MOST)]
+        if not len(ids):
+            return [np.empty((0, *t.shape[1:]), t.dtype) for t in self.types]
+        parts = [self._some(ids[start:stop], size) for start, stop, size in rooms(len(ids))]
         return [np.concatenate(of) for of in zip(*parts, strict=True)]
 
-    def _some(self, ids: np.ndarray) -> list[np.ndarray]:
-        size = room_for(len(ids))
+    def _some(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
         if size not in self._fns:
             self._fns[size] = jax.jit(jaxpr_as_fun(self._write(size)))
         numbers = np.concatenate([ids, np.zeros(size - len(ids), ids.dtype)]).astype(np.int32)

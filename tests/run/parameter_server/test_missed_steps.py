@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import dtrans
+from dtrans.parameter_server.tables import touched_rows
 from dtrans.protocol.served import RowGradient
 from dtrans.run.parameter_server import missed_steps
 from dtrans.run.parameter_server.block_update import BlockUpdates
@@ -148,7 +149,8 @@ def test_the_closed_form_is_close_to_one_device(tx: Any, gap: int, monkeypatch: 
     (memory,) = server._tables.values()
     made: list[int] = []
     make = memory._missed._make  # type: ignore[union-attr]
-    monkeypatch.setattr(memory._missed, "_make", lambda ids, b, s, h: (made.append(s - b), make(ids, b, s, h))[1])
+    counted = lambda ids, size, begin, stop, held: (made.append(stop - begin), make(ids, size, begin, stop, held))[1]
+    monkeypatch.setattr(memory._missed, "_make", counted)
     held = finished(server)
     assert sum(made) <= 3 * missed_steps.WINDOW
     close(held, one_device(tx, given), 1e-5)
@@ -164,7 +166,8 @@ def test_what_is_kept_of_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     """Where it is too much all rows catch up, and it is forgotten."""
     monkeypatch.setattr(missed_steps, "KEPT", 2000)
     monkeypatch.setattr(missed_steps, "WINDOW", 16)
-    monkeypatch.setattr(missed_steps, "MOST", 4)
+    monkeypatch.setattr(touched_rows, "LEAST", 4)
+    monkeypatch.setattr(touched_rows, "MOST", 4)
     given = steps([[at % 3] for at in range(200)])
     update, state = served(OPTIMIZERS["adamw"])
     server = SyncUpdate(update, state, 1)

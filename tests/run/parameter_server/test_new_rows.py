@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dtrans
 from dtrans.errors import ConfigError, WireError
 from dtrans.ops import init_on_use_p
+from dtrans.parameter_server.tables import touched_rows
 from dtrans.protocol.served import RowGradient
 from dtrans.run.parameter_server.new_rows import ArrayLike, NewRows
 from dtrans.run.parameter_server.sync_update import SyncUpdate
@@ -135,3 +138,13 @@ def test_rows_of_16_bits_are_those_of_one_device() -> None:
         updates, state = step({"emb": jnp.zeros((V, D), jnp.bfloat16).at[np.array(ids)].set(g)}, state, params)
         params = optax.apply_updates(params, updates)
     np.testing.assert_array_equal(server.rows(EMB, np.arange(V), train=False), params["emb"])
+
+
+@given(st.integers(0, 300_000))
+def test_rows_are_made_by_programs_of_few_sizes(count: int) -> None:
+    """Every row once, in order, and no program for four times what is left, or sixteen rows."""
+    runs = list(touched_rows.rooms(count))
+    assert [start for start, _, _ in runs] == [0, *(stop for _, stop, _ in runs)][: len(runs)]
+    assert (runs[-1][1] if runs else 0) == count
+    assert {size for _, _, size in runs} <= {16, 128, 1024, 8192, 65536}
+    assert all(0 < stop - start <= size <= max(16, 4 * (count - start)) for start, stop, size in runs)
