@@ -29,6 +29,7 @@ from dtrans.errors import PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.served import ServedRows
+from dtrans.protocol.table_rows import are_among
 
 
 MOST = 64  # steps that rows may be announced ahead
@@ -125,7 +126,7 @@ class RowsAhead:
                     yield DueRows(k, name, target, x.ids, None, True)
             elif x.due >= step:
                 for ids in touched[name]:
-                    x.changed |= np.isin(x.ids, ids, assume_unique=True)
+                    x.changed |= are_among(x.ids, ids)
                 if x.due == step:
                     at = np.flatnonzero(x.changed).astype(np.int32)
                     yield DueRows(k, name, target, x.ids[at], at, True)

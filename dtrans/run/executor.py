@@ -31,6 +31,7 @@ from dtrans.run.parameter_server.fabric import EndpointFabric
 
 # gradients are sent as soon as this many bytes are ready; below it one larger piece computes faster
 GROUP_BYTES = 4 << 20
+COPIED = 64 << 10  # bytes that are rather copied than put on the device one by one
 
 
 class Executor:
@@ -197,8 +198,25 @@ def _index_of(program: Program, *, over: Any) -> list[Any]:
 
 
 def _on_device(values: list[Any]) -> list[Any]:
-    """The same with JAX's arrays for NumPy's: all by one call, since each costs as much Python as a small step."""
+    """The same with JAX's arrays for NumPy's.
+
+    All by one call, since each costs as much Python as a small step. `device_put` takes memory as it is, and needs much
+    Python for each array; a compiled function copies it.
+    """
     at = [i for i, x in enumerate(values) if isinstance(x, np.ndarray)]
-    for i, x in zip(at, jax.device_put([values[i] for i in at]) if at else (), strict=True):
+    if not at:
+        return values
+    arrays = [values[i] for i in at]
+    if sum(x.nbytes for x in arrays) <= COPIED:
+        with jax.transfer_guard_host_to_device("allow"):  # nobody has asked for it without knowing
+            made = _as_they_are(*arrays)
+    else:
+        made = jax.device_put(arrays)
+    for i, x in zip(at, made, strict=True):
         values[i] = x
     return values
+
+
+@jax.jit
+def _as_they_are(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays

@@ -18,7 +18,7 @@ import numpy as np
 from dtrans.errors import WireError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.served import RowGradient
-from dtrans.run.parameter_server.missed_steps import MissedSteps, padded
+from dtrans.run.parameter_server.missed_steps import MissedSteps
 from dtrans.run.parameter_server.new_rows import ArrayLike, NewRows, RowMaker
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -71,13 +71,13 @@ class TableMemory:
             return found
         self._make(new)
         self._catch_up(ids)
-        return self.held[self.table.name][ids]
+        return self.held[self.table.name].take(ids, 0, mode="clip")
 
     def take(self, ids: np.ndarray, size: int) -> dict[str, np.ndarray]:
         """Rows of the block and of its state, and zeros behind them: `size` of each."""
         self._make(ids[~self._is_made[ids]])
         self._catch_up(ids)
-        return {n: padded(x[ids], size) for n, x in self.held.items()}
+        return {n: _rows_and_zeros(x, ids, size) for n, x in self.held.items()}
 
     def put(self, ids: np.ndarray, made: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Write rows where they belong: an update was made of them. The memory that they are in.
@@ -148,6 +148,14 @@ class _Final(ArrayLike):
 
     def made(self) -> np.ndarray:
         return self._memory.whole(self._name)
+
+
+def _rows_and_zeros(x: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
+    """Rows of an array, and zeros behind them, `size` in all."""
+    found = np.empty((size, *x.shape[1:]), x.dtype)
+    np.take(x, ids, 0, out=found[: len(ids)], mode="clip")  # they are there; it copies twice where it has to look
+    found[len(ids) :] = 0
+    return found
 
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:
