@@ -165,6 +165,11 @@ def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, Table
 
 def among(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarray:
     """A gradient of rows as one of `size` rows, whose first are of the rows in `ids`; others are zero."""
+    count = len(gradient.ids)
+    if count == len(ids):  # it is of all of them
+        found = np.empty((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
+        found[:count], found[count:] = gradient.rows, 0
+        return found
     found = np.zeros((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
     found[np.searchsorted(ids, gradient.ids)] = gradient.rows
     return found
