@@ -8,7 +8,8 @@
                    each block is received into the parameters. An asynchronous step has none: that message goes before
                    what comes next, or at the program's end (`settle`)
     split_ids      the numbers of rows that a step looks up, unique and sorted; they are checked here
-    prefetch       a message to each server that has rows of the table, and its answer, which is waited for
+    prefetch       only notes what is wanted: before anything else is done (`land_rows`), a message goes to each server
+                   for each block of which rows are wanted, and then all answers are waited for
     fake_init      an array of none of the table's rows
     send_rows      as `send`, of the rows that were asked for, to the servers that have them
     exchange       a message to the server of the round, and its answer, which is waited for
@@ -55,7 +56,7 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.table_rows import put_in_place, unique_ids
+from dtrans.protocol.table_rows import WantedRows, put_in_place, unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
 from dtrans.protocol.trainer import Landing, TrainerSteps, Waiting, answered
 from dtrans.run.base.nonfinite import GradientWatch
@@ -86,6 +87,8 @@ class EndpointFabric:
         self._plan: Mapping[str, str] = {}  # the parts of the fingerprint of the plan
         self._steps = TrainerSteps(lambda endpoint: self._connection(endpoint).line)
         self._landings: list[Landing] = []  # the blocks being received
+        # rows that are to be received: of which equation and numbers, the memory, and what is asked of each block
+        self._rows: list[tuple[JaxprEqn, np.ndarray, np.ndarray, list[WantedRows]]] = []
         self._barriered: tuple[str, ...] = ()  # the servers of a send_barrier that no fetch_barrier follows
         self._pool = BufferPool()
         self._beside = BackgroundComm(self._connection, deadline)
@@ -119,6 +122,8 @@ class EndpointFabric:
                 self._identify(eqn)
             self._steps.forget_asked()
             return self._beside.carry_out(eqn, values)
+        if eqn.primitive is not prefetch_p:
+            self.land_rows()
         if eqn.primitive is not split_ids_p:  # which needs no connection
             self._beside.rest()
         if eqn.primitive not in (recv_p, fetch_barrier_p):
@@ -149,6 +154,7 @@ class EndpointFabric:
 
     def settle(self) -> None:
         """Receive what programs without a `fetch_barrier` have asked for: all of it with one request to each server."""
+        self.land_rows()
         if self._landings:
             self._land(self._landings, self._barriered)
 
@@ -172,10 +178,16 @@ class EndpointFabric:
         self._identify(eqn)
         p, (t,), (uniq,) = eqn.params, eqn.params["types"], values
         rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
-        wanted = rows_wanted(eqn, uniq, rows)
-        self._answered(self._steps.prefetch(wanted, train=True))
-        put_in_place(uniq, rows, wanted, eqn.params["spans"])
+        self._rows.append((eqn, uniq, rows, rows_wanted(eqn, uniq, rows)))
         return [rows]
+
+    def land_rows(self) -> None:
+        """Receive the rows that `prefetch` equations want: what reads them comes next."""
+        noted, self._rows = self._rows, []
+        if noted:
+            self._answered(self._steps.prefetch([x for *_, wanted in noted for x in wanted], train=True))
+        for eqn, uniq, rows, wanted in noted:
+            put_in_place(uniq, rows, wanted, eqn.params["spans"])
 
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
         """Rows of a table by their numbers, increasing, for a `prefetch` equation; no step is made of them."""
