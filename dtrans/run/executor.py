@@ -22,7 +22,7 @@ from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
 from dtrans.ops import broadcast_p, gen_nccl_id_p, init_on_use_p, prefetch_p, trainer_index_p
 from dtrans.run.base.nonfinite import GradientWatch
-from dtrans.run.base.segments import Rules, Segments, cut_program
+from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.sockets import DEADLINE
 from dtrans.run.parameter_server.batch_rows import BatchRows
@@ -111,7 +111,7 @@ class Executor:
             self._pieces[program] = pieces = cut_program(
                 program, computed=_computed(program), carried={init_on_use_p}, group_bytes=GROUP_BYTES
             )
-        run = pieces.run(flat)
+        run = pieces.run(flat, self._compute)
         outs: Any = None
         while True:
             try:
@@ -123,6 +123,11 @@ class Executor:
             fabric = self._cluster if eqn.primitive in (gen_nccl_id_p, broadcast_p) else self._fabric
             outs = fabric.carry_out(eqn, values)
             self._interrupted = program.name  # until it has run to its end
+
+    def _compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
+        """Run a piece; the rows that it reads are received before."""
+        self._fabric.land_rows()
+        return piece.jitted(*values)
 
     def _check_whole(self) -> None:
         if self._interrupted:

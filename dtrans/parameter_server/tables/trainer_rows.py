@@ -35,7 +35,7 @@ from dtrans._jax import (
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
 from dtrans.ops import prefetch_p, split_ids_p
-from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups, numbers_first
+from dtrans.parameter_server.tables.lookups import Lookups, RowPick, numbers_first
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step
@@ -152,8 +152,7 @@ class TableWriter(_LookedUp):
             else:  # the part of a loop that makes numbers
                 made = b.copy(e, [self.whole(a) for a in e.invars], [v.aval for v in e.outvars])
                 self.wholes.update(zip(e.outvars, made, strict=True))
-        for n, t in found.tables.items():
-            self._prefetch(t, tables[n])
+        self._prefetch(tables)
 
     # -- as a writer of halves -------------------------------------------------------------------
 
@@ -182,20 +181,23 @@ class TableWriter(_LookedUp):
         self.b.keep(eqn, [self.whole(a) for a in eqn.invars])
         self.wholes.update((v, v) for v in eqn.outvars)
 
-    def _prefetch(self, table: TableLookups, var: Var) -> None:
-        """Get the rows that a step looks up."""
-        b = self.b
+    def _prefetch(self, tables: Mapping[str, Var]) -> None:
+        """Get the rows that a step looks up: those of all tables at once, nothing is computed in between."""
+        b, found = self.b, self._tables
         b.role = FORWARD
-        ids = [b.call(_component(c), self.whole(a))[0] for a, c in table.ids]
+        ids = {n: [b.call(_component(c), self.whole(a))[0] for a, c in t.ids] for n, t in found.items()}
         b.role = DIST
-        (uniq,) = b.bind(split_ids_p, *ids, table=table.leaf, rows=table.rows, size=table.size)
-        b.labels[uniq] = f"{table.leaf}@IDS"
+        for n, t in found.items():
+            (uniq,) = b.bind(split_ids_p, *ids[n], table=n, rows=t.rows, size=t.size)
+            b.labels[uniq] = f"{n}@IDS"
+            self.uniq[n] = uniq
         b.role = RPC
-        types = (var.aval.update(shape=(table.size, *var.aval.shape[1:])),)
-        (rows,) = b.bind(prefetch_p, uniq, types=types, **self._where[table.leaf])
-        self.env[var] = rows
-        b.labels[rows] = f"{table.leaf}@ROWS"
-        self.uniq[table.leaf] = uniq
+        for n, t in found.items():
+            var = tables[n]
+            types = (var.aval.update(shape=(t.size, *var.aval.shape[1:])),)
+            (rows,) = b.bind(prefetch_p, self.uniq[n], types=types, **self._where[n])
+            b.labels[rows] = f"{n}@ROWS"
+            self.env[var] = rows
         b.role = FORWARD
 
 

@@ -8,8 +8,9 @@
                    each block is received into the parameters. An asynchronous step has none: that message goes before
                    what comes next, or at the program's end (`settle`)
     split_ids      the numbers of rows that a step looks up, unique and sorted; they are checked here
-    prefetch       a message to each server that has rows of the table, and its answer, which is waited for; nothing
-                   where these rows were announced (`announce`)
+    prefetch       only notes what is wanted: before anything else is done (`land_rows`), a message goes to each server
+                   for each block of which rows are wanted, and then all answers are waited for. Those that were
+                   announced (`announce`) are here
     fake_init      an array of none of the table's rows
     send_rows      as `send`, of the rows that were asked for, to the servers that have them
     exchange       a message to the server of the round, and its answer, which is waited for
@@ -87,6 +88,7 @@ class EndpointFabric:
         self._plan: Mapping[str, str] = {}  # the parts of the fingerprint of the plan
         self._steps = TrainerSteps(lambda endpoint: self._connection(endpoint).line)
         self._landings: list[Landing] = []  # the blocks being received
+        self._rows: list[tuple[JaxprEqn, LookedUp]] = []  # the rows that are to be received, of which equation
         self._barriered: tuple[str, ...] = ()  # the servers of a send_barrier that no fetch_barrier follows
         self._pool = BufferPool()
         self._beside = BackgroundComm(self._connection, deadline)
@@ -120,10 +122,12 @@ class EndpointFabric:
                 self._identify(eqn)
             self._steps.forget_asked()
             return self._beside.carry_out(eqn, values)
+        if eqn.primitive is not prefetch_p:
+            self.land_rows()
         if eqn.primitive is not split_ids_p:  # which needs no connection
             self._beside.rest()
         if eqn.primitive not in (recv_p, fetch_barrier_p):
-            self.settle()
+            self._receive()
         rule = self._rules.get(eqn.primitive)
         if rule is None:
             raise ConfigError(f"endpoints cannot carry out `{eqn.primitive.name}`")
@@ -150,6 +154,10 @@ class EndpointFabric:
 
     def settle(self) -> None:
         """Receive what programs without a `fetch_barrier` have asked for: all of it with one request to each server."""
+        self.land_rows()
+        self._receive()
+
+    def _receive(self) -> None:
         if self._landings:
             self._land(self._landings, self._barriered)
 
@@ -175,8 +183,9 @@ class EndpointFabric:
         found = self._steps.announced(eqn.params["table"], uniq, now)
         if found is None:
             found = self._room_for(eqn, uniq)
-            self._answered(self._steps.prefetch(found.wanted, train=True))
-        put_in_place(uniq, found.rows, found.wanted, eqn.params["spans"])
+            self._rows.append((eqn, found))
+        else:
+            put_in_place(uniq, found.rows, found.wanted, eqn.params["spans"])
         return [found.rows]
 
     def _room_for(self, eqn: JaxprEqn, uniq: np.ndarray) -> LookedUp:
@@ -193,6 +202,14 @@ class EndpointFabric:
         for eqn, _ in lookups:
             self._identify(eqn)
         self._steps.announce([self._room_for(eqn, uniq) for eqn, uniq in lookups])
+
+    def land_rows(self) -> None:
+        """Receive the rows that `prefetch` equations want: what reads them comes next."""
+        noted, self._rows = self._rows, []
+        if noted:
+            self._answered(self._steps.prefetch([w for _, x in noted for w in x.wanted], train=True))
+        for eqn, x in noted:
+            put_in_place(x.uniq, x.rows, x.wanted, eqn.params["spans"])
 
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
         """Rows of a table by their numbers, increasing, for a `prefetch` equation; no step is made of them."""

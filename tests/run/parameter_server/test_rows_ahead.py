@@ -19,6 +19,7 @@ from table_jobs import ASYNC, DENSE, LAZY, OPTIMIZERS, D, V, batches, close, ini
 import dtrans
 from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.protocol import rows_ahead, wire
+from dtrans.protocol.trainer import TrainerSteps
 from dtrans.run.distributed.role import Role
 from dtrans.run.role_job import ServerJob, TrainerJob
 
@@ -330,3 +331,26 @@ def test_stale_rows_are_refused_where_there_are_none() -> None:
             run()
     with pytest.raises(ConfigError, match="staleness"):
         dtrans.Rows(staleness=-1)
+
+
+def test_rows_of_all_tables_are_asked_for_at_once(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits once, however many tables it looks up; and not for those that were announced."""
+    tx, key, asked = optax.sgd(0.1), jax.random.key(0), list[int]()
+    real = TrainerSteps.prefetch
+
+    def counted(self: Any, wanted: Any, *, train: bool) -> Any:
+        asked.append(len(wanted))
+        return real(self, wanted, train=train)
+
+    monkeypatch.setattr(TrainerSteps, "prefetch", counted)
+
+    def start(key: jax.Array) -> Any:
+        params = {n: jax.random.normal(key, (V, D)) for n in ("one", "other")}
+        return params, tx.init(params)
+
+    of = lambda p, ids, y: jnp.mean(((p["one"][ids[:, 0]] * p["other"][ids[:, 1]]).sum(1) - y) ** 2)
+    main = dtrans.trace(dtrans.make_train_step(of, tx), *start(key), *batches(1)[0])
+    tables = {"params/one": dtrans.Rows(), "params/other": dtrans.Rows(staleness=1)}
+    plan = dtrans.pserver(main, dtrans.trace(start, key), pservers=free_endpoints(1), trainers=1, sparse=tables)
+    trained(role_threads, plan, lambda job: [float(x) for _, x in job.steps(job.init(key), batches(3))])
+    assert asked == [2]
