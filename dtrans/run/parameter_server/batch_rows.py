@@ -61,7 +61,7 @@ class BatchRows:
         Args:
           flat: the arrays of the program's inputs; those of the state are not read.
         """
-        made = iter(jax.device_get(self._run(*(flat[i] for i in self._places))))
+        made = iter(self._run(*(flat[i] for i in self._places)))
         return [
             (prefetch, unique_ids([next(made) for _ in split.invars], **split.params))
             for split, prefetch in self._lookups
