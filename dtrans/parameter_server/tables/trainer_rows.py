@@ -35,7 +35,7 @@ from dtrans._jax import (
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
 from dtrans.ops import prefetch_p, split_ids_p
-from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups, numbers_first
+from dtrans.parameter_server.tables.lookups import Lookups, RowPick, numbers_first
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step
