@@ -1,11 +1,14 @@
-"""What a step compiles, where it is several functions: recorded while a step is made."""
+"""Functions that are compiled: those of a step are recorded while it is made, and equal ones are compiled once."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,3 +45,30 @@ def called(name: Callable[[], str], jitted: Callable[..., Any], *args: Any) -> A
     if _recorded is not None and hasattr(jitted, "lower"):
         _recorded.setdefault(name(), jitted.lower(*args))
     return jitted(*args)
+
+
+def jitted_once(fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
+    """A jitted function; functions that are lowered to the same text are one, and compiled once.
+
+    To lower takes a tenth of the time of compiling. The tables of a model often have the same shape, and so have the
+    programs that make their rows.
+
+    Args:
+      fn: a pure function.
+      args: what it will be called with, or of the same types.
+      options: those of XLA (`compiler_options` of `jax.jit`), of text and numbers.
+    """
+    given = tuple(sorted(options.items()))
+    return _jitted(_Program(jax.jit(fn).lower(*args).as_text(), given, fn))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    text: str
+    options: tuple[tuple[str, Any], ...]
+    fn: Callable[..., Any] = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(256)
+def _jitted(program: _Program) -> Callable[..., Any]:
+    return jax.jit(program.fn, compiler_options=dict(program.options) or None)

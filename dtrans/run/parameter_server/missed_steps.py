@@ -22,6 +22,7 @@ import numpy as np
 from dtrans._jax import evaluate
 from dtrans.ops import BACKUP, OptimizeBlock
 from dtrans.parameter_server.tables.touched_rows import LEAST, TableBlock, rooms
+from dtrans.run.base.lowered import jitted_once
 from dtrans.run.base.platforms import as_written
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -147,16 +148,17 @@ class MissedSteps:
 
     def _make(self, ids: np.ndarray, size: int, begin: int, stop: int, held: Arrays) -> np.ndarray:
         """Make the steps of one window, in a program for `size` rows; which stood still in the last of them."""
-        if size not in self._made:
-            self._made[size] = self._compile(size)
         seen = padded(np.maximum(self._seen[ids] - begin, 0).astype(np.int32), size, WINDOW)
         rows = {n: padded(held[n][ids], size) for n in self._names}
-        made, still = self._made[size](rows, seen, self._records.window(begin), int(seen.min()), stop - begin)
+        given = rows, seen, self._records.window(begin), int(seen.min()), stop - begin
+        if size not in self._made:
+            self._made[size] = jitted_once(self._catching_up(size), *given, **as_written() or {})
+        made, still = self._made[size](*given)
         for n in self._names:
             held[n][ids] = np.asarray(made[n])[: len(ids)]
         return np.asarray(still)[: len(ids)]
 
-    def _compile(self, size: int) -> Callable[..., Any]:
+    def _catching_up(self, size: int) -> Callable[..., Any]:
         blocks, name = blocks_of(self._update, self._table, size), self._table.name
 
         def make_up(rows: Arrays, seen: jax.Array, records: Arrays, first: int, stop: int) -> tuple[Arrays, jax.Array]:
@@ -169,7 +171,7 @@ class MissedSteps:
 
             return jax.lax.fori_loop(first, stop, turn, (dict(rows), jnp.zeros(size, bool)))
 
-        return jax.jit(make_up, compiler_options=as_written())
+        return make_up
 
 
 def at_zero_gradient(blocks: Sequence[OptimizeBlock], rows: Arrays, values: Arrays) -> dict[str, Any]:

@@ -11,11 +11,13 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import JaxprEqn, jaxpr_as_fun
+from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, evaluate, jaxpr_as_fun, opened
+from dtrans.ir.builder import Builder
 from dtrans.parameter_server.tables.touched_rows import rooms
+from dtrans.run.base.lowered import jitted_once
 
 
 class ArrayLike(abc.ABC):
@@ -54,7 +56,8 @@ class RowMaker:
     def __init__(self, eqn: JaxprEqn, args: Sequence[Any]) -> None:
         self.types = eqn.params["types"]
         self._write, self._args = eqn.params["write"], list(args)
-        self._fns: dict[int, Callable[..., Sequence[Any]]] = {}
+        # by size: what makes rows of their numbers, and of what does not depend on these
+        self._fns: dict[int, tuple[Callable[..., Sequence[Any]], list[Any]]] = {}
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
         """Rows with these numbers, of the block and of each array of its state."""
@@ -64,10 +67,43 @@ class RowMaker:
         return [np.concatenate(of) for of in zip(*parts, strict=True)]
 
     def _some(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
-        if size not in self._fns:
-            self._fns[size] = jax.jit(jaxpr_as_fun(self._write(size)))
         numbers = np.concatenate([ids, np.zeros(size - len(ids), ids.dtype)]).astype(np.int32)
-        return [np.asarray(x)[: len(ids)] for x in self._fns[size](numbers, *self._args)]
+        if size not in self._fns:
+            keys, rows = keys_first(self._write(size))
+            made = evaluate(keys, *self._args)
+            self._fns[size] = jitted_once(jaxpr_as_fun(rows), numbers, *made), made
+        fn, made = self._fns[size]
+        return [np.asarray(x)[: len(ids)] for x in fn(numbers, *made)]
+
+
+def keys_first(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Cut what makes rows: the keys of random numbers, and what makes rows of their numbers and of these keys.
+
+    Numbers that are rounded stay where they are, so that rows have the same bits. What is left is the same for tables
+    of one shape, whose keys differ.
+
+    Args:
+      jaxpr: of the numbers of rows, and of what the init was given.
+
+    Returns:
+      A function of what the init was given, and one of the numbers and of what the first returns.
+    """
+    inner = opened(jaxpr)
+    numbers, *args = inner.invars
+    first, rest = Builder(jaxpr), Builder(jaxpr)
+    first.invars += args
+    known = {*args, *inner.constvars}
+    for eqn in inner.eqns:
+        ready = all(isinstance(a, Literal) or a in known for a in eqn.invars)
+        if ready and not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
+            first.keep(eqn)
+            known.update(eqn.outvars)
+        else:
+            rest.keep(eqn)
+    read = [a for atoms in (*(e.invars for e in rest.eqns), inner.outvars) for a in atoms if isinstance(a, Var)]
+    made = [v for v in dict.fromkeys(read) if v in known and v not in inner.constvars]
+    rest.invars += [numbers, *made]
+    return first.build(made), rest.build(inner.outvars)
 
 
 class NewRows(ArrayLike):

@@ -147,3 +147,27 @@ def test_rows_are_made_by_programs_of_few_sizes(count: int) -> None:
     assert (runs[-1][1] if runs else 0) == count
     assert {size for _, _, size in runs} <= {16, 128, 1024, 8192, 65536}
     assert all(0 < stop - start <= size <= max(16, 4 * (count - start)) for start, stop, size in runs)
+
+
+def test_tables_of_one_shape_share_their_program() -> None:
+    """Their keys differ, and are made before it; a table that is scaled otherwise has another."""
+
+    def init(key: jax.Array) -> Any:
+        scales = (0.1, 0.1, 0.3)
+        keys = jax.random.split(key, len(scales))
+        params = {f"t{i}": x * jax.random.normal(k, (V, D)) for i, (k, x) in enumerate(zip(keys, scales, strict=True))}
+        return params, tx.init(params)
+
+    tx = optax.adagrad(0.1)
+    step = dtrans.make_train_step(lambda p, ids: sum(jnp.mean(t[ids] ** 2) for t in p.values()), tx)
+    plan = dtrans.pserver(
+        dtrans.trace(step, *jax.eval_shape(init, KEY), jnp.zeros(3, int)), dtrans.trace(init, KEY),
+        pservers="127.0.0.1:6174", sparse="auto",
+    )  # fmt: skip
+    _, state = begun(plan.servers["127.0.0.1:6174"])
+    makers = [state[f"params/t{i}"].maker for i in range(3)]
+    ids = np.array([1, 7, 900])
+    for i, maker in enumerate(makers):
+        np.testing.assert_array_equal(maker(ids)[0], np.asarray(jax.jit(init)(KEY)[0][f"t{i}"])[ids])
+    programs = [{size: fn for size, (fn, _) in maker._fns.items()} for maker in makers]
+    assert programs[0] == programs[1] != programs[2]
