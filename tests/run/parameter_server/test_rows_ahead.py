@@ -123,6 +123,7 @@ def delayed(tx: Any, given: Sequence[Any], k: int) -> Any:
     return params, losses
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "name, k, ahead, trainers", [("adam", 1, 1, 2), ("adagrad", 1, 2, 1), ("adam", 2, 2, 1), ("adagrad", 2, 3, 2)]
