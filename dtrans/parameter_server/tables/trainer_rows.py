@@ -34,7 +34,7 @@ from dtrans._jax import (
 )
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
-from dtrans.ops import prefetch_p, split_ids_p
+from dtrans.ops import geo_prefetch_p, prefetch_p, split_ids_p
 from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups, numbers_first
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis
@@ -123,6 +123,12 @@ class TableWriter(_LookedUp):
       tables: by name, the variable that stands for a table in `jaxpr`.
       where: by name, the parameters of `prefetch` that say where rows are.
       eqns, roles: of the half.
+      state: by table, the trainer's own arrays that have a row for each of its rows, which come with these: the
+        variables by name. None where rows alone come, from servers.
+
+    Attributes:
+      uniq: by table, the numbers of its rows.
+      held: the rows of tables, and of what comes with them, by name.
     """
 
     def __init__(
@@ -134,11 +140,13 @@ class TableWriter(_LookedUp):
         where: Mapping[str, Mapping[str, Any]],
         eqns: Sequence[JaxprEqn],
         roles: Sequence[str],
+        state: Mapping[str, Mapping[str, Var]] | None = None,
     ) -> None:
         rows = _TableRows({n: t.size for n, t in found.tables.items()}, {})
         super().__init__(jaxpr, found.flow, rows, {v: e for e in eqns for v in e.outvars})
         self.b, self.uniq = b, rows.uniq
-        self._tables, self._where = found.tables, where
+        self._tables, self._where, self._state = found.tables, where, state
+        self.held: dict[str, Var] = {}
         plain = zip(found.eqns, found.plain, strict=True)
         self._plain = {id(e): (p, found.flow.steps.get(i)) for i, (e, p) in enumerate(plain)}
         numbers = [a for t in found.tables.values() for a, _ in t.ids]
@@ -191,10 +199,13 @@ class TableWriter(_LookedUp):
         (uniq,) = b.bind(split_ids_p, *ids, table=table.leaf, rows=table.rows, size=table.size)
         b.labels[uniq] = f"{table.leaf}@IDS"
         b.role = RPC
-        types = (var.aval.update(shape=(table.size, *var.aval.shape[1:])),)
-        (rows,) = b.bind(prefetch_p, uniq, types=types, **self._where[table.leaf])
-        self.env[var] = rows
-        b.labels[rows] = f"{table.leaf}@ROWS"
+        here = {table.leaf: var, **(self._state[table.leaf] if self._state else {})}
+        types = tuple(v.aval.update(shape=(table.size, *v.aval.shape[1:])) for v in here.values())
+        primitive = prefetch_p if self._state is None else geo_prefetch_p
+        rows = dict(zip(here, b.bind(primitive, uniq, types=types, **self._where[table.leaf]), strict=True))
+        self.env[var] = rows[table.leaf]
+        self.held |= rows
+        b.labels.update((v, f"{n}@ROWS") for n, v in rows.items())
         self.uniq[table.leaf] = uniq
         b.role = FORWARD
 

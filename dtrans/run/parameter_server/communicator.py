@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import zmq
 
 from dtrans.ops import CommunicatorConfig
@@ -36,6 +35,7 @@ class Communicator:
       deadline: seconds that parameters may be on their way.
       name: of the trainer.
       endpoints: servers that have rows of tables.
+      kept: tables of which the trainer keeps rows: what it receives of these is which of them others have changed.
 
     Every method raises what has ended the thread: PeerError, DeadlineError, WireError, or what JAX raised.
     """
@@ -49,17 +49,18 @@ class Communicator:
         deadline: float,
         name: str,
         endpoints: Collection[str] = (),
+        kept: Mapping[str, Leaf] = {},
     ) -> None:
         self.config = config
         self.name = name
-        everywhere = (*(ep for leaf in leaves.values() for ep in leaf.endpoints), *endpoints)
+        everywhere = (*(ep for leaf in (*leaves.values(), *kept.values()) for ep in leaf.endpoints), *endpoints)
         self._lines = {ep: lines(ep) for ep in dict.fromkeys(everywhere)}
         self._changed = threading.Condition()
         self._queue: collections.deque[Group] = collections.deque()
         self._put = 0  # steps put so far
         self._wanted: tuple[Sequence[WantedRows], bool] | None = None  # rows that are to be asked for
         self._looks_up = False  # whether somebody waits for rows
-        self._newest: tuple[int, dict[str, np.ndarray]] | None = None  # how many steps are in it; and the leaves
+        self._newest: tuple[int, dict[str, Any]] | None = None  # how many steps are in it; and the leaves
         self._ended = False
         self._discarded = False
         self._error: BaseException | None = None
@@ -70,6 +71,7 @@ class Communicator:
             deadline=deadline,
             name=name,
             room=BufferPool().take,
+            kept=dict(kept),
         )
         self._wake, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._run, name=f"dtrans communicator of {name}", daemon=True)
@@ -86,10 +88,11 @@ class Communicator:
             self._put += 1
         os.write(self._waker, b"+")
 
-    def newest(self) -> dict[str, np.ndarray]:
+    def newest(self) -> dict[str, Any]:
         """The parameters that were received last, as memory that is not written again while anybody refers to it.
 
-        Waits for the first.
+        Waits for the first. Of tables of which the trainer keeps rows, a `RowGradient` has those that others have
+        changed; who keeps rows has to take each answer.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._newest is not None)
@@ -214,7 +217,7 @@ class Communicator:
         if message is not None:
             self._traffic.heard(connection.line.endpoint, message)
 
-    def _publish(self, received: tuple[int, dict[str, np.ndarray]]) -> None:
+    def _publish(self, received: tuple[int, dict[str, Any]]) -> None:
         """What has come is the newest."""
         with self._changed:
             self._newest = received
