@@ -275,7 +275,14 @@ class TrainerJob(RoleJob):
         return (spec.unflatten([held[n][:0] if n in tables else held[n] for n in spec.names]),)
 
     def opt_state(self, state: tuple[Any, ...]) -> Any:
-        return state[1] if self.plan.push_every else super().opt_state(state)
+        if not self.plan.push_every:
+            return super().opt_state(state)
+        kept = [n for t in self.plan.tables.of.values() for n in t.zero.state]
+        if kept:
+            raise ConfigError(
+                f"{kept[0]} has a row for each row of a table, of which this trainer keeps those that it has looked up"
+            )
+        return state[1]
 
     def lower(self, state: tuple[Any, ...], *batch: Any) -> LoweredStep:
         """What `step` compiles. It makes a step, with the servers: all trainers must ask for it together."""
