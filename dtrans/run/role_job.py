@@ -201,7 +201,8 @@ class TrainerJob(RoleJob):
     def save(self, name: str) -> None:
         """Let the servers save what they hold while the job goes on, each its piece of one checkpoint.
 
-        It is as after the last step of this trainer: with synchronous trainers, that of all of them. The servers must
+        It is as after the last step of this trainer: with synchronous trainers, that of all of them; with `dtrans.Geo`
+        after its last push. The servers must
         have been told where (`job.serve(state, checkpoints=folder)`); what is saved is at `folder/name`, as
         `dtrans.checkpoint.load` and `restore` read it. One trainer is enough to say so.
 

@@ -147,6 +147,14 @@ class BackgroundComm:
         self._communicator.look_up(wanted, train=False)
         return True
 
+    def between(self, call: Callable[[], None]) -> None:
+        """Let something else use the connections, when what was sent is received. GEO-SGD goes on afterwards."""
+        if self._geo is None or self._communicator is None:
+            self.rest()
+            call()
+        else:
+            self._communicator.between(call)
+
     def rest(self, *, discard: bool = False) -> None:
         """Send what is left, unless it is to be discarded, and give the connections back."""
         communicator, self._communicator = self._communicator, None

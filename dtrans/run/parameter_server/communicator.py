@@ -10,6 +10,7 @@ without a communicator. `look_up` waits for rows of tables.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 import zmq
 
+from dtrans.errors import DtransError
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.table_rows import WantedRows
@@ -60,6 +62,7 @@ class Communicator:
         self._put = 0  # steps put so far
         self._wanted: tuple[Sequence[WantedRows], bool] | None = None  # rows that are to be asked for
         self._looks_up = False  # whether somebody waits for rows
+        self._call: tuple[Callable[[], None], concurrent.futures.Future[None]] | None = None
         self._newest: tuple[int, dict[str, Any]] | None = None  # how many steps are in it; and the leaves
         self._ended = False
         self._discarded = False
@@ -122,6 +125,18 @@ class Communicator:
             self._changed.wait_for(lambda: self._error or not self._looks_up)
             self._check()
 
+    def between(self, call: Callable[[], None]) -> None:
+        """Let something else use the connections, when all that was put is received. Raises what it raises."""
+        made: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._changed:
+            self._check()
+            self._call = call, made
+        os.write(self._waker, b"+")
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or made.done())
+            self._check()
+        made.result()
+
     def stop(self, *, discard: bool = False) -> None:
         """Send what is left, unless it is to be discarded, and give the connections back when all answers are here."""
         with self._changed:
@@ -170,6 +185,8 @@ class Communicator:
                 behind = self._newest is None or self._newest[0] < self._put
             if behind and not groups:
                 traffic.ask_for_newest(time.monotonic())
+            if not behind and not groups:
+                self._make_call()
             if self._discarded or (over and not traffic.pulling and not traffic.looking_up):
                 return
             gone = [line for line in self._lines.values() if line.line.gone]  # what they said last may be here
@@ -197,6 +214,23 @@ class Communicator:
 
     def _send(self, groups: Sequence[Group]) -> None:
         self._traffic.send(groups)
+
+    def _make_call(self) -> None:
+        """Let something else use the connections, where nothing is on its way."""
+        with self._changed:
+            call = None if self._traffic.pulling or self._traffic.looking_up else self._call
+        if call is None:
+            return
+        run, made = call
+        try:
+            run()
+        except DtransError as e:  # the communicator goes on; who has called has to know
+            made.set_exception(e)
+        else:
+            made.set_result(None)
+        with self._changed:
+            self._call = None
+            self._changed.notify_all()
 
     def _ask_for_rows(self) -> None:
         with self._changed:

@@ -198,9 +198,8 @@ class EndpointFabric:
         """Let servers save what they hold, between two steps of this trainer."""
         if self._me is None:
             raise ConfigError(f"checkpoint {name}: no server knows this trainer before its first parameters: job.init")
-        self._beside.rest()
         self.settle()
-        self._answered(self._steps.save(endpoints, name))
+        self._beside.between(lambda: self._answered(self._steps.save(endpoints, name)))
 
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)

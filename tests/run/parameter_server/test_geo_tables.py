@@ -34,7 +34,7 @@ from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.id_slots import IdSlots
 from dtrans.run.parameter_server.kept_rows import KeptRows
 from dtrans.run.parameter_server.update import ServerUpdate
-from dtrans.run.role_job import TrainerJob
+from dtrans.run.role_job import ServerJob, TrainerJob
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -497,6 +497,35 @@ def test_lookups_export_and_parameters_are_those_of_the_servers(role_threads: Ro
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
     role_threads.start("trainer", trainer)
     role_threads.all()
+
+
+def test_servers_save_what_was_pushed_and_the_job_goes_on(role_threads: RoleThreads, tmp_path: Any) -> None:
+    tx, given = OPTIMIZERS["sgd"], batches(4)
+    plan = planned(tx, DENSE, 1, 2, mode=geo(2, waits=False))
+    half, whole = (one_device(tx, given[:n])[0] for n in (2, 4))
+
+    def serving(ep: str) -> Any:
+        with ServerJob(plan, Role("pserver", 1, tuple(plan.servers), current_endpoint=ep), {"deadline": 9.0}) as job:
+            return job.serve(job.init(jax.random.key(0)), checkpoints=tmp_path)
+
+    def trainer() -> Any:
+        with job_of(plan, 0) as job:
+            state = job.init(jax.random.key(0))
+            for batch in given[:3]:
+                state, _ = job.step(state, *batch)
+            with pytest.raises(PeerError, match="'.hidden' is no name of a folder"):
+                job.save(".hidden")
+            job.save("three")
+            job.step(state, *given[3])
+
+    for ep in plan.servers:
+        role_threads.start(ep, serving, ep)
+    role_threads.start("trainer", trainer)
+    ended = role_threads.all()
+    saved, _ = dtrans.checkpoint.load(tmp_path / "three", plan.main)
+    close(jax.tree.map(np.asarray, saved), jax.tree.map(np.asarray, half))
+    table = np.concatenate([np.asarray(ended[ep][n]) for ep in plan.servers for n in ended[ep] if "emb" in n])
+    np.testing.assert_allclose(table, whole["emb"], rtol=1e-12)
 
 
 def test_who_starts_again_keeps_no_rows(role_threads: RoleThreads) -> None:
