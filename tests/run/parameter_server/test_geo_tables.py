@@ -134,6 +134,50 @@ def test_another_batch_shape_goes_on_with_the_same_rows(role_threads: RoleThread
     close(on_servers, {n: np.asarray(x) for n, x in want.items()})
 
 
+def test_two_tables_beside_what_is_a_trainers_own(role_threads: RoleThreads) -> None:
+    """Frozen leaves, statistics, counters, and what only decays; rows that a loop looks up, in one table of two."""
+    tx = optax.chain(optax.clip_by_global_norm(0.3), optax.adagrad(optax.cosine_decay_schedule(0.3, 9)))
+    names = ("emb", "w", "words")
+
+    def start(key: Any) -> Any:
+        params, _ = init(tx, key)
+        params["words"] = jax.random.uniform(key, (50, D))
+        own = {"frozen": jnp.full(D, 2.0), "seen": jnp.zeros(()), "count": jnp.zeros((), int), "decays": jnp.ones(4)}
+        return {**params, **own}, tx.init(params)
+
+    def step(params: Any, state: Any, ids: Any, y: Any) -> Any:
+        def of(p: Any) -> Any:
+            turn = lambda h, i: (jnp.tanh(h * params["frozen"] + p["words"][i]), None)
+            h, _ = jax.lax.scan(turn, jnp.ones((ids.shape[0], D)), ids.T)
+            return loss(p, ids, y + h.sum(1))
+
+        trained = {n: params[n] for n in names}
+        value, grads = dtrans.value_and_grad(of)(trained)
+        updates, state = tx.update(grads, state, trained)
+        own = {"seen": params["seen"] + jnp.sum(y), "count": params["count"] + 1, "decays": 0.5 * params["decays"]}
+        return {**params, **optax.apply_updates(trained, updates), **own}, state, value
+
+    key, given = jax.random.key(0), batches(4)
+    main = dtrans.trace(step, *jax.eval_shape(start, key), *given[0])
+    plan = dtrans.pserver(main, dtrans.trace(start, key), pservers=free_endpoints(2), mode=geo(3), sparse={
+        "params/emb": dtrans.Rows(), "params/words": dtrans.Rows(place="bucket")})  # fmt: skip
+    assert plan.tables.names == ("params/emb", "params/words")
+    assert plan.frozen == ("params/count", "params/decays", "params/frozen", "params/seen")
+    assert sizes_in(plan.trainer).isdisjoint({V, 50})
+    on_servers, (ended,) = run(role_threads, plan, [given])
+    (want, want_state), losses = start(key), []
+    for batch in given:
+        want, want_state, value = jax.jit(step)(want, want_state, *batch)
+        losses.append(float(value))
+    np.testing.assert_allclose(ended.losses, losses, rtol=1e-12)
+    close(on_servers, {n: np.asarray(want[n]) for n in names})
+    params, state = ended.state
+    close({n: params[n] for n in params if n not in ("emb", "words")},
+          {n: want[n] for n in want if n not in ("emb", "words")})  # fmt: skip
+    assert int(state[1][1].count) == int(want_state[1][1].count) == 4
+    assert [x.shape for x in jax.tree.leaves(state) if x.ndim == 2] == [(0, D), (0, D)]
+
+
 def test_ids_that_a_table_does_not_have_are_named_and_negative_ones_counted_from_the_end(
     role_threads: RoleThreads,
 ) -> None:
