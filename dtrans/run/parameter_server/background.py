@@ -39,13 +39,13 @@ from dtrans.ops import (
     send_rows_p,
 )
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.kept_rows import KeptRows
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.table_rows import WantedRows, put_in_place, wanted_of
 from dtrans.protocol.traffic import Leaf
 from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.communicator import Communicator
 from dtrans.run.parameter_server.geo import GeoTrainer
-from dtrans.run.parameter_server.kept_rows import KeptRows
 from dtrans.run.parameter_server.new_rows import RowMaker
 
 

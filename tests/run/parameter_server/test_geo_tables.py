@@ -25,14 +25,14 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.changed_rows import ChangedInbox, ChangedRows, KeptBlock
+from dtrans.protocol.id_slots import IdSlots
+from dtrans.protocol.kept_rows import KeptRows
 from dtrans.protocol.presence import Presence, Trainer
 from dtrans.protocol.served import RowGradient, ServedRows
 from dtrans.protocol.table_rows import RowRun
 from dtrans.protocol.trainer_line import TrainerLine
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.id_slots import IdSlots
-from dtrans.run.parameter_server.kept_rows import KeptRows
 from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_job import ServerJob, TrainerJob
 
@@ -80,9 +80,9 @@ def train(plan: PServerPlan, k: int, given: Sequence[Any], turns: StepOrder | No
             none = np.empty(0)
             return Ended(state, losses, none, none, none)
         kept = kept_by(job)
-        ids = np.sort(kept._slots.ids)
-        slots = kept._slots.find(ids)
-        return Ended(state, losses, ids, kept._held[0][slots], kept._old[slots])
+        order = np.argsort(kept.ids)
+        ids = kept.ids[order]
+        return Ended(state, losses, ids, kept.take(ids, len(ids))[0], kept.old[order])
 
 
 def run(role_threads: RoleThreads, plan: PServerPlan, given: Sequence[Sequence[Any]], turns: StepOrder | None = None,
@@ -323,7 +323,7 @@ def test_rows_that_another_has_changed_come_with_a_pull_or_when_they_are_looked_
                 def step(state: Any = state, batch: Any = batch, i: int = i) -> Any:
                     state, _ = job.step(state, *batch)
                     kept = kept_by(job)
-                    ids = np.sort(kept._slots.ids)
+                    ids = np.sort(kept.ids)
                     seen[k, i] = dict(zip(ids.tolist(), kept.take(ids, len(ids))[0][:, 0].tolist(), strict=True))
                     return state
 
@@ -361,8 +361,8 @@ def test_no_change_is_lost_where_nobody_waits(role_threads: RoleThreads, servers
                 rest.wait(roles.HANG)
                 state, _ = job.step(state, np.full(6, V - 1), np.float64(0))
             kept = kept_by(job)
-            ids, n = kept._slots.ids.copy(), len(kept)
-            return ids, kept._old[:n].copy(), kept._held[0][:n] - kept._old[:n]
+            ids, old = kept.ids.copy(), kept.old.copy()
+            return ids, old, kept.take(ids, len(ids))[0] - old
 
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
@@ -485,7 +485,7 @@ def test_the_state_of_a_row_begins_as_the_init_makes_it(role_threads: RoleThread
         with job_of(plan, 0) as job:
             job.step(job.init(jax.random.key(0)), ids, y)
             kept = kept_by(job)
-            return kept._slots.ids.copy(), [x[: len(kept)].copy() for x in (*kept._held, kept._old)]
+            return kept.ids.copy(), [*kept.take(kept.ids, len(kept)), kept.old.copy()]
 
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
@@ -792,7 +792,7 @@ def test_changes_are_told_of_once(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_what_is_pushed_is_rounded_as_it_is_sent(dtype: Any) -> None:
     """So that old rows are those of the server, bit for bit."""
-    kept, rng = KeptRows([np.empty((0, 3), dtype)], None), np.random.default_rng(0)
+    kept, rng = KeptRows([np.empty((0, 3), dtype)]), np.random.default_rng(0)
     server = rng.normal(size=(20, 3)).astype(dtype)
     kept.add(np.arange(20), server)
     for _ in range(5):
@@ -801,7 +801,7 @@ def test_what_is_pushed_is_rounded_as_it_is_sent(dtype: Any) -> None:
         delta = kept.pushed(3)
         assert np.array_equal(delta.ids, ids) and delta.rows.dtype == server.dtype
         server = np.asarray(jax.jit(lambda w, i, d: w.at[i].add(d))(server, delta.ids, delta.rows))
-        assert np.array_equal(kept._old[:20], server)
+        assert np.array_equal(kept.old, server)
     kept.pulled(RowGradient(np.array([3, 700]), np.ones((2, 3), dtype)))  # a row that is not here is left out
-    assert np.array_equal(kept._old[3], np.ones(3, dtype))
+    assert np.array_equal(kept.old[3], np.ones(3, dtype))
     assert len(kept) == 20

@@ -6,7 +6,7 @@
 
 A push is of the rows that steps have looked up since the last one: d = (local - old) / trainers, and old + d is the new
 old. A pull is of rows that others have changed: local + (server - old), and the server's is the new old. It is the
-arithmetic of `dtrans.run.parameter_server.geo`, row by row. What is left between local and old of a row that is not
+arithmetic of `dtrans.protocol.geo_steps`, row by row. What is left between local and old of a row that is not
 looked up again stays there.
 
 Source: `GeoSgdCommunicator::SendUpdateSparseVars` and `RecvUpdateSparseVars` in
@@ -15,15 +15,13 @@ paddle/fluid/operators/distributed/communicator.cc.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from dtrans.protocol.id_slots import IdSlots
 from dtrans.protocol.served import RowGradient
-from dtrans.run.parameter_server.id_slots import IdSlots
-from dtrans.run.parameter_server.missed_steps import padded
-from dtrans.run.parameter_server.new_rows import RowMaker
 
 
 LEAST = 64  # rows that there is room for at first
@@ -37,7 +35,7 @@ class KeptRows:
       state: makes the state of rows as the init does, by their numbers; None where there is no state.
     """
 
-    def __init__(self, types: Sequence[Any], state: RowMaker | None) -> None:
+    def __init__(self, types: Sequence[Any], state: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None) -> None:
         self._slots = IdSlots()
         self._state = state
         self._held = [np.empty((LEAST, *t.shape[1:]), t.dtype) for t in types]  # local rows, and their state
@@ -47,6 +45,16 @@ class KeptRows:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The numbers of the rows that are here, in the order in which they came."""
+        return self._slots.ids
+
+    @property
+    def old(self) -> np.ndarray:
+        """What these rows and the servers' agreed on last."""
+        return self._old[: len(self)]
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +84,10 @@ class KeptRows:
     def take(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
         """Rows with their state, and zeros behind them: `size` of each."""
         slots = self._slots.find(ids)
-        return [padded(x[slots], size) for x in self._held]
+        found = [np.zeros((size, *x.shape[1:]), x.dtype) for x in self._held]
+        for rows, x in zip(found, self._held, strict=True):
+            rows[: len(ids)] = x[slots]
+        return found
 
     def put(self, ids: np.ndarray, made: Sequence[Any]) -> None:
         """A step has looked these rows up, and made new ones of them and of their state."""
