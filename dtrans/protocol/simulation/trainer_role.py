@@ -296,7 +296,7 @@ class CommunicatingTrainer(SimulatedTrainer):
         super().__init__(*args)
         self._traffic: Traffic | None = None
         self._groups: collections.deque[Group] = collections.deque()
-        self._newest: tuple[int, dict[str, np.ndarray]] | None = None
+        self._newest: tuple[int, dict[str, Any]] | None = None
         self._until: Callable[[], bool] | None = None  # what the steps wait for
 
     def _train(self) -> Answer:

@@ -16,6 +16,7 @@ another way calls first.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,8 @@ from dtrans.run.parameter_server.communicator import Communicator
 from dtrans.run.parameter_server.geo import GeoTrainer
 from dtrans.run.parameter_server.new_rows import RowMaker
 
+
+log = logging.getLogger("dtrans.trainer")
 
 ONE_BY_ONE = CommunicatorConfig(max_merge_var_num=1, merge="sum")  # of the deltas of GEO-SGD
 
@@ -163,6 +166,8 @@ class BackgroundComm:
         try:
             if geo is not None and not discard:
                 geo.finish()
+                for line in geo.report:
+                    log.info("%s", line)
         except BaseException:
             discard = True
             raise

@@ -54,6 +54,12 @@ class GeoTrainer:
         """A table, as deltas to be sent."""
         return self._tables[table][0]
 
+    @property
+    def report(self) -> list[str]:
+        """How many rows of each table are kept, and what they weigh."""
+        who = self._communicator.name
+        return [f"{who}: {n}: {len(x):,} rows are kept, {x.nbytes:,} bytes" for n, (_, x) in self._tables.items()]
+
     def finish(self) -> None:
         """Push what was not. Raises StateError where that is not there any more."""
         if self._steps.owes and any(x.is_deleted() for x in self._steps.local):

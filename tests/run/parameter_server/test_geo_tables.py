@@ -400,7 +400,7 @@ def test_no_value_of_a_trainer_has_the_rows_of_the_table(name: str, sparse: Any)
         assert ops == ["split_ids", "prefetch", "send"]
 
 
-def test_what_is_kept_is_what_was_looked_up(role_threads: RoleThreads) -> None:
+def test_what_is_kept_is_what_was_looked_up(role_threads: RoleThreads, caplog: pytest.LogCaptureFixture) -> None:
     """And no array of it grows with the table."""
     rows, rng = 50_000_000, np.random.default_rng(0)
     plan = only_a_table(1, geo(3), 50, rows=rows)
@@ -417,11 +417,26 @@ def test_what_is_kept_is_what_was_looked_up(role_threads: RoleThreads) -> None:
 
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
+    caplog.set_level("INFO", "dtrans.trainer")
     role_threads.start("trainer", trainer)
     count, nbytes, there = role_threads.all()["trainer"]
     assert count == len(np.unique([ids for ids, _ in given]))
     assert nbytes == count * 2 * 2 * 8  # local and old rows of two numbers
     assert there < 8 * nbytes
+    assert f"trainer 0: params/emb: {count:,} rows are kept, {nbytes:,} bytes" in caplog.text
+
+
+def test_the_transpiler_plans_them() -> None:
+    tx = OPTIMIZERS["adagrad"]
+    sparse = {"params/emb": dtrans.paddle.Embedding(is_distributed=True)}
+    t = dtrans.GeoSgdTranspiler(dtrans.DistributeTranspilerConfig(sparse=sparse, geo_sgd_need_push_nums=3))
+    main = dtrans.trace(dtrans.make_train_step(loss, tx), *init(tx, jax.random.key(0)), *batches(1)[0])
+    startup = dtrans.trace(lambda key: init(tx, key), jax.random.key(0))
+    t.transpile(1, main, trainers=2, startup_program=startup, pservers=",".join(free_endpoints(2)))
+    ops = [op.type for op in t.get_trainer_program().ops if op.role in ("rpc", "dist")]
+    assert ops == ["split_ids", "prefetch", "send"]
+    assert [row[:2] for row in t.plan.rows[:2]] == [
+        ("params/emb.block0", "buckets 0:1 of 2"), ("params/emb.block1", "buckets 1:2 of 2")]  # fmt: skip
 
 
 @pytest.mark.parametrize("servers", [1, 3])
