@@ -205,31 +205,17 @@ class _Geo:
           step: with all parameters that the update makes as `optimized`.
         """
         source, tables = step.program, self.tables
-        vars_of, outs_of = source.invars, source.outvars
         none_of = {n: Var(t) for n, t in no_rows_of(tables, source.inputs).items()}
         b = Builder(source.jaxpr)
-        b.invars += [none_of.get(n, v) for n, v in vars_of.items()]
-        found = find_lookups(step, tables.names)
-        assert not found.refused, found.refused
-        writers: list[TableWriter] = []
-
-        def on_rows(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Any) -> HalfOnRows:
-            where = {n: self._where(n, trainer_id) for n in tables.of}
-            state = {n: {m: vars_of[m] for m in t.zero.state} for n, t in tables.of.items()}
-            of = {n: vars_of[n] for n in tables.of}
-            writers.append(TableWriter(b, source.jaxpr, found, of, where, eqns, roles, state))
-            return HalfOnRows(writers[0])
-
+        b.invars += [none_of.get(n, v) for n, v in source.invars.items()]
         gradients: dict[str, Any] = {}
-        made = write_trainer_half(b, step, step.results, gradients.__setitem__, on_rows)
-        (rows,) = writers
-        read = {n: vars_of[n] for n in (*step.params, *step.opt_state) if n not in none_of} | rows.held
+        rows, made = self._half(b, step, gradients, trainer_id)
         b.labels.update({g: n + GRAD for n, g in gradients.items() if isinstance(g, Var)})
-        new = write_update(b, step, {n: t.size for n, t in found.tables.items()}, read, gradients)
-        here = [n for n in shared(step).optimized if n not in tables.of]
+        here = {n: source.invars[n] for n in (*step.params, *step.opt_state) if n not in none_of}
+        new = write_update(b, step, rows.sizes, here | rows.held, gradients)
+        sent = {n: new[n] for n in shared(step).optimized if n not in tables.of}
         kept = {n: (rows.uniq[n], *(new[m] for m in (n, *t.zero.state))) for n, t in tables.of.items()}
-        sent = self._send(b, {n: new[n] for n in here}, trainer_id, kept)
-        outs = {**outs_of, **made, **new, **sent, **none_of}
+        outs = {**source.outvars, **made, **new, **self._send(b, sent, trainer_id, kept), **none_of}
         without_unused(b, [outs[n] for n in source.out_names])
 
         def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
@@ -246,6 +232,30 @@ class _Geo:
             b.labels,
             specializer,
         )
+
+    def _half(
+        self, b: Builder, step: Cut, gradients: dict[str, Any], trainer_id: int
+    ) -> tuple[TableWriter, dict[str, Any]]:
+        """Write forward and backward on rows of tables: who has written it, and results.
+
+        Args:
+          gradients: is given them, by leaf.
+        """
+        source, tables = step.program, self.tables
+        vars_of = source.invars
+        found = find_lookups(step, tables.names)
+        assert not found.refused, found.refused
+        where = {n: self._where(n, trainer_id) for n in tables.of}
+        state = {n: {m: vars_of[m] for m in t.zero.state} for n, t in tables.of.items()}
+        writers: list[TableWriter] = []
+
+        def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Any) -> HalfOnRows:
+            of = {n: vars_of[n] for n in tables.of}
+            writers.append(TableWriter(b, source.jaxpr, found, of, where, eqns, roles, state))
+            return HalfOnRows(writers[0])
+
+        made = write_trainer_half(b, step, step.results, gradients.__setitem__, writer)
+        return writers[0], made
 
     def startup(self, step: Cut, startup: Program, trainer_id: int) -> Program:
         """What a trainer starts from: parameters from the servers, no row of a table, and the rest from the init."""

@@ -127,6 +127,7 @@ class TableWriter(_LookedUp):
         variables by name. None where rows alone come, from servers.
 
     Attributes:
+      sizes: by table, how many rows of it there are.
       uniq: by table, the numbers of its rows.
       held: the rows of tables, and of what comes with them, by name.
     """
@@ -144,7 +145,7 @@ class TableWriter(_LookedUp):
     ) -> None:
         rows = _TableRows({n: t.size for n, t in found.tables.items()}, {})
         super().__init__(jaxpr, found.flow, rows, {v: e for e in eqns for v in e.outvars})
-        self.b, self.uniq = b, rows.uniq
+        self.b, self.uniq, self.sizes = b, rows.uniq, rows.sizes
         self._tables, self._where, self._state = found.tables, where, state
         self.held: dict[str, Var] = {}
         plain = zip(found.eqns, found.plain, strict=True)
