@@ -214,7 +214,8 @@ class BackgroundComm:
     def _geo_init(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
         """The trainer keeps no row of a table."""
         p = eqn.params
-        state = RowMaker(eqn, args) if len(p["types"]) > 1 else None
+        of_state = eqn.replace(params={**p, "types": p["types"][1:]})
+        state = RowMaker(of_state, args) if of_state.params["types"] else None
         self._tables[p["table"]] = leaf_of(eqn, p["types"][0]), KeptRows(p["types"], state)
         return [np.zeros(t.shape, t.dtype) for t in p["types"]]
 
