@@ -19,5 +19,7 @@ arrivals          what a process of a pipeline receives
 meeting           the trainers of collectives meet
 roll              the trainers of collectives: who has ended
 geo_steps         what a trainer of GEO-SGD pushes and pulls, and when
+kept_rows         the rows of a table that it keeps, by `id_slots`
+changed_rows      which rows of tables its servers tell it of
 trainer           one trainer: its lines, and what it sends and waits for in a step
 """

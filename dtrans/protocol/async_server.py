@@ -13,6 +13,9 @@ which is one lock for each block and more: no update is lost, as it is where thr
 
 Rows of tables are asked for before (`prefetch`), and are what they are then; their gradients come as others do.
 
+Trainers of GEO-SGD keep the rows that they have asked for, and send what they have changed in some. Who asks for
+parameters is told, before the answer, of the rows that it has and that others have changed since (`changed_rows`).
+
 Where gradients are compensated for their delay (`dtrans.parameter_server.dc_asgd`), what a trainer receives is kept for
 it; of rows of tables, until their gradients are used.
 
@@ -34,6 +37,7 @@ from dtrans.errors import PeerError, WireError
 from dtrans.ops import BACKUP, MAX_MERGED, backup_of
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.changed_rows import ChangedRows
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.presence import Presence, Say, answer, log, wanted
 from dtrans.protocol.row_requests import RowRequests
@@ -78,6 +82,7 @@ class AsyncServer:
         self._steps: dict[int, _Step] = {}
         self._pool = BufferPool()
         self._requests = RowRequests(served.endpoint, served.tables)
+        self._changed = ChangedRows(served.tables, trainers.count)
         self._failed: set[int] = set()
 
     # -- what trainers say -----------------------------------------------------------------------
@@ -113,6 +118,8 @@ class AsyncServer:
             assert step.values is not None
             self.state |= self._blocks.apply(block, given, self.state, step.values)
             step.used.add(block)
+            if block in self._changed.tables:
+                self._changed.changed(k, block, given[self._served.tables[block].gradients[k]].ids)
         if len(full) == len(step.grads.memory):
             step.number += 1
             step.grads.clear()
@@ -135,6 +142,7 @@ class AsyncServer:
             rows = self._blocks.rows(name, ids, self.state, train=train)
             if train:
                 self._requests.answered(k, name, ids, rows)
+                self._changed.asked(k, name, ids)
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=message["step"], table=name)
 
     def row_ids(self, k: int, message: wire.Message) -> None:
@@ -152,9 +160,24 @@ class AsyncServer:
         t = self._trainers.known[k]
         self._check_step(k, message)
         t.wants = wanted(self._served, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        if "changed" in message.fields:
+            self._tell_changed(k, message)
         values = {n: np.asarray(self.state[n]) for n in t.wants}
         self.state |= {backup_of(n, k): self.state[n] for n in self._served.backed.intersection(t.wants)}
         answer(self._say, t, message["step"], values)
+
+    def _tell_changed(self, k: int, message: wire.Message) -> None:
+        """Tell a trainer which of its rows others have changed, and what they are; or note that it has none."""
+        if not self._changed.tables:
+            raise WireError(f"trainer {k} keeps rows, and pserver {self.endpoint} has no table of which it may")
+        if not message["changed"]:
+            self._changed.forget(k)
+            return
+        for name in self._changed.tables:
+            ids = self._changed.take(k, name)
+            news = [("ids", ids), ("rows", self._blocks.rows(name, ids, self.state, train=False))]
+            fields = {"step": message["step"], "table": name, "count": len(ids)}
+            self._say(self._trainers.known[k].address, "changed", news, **fields)
 
     def _check_number(self, k: int, message: wire.Message) -> None:
         number = self._step_of(k).number
@@ -178,6 +201,7 @@ class AsyncServer:
         if self._step_of(k).grads.begun:
             log.warning("pserver %s used only what was whole of the last step of trainer %d", self.endpoint, k)
         self._requests.used(k, self._step_of(k).grads)
+        self._changed.forget(k)
 
     def abort(self, k: int, message: wire.Message) -> None:
         """Let a trainer leave that has failed."""
@@ -189,6 +213,7 @@ class AsyncServer:
         self._trainers.known[k].done = self._trainers.known[k].failed = True
         self._failed.add(k)
         self._requests.used(k, self._step_of(k).grads)
+        self._changed.forget(k)
         if len(self._failed) == self._trainers.count:
             raise PeerError(reason)
         log.warning("pserver %s goes on without a trainer: %s", self.endpoint, reason)

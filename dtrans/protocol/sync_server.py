@@ -146,6 +146,8 @@ class SyncServer:
         """Take a request for parameters."""
         t, turn, step = self._trainers.known[k], self._turns[k], message["step"]
         wants = wanted(self._served, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        if "changed" in message.fields:
+            raise WireError(f"trainer {k} keeps rows, which no trainer of a synchronous pserver does")
         if step not in (self.step, self.step + 1) or (step > self.step and not turn.at_barrier):
             raise WireError(f"`recv` of step {step}, pserver {self.endpoint} is at {self.step}")
         t.wants, turn.waits = wants, True

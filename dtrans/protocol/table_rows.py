@@ -60,6 +60,9 @@ class BlockRowSet(Protocol):
     def local(self, ids: np.ndarray) -> np.ndarray:
         """Where rows of these are among them, by their numbers in the table."""
 
+    def in_table(self, places: np.ndarray) -> np.ndarray:
+        """The numbers of rows in the table, by where they are among these."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RowRun:
@@ -75,6 +78,10 @@ class RowRun:
     def local(self, ids: np.ndarray) -> np.ndarray:
         """Where rows of these are among them, by their numbers in the table."""
         return ids - self.start
+
+    def in_table(self, places: np.ndarray) -> np.ndarray:
+        """The numbers of rows in the table, by where they are among these."""
+        return places + self.start
 
 
 def runs_of(sections: Sequence[int]) -> list[RowRun]:

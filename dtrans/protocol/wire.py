@@ -7,7 +7,9 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
                    [, sync_mode, plan, nonce]                    [, proof]
     send           step, pieces + frames[, steps]      blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
-    recv           step[, blocks]                      refuse    reason[, last]
+    recv           step[, blocks, changed]             refuse    reason[, last]
+                                                       changed   step, table, count,
+                                                                 pieces + frames
     exchange       step, round, values, pieces         exchanged step, round, values,
                    + frames                                      pieces + frames
     prefetch       step, table, count, train, pieces   rows      step, table, pieces + frames
@@ -47,6 +49,11 @@ answer has [dtype, shape] (`dtrans.protocol.trainer_rounds`).
 `prefetch` asks for rows of a block of a table: `count` numbers of rows, increasing, as 32-bit integers under the name
 "ids". With `train` the gradient that follows in this step is of these rows; it has no numbers of its own. Where it may
 be of other rows, `row_ids` gives their numbers before it: so it is with asynchronous trainers that have a communicator.
+
+A trainer of GEO-SGD keeps the rows that it has asked for. With `changed` true in its `recv` the answer comes after a
+`changed` for each block of a table that the server has: the numbers ("ids", increasing, 32-bit) and the values ("rows")
+of the `count` rows that the trainer has and that others have changed since it was told last. False says that it has
+none, and there is no such answer.
 
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
@@ -94,6 +101,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "blocks": {"step": int, "pieces": list},
     "exchanged": {"step": int, "round": int, "values": list, "pieces": list},
     "rows": {"step": int, "table": str, "pieces": list},
+    "changed": {"step": int, "table": str, "count": int, "pieces": list},
     "waiting": {"reason": str},
     "refuse": {"reason": str},
     "saved": {"name": str, "error": str},
@@ -112,7 +120,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {"sync_mode": bool, "plan": dict, "nonce": str},
     "send": {"steps": int, "blocks": list},
     "send_barrier": {"blocks": list},
-    "recv": {"blocks": list},
+    "recv": {"blocks": list, "changed": bool},
     "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str},
     "welcome": {"proof": str},
     "refuse": {"last": bool, "late": bool, "proof": str},

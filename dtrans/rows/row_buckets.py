@@ -58,8 +58,11 @@ class RowBuckets:
 
     def numbers(self) -> np.ndarray:
         """The numbers of these rows in the leaf, increasing."""
-        place = np.arange(self.rows)
-        return place // self._width * self.count + self.start + place % self._width
+        return self.in_table(np.arange(self.rows))
+
+    def in_table(self, places: np.ndarray) -> np.ndarray:
+        """The numbers of rows in the leaf, by where they are among these."""
+        return places // self._width * self.count + self.start + places % self._width
 
     def local(self, ids: np.ndarray) -> np.ndarray:
         """Where rows of these are among them, by their numbers in the leaf."""

@@ -81,6 +81,10 @@ class RowRange:
         """Where rows of these are among them, by their numbers in the leaf."""
         return ids - self.start
 
+    def in_table(self, places: np.ndarray) -> np.ndarray:
+        """The numbers of rows in the leaf, by where they are among these."""
+        return places + self.start
+
     def among(self, ids: np.ndarray) -> slice:
         """Where in sorted numbers those of these rows are."""
         return slice(*np.searchsorted(ids, (self.start, self.stop)).tolist())

@@ -20,7 +20,7 @@ import numpy as np
 
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
-from dtrans.ops import broadcast_p, gen_nccl_id_p, init_on_use_p, prefetch_p, trainer_index_p
+from dtrans.ops import broadcast_p, gen_nccl_id_p, geo_prefetch_p, init_on_use_p, prefetch_p, trainer_index_p
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Compute, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
@@ -141,7 +141,7 @@ class Executor:
     def look_up(self, program: Program, table: str, ids: np.ndarray) -> np.ndarray:
         """Rows of a table, by numbers that increase; `program` is that of the trainer. It is no part of a step."""
         for eqn in program.eqns:
-            if eqn.primitive is prefetch_p and eqn.params["table"] == table:
+            if eqn.primitive in (prefetch_p, geo_prefetch_p) and eqn.params["table"] == table:
                 return self._fabric.look_up(eqn, ids)
         raise ConfigError(f"{table} is no table of {program.name}")
 

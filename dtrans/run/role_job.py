@@ -201,7 +201,8 @@ class TrainerJob(RoleJob):
     def save(self, name: str) -> None:
         """Let the servers save what they hold while the job goes on, each its piece of one checkpoint.
 
-        It is as after the last step of this trainer: with synchronous trainers, that of all of them. The servers must
+        It is as after the last step of this trainer: with synchronous trainers, that of all of them; with `dtrans.Geo`
+        after its last push. The servers must
         have been told where (`job.serve(state, checkpoints=folder)`); what is saved is at `folder/name`, as
         `dtrans.checkpoint.load` and `restore` read it. One trainer is enough to say so.
 
@@ -275,7 +276,14 @@ class TrainerJob(RoleJob):
         return (spec.unflatten([held[n][:0] if n in tables else held[n] for n in spec.names]),)
 
     def opt_state(self, state: tuple[Any, ...]) -> Any:
-        return state[1] if self.plan.push_every else super().opt_state(state)
+        if not self.plan.push_every:
+            return super().opt_state(state)
+        kept = [n for t in self.plan.tables.of.values() for n in t.zero.state]
+        if kept:
+            raise ConfigError(
+                f"{kept[0]} has a row for each row of a table, of which this trainer keeps those that it has looked up"
+            )
+        return state[1]
 
     def lower(self, state: tuple[Any, ...], *batch: Any) -> LoweredStep:
         """What `step` compiles. It makes a step, with the servers: all trainers must ask for it together."""

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from dtrans.checks import check_int, check_number, check_one_of, check_type, is_int
 from dtrans.errors import ConfigError
-from dtrans.parameter_server.options import Geo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +65,3 @@ def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
     for name, rows in sparse.items():
         check_type(f"sparse[{name!r}]", rows, Rows, "a dtrans.Rows")
     return dict(sparse)
-
-
-def check_tables_mode(sparse: Any, mode: Any) -> None:
-    """Raise ConfigError for tables in a mode that has none."""
-    if sparse is not None and isinstance(mode, Geo):
-        raise ConfigError(
-            f"sparse={sparse!r} and mode={mode!r}: with GEO-SGD each trainer updates all parameters, with an optimizer "
-            "of its own, and so has all rows: mode=dtrans.Sync(), dtrans.Async() or dtrans.HalfAsync()"
-        )

@@ -34,6 +34,7 @@ class TableBlock:
       rests: what arrays of the state have at rows that do not move all the same, by name; None where there are none.
       decays: by what arrays of the state are multiplied in each step, by name, where rows catch up in closed form.
       limit: how many rows may be made at most.
+      kept: whether trainers keep the rows that they have asked for (GEO-SGD).
     """
 
     leaf: str
@@ -46,6 +47,7 @@ class TableBlock:
     rests: Mapping[str, Any] | None = None
     decays: Mapping[str, float] = dataclasses.field(default_factory=dict)
     limit: int | None = None
+    kept: bool = False
 
     @property
     def rows(self) -> int:

@@ -34,7 +34,7 @@ from dtrans._jax import (
 )
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
-from dtrans.ops import prefetch_p, split_ids_p
+from dtrans.ops import geo_prefetch_p, prefetch_p, split_ids_p
 from dtrans.parameter_server.tables.lookups import Lookups, RowPick, numbers_first
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis
@@ -123,6 +123,13 @@ class TableWriter(_LookedUp):
       tables: by name, the variable that stands for a table in `jaxpr`.
       where: by name, the parameters of `prefetch` that say where rows are.
       eqns, roles: of the half.
+      state: by table, the trainer's own arrays that have a row for each of its rows, which come with these: the
+        variables by name. None where rows alone come, from servers.
+
+    Attributes:
+      sizes: by table, how many rows of it there are.
+      uniq: by table, the numbers of its rows.
+      held: the rows of tables, and of what comes with them, by name.
     """
 
     def __init__(
@@ -134,11 +141,13 @@ class TableWriter(_LookedUp):
         where: Mapping[str, Mapping[str, Any]],
         eqns: Sequence[JaxprEqn],
         roles: Sequence[str],
+        state: Mapping[str, Mapping[str, Var]] | None = None,
     ) -> None:
         rows = _TableRows({n: t.size for n, t in found.tables.items()}, {})
         super().__init__(jaxpr, found.flow, rows, {v: e for e in eqns for v in e.outvars})
-        self.b, self.uniq = b, rows.uniq
-        self._tables, self._where = found.tables, where
+        self.b, self.uniq, self.sizes = b, rows.uniq, rows.sizes
+        self._tables, self._where, self._state = found.tables, where, state
+        self.held: dict[str, Var] = {}
         plain = zip(found.eqns, found.plain, strict=True)
         self._plain = {id(e): (p, found.flow.steps.get(i)) for i, (e, p) in enumerate(plain)}
         numbers = [a for t in found.tables.values() for a, _ in t.ids]
@@ -192,12 +201,14 @@ class TableWriter(_LookedUp):
             b.labels[uniq] = f"{n}@IDS"
             self.uniq[n] = uniq
         b.role = RPC
+        primitive = prefetch_p if self._state is None else geo_prefetch_p
         for n, t in found.items():
-            var = tables[n]
-            types = (var.aval.update(shape=(t.size, *var.aval.shape[1:])),)
-            (rows,) = b.bind(prefetch_p, self.uniq[n], types=types, **self._where[n])
-            b.labels[rows] = f"{n}@ROWS"
-            self.env[var] = rows
+            here = {n: tables[n], **(self._state[n] if self._state else {})}
+            types = tuple(v.aval.update(shape=(t.size, *v.aval.shape[1:])) for v in here.values())
+            rows = dict(zip(here, b.bind(primitive, self.uniq[n], types=types, **self._where[n]), strict=True))
+            self.env[tables[n]] = rows[n]
+            self.held |= rows
+            b.labels.update((v, f"{name}@ROWS") for name, v in rows.items())
         b.role = FORWARD
 
 

@@ -191,7 +191,7 @@ class EndpointFabric:
 
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
         """Rows of a table by their numbers, increasing, for a `prefetch` equation; no step is made of them."""
-        (t,) = eqn.params["types"]
+        t = eqn.params["types"][0]
         rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
         wanted = rows_wanted(eqn, ids, rows)
         if not self._beside.look_up(wanted):
@@ -210,9 +210,8 @@ class EndpointFabric:
         """Let servers save what they hold, between two steps of this trainer."""
         if self._me is None:
             raise ConfigError(f"checkpoint {name}: no server knows this trainer before its first parameters: job.init")
-        self._beside.rest()
         self.settle()
-        self._answered(self._steps.save(endpoints, name))
+        self._beside.between(lambda: self._answered(self._steps.save(endpoints, name)))
 
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)

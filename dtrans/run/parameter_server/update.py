@@ -129,7 +129,7 @@ class ServerUpdate:
             self.arguments,
             self.exchanges,
             frozenset(n for n in self.params if backup_of(n, 0) in self.types),
-            {n: ServedRows(t.rows, *row(n), sent(t), n + BACKUP in read) for n, t in self.tables.items()},
+            {n: ServedRows(t.rows, *row(n), sent(t), n + BACKUP in read, t.kept) for n, t in self.tables.items()},
         )
 
     @property
