@@ -138,6 +138,7 @@ class ServerProgramWriter:
                 rests,
                 {b.named(n): c for n, c in table.decays.items()},
                 table.limit and -(-table.limit * b.rows // table.lookups.rows),
+                b.leaf in table.zero.moves,
             )
         return served
 

@@ -14,6 +14,11 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
                    + frames
     row_ids        step, gradient, count, pieces
                    + frames
+    save           step, name                          saved     name, error
+    tables         step                                report    tables
+    changed        step, table, since                  changes   table, now, count, gone,
+                                                                 error, pieces + frames
+    evict          step, table, unused_for             evicted   table, count, error
     complete                                           goodbye
     abort          reason
 
@@ -47,6 +52,9 @@ answer has [dtype, shape] (`dtrans.protocol.trainer_rounds`).
 `prefetch` asks for rows of a block of a table: `count` numbers of rows, increasing, as 32-bit integers under the name
 "ids". With `train` the gradient that follows in this step is of these rows; it has no numbers of its own. Where it may
 be of other rows, `row_ids` gives their numbers before it: so it is with asynchronous trainers that have a communicator.
+
+Between two steps a trainer may ask what servers have of tables (`dtrans.protocol.held_tables`). `changes` has the
+numbers of `count` rows in the block under the name "ids", and of `gone` others under "gone", as 32-bit integers.
 
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
@@ -86,6 +94,9 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "prefetch": {"step": int, "table": str, "count": int, "train": bool, "pieces": list},
     "row_ids": {"step": int, "gradient": str, "count": int, "pieces": list},
     "save": {"step": int, "name": str},
+    "tables": {"step": int},
+    "changed": {"step": int, "table": str, "since": int},
+    "evict": {"step": int, "table": str, "unused_for": int},
     "complete": {},
     "abort": {"reason": str},
     "peer": {"endpoint": str, "order": str, "layout": str},
@@ -97,6 +108,9 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "waiting": {"reason": str},
     "refuse": {"reason": str},
     "saved": {"name": str, "error": str},
+    "report": {"tables": list},
+    "changes": {"table": str, "now": int, "count": int, "gone": int, "error": str, "pieces": list},
+    "evicted": {"table": str, "count": int, "error": str},
     "goodbye": {},
     "meet": {"trainer": int, "endpoints": list},
     "here": {},
