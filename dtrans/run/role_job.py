@@ -31,6 +31,7 @@ from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
+from dtrans.run.parameter_server.new_rows import made_again
 from dtrans.run.parameter_server.row_lookup import looked_up
 from dtrans.run.parameter_server.table_changes import (
     ChangedRows,
@@ -383,13 +384,23 @@ class ServerJob(RoleJob):
     def check(self, state: Any) -> None:
         self._check_open()
 
-    def serve(self, state: dict[str, Any], *, checkpoints: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    def serve(
+        self,
+        state: dict[str, Any],
+        *,
+        checkpoints: str | os.PathLike[str] | None = None,
+        init: Sequence[Any] | None = None,
+    ) -> dict[str, Any]:
         """Serve until every trainer has closed; the state at the end, for `dtrans.checkpoint.save`.
 
         Args:
           checkpoints: a folder, which all servers see, for what trainers ask to be saved (`job.save(name)`).
+          init: the arguments of `init`, where the state is of a checkpoint: rows of tables that are as the init makes
+            them take no memory then, as in a job that begins, and others may be given up (`job.evict`).
         """
         self._check_open()
+        if init is not None:
+            state = made_again(state, self.init(*init))
         if checkpoints is not None:
             here = self.role.current_endpoint
             self._executor.keep(

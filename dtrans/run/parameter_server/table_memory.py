@@ -13,7 +13,7 @@ may be given up on request: whoever asks for such a row again gets it as the ini
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,13 @@ import numpy as np
 from dtrans.errors import StateError, WireError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.served import RowGradient
+from dtrans.run.parameter_server.lazy_memory import LazyArray
 from dtrans.run.parameter_server.missed_steps import MissedSteps, padded
-from dtrans.run.parameter_server.new_rows import ArrayLike, NewRows, RowMaker
+from dtrans.run.parameter_server.new_rows import ArrayLike, MadeRows, NewRows, RowMaker
 from dtrans.run.parameter_server.update import ServerUpdate
+
+
+CHUNK = 1 << 16  # rows that are compared with new ones at once
 
 
 class TableMemory:
@@ -46,10 +50,11 @@ class TableMemory:
         self.table = table
         begins = [state[n] for n in table.held]
         self._maker: RowMaker | None = None
-        if all(isinstance(x, NewRows) for x in begins):
+        self._lazy: list[LazyArray] = []
+        if all(isinstance(x, NewRows | MadeRows) for x in begins):
             self._maker = begins[0].maker
-            # the system gives memory that was not written to when it is
-            self.held = {n: np.zeros(x.shape, x.dtype) for n, x in zip(table.held, begins, strict=True)}
+            self._lazy = [LazyArray(x.shape, x.dtype) for x in begins]
+            self.held = {n: x.array for n, x in zip(table.held, self._lazy, strict=True)}
         else:
             self.held = {n: np.array(x) for n, x in zip(table.held, begins, strict=True)}
         self.count = 0 if self._maker else table.rows
@@ -57,10 +62,25 @@ class TableMemory:
         # for each row: n + 1 where it is made and step n changed it last, n = 0 where none has; 0 where it is new; and
         # -(n + 1) where it was given up, and so changed, before step n
         self._changed = np.zeros(table.rows, np.int64) if self._maker else np.ones(table.rows, np.int64)
+        if self._maker and not isinstance(begins[0], NewRows):
+            self._take_over([np.asarray(x) for x in begins], self._maker)
         self._missed: MissedSteps | None = None
         if table.moves:
-            self._missed = MissedSteps(update, table, None if self._maker else self.held)
+            self._missed = MissedSteps(update, table, None if self._maker and not self.count else self.held)
+            if 0 < self.count < table.rows and self._missed.rests:
+                self._missed.rest(np.flatnonzero(self._changed <= 0))
         self.reads = () if self._missed is None else tuple(self._missed.reads)
+
+    def _take_over(self, begins: Sequence[np.ndarray], maker: RowMaker) -> None:
+        """Keep the rows that are not as the init makes them."""
+        for at in range(0, self.table.rows, CHUNK):
+            ids = np.arange(at, min(at + CHUNK, self.table.rows))
+            some = [x[ids] for x in begins]
+            is_new = np.all([_same_bits(x, new) for x, new in zip(some, maker(ids), strict=True)], axis=0)
+            for x, rows in zip(self.held.values(), some, strict=True):
+                x[ids[~is_new]] = rows[~is_new]
+            self._changed[ids[~is_new]] = 1
+            self.count += len(ids) - int(is_new.sum())
 
     def rows(self, ids: np.ndarray, *, train: bool) -> np.ndarray:
         """Rows of the block as they are.
@@ -120,7 +140,8 @@ class TableMemory:
         if self._maker is None:
             raise StateError(
                 f"rows of {self.table.name} cannot be given up, since they cannot be made again: its server began with "
-                "all of them, from an init that makes something of all rows, or from a checkpoint"
+                "all of them, from an init that makes something of all rows, or from a checkpoint: say "
+                "job.serve(state, init=(...,)), with the arguments of the init"
             )
         if self._missed is not None and not self._missed.rests:
             raise StateError(
@@ -134,6 +155,8 @@ class TableMemory:
             self._missed.rest(gone)
         self.count -= len(gone)
         self.evicted += len(gone)
+        for x in self._lazy:
+            x.give_back(self._changed <= 0, gone)
         return len(gone)
 
     def changed(self, since: int) -> tuple[np.ndarray, np.ndarray]:
@@ -195,6 +218,12 @@ class _Final(ArrayLike):
 
     def made(self) -> np.ndarray:
         return self._memory.whole(self._name)
+
+
+def _same_bits(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Whether each row has the same bits in both."""
+    of_bytes = lambda x: np.ascontiguousarray(x).reshape(len(x), -1).view(np.uint8)
+    return np.asarray((of_bytes(some) == of_bytes(others)).all(1))
 
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:

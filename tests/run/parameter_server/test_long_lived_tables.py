@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server import table_changes
 from dtrans.run.parameter_server.block_update import BlockUpdates
+from dtrans.run.parameter_server.lazy_memory import LazyArray
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_job import ServerJob, TrainerJob
@@ -448,3 +451,77 @@ def test_asynchronous_trainers_ask_whenever_they_like(role_threads: RoleThreads,
     assert (first.step, first.ids.tolist(), first.gone.tolist()) == (3, [0, 1, 2, 40, 59], [])
     assert gone == 1 and (then.step, then.ids.tolist(), then.gone.tolist()) == (4, [40], [])
     assert sum(x.made for x in report) == 5 and {x.step for x in report} == {4}
+
+
+# -- checkpoints, and memory -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["lazy", "dense"])
+def test_a_job_that_goes_on_from_a_checkpoint_gives_rows_up_too(
+    role_threads: RoleThreads, tmp_path: Path, update: str
+) -> None:
+    """On other servers, with rows elsewhere: rows that no step has updated take no memory, and bits are the same."""
+    tx, old, new = optax.adam(0.1), (0, 3), (3, 6)
+
+    def train(job: Any, k: int, steps: tuple[int, int]) -> Any:
+        state = job.init(KEY)
+        begun = job.tables()
+        for at in range(*steps):
+            state, _ = job.step(state, batch(at, k))
+            if at == 2:
+                job.save("half")
+        gone = job.evict(EMB, 3)
+        return begun, gone, job.lookup(EMB, np.arange(V)), job.tables()
+
+    made = lambda report: sum(x.made for x in report)
+    plan = planned(tx, 2, update=update)
+    ((_, gone, wanted, then),) = run(role_threads, plan, lambda job, k: train(job, k, (0, 6)), checkpoints=tmp_path)
+    again = planned(tx, 3, update=update, place="bucket", buckets=7)
+    restored = lambda job: dtrans.checkpoint.restore(tmp_path / "half", job)
+    ((begun, more, found, report),) = run(
+        role_threads, again, lambda job, k: train(job, k, new), state=restored, init=(KEY,)
+    )
+    touched = {i for at in range(*old) for i in batch(at, 0).tolist()}
+    assert made(begun) == len(touched) and {x.step for x in begun} == {0}
+    assert gone == more > 0 and made(report) == made(then)  # three steps here, and six there
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_checkpoint_alone_does_not_say_how_rows_are_made(role_threads: RoleThreads, tmp_path: Path) -> None:
+    plan = planned(optax.adagrad(0.1), 1)
+
+    def train(job: Any, k: int) -> Any:
+        state = job.init(KEY)
+        state, _ = job.step(state, batch(0, 0))
+        if not (tmp_path / "one").exists():
+            job.save("one")
+        else:
+            with pytest.raises(PeerError, match=r"has not given up rows: .*say job.serve\(state, init=\(...,\)\)"):
+                job.evict(EMB, 1)
+        job.step(state, batch(0, 0))
+
+    run(role_threads, plan, train, checkpoints=tmp_path)
+    restored = lambda job: dtrans.checkpoint.restore(tmp_path / "one", job)
+    run(role_threads, planned(optax.adagrad(0.1), 1), train, state=restored)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_pages_without_rows_are_given_back() -> None:
+    """Of 64 MiB; and what is in the others stays."""
+    rows, some = 1 << 20, 8 << 20
+    memory = LazyArray((rows, 16), np.float32)
+    numbers, unused = np.arange(rows, dtype=np.float32)[:, None], np.ones(rows, bool)
+    unused[[5, rows // 2, rows - 1]] = False
+    before = resident()
+    memory.array[:] = numbers
+    assert resident() - before > (64 << 20) - some
+    memory.give_back(unused, np.flatnonzero(unused))
+    assert resident() - before < some
+    assert memory.array[[5, rows // 2, rows - 1], 0].tolist() == [5, rows // 2, rows - 1]
+    memory.array[:] = 1
+    memory.give_back(unused, np.array([rows // 2 + 9]))  # rows of which one has just become unused
+    assert abs(resident() - before - (32 << 20)) < some
