@@ -404,7 +404,7 @@ class ServerJob(RoleJob):
         if checkpoints is not None:
             here = self.role.current_endpoint
             self._executor.keep(
-                lambda name, held: checkpoint.save(Path(checkpoints) / name, self.plan, here, held, tag=name)
+                lambda name, held: checkpoint.save_serving(Path(checkpoints) / name, self.plan, here, held, name)
             )
         made: dict[str, Any] = self._executor.run(self.plan.servers[self.role.current_endpoint].main, state)
         return made

@@ -24,7 +24,7 @@ def looked_up(plan: PServerPlan, name: str, ids: Any, read: Callable[[np.ndarray
       An array of the shape of `ids`, followed by that of a row.
 
     Raises:
-      ConfigError: no table. BatchError: a row that it does not have.
+      ConfigError: no table. BatchError: a row that it does not have, or numbers that are no integers.
     """
     rows, wanted = table_of(plan, name).lookups.rows, np.asarray(ids)
     if not wanted.size:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 import role_threads as roles
+from paths import ROOT
 from role_threads import RoleThreads, free_endpoints
 
 import dtrans
@@ -525,3 +529,49 @@ def test_pages_without_rows_are_given_back() -> None:
     memory.array[:] = 1
     memory.give_back(unused, np.array([rows // 2 + 9]))  # rows of which one has just become unused
     assert abs(resident() - before - (32 << 20)) < some
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+import jax, jax.numpy as jnp, numpy as np, optax
+import dtrans
+
+tx, key = optax.adagrad(0.1), jax.random.key(7)
+init = lambda key: (params := {"emb": jax.random.normal(key, (60, 3))}, tx.init(params))
+step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), tx)
+role = dtrans.Role.from_env()
+plan = dtrans.pserver(dtrans.trace(step, *jax.eval_shape(init, key), jnp.zeros(4, int)), dtrans.trace(init, key),
+                      pservers=role.pservers, trainers=role.trainers, sparse={"params/emb": dtrans.Rows()},
+                      batch="local", placement=dtrans.BlockPlacement(min_block_size=1))
+with plan.on_cluster(deadline=60) as job:
+    if not role.is_trainer:
+        job.serve(job.init(key))
+        sys.exit()
+    state, said = job.init(key), []
+    for at in range(4):
+        state, _ = job.step(state, 10 * at + 4 * role.trainer_id + np.arange(4))
+        if at % 2:
+            said.append(job.evict("params/emb", 2))
+    changes = job.changed("params/emb", 2)
+    said += [changes.step, changes.ids.tolist(), changes.gone.tolist(), sum(x.made for x in job.tables())]
+    first = jax.jit(init)(key)[0]["emb"]
+    assert np.array_equal(job.lookup("params/emb", np.arange(10)), first[:10])
+    assert np.array_equal(job.lookup("params/emb", changes.ids), changes.rows)
+    with open(os.path.join(sys.argv[1], str(role.trainer_id)), "w") as file:
+        file.write(repr(said))
+"""
+
+
+def test_roles_as_processes(tmp_path: Path) -> None:
+    """Both trainers hear the same; and so does whoever runs one device beside."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "dtrans.cli", "launch", "--trainers", "2", "--pservers", "2"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run([*launch, str(tmp_path / "script.py"), str(tmp_path)], capture_output=True, text=True,
+                           env={**os.environ, "PYTHONPATH": path}, timeout=120)  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [*range(20, 28), *range(30, 38)]
+    wanted = [0, 16, 4, rows, [*range(8), *range(10, 18)], 16]
+    assert [(tmp_path / str(k)).read_text() for k in range(2)] == [repr(wanted)] * 2
