@@ -144,7 +144,8 @@ def made_again(state: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, 
     Args:
       first: what the init makes.
     """
-    with_maker = lambda x, new: MadeRows(x, new.maker) if isinstance(new, NewRows) else x
+    is_due = lambda x, new: isinstance(new, NewRows) and not isinstance(x, ArrayLike)
+    with_maker = lambda x, new: MadeRows(x, new.maker) if is_due(x, new) else x
     return {n: with_maker(x, first.get(n)) for n, x in state.items()}
 
 

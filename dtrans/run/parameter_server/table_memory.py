@@ -147,7 +147,7 @@ class TableMemory:
             raise StateError(
                 f"rows of {self.table.name} cannot be given up: its update moves those too that nobody has looked up"
             )
-        is_old = (self._changed > 0) & (self._changed <= self.step + 1 - unused_for)
+        is_old = (self._changed > 0) & (self._changed <= max(0, self.step + 1 - unused_for))
         is_old[under_way] = False
         gone = np.flatnonzero(is_old)
         self._changed[gone] = -(self.step + 2)  # who has asked for changes after this step has yet to hear of it
