@@ -30,6 +30,7 @@ from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server import table_changes
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.lazy_memory import LazyArray
+from dtrans.run.parameter_server.new_rows import made_again
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_job import ServerJob, TrainerJob
@@ -60,10 +61,11 @@ def planned(tx: Any, servers: int = 1, trainers: int = 1, mode: Any = SYNC, emb:
 class Alone:
     """A server that nobody speaks to: its updates."""
 
-    def __init__(self, tx: Any, **options: Any) -> None:
+    def __init__(self, tx: Any, before: Any = None, **options: Any) -> None:
         (programs,) = planned(tx, **options).servers.values()
         with dtrans.Executor() as exe:
             state = exe.run(programs.startup, KEY)
+        state = state if before is None else made_again(before, state)
         self.update = SyncUpdate(ServerUpdate.of(programs.main), state, 1)
         self.first = np.asarray(jax.jit(drawn)(KEY))
         self.held = self.update.held
@@ -178,6 +180,30 @@ def test_rows_that_move_by_themselves_have_changed(tx: Any, wanted: list[int]) -
     assert alone.changed(2) == (wanted, [])
     now = np.array([alone.rows(i)[0] for i in range(V)])
     assert set(np.flatnonzero((before != now).any(1))) <= set(wanted)
+
+
+def test_rows_that_were_given_up_do_not_move() -> None:
+    alone = Alone(optax.adam(0.1), update="dense")
+    for ids in ((3, 8), (3,), (3,)):
+        alone.step(*ids)
+    assert alone.changed(2) == ([3, 8], []) and alone.held.evict(EMB, 2, NONE) == 1
+    alone.step(3)
+    assert alone.changed(2) == ([3], [8])
+
+
+def test_rows_of_a_checkpoint_rest_that_are_as_the_init_makes_them() -> None:
+    """Whatever their state begins with: some of it is no zero here."""
+    tx = optax.chain(optax.scale_by_rss(0.1), optax.trace(0.9), optax.scale(-0.1))
+    alone = Alone(tx, update="dense")
+    alone.step(3, 8)
+    saved = {n: np.asarray(x) for n, x in {**alone.update.state, **alone.update.tables()}.items()}
+    again = Alone(tx, update="dense", before=saved)
+    (report,) = again.held.report()
+    assert (report.made, report.step) == (2, 0)
+    again.step(8)
+    assert again.changed(0) == ([3, 8], [])
+    assert again.held.evict(EMB, 1, NONE) == 1 and again.changed(1) == ([], [3])
+    np.testing.assert_array_equal(again.rows(3, 20), again.first[[3, 20]])
 
 
 def test_rows_that_cannot_be_made_again_are_not_given_up() -> None:
