@@ -197,7 +197,7 @@ class TableMemory:
         if limit is not None and self.count + len(ids) > limit:
             raise WireError(
                 f"{self.table.name} has {self.count} rows, {len(ids)} new ones are looked up, and its limit is {limit} "
-                "rows: raise limit= of dtrans.Rows, or give it to more pservers"
+                "rows: raise limit= of dtrans.Rows, give up rows that are not used (job.evict), or take more pservers"
             )
         for x, rows in zip(self.held.values(), self._maker(ids), strict=True):
             x[ids] = rows

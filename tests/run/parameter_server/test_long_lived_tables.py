@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from paths import ROOT
 from role_threads import RoleThreads, free_endpoints
 
 import dtrans
-from dtrans.errors import ConfigError, PeerError, StateError, WireError
+from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.presence import Presence, Trainer
@@ -303,6 +304,19 @@ def test_trainers_give_up_the_same_rows() -> None:
     said.evict(0, 4)
     with pytest.raises(PeerError, match="trainer 1 gives up .* 5 steps, and trainer 0 .* for 4: all trainers call"):
         said.evict(1, 5)
+
+
+def test_who_keeps_others_waiting_is_named() -> None:
+    said = Said()
+    said.step(3)
+    said.evict(0)
+    said.server.look(1.0)
+    said.server.look(8.0)
+    assert [(k, op) for k, op, _ in said.said] == [(0, "waiting")] * 2
+    why = r"7.0 s for job.evict before gradients of step 2 from trainer 1 \(computing\)"
+    assert re.fullmatch(why, said.said[-1][2]["reason"])
+    with pytest.raises(DeadlineError, match="and trainer 0 waited 10.0 s for job.evict before gradients of"):
+        said.server.look(11.0)
 
 
 def test_trainers_that_have_left_are_not_waited_for() -> None:
