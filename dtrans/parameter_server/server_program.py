@@ -138,7 +138,8 @@ class ServerProgramWriter:
                 rests,
                 {b.named(n): c for n, c in table.decays.items()},
                 table.limit and -(-table.limit * b.rows // table.lookups.rows),
-                table.kept,
+                leaf_moves=b.leaf in table.zero.moves,
+                kept=table.kept,
             )
         return served
 

@@ -37,7 +37,8 @@ from dtrans.errors import PeerError, WireError
 from dtrans.ops import BACKUP, MAX_MERGED, backup_of
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.changed_rows import ChangedRows
+from dtrans.protocol.changed_rows import UnseenChanges
+from dtrans.protocol.held_tables import HeldTables, check_eviction, evict
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.presence import Presence, Say, answer, log, wanted
 from dtrans.protocol.row_requests import RowRequests
@@ -64,6 +65,9 @@ class AsyncServer:
       state: name to array; the initial values.
       trainers: of the server.
       say: sends a message.
+
+    Attributes:
+      tables: what the server has of tables, if any.
     """
 
     step = 0  # that trainers are welcomed at; each counts its own
@@ -82,8 +86,9 @@ class AsyncServer:
         self._steps: dict[int, _Step] = {}
         self._pool = BufferPool()
         self._requests = RowRequests(served.endpoint, served.tables)
-        self._changed = ChangedRows(served.tables, trainers.count)
+        self._changed = UnseenChanges(served.tables, trainers.count)
         self._failed: set[int] = set()
+        self.tables: HeldTables | None = None
 
     # -- what trainers say -----------------------------------------------------------------------
 
@@ -150,6 +155,13 @@ class AsyncServer:
         step = self._step_of(k)
         self._check_number(k, message)
         self._requests.follows(k, message, step.grads)
+
+    def evict(self, k: int, message: wire.Message) -> None:
+        """Give up rows of a table that no update was made of for long, and of which no gradient is to come."""
+        name, unused_for = check_eviction(self.endpoint, self._served.tables, k, message)
+        self._check_number(k, message)
+        told = evict(self.tables, name, unused_for, self._requests.under_way(name))
+        self._say(self._trainers.known[k].address, "evicted", **told)
 
     def check_between(self, k: int, message: wire.Message) -> None:
         """Raise WireError unless a trainer is between two steps."""

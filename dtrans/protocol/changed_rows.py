@@ -1,7 +1,7 @@
 """Which rows of a server's tables have changed since each trainer of GEO-SGD was told of them last.
 
 A trainer keeps the rows that it has asked for. What it has changed itself is no news to it. A server notes what is
-(`ChangedRows`), and a trainer receives it (`ChangedInbox`).
+(`UnseenChanges`), and a trainer receives it (`ChangedInbox`).
 
 Source: `AsyncSparseParamUpdateRecorder` in paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h,
 which tells a trainer of its own changes, too, and of rows that it does not have.
@@ -25,7 +25,7 @@ from dtrans.protocol.table_rows import BlockRowSet
 KEPT, CHANGED = 1, 2  # what a trainer has of a row; 0 where it does not have it
 
 
-class ChangedRows:
+class UnseenChanges:
     """The rows that one server's trainers have, and those that others have changed since.
 
     Args:
@@ -34,9 +34,9 @@ class ChangedRows:
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.protocol.changed_rows import ChangedRows
+      >>> from dtrans.protocol.changed_rows import UnseenChanges
       >>> from dtrans.protocol.served import ServedRows
-      >>> rows = ChangedRows({"emb": ServedRows(9, (2,), "float32", {}, kept=True)}, trainers=2)
+      >>> rows = UnseenChanges({"emb": ServedRows(9, (2,), "float32", {}, kept=True)}, trainers=2)
       >>> rows.asked(0, "emb", np.array([1, 2, 3]))
       >>> rows.changed(1, "emb", np.array([2, 3, 4]))
       >>> rows.changed(0, "emb", np.array([1]))
@@ -142,7 +142,7 @@ class ChangedInbox:
         found: dict[str, list[RowGradient]] = {block.table: [] for block in self._blocks.values()}
         for key, inbox in self._inboxes.items():
             block, memory = self._blocks[key], inbox.memory
-            found[block.table].append(RowGradient(block.span.in_table(memory["ids"]), memory["rows"]))
+            found[block.table].append(RowGradient(block.span.in_leaf(memory["ids"]), memory["rows"]))
         return {
             table: RowGradient(np.concatenate([x.ids for x in of]), np.concatenate([x.rows for x in of]))
             for table, of in found.items()

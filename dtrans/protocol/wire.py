@@ -16,6 +16,11 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
                    + frames
     row_ids        step, gradient, count, pieces
                    + frames
+    save           step, name                          saved     name, error
+    tables         step                                report    tables
+    changed_since  step, table, since                  changes   table, now, count, gone,
+                                                                 error, pieces + frames
+    evict          step, table, unused_for             evicted   table, count, error
     complete                                           goodbye
     abort          reason
 
@@ -55,6 +60,9 @@ A trainer of GEO-SGD keeps the rows that it has asked for. With `changed` true i
 of the `count` rows that the trainer has and that others have changed since it was told last. False says that it has
 none, and there is no such answer.
 
+Between two steps a trainer may ask what servers have of tables (`dtrans.protocol.held_tables`). `changes` has the
+numbers of `count` rows in the block under the name "ids", and of `gone` others under "gone", as 32-bit integers.
+
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
 (ZeroMQ holds a message back until it is whole), small ones share a frame. Bytes are those of the array in
@@ -93,6 +101,9 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "prefetch": {"step": int, "table": str, "count": int, "train": bool, "pieces": list},
     "row_ids": {"step": int, "gradient": str, "count": int, "pieces": list},
     "save": {"step": int, "name": str},
+    "tables": {"step": int},
+    "changed_since": {"step": int, "table": str, "since": int},
+    "evict": {"step": int, "table": str, "unused_for": int},
     "complete": {},
     "abort": {"reason": str},
     "peer": {"endpoint": str, "order": str, "layout": str},
@@ -105,6 +116,9 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "waiting": {"reason": str},
     "refuse": {"reason": str},
     "saved": {"name": str, "error": str},
+    "report": {"tables": list},
+    "changes": {"table": str, "now": int, "count": int, "gone": int, "error": str, "pieces": list},
+    "evicted": {"table": str, "count": int, "error": str},
     "goodbye": {},
     "meet": {"trainer": int, "endpoints": list},
     "here": {},

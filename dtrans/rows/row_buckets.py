@@ -58,10 +58,10 @@ class RowBuckets:
 
     def numbers(self) -> np.ndarray:
         """The numbers of these rows in the leaf, increasing."""
-        return self.in_table(np.arange(self.rows))
+        return self.in_leaf(np.arange(self.rows))
 
-    def in_table(self, places: np.ndarray) -> np.ndarray:
-        """The numbers of rows in the leaf, by where they are among these."""
+    def in_leaf(self, places: np.ndarray) -> np.ndarray:
+        """The numbers in the leaf of rows at these places among them."""
         return places // self._width * self.count + self.start + places % self._width
 
     def local(self, ids: np.ndarray) -> np.ndarray:

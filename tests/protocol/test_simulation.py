@@ -11,7 +11,7 @@ import pytest
 
 from dtrans.protocol import traffic, trainer_rounds
 from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.changed_rows import CHANGED, ChangedRows
+from dtrans.protocol.changed_rows import CHANGED, UnseenChanges
 from dtrans.protocol.geo_steps import GeoSteps
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.peer_line import PeerLine
@@ -188,14 +188,14 @@ def _counts_rows_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _tells_of_a_row_once_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ChangedRows.take
+    real = UnseenChanges.take
 
     def take(self: Any, k: int, name: str) -> Any:
         ids = real(self, k, name)
         self._has[k, name][ids] = CHANGED
         return ids
 
-    monkeypatch.setattr(ChangedRows, "take", take)
+    monkeypatch.setattr(UnseenChanges, "take", take)
 
 
 def _nothing(*args: Any) -> None:

@@ -35,7 +35,8 @@ from dtrans._jax import (
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
 from dtrans.ops import geo_prefetch_p, prefetch_p, split_ids_p
-from dtrans.parameter_server.tables.lookups import Lookups, RowPick, numbers_first
+from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups, numbers_first
+from dtrans.parameter_server.tables.wide_numbers import WideNumbers
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step
@@ -190,11 +191,17 @@ class TableWriter(_LookedUp):
         self.b.keep(eqn, [self.whole(a) for a in eqn.invars])
         self.wholes.update((v, v) for v in eqn.outvars)
 
+    def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
+        """The numbers of the rows of a table that a step looks up, as they were before JAX cut them."""
+        numbers = [(a, c) if c is None else wide.component(a, c) for a, c in table.ids]
+        return [self.b.call(_component(c), wide.of(a))[0] for a, c in numbers]
+
     def _prefetch(self, tables: Mapping[str, Var]) -> None:
         """Get the rows that a step looks up: those of all tables at once, nothing is computed in between."""
         b, found = self.b, self._tables
         b.role = FORWARD
-        ids = {n: [b.call(_component(c), self.whole(a))[0] for a, c in t.ids] for n, t in found.items()}
+        wide = WideNumbers(b, self.made_by, self.whole)
+        ids = {n: self._ids(t, wide) for n, t in found.items()}
         b.role = DIST
         for n, t in found.items():
             (uniq,) = b.bind(split_ids_p, *ids[n], table=n, rows=t.rows, size=t.size)

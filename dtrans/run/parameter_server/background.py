@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -48,6 +48,9 @@ from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.communicator import Communicator
 from dtrans.run.parameter_server.geo import GeoTrainer
 from dtrans.run.parameter_server.new_rows import RowMaker
+
+
+T = TypeVar("T")
 
 
 log = logging.getLogger("dtrans.trainer")
@@ -150,13 +153,12 @@ class BackgroundComm:
         self._communicator.look_up(wanted, train=False)
         return True
 
-    def between(self, call: Callable[[], None]) -> None:
+    def between(self, call: Callable[[], T]) -> T:
         """Let something else use the connections, when what was sent is received. GEO-SGD goes on afterwards."""
         if self._geo is None or self._communicator is None:
             self.rest()
-            call()
-        else:
-            self._communicator.between(call)
+            return call()
+        return self._communicator.between(call)
 
     def rest(self, *, discard: bool = False) -> None:
         """Send what is left, unless it is to be discarded, and give the connections back."""

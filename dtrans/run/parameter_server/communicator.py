@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -25,6 +25,9 @@ from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.table_rows import WantedRows
 from dtrans.protocol.traffic import Group, Leaf, Traffic
 from dtrans.run.parameter_server.client import Connection
+
+
+T = TypeVar("T")
 
 
 class Communicator:
@@ -62,7 +65,7 @@ class Communicator:
         self._put = 0  # steps put so far
         self._wanted: tuple[Sequence[WantedRows], bool] | None = None  # rows that are to be asked for
         self._looks_up = False  # whether somebody waits for rows
-        self._call: tuple[Callable[[], None], concurrent.futures.Future[None]] | None = None
+        self._call: tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None = None
         self._newest: tuple[int, dict[str, Any]] | None = None  # how many steps are in it; and the leaves
         self._ended = False
         self._discarded = False
@@ -125,9 +128,9 @@ class Communicator:
             self._changed.wait_for(lambda: self._error or not self._looks_up)
             self._check()
 
-    def between(self, call: Callable[[], None]) -> None:
+    def between(self, call: Callable[[], T]) -> T:
         """Let something else use the connections, when all that was put is received. Raises what it raises."""
-        made: concurrent.futures.Future[None] = concurrent.futures.Future()
+        made: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._changed:
             self._check()
             self._call = call, made
@@ -135,7 +138,7 @@ class Communicator:
         with self._changed:
             self._changed.wait_for(lambda: self._error or made.done())
             self._check()
-        made.result()
+        return made.result()
 
     def stop(self, *, discard: bool = False) -> None:
         """Send what is left, unless it is to be discarded, and give the connections back when all answers are here."""
@@ -223,11 +226,11 @@ class Communicator:
             return
         run, made = call
         try:
-            run()
+            found = run()
         except DtransError as e:  # the communicator goes on; who has called has to know
             made.set_exception(e)
         else:
-            made.set_result(None)
+            made.set_result(found)
         with self._changed:
             self._call = None
             self._changed.notify_all()

@@ -206,12 +206,14 @@ class EndpointFabric:
             self._steps.send(ep, name, np.asarray(grad)[span.among(uniq)])
         return [None]
 
-    def save(self, endpoints: Sequence[str], name: str) -> None:
-        """Let servers save what they hold, between two steps of this trainer."""
+    def between(self, what: str, ask: Callable[[TrainerSteps], Waiting[T]]) -> T:
+        """Ask servers for something between two steps of this trainer; `what` it is, for an error."""
+        if self._closed:
+            raise StateError("this executor is closed; make a new one")
         if self._me is None:
-            raise ConfigError(f"checkpoint {name}: no server knows this trainer before its first parameters: job.init")
+            raise ConfigError(f"{what}: no server knows this trainer before its first parameters: job.init")
         self.settle()
-        self._beside.between(lambda: self._answered(self._steps.save(endpoints, name)))
+        return self._beside.between(lambda: self._answered(ask(self._steps)))
 
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)

@@ -24,7 +24,7 @@ from dtrans.errors import BatchError, ConfigError, PeerError, WireError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.changed_rows import ChangedInbox, ChangedRows, KeptBlock
+from dtrans.protocol.changed_rows import ChangedInbox, KeptBlock, UnseenChanges
 from dtrans.protocol.id_slots import IdSlots
 from dtrans.protocol.kept_rows import KeptRows
 from dtrans.protocol.presence import Presence, Trainer
@@ -784,7 +784,7 @@ def test_slots_of_numbers_that_lie_side_by_side_or_apart() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_changes_are_told_of_once(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    rows = ChangedRows({"emb": ServedRows(10, (), np.float32, {}, kept=True)}, 3)
+    rows = UnseenChanges({"emb": ServedRows(10, (), np.float32, {}, kept=True)}, 3)
     has: list[set[int]] = [set(), set(), set()]
     news: list[set[int]] = [set(), set(), set()]
     for op in rng.choice(["ask", "change", "take", "forget"], 500, p=[0.3, 0.45, 0.2, 0.05]):
