@@ -21,7 +21,7 @@ class UntestedJaxWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint that cannot be read, and that is passed over for the one before it."""
+    """A checkpoint that cannot be read, and is passed over for the one before it; or copies in it that differ."""
 
 
 class NonfiniteWarning(UserWarning):

@@ -97,6 +97,22 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
     write(path, _layout(plan), endpoint, values, run_of(endpoint) if tag is None else tag)
 
 
+def save_serving(path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], tag: str) -> None:
+    """Save what a server holds while it serves.
+
+    With asynchronous trainers each server has counted other steps, and so its copy of a count may be another; what is
+    taken up later is that of the first server, with a `CheckpointWarning`.
+
+    Args:
+      path, plan, endpoint, state, tag: as those of `save`.
+
+    Raises:
+      As `save`.
+    """
+    check_plan(plan)
+    write(path, _layout(plan), endpoint, checked(plan, endpoint, state), tag, goes_on=not plan.sync_mode)
+
+
 def check(path: Folder, job: Job) -> None:
     """Check before training that `save(path, job, state)` will find its place.
 

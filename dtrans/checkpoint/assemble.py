@@ -10,6 +10,7 @@ What is put together lies in NumPy's memory, and random keys as the words they a
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans.errors import StateError
+from dtrans.errors import CheckpointWarning, StateError
 from dtrans.ir.array_fns import is_key, words
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.rows.writer import RowRange, RowSet
@@ -47,7 +48,11 @@ def overlap(a: VarDistributed, b: VarDistributed) -> bool:
 
 
 def joined(
-    target: VarDistributed, rows: Sequence[VarDistributed], read: Callable[[VarDistributed], np.ndarray]
+    target: VarDistributed,
+    rows: Sequence[VarDistributed],
+    read: Callable[[VarDistributed], np.ndarray],
+    *,
+    may_differ: bool = False,
 ) -> np.ndarray:
     """A slice of an array, out of those of it that there are; as `as_numpy` has it.
 
@@ -55,6 +60,7 @@ def joined(
       target: what is wanted.
       rows: slices of the same array.
       read: what one of them holds; called for those that share something with `target`.
+      may_differ: copies of one array may be of several steps; the first is taken then, with a `CheckpointWarning`.
 
     Raises:
       StateError: they do not hold all of it, or what is there twice is not the same.
@@ -74,7 +80,8 @@ def joined(
     for box, of in copies.items():
         common = _common(wanted, box)
         if common is not None:
-            made[_inside(common, wanted)] = _agreed(of, [read(row) for row in of])[_inside(common, box)]
+            held = _agreed(of, [read(row) for row in of], may_differ=may_differ)
+            made[_inside(common, wanted)] = held[_inside(common, box)]
             found += _size(common)
     if found != _size(wanted):
         raise StateError(
@@ -84,15 +91,20 @@ def joined(
     return made
 
 
-def _agreed(rows: Sequence[VarDistributed], values: Sequence[np.ndarray]) -> np.ndarray:
-    """One of several copies. Raises StateError where they differ."""
+def _agreed(rows: Sequence[VarDistributed], values: Sequence[np.ndarray], *, may_differ: bool) -> np.ndarray:
+    """One of several copies. Raises StateError where they differ, and may not."""
     first = values[0]
     for row, other in zip(rows[1:], values[1:], strict=True):
         if not _same(first, other):
-            raise StateError(
+            told = (
                 f"{row.slice_name} is not the same on {rows[0].endpoint} and {row.endpoint}: "
-                f"{_shown(first)} and {_shown(other)}; are these states of one job, at one step?"
+                f"{_shown(first)} and {_shown(other)}"
             )
+            if not may_differ:
+                raise StateError(f"{told}; are these states of one job, at one step?")
+            said = f"{told}, saved while asynchronous trainers went on: the first is taken"
+            warnings.warn(CheckpointWarning(said), stacklevel=2)
+            break
     return first
 
 

@@ -54,12 +54,14 @@ class Checkpoint:
       pieces: who saved, and the folder of each.
       types: name to type of each array of the step.
       rows: what there is of each array, and of each that servers keep beside the step's.
+      may_differ: whether copies of an array may be of several steps.
     """
 
     path: Path
     pieces: Mapping[str, str]
     types: Mapping[str, str]
     rows: Mapping[str, Sequence[VarDistributed]]
+    may_differ: bool = False
 
     @classmethod
     def at(cls, path: Folder) -> Checkpoint:
@@ -81,7 +83,8 @@ class Checkpoint:
         if missing:
             raise StateError(f"the checkpoint at {path} is not whole: {', '.join(missing)} is not there")
         rows = [_from_json(fields) for about in there.values() for fields in about["rows"]]
-        return cls(path, first["pieces"], first["types"], by_origin(rows))
+        may_differ = any(about.get("goes_on") for about in there.values())  # checkpoints of old do not say
+        return cls(path, first["pieces"], first["types"], by_origin(rows), may_differ)
 
     def of(self, main: Program) -> Checkpoint:
         """Itself. Raises StateError where it is that of another step, or of leaves that the step holds still."""
@@ -109,7 +112,8 @@ class Checkpoint:
                     needed.setdefault(row.endpoint, {})[row.slice_name] = None
         found = {who: _read_arrays(self.path / self.pieces[who], names) for who, names in needed.items()}
         read = lambda row: found[row.endpoint][row.slice_name]
-        return [joined(target, self.rows.get(target.origin_name, ()), read) for target in targets]
+        rows_of = lambda target: self.rows.get(target.origin_name, ())
+        return [joined(target, rows_of(target), read, may_differ=self.may_differ) for target in targets]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +152,14 @@ def check_place(path: Folder, layout: PieceLayout, here: Sequence[str]) -> None:
         raise ConfigError(f"{path} cannot hold a checkpoint: {there} may not be written to")
 
 
-def write(path: Folder, layout: PieceLayout, who: str, values: Mapping[str, Any], tag: str) -> None:
-    """Write one piece: what one of those who save holds, by the names of its rows."""
+def write(
+    path: Folder, layout: PieceLayout, who: str, values: Mapping[str, Any], tag: str, *, goes_on: bool = False
+) -> None:
+    """Write one piece: what one of those who save holds, by the names of its rows.
+
+    Args:
+      goes_on: whether others of the job make steps while it is written, each by itself.
+    """
     ocp = _orbax()
     path = Path(path).absolute()
     about = {
@@ -159,7 +169,7 @@ def write(path: Folder, layout: PieceLayout, who: str, values: Mapping[str, Any]
         "pieces": dict(layout.pieces),
         "types": _types_of(layout.main),
         "rows": [_as_json(row) for row in layout.rows if row.endpoint == who],
-    }
+    } | ({"goes_on": True} if goes_on else {})
     place = path / layout.pieces[who]
     if place.exists():
         raise ConfigError(f"{place} is there already: save each checkpoint of {who} to a path of its own")

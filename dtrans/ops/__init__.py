@@ -39,6 +39,8 @@ from dtrans.ops.listen_and_serv import (
 from dtrans.ops.lookup import (
     RowsProgram as RowsProgram,
     fake_init_p as fake_init_p,
+    geo_init_p as geo_init_p,
+    geo_prefetch_p as geo_prefetch_p,
     init_on_use_p as init_on_use_p,
     prefetch_p as prefetch_p,
     send_rows_p as send_rows_p,

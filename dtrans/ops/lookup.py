@@ -5,6 +5,8 @@
     token = send_rows uniq X        [table, epmap, names, spans, trainer_id, trainers, sync_mode]
     X     = fake_init               [table, shape, dtype]
     X, S... = init_on_use args...   [table, types, write]
+    X, S... = prefetch uniq         [table, epmap, names, spans, types, trainer_id, trainers, sync_mode]
+    X, S... = fake_init args...     [table, types, epmap, names, spans, write, trainer_id, trainers, sync_mode]
 
 `split_ids` makes the ids of all lookups of a table unique, and sorts them; each must be one of `rows` rows. It has room
 for `size` ids, and `rows` stands where there are fewer. `prefetch` gets the rows of these ids from their servers, and
@@ -16,6 +18,11 @@ left to what runs beside the program, as `send` and `recv` are (`dtrans.ops.rpc`
 for a server's rows of a table, and for the state of the optimizer that has a row for each of them. `write(n)` is the
 program of `n` of these rows, from their numbers and what the init is given. A server makes each row when it is first
 asked for; where the equation is run as a function, it makes all.
+
+The last two are those of GEO-SGD (`geo_prefetch_p`, `geo_init_p`), where a trainer keeps the rows that it has looked
+up, and its own state of the optimizer for each of them. It begins with none of either. `prefetch` gives the rows of
+these ids as the trainer has them, and asks servers for those that it does not have. The state of a row begins as the
+init makes it: `write(n)` is the program of the state of `n` rows.
 
 Source: paddle/fluid/operators/distributed_ops/{split_ids,prefetch,lookup_sparse_table,fake_init}_op.cc and
 `split_selected_rows_op.cc`. Paddle's `merge_ids`, which gives rows in the order of ids, is a gather here.
@@ -40,7 +47,7 @@ def _split_ids(*ids: Any, rows: int, size: int, **_: Any) -> list[Any]:
 
 
 def _prefetch(uniq: Any, *, types: Sequence[Any], spans: Sequence[Any], epmap: Sequence[str], **_: Any) -> list[Any]:
-    assert len(spans) == len(epmap) and types[0].shape[0] == uniq.shape[0]
+    assert len(spans) == len(epmap) and all(t.shape[0] == uniq.shape[0] for t in types)
     return list(types)
 
 
@@ -57,6 +64,8 @@ split_ids_p = communication("split_ids", _split_ids)
 prefetch_p = communication("prefetch", _prefetch)
 send_rows_p = communication("send_rows", _send_rows)
 fake_init_p = communication("fake_init", _fake_init)
+geo_prefetch_p = communication("prefetch", _prefetch)
+geo_init_p = communication("fake_init", lambda *args, types, **_: list(types))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@
     token  = send_barrier token...  [endpoints, trainer_id, half_async?]
     X...   = recv token           [epmap, names, types, trainer_id, trainers, sync_mode, sections?, communicator?]
     X...   = fetch_barrier X...   [endpoints, trainer_id, trainers?, sync_mode?, communicator?]
-    X...   = send X...            [epmap, names, sections, push_every, trainer_id, trainers]
+    X...   = send X... (uniq X S...)...  [epmap, names, sections, push_every, trainer_id, trainers, tables?]
     X...   = exchange X...        [endpoint, round, how, trainer_id, trainers, sync_mode]
 
 `send` gives one gradient's blocks to their servers and does not wait. `send_barrier` says that all
@@ -20,7 +20,9 @@ leaves are tables, has a `fetch_barrier` after its last `send`.
 
 The last is that of GEO-SGD (`geo_send_p`): its operands are parameters that the program has changed itself. Every
 `push_every` times what has changed in them since is given to the servers, and what others have changed is
-in its results; 0 in a startup program, which tells from where they are to be changed.
+in its results; 0 in a startup program, which tells from where they are to be changed. Of each of its `tables`, by name
+with the number of arrays, it has the numbers of the rows that the step has looked up, these rows as the program has
+changed them, and their state; the trainer keeps these (`dtrans.ops.lookup`).
 
 `exchange` is what trainers tell each other in the middle of a synchronous step, through one of the servers: each
 operand is a part of a value that all have parts of, and `how` says what each becomes, as the collectives among trainers
@@ -117,10 +119,15 @@ def _recv(
 
 
 def _geo_send(
-    *leaves: Any, epmap: Sequence[Any], names: Sequence[Any], sections: Sequence[Sequence[int]], **_: Any
+    *values: Any,
+    epmap: Sequence[Any],
+    names: Sequence[Any],
+    sections: Sequence[Sequence[int]],
+    tables: Sequence[tuple[str, int]] = (),
+    **_: Any,
 ) -> list[Any]:
-    assert len(leaves) == len(epmap) == len(names) == len(sections)
-    return list(leaves)
+    assert len(epmap) == len(names) == len(sections) == len(values) - sum(1 + count for _, count in tables)
+    return list(values[: len(epmap)])
 
 
 def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], trainers: int, **_: Any) -> list[Any]:

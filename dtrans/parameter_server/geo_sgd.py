@@ -11,6 +11,12 @@ own. What a trainer has changed since it pushed last is pushed when it closes.
 
 The optimizer's state is each trainer's own, and so is what no gradient enters (batch statistics, counters).
 
+Of a table a trainer keeps the rows that it has looked up, with their state; a step is given those of its batch. Rows
+are pushed and pulled, with their numbers (`dtrans.parameter_server.tables.own_update`):
+
+    trainer   `split_ids`, `prefetch`, the step on these rows, optimizer included, and `send` of parameters and rows
+    pserver   w + d for the rows that were sent; it notes which rows each trainer has that others have changed
+
 Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py, and `GeoSgdCommunicator` in
 paddle/fluid/operators/distributed/communicator.cc, which does the same beside the program, in its memory.
 """
@@ -18,32 +24,51 @@ paddle/fluid/operators/distributed/communicator.cc, which does the same beside t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Var
+from dtrans._jax import JaxprEqn, Var
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import propagate
-from dtrans.ir.program import RPC, Program
-from dtrans.ops import DELTA, geo_send_p
+from dtrans.ir.program import DIST, RPC, Program
+from dtrans.ops import DELTA, geo_init_p, geo_send_p
 from dtrans.parameter_server.options import BlockPlacement, Geo
 from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.server_program import ServerProgramWriter
-from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerCommWriter, write_start
+from dtrans.parameter_server.tables.choose import Tables
+from dtrans.parameter_server.tables.lookups import find_lookups
+from dtrans.parameter_server.tables.options import Rows
+from dtrans.parameter_server.tables.own_update import (
+    choose_kept_tables,
+    no_rows_of,
+    on_servers,
+    state_of_rows,
+    write_update,
+)
+from dtrans.parameter_server.tables.touched_rows import of_tables, resized
+from dtrans.parameter_server.tables.trainer_rows import HalfOnRows, TableWriter, without_unused
+from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerCommWriter, where_rows_are, write_start
 from dtrans.rows.analysis import analyse
 from dtrans.slicing.blocks import Placement, Unit
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
-from dtrans.step.cut import Cut, Gradient, OptimizeHalf, cut
+from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, cut
+from dtrans.step.forward_backward import write_trainer_half
 from dtrans.step.startup import match_startup
 
 
 def plan_geo_sgd(
-    step: Cut, startup: Program, endpoints: Sequence[str], trainers: int, mode: Geo, options: BlockPlacement
+    step: Cut,
+    startup: Program,
+    endpoints: Sequence[str],
+    trainers: int,
+    mode: Geo,
+    options: BlockPlacement,
+    sparse: Mapping[str, Rows] | str | None = None,
 ) -> PServerPlan:
     """What `dtrans.pserver` plans with `mode=Geo(...)`. Every leaf with rows can be cut, whatever its optimizer.
 
@@ -52,19 +77,29 @@ def plan_geo_sgd(
       programs return both params and opt_state.
 
     Raises:
-      ConfigError: a parameter of whole numbers.
+      ConfigError: a parameter of whole numbers; a leaf that is named in `sparse`, and is no table.
       TraceError: `startup` does not make what the step takes.
 
     Source: `GeoSgdTranspiler` in Paddle's geo_sgd_transpiler.py.
     """
-    step = shared(step)
+    whole, step = step, shared(step)
     adding = adds(step)
     analysis = analyse(adding.optimize, adding.optimized)
-    placement = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, options)
     startup = match_startup(step, startup)
+    tables = choose_kept_tables(whole, startup, sparse)
+    types = {n: step.program.inputs[n] for n in step.optimized}
+    placement = of_tables(place(analysis, types, endpoints, options, tables.buckets), tables.of)
     servers = ServerProgramWriter(
-        adding, ServerUpdateBuilder(analysis, placement, 1), startup, trainers, sync_mode=False, adapt=with_deltas
+        adding,
+        ServerUpdateBuilder(analysis, placement, 1),
+        startup,
+        trainers,
+        sync_mode=False,
+        adapt=with_deltas,
+        tables={n: on_servers(t, analysis) for n, t in tables.of.items()},
+        sized=lambda sizes: ServerUpdateBuilder(analysis, resized(placement, sizes), 1),
     )
+    geo = _Geo(placement, tables, trainers, mode)
     return PServerPlan(
         main=step.program,
         startup=startup,
@@ -74,12 +109,13 @@ def plan_geo_sgd(
         servers={ep: servers.programs(ep) for ep in endpoints},
         frozen=step.frozen,
         unsent=(),
-        unused_effects=(),
+        unused_effects=whole.unused_effects if tables.of else (),
         shared_state=(),
         runtime_split=True,
         push_every=mode.push_every,
-        make_trainer=lambda k: _trainer_program(step, placement, k, trainers, mode),
-        make_trainer_startup=lambda k: _trainer_startup_program(step, placement, startup, k, trainers, mode),
+        make_trainer=lambda k: geo.on_rows(whole, k) if tables.of else geo.program(step, k),
+        make_trainer_startup=lambda k: geo.startup(step, startup, k),
+        tables=tables,
     )
 
 
@@ -124,74 +160,165 @@ def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
     return dataclasses.replace(work, blocks=blocks)
 
 
-def _trainer_program(step: Cut, placement: Placement, trainer_id: int, trainers: int, mode: Geo) -> Program:
-    """The program of one trainer: the step, and a `send` of its parameters."""
-    source = step.program
-    outs: dict[str, Any] = source.outvars
-    b = Builder(source.jaxpr)
-    b.invars += source.inner.invars
-    for eqn, role in zip(source.eqns, source.roles, strict=True):
-        b.role = role
-        b.keep(eqn)
-    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, mode)
+@dataclasses.dataclass(frozen=True)
+class _Geo:
+    """Writes the programs of trainers.
 
-    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        return _trainer_program(shared(cut(source.specialize_flat(types))), placement, trainer_id, trainers, mode)
+    Attributes:
+      placement: of what is shared.
+      tables: those of it of which a trainer keeps rows.
+    """
 
-    return Program(
-        f"trainer {trainer_id}",
-        b.build([outs[n] for n in source.out_names]),
-        source.args,
-        source.out,
-        tuple(b.roles),
-        b.labels,
-        specializer,
-    )
+    placement: Placement
+    tables: Tables
+    trainers: int
+    mode: Geo
 
+    def program(self, step: Cut, trainer_id: int) -> Program:
+        """The program of one trainer without tables: the step, and a `send` of its parameters."""
+        source = step.program
+        outs: dict[str, Any] = source.outvars
+        b = Builder(source.jaxpr)
+        b.invars += source.inner.invars
+        for eqn, role in zip(source.eqns, source.roles, strict=True):
+            b.role = role
+            b.keep(eqn)
+        outs |= self._send(b, {n: outs[n] for n in step.optimized}, trainer_id)
 
-def _trainer_startup_program(
-    step: Cut, placement: Placement, startup: Program, trainer_id: int, trainers: int, mode: Geo
-) -> Program:
-    """What a trainer starts from: parameters from the servers, and the rest from the init."""
-    b, outs = write_start(startup, [n for n in startup.out_names if n not in step.optimized])
-    outs |= TrainerCommWriter(b, placement, trainer_id, TrainerCommConfig(trainers, sync_mode=False)).start(
-        step.optimized
-    )
-    outs |= _send(b, step.optimized, outs, placement, trainer_id, trainers, mode, starts=True)
-    return Program(
-        f"trainer {trainer_id} startup",
-        b.build([outs[n] for n in startup.out_names]),
-        startup.args,
-        startup.out,
-        tuple(b.roles),
-        b.labels,
-    )
+        def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+            return self.program(shared(cut(source.specialize_flat(types))), trainer_id)
 
+        return Program(
+            f"trainer {trainer_id}",
+            b.build([outs[n] for n in source.out_names]),
+            source.args,
+            source.out,
+            tuple(b.roles),
+            b.labels,
+            specializer,
+        )
 
-def _send(
-    b: Builder,
-    leaves: Sequence[str],
-    values: dict[str, Any],
-    placement: Placement,
-    trainer_id: int,
-    trainers: int,
-    mode: Geo,
-    starts: bool = False,
-) -> dict[str, Any]:
-    """One `send` of parameters; what it gives back."""
-    b.role = RPC
-    table = [placement.blocks[leaf] for leaf in leaves]
-    new = b.bind(
-        geo_send_p,
-        *(values[leaf] for leaf in leaves),
-        epmap=tuple(tuple(x.endpoint for x in blocks) for blocks in table),
-        names=tuple(tuple(x.name for x in blocks) for blocks in table),
-        sections=tuple(tuple(x.rows for x in blocks) for blocks in table),
-        push_every=0 if starts else mode.push_every,
-        block_on_pull=mode.block_on_pull,
-        trainer_id=trainer_id,
-        trainers=trainers,
-        sync_mode=False,
-    )
-    b.labels.update(zip(new, leaves, strict=True))
-    return dict(zip(leaves, new, strict=True))
+    def on_rows(self, step: Cut, trainer_id: int) -> Program:
+        """The program of one trainer with tables: forward, backward and update on the rows of its batch, and a `send`.
+
+        Args:
+          step: with all parameters that the update makes as `optimized`.
+        """
+        source, tables = step.program, self.tables
+        none_of = {n: Var(t) for n, t in no_rows_of(tables, source.inputs).items()}
+        b = Builder(source.jaxpr)
+        b.invars += [none_of.get(n, v) for n, v in source.invars.items()]
+        gradients: dict[str, Any] = {}
+        rows, made = self._half(b, step, gradients, trainer_id)
+        b.labels.update({g: n + GRAD for n, g in gradients.items() if isinstance(g, Var)})
+        here = {n: source.invars[n] for n in (*step.params, *step.opt_state) if n not in none_of}
+        new = write_update(b, step, rows.sizes, here | rows.held, gradients)
+        sent = {n: new[n] for n in shared(step).optimized if n not in tables.of}
+        kept = {n: (rows.uniq[n], *(new[m] for m in (n, *t.zero.state))) for n, t in tables.of.items()}
+        outs = {**source.outvars, **made, **new, **self._send(b, sent, trainer_id, kept), **none_of}
+        without_unused(b, [outs[n] for n in source.out_names])
+
+        def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+            whole = [source.inputs[n] if n in none_of else t for n, t in zip(source.in_names, types, strict=True)]
+            held = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in whole]
+            return self.on_rows(cut(source.specialize_flat(held)), trainer_id)
+
+        return Program(
+            f"trainer {trainer_id}",
+            b.build([outs[n] for n in source.out_names]),
+            source.args,
+            source.out,
+            tuple(b.roles),
+            b.labels,
+            specializer,
+        )
+
+    def _half(
+        self, b: Builder, step: Cut, gradients: dict[str, Any], trainer_id: int
+    ) -> tuple[TableWriter, dict[str, Any]]:
+        """Write forward and backward on rows of tables: who has written it, and results.
+
+        Args:
+          gradients: is given them, by leaf.
+        """
+        source, tables = step.program, self.tables
+        vars_of = source.invars
+        found = find_lookups(step, tables.names)
+        assert not found.refused, found.refused
+        where = {n: self._where(n, trainer_id) for n in tables.of}
+        state = {n: {m: vars_of[m] for m in t.zero.state} for n, t in tables.of.items()}
+        writers: list[TableWriter] = []
+
+        def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Any) -> HalfOnRows:
+            of = {n: vars_of[n] for n in tables.of}
+            writers.append(TableWriter(b, source.jaxpr, found, of, where, eqns, roles, state))
+            return HalfOnRows(writers[0])
+
+        made = write_trainer_half(b, step, step.results, gradients.__setitem__, writer)
+        return writers[0], made
+
+    def startup(self, step: Cut, startup: Program, trainer_id: int) -> Program:
+        """What a trainer starts from: parameters from the servers, no row of a table, and the rest from the init."""
+        none_of = no_rows_of(self.tables, step.program.inputs)
+        own = [n for n in startup.out_names if n not in step.optimized and n not in none_of]
+        b, outs = write_start(startup, own)
+        here = [n for n in step.optimized if n not in none_of]
+        outs |= TrainerCommWriter(
+            b, self.placement, trainer_id, TrainerCommConfig(self.trainers, sync_mode=False)
+        ).start(here)
+        b.role = DIST
+        for n, t in self.tables.of.items():
+            names = (n, *t.zero.state)
+            how = {"types": tuple(none_of[m] for m in names), "write": state_of_rows(startup, t.zero.state)}
+            args = startup.inner.invars if t.zero.state else ()
+            outs |= zip(names, b.bind(geo_init_p, *args, **self._where(n, trainer_id), **how), strict=True)
+        outs |= self._send(b, {n: outs[n] for n in here}, trainer_id, starts=True)
+        return Program(
+            f"trainer {trainer_id} startup",
+            b.build([outs[n] for n in startup.out_names]),
+            startup.args,
+            startup.out,
+            tuple(b.roles),
+            b.labels,
+        )
+
+    def _where(self, table: str, trainer_id: int) -> dict[str, Any]:
+        """Where the rows of a table are, and who asks for them."""
+        blocks = self.placement.blocks[table]
+        names = tuple(x.name for x in blocks)
+        return {**where_rows_are(table, blocks), "names": names, **self._me(trainer_id)}
+
+    def _me(self, trainer_id: int) -> dict[str, Any]:
+        return {"trainer_id": trainer_id, "trainers": self.trainers, "sync_mode": False}
+
+    def _send(
+        self,
+        b: Builder,
+        values: Mapping[str, Any],
+        trainer_id: int,
+        kept: Mapping[str, Sequence[Any]] = {},
+        starts: bool = False,
+    ) -> dict[str, Any]:
+        """One `send` of parameters; what it gives back.
+
+        Args:
+          values: of the parameters.
+          kept: of each table, the numbers of the rows that were looked up, what they have become, and their state.
+        """
+        b.role = RPC
+        table = [self.placement.blocks[leaf] for leaf in values]
+        of_tables = {"tables": tuple((n, len(x) - 1) for n, x in kept.items())} if kept else {}
+        new = b.bind(
+            geo_send_p,
+            *values.values(),
+            *(x for of in kept.values() for x in of),
+            epmap=tuple(tuple(x.endpoint for x in blocks) for blocks in table),
+            names=tuple(tuple(x.name for x in blocks) for blocks in table),
+            sections=tuple(tuple(x.rows for x in blocks) for blocks in table),
+            push_every=0 if starts else self.mode.push_every,
+            block_on_pull=self.mode.block_on_pull,
+            **of_tables,
+            **self._me(trainer_id),
+        )
+        b.labels.update(zip(new, values, strict=True))
+        return dict(zip(values, new, strict=True))

@@ -133,6 +133,8 @@ class Geo:
       block_on_pull: let that step wait for what others have changed; otherwise it is in the results of the first step
         that finds it there.
 
+    Of a table (`sparse=`) a trainer keeps the rows that it has looked up; it gives and is told of rows.
+
     Raises:
       ConfigError: a value that is out of range.
 

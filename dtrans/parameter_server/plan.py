@@ -289,15 +289,27 @@ class PServerPlan(Plan):
         whole = [b for b in self.placement.table if not b.is_table]
         push = sum(b.nbytes for b in whole if b.leaf not in unsent)
         push += sum(n for told in self.arguments.values() for n in told.values())
-        looked_up = {n: t.lookups.size for n, t in self.tables.of.items()}
-        rows = sum(size * self._row_bytes[n] for n, size in looked_up.items())
-        ids = sum(size * self._id_bytes for size in looked_up.values())
-        return {"send": push + rows + ids, "recv": sum(b.nbytes for b in whole) + rows}
+        sends, receives = (sum(of[i] for of in self._moved_rows.values()) for i in (0, 1))
+        return {"send": push + sends, "recv": sum(b.nbytes for b in whole) + receives}
 
     @property
-    def _row_bytes(self) -> dict[str, int]:
-        """Of one row of each table."""
-        return {n: self.placement.blocks[n][0].nbytes // self.placement.blocks[n][0].rows for n in self.tables.of}
+    def _moved_rows(self) -> dict[str, tuple[int, int]]:
+        """Bytes that one trainer sends and receives at most of each table.
+
+        In GEO-SGD they are those of `push_every` steps, where none of its rows was looked up before, and where all
+        trainers make as many steps.
+        """
+        found = {}
+        for n, t in self.tables.of.items():
+            first, size = self.placement.blocks[n][0], t.lookups.size
+            row = first.nbytes // first.rows
+            if not self.push_every:
+                found[n] = size * (row + self._id_bytes), size * row
+                continue
+            touched = min(t.lookups.rows, self.push_every * size)
+            changed = min(t.lookups.rows, (self.trainers - 1) * touched)
+            found[n] = touched * (row + 2 * ID), touched * row + changed * (row + ID)
+        return found
 
     @property
     def _id_bytes(self) -> int:
@@ -375,7 +387,9 @@ class PServerPlan(Plan):
         for i, values in enumerate(self.rounds):
             told = sum(r.nbytes for r in values)
             notes.append(f"round {i + 1} among pservers: {len(values)} values, {told:,} bytes from each at most")
-        notes += notes_of(self.tables, self._row_bytes, self._id_bytes)
+        notes += notes_of(
+            self.tables, {n: sum(x) for n, x in self._moved_rows.items()}, f" {often}" * bool(self.push_every)
+        )
         for leaf, reason in self.placement.whole.items():
             notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
         where: dict[str, list[str]] = {}

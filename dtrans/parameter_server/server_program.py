@@ -67,7 +67,7 @@ class ServerProgramWriter:
         """The main and startup program of one server."""
         work = self.work(endpoint)
         main = self.main(endpoint, work)
-        return ServerPrograms(main, self.init(endpoint, work.held), {n: work.held[n] for n in main.in_names})
+        return ServerPrograms(main, self.init(endpoint, work), {n: work.held[n] for n in main.in_names})
 
     def work(self, endpoint: str) -> ServerWork:
         """What one server does and holds."""
@@ -95,11 +95,11 @@ class ServerProgramWriter:
             optimize_blocks=work.blocks,
             state_names=spec.names,
             param_names=(*(x.name for u in units for x in u.blocks if not x.is_table), *asked),
-            **self._tables(endpoint, work.held),
+            **self._tables(endpoint, work),
         )
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 
-    def _tables(self, endpoint: str, held: Mapping[str, ServerVariable]) -> dict[str, Any]:
+    def _tables(self, endpoint: str, work: ServerWork) -> dict[str, Any]:
         """What a server knows of its blocks of tables, as a parameter of its equation; nothing where nobody has any."""
         if not self.tables or self.sized is None:
             return {}
@@ -113,17 +113,17 @@ class ServerProgramWriter:
             (eqn,) = again.main(endpoint, again.work(endpoint)).eqns
             return eqn.replace(params={**eqn.params, "tables": ServedTables({}, of_sizes)})
 
-        return {"tables": ServedTables(self._table_blocks(endpoint, held), of_sizes)}
+        return {"tables": ServedTables(self._table_blocks(endpoint, work), of_sizes)}
 
-    def _table_blocks(self, endpoint: str, held: Mapping[str, ServerVariable]) -> dict[str, TableBlock]:
+    def _table_blocks(self, endpoint: str, work: ServerWork) -> dict[str, TableBlock]:
         """The blocks of tables of a server, by their names."""
-        served = {}
+        served, held = {}, work.held
+        sent = {(g.leaf, g.index): g.sent for block in work.blocks for g in block.grads}
         for b in (b for u in self.slicer.placement.units[endpoint] for b in u.blocks if b.is_table):
             table = self.tables[b.leaf]
             assert b.span is not None
             beside = [n for n, x in held.items() if x.beside and (x.of, x.block) == (b.leaf, b.index)]
             rows = (b.name, *map(b.named, table.zero.state), *beside)
-            gradients = {k: b.gradient(k, self.slicer.trainers) for k in range(self.slicer.trainers)}
             rests = table.zero.rests
             if rests is not None:
                 rests = {**{b.named(n): number for n, number in rests.items()}, **dict.fromkeys(beside, 0)}
@@ -132,29 +132,31 @@ class ServerProgramWriter:
                 b.name,
                 b.span,
                 rows,
-                gradients,
+                sent[b.leaf, b.index],
                 table.whole,
                 table.catches_up,
                 rests,
                 {b.named(n): c for n, c in table.decays.items()},
                 table.limit and -(-table.limit * b.rows // table.lookups.rows),
-                table.staleness,
+                leaf_moves=b.leaf in table.zero.moves,
+                kept=table.kept,
+                staleness=table.staleness,
             )
         return served
 
-    def init(self, endpoint: str, held: Mapping[str, ServerVariable]) -> Program:
+    def init(self, endpoint: str, work: ServerWork) -> Program:
         """The program that makes the server's initial values: its rows of the single-device init.
 
         Those of tables whose updates are of some rows alone are not made before somebody asks for them.
         """
-        inner = self.startup.inner
+        inner, held = self.startup.inner, work.held
         made = self.startup.outvars
         spec = TreeSpec.of({n: x.cut(self.types[x.of]) for n, x in held.items()})
         b = Builder(self.startup.jaxpr)
         b.invars += inner.invars
         b.role = FORWARD
         found: dict[str, Atom] = {}
-        for table in self._table_blocks(endpoint, held).values():
+        for table in self._table_blocks(endpoint, work).values():
             if self._can_be_new(table, held):
                 types = tuple(held[n].cut(self.types[held[n].of]) for n in table.held)
                 write = RowsProgram(functools.partial(self._rows, table, held))

@@ -165,6 +165,11 @@ def write_start(startup: Program, own: Sequence[str]) -> tuple[Builder, dict[str
     return b, outs
 
 
+def where_rows_are(table: str, blocks: Sequence[Block]) -> dict[str, Any]:
+    """Where the rows of a table are, as an equation says it."""
+    return {"table": table, "epmap": tuple(x.endpoint for x in blocks), "spans": tuple(x.span for x in blocks)}
+
+
 class TrainerCommWriter:
     """Writes the communication of one trainer into a program."""
 
@@ -194,15 +199,7 @@ class TrainerCommWriter:
 
     def _rows_of(self, leaf: str) -> dict[str, Any]:
         """Where the rows of a table are."""
-        blocks = self.placement.blocks[leaf]
-        spans = tuple(x.span for x in blocks)
-        return {
-            "table": leaf,
-            "epmap": tuple(x.endpoint for x in blocks),
-            "spans": spans,
-            **self._beside,
-            **self.common,
-        }
+        return {**where_rows_are(leaf, self.placement.blocks[leaf]), **self._beside, **self.common}
 
     @property
     def _beside(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
 from dtrans.parameter_server.server_program import ServerProgramWriter
 from dtrans.parameter_server.tables.choose import choose_tables
-from dtrans.parameter_server.tables.options import Rows, check_sparse, check_tables_mode
+from dtrans.parameter_server.tables.options import Rows, check_sparse, check_staleness
 from dtrans.parameter_server.tables.touched_rows import of_tables, resized
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, trainer_program, trainer_startup_program
 from dtrans.rows.analysis import analyse
@@ -98,11 +98,11 @@ def pserver(
         average them. In asynchronous modes the newest counts. With `dtrans.Geo` a batch is each trainer's own.
       sparse: leaves of which trainers have only the rows that a step looks up, as tables of embeddings: their names,
         each with a `dtrans.Rows`; or "auto": all that a step reads by rows alone, of which it looks up a fourth at
-        most. A trainer asks for the rows of its batch before forward, and sends the gradient of these, in any mode but
-        `dtrans.Geo`. None: trainers have all leaves.
+        most. A trainer asks for the rows of its batch before forward, and sends the gradient of these; with
+        `dtrans.Geo` it keeps them, and sends what has changed in them. None: trainers have all leaves.
 
     Raises:
-      ConfigError: an option that is out of range; an exact step that these trainers cannot take; tables with GEO-SGD.
+      ConfigError: an option that is out of range; an exact step that these trainers cannot take; no table.
       BatchError: arrays of an exact step's batch that differ in their number of rows.
       GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or a result is computed
         from them, which each of several trainers would do from its own.
@@ -130,7 +130,7 @@ def pserver(
     main, startup = of_two_parts(main, startup)
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
-    check_tables_mode(sparse := check_sparse(sparse), mode)
+    check_staleness(sparse := check_sparse(sparse), mode)
     options: dict[str, Any] = {"mode": mode, "placement": placement, "on_trainer_exit": on_trainer_exit, "batch": batch}
     options |= {"trainers": trainers, "pservers": len(endpoints), "sparse": sparse}
     plain = cut(main)
@@ -138,7 +138,8 @@ def pserver(
     check_arguments(plain, batch, trainers, on_trainer_exit)
     shared = shared_by(plain, batch, trainers, mode)
     if isinstance(mode, Geo):
-        return dataclasses.replace(plan_geo_sgd(plain, startup, endpoints, trainers, mode, placement), options=options)
+        planned = plan_geo_sgd(plain, startup, endpoints, trainers, mode, placement, sparse)
+        return dataclasses.replace(planned, options=options)
     step = plain if shared is None or shared.proven else cut(shared.step.program)
     comm = trainer_comm(step, trainers, mode, batch)  # how trainers talk to servers
     summed: tuple[str, ...] = ()

@@ -13,6 +13,9 @@ which is one lock for each block and more: no update is lost, as it is where thr
 
 Rows of tables are asked for before (`prefetch`), and are what they are then; their gradients come as others do.
 
+Trainers of GEO-SGD keep the rows that they have asked for, and send what they have changed in some. Who asks for
+parameters is told, before the answer, of the rows that it has and that others have changed since (`changed_rows`).
+
 Where gradients are compensated for their delay (`dtrans.parameter_server.dc_asgd`), what a trainer receives is kept for
 it; of rows of tables, until their gradients are used.
 
@@ -34,6 +37,8 @@ from dtrans.errors import PeerError, WireError
 from dtrans.ops import BACKUP, MAX_MERGED, backup_of
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.changed_rows import UnseenChanges
+from dtrans.protocol.held_tables import HeldTables, check_eviction, evict
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.presence import Presence, Say, answer, log, wanted
 from dtrans.protocol.row_requests import RowRequests
@@ -60,6 +65,9 @@ class AsyncServer:
       state: name to array; the initial values.
       trainers: of the server.
       say: sends a message.
+
+    Attributes:
+      tables: what the server has of tables, if any.
     """
 
     step = 0  # that trainers are welcomed at; each counts its own
@@ -78,7 +86,9 @@ class AsyncServer:
         self._steps: dict[int, _Step] = {}
         self._pool = BufferPool()
         self._requests = RowRequests(served.endpoint, served.tables)
+        self._changed = UnseenChanges(served.tables, trainers.count)
         self._failed: set[int] = set()
+        self.tables: HeldTables | None = None
 
     # -- what trainers say -----------------------------------------------------------------------
 
@@ -113,6 +123,8 @@ class AsyncServer:
             assert step.values is not None
             self.state |= self._blocks.apply(block, given, self.state, step.values)
             step.used.add(block)
+            if block in self._changed.tables:
+                self._changed.changed(k, block, given[self._served.tables[block].gradients[k]].ids)
         if len(full) == len(step.grads.memory):
             step.number += 1
             step.grads.clear()
@@ -137,6 +149,7 @@ class AsyncServer:
             rows = self._blocks.rows(name, ids, self.state, train=train)
             if train:
                 self._requests.answered(k, name, ids, rows)
+                self._changed.asked(k, name, ids)
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=message["step"], table=name)
 
     def row_ids(self, k: int, message: wire.Message) -> None:
@@ -144,6 +157,13 @@ class AsyncServer:
         step = self._step_of(k)
         self._check_number(k, message)
         self._requests.follows(k, message, step.grads)
+
+    def evict(self, k: int, message: wire.Message) -> None:
+        """Give up rows of a table that no update was made of for long, and of which no gradient is to come."""
+        name, unused_for = check_eviction(self.endpoint, self._served.tables, k, message)
+        self._check_number(k, message)
+        told = evict(self.tables, name, unused_for, self._requests.under_way(name))
+        self._say(self._trainers.known[k].address, "evicted", **told)
 
     def check_between(self, k: int, message: wire.Message) -> None:
         """Raise WireError unless a trainer is between two steps."""
@@ -154,9 +174,24 @@ class AsyncServer:
         t = self._trainers.known[k]
         self._check_step(k, message)
         t.wants = wanted(self._served, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        if "changed" in message.fields:
+            self._tell_changed(k, message)
         values = {n: np.asarray(self.state[n]) for n in t.wants}
         self.state |= {backup_of(n, k): self.state[n] for n in self._served.backed.intersection(t.wants)}
         answer(self._say, t, message["step"], values)
+
+    def _tell_changed(self, k: int, message: wire.Message) -> None:
+        """Tell a trainer which of its rows others have changed, and what they are; or note that it has none."""
+        if not self._changed.tables:
+            raise WireError(f"trainer {k} keeps rows, and pserver {self.endpoint} has no table of which it may")
+        if not message["changed"]:
+            self._changed.forget(k)
+            return
+        for name in self._changed.tables:
+            ids = self._changed.take(k, name)
+            news = [("ids", ids), ("rows", self._blocks.rows(name, ids, self.state, train=False))]
+            fields = {"step": message["step"], "table": name, "count": len(ids)}
+            self._say(self._trainers.known[k].address, "changed", news, **fields)
 
     def _check_number(self, k: int, message: wire.Message) -> None:
         number = self._step_of(k).number
@@ -180,6 +215,7 @@ class AsyncServer:
         if self._step_of(k).grads.begun:
             log.warning("pserver %s used only what was whole of the last step of trainer %d", self.endpoint, k)
         self._requests.used(k, self._step_of(k).grads)
+        self._changed.forget(k)
 
     def abort(self, k: int, message: wire.Message) -> None:
         """Let a trainer leave that has failed."""
@@ -191,6 +227,7 @@ class AsyncServer:
         self._trainers.known[k].done = self._trainers.known[k].failed = True
         self._failed.add(k)
         self._requests.used(k, self._step_of(k).grads)
+        self._changed.forget(k)
         if len(self._failed) == self._trainers.count:
             raise PeerError(reason)
         log.warning("pserver %s goes on without a trainer: %s", self.endpoint, reason)

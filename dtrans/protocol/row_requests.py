@@ -112,6 +112,11 @@ class RowRequests:
         self._ids[k, gradient] = ids
         grads.renew(gradient, np.empty((len(ids), *table.row), table.dtype))
 
+    def under_way(self, name: str) -> np.ndarray:
+        """The rows of a block of which trainers are to send gradients that were not used yet."""
+        ids = [self._ids.get((k, gradient), ()) for k, gradient in self._tables[name].gradients.items()]
+        return np.unique(np.concatenate([np.asarray(x, np.int32) for x in ids]))
+
     def gradients(self, k: int, grads: Inbox) -> dict[str, Any]:
         """The gradients of trainer k, by name: those of tables with the numbers of their rows."""
         none = np.empty(0, np.int32)

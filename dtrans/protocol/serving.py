@@ -18,13 +18,17 @@ from typing import Any
 from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.held_tables import tell_changes, tell_report
 from dtrans.protocol.presence import Presence, Say
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.sync_server import SyncServer
 
 
 # methods of each kind of servers that takes them
-TRAINER_OPS = ("send", "send_barrier", "recv", "exchange", "prefetch", "row_ids", "save", "complete", "abort")
+TRAINER_OPS = (
+    *("send", "send_barrier", "recv", "exchange", "prefetch", "row_ids", "complete", "abort"),
+    *("save", "tables", "changed_since", "evict"),  # between two steps
+)
 
 
 class Serving:
@@ -89,8 +93,9 @@ class Serving:
             k = self.trainers.speaker(address, message)
             if message.op not in TRAINER_OPS:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
-            if message.op == "save":
-                self._save(address, k, message)
+            if message.op in ("save", "tables", "changed_since"):
+                self.kind.check_between(k, message)
+                self._tell(address, message)
                 return
             for part in (message, *_following(message)):
                 take = getattr(self.kind, part.op, None)
@@ -98,10 +103,14 @@ class Serving:
                     raise WireError(f"a `{part.op}` message, which {self.kind.word} servers do not take")
                 take(k, part)
 
-    def _save(self, address: bytes, k: int, message: wire.Message) -> None:
-        """Save what the server holds, as it is between two steps of a trainer."""
-        self.kind.check_between(k, message)
-        self._say(address, "saved", name=message["name"], error=self._why_not_saved(message["name"]))
+    def _tell(self, address: bytes, message: wire.Message) -> None:
+        """Save what the server holds, as it is between two steps of a trainer, or tell what it has of tables."""
+        if message.op == "save":
+            self._say(address, "saved", name=message["name"], error=self._why_not_saved(message["name"]))
+        elif message.op == "tables":
+            tell_report(self.kind.tables, self._say, address)
+        else:
+            tell_changes(self.kind.tables, self._say, address, message)
 
     def _why_not_saved(self, name: str) -> str:
         """Save what the server holds; why that cannot be, or nothing."""

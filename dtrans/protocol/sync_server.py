@@ -12,6 +12,7 @@ updates are made of.
 
     before:              prefetch...                  where a step looks up rows of tables; also of a later step
     in the middle:       exchange...                  where a step is not made of its parts
+    between two steps:   evict                        where rows of tables are given up; all trainers say so
 
     every other server:  peer                         once
                          partials...                  every step and level
@@ -36,6 +37,7 @@ import numpy as np
 from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.held_tables import HeldTables, check_eviction, evict
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.presence import Presence, Say, answer, named, wanted
 from dtrans.protocol.row_requests import RowRequests
@@ -52,6 +54,12 @@ class _Turn:
     grads: Inbox
     at_barrier: bool = False
     waits: bool = False
+    looks_up: bool = False  # whether it has asked for rows that it trains
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is in the middle of this step."""
+        return self.at_barrier or self.looks_up or self.grads.begun
 
 
 class SyncServer:
@@ -62,6 +70,9 @@ class SyncServer:
       update: makes new state of gradients.
       trainers: of the server.
       say: sends a message.
+
+    Attributes:
+      tables: what the server has of tables, if any.
     """
 
     word = "synchronous"
@@ -88,6 +99,8 @@ class SyncServer:
         of = {k: {names[k] for names in served.sent} - of_rows for k in range(trainers.count)}
         self._turns = {k: _Turn(self._inbox(k, names)) for k, names in of.items()}
         self._rounds = TrainerRounds(trainers.count)
+        self.tables: HeldTables | None = None
+        self._evictions: dict[int, tuple[str, int]] = {}  # what trainers give up, who wait for the others to say so
         self._spent: set[int] = set()  # of those who left, whose last gradients have counted
 
     def _inbox(self, k: int, names: Collection[str]) -> Inbox:
@@ -108,6 +121,7 @@ class SyncServer:
         turn = self._in_turn(k, message)
         if turn.at_barrier:
             raise WireError(f"gradients of step {self.step} after its send_barrier")
+        self._check_none_evicts(k)
         if not turn.grads.begun:
             for name, ids in self._ahead.begin(k, self.step):
                 self._requests.begin(k, message, name, ids, turn.grads)
@@ -139,11 +153,14 @@ class SyncServer:
         turn = self._in_turn(k, message)
         if turn.at_barrier:
             raise WireError(f"a `prefetch` of step {self.step} after its send_barrier")
+        ahead = message.fields.get("ahead")
+        if message["train"] and ahead is None:
+            self._check_none_evicts(k)
         asked = self._requests.take(k, message, turn.grads)
+        turn.looks_up |= message["train"] and ahead is None
         if asked is None:
             return
         name, ids, train = asked
-        ahead = message.fields.get("ahead")
         if ahead is not None:
             self._ahead.check(k, name, self.step, ahead)
         rows = self._update.rows(name, ids, train=train)
@@ -160,6 +177,50 @@ class SyncServer:
         blocks, fields = due.message(rows)
         self._say(self._trainers.known[due.trainer].address, "rows", blocks, step=self.step, **fields)
 
+    def evict(self, k: int, message: wire.Message) -> None:
+        """Give up rows of a table that no step has updated for long, when all trainers have said so."""
+        said = check_eviction(self.endpoint, self._served.tables, k, message)
+        if self._in_turn(k, message).begun:
+            raise WireError(f"an `evict` in the middle of step {self.step}")
+        if k in self._evictions:
+            raise WireError("a second `evict`, and the first was not answered")
+        for other, before in self._evictions.items():
+            if before != said:
+                raise PeerError(
+                    f"after step {self.step} trainer {k} gives up rows of {said[0]} that were not used for {said[1]} "
+                    f"steps, and trainer {other} those of {before[0]} for {before[1]}: all trainers call job.evict "
+                    "alike, between the same two steps"
+                )
+        self._evictions[k] = said
+        for other in self._trainers.present:
+            if self._turns[other].begun:
+                self._check_none_evicts(other)
+        self._check_left(k)
+        self._evict_if_all_said()
+
+    def _check_none_evicts(self, k: int) -> None:
+        """Raise PeerError where trainer k goes on and another one waits for all to give rows up."""
+        if self._evictions:
+            other = min(self._evictions)
+            raise PeerError(
+                f"trainer {other} gives up rows of {self._evictions[other][0]} after step {self.step}, and trainer {k} "
+                "goes on without: all trainers call job.evict, between the same two steps"
+            )
+
+    def _evict_if_all_said(self) -> None:
+        """Give rows up when all trainers have come, and those who have not left have said so."""
+        present = self._trainers.present
+        if not self._evictions or not self._all_came or not set(present) <= self._evictions.keys():
+            return
+        (name, unused_for), *_ = self._evictions.values()
+        asked = sorted(self._evictions)
+        self._evictions.clear()
+        self._late_since = None
+        told = evict(self.tables, name, unused_for, np.empty(0, np.int32))
+        self._ahead.forget_rows(name)  # as trainers do when they are told
+        for k in asked:
+            self._say(self._trainers.known[k].address, "evicted", **told)
+
     def check_between(self, k: int, message: wire.Message) -> None:
         """Raise WireError unless a trainer is between two steps, and so the server between two updates."""
         if self._in_turn(k, message).at_barrier:
@@ -169,6 +230,8 @@ class SyncServer:
         """Take a request for parameters."""
         t, turn, step = self._trainers.known[k], self._turns[k], message["step"]
         wants = wanted(self._served, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        if "changed" in message.fields:
+            raise WireError(f"trainer {k} keeps rows, which no trainer of a synchronous pserver does")
         if step not in (self.step, self.step + 1) or (step > self.step and not turn.at_barrier):
             raise WireError(f"`recv` of step {step}, pserver {self.endpoint} is at {self.step}")
         t.wants, turn.waits = wants, True
@@ -189,6 +252,7 @@ class SyncServer:
             raise PeerError(self._unequal(k, min(waiting)))
         if not self.step:
             self._forget([k])  # it never sent a gradient, and the memory for it holds anything
+        self._evict_if_all_said()
         self._step_if_all_sent()
         self._exchange_if_all_sent()
 
@@ -206,8 +270,8 @@ class SyncServer:
         return [k for k in self._trainers.known if self._turns[k].at_barrier]
 
     def _waiting(self) -> list[int]:
-        """The trainers that wait for others: at the barrier, or in an exchange."""
-        return self._at_barrier() + self._rounds.waiting()
+        """The trainers that wait for others: at the barrier, in an exchange, or to give rows up."""
+        return self._at_barrier() + self._rounds.waiting() + list(self._evictions)
 
     def _doing(self, k: int) -> str:
         """A trainer, and how far it is in this step, for a message about waiting for it."""
@@ -294,7 +358,7 @@ class SyncServer:
         self.step += 1
         self._late_since = None
         for turn in self._turns.values():
-            turn.at_barrier = False
+            turn.at_barrier = turn.looks_up = False
             turn.grads.clear()
         self._forget(self._trainers.left)
         for due in self._ahead.made(self.step, self._touched):
@@ -365,6 +429,8 @@ class SyncServer:
             late = absent + [k for k in self._trainers.present if k not in waiting]
             number = self._rounds.number
             due = "gradients" if number is None else f"the exchange of round {number}"
+            if self._evictions:
+                due = "job.evict before gradients"
             what = f"{due} of step {self.step + 1} from {', '.join(map(self._doing, late))}"
         else:
             missing = self.peers.missing(self.step, exchange)

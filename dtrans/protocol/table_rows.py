@@ -23,7 +23,7 @@ def unique_ids(ids: Sequence[Any], *, table: str, rows: int, size: int, whose: s
       whose: the arrays are, for an error: " of trainer 1's part".
 
     Raises:
-      BatchError: a number of a row that the table does not have.
+      BatchError: a number of a row that the table does not have, or one that is no integer.
 
     Example:
       >>> import numpy as np
@@ -37,6 +37,9 @@ def unique_ids(ids: Sequence[Any], *, table: str, rows: int, size: int, whose: s
     """
     arrays = [np.asarray(x) for x in ids]
     for i, x in enumerate(arrays):
+        if not np.issubdtype(x.dtype, np.integer):
+            first = f"row {x.flat[0]} at [{', '.join('0' * x.ndim)}]{whose}, " if x.size else ""
+            raise BatchError(f"lookup {i} of {table} asks for {first}of {x.dtype.name}: numbers of rows are integers")
         if x.size and (x.min() < 0 or x.max() >= rows):
             at = np.unravel_index(np.argmax((x < 0) | (x >= rows)), x.shape)
             raise BatchError(
@@ -78,6 +81,9 @@ class BlockRowSet(Protocol):
     def local(self, ids: np.ndarray) -> np.ndarray:
         """Where rows of these are among them, by their numbers in the table."""
 
+    def in_leaf(self, places: np.ndarray) -> np.ndarray:
+        """The numbers of rows in the table, by where they are among these."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RowRun:
@@ -93,6 +99,10 @@ class RowRun:
     def local(self, ids: np.ndarray) -> np.ndarray:
         """Where rows of these are among them, by their numbers in the table."""
         return ids - self.start
+
+    def in_leaf(self, places: np.ndarray) -> np.ndarray:
+        """The numbers of rows in the table, by where they are among these."""
+        return places + self.start
 
 
 def runs_of(sections: Sequence[int]) -> list[RowRun]:

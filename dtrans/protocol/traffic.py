@@ -10,6 +10,8 @@ way is bounded: servers that are slower than steps make the queue fill up, its g
 Rows of tables are asked for at once, whatever waits, and are what they are then. Gradients of rows wait as others do;
 merged, they are of the rows of all of them, whose numbers go before.
 
+A trainer of GEO-SGD keeps rows. With its parameters it asks for those of them that others have changed.
+
 Source: `AsyncCommunicator` and `HalfAsyncCommunicator` in paddle/fluid/operators/distributed/communicator.cc.
 """
 
@@ -25,6 +27,7 @@ import numpy as np
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import wire
+from dtrans.protocol.changed_rows import ChangedInbox, KeptBlock
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.table_rows import BlockRowSet, WantedRows, merged_rows
@@ -75,6 +78,7 @@ class _Pull:
     whole: dict[str, np.ndarray]
     missing: dict[str, Inbox]  # the endpoints whose blocks are not all here
     at: dict[str, int]  # the step that each endpoint was asked at
+    changed: ChangedInbox  # rows that others have changed
 
 
 @dataclasses.dataclass
@@ -96,6 +100,7 @@ class Traffic:
       deadline: seconds that parameters may be on their way.
       name: of the trainer.
       room: gives memory to receive into: (key, shape, dtype) -> array.
+      kept: the tables of which the trainer keeps rows, by a key of the caller's.
 
     Attributes:
       sent: how many steps were.
@@ -110,6 +115,7 @@ class Traffic:
         deadline: float,
         name: str,
         room: Callable[[str, Sequence[int], Any], np.ndarray],
+        kept: Mapping[str, Leaf] = {},
     ) -> None:
         self.config = config
         self.sent = 0
@@ -119,6 +125,12 @@ class Traffic:
         self._ahead = 0  # groups sent since parameters were asked for
         self._pull: _Pull | None = None
         self._lookup: _Lookup | None = None
+        self._kept = {
+            (ep, name): KeptBlock(key, span, x.shape[1:], x.dtype)
+            for key, x in kept.items()
+            for ep, name, span in zip(x.endpoints, x.names, x.spans, strict=True)
+        }
+        self._keeping = {ep for ep, _ in self._kept}
 
     @property
     def pulling(self) -> bool:
@@ -148,10 +160,14 @@ class Traffic:
         for endpoint, blocks in wanted.items():
             line = self._lines[endpoint]
             table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
-            line.tell("recv", step=line.step, **({} if endpoint in self._asked else {"blocks": table}))
-            self._asked.add(endpoint)
+            # at first it has no rows
+            fields: dict[str, Any] = {"changed": bool(self._asked)} if endpoint in self._keeping else {}
+            fields |= {} if endpoint in self._asked else {"blocks": table}
+            line.tell("recv", step=line.step, **fields)
+        changed = ChangedInbox(self._kept if self._asked else {})
+        self._asked.update(wanted)
         inboxes = {ep: Inbox(blocks, functools.partial(_NOT_ASKED, ep)) for ep, blocks in wanted.items()}
-        self._pull = _Pull(now, self.sent, whole, inboxes, {ep: self._lines[ep].step for ep in wanted})
+        self._pull = _Pull(now, self.sent, whole, inboxes, {ep: self._lines[ep].step for ep in wanted}, changed)
         self._ahead = 0
 
     def may_take(self, waiting: int, now: float) -> int:
@@ -219,8 +235,12 @@ class Traffic:
             return
         if pull is None or endpoint not in pull.missing:
             raise PeerError(f"pserver {endpoint} sent {self._name} a `{message.op}` that it did not ask for")
+        if message.op == "changed" and message["step"] == pull.at[endpoint]:
+            pull.changed.take(endpoint, message)
+            return
         if message.op != "blocks" or message["step"] != pull.at[endpoint]:
             raise PeerError(f"pserver {endpoint} answered `recv` of {self._name} with `{message.op}`")
+        pull.changed.check_whole(endpoint)
         pull.missing[endpoint].take(message)
         if not pull.missing[endpoint].missing():
             del pull.missing[endpoint]
@@ -235,12 +255,15 @@ class Traffic:
         if not lookup.missing:
             self._lookup = None
 
-    def whole(self) -> tuple[int, dict[str, np.ndarray]] | None:
-        """The parameters that have just come whole, and how many steps were sent before they were asked for."""
+    def whole(self) -> tuple[int, dict[str, Any]] | None:
+        """The parameters that have just come whole, and how many steps were sent before they were asked for.
+
+        Of tables of which the trainer keeps rows, those that others have changed: a `RowGradient`.
+        """
         if self._pull is None or self._pull.missing:
             return None
         pull, self._pull = self._pull, None
-        return pull.steps, pull.whole
+        return pull.steps, {**pull.whole, **pull.changed.rows()}
 
     def look(self, now: float) -> None:
         """Raise DeadlineError where what is on its way is too late."""

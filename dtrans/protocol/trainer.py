@@ -21,6 +21,7 @@ import numpy as np
 
 from dtrans.errors import PeerError, StateError
 from dtrans.protocol import rows_ahead, wire
+from dtrans.protocol.held_tables import TableReport, reports_of
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.table_rows import WantedRows
 from dtrans.protocol.trainer_line import TrainerLine
@@ -172,6 +173,13 @@ class TrainerSteps:
         found = self._collect(now, table)
         return found if np.array_equal(found.uniq, uniq) else None
 
+    def _forget_announced(self, blocks: Sequence[tuple[str, str]]) -> None:
+        """Forget the rows of blocks that were announced: servers have given some up."""
+        for step, tables in self._announced.items():
+            for x in [x for x in tables.values() if (x.wanted[0][0], x.wanted[0][1]) in blocks]:
+                for endpoint, name, *_ in tables.pop(x.table).wanted:
+                    self._line(endpoint).ahead.forget(name, step)
+
     def _collect(self, step: int, table: str) -> LookedUp:
         found = self._announced[step].pop(table)
         for endpoint, name, *_ in found.wanted:
@@ -217,6 +225,66 @@ class TrainerSteps:
             failed |= {endpoint: message["error"]} if message["error"] else {}
         for endpoint, why in failed.items():  # when all have answered: the job may go on
             raise PeerError(f"pserver {endpoint} has not saved its part of checkpoint {name}: {why}")
+
+    def tables(self, endpoints: Sequence[str]) -> Waiting[list[TableReport]]:
+        """What servers have of tables, between two steps."""
+        found = []
+        for endpoint in endpoints:
+            self._line(endpoint).tell("tables", step=self._line(endpoint).step)
+        for endpoint in endpoints:
+            message = yield self._line(endpoint), "what it has of tables"
+            if message.op != "report":
+                raise PeerError(f"pserver {endpoint} answered `tables` with `{message.op}`")
+            found += reports_of(message["tables"])
+        return found
+
+    def evict(self, blocks: Sequence[tuple[str, str]], unused_for: int) -> Waiting[int]:
+        """Let servers give up rows of blocks that no step has updated for so many; how many they are.
+
+        Args:
+          blocks: server and name of each.
+        """
+        count, failed = 0, dict[str, str]()
+        for endpoint, name in blocks:  # one by one: all trainers are in one eviction at a time
+            line = self._line(endpoint)
+            line.tell("evict", step=line.step, table=name, unused_for=unused_for)
+            message = yield line, f"rows of {name} to be given up after step {line.step}"
+            if message.op != "evicted" or message["table"] != name:
+                raise PeerError(f"pserver {endpoint} answered `evict` of {name} with `{message.op}`")
+            count += message["count"]
+            failed |= {endpoint: message["error"]} if message["error"] else {}
+        self._forget_announced(blocks)
+        for endpoint, why in failed.items():  # when all have answered: the job may go on
+            raise PeerError(f"pserver {endpoint} has not given up rows: {why}")
+        return count
+
+    def changed(
+        self, blocks: Sequence[tuple[str, str]], since: int
+    ) -> Waiting[list[tuple[int, np.ndarray, np.ndarray]]]:
+        """Of each block: its step, the rows that steps after one have changed, and those that were given up since.
+
+        Args:
+          blocks: server and name of each.
+        """
+        found, failed = [], dict[str, str]()
+        for endpoint, name in blocks:
+            line = self._line(endpoint)
+            line.tell("changed_since", step=line.step, table=name, since=since)
+            inbox: Inbox | None = None
+            while inbox is None or inbox.missing():
+                message = yield line, f"which rows of {name} have changed since step {since}"
+                if message.op != "changes" or message["table"] != name:
+                    raise PeerError(f"pserver {endpoint} answered `changed_since` of {name} with `{message.op}`")
+                if inbox is None:
+                    sizes = {"ids": message["count"], "gone": message["gone"]}
+                    memory = {n: np.empty(size, np.int32) for n, size in sizes.items()}
+                    inbox = Inbox(memory, functools.partial(_not_asked, endpoint))
+                inbox.take(message)
+            found.append((message["now"], inbox.memory["ids"], inbox.memory["gone"]))
+            failed |= {endpoint: message["error"]} if message["error"] else {}
+        for endpoint, why in failed.items():
+            raise PeerError(f"pserver {endpoint} does not know what has changed: {why}")
+        return found
 
     def forget_asked(self) -> None:
         """Say anew what is wanted: others have asked for other things by these lines."""

@@ -7,7 +7,9 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
                    [, sync_mode, plan, nonce]                    [, proof]
     send           step, pieces + frames[, steps]      blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
-    recv           step[, blocks]                      refuse    reason[, last]
+    recv           step[, blocks, changed]             refuse    reason[, last]
+                                                       changed   step, table, count,
+                                                                 pieces + frames
     exchange       step, round, values, pieces         exchanged step, round, values,
                    + frames                                      pieces + frames
     prefetch       step, table, count, train, pieces   rows      step, table, pieces + frames
@@ -15,6 +17,11 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
                    [, ahead]                                     [, ahead, last, count]
     row_ids        step, gradient, count, pieces
                    + frames
+    save           step, name                          saved     name, error
+    tables         step                                report    tables
+    changed_since  step, table, since                  changes   table, now, count, gone,
+                                                                 error, pieces + frames
+    evict          step, table, unused_for             evicted   table, count, error
     complete                                           goodbye
     abort          reason
 
@@ -51,6 +58,14 @@ be of other rows, `row_ids` gives their numbers before it: so it is with asynchr
 With `ahead` the rows are of a step so many steps later, and so is the gradient. They come with `ahead`, the number of
 that step; with `count` those that have changed since, whose places among them come under the name "at"; and with `last`
 where nothing follows (`dtrans.protocol.rows_ahead`).
+
+A trainer of GEO-SGD keeps the rows that it has asked for. With `changed` true in its `recv` the answer comes after a
+`changed` for each block of a table that the server has: the numbers ("ids", increasing, 32-bit) and the values ("rows")
+of the `count` rows that the trainer has and that others have changed since it was told last. False says that it has
+none, and there is no such answer.
+
+Between two steps a trainer may ask what servers have of tables (`dtrans.protocol.held_tables`). `changes` has the
+numbers of `count` rows in the block under the name "ids", and of `gone` others under "gone", as 32-bit integers.
 
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
@@ -90,6 +105,9 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "prefetch": {"step": int, "table": str, "count": int, "train": bool, "pieces": list},
     "row_ids": {"step": int, "gradient": str, "count": int, "pieces": list},
     "save": {"step": int, "name": str},
+    "tables": {"step": int},
+    "changed_since": {"step": int, "table": str, "since": int},
+    "evict": {"step": int, "table": str, "unused_for": int},
     "complete": {},
     "abort": {"reason": str},
     "peer": {"endpoint": str, "order": str, "layout": str},
@@ -98,9 +116,13 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "blocks": {"step": int, "pieces": list},
     "exchanged": {"step": int, "round": int, "values": list, "pieces": list},
     "rows": {"step": int, "table": str, "pieces": list},
+    "changed": {"step": int, "table": str, "count": int, "pieces": list},
     "waiting": {"reason": str},
     "refuse": {"reason": str},
     "saved": {"name": str, "error": str},
+    "report": {"tables": list},
+    "changes": {"table": str, "now": int, "count": int, "gone": int, "error": str, "pieces": list},
+    "evicted": {"table": str, "count": int, "error": str},
     "goodbye": {},
     "meet": {"trainer": int, "endpoints": list},
     "here": {},
@@ -116,7 +138,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {"sync_mode": bool, "plan": dict, "nonce": str},
     "send": {"steps": int, "blocks": list},
     "send_barrier": {"blocks": list},
-    "recv": {"blocks": list},
+    "recv": {"blocks": list, "changed": bool},
     "prefetch": {"ahead": int},
     "rows": {"ahead": int, "last": bool, "count": int},
     "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str},

@@ -58,8 +58,11 @@ class RowBuckets:
 
     def numbers(self) -> np.ndarray:
         """The numbers of these rows in the leaf, increasing."""
-        place = np.arange(self.rows)
-        return place // self._width * self.count + self.start + place % self._width
+        return self.in_leaf(np.arange(self.rows))
+
+    def in_leaf(self, places: np.ndarray) -> np.ndarray:
+        """The numbers in the leaf of rows at these places among them."""
+        return places // self._width * self.count + self.start + places % self._width
 
     def local(self, ids: np.ndarray) -> np.ndarray:
         """Where rows of these are among them, by their numbers in the leaf."""

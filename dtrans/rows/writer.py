@@ -77,6 +77,10 @@ class RowRange:
         """The numbers of these rows in the leaf, increasing."""
         return np.arange(self.start, self.stop)
 
+    def in_leaf(self, places: np.ndarray) -> np.ndarray:
+        """The numbers in the leaf of rows at these places among them."""
+        return places + self.start
+
     def local(self, ids: np.ndarray) -> np.ndarray:
         """Where rows of these are among them, by their numbers in the leaf."""
         return ids - self.start

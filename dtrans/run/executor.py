@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ import numpy as np
 
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
-from dtrans.ops import broadcast_p, gen_nccl_id_p, init_on_use_p, prefetch_p, trainer_index_p
+from dtrans.ops import broadcast_p, gen_nccl_id_p, geo_prefetch_p, init_on_use_p, prefetch_p, trainer_index_p
+from dtrans.protocol.trainer import TrainerSteps, Waiting
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
@@ -28,6 +29,8 @@ from dtrans.run.net.sockets import DEADLINE
 from dtrans.run.parameter_server.batch_rows import BatchRows
 from dtrans.run.parameter_server.fabric import EndpointFabric
 
+
+T = TypeVar("T")
 
 # gradients are sent as soon as this many bytes are ready; below it one larger piece computes faster
 GROUP_BYTES = 4 << 20
@@ -166,13 +169,18 @@ class Executor:
     def look_up(self, program: Program, table: str, ids: np.ndarray) -> np.ndarray:
         """Rows of a table, by numbers that increase; `program` is that of the trainer. It is no part of a step."""
         for eqn in program.eqns:
-            if eqn.primitive is prefetch_p and eqn.params["table"] == table:
+            if eqn.primitive in (prefetch_p, geo_prefetch_p) and eqn.params["table"] == table:
                 return self._fabric.look_up(eqn, ids)
         raise ConfigError(f"{table} is no table of {program.name}")
 
-    def save(self, endpoints: Sequence[str], name: str) -> None:
-        """Let servers save what they hold; they were given a place for it by `keep`."""
-        self._fabric.save(endpoints, name)
+    def between_steps(self, what: str, ask: Callable[[TrainerSteps], Waiting[T]]) -> T:
+        """Ask servers for something between two steps of a trainer.
+
+        Args:
+          what: it is, for an error.
+          ask: says it: `TrainerSteps.save` and others.
+        """
+        return self._fabric.between(what, ask)
 
     def keep(self, save: Callable[[str, Mapping[str, Any]], None]) -> None:
         """Say how a server that this executor runs saves what it holds, from a name and its state."""

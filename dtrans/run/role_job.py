@@ -31,7 +31,16 @@ from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
+from dtrans.run.parameter_server.new_rows import made_again
 from dtrans.run.parameter_server.row_lookup import looked_up
+from dtrans.run.parameter_server.table_changes import (
+    ChangedRows,
+    TablesReport,
+    blocks_of_table,
+    changed_rows,
+    check_eviction_of,
+    table_servers,
+)
 from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
@@ -239,7 +248,8 @@ class TrainerJob(RoleJob):
     def save(self, name: str) -> None:
         """Let the servers save what they hold while the job goes on, each its piece of one checkpoint.
 
-        It is as after the last step of this trainer: with synchronous trainers, that of all of them. The servers must
+        It is as after the last step of this trainer: with synchronous trainers, that of all of them; with `dtrans.Geo`
+        after its last push. The servers must
         have been told where (`job.serve(state, checkpoints=folder)`); what is saved is at `folder/name`, as
         `dtrans.checkpoint.load` and `restore` read it. One trainer is enough to say so.
 
@@ -258,7 +268,69 @@ class TrainerJob(RoleJob):
             raise ConfigError(
                 f"{self.plan.frozen[0]} is on no server: save when the job has ended, with dtrans.checkpoint.save"
             )
-        self._executor.save(tuple(self.plan.servers), name)
+        self._executor.between_steps(f"checkpoint {name}", lambda to: to.save(tuple(self.plan.servers), name))
+
+    def tables(self) -> TablesReport:
+        """What servers have of tables, after the last step of this trainer: rows that are made, and what they weigh.
+
+        Returns:
+          One record for each block; it prints as a table.
+
+        Raises:
+          ConfigError: before `init`.
+        """
+        self._check_open()
+        servers = table_servers(self.plan)
+        return TablesReport(tuple(self._executor.between_steps("tables", lambda to: to.tables(servers))))
+
+    def changed(self, name: str, since: int) -> ChangedRows:
+        """Rows of a table that steps after one have changed, for a copy that serves.
+
+        Where rows move that nobody looks up (`dtrans.Rows(update="dense")` with momentum, say), all rows that are made
+        have changed with every step; and with AdamW, all rows. Memory that it takes is in proportion to the rows.
+
+        Args:
+          name: as of `lookup`.
+          since: a step, counted from the start of the servers: 0 for all that this job has changed, then the `step` of
+            the changes before.
+
+        Returns:
+          The numbers of rows, increasing, the rows, the numbers of those that were given up since, and the step that
+          they are of. With asynchronous trainers they may be of later steps, and come again with the next changes.
+
+        Raises:
+          ConfigError: no table, or before `init`. PeerError: a step that the servers have not come to.
+        """
+        self._check_open()
+        what = f"changes of {name}"
+        ask = lambda blocks: self._executor.between_steps(what, lambda to: to.changed(blocks, since))
+        return changed_rows(self.plan, name, since, ask, lambda ids: self.lookup(name, ids))
+
+    def evict(self, name: str, unused_for: int) -> int:
+        """Let servers give up the rows of a table that none of so many last steps has updated, with their state.
+
+        A row that is looked up again is as the init makes it, bit for bit, and its state as the optimizer begins. A
+        row that was given up is no longer one device's. It counts towards no limit.
+
+        Synchronous trainers call it all alike, between the same two steps: servers give rows up when all have said so.
+        With asynchronous ones each call counts by itself, steps are those of all trainers, as each server has counted
+        them, and rows that some trainer has looked up and not sent the gradient of stay.
+
+        Args:
+          name: as of `lookup`.
+          unused_for: a number of steps. Steps of a job that was begun from a checkpoint are counted from its start.
+
+        Returns:
+          How many rows were given up, of all servers.
+
+        Raises:
+          ConfigError: no table, one whose update moves rows that nobody has looked up, or before `init`. PeerError: a
+            server that cannot make rows again; or a trainer that goes on without.
+        """
+        self._check_open()
+        check_eviction_of(self.plan, name, unused_for)
+        blocks = blocks_of_table(self.plan, name)
+        return self._executor.between_steps(f"rows of {name}", lambda to: to.evict(blocks, unused_for))
 
     def export(self, name: str, path: str | os.PathLike[str]) -> None:
         """Write a table as it is on the servers to a file, some rows at a time: it need not fit into memory.
@@ -313,7 +385,14 @@ class TrainerJob(RoleJob):
         return (spec.unflatten([held[n][:0] if n in tables else held[n] for n in spec.names]),)
 
     def opt_state(self, state: tuple[Any, ...]) -> Any:
-        return state[1] if self.plan.push_every else super().opt_state(state)
+        if not self.plan.push_every:
+            return super().opt_state(state)
+        kept = [n for t in self.plan.tables.of.values() for n in t.zero.state]
+        if kept:
+            raise ConfigError(
+                f"{kept[0]} has a row for each row of a table, of which this trainer keeps those that it has looked up"
+            )
+        return state[1]
 
     def lower(self, state: tuple[Any, ...], *batch: Any) -> LoweredStep:
         """What `step` compiles. It makes a step, with the servers: all trainers must ask for it together."""
@@ -351,17 +430,27 @@ class ServerJob(RoleJob):
     def check(self, state: Any) -> None:
         self._check_open()
 
-    def serve(self, state: dict[str, Any], *, checkpoints: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    def serve(
+        self,
+        state: dict[str, Any],
+        *,
+        checkpoints: str | os.PathLike[str] | None = None,
+        init: Sequence[Any] | None = None,
+    ) -> dict[str, Any]:
         """Serve until every trainer has closed; the state at the end, for `dtrans.checkpoint.save`.
 
         Args:
           checkpoints: a folder, which all servers see, for what trainers ask to be saved (`job.save(name)`).
+          init: the arguments of `init`, where the state is of a checkpoint: rows of tables that are as the init makes
+            them take no memory then, as in a job that begins, and others may be given up (`job.evict`).
         """
         self._check_open()
+        if init is not None:
+            state = made_again(state, self.init(*init))
         if checkpoints is not None:
             here = self.role.current_endpoint
             self._executor.keep(
-                lambda name, held: checkpoint.save(Path(checkpoints) / name, self.plan, here, held, tag=name)
+                lambda name, held: checkpoint.save_serving(Path(checkpoints) / name, self.plan, here, held, name)
             )
         made: dict[str, Any] = self._executor.run(self.plan.servers[self.role.current_endpoint].main, state)
         return made

@@ -11,6 +11,7 @@ import pytest
 
 from dtrans.protocol import traffic, trainer, trainer_rounds
 from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.changed_rows import CHANGED, UnseenChanges
 from dtrans.protocol.geo_steps import GeoSteps
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.peer_line import PeerLine
@@ -53,7 +54,7 @@ def test_cases_are_of_all_kinds() -> None:
     assert {c.on_trainer_exit for c in cases} == {"drop", "paddle", "error"}
     assert {e.kind for c in cases for e in c.events} == {"pause", "stop", "crash", "cut", "hold", "twice"}
     assert {c.rounds for c in cases} == {0, 1, 2}
-    assert {c.mode for c in cases if c.table > 1} == {"sync", "async", "communicator", "half_async"}
+    assert {c.mode for c in cases if c.table > 1} == {"sync", "async", "communicator", "half_async", "geo"}
     assert {(c.ahead, c.staleness) for c in cases if c.table > 1} == {(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)}
     assert {c.moves for c in cases} == {False, True}
     ends = [how.split(":")[0] for v in found for how in v.ends.values()]
@@ -206,6 +207,17 @@ def _due_at_once(real: Any) -> Any:
     return announce
 
 
+def _tells_of_a_row_once_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = UnseenChanges.take
+
+    def take(self: Any, k: int, name: str) -> Any:
+        ids = real(self, k, name)
+        self._has[k, name][ids] = CHANGED
+        return ids
+
+    monkeypatch.setattr(UnseenChanges, "take", take)
+
+
 def _nothing(*args: Any) -> None:
     return None
 
@@ -245,6 +257,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a pull forgets the steps that were made since": lambda m: m.setattr(
         InNumpy, "pulled", lambda self, local, server, old: server
     ),
+    "a row that was told of is not told of again": _tells_of_a_row_once_for_ever,
     "the last steps are not pushed": lambda m: m.setattr(GeoSteps, "owes", False),
     "a prefetch is answered with rows of the next step": _answers_with_rows_of_the_next_step,
     "gradients of rows of who left count twice": _counts_rows_of_those_who_left,

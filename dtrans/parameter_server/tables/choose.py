@@ -31,6 +31,7 @@ class Table:
       limit: how many rows may be made at most.
       why: what the update does, for people.
       buckets: how many its rows are dealt out to; 0 where servers have runs of rows.
+      kept: whether trainers keep the rows that they have looked up (GEO-SGD).
       staleness: how many updates rows may lack that were asked for ahead.
     """
 
@@ -42,6 +43,7 @@ class Table:
     limit: int | None = dataclasses.field(default=None, kw_only=True)
     why: str
     buckets: int = 0
+    kept: bool = False
     staleness: int = 0
 
 
@@ -168,20 +170,19 @@ def _rows_alone(zero: ZeroGradient) -> str:
     return ""
 
 
-def notes_of(tables: Tables, row_bytes: Mapping[str, int], id_bytes: int = ID) -> Sequence[str]:
+def notes_of(tables: Tables, moved: Mapping[str, int], often: str = "") -> Sequence[str]:
     """What a plan says of its tables.
 
     Args:
-      row_bytes: of one row of each.
-      id_bytes: that are sent to number a row.
+      moved: the most bytes that a trainer sends and receives of each.
+      often: how often, where that is not in each step: " in 10 steps".
     """
     notes = []
     for n, t in tables.of.items():
-        size, rows = t.lookups.size, t.lookups.rows
-        moved = size * (2 * row_bytes[n] + id_bytes)
+        size, rows, keeps = t.lookups.size, t.lookups.rows, ", which keeps them" * t.kept
         notes.append(
             f"table {n}: {rows:,} rows{f' in {t.buckets} buckets' * bool(t.buckets)}, at most {size:,} looked up by a "
-            f"trainer in a step, at most {moved:,} bytes; {t.why}"
+            f"trainer in a step{keeps}, at most {moved[n]:,} bytes{often}; {t.why}"
             + f"; rows asked for ahead may lack {t.staleness} updates"
             * bool(t.staleness)
         )

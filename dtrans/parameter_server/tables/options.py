@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from dtrans.checks import check_int, check_number, check_one_of, check_type, is_int
 from dtrans.errors import ConfigError
-from dtrans.parameter_server.options import Geo, Sync
+from dtrans.parameter_server.options import Sync
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +74,8 @@ def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
     return dict(sparse)
 
 
-def check_tables_mode(sparse: Any, mode: Any) -> None:
-    """Raise ConfigError for tables in a mode that has none."""
-    if sparse is not None and isinstance(mode, Geo):
-        raise ConfigError(
-            f"sparse={sparse!r} and mode={mode!r}: with GEO-SGD each trainer updates all parameters, with an optimizer "
-            "of its own, and so has all rows: mode=dtrans.Sync(), dtrans.Async() or dtrans.HalfAsync()"
-        )
+def check_staleness(sparse: Any, mode: Any) -> None:
+    """Raise ConfigError for tables whose rows may be stale in a mode in which none are asked for ahead."""
     for name, rows in sparse.items() if isinstance(sparse, Mapping) else ():
         if rows.staleness and not isinstance(mode, Sync):
             raise ConfigError(

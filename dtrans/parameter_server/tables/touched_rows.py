@@ -30,10 +30,12 @@ class TableBlock:
       held: the block, and the arrays of the optimizer's state that have a row for each of its rows.
       gradients: trainer to the name under which it sends the gradient of rows.
       whole: whether each update is of all rows.
-      moves: whether rows that nobody looked up move too: they catch up before they are read.
+      moves: whether rows that nobody looked up move too, or their state: they catch up before they are read.
+      leaf_moves: whether the rows of the table themselves do.
       rests: what arrays of the state have at rows that do not move all the same, by name; None where there are none.
       decays: by what arrays of the state are multiplied in each step, by name, where rows catch up in closed form.
       limit: how many rows may be made at most.
+      kept: whether trainers keep the rows that they have asked for (GEO-SGD).
       staleness: how many updates rows may lack that were asked for ahead.
     """
 
@@ -47,6 +49,8 @@ class TableBlock:
     rests: Mapping[str, Any] | None = None
     decays: Mapping[str, float] = dataclasses.field(default_factory=dict)
     limit: int | None = None
+    kept: bool = False
+    leaf_moves: bool = False
     staleness: int = 0
 
     @property

@@ -34,8 +34,9 @@ from dtrans._jax import (
 )
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
-from dtrans.ops import prefetch_p, split_ids_p
-from dtrans.parameter_server.tables.lookups import Lookups, RowPick, numbers_first
+from dtrans.ops import geo_prefetch_p, prefetch_p, split_ids_p
+from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups, numbers_first
+from dtrans.parameter_server.tables.wide_numbers import WideNumbers
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step
@@ -123,6 +124,13 @@ class TableWriter(_LookedUp):
       tables: by name, the variable that stands for a table in `jaxpr`.
       where: by name, the parameters of `prefetch` that say where rows are.
       eqns, roles: of the half.
+      state: by table, the trainer's own arrays that have a row for each of its rows, which come with these: the
+        variables by name. None where rows alone come, from servers.
+
+    Attributes:
+      sizes: by table, how many rows of it there are.
+      uniq: by table, the numbers of its rows.
+      held: the rows of tables, and of what comes with them, by name.
     """
 
     def __init__(
@@ -134,11 +142,13 @@ class TableWriter(_LookedUp):
         where: Mapping[str, Mapping[str, Any]],
         eqns: Sequence[JaxprEqn],
         roles: Sequence[str],
+        state: Mapping[str, Mapping[str, Var]] | None = None,
     ) -> None:
         rows = _TableRows({n: t.size for n, t in found.tables.items()}, {})
         super().__init__(jaxpr, found.flow, rows, {v: e for e in eqns for v in e.outvars})
-        self.b, self.uniq = b, rows.uniq
-        self._tables, self._where = found.tables, where
+        self.b, self.uniq, self.sizes = b, rows.uniq, rows.sizes
+        self._tables, self._where, self._state = found.tables, where, state
+        self.held: dict[str, Var] = {}
         plain = zip(found.eqns, found.plain, strict=True)
         self._plain = {id(e): (p, found.flow.steps.get(i)) for i, (e, p) in enumerate(plain)}
         numbers = [a for t in found.tables.values() for a, _ in t.ids]
@@ -181,23 +191,31 @@ class TableWriter(_LookedUp):
         self.b.keep(eqn, [self.whole(a) for a in eqn.invars])
         self.wholes.update((v, v) for v in eqn.outvars)
 
+    def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
+        """The numbers of the rows of a table that a step looks up, as they were before JAX cut them."""
+        numbers = [(a, c) if c is None else wide.component(a, c) for a, c in table.ids]
+        return [self.b.call(_component(c), wide.of(a))[0] for a, c in numbers]
+
     def _prefetch(self, tables: Mapping[str, Var]) -> None:
         """Get the rows that a step looks up: those of all tables at once, nothing is computed in between."""
         b, found = self.b, self._tables
         b.role = FORWARD
-        ids = {n: [b.call(_component(c), self.whole(a))[0] for a, c in t.ids] for n, t in found.items()}
+        wide = WideNumbers(b, self.made_by, self.whole)
+        ids = {n: self._ids(t, wide) for n, t in found.items()}
         b.role = DIST
         for n, t in found.items():
             (uniq,) = b.bind(split_ids_p, *ids[n], table=n, rows=t.rows, size=t.size)
             b.labels[uniq] = f"{n}@IDS"
             self.uniq[n] = uniq
         b.role = RPC
+        primitive = prefetch_p if self._state is None else geo_prefetch_p
         for n, t in found.items():
-            var = tables[n]
-            types = (var.aval.update(shape=(t.size, *var.aval.shape[1:])),)
-            (rows,) = b.bind(prefetch_p, self.uniq[n], types=types, **self._where[n])
-            b.labels[rows] = f"{n}@ROWS"
-            self.env[var] = rows
+            here = {n: tables[n], **(self._state[n] if self._state else {})}
+            types = tuple(v.aval.update(shape=(t.size, *v.aval.shape[1:])) for v in here.values())
+            rows = dict(zip(here, b.bind(primitive, self.uniq[n], types=types, **self._where[n]), strict=True))
+            self.env[tables[n]] = rows[n]
+            self.held |= rows
+            b.labels.update((v, f"{name}@ROWS") for name, v in rows.items())
         b.role = FORWARD
 
 

@@ -13,7 +13,7 @@ HEARTBEAT = 3.5  # seconds without a sign of the other end after which ZeroMQ gi
 
 
 COMMUNICATING = ("communicator", "half_async", "geo")  # the modes in which trainers have a communicator
-LOOKING_UP = ("sync", "async", "communicator", "half_async")  # those in which servers may have tables
+LOOKING_UP = ("sync", "async", *COMMUNICATING)  # those in which servers may have tables
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,9 @@
   here anew, so that a gradient that counts twice, or not at all, or in another order, shows.
 - Rows that a trainer looked up are those of one device before this step, bit for bit, also where it announced them, or
   as many updates before as they may lack; and so are tables in the end.
-- With GEO-SGD and one trainer, servers have in the end what it has made of the parameters, but for rounding.
+- With GEO-SGD and one trainer, servers have in the end what it has made of the parameters, but for rounding. Of rows of
+  a table that a trainer keeps it knows after each pull what they were on the server at one moment: all of them, with
+  what it had pushed before, bit for bit.
 - An asynchronous server has applied no gradient twice and none out of its trainer's order, what it gives is a value
   that the block has had, and whoever ended well was heard in full. Rows of a table are of no older value than rows
   before, and have the gradients of all steps of their trainer, where it waits for them, and of no later ones.
@@ -25,7 +27,7 @@ from dtrans.protocol.served import RowGradient
 from dtrans.protocol.simulation.case import COMMUNICATING, Case
 from dtrans.protocol.simulation.process import Process
 from dtrans.protocol.simulation.server_role import SimulatedServer
-from dtrans.protocol.simulation.trainer_role import SimulatedTrainer
+from dtrans.protocol.simulation.trainer_role import GeoSgdTrainer, SimulatedTrainer
 from dtrans.protocol.simulation.updates import (
     SimulatedBlocks,
     applied,
@@ -169,7 +171,7 @@ def _of_blocks(case: Case, server: SimulatedServer, trainers: list[SimulatedTrai
                 yield f"{server.name} applied {made} gradients of {t.name} to {block}, which sent {due}"
         values = dict(zip(update.history[block], after, strict=True))
         if block in case.tables:
-            yield from _of_rows(case, server, block, after, trainers)
+            yield from (_of_kept if case.mode == "geo" else _of_rows)(case, server, block, after, trainers)
             continue
         for t in trainers:
             for steps, pulled in t.pulled:
@@ -211,11 +213,38 @@ def _of_rows(
             at = now
 
 
+def _of_kept(
+    case: Case,
+    server: SimulatedServer,
+    block: str,
+    after: list[tuple[int, ...]],
+    trainers: list[SimulatedTrainer],
+) -> Iterator[str]:
+    """Of rows of a block that trainers of GEO-SGD keep; as `_of_rows`."""
+    assert isinstance(server.update, SimulatedBlocks)
+    values = [np.frombuffer(x, np.float32) for x in server.update.history[block]]
+    run = runs_of(tuple(case.tables.values()))[list(case.tables).index(block)]
+    for t in trainers:
+        assert isinstance(t, GeoSgdTrainer)
+        at = 0
+        for pushes, ids, old in t.agreed:
+            mine = (ids >= run.start) & (ids < run.start + run.rows)
+            here, found = run.local(ids[mine]), old[mine]
+            due = (i for i, known in enumerate(after) if i >= at and known[t.k] == pushes)
+            now = next((i for i in due if np.array_equal(values[i][here], found)), None)
+            if now is None:
+                yield f"{t.name} knows of rows of {block}, after {pushes} pushes, what they never were: {found}"
+                return
+            at = now
+
+
 def _of_geo(case: Case, servers: Mapping[str, SimulatedServer]) -> Iterator[str]:
     """Of GEO-SGD with one trainer, who gives the servers all that it changes."""
     for server in servers.values():
         assert isinstance(server.update, SimulatedBlocks)
         for block, values in server.update.history.items():
+            if block in case.tables:
+                continue
             size = case.blocks[block]
             changes = [gradient(block, size, 0, step) for step in range(case.steps[0])]
             expected, found = sum(changes, initial(block, size)), np.frombuffer(values[-1], np.float32)

@@ -14,6 +14,7 @@ import numpy as np
 from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.geo_steps import GeoSteps, Values, Waits
+from dtrans.protocol.kept_rows import KeptRows
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.simulation.case import Case
 from dtrans.protocol.simulation.clock import Clock
@@ -311,7 +312,7 @@ class CommunicatingTrainer(SimulatedTrainer):
         super().__init__(*args)
         self._traffic: Traffic | None = None
         self._groups: collections.deque[Group] = collections.deque()
-        self._newest: tuple[int, dict[str, np.ndarray]] | None = None
+        self._newest: tuple[int, dict[str, Any]] | None = None
         self._until: Callable[[], bool] | None = None  # what the steps wait for
 
     def _train(self) -> Answer:
@@ -324,6 +325,7 @@ class CommunicatingTrainer(SimulatedTrainer):
             deadline=case.deadline,
             name=self.name,
             room=lambda key, shape, dtype: np.empty(shape, dtype),
+            kept={"t": _table(case)} if case.mode == "geo" and case.tables else {},
         )
         self._traffic.ask(self.clock.now)
         try:
@@ -424,13 +426,25 @@ class CommunicatingTrainer(SimulatedTrainer):
 
 
 class GeoSgdTrainer(CommunicatingTrainer):
-    """A trainer of GEO-SGD."""
+    """A trainer of GEO-SGD.
+
+    Attributes:
+      agreed: of each pull, how many pushes are in it, and the rows that the trainer had when it asked for it, by their
+        numbers: as it knows from then that servers had them.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.agreed: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._kept = KeptRows([np.empty(0, np.float32)])
+        self._had = 0  # how many rows were kept at the last push
 
     def _steps_beside(self, leaves: Mapping[str, Leaf]) -> Answer:
         case, self._all = self.case, leaves
         values = self.newest()
         steps = GeoSteps(self, InNumpy(), case.trainers, values)
         for step in range(case.steps[self.k]):
+            yield from self._change_rows(step)
             yield self.random.expovariate(1.0) * self.case.pace
             changes = [
                 np.concatenate([gradient(n, case.blocks[n], self.k, step) for n in x.names]) for x in leaves.values()
@@ -448,6 +462,22 @@ class GeoSgdTrainer(CommunicatingTrainer):
                 return e.value
             yield lambda: self.received() >= self._put
 
+    def _change_rows(self, step: int) -> Answer:
+        """What a step makes of the rows that it looks up."""
+        if not self.case.tables:
+            return
+        traffic, kept, ids = self._traffic, self._kept, looked_up(self.case, self.k, step)
+        assert traffic is not None
+        new = kept.missing(ids)
+        if len(new):
+            rows, table = np.empty(len(new), np.float32), _table(self.case)
+            wanted = wanted_of(new, rows, epmap=table.endpoints, names=table.names, spans=table.spans)
+            traffic.look_up(wanted, self.clock.now, train=True)
+            yield lambda: not traffic.looking_up
+            kept.add(new, rows)
+        (rows,) = kept.take(ids, len(ids))
+        kept.put(ids, [added(rows, row_gradient(rows, self.k, step))])
+
     _put = 0  # pushes so far
 
     def put(self, deltas: Values) -> None:
@@ -456,7 +486,16 @@ class GeoSgdTrainer(CommunicatingTrainer):
         for leaf, x in zip(self._all.values(), deltas, strict=True):
             for _, name, rows in leaf.blocks(x):
                 self.pushed.setdefault(name, []).append(rows)
-        self._groups.append([(_as_gradient(leaf), x) for leaf, x in zip(self._all.values(), deltas, strict=True)])
+        group: list[tuple[Leaf, Any]] = [
+            (_as_gradient(leaf), x) for leaf, x in zip(self._all.values(), deltas, strict=True)
+        ]
+        if self.case.tables:
+            self._had, table, made = len(self._kept), _table(self.case), self._kept.pushed(self.case.trainers)
+            for name, run in zip(table.names, table.spans, strict=True):
+                mine = RowGradient(run.local(made.ids[run.among(made.ids)]), made.rows[run.among(made.ids)])
+                self.pushed.setdefault(name, []).append(spread(mine, run.rows))
+            group.append((_as_gradient(table), made))
+        self._groups.append(group)
 
     def received(self) -> int:
         """As `dtrans.protocol.geo_steps.GeoQueue` says."""
@@ -466,6 +505,9 @@ class GeoSgdTrainer(CommunicatingTrainer):
         """As `dtrans.protocol.geo_steps.GeoQueue` says."""
         assert self._newest is not None
         self._note()
+        if self.case.tables and self._put:
+            self._kept.pulled(self._newest[1]["t"])
+            self.agreed.append((self._put, self._kept.ids[: self._had].copy(), self._kept.old[: self._had].copy()))
         return [self._newest[1][key] for key in self._all]
 
 

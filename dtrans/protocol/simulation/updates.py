@@ -126,6 +126,13 @@ def spread(gradient: RowGradient, rows: int) -> np.ndarray:
     return whole
 
 
+def added_rows(x: np.ndarray, delta: RowGradient) -> np.ndarray:
+    """A block of a table after a push of GEO-SGD."""
+    new = x.copy()
+    new[delta.ids] = added(x[delta.ids], delta.rows)
+    return new
+
+
 def added(x: np.ndarray, delta: np.ndarray) -> np.ndarray:
     """A block after a push of GEO-SGD."""
     return np.asarray(x + delta, np.float32)
@@ -160,8 +167,16 @@ def served(case: Case, endpoint: str) -> ServedBlocks:
     # a synchronous trainer has names of its own; asynchronous ones send one name each
     table = {n: rows for n, rows in case.tables.items() if n.startswith(f"{endpoint}/")}
     sent = [{k: gradient_name(b, k if sync else 0) for k in range(case.trainers)} for b in (*blocks, *table)]
-    stale = case.moves_rows, case.staleness
-    tables = {n: ServedRows(rows, (), np.dtype(np.float32), sent[-1], False, *stale) for n, rows in table.items()}
+    rows_of = lambda rows, sent: ServedRows(
+        rows,
+        (),
+        np.dtype(np.float32),
+        sent,
+        kept=case.mode == "geo",
+        moves=case.moves_rows,
+        staleness=case.staleness,
+    )
+    tables = {n: rows_of(rows, sent[-1]) for n, rows in table.items()}
     types = {gradient_name(b, k): t for b, t in blocks.items() for k in (range(case.trainers) if sync else (0,))}
     exchanges = (_exchange(case, endpoint),) if case.mode == "exchange" else ()
     how = (sync, case.on_trainer_exit)
@@ -245,7 +260,7 @@ class SimulatedBlocks:
         self.log: list[tuple[str, bytes]] = []
         self.begun = 0
         self.history = {n: [initial(n, size).tobytes()] for n, size in _sizes(blocks).items()}
-        self._blocks, self._work, self._apply = blocks, work, added if geo else decayed
+        self._blocks, self._work, self._geo = blocks, work, geo
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """As `BlockUpdate.begin`."""
@@ -263,10 +278,11 @@ class SimulatedBlocks:
         self._work()
         given = grads[gradient_name(block, 0)]
         if isinstance(given, RowGradient):
-            made, given = with_rows(state[block], [given]), spread(given, len(state[block]))
+            made = added_rows(state[block], given) if self._geo else with_rows(state[block], [given])
+            given = spread(given, len(state[block]))
         else:
             given = given.copy()
-            made = self._apply(state[block], given)
+            made = (added if self._geo else decayed)(state[block], given)
         self.log.append((block, given.tobytes()))
         self.history[block].append(made.tobytes())
         return {block: made}

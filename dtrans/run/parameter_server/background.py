@@ -6,6 +6,8 @@
     fetch_barrier  with one: a step that receives no parameters has sent all
     send_barrier   after such: until all is sent, and what was made of it received
     send           of GEO-SGD (`geo_send_p`)
+    prefetch       of GEO-SGD: rows that the trainer keeps; it asks servers for those that it does not have
+    fake_init      of GEO-SGD: the trainer keeps no row yet
 
 The connections belong to the communicator from the first such equation on, until `rest`, which whoever uses them in
 another way calls first.
@@ -14,8 +16,9 @@ another way calls first.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,6 +30,8 @@ from dtrans.ops import (
     DELTA,
     CommunicatorConfig,
     fetch_barrier_p,
+    geo_init_p,
+    geo_prefetch_p,
     geo_send_p,
     prefetch_p,
     recv_p,
@@ -35,13 +40,20 @@ from dtrans.ops import (
     send_rows_p,
 )
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.kept_rows import KeptRows
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.table_rows import WantedRows, put_in_place, wanted_of
 from dtrans.protocol.traffic import Leaf
 from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.communicator import Communicator
 from dtrans.run.parameter_server.geo import GeoTrainer
+from dtrans.run.parameter_server.new_rows import RowMaker
 
+
+T = TypeVar("T")
+
+
+log = logging.getLogger("dtrans.trainer")
 
 ONE_BY_ONE = CommunicatorConfig(max_merge_var_num=1, merge="sum")  # of the deltas of GEO-SGD
 
@@ -65,6 +77,7 @@ class BackgroundComm:
         self._config: CommunicatorConfig = ONE_BY_ONE
         self._communicator: Communicator | None = None
         self._geo: GeoTrainer | None = None
+        self._tables: dict[str, tuple[Leaf, KeptRows]] = {}  # that GEO-SGD is to begin with
 
     def prepare(self, program: Program) -> None:
         """Note what a program receives, all of which is received at once."""
@@ -85,12 +98,17 @@ class BackgroundComm:
         if eqn.primitive is send_barrier_p:
             return bool(self._pending)
         of_communicator = (send_p, recv_p, prefetch_p, send_rows_p, fetch_barrier_p)
-        return eqn.primitive is geo_send_p or (eqn.primitive in of_communicator and "communicator" in eqn.params)
+        of_geo = (geo_send_p, geo_prefetch_p, geo_init_p)
+        return eqn.primitive in of_geo or (eqn.primitive in of_communicator and "communicator" in eqn.params)
 
     def carry_out(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """The outputs of one equation. Raises what has ended the communicator."""
         if eqn.primitive is geo_send_p:
             return self._geo_send(eqn, values)
+        if eqn.primitive is geo_prefetch_p:
+            return self._geo_prefetch(eqn, *values)
+        if eqn.primitive is geo_init_p:
+            return self._geo_init(eqn, values)
         if eqn.primitive is send_p:
             self._config = eqn.params["communicator"]
             self._pending.append((leaf_of(eqn, eqn.invars[0].aval), values[0]))
@@ -135,6 +153,13 @@ class BackgroundComm:
         self._communicator.look_up(wanted, train=False)
         return True
 
+    def between(self, call: Callable[[], T]) -> T:
+        """Let something else use the connections, when what was sent is received. GEO-SGD goes on afterwards."""
+        if self._geo is None or self._communicator is None:
+            self.rest()
+            return call()
+        return self._communicator.between(call)
+
     def rest(self, *, discard: bool = False) -> None:
         """Send what is left, unless it is to be discarded, and give the connections back."""
         communicator, self._communicator = self._communicator, None
@@ -143,6 +168,8 @@ class BackgroundComm:
         try:
             if geo is not None and not discard:
                 geo.finish()
+                for line in geo.report:
+                    log.info("%s", line)
         except BaseException:
             discard = True
             raise
@@ -150,7 +177,7 @@ class BackgroundComm:
             if communicator is not None:
                 communicator.stop(discard=discard)
 
-    def _running(self, name: str) -> Communicator:
+    def _running(self, name: str, kept: Mapping[str, Leaf] = {}) -> Communicator:
         """The communicator, which is started if it is not."""
         if self._communicator is None:
             self._communicator = Communicator(
@@ -160,28 +187,61 @@ class BackgroundComm:
                 deadline=self._deadline,
                 name=name,
                 endpoints=sorted(self._endpoints),
+                kept=kept,
             )
         return self._communicator
 
     def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         params = eqn.params
         if params["push_every"]:
-            if self._geo is None:
-                raise StateError(
-                    "GEO-SGD changes parameters that the servers know: run the trainer's startup program in this "
-                    "executor first, and no other program that communicates between its steps"
-                )
-            return self._geo.step(values, params["push_every"], block_on_pull=params["block_on_pull"])
+            geo, values, of_tables = self._begun(), values[: len(params["names"])], iter(values[len(params["names"]) :])
+            for table, count in params.get("tables", ()):
+                uniq, *made = (next(of_tables) for _ in range(1 + count))
+                geo.rows(table).put(_numbers(uniq, geo.leaf(table)), made)
+            return geo.step(values, params["push_every"], block_on_pull=params["block_on_pull"])
         self.rest()
+        tables, self._tables = self._tables, {}
         rows = zip(params["epmap"], params["names"], params["sections"], eqn.invars, strict=True)
         table = [Leaf(eps, names, n, v.aval.shape, v.aval.dtype) for eps, names, n, v in rows]
         self._leaves = {str(i): leaf for i, leaf in enumerate(table)}
         self._config = ONE_BY_ONE
-        deltas = [dataclasses.replace(x, names=tuple(n + DELTA for n in x.names)) for x in table]
+        deltas = [_as_deltas(x) for x in table]
         made = [jax.device_put(x) for x in values]
-        communicator = self._running(f"trainer {params['trainer_id']}")
-        self._geo = GeoTrainer(communicator, deltas, params["trainers"], made)
+        kept = {n: leaf for n, (leaf, _) in tables.items()}
+        communicator = self._running(f"trainer {params['trainer_id']}", kept)
+        changes = {n: (_as_deltas(leaf), rows) for n, (leaf, rows) in tables.items()}
+        self._geo = GeoTrainer(communicator, deltas, params["trainers"], made, changes)
         return made
+
+    def _geo_init(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+        """The trainer keeps no row of a table."""
+        p = eqn.params
+        of_state = eqn.replace(params={**p, "types": p["types"][1:]})
+        state = RowMaker(of_state, args) if of_state.params["types"] else None
+        self._tables[p["table"]] = leaf_of(eqn, p["types"][0]), KeptRows(p["types"], state)
+        return [np.zeros(t.shape, t.dtype) for t in p["types"]]
+
+    def _geo_prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> Sequence[Any]:
+        """Rows that the trainer keeps, and their state."""
+        p, geo = eqn.params, self._begun()
+        kept, ids = geo.rows(p["table"]), _numbers(uniq, geo.leaf(p["table"]))
+        new = kept.missing(ids)
+        if len(new):
+            t = p["types"][0]
+            rows = np.empty((len(new), *t.shape[1:]), t.dtype)
+            wanted = rows_wanted(eqn, new, rows)
+            self._running(f"trainer {p['trainer_id']}").look_up(wanted, train=True)
+            put_in_place(new, rows, wanted, p["spans"])
+            kept.add(new, rows)
+        return kept.take(ids, len(uniq))
+
+    def _begun(self) -> GeoTrainer:
+        if self._geo is None:
+            raise StateError(
+                "GEO-SGD changes parameters that the servers know: run the trainer's startup program in this "
+                "executor first, and no other program that communicates between its steps"
+            )
+        return self._geo
 
 
 def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
@@ -200,4 +260,14 @@ def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[Wante
 def _of_rows(eqn: JaxprEqn, uniq: np.ndarray, grad: Any) -> tuple[Leaf, RowGradient]:
     """What a `send_rows` is of. Behind the gradient of rows that there are, others may be."""
     leaf = leaf_of(eqn, eqn.invars[1].aval)
-    return leaf, RowGradient(uniq[: np.searchsorted(uniq, sum(x.rows for x in leaf.spans))], grad)
+    return leaf, RowGradient(_numbers(uniq, leaf), grad)
+
+
+def _numbers(uniq: np.ndarray, table: Leaf) -> np.ndarray:
+    """The numbers of rows, without those that stand for none."""
+    return uniq[: np.searchsorted(uniq, sum(x.rows for x in table.spans))]
+
+
+def _as_deltas(leaf: Leaf) -> Leaf:
+    """What has changed in a leaf, as it is sent."""
+    return dataclasses.replace(leaf, names=tuple(n + DELTA for n in leaf.names))

@@ -20,6 +20,7 @@ from dtrans.ir.display import without_addresses
 from dtrans.ir.program import DIST, LR_SCHED
 from dtrans.ops import BACKUP, OptimizeBlock
 from dtrans.parameter_server.tables.touched_rows import room_for
+from dtrans.run.parameter_server.server_tables import ServerTables
 from dtrans.run.parameter_server.table_memory import among, memory_of
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -37,6 +38,7 @@ class BlockUpdates:
     Attributes:
       grads: the gradients that each block reads, by its name.
       state: the same, with tables in memory of their own.
+      held: what there is of tables.
 
     Raises:
       ConfigError: blocks that reduce over rows with other servers, which takes the gradients of all at once.
@@ -45,6 +47,9 @@ class BlockUpdates:
     def __init__(self, update: ServerUpdate, state: Mapping[str, Any]) -> None:
         self.update = update
         self._memory = memory_of(update, state)
+        self._whole_updates = collections.Counter[str]()  # of tables each of whose updates is of all rows
+        steps = lambda name: self._whole_updates[name]
+        self.held = ServerTables(update.endpoint, update.tables, self._memory, lambda: self.state, steps)
         self.state = {**state, **{n: x for t in self._memory.values() for n, x in t.held.items()}}
         if any(b.level or b.role == DIST for b in update.blocks):
             raise ConfigError(f"pserver {update.endpoint} reduces over rows, and cannot be asynchronous")
@@ -97,6 +102,7 @@ class BlockUpdates:
         given = {n: grads[n] for n in (rows, table.name + BACKUP) if n in grads}
         if table.whole:
             dense = {n: among(np.arange(table.rows), table.rows, x) for n, x in given.items()}
+            self._whole_updates[table.name] += 1
             return self._made(block, run, {**grads, **dense}, state, values)
         memory, ids = self._memory[table.name], given[rows].ids
         size = room_for(len(ids))
@@ -112,11 +118,6 @@ class BlockUpdates:
     def rows(self, name: str, ids: np.ndarray, state: State, *, train: bool) -> np.ndarray:
         """Rows of a block of a table, as they are."""
         return self._memory[name].rows(ids, train=train) if name in self._memory else np.asarray(state[name])[ids]
-
-    @property
-    def report(self) -> list[str]:
-        """What there is of each block of a table."""
-        return [t.report for t in self._memory.values()]
 
     def tables(self) -> dict[str, Any]:
         """Blocks of tables, and their state, as after the last update."""

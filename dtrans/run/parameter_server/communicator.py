@@ -10,20 +10,24 @@ without a communicator. `look_up` waits for rows of tables.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import zmq
 
+from dtrans.errors import DtransError
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.table_rows import WantedRows
 from dtrans.protocol.traffic import Group, Leaf, Traffic
 from dtrans.run.parameter_server.client import Connection
+
+
+T = TypeVar("T")
 
 
 class Communicator:
@@ -36,6 +40,7 @@ class Communicator:
       deadline: seconds that parameters may be on their way.
       name: of the trainer.
       endpoints: servers that have rows of tables.
+      kept: tables of which the trainer keeps rows: what it receives of these is which of them others have changed.
 
     Every method raises what has ended the thread: PeerError, DeadlineError, WireError, or what JAX raised.
     """
@@ -49,17 +54,19 @@ class Communicator:
         deadline: float,
         name: str,
         endpoints: Collection[str] = (),
+        kept: Mapping[str, Leaf] = {},
     ) -> None:
         self.config = config
         self.name = name
-        everywhere = (*(ep for leaf in leaves.values() for ep in leaf.endpoints), *endpoints)
+        everywhere = (*(ep for leaf in (*leaves.values(), *kept.values()) for ep in leaf.endpoints), *endpoints)
         self._lines = {ep: lines(ep) for ep in dict.fromkeys(everywhere)}
         self._changed = threading.Condition()
         self._queue: collections.deque[Group] = collections.deque()
         self._put = 0  # steps put so far
         self._wanted: tuple[Sequence[WantedRows], bool] | None = None  # rows that are to be asked for
         self._looks_up = False  # whether somebody waits for rows
-        self._newest: tuple[int, dict[str, np.ndarray]] | None = None  # how many steps are in it; and the leaves
+        self._call: tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None = None
+        self._newest: tuple[int, dict[str, Any]] | None = None  # how many steps are in it; and the leaves
         self._ended = False
         self._discarded = False
         self._error: BaseException | None = None
@@ -70,6 +77,7 @@ class Communicator:
             deadline=deadline,
             name=name,
             room=BufferPool().take,
+            kept=dict(kept),
         )
         self._wake, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._run, name=f"dtrans communicator of {name}", daemon=True)
@@ -86,10 +94,11 @@ class Communicator:
             self._put += 1
         os.write(self._waker, b"+")
 
-    def newest(self) -> dict[str, np.ndarray]:
+    def newest(self) -> dict[str, Any]:
         """The parameters that were received last, as memory that is not written again while anybody refers to it.
 
-        Waits for the first.
+        Waits for the first. Of tables of which the trainer keeps rows, a `RowGradient` has those that others have
+        changed; who keeps rows has to take each answer.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._newest is not None)
@@ -118,6 +127,18 @@ class Communicator:
         with self._changed:
             self._changed.wait_for(lambda: self._error or not self._looks_up)
             self._check()
+
+    def between(self, call: Callable[[], T]) -> T:
+        """Let something else use the connections, when all that was put is received. Raises what it raises."""
+        made: concurrent.futures.Future[T] = concurrent.futures.Future()
+        with self._changed:
+            self._check()
+            self._call = call, made
+        os.write(self._waker, b"+")
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or made.done())
+            self._check()
+        return made.result()
 
     def stop(self, *, discard: bool = False) -> None:
         """Send what is left, unless it is to be discarded, and give the connections back when all answers are here."""
@@ -167,6 +188,8 @@ class Communicator:
                 behind = self._newest is None or self._newest[0] < self._put
             if behind and not groups:
                 traffic.ask_for_newest(time.monotonic())
+            if not behind and not groups:
+                self._make_call()
             if self._discarded or (over and not traffic.pulling and not traffic.looking_up):
                 return
             gone = [line for line in self._lines.values() if line.line.gone]  # what they said last may be here
@@ -195,6 +218,23 @@ class Communicator:
     def _send(self, groups: Sequence[Group]) -> None:
         self._traffic.send(groups)
 
+    def _make_call(self) -> None:
+        """Let something else use the connections, where nothing is on its way."""
+        with self._changed:
+            call = None if self._traffic.pulling or self._traffic.looking_up else self._call
+        if call is None:
+            return
+        run, made = call
+        try:
+            found = run()
+        except DtransError as e:  # the communicator goes on; who has called has to know
+            made.set_exception(e)
+        else:
+            made.set_result(found)
+        with self._changed:
+            self._call = None
+            self._changed.notify_all()
+
     def _ask_for_rows(self) -> None:
         with self._changed:
             wanted, self._wanted = self._wanted, None
@@ -214,7 +254,7 @@ class Communicator:
         if message is not None:
             self._traffic.heard(connection.line.endpoint, message)
 
-    def _publish(self, received: tuple[int, dict[str, np.ndarray]]) -> None:
+    def _publish(self, received: tuple[int, dict[str, Any]]) -> None:
         """What has come is the newest."""
         with self._changed:
             self._newest = received

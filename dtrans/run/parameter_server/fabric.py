@@ -213,7 +213,7 @@ class EndpointFabric:
 
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
         """Rows of a table by their numbers, increasing, for a `prefetch` equation; no step is made of them."""
-        (t,) = eqn.params["types"]
+        t = eqn.params["types"][0]
         rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
         wanted = rows_wanted(eqn, ids, rows)
         if not self._beside.look_up(wanted):
@@ -228,13 +228,14 @@ class EndpointFabric:
             self._steps.send(ep, name, np.asarray(grad)[span.among(uniq)])
         return [None]
 
-    def save(self, endpoints: Sequence[str], name: str) -> None:
-        """Let servers save what they hold, between two steps of this trainer."""
+    def between(self, what: str, ask: Callable[[TrainerSteps], Waiting[T]]) -> T:
+        """Ask servers for something between two steps of this trainer; `what` it is, for an error."""
+        if self._closed:
+            raise StateError("this executor is closed; make a new one")
         if self._me is None:
-            raise ConfigError(f"checkpoint {name}: no server knows this trainer before its first parameters: job.init")
-        self._beside.rest()
+            raise ConfigError(f"{what}: no server knows this trainer before its first parameters: job.init")
         self.settle()
-        self._answered(self._steps.save(endpoints, name))
+        return self._beside.between(lambda: self._answered(ask(self._steps)))
 
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)

@@ -1,15 +1,20 @@
-"""GEO-SGD in a trainer's process: `dtrans.protocol.geo_steps` on JAX's arrays and a communicator."""
+"""GEO-SGD in a trainer's process: `dtrans.protocol.geo_steps` on JAX's arrays and a communicator.
+
+Rows of tables, which the trainer keeps beside (`dtrans.protocol.kept_rows`), are pushed and pulled with the
+other parameters.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from dtrans.errors import StateError
 from dtrans.protocol.geo_steps import GeoSteps, Values, Waits
+from dtrans.protocol.kept_rows import KeptRows
 from dtrans.protocol.traffic import Leaf
 from dtrans.run.parameter_server.communicator import Communicator
 
@@ -22,18 +27,38 @@ class GeoTrainer:
       leaves: the parameters, as deltas to be sent.
       trainers: how many there are.
       values: the parameters that it starts from.
+      tables: the rows that it keeps of each table, with the table as deltas to be sent, by its name.
     """
 
     def __init__(
-        self, communicator: Communicator, leaves: Sequence[Leaf], trainers: int, values: Sequence[Any]
+        self,
+        communicator: Communicator,
+        leaves: Sequence[Leaf],
+        trainers: int,
+        values: Sequence[Any],
+        tables: Mapping[str, tuple[Leaf, KeptRows]] = {},
     ) -> None:
         self._communicator = communicator
-        self._leaves = leaves
+        self._leaves, self._tables, self._trainers = leaves, tables, trainers
         self._steps = GeoSteps(self, _OnDevice(), trainers, list(values))
 
     def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
         """What a step goes on with that has made `values`; every so many steps they are pushed."""
         return self._driven(self._steps.step(values, every, block_on_pull=block_on_pull))
+
+    def rows(self, table: str) -> KeptRows:
+        """The rows of a table."""
+        return self._tables[table][1]
+
+    def leaf(self, table: str) -> Leaf:
+        """A table, as deltas to be sent."""
+        return self._tables[table][0]
+
+    @property
+    def report(self) -> list[str]:
+        """How many rows of each table are kept, and what they weigh."""
+        who = self._communicator.name
+        return [f"{who}: {n}: {len(x):,} rows are kept, {x.nbytes:,} bytes" for n, (_, x) in self._tables.items()]
 
     def finish(self) -> None:
         """Push what was not. Raises StateError where that is not there any more."""
@@ -56,15 +81,18 @@ class GeoTrainer:
 
     def put(self, deltas: Values) -> None:
         """Let a push be sent."""
-        self._communicator.put(list(zip(self._leaves, deltas, strict=True)))
+        rows = [(leaf, kept.pushed(self._trainers)) for leaf, kept in self._tables.values()]
+        self._communicator.put([*zip(self._leaves, deltas, strict=True), *rows])
 
     def received(self) -> int:
         """How many pushes are in what was received last."""
         return self._communicator.received()
 
     def newest(self) -> Values:
-        """The parameters that were received last."""
+        """The parameters that were received last. With them rows of tables are taken in."""
         newest = self._communicator.newest()
+        for table, (_, kept) in self._tables.items():
+            kept.pulled(newest[table])
         return jax.device_put([newest[str(i)] for i in range(len(self._leaves))])
 
 

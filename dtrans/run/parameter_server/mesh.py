@@ -20,7 +20,7 @@ import dataclasses
 import weakref
 from collections.abc import Collection, Generator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,11 @@ from dtrans.run.parameter_server.row_lookup import looked_up
 from dtrans.run.parameter_server.row_updates import RowUpdates, put_there, taken_there
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, own_buffers
 from dtrans.step_meter import metered
+
+
+_ONE_PROCESS = (
+    "is of servers in processes of their own, plan.on_cluster(): in one process all rows are made at the start"
+)
 
 
 @realises(PServerPlan, "mesh")
@@ -231,6 +236,15 @@ class MeshJob(Job):
             return rows_from(self.plan, name, uniq, np.empty((len(uniq), *row.shape[1:]), row.dtype), servers)
 
         return looked_up(self.plan, name, ids, read)
+
+    def tables(self) -> NoReturn:
+        raise ConfigError(f"job.tables() {_ONE_PROCESS}")
+
+    def changed(self, name: str, since: int) -> NoReturn:
+        raise ConfigError(f"job.changed({name!r}, ...) {_ONE_PROCESS}")
+
+    def evict(self, name: str, unused_for: int) -> NoReturn:
+        raise ConfigError(f"job.evict({name!r}, ...) {_ONE_PROCESS}")
 
     def params(self, state: MeshState) -> Any:
         """The parameters, as the pytree that they were given in; tables too, put together from the servers."""

@@ -106,6 +106,15 @@ class MissedSteps:
         """Whether rows that nobody has looked up yet do not move."""
         return self._table.rests is not None
 
+    @property
+    def moving(self) -> np.ndarray:
+        """Whether each row moves in each step, looked up or not."""
+        return self._seen < RESTS
+
+    def rest(self, ids: np.ndarray) -> None:
+        """Let rows rest again that are to be made anew."""
+        self._seen[ids] = RESTS
+
     def add(self, ids: np.ndarray, values: Arrays) -> bool:
         """A step was made, in which these rows were updated. Whether too much is kept of steps: let all rows catch up.
 

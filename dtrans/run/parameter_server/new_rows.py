@@ -8,7 +8,7 @@ and `dtrans.run.parameter_server.table_memory`).
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -120,6 +120,33 @@ class NewRows(ArrayLike):
 
     def made(self) -> np.ndarray:
         return self.maker(np.arange(len(self)))[self._index]
+
+
+class MadeRows(ArrayLike):
+    """A block, or an array of its state, that is there, and whose rows the init can make again.
+
+    Args:
+      array: it.
+      maker: makes rows.
+    """
+
+    def __init__(self, array: Any, maker: RowMaker) -> None:
+        super().__init__(array)
+        self.maker, self._array = maker, np.asarray(array)
+
+    def made(self) -> np.ndarray:
+        return self._array
+
+
+def made_again(state: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of a server, with what makes rows of tables.
+
+    Args:
+      first: what the init makes.
+    """
+    is_due = lambda x, new: isinstance(new, NewRows) and not isinstance(x, ArrayLike)
+    with_maker = lambda x, new: MadeRows(x, new.maker) if is_due(x, new) else x
+    return {n: with_maker(x, first.get(n)) for n, x in state.items()}
 
 
 def new_rows(eqn: JaxprEqn, args: Sequence[Any]) -> list[NewRows]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.errors import ConfigError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.table_rows import unique_ids
+from dtrans.run.parameter_server.table_changes import table_of
 
 
 def looked_up(plan: PServerPlan, name: str, ids: Any, read: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -24,12 +24,9 @@ def looked_up(plan: PServerPlan, name: str, ids: Any, read: Callable[[np.ndarray
       An array of the shape of `ids`, followed by that of a row.
 
     Raises:
-      ConfigError: no table. BatchError: a row that it does not have.
+      ConfigError: no table. BatchError: a row that it does not have, or numbers that are no integers.
     """
-    if name not in plan.tables.of:
-        tables = ", ".join(plan.tables.of) or "none"
-        raise ConfigError(f"{name} is no table of this plan; they are: {tables}. job.params(state) has the others")
-    wanted, rows = np.asarray(ids), plan.tables.of[name].lookups.rows
+    rows, wanted = table_of(plan, name).lookups.rows, np.asarray(ids)
     if not wanted.size:
         t = plan.main.inputs[name]
         return np.empty((*wanted.shape, *t.shape[1:]), t.dtype)

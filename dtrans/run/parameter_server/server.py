@@ -73,6 +73,7 @@ class Server:
         else:
             self._update = blocks = BlockUpdates(update, state)
             kind = AsyncServer(served, blocks, blocks.state, trainers, say)
+        kind.tables = self._update.held
         self.refusals = Refusals(log)
         self._protocol = Serving(kind, trainers, say, self.refusals)
         if keep is not None:
@@ -99,8 +100,8 @@ class Server:
             self._loop()
             failed = False
             note(protocol.kind.endpoint, protocol.trainers.known[0].session)
-            for line in self._update.report:
-                log.info("pserver %s: %s", protocol.kind.endpoint, line)
+            for block in self._update.held.report():
+                log.info("pserver %s: %s", protocol.kind.endpoint, block)
             return self._state()
         except BaseException as e:
             protocol.say_why(e)

@@ -22,6 +22,7 @@ from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.presence import log, named
 from dtrans.protocol.served import Vectors
 from dtrans.run.parameter_server.row_updates import RowUpdates
+from dtrans.run.parameter_server.server_tables import ServerTables
 from dtrans.run.parameter_server.table_memory import memory_of
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 
@@ -38,11 +39,16 @@ class SyncUpdate:
       state: name to array; tables are in memory of their own.
       values: the parameters as memory to send from.
       exchange: the one that the update waits for.
+      held: what there is of tables.
     """
 
     def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: int) -> None:
         self.exchange: Exchange | None = None
         self._tables = memory_of(update, state)
+        self._steps = 0
+        self.held = ServerTables(
+            update.endpoint, update.tables, self._tables, lambda: self.state, lambda name: self._steps
+        )
         watched = frozenset(n for t in self._tables.values() for n in t.reads)
         self._watched: dict[str, Any] = {}
         self._whole = dataclasses.replace(update, watched=watched)
@@ -72,6 +78,7 @@ class SyncUpdate:
             self.exchange, outgoing = next(self._run) if arrived is None else self._run.send(arrived)
         except StopIteration as made:
             self._run = self.exchange = None
+            self._steps += 1
             # the memory of its gradients and of what other servers sent is written again, so nothing may still read it
             self.state = jax.block_until_ready(made.value) if self._whole.exchanges else made.value
             self._publish()
@@ -108,11 +115,6 @@ class SyncUpdate:
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
         """Rows of a block of a table, as they are."""
         return self._tables[name].rows(ids, train=train) if name in self._tables else self.values[name][ids]
-
-    @property
-    def report(self) -> list[str]:
-        """What there is of each block of a table."""
-        return [t.report for t in self._tables.values()]
 
     def tables(self) -> dict[str, Any]:
         """Blocks of tables, and their state, as after the last step."""

@@ -228,8 +228,6 @@ def test_the_update_of_other_rows_has_to_be_said_where_they_would_move() -> None
         planned({"params/emb": dtrans.Rows("lazy")}, optax.lamb(0.1))
     with pytest.raises(ConfigError, match="params/emb cannot be a table: its update cannot be cut"):
         planned({"params/emb": dtrans.Rows("lazy")}, optax.contrib.muon(0.1))
-    with pytest.raises(ConfigError, match=r"with GEO-SGD each .* mode=dtrans.Sync\(\), dtrans.Async\(\) or"):
-        planned("auto", mode=dtrans.Geo())
 
 
 # -- rows whose gradient is zero -------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import optax
 import pytest
 import role_threads as roles
 from role_threads import RoleThreads
-from table_jobs import DENSE, LAZY, batches, close, one_device, planned
+from table_jobs import DENSE, LAZY, batches, close, one_device, only, planned, start_at_zero
 
 import dtrans
-from dtrans.errors import ConfigError, PeerError
+from dtrans.checkpoint.api import save_serving
+from dtrans.errors import CheckpointWarning, ConfigError, PeerError, StateError
 from dtrans.run.distributed.role import Role
 from dtrans.run.role_job import ServerJob, TrainerJob
 
@@ -80,6 +82,69 @@ def test_a_job_goes_on_from_it_bit_for_bit(role_threads: RoleThreads, tmp_path: 
     role_threads.start("trainer 0", train, again, 0, given[2:], {})
     ends.append(role_threads.all()["trainer 0"])
     jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+@pytest.mark.parametrize("update", ["lazy", "dense"])
+def test_what_is_saved_of_a_row_is_of_one_update(role_threads: RoleThreads, tmp_path: Path, update: str) -> None:
+    """While another trainer goes on. Gradients are one, so that each moment of a row says how many updates it had."""
+    tx, rows = optax.adam(0.1), 40
+    start = start_at_zero(tx, rows)
+    plan = dtrans.pserver(
+        dtrans.trace(dtrans.make_train_step(only, tx), *start(), np.arange(4)), dtrans.trace(start),
+        pservers=roles.free_endpoints(3), trainers=2, mode=dtrans.Async(), batch="local",
+        sparse={"params/emb": dtrans.Rows(update)}, placement=dtrans.BlockPlacement(min_block_size=1),
+    )  # fmt: skip
+
+    def train(k: int) -> None:
+        role = Role("trainer", 2, tuple(plan.servers), trainer_id=k)
+        with TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+            state, rng = job.init(), np.random.default_rng(k)
+            for at in range(40 if k else 10):
+                state, _ = job.step(state, rng.choice(rows - 10, 4, replace=False))
+                if not k and at % 3 == 0:
+                    job.save(str(at))
+
+    def serve_here(ep: str) -> None:
+        role = Role("pserver", 2, tuple(plan.servers), current_endpoint=ep)
+        with ServerJob(plan, role, {"deadline": roles.HANG}) as job:
+            job.serve(job.init(), checkpoints=tmp_path)
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve_here, ep)
+    for k in range(2):
+        role_threads.start(f"trainer {k}", train, k)
+    role_threads.all()
+    for at in (0, 3, 6, 9):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)  # counts, which are not those of rows
+            held = [dtrans.checkpoint.restore(tmp_path / str(at), plan, ep) for ep in plan.servers]
+        emb, mu, nu = (
+            np.concatenate([x for state in held for n, x in state.items() if n.startswith(name)])[:, 0]
+            for name in ("params/emb", "opt_state/0/mu/emb", "opt_state/0/nu/emb")
+        )
+        assert set(np.flatnonzero(emb)) == set(np.flatnonzero(mu)) == set(np.flatnonzero(nu)) != set()
+        if update == "lazy":
+            counts = np.rint(np.log1p(-mu) / np.log(0.9))
+            np.testing.assert_allclose(nu, 1 - 0.999**counts, rtol=1e-6, atol=1e-9)
+            assert counts.sum() >= 4 * (at + 1)
+
+
+def test_counts_of_asynchronous_servers_may_differ(tmp_path: Path) -> None:
+    """By the steps that were under way: that is said, and the checkpoint can be taken up."""
+    plan, wrong = (planned(optax.adam(0.1), DENSE, 1, 2, mode=mode) for mode in (dtrans.Async(), dtrans.Sync()))
+    for name, of in (("async", plan), ("sync", wrong)):
+        for ep, count in zip(of.servers, (5, 4), strict=True):
+            with dtrans.Executor() as exe:
+                state = exe.run(of.servers[ep].startup, KEY) | {"opt_state/0/count": jax.numpy.int32(count)}
+            save_serving(tmp_path / name, of, ep, state, name)
+    first, second = plan.servers
+    told = (
+        f"opt_state/0/count is not the same on {first} and {second}: 5 and 4, saved while asynchronous trainers went on"
+    )
+    with pytest.warns(CheckpointWarning, match=told):
+        assert int(dtrans.checkpoint.load(tmp_path / "async", plan.main)[1][0].count) == 5
+    with pytest.raises(StateError, match="opt_state/0/count is not the same .*; are these states of one job"):
+        dtrans.checkpoint.load(tmp_path / "sync", wrong.main)
 
 
 def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -314,14 +315,19 @@ def test_a_table_is_written_to_a_file(
 
 def test_an_id_that_the_table_does_not_have_is_named(role_threads: RoleThreads) -> None:
     plan = planned(optax.sgd(0.1), DENSE, 1, 1)
-    for wrong, said in ((V, "row 40 at \\[3\\]"), (-V - 1, "row -1 at \\[3\\]")):
+    lookup = "of params/emb asks for row"
+    for wrong, said in (
+        (V, rf"{lookup} 40 at \[3\]"),
+        (-V - 1, rf"{lookup} -1 at \[3\]"),
+        (2**32, r"ids\[3, 0\] is 4294967296, which int32 does not hold"),
+    ):
         ids, y = batches(1)[0]
         ids[3, 0] = wrong
 
         def train(ids: Any = ids, y: Any = y, said: str = said) -> None:
             with TrainerJob(plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": 9.0}) as job:
                 state = job.init(jax.random.key(0))
-                with pytest.raises(BatchError, match=f"of params/emb asks for {said}"):
+                with pytest.raises(BatchError, match=said):
                     job.step(state, ids, y)
                 job.step(state, *batches(1)[0])  # nothing is lost
 
@@ -330,6 +336,69 @@ def test_an_id_that_the_table_does_not_have_is_named(role_threads: RoleThreads) 
         role_threads.start("trainer 0", train)
         role_threads.all()
         role_threads.forget()
+
+
+def by_number(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
+    """Rows by one number each, and with a number of an entry beside."""
+    one = jax.vmap(lambda i: params["emb"][i])(ids[:, 0])
+    return jnp.mean((one @ params["w"][:D] + params["emb"][ids[:, 1], 0] + params["emb"][ids[0, 0], 1] - y) ** 2)
+
+
+WRONG = {
+    (True, np.int64): (2**31, 2**32, 2**32 + 5, -(2**32) - 1),
+    (True, np.uint64): (2**63 + 5,),
+    (True, np.uint32): (2**31 + 5, 2**32 - 1),
+    (False, np.uint32): (2**31 + 5, 2**32 - 1),
+    (False, np.int8): (V, -V - 1),
+}
+
+
+@pytest.mark.parametrize("fn", [loss, by_number], ids=["in arrays", "one by one"])
+@pytest.mark.parametrize("x64, dtype", WRONG)
+def test_ids_are_looked_at_before_they_are_cut(fn: Any, x64: bool, dtype: Any) -> None:
+    """JAX takes the low half of an index of 64 bits, and that may be a row."""
+    ids, y = batches(1)[0]
+    with jax.enable_x64(x64):
+        tx, key = optax.sgd(0.3), jax.random.key(0)
+        step, start = dtrans.make_train_step(fn, tx), lambda key: init(tx, key)
+        main = dtrans.trace(step, *start(key), ids.astype(dtype), y)
+        job = dtrans.pserver(main, dtrans.trace(start, key), sparse=DENSE).simulate()
+        state = job.init(key)
+        for wrong, column in itertools.product(WRONG[x64, dtype], (0, 1)):
+            there = ids.astype(dtype)
+            there[3, column] = wrong
+            counted = wrong + V if wrong < 0 else wrong
+            with pytest.raises(BatchError, match=rf"^lookup \d of params/emb asks for row {counted} at \[3\]; the"):
+                job.step(state, there, y)
+        job.step(state, ids.astype(dtype), y)
+
+
+def test_numbers_of_rows_are_integers() -> None:
+    job = planned(optax.sgd(0.1), DENSE, 1, 1).simulate()
+    state, (ids, y) = job.init(jax.random.key(0)), batches(1)[0]
+    with pytest.raises(BatchError, match=r"lookup 0 of params/emb asks for row 1.5 at \[0, 0\], of float64: numbers"):
+        job.lookup("params/emb", [[1.5, 2.0]])
+    with pytest.raises(BatchError, match=r"ids is float64, the step was traced with int"):
+        job.step(state, ids.astype(float), y)
+    with pytest.raises(BatchError, match=r"asks for row 4294967296 at \[1\]; the table has"):
+        job.lookup("params/emb", [3, 2**32])
+
+
+@pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
+def test_a_row_of_padding_stays(role_threads: RoleThreads, sparse: Any) -> None:
+    """Bit for bit, however often it is looked up."""
+
+    def bags(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
+        of = jnp.repeat(jnp.arange(len(y)), 2)
+        made = dtrans.nn.embedding_bag(params["emb"], ids.ravel(), of, len(y), padding_idx=-3)
+        return jnp.mean((made - y[:, None]) ** 2)
+
+    given = [(np.where(ids % 3, ids, V - 3), y) for ids, y in batches()]
+    plan = planned(optax.adam(0.1), sparse, 2, 2, bags)
+    (found, _), _ = outcome(role_threads, plan, given)
+    first = init(optax.adam(0.1), jax.random.key(0))[0]["emb"]
+    moved = np.flatnonzero((np.asarray(found["emb"]) != first).any(1))
+    assert V - 3 not in moved and set(moved) == {i for ids, _ in given for i in ids.ravel() if i != V - 3}
 
 
 @pytest.mark.usefixtures("x64")

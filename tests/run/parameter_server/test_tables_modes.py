@@ -374,8 +374,3 @@ def test_a_mean_square_moves_where_nobody_looks() -> None:
     with pytest.raises(ConfigError, match="since params/emb@GRAD.mean_square moves with a gradient of zero"):
         planned(optax.sgd(0.1), {"params/emb": dtrans.Rows()}, 1, 1, mode=mode)
     planned(optax.sgd(0.1), {"params/emb": dtrans.Rows()}, 1, 1, mode=dtrans.Async(DELAYS["fixed"]))
-
-
-def test_geo_has_no_tables() -> None:
-    with pytest.raises(ConfigError, match="with GEO-SGD each trainer updates all parameters"):
-        planned(optax.sgd(0.1), DENSE, 1, 1, mode=dtrans.Geo())

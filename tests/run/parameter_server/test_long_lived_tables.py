@@ -1,0 +1,617 @@
+"""Tables that live long: what servers have of them, which rows have changed, and rows that are given up."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import role_threads as roles
+from paths import ROOT
+from role_threads import RoleThreads, free_endpoints
+
+import dtrans
+from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError, WireError
+from dtrans.protocol import wire
+from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.presence import Presence, Trainer
+from dtrans.protocol.served import RowGradient
+from dtrans.protocol.sync_server import SyncServer
+from dtrans.run.distributed.role import Role
+from dtrans.run.parameter_server import table_changes
+from dtrans.run.parameter_server.block_update import BlockUpdates
+from dtrans.run.parameter_server.lazy_memory import LazyArray
+from dtrans.run.parameter_server.new_rows import made_again
+from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.update import ServerUpdate
+from dtrans.run.role_job import ServerJob, TrainerJob
+
+
+V, D = 60, 3
+EMB, GRAD = "params/emb", "params/emb@GRAD"
+KEY = jax.random.key(7)
+NONE = np.empty(0, np.int32)
+SYNC = dtrans.Sync()
+
+
+def drawn(key: jax.Array) -> jax.Array:
+    return jax.random.normal(key, (V, D))
+
+
+def planned(tx: Any, servers: int = 1, trainers: int = 1, mode: Any = SYNC, emb: Callable[..., Any] = drawn,
+            **rows: Any) -> Any:  # fmt: skip
+    init = lambda key: (params := {"emb": emb(key)}, tx.init(params))
+    step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), tx)
+    return dtrans.pserver(
+        dtrans.trace(step, *jax.eval_shape(init, KEY), jnp.zeros(3, int)), dtrans.trace(init, KEY), mode=mode,
+        pservers=free_endpoints(servers), trainers=trainers, sparse={EMB: dtrans.Rows(**rows)}, batch="local",
+        placement=dtrans.BlockPlacement(min_block_size=1),
+    )  # fmt: skip
+
+
+class Alone:
+    """A server that nobody speaks to: its updates."""
+
+    def __init__(self, tx: Any, before: Any = None, **options: Any) -> None:
+        (programs,) = planned(tx, **options).servers.values()
+        with dtrans.Executor() as exe:
+            state = exe.run(programs.startup, KEY)
+        state = state if before is None else made_again(before, state)
+        self.update = SyncUpdate(ServerUpdate.of(programs.main), state, 1)
+        self.first = np.asarray(jax.jit(drawn)(KEY))
+        self.held = self.update.held
+        self._rng = np.random.default_rng(0)
+
+    def step(self, *ids: int) -> None:
+        numbers = np.array(ids, np.int32)
+        self.rows(*ids, train=True)
+        gradient = RowGradient(numbers, self._rng.normal(size=(len(ids), D)).astype(np.float32))
+        self.update.begin({GRAD: gradient}, frozenset([0]), 0)
+
+    def rows(self, *ids: int, train: bool = False) -> np.ndarray:
+        return self.update.rows(EMB, np.array(ids, np.int32), train=train)
+
+    def changed(self, since: int) -> tuple[list[int], list[int]]:
+        _, ids, gone = self.held.changed(EMB, since)
+        return ids.tolist(), gone.tolist()
+
+    @property
+    def state(self) -> dict[str, np.ndarray]:
+        """The optimizer's, of each row."""
+        return {n: x for n, x in self.update.tables().items() if n != EMB}
+
+
+OPTIMIZERS = {
+    "adagrad": (optax.adagrad(0.1), None, 0.1),
+    "adam, lazy": (optax.adam(0.1), "lazy", 0.0),
+    "adam, dense": (optax.adam(0.1), "dense", 0.0),
+    "momentum, dense": (optax.sgd(0.1, 0.9), "dense", 0.0),
+    "rmsprop, dense": (optax.rmsprop(0.1), "dense", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_row_that_was_given_up_begins_anew(name: str) -> None:
+    """As the init makes it, bit for bit, with the state that the optimizer begins with; and stays so until a step."""
+    tx, update, begins = OPTIMIZERS[name]
+    alone = Alone(tx, update=update)
+    for ids in ((3, 8, 20), (8,), (20, 31), (8,)):
+        alone.step(*ids)
+    kept = alone.rows(8, 20, 31)
+    assert alone.held.evict(EMB, 2, NONE) == 1  # row 3, of step 1
+    np.testing.assert_array_equal(alone.rows(8, 20, 31), kept)
+    for read in (alone.rows(3), alone.rows(3, train=True)):
+        np.testing.assert_array_equal(read, alone.first[[3]])
+    assert all((np.asarray(x)[3] == np.float32(begins)).all() for x in alone.state.values()), alone.state
+    assert alone.state
+    alone.step(8)
+    np.testing.assert_array_equal(alone.rows(3), alone.first[[3]])
+    alone.step(3)
+    assert not np.array_equal(alone.rows(3), alone.first[[3]])
+
+
+def test_rows_are_given_up_by_their_last_step_and_count_towards_no_limit() -> None:
+    alone = Alone(optax.adagrad(0.1), limit=3)
+    for ids in ((0, 1), (1, 2), (1,), (1,)):
+        alone.step(*ids)
+    with pytest.raises(WireError, match="limit is 3"):
+        alone.rows(9, train=True)
+    assert [alone.held.evict(EMB, steps, NONE) for steps in (4, 3, 3, 2)] == [0, 1, 0, 1]
+    (report,) = alone.held.report()
+    assert str(report) == "params/emb: 1 of 60 rows are made, 24 bytes; 2 were given up"
+    assert (report.rows, report.limit, report.step) == (V, 3, 4)
+    alone.step(9, 10)
+    alone.rows(0)  # what is only looked at is not kept
+    with pytest.raises(WireError, match="has 3 rows, 1 new ones are looked up, and its limit is 3"):
+        alone.rows(0, train=True)
+    assert alone.held.evict(EMB, 1, NONE) == 1
+    whole = np.asarray(alone.update.tables()[EMB])  # as it is saved
+    np.testing.assert_array_equal(np.delete(whole, [9, 10], 0), np.delete(alone.first, [9, 10], 0))
+
+
+def test_rows_that_were_made_and_never_updated_are_given_up_too() -> None:
+    alone = Alone(optax.adagrad(0.1))
+    alone.rows(4, 5, train=True)  # of a trainer that has left
+    alone.step(6)
+    assert alone.held.evict(EMB, 1, np.array([5])) == 1
+    assert alone.held.report()[0].made == 2
+
+
+def test_changes_are_of_the_steps_after_one() -> None:
+    alone = Alone(optax.adam(0.1), update="lazy")
+    for ids in ((3, 8), (8,), (20,)):
+        alone.step(*ids)
+    alone.rows(50, train=True)  # made, and as it was
+    assert [alone.changed(since) for since in range(4)] == [
+        ([3, 8, 20], []), ([8, 20], []), ([20], []), ([], [])]  # fmt: skip
+    assert alone.held.changed(EMB, 1)[0] == 3
+    assert alone.held.evict(EMB, 2, NONE) == 2  # 3, and 50 that no step has updated
+    alone.held.evict(EMB, 1, NONE)
+    alone.step(20)
+    assert alone.changed(3) == ([20], [3, 8, 50])  # asked after step 3 before they were given up
+    assert alone.changed(4) == ([], [])
+    alone.rows(3, train=True)  # here again, and not updated yet: whoever has the old row is to hear of it
+    assert alone.changed(3) == ([3, 20], [8, 50])
+    for since in (-1, 5):
+        with pytest.raises(StateError, match=f"changes of params/emb since step {since}, and there were 4"):
+            alone.changed(since)
+
+
+@pytest.mark.parametrize("tx, wanted", [(optax.adam(0.1), [3, 8]), (optax.adamw(0.1), list(range(V))),
+                                        (optax.rmsprop(0.1), [3]), (optax.lamb(0.1), list(range(V)))],
+                         ids=["adam", "adamw", "rmsprop", "lamb"])  # fmt: skip
+def test_rows_that_move_by_themselves_have_changed(tx: Any, wanted: list[int]) -> None:
+    """With Adam those that some step has looked up; of RMSProp the state moves, and no row."""
+    alone = Alone(tx, update="dense")
+    alone.step(3, 8)
+    alone.step(3)
+    before = np.array([alone.rows(i)[0] for i in range(V)])
+    assert alone.changed(2) == ([], [])
+    alone.step(3)
+    assert alone.changed(2) == (wanted, [])
+    now = np.array([alone.rows(i)[0] for i in range(V)])
+    assert set(np.flatnonzero((before != now).any(1))) <= set(wanted)
+
+
+def test_rows_that_were_given_up_do_not_move() -> None:
+    alone = Alone(optax.adam(0.1), update="dense")
+    for ids in ((3, 8), (3,), (3,)):
+        alone.step(*ids)
+    assert alone.changed(2) == ([3, 8], []) and alone.held.evict(EMB, 2, NONE) == 1
+    alone.step(3)
+    assert alone.changed(2) == ([3], [8])
+
+
+def test_rows_of_a_checkpoint_rest_that_are_as_the_init_makes_them() -> None:
+    """Whatever their state begins with: some of it is no zero here."""
+    tx = optax.chain(optax.scale_by_rss(0.1), optax.trace(0.9), optax.scale(-0.1))
+    alone = Alone(tx, update="dense")
+    alone.step(3, 8)
+    saved = {n: np.asarray(x) for n, x in {**alone.update.state, **alone.update.tables()}.items()}
+    again = Alone(tx, update="dense", before=saved)
+    (report,) = again.held.report()
+    assert (report.made, report.step) == (2, 0)
+    again.step(8)
+    assert again.changed(0) == ([3, 8], [])
+    assert again.held.evict(EMB, 1, NONE) == 1 and again.changed(1) == ([], [3])
+    np.testing.assert_array_equal(again.rows(3, 20), again.first[[3, 20]])
+
+
+def test_rows_that_cannot_be_made_again_are_not_given_up() -> None:
+    orthogonal = lambda key: jax.random.orthogonal(key, V)[:, :D]
+    alone = Alone(optax.sgd(0.1), emb=orthogonal)
+    with pytest.raises(StateError, match="cannot be given up, since they cannot be made again: its server began with"):
+        alone.held.evict(EMB, 1, NONE)
+    for tx, why in ((optax.adamw(0.1), "moves those too that nobody"), (optax.lamb(0.1), "is of all of them")):
+        alone = Alone(tx, update="dense")
+        alone.step(3)
+        with pytest.raises(StateError, match=why):
+            alone.held.evict(EMB, 1, NONE)
+        assert np.asarray(alone.update.tables().get(EMB, alone.first)).shape == (V, D)
+
+
+# -- what the protocol makes of it -----------------------------------------------------------------
+
+
+class Said:
+    """A server with two trainers, given messages, and what it says."""
+
+    def __init__(self, mode: Any = SYNC, **options: Any) -> None:
+        (programs,) = planned(optax.adagrad(0.1), 1, 2, mode, **options).servers.values()
+        update = ServerUpdate.of(programs.main)
+        with dtrans.Executor() as exe:
+            state = exe.run(programs.startup, KEY)
+        self.trainers = Presence(update.served, deadline=9.0, plan={}, secret="")
+        self.trainers.known |= {k: Trainer(f"session {k}", bytes([k])) for k in range(2)}
+        self.said: list[tuple[int, str, dict[str, Any]]] = []
+        self.server: Any
+        self.grads = [update.served.tables[EMB].gradients[k] for k in range(2)]
+        if update.served.sync_mode:
+            self.server = SyncServer(update.served, steps := SyncUpdate(update, state, 2), self.trainers, self.say)
+            self.server.tables = steps.held
+        else:
+            blocks = BlockUpdates(update, state)
+            self.server = AsyncServer(update.served, blocks, blocks.state, self.trainers, self.say)
+            self.server.tables = blocks.held
+        self.steps = [0, 0]
+
+    def say(self, address: bytes, op: str, blocks: Any = (), **fields: Any) -> None:
+        self.said.append((address[0], op, fields))
+
+    def take(self, k: int, op: str, arrays: Any = (), **fields: Any) -> None:
+        (frames,) = wire.framed(op, arrays, step=self.steps[k], **fields)
+        getattr(self.server, op)(k, wire.parse(frames))
+
+    def ask(self, k: int, *ids: int) -> None:
+        self.take(k, "prefetch", [("ids", np.array(ids, np.int32))], table=EMB, count=len(ids), train=True)
+
+    def give(self, k: int, *ids: int) -> None:
+        self.take(k, "send", [(self.grads[k], np.ones((len(ids), D), np.float32))])
+
+    def step(self, *ids: int) -> None:
+        """Of both trainers, who look up the same."""
+        for k in range(2):
+            self.ask(k, *ids)
+            self.give(k, *ids)
+            if isinstance(self.server, SyncServer):
+                self.take(k, "send_barrier")
+        self.steps = [n + 1 for n in self.steps]
+        self.said.clear()
+
+    def evict(self, k: int, unused_for: int = 1, table: str = EMB) -> None:
+        self.take(k, "evict", table=table, unused_for=unused_for)
+
+
+def test_rows_are_given_up_when_all_trainers_say_so() -> None:
+    said = Said()
+    said.step(3, 8)
+    said.step(8)
+    said.evict(1)
+    assert not said.said and said.server.tables.report()[0].made == 2
+    said.evict(0)
+    assert [(k, op, fields["count"]) for k, op, fields in said.said] == [(0, "evicted", 1), (1, "evicted", 1)]
+    said.step(3)
+    said.evict(0)
+    said.evict(1)
+    assert [fields["count"] for *_, fields in said.said] == [1, 1]  # row 8
+
+
+@pytest.mark.parametrize("goes_on", [lambda s: s.ask(1, 3), lambda s: s.give(1)], ids=["looks up", "sends"])
+def test_a_trainer_that_goes_on_without_is_named(goes_on: Any) -> None:
+    """Whichever of the two comes first."""
+    why = "trainer 0 gives up rows of params/emb after step 1, and trainer 1 goes on without: all trainers call"
+    for first, then in ((Said.evict, goes_on), (goes_on, Said.evict)):
+        said = Said()
+        said.step(3)
+        call = lambda what, said=said: what(said, 0) if what is Said.evict else what(said)
+        call(first)
+        with pytest.raises(PeerError, match=why):
+            call(then)
+
+
+def test_trainers_give_up_the_same_rows() -> None:
+    said = Said()
+    said.evict(0, 4)
+    with pytest.raises(PeerError, match="trainer 1 gives up .* 5 steps, and trainer 0 .* for 4: all trainers call"):
+        said.evict(1, 5)
+
+
+def test_who_keeps_others_waiting_is_named() -> None:
+    said = Said()
+    said.step(3)
+    said.evict(0)
+    said.server.look(1.0)
+    said.server.look(8.0)
+    assert [(k, op) for k, op, _ in said.said] == [(0, "waiting")] * 2
+    why = r"7.0 s for job.evict before gradients of step 2 from trainer 1 \(computing\)"
+    assert re.fullmatch(why, said.said[-1][2]["reason"])
+    with pytest.raises(DeadlineError, match="and trainer 0 waited 10.0 s for job.evict before gradients of"):
+        said.server.look(11.0)
+
+
+def test_trainers_that_have_left_are_not_waited_for() -> None:
+    said = Said()
+    said.step(3)
+    said.step(8)
+    said.evict(0)
+    said.take(1, "complete")
+    assert [(k, op) for k, op, _ in said.said] == [(1, "goodbye"), (0, "evicted")]
+    assert said.said[1][2]["count"] == 1
+
+
+@pytest.mark.parametrize(
+    "fields, why",
+    [
+        ({"table": "params/w"}, "'params/w', which is no table of"),
+        ({"unused_for": 0}, "not used for 0 steps"),
+        ({"unused_for": -(2**63)}, "not used for -9223372036854775808 steps"),
+    ],
+)
+@pytest.mark.parametrize("mode", [dtrans.Sync(), dtrans.Async()], ids=["sync", "async"])
+def test_an_eviction_that_cannot_be_is_refused_and_changes_nothing(mode: Any, fields: Any, why: str) -> None:
+    said = Said(mode)
+    said.step(3)
+    said.step(8)
+    with pytest.raises(WireError, match=why):
+        said.evict(0, **fields)
+    said.steps[0] = 7
+    with pytest.raises(WireError, match="of step 7"):
+        said.evict(0)
+    said.steps[0] = 2
+    if mode == dtrans.Sync():
+        said.evict(0)
+        with pytest.raises(WireError, match="a second `evict`"):
+            said.evict(0)
+    assert said.server.tables.report()[0].made == 2 and not said.said
+
+
+def test_asynchronous_servers_keep_rows_that_are_under_way() -> None:
+    said = Said(dtrans.Async())
+    said.step(3, 8)
+    said.step(20)
+    said.ask(1, 8)
+    said.said.clear()
+    said.evict(0, 2)
+    assert [(k, op, fields["count"]) for k, op, fields in said.said] == [(0, "evicted", 1)]
+    said.give(1, 8)
+    said.steps[1] += 1
+    assert said.server.tables.changed(EMB, 4)[1].tolist() == [8]
+    said.evict(1, 1)
+    assert said.said[-1][2]["count"] == 1  # row 20
+
+
+# -- jobs ------------------------------------------------------------------------------------------
+
+
+def serve(plan: Any, endpoint: str, state: Any = None, **options: Any) -> Any:
+    role = Role("pserver", plan.trainers, tuple(plan.servers), current_endpoint=endpoint)
+    with ServerJob(plan, role, {"deadline": roles.HANG}) as job:
+        return job.serve(job.init(KEY) if state is None else state(job), **options)
+
+
+def run(role_threads: RoleThreads, plan: Any, train: Callable[[Any, int], Any], **options: Any) -> list[Any]:
+    """A job; what each trainer returns."""
+
+    def trained(k: int) -> Any:
+        role = Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k)
+        with TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+            return train(job, k)
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, **options)
+    for k in range(plan.trainers):
+        role_threads.start(f"trainer {k}", trained, k)
+    ended = role_threads.all()
+    role_threads.forget()
+    return [ended[f"trainer {k}"] for k in range(plan.trainers)]
+
+
+def batch(at: int, k: int) -> np.ndarray:
+    """Three rows; later ones of other parts of the table."""
+    return np.random.default_rng((at, k)).integers(5 * at, 5 * at + 15, 3)
+
+
+@pytest.mark.parametrize("update", ["lazy", "dense"])
+def test_a_copy_that_serves_is_the_table(
+    role_threads: RoleThreads, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changes go in many messages; bits depend on neither servers nor placement, also where rows are given up."""
+    monkeypatch.setattr(table_changes, "CHUNK", 2)
+    monkeypatch.setattr(wire, "MESSAGE_BYTES", 8)
+
+    def train(job: Any, k: int) -> Any:
+        state, gone, told, copy, since = job.init(KEY), [], [], np.asarray(jax.jit(drawn)(KEY)).copy(), 0
+        for at in range(6):
+            state, _ = job.step(state, batch(at, k))
+            if at in (2, 4):
+                gone.append(job.evict(EMB, 2))
+            if k or at % 2:
+                continue
+            changes = job.changed(EMB, since)
+            assert all(np.all(x[1:] > x[:-1]) for x in (changes.ids, changes.gone)) and changes.step == at + 1
+            copy[changes.ids] = changes.rows
+            copy[changes.gone] = job.lookup(EMB, changes.gone)
+            np.testing.assert_array_equal(copy, job.lookup(EMB, np.arange(V)))
+            told.append([(changes.step, changes.ids.tolist(), changes.gone.tolist())])
+            since = changes.step
+        return gone, told, copy, [(x.made, x.evicted, x.step) for x in job.tables()]
+
+    found = []
+    for servers, rows in ((1, {}), (3, {"place": "bucket", "buckets": 7})):
+        plan = planned(optax.adam(0.1), servers, 2, update=update, **rows)
+        ended = run(role_threads, plan, train)
+        assert ended[0][0] == ended[1][0]
+        found.append(ended[0])
+    (gone, told, copy, reports), (gone3, told3, copy3, reports3) = found
+    assert (gone, told) == (gone3, told3) and min(gone) > 0
+    np.testing.assert_array_equal(copy, copy3)
+    assert reports == [(sum(x[0] for x in reports3), sum(gone), 6)] and [x[1:] for x in reports3] != reports
+    assert any(len(x[0][2]) for x in told)
+
+
+def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
+    plan = planned(optax.adagrad(0.1), 2, limit=20)
+
+    def train(job: Any, k: int) -> Any:
+        with pytest.raises(ConfigError, match="tables: no server knows this trainer before"):
+            job.tables()
+        state, _ = job.step(job.init(KEY), np.array([0, 1, 59]))
+        report = job.tables()
+        with pytest.raises(ConfigError, match="params/w is no table of this plan; they are: params/emb"):
+            job.evict("params/w", 3)
+        with pytest.raises(ConfigError, match="unused_for must be a number of steps"):
+            job.evict(EMB, 0)
+        with pytest.raises(
+            PeerError, match="changes of params/emb.block0 since step 9, and there were 1: .*job.export"
+        ):
+            job.changed(EMB, 9)
+        job.step(state, np.array([0, 1, 59]))  # nothing is lost
+        return report
+
+    (report,) = run(role_threads, plan, train)
+    assert [dict(vars(x), endpoint="") for x in report] == [
+        {"name": f"params/emb.block{i}", "endpoint": "", "rows": 30, "made": made, "bytes": made * 24, "limit": 10,
+         "evicted": 0, "step": 1} for i, made in ((0, 2), (1, 1))]  # fmt: skip
+    title, header, first, _ = str(report).splitlines()
+    assert (title, header.split()) == ("tables", ["block", "endpoint", *table_changes.NUMBERS])
+    assert first.split() == ["params/emb.block0", report.blocks[0].endpoint, "30", "2", "48", "10", "0", "1"]
+
+
+def test_what_moves_all_rows_is_refused_before_it_is_asked() -> None:
+    plan = planned(optax.adamw(0.1), update="dense")
+    role = Role("trainer", 1, tuple(plan.servers), trainer_id=0)
+    with TrainerJob(plan, role, {}) as job, pytest.raises(ConfigError, match="rows of .* its update moves .*'lazy'"):
+        job.evict(EMB, 3)
+    job = planned(optax.sgd(0.1)).on_mesh()
+    for ask in (lambda: job.tables(), lambda: job.changed(EMB, 0), lambda: job.evict(EMB, 3)):
+        with pytest.raises(ConfigError, match=r"is of servers in processes of their own, plan.on_cluster\(\)"):
+            ask()
+
+
+@pytest.mark.parametrize("mode", [dtrans.Async(), dtrans.HalfAsync()], ids=["async", "half"])
+def test_asynchronous_trainers_ask_whenever_they_like(role_threads: RoleThreads, mode: Any) -> None:
+    plan = planned(optax.adagrad(0.1), 2, mode=mode)
+
+    def train(job: Any, k: int) -> Any:
+        state = job.init(KEY)
+        for ids in ([0, 1, 40], [0, 1, 59], [0, 2, 59]):
+            state, _ = job.step(state, np.array(ids))
+        first = job.changed(EMB, 0)
+        gone = job.evict(EMB, 2)
+        state, _ = job.step(state, np.array([40, 40, 40]))
+        return first, gone, job.changed(EMB, first.step), job.tables()
+
+    ((first, gone, then, report),) = run(role_threads, plan, train)
+    assert (first.step, first.ids.tolist(), first.gone.tolist()) == (3, [0, 1, 2, 40, 59], [])
+    assert gone == 1 and (then.step, then.ids.tolist(), then.gone.tolist()) == (4, [40], [])
+    assert sum(x.made for x in report) == 5 and {x.step for x in report} == {4}
+
+
+# -- checkpoints, and memory -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["lazy", "dense"])
+def test_a_job_that_goes_on_from_a_checkpoint_gives_rows_up_too(
+    role_threads: RoleThreads, tmp_path: Path, update: str
+) -> None:
+    """On other servers, with rows elsewhere: rows that no step has updated take no memory, and bits are the same."""
+    tx, old, new = optax.adam(0.1), (0, 3), (3, 6)
+
+    def train(job: Any, k: int, steps: tuple[int, int]) -> Any:
+        state = job.init(KEY)
+        begun = job.tables()
+        for at in range(*steps):
+            state, _ = job.step(state, batch(at, k))
+            if at == 2:
+                job.save("half")
+        gone = job.evict(EMB, 3)
+        return begun, gone, job.lookup(EMB, np.arange(V)), job.tables()
+
+    made = lambda report: sum(x.made for x in report)
+    plan = planned(tx, 2, update=update)
+    ((_, gone, wanted, then),) = run(role_threads, plan, lambda job, k: train(job, k, (0, 6)), checkpoints=tmp_path)
+    again = planned(tx, 3, update=update, place="bucket", buckets=7)
+    restored = lambda job: dtrans.checkpoint.restore(tmp_path / "half", job)
+    ((begun, more, found, report),) = run(
+        role_threads, again, lambda job, k: train(job, k, new), state=restored, init=(KEY,)
+    )
+    touched = {i for at in range(*old) for i in batch(at, 0).tolist()}
+    assert made(begun) == len(touched) and {x.step for x in begun} == {0}
+    assert gone == more > 0 and made(report) == made(then)  # three steps here, and six there
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_checkpoint_alone_does_not_say_how_rows_are_made(role_threads: RoleThreads, tmp_path: Path) -> None:
+    plan = planned(optax.adagrad(0.1), 1)
+
+    def train(job: Any, k: int) -> Any:
+        state = job.init(KEY)
+        state, _ = job.step(state, batch(0, 0))
+        if not (tmp_path / "one").exists():
+            job.save("one")
+        else:
+            with pytest.raises(PeerError, match=r"has not given up rows: .*say job.serve\(state, init=\(...,\)\)"):
+                job.evict(EMB, 1)
+        job.step(state, batch(0, 0))
+
+    run(role_threads, plan, train, checkpoints=tmp_path)
+    restored = lambda job: dtrans.checkpoint.restore(tmp_path / "one", job)
+    run(role_threads, planned(optax.adagrad(0.1), 1), train, state=restored)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_pages_without_rows_are_given_back() -> None:
+    """Of 64 MiB; and what is in the others stays."""
+    rows, some = 1 << 20, 8 << 20
+    memory = LazyArray((rows, 16), np.float32)
+    numbers, unused = np.arange(rows, dtype=np.float32)[:, None], np.ones(rows, bool)
+    unused[[5, rows // 2, rows - 1]] = False
+    before = resident()
+    memory.array[:] = numbers
+    assert resident() - before > (64 << 20) - some
+    memory.give_back(unused, np.flatnonzero(unused))
+    assert resident() - before < some
+    assert memory.array[[5, rows // 2, rows - 1], 0].tolist() == [5, rows // 2, rows - 1]
+    memory.array[:] = 1
+    memory.give_back(unused, np.array([rows // 2 + 9]))  # rows of which one has just become unused
+    assert abs(resident() - before - (32 << 20)) < some
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+import jax, jax.numpy as jnp, numpy as np, optax
+import dtrans
+
+tx, key = optax.adagrad(0.1), jax.random.key(7)
+init = lambda key: (params := {"emb": jax.random.normal(key, (60, 3))}, tx.init(params))
+step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), tx)
+role = dtrans.Role.from_env()
+plan = dtrans.pserver(dtrans.trace(step, *jax.eval_shape(init, key), jnp.zeros(4, int)), dtrans.trace(init, key),
+                      pservers=role.pservers, trainers=role.trainers, sparse={"params/emb": dtrans.Rows()},
+                      batch="local", placement=dtrans.BlockPlacement(min_block_size=1))
+with plan.on_cluster(deadline=60) as job:
+    if not role.is_trainer:
+        job.serve(job.init(key))
+        sys.exit()
+    state, said = job.init(key), []
+    for at in range(4):
+        state, _ = job.step(state, 10 * at + 4 * role.trainer_id + np.arange(4))
+        if at % 2:
+            said.append(job.evict("params/emb", 2))
+    changes = job.changed("params/emb", 2)
+    said += [changes.step, changes.ids.tolist(), changes.gone.tolist(), sum(x.made for x in job.tables())]
+    first = jax.jit(init)(key)[0]["emb"]
+    assert np.array_equal(job.lookup("params/emb", np.arange(10)), first[:10])
+    assert np.array_equal(job.lookup("params/emb", changes.ids), changes.rows)
+    with open(os.path.join(sys.argv[1], str(role.trainer_id)), "w") as file:
+        file.write(repr(said))
+"""
+
+
+def test_roles_as_processes(tmp_path: Path) -> None:
+    """Both trainers hear the same; and so does whoever runs one device beside."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "dtrans.cli", "launch", "--trainers", "2", "--pservers", "2"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run([*launch, str(tmp_path / "script.py"), str(tmp_path)], capture_output=True, text=True,
+                           env={**os.environ, "PYTHONPATH": path}, timeout=120)  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [*range(20, 28), *range(30, 38)]
+    wanted = [0, 16, 4, rows, [*range(8), *range(10, 18)], 16]
+    assert [(tmp_path / str(k)).read_text() for k in range(2)] == [repr(wanted)] * 2
