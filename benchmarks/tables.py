@@ -12,6 +12,7 @@ is a `Shape` as text.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -114,6 +115,25 @@ def stepping(exe: dtrans.Executor, shape: Shape, plan: dtrans.PServerPlan, train
         return time.perf_counter() - start
 
     return steps
+
+
+def announcing(exe: dtrans.Executor, shape: Shape, plan: dtrans.PServerPlan) -> tuple[Steps, Steps]:
+    """The steps of a sole trainer, whose rows are asked for beside the step before; and those that wait for them."""
+    box, rng, program = [exe.run(plan.trainer_startup_program(0))], np.random.default_rng(0), plan.trainer_program(0)
+
+    def steps(count: int, *, ahead: bool) -> float:
+        start = time.perf_counter()
+        batch = shape.batch(rng)
+        for i in range(count):
+            after = shape.batch(rng)
+            if ahead and i < count - 1:
+                exe.announce(program, *after)
+            box[0], value = exe.run(program, box[0], *batch)
+            batch = after
+        jax.block_until_ready(value)
+        return time.perf_counter() - start
+
+    return functools.partial(steps, ahead=True), functools.partial(steps, ahead=False)
 
 
 def dense_steps(shape: Shape) -> Steps:

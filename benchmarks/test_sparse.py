@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from tables import Shape, Steps, dense_steps, plan_for, row_steps, stepping
+from tables import Shape, Steps, announcing, dense_steps, plan_for, row_steps, stepping
 from test_endpoints import free_endpoints
 
 import dtrans
@@ -93,6 +93,44 @@ def test_rows_a_second(benchmark, report: Callable[..., None], drawn: str) -> No
     benchmark.extra_info["of rows alone"] = share
     name = f"1M x 64, {drawn}: rows/s over endpoints / `take` and update here, {load()}"
     report(name, share, ours * shape.ids, theirs * shape.ids)
+
+
+@contextlib.contextmanager
+def linked_job(shape: Shape, delay: float, folder: Path) -> Iterator[tuple[Steps, Steps]]:
+    """Steps of a sole trainer that every byte reaches after so many seconds: with rows asked for ahead, and without."""
+    files = {n: str(Path(__file__).with_name(f"{n}.py")) for n in ("tables", "delayed_link")}
+    here, there = (",".join(free_endpoints(2)) for _ in range(2))
+    # where the path of a Unix socket is too long there is none, and roles of one host stay with their connection
+    folder = folder / ("long" * 25)
+    folder.mkdir()
+    env = {**os.environ, "TMPDIR": str(folder)}
+    start = lambda name, *arguments: subprocess.Popen([sys.executable, files[name], *arguments], env=env)
+    servers = [start("tables", "pserver", str(shape), ep, there) for ep in there.split(",")]
+    link = start("delayed_link", str(delay), here, there)
+    try:
+        with dtrans.Executor(deadline=200) as exe:
+            yield announcing(exe, shape, plan_for(shape, here))
+        for process in servers:
+            process.wait(timeout=200)
+    finally:
+        for process in (*servers, link):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.01], ids="{} s".format)
+def test_rows_asked_for_ahead(benchmark, report: Callable[..., None], tmp_path: Path, delay: float) -> None:
+    """A step that waits for its rows makes two ways there and back, the other one."""
+    with linked_job(Shape(100_000, 64, 512, trainers=1), delay, tmp_path) as (ahead, waiting):
+        ((share, ours, theirs),) = beside(ahead, [waiting])
+        benchmark.pedantic(lambda: ahead(STEPS), rounds=1)
+    benchmark.extra_info["of steps that wait"] = share
+    report(
+        f"100k x 64, 512 ids, {2 * delay:g} s there and back: steps/s asking ahead / waiting, {load()}",
+        share,
+        ours,
+        theirs,
+    )
 
 
 @pytest.mark.parametrize("rows", [100_000, 1_000_000, 10_000_000])

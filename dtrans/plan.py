@@ -14,12 +14,13 @@ first plan is run: that is the one import that goes up.
 from __future__ import annotations
 
 import abc
+import collections
 import contextlib
 import dataclasses
 import importlib
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from dtrans.checks import check_int
 from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ir import display
 from dtrans.ir.cost import flops
@@ -193,6 +195,7 @@ class Job(abc.ABC):
 
     part = (0, 1)  # which part of a global batch `step` takes here, and how many parts there are
     takes_uneven_parts = False  # whether those may be `dtrans.UnevenPart`s
+    batches_ahead = 1  # how many steps `steps` reads batches ahead
 
     run_id: str  # which run of the job it is: the default tag of its checkpoints
     saves = True  # whether this process saves what all of them have alike
@@ -208,6 +211,60 @@ class Job(abc.ABC):
     @abc.abstractmethod
     def step(self, state: Any, *batch: Any) -> tuple[Any, ...]:
         """One step: (state, loss[, aux]), or whatever else the step returns beside its state."""
+
+    def prefetch(self, *batch: Any) -> bool:
+        """Say what the batch after the next is, where something can be asked of other processes before its step.
+
+        Trainers of synchronous parameter servers ask for rows of tables (docs/tables.md). Elsewhere it does nothing, so
+        that one loop serves all; numbers are the same.
+
+        Args:
+          batch: what `step` takes behind the state.
+
+        Returns:
+          Whether anything was asked for.
+        """
+        return False
+
+    def steps(
+        self, state: Any, batches: Iterable[Sequence[Any]], ahead: int | None = None
+    ) -> Iterator[tuple[Any, ...]]:
+        """The steps of batches, each of which is given to `prefetch` some steps before its own.
+
+        Args:
+          state: as `step` takes it.
+          batches: of each step, what `step` takes behind the state; as many are read ahead as are announced.
+          ahead: how many steps before; by default `batches_ahead`, which is 1, or the staleness of the plan's tables.
+
+        Yields:
+          What `step` returns.
+
+        Raises:
+          ConfigError: `ahead` is no positive number. Otherwise as `prefetch` and `step` do.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, dtrans
+          >>> step = dtrans.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx := optax.sgd(0.5))
+          >>> init = lambda: (jnp.ones(2), tx.init(jnp.ones(2)))
+          >>> plan = dtrans.pserver(dtrans.trace(step, *init(), jnp.eye(2)), dtrans.trace(init),
+          ...                       pservers="127.0.0.1:6174", trainers=1)
+          >>> job = plan.simulate()
+          >>> [float(loss) for state, loss in job.steps(job.init(), [(jnp.eye(2),)] * 3)]
+          [1.0, 0.25, 0.0625]
+        """
+        ahead = self.batches_ahead if ahead is None else ahead
+        check_int("ahead", ahead, "a number of steps", least=1)
+        waiting = collections.deque[Sequence[Any]]()
+        for batch in batches:
+            if waiting:
+                self.prefetch(*batch)
+            waiting.append(batch)
+            if len(waiting) > ahead:
+                state, *made = self.step(state, *waiting.popleft())
+                yield state, *made
+        while waiting:
+            state, *made = self.step(state, *waiting.popleft())
+            yield state, *made
 
     @abc.abstractmethod
     def params(self, state: Any) -> Any:

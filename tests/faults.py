@@ -240,6 +240,12 @@ FAULTS = (
         ("run/parameter_server/test_endpoints.py", "run/parameter_server/test_exchange.py"),
     ),
     Fault(
+        "protocol/rows_ahead.py",
+        "due = max(step, target - table.staleness)",
+        "due = step",
+        ("run/parameter_server/test_rows_ahead.py",),
+    ),
+    Fault(
         "protocol/wire.py",
         "if offset != before:",
         "if offset < before:",

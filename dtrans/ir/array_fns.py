@@ -70,6 +70,7 @@ def in_one(parts: jax.Array, axis: int) -> jax.Array:
     return back.reshape(*back.shape[:axis], -1, *back.shape[axis + 2 :])
 
 
+@functools.cache  # a server asks in each step
 def is_key(dtype: Any) -> bool:
     """Whether it is that of keys of random generators."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))

@@ -140,6 +140,7 @@ class ServerProgramWriter:
                 table.limit and -(-table.limit * b.rows // table.lookups.rows),
                 leaf_moves=b.leaf in table.zero.moves,
                 kept=table.kept,
+                staleness=table.staleness,
             )
         return served
 

@@ -141,6 +141,8 @@ class AsyncServer:
         """Take a request for rows of a table, and answer with what is newest."""
         step = self._step_of(k)
         self._check_number(k, message)
+        if "ahead" in message.fields:
+            raise WireError("rows are announced to synchronous servers alone: every role must plan the same mode")
         asked = self._requests.take(k, message, step.grads)
         if asked is not None:
             name, ids, train = asked

@@ -1,6 +1,7 @@
 """What trainers ask of tables: rows by their numbers, and room for the gradients of these.
 
     prefetch  train        the rows, and the gradient of the step is of them
+              ahead        the same, of a later step (`dtrans.protocol.rows_ahead`)
               otherwise    the rows, for whoever looks at them
     row_ids                nothing: the gradient of the step is of these rows
 
@@ -36,7 +37,7 @@ class RowRequests:
         self._endpoint = endpoint
         self._tables = tables
         self._ids: dict[tuple[int, str], np.ndarray] = {}  # of the rows that a trainer trains
-        self._begun: dict[tuple[int, str, str], tuple[bool, Inbox]] = {}
+        self._begun: dict[tuple[int, str, str, int], tuple[bool, Inbox]] = {}
         self._given: dict[tuple[int, str], RowGradient] = {}  # rows of a block as a trainer has received them
 
     def memory_of(self, k: int) -> dict[str, np.ndarray]:
@@ -47,7 +48,8 @@ class RowRequests:
         """Take a message; the block, the rows of it that are to be answered with, and `train`, when all have come.
 
         Args:
-          grads: where the trainer's gradients arrive: there is room for those of these rows afterwards.
+          grads: where the trainer's gradients arrive: there is room for those of these rows afterwards, unless they are
+            of a later step.
         """
         name, table = message["table"], self._tables.get(message["table"])
         if table is None:
@@ -56,9 +58,13 @@ class RowRequests:
         if numbers is None:
             return None
         train, ids = numbers
-        if train:
+        if train and "ahead" not in message.fields:
             self._expect(k, message, table, ids, grads)
         return name, ids, train
+
+    def begin(self, k: int, message: wire.Message, name: str, ids: np.ndarray, grads: Inbox) -> None:
+        """Make room for the gradient of rows that trainer k has announced: the first of its step has come."""
+        self._expect(k, message, self._tables[name], ids, grads)
 
     def answered(self, k: int, name: str, ids: np.ndarray, rows: np.ndarray) -> None:
         """Note what a trainer is answered with that it trains."""
@@ -84,7 +90,7 @@ class RowRequests:
         self, k: int, message: wire.Message, name: str, table: ServedRows, train: bool
     ) -> tuple[bool, np.ndarray] | None:
         """The numbers of rows in the messages of a request, and what its first one says of them, when all have come."""
-        count, key = message["count"], (k, message.op, name)
+        count, key = message["count"], (k, message.op, name, message.fields.get("ahead", 0))
         if not 0 <= count <= table.rows:
             raise WireError(f"trainer {k} asks for {wire.brief(count)} rows of {name}, which has {table.rows}")
         fresh = (train, Inbox({"ids": np.empty(count, np.int32)}, lambda n: f"a `{message.op}` with {wire.brief(n)}"))

@@ -25,6 +25,8 @@ class ServedRows:
       gradients: trainer to the name under which it sends the gradient.
       backed: whether the update reads what the trainer has received of the rows, too.
       kept: whether trainers keep the rows that they have asked for, and are told which of these have changed (GEO-SGD).
+      moves: whether an update moves rows too of which there is no gradient.
+      staleness: how many updates rows may lack that a trainer has announced (`dtrans.protocol.rows_ahead`).
     """
 
     rows: int
@@ -33,6 +35,8 @@ class ServedRows:
     gradients: Mapping[int, str]
     backed: bool = False
     kept: bool = False
+    moves: bool = False
+    staleness: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ compiled call makes the new state, and the blocks that trainers asked for go out
 has said `complete`. One that says so before the others has left: `on_trainer_exit` of `dtrans.pserver` says what later
 updates are made of.
 
-    before:              prefetch...                  where a step looks up rows of tables
+    before:              prefetch...                  where a step looks up rows of tables; also of a later step
     in the middle:       exchange...                  where a step is not made of its parts
     between two steps:   evict                        where rows of tables are given up; all trainers say so
 
@@ -41,6 +41,7 @@ from dtrans.protocol.held_tables import HeldTables, check_eviction, evict
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.presence import Presence, Say, answer, named, wanted
 from dtrans.protocol.row_requests import RowRequests
+from dtrans.protocol.rows_ahead import DueRows, RowsAhead
 from dtrans.protocol.served import ServedBlocks, StepUpdate, Vectors
 from dtrans.protocol.server_peers import ServerPeers
 from dtrans.protocol.trainer_rounds import TrainerRounds
@@ -91,6 +92,8 @@ class SyncServer:
         pool = BufferPool()
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in served.gradients.items()}
         self._requests = RowRequests(served.endpoint, served.tables)
+        self._ahead = RowsAhead(served.tables)
+        self._touched: dict[str, list[np.ndarray]] = {}  # the rows of tables that the update is of
         # a trainer may send its own gradients only
         of_rows = {n for t in served.tables.values() for n in t.gradients.values()}
         of = {k: {names[k] for names in served.sent} - of_rows for k in range(trainers.count)}
@@ -119,6 +122,9 @@ class SyncServer:
         if turn.at_barrier:
             raise WireError(f"gradients of step {self.step} after its send_barrier")
         self._check_none_evicts(k)
+        if not turn.grads.begun:
+            for name, ids in self._ahead.begin(k, self.step):
+                self._requests.begin(k, message, name, ids, turn.grads)
         turn.grads.take(message)
 
     def send_barrier(self, k: int, message: wire.Message) -> None:
@@ -151,10 +157,25 @@ class SyncServer:
             self._check_none_evicts(k)
         asked = self._requests.take(k, message, turn.grads)
         turn.looks_up |= message["train"]
-        if asked is not None:
-            name, ids, train = asked
-            rows = self._update.rows(name, ids, train=train)
+        if asked is None:
+            return
+        name, ids, train = asked
+        ahead = message.fields.get("ahead")
+        if ahead is not None:
+            self._ahead.check(k, name, self.step, ahead)
+        rows = self._update.rows(name, ids, train=train)
+        if ahead is not None:
+            due = self._ahead.announce(k, name, self.step, ahead, ids)
+            if due is not None:
+                self._say_ahead(due, rows)
+        else:
+            if train:
+                self._ahead.drop(k, name, self.step)
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=self.step, table=name)
+
+    def _say_ahead(self, due: DueRows, rows: np.ndarray) -> None:
+        blocks, fields = due.message(rows)
+        self._say(self._trainers.known[due.trainer].address, "rows", blocks, step=self.step, **fields)
 
     def evict(self, k: int, message: wire.Message) -> None:
         """Give up rows of a table that no step has updated for long, when all trainers have said so."""
@@ -187,7 +208,10 @@ class SyncServer:
             )
 
     def _evict_if_all_said(self) -> None:
-        """Give rows up when all trainers have come, and those who have not left have said so."""
+        """Give rows up when all trainers have come, and those who have not left have said so.
+
+        Rows that were announced for a step to come stay: a trainer may have them.
+        """
         present = self._trainers.present
         if not self._evictions or not self._all_came or not set(present) <= self._evictions.keys():
             return
@@ -195,7 +219,7 @@ class SyncServer:
         asked = sorted(self._evictions)
         self._evictions.clear()
         self._late_since = None
-        told = evict(self.tables, name, unused_for, np.empty(0, np.int32))
+        told = evict(self.tables, name, unused_for, self._ahead.announced(name))
         for k in asked:
             self._say(self._trainers.known[k].address, "evicted", **told)
 
@@ -220,6 +244,7 @@ class SyncServer:
         """Let a trainer leave that is done."""
         t, turn = self._trainers.known[k], self._turns[k]
         t.done = True
+        self._ahead.forget(k)
         self._say(t.address, "goodbye")
         waiting = [i for i in self._waiting() if i != k]
         if turn.at_barrier or turn.grads.begun or self._rounds.begun(k):
@@ -300,6 +325,7 @@ class SyncServer:
         of = self._trainers.known if self.on_trainer_exit == "paddle" else self._trainers.present
         self._check_arguments(sorted(of))
         rows = {n: x for k, turn in self._turns.items() for n, x in self._requests.gradients(k, turn.grads).items()}
+        self._touched = {n: [rows[t.gradients[k]].ids for k in of] for n, t in self._served.tables.items()}
         self._go_on(self._update.begin({**self._grads, **rows}, frozenset(of), self.step))
 
     def _check_arguments(self, trainers: Sequence[int]) -> None:
@@ -337,6 +363,8 @@ class SyncServer:
             turn.at_barrier = turn.looks_up = False
             turn.grads.clear()
         self._forget(self._trainers.left)
+        for due in self._ahead.made(self.step, self._touched):
+            self._say_ahead(due, self._update.rows(due.name, due.ids, train=True))
         for k in self._trainers.known:
             if self._turns[k].waits:
                 self._answer(k)

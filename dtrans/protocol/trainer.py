@@ -4,6 +4,7 @@ What waits is a generator. It yields the line whose answer it waits for, and wha
 answer; whoever runs it decides how to wait (`answered`).
 
     send      to the outbox of a server; it leaves when it is full, or with the message that ends the step
+    announce  a message to each server that has rows which a later step looks up; its answer is taken when it comes
     request   one message to each server: what is left in its outbox, that it was all, and what is wanted; then each
               block is received into its memory
     exchange  a message to the server of the round, and its answer
@@ -11,14 +12,15 @@ answer; whoever runs it decides how to wait (`answered`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from dtrans.errors import PeerError
-from dtrans.protocol import wire
+from dtrans.errors import PeerError, StateError
+from dtrans.protocol import rows_ahead, wire
 from dtrans.protocol.held_tables import TableReport, reports_of
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.table_rows import WantedRows
@@ -53,6 +55,23 @@ def left(line: TrainerLine) -> Waiting[None]:
         pass
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LookedUp:
+    """Rows of a table that a step looks up.
+
+    Attributes:
+      table: its name.
+      uniq: their numbers.
+      rows: memory for them.
+      wanted: what is asked of each block.
+    """
+
+    table: str
+    uniq: np.ndarray
+    rows: np.ndarray
+    wanted: Sequence[WantedRows]
+
+
 class TrainerSteps:
     """The steps of one trainer.
 
@@ -72,6 +91,7 @@ class TrainerSteps:
         self._outbox_bytes: dict[str, int] = {}
         self._sent_to: set[str] = set()  # the servers that were, or are to be, sent something in this step
         self._asked: dict[str, list[Any]] = {}  # what each server knows to be wanted
+        self._announced: dict[int, dict[str, LookedUp]] = {}  # by the step that looks them up, and the table
 
     def send(self, endpoint: str, name: str, block: np.ndarray) -> None:
         """Send a gradient, now or with what follows."""
@@ -116,6 +136,48 @@ class TrainerSteps:
                 if message.op != "rows" or message["step"] != line.step:
                     raise PeerError(f"pserver {endpoint} answered `prefetch` of {name} with `{message.op}`")
                 inbox.take(message)
+
+    def announce(self, lookups: Sequence[LookedUp]) -> None:
+        """Ask for the rows of tables that the step looks up which follows those that were announced, or the next.
+
+        Raises:
+          StateError: too many steps are announced.
+        """
+        endpoints = [w[0] for x in lookups for w in x.wanted]
+        now = self._line(endpoints[0]).step
+        target = max([now, *self._announced]) + 1
+        if target - now > rows_ahead.MOST:
+            raise StateError(
+                f"{rows_ahead.MOST} batches were announced (job.prefetch), and no step was made: make the steps"
+            )
+        for x in lookups:
+            for endpoint, name, ids, rows in x.wanted:
+                line = self._line(endpoint)
+                line.ahead.expect(name, target, rows)
+                line.prefetch(name, ids, train=True, ahead=target - line.step)
+        self._announced[target] = {x.table: x for x in lookups}
+
+    def announced(self, table: str, uniq: np.ndarray, now: int) -> LookedUp | None:
+        """The rows of a table that were announced for this step, if they are those; they are given once.
+
+        Args:
+          uniq: the numbers of rows that the step looks up.
+          now: the number of the step.
+        """
+        for step in [x for x in self._announced if x < now]:
+            for name in list(self._announced[step]):
+                self._collect(step, name)
+            del self._announced[step]
+        if table not in self._announced.get(now, {}):
+            return None
+        found = self._collect(now, table)
+        return found if np.array_equal(found.uniq, uniq) else None
+
+    def _collect(self, step: int, table: str) -> LookedUp:
+        found = self._announced[step].pop(table)
+        for endpoint, name, *_ in found.wanted:
+            self._line(endpoint).ahead.collect(name, step)
+        return found
 
     def request(
         self, landings: Sequence[Landing], endpoints: Sequence[str], barriered: Collection[str]

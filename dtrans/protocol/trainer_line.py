@@ -16,6 +16,7 @@ import numpy as np
 
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.protocol import token, wire
+from dtrans.protocol.rows_ahead import ComingRows
 
 
 DOOR = "a role of parameter servers"  # as whom trainers and servers connect
@@ -38,6 +39,7 @@ class TrainerLine:
     Attributes:
       step: that the next messages are of.
       welcomed: whether the server has welcomed it on this connection.
+      ahead: the rows of later steps that were announced by it.
       gone: the server has ended, or the connection to it has.
       patience: the time until when it waits.
     """
@@ -61,6 +63,7 @@ class TrainerLine:
         self.welcomed = False
         self.gone = False
         self.patience = 0.0
+        self.ahead = ComingRows(endpoint)
         self._secret, self._deadline, self._say = secret, deadline, say
         self._since, self._waits_for, self._told = 0.0, "", ""
         self._hello = {
@@ -116,9 +119,11 @@ class TrainerLine:
         for frames in wire.framed("exchange", blocks, step=self.step, round=number, values=table):
             self._say(frames)
 
-    def prefetch(self, table: str, ids: np.ndarray, *, train: bool) -> None:
-        """Ask for rows of a block of a table, by their numbers in the block."""
+    def prefetch(self, table: str, ids: np.ndarray, *, train: bool, ahead: int = 0) -> None:
+        """Ask for rows of a block of a table, by their numbers in the block; also of a step that is `ahead`."""
         fields = {"step": self.step, "table": table, "count": len(ids), "train": train}
+        if ahead:
+            fields["ahead"] = ahead
         for frames in wire.framed("prefetch", [("ids", ids.astype(np.int32, copy=False))], **fields):
             self._say(frames)
 
@@ -167,6 +172,9 @@ class TrainerLine:
         if message.op == "waiting":
             self.patience = now + self._deadline
             self._told = f", which waited for {message['reason']}"
+            return None
+        if message.op == "rows" and "ahead" in message.fields:
+            self.ahead.take(message)
             return None
         return message
 

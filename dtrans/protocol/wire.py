@@ -14,6 +14,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
                    + frames                                      pieces + frames
     prefetch       step, table, count, train, pieces   rows      step, table, pieces + frames
                    + frames
+                   [, ahead]                                     [, ahead, last, count]
     row_ids        step, gradient, count, pieces
                    + frames
     save           step, name                          saved     name, error
@@ -54,6 +55,9 @@ answer has [dtype, shape] (`dtrans.protocol.trainer_rounds`).
 `prefetch` asks for rows of a block of a table: `count` numbers of rows, increasing, as 32-bit integers under the name
 "ids". With `train` the gradient that follows in this step is of these rows; it has no numbers of its own. Where it may
 be of other rows, `row_ids` gives their numbers before it: so it is with asynchronous trainers that have a communicator.
+With `ahead` the rows are of a step so many steps later, and so is the gradient. They come with `ahead`, the number of
+that step; with `count` those that have changed since, whose places among them come under the name "at"; and with `last`
+where nothing follows (`dtrans.protocol.rows_ahead`).
 
 A trainer of GEO-SGD keeps the rows that it has asked for. With `changed` true in its `recv` the answer comes after a
 `changed` for each block of a table that the server has: the numbers ("ids", increasing, 32-bit) and the values ("rows")
@@ -135,6 +139,8 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "send": {"steps": int, "blocks": list},
     "send_barrier": {"blocks": list},
     "recv": {"blocks": list, "changed": bool},
+    "prefetch": {"ahead": int},
+    "rows": {"ahead": int, "last": bool, "count": int},
     "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str},
     "welcome": {"proof": str},
     "refuse": {"last": bool, "late": bool, "proof": str},

@@ -23,9 +23,10 @@ from dtrans.ir.program import Program
 from dtrans.ops import broadcast_p, gen_nccl_id_p, geo_prefetch_p, init_on_use_p, prefetch_p, trainer_index_p
 from dtrans.protocol.trainer import TrainerSteps, Waiting
 from dtrans.run.base.nonfinite import GradientWatch
-from dtrans.run.base.segments import Compute, Segments, cut_program
+from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.sockets import DEADLINE
+from dtrans.run.parameter_server.batch_rows import BatchRows
 from dtrans.run.parameter_server.fabric import EndpointFabric
 
 
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 # gradients are sent as soon as this many bytes are ready; below it one larger piece computes faster
 GROUP_BYTES = 4 << 20
+COPIED = 64 << 10  # bytes that are rather copied than put on the device one by one
 
 
 class Executor:
@@ -85,6 +87,7 @@ class Executor:
         self._fabric = EndpointFabric(deadline=deadline, wait_port=wait_port, allow_remote=allow_remote, watch=watch)
         self._cluster = ClusterFabric(deadline=deadline, allow_remote=allow_remote)
         self._pieces: dict[Program, Segments] = {}
+        self._batch_rows: dict[Program, BatchRows] = {}
         self._interrupted: str | None = None
 
     def run(self, program: Program, *args: Any) -> Any:
@@ -105,16 +108,11 @@ class Executor:
         pieces = self._pieces.get(program)
         if pieces is None and is_of_cluster(program):
             return program.out.unflatten(self._cluster.run(program, flat))
-        if self._interrupted:
-            raise StateError(
-                f"program {self._interrupted} ended in the middle of its communication, and what was under way cannot "
-                "be taken up again: close this executor, and start the job anew"
-            )
+        self._check_whole()
         if pieces is None:
             self._fabric.prepare(program)
-            computed = {trainer_index_p: functools.partial(_index_of, program)}
             self._pieces[program] = pieces = cut_program(
-                program, computed=computed, carried={init_on_use_p}, group_bytes=GROUP_BYTES
+                program, computed=_computed(program), carried={init_on_use_p}, group_bytes=GROUP_BYTES
             )
         run = pieces.run(flat, self._compute)
         outs: Any = None
@@ -133,6 +131,33 @@ class Executor:
         """Run a piece; the rows that it reads are received before."""
         self._fabric.land_rows()
         return piece.jitted(*values)
+
+    def _check_whole(self) -> None:
+        if self._interrupted:
+            raise StateError(
+                f"program {self._interrupted} ended in the middle of its communication, and what was under way cannot "
+                "be taken up again: close this executor, and start the job anew"
+            )
+
+    def announce(self, program: Program, *batch: Any) -> None:
+        """Ask for the rows of tables that a later step looks up, and wait for none (`dtrans.protocol.rows_ahead`).
+
+        Args:
+          program: of a synchronous trainer with tables; its first argument is its state.
+          batch: its others, of the step that follows those which were announced, or the next.
+
+        Raises:
+          ConfigError: which rows they are is made of state too. BatchError: a row that a table does not have, and
+            nothing is sent. StateError: as of `run`, or too many steps are announced. TraceError: as of `run`.
+        """
+        self._check_whole()
+        state, given = program.args[0], [program.inputs[n] for n in program.args[0].names]
+        flat = program.flatten(state.unflatten(given), *batch)
+        program = program.specialize_flat(flat)
+        if program not in self._batch_rows:
+            self._fabric.prepare(program)
+            self._batch_rows[program] = BatchRows(program, _computed(program))
+        self._fabric.announce(self._batch_rows[program](flat))
 
     def exchange(self, endpoint: str, number: int, how: Sequence[Sequence[Any]], values: Sequence[Any]) -> list[Any]:
         """Values of which each trainer of a synchronous job has a part, made one by a server.
@@ -175,14 +200,36 @@ class Executor:
         self.close(None if leaving else error)
 
 
+def _computed(program: Program) -> Rules:
+    """The communication of a program that is computed."""
+    return {trainer_index_p: functools.partial(_index_of, program)}
+
+
 def _index_of(program: Program, *, over: Any) -> list[Any]:
     """The number of the trainer that a program is of."""
     return [jnp.int32(next(e.params["trainer_id"] for e in program.eqns if "trainer_id" in e.params))]
 
 
 def _on_device(values: list[Any]) -> list[Any]:
-    """The same with JAX's arrays for NumPy's: all by one call, since each costs as much Python as a small step."""
+    """The same with JAX's arrays for NumPy's.
+
+    All by one call, since each costs as much Python as a small step. `device_put` takes memory as it is, and needs much
+    Python for each array; a compiled function copies it.
+    """
     at = [i for i, x in enumerate(values) if isinstance(x, np.ndarray)]
-    for i, x in zip(at, jax.device_put([values[i] for i in at]) if at else (), strict=True):
+    if not at:
+        return values
+    arrays = [values[i] for i in at]
+    if sum(x.nbytes for x in arrays) <= COPIED:
+        with jax.transfer_guard_host_to_device("allow"):  # nobody has asked for it without knowing
+            made = _as_they_are(*arrays)
+    else:
+        made = jax.device_put(arrays)
+    for i, x in zip(at, made, strict=True):
         values[i] = x
     return values
+
+
+@jax.jit
+def _as_they_are(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays

@@ -109,6 +109,10 @@ class TrainerJob(RoleJob):
     def takes_uneven_parts(self) -> bool:  # type: ignore[override]
         return self.plan.for_whole is not None
 
+    @property
+    def batches_ahead(self) -> int:  # type: ignore[override]
+        return max([1, *(t.staleness for t in self.plan.tables.of.values())])
+
     def init(self, *args: Any) -> tuple[Any, ...]:
         self._check_open()
         made = self._executor.run(self.plan.trainer_startup_program(self.role.trainer_id), *args)
@@ -123,13 +127,47 @@ class TrainerJob(RoleJob):
     def step(self, state: tuple[Any, ...], *batch: Any) -> tuple[Any, ...]:
         """One step on this trainer's part of the batch (`shard_batch`): (state, loss[, aux])."""
         self.check(state)
-        batch, rows = without_parts(batch)
-        program, shared = self.plan.trainer_program(self.role.trainer_id), self.plan.shared
-        if rows:
-            batch = self._uneven(batch, rows)
-            program, shared = self._of_rows[rows]
+        program, shared, batch, rows = self._given(batch)
         made = self._merged(self._executor.run(program, *state, *batch), batch, shared, rows)
         return (tuple(made[: len(state)]), *made[len(state) :])
+
+    def prefetch(self, *batch: Any) -> bool:
+        """Ask servers for the rows of tables that a later step looks up, and wait for none.
+
+        It is of the step that follows the one to be made next, or those that were announced: call it with this
+        trainer's part of the next batch before `step` is called with the current one. That step computes while the
+        rows come, and the later one finds them here. Those that any trainer's update has changed since are sent again,
+        so that numbers are the same bit for bit, unless `dtrans.Rows(staleness=)` says otherwise. A step that looks up
+        other rows than were announced asks for its own.
+
+        Args:
+          batch: what `step` takes behind the state.
+
+        Returns:
+          Whether rows were asked for: not where the plan has no tables, and not in asynchronous modes, in which rows
+          are as they are when their step begins.
+
+        Raises:
+          BatchError: a row that a table does not have; nothing is sent. ConfigError: which rows a step looks up is made
+            of its state too. StateError: the job is closed, or 64 batches are announced and no step was made.
+
+        Source: TorchRec's `TrainPipelineSparseDist`, of lookups beside a step; Persia's bounded staleness, of
+        `dtrans.Rows(staleness=)`.
+        """
+        self._check_open()
+        if not self.plan.tables.of or not self.plan.sync_mode:
+            return False
+        program, _, batch, _ = self._given(batch)
+        self._executor.announce(program, *batch)
+        return True
+
+    def _given(self, batch: Sequence[Any]) -> tuple[Program, SharedStep | None, tuple[Any, ...], int]:
+        """The program for a batch, how trainers share it, the batch as that takes it, and the rows of uneven parts."""
+        given, rows = without_parts(batch)
+        if not rows:
+            return self.plan.trainer_program(self.role.trainer_id), self.plan.shared, given, rows
+        given = self._uneven(given, rows)
+        return *self._of_rows[rows], given, rows
 
     @cached_property
     def _of_rows(self) -> dict[int, tuple[Program, SharedStep]]:

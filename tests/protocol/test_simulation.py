@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtrans.protocol import traffic, trainer_rounds
+from dtrans.protocol import traffic, trainer, trainer_rounds
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.changed_rows import CHANGED, UnseenChanges
 from dtrans.protocol.geo_steps import GeoSteps
@@ -17,6 +17,7 @@ from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.peer_line import PeerLine
 from dtrans.protocol.presence import Presence
 from dtrans.protocol.row_requests import RowRequests
+from dtrans.protocol.rows_ahead import RowsAhead
 from dtrans.protocol.simulation.case import Case, Event, drawn
 from dtrans.protocol.simulation.updates import InNumpy
 from dtrans.protocol.simulation.verdict import reduced, simulated, smaller, verdicts
@@ -54,6 +55,7 @@ def test_cases_are_of_all_kinds() -> None:
     assert {e.kind for c in cases for e in c.events} == {"pause", "stop", "crash", "cut", "hold", "twice"}
     assert {c.rounds for c in cases} == {0, 1, 2}
     assert {c.mode for c in cases if c.table > 1} == {"sync", "async", "communicator", "half_async", "geo"}
+    assert {(c.ahead, c.staleness) for c in cases if c.table > 1} == {(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)}
     assert {c.moves for c in cases} == {False, True}
     ends = [how.split(":")[0] for v in found for how in v.ends.values()]
     assert {"well", "killed", "PeerError", "DeadlineError"} <= set(ends)
@@ -198,6 +200,24 @@ def _tells_of_a_row_once_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UnseenChanges, "take", take)
 
 
+def _all_sent(real: Any) -> Any:
+    """What is due is sent, and those that have changed are not."""
+
+    def made(self: Any, step: int, touched: Any) -> Any:
+        return real(self, step, {n: [x[:0] for x in of] for n, of in touched.items()})
+
+    return made
+
+
+def _due_at_once(real: Any) -> Any:
+    def announce(self: Any, k: int, name: str, step: int, ahead: int, ids: Any) -> Any:
+        due = real(self, k, name, step, ahead, ids)
+        self._of[k, name, step + ahead].due = step
+        return due and dataclasses.replace(due, is_last=True)
+
+    return announce
+
+
 def _nothing(*args: Any) -> None:
     return None
 
@@ -242,6 +262,11 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a prefetch is answered with rows of the next step": _answers_with_rows_of_the_next_step,
     "gradients of rows of who left count twice": _counts_rows_of_those_who_left,
     "who left goes on looking up rows": lambda m: m.setattr(RowRequests, "used", _nothing),
+    "rows that were announced are not sent again": lambda m: m.setattr(RowsAhead, "made", _all_sent(RowsAhead.made)),
+    "rows are due too soon": lambda m: m.setattr(RowsAhead, "announce", _due_at_once(RowsAhead.announce)),
+    "rows that were announced are those that are looked up": lambda m: m.setattr(
+        trainer.np, "array_equal", lambda a, b: True
+    ),
     "of merged gradients of rows the last one counts": lambda m: m.setattr(
         traffic, "merged_rows", lambda parts, how: parts[-1]
     ),

@@ -40,7 +40,9 @@ def batches(steps: int = STEPS, rows: int = ROWS, least: int = 0) -> list[tuple[
     return [(rng.integers(least, V // 2, (rows, 2)), rng.normal(size=rows)) for _ in range(steps)]
 
 
-def planned(tx: Any, sparse: Any, trainers: int, servers: int, fn: Callable[..., Any] = loss, mode: Any = SYNC) -> Any:
+def planned(
+    tx: Any, sparse: Any, trainers: int, servers: int, fn: Callable[..., Any] = loss, mode: Any = SYNC, **options: Any
+) -> Any:
     step, key = dtrans.make_train_step(fn, tx), jax.random.key(0)
     start = lambda key: init(tx, key)
     ids, y = batches(1, ROWS // trainers)[0]
@@ -52,6 +54,7 @@ def planned(tx: Any, sparse: Any, trainers: int, servers: int, fn: Callable[...,
         mode=mode,
         placement=dtrans.BlockPlacement(min_block_size=1),
         sparse=sparse,
+        **options,
     )
 
 

@@ -32,6 +32,7 @@ class Table:
       why: what the update does, for people.
       buckets: how many its rows are dealt out to; 0 where servers have runs of rows.
       kept: whether trainers keep the rows that they have looked up (GEO-SGD).
+      staleness: how many updates rows may lack that were asked for ahead.
     """
 
     lookups: TableLookups
@@ -43,6 +44,7 @@ class Table:
     why: str
     buckets: int = 0
     kept: bool = False
+    staleness: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,7 +116,8 @@ def choose_tables(
             zero = dataclasses.replace(zero, moves=(*zero.moves, *(n + x for x in beside)), decays={})
         option = options.get(n, Rows("dense"))
         table = _limited(n, _table(n, lookups, zero, option), option.limit)
-        of[n] = dataclasses.replace(table, buckets=min(option.buckets, lookups.rows) * (option.place == "bucket"))
+        buckets = min(option.buckets, lookups.rows) * (option.place == "bucket")
+        of[n] = dataclasses.replace(table, buckets=buckets, staleness=option.staleness)
     return Tables(of, others)
 
 
@@ -180,5 +183,7 @@ def notes_of(tables: Tables, moved: Mapping[str, int], often: str = "") -> Seque
         notes.append(
             f"table {n}: {rows:,} rows{f' in {t.buckets} buckets' * bool(t.buckets)}, at most {size:,} looked up by a "
             f"trainer in a step{keeps}, at most {moved[n]:,} bytes{often}; {t.why}"
+            + f"; rows asked for ahead may lack {t.staleness} updates"
+            * bool(t.staleness)
         )
     return [*notes, *(f"no table: {n}: {why}" for n, why in tables.others.items())]

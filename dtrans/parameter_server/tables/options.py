@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from dtrans.checks import check_int, check_number, check_one_of, check_type, is_int
 from dtrans.errors import ConfigError
+from dtrans.parameter_server.options import Sync
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +30,13 @@ class Rows:
         moments alone (Adam, momentum, RMSProp; not AdamW), and close to one device, not equal.
       limit: how many rows of the table servers may make at most, each its part of it. A step that looks up more ends
         with an error that names the table. None: as many as there are.
+      staleness: how many updates the rows of a step may lack that were asked for ahead (`job.prefetch`): a trainer that
+        announces as many batches ahead, or more, has rows as they were exactly so many updates before. 0: those that an
+        update has changed since are sent again, and numbers are those of a job that asks for nothing ahead.
 
     Raises:
-      ConfigError: another update, place, or way to catch up; fewer than one bucket; a limit that is no number of rows.
+      ConfigError: another update, place, or way to catch up; fewer than one bucket; a limit that is no number of rows;
+        a staleness that is no number of steps.
 
     Example:
       >>> import dtrans
@@ -44,6 +49,7 @@ class Rows:
     buckets: int = 256
     catch_up: Literal["replay", "closed_form"] = "replay"
     limit: int | None = None
+    staleness: int = 0
 
     def __post_init__(self) -> None:
         check_one_of("update", self.update, (None, "dense", "lazy"))
@@ -52,6 +58,7 @@ class Rows:
         check_one_of("catch_up", self.catch_up, ("replay", "closed_form"))
         if self.limit is not None:
             check_number("limit", self.limit, "None or a positive number of rows", lambda x: is_int(x) and x > 0)
+        check_int("staleness", self.staleness, "a number of steps", least=0)
 
 
 def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
@@ -65,3 +72,14 @@ def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
     for name, rows in sparse.items():
         check_type(f"sparse[{name!r}]", rows, Rows, "a dtrans.Rows")
     return dict(sparse)
+
+
+def check_tables_mode(sparse: Any, mode: Any) -> None:
+    """Raise ConfigError for what tables cannot be in a mode."""
+    for name, rows in sparse.items() if isinstance(sparse, Mapping) else ():
+        if rows.staleness and not isinstance(mode, Sync):
+            raise ConfigError(
+                f"sparse[{name!r}].staleness={rows.staleness} and mode={mode!r}: rows of asynchronous steps are as "
+                "they are when a step begins, and lack what other trainers have not sent: leave staleness out, or say "
+                "mode=dtrans.Sync()"
+            )

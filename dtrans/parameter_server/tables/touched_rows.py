@@ -36,6 +36,7 @@ class TableBlock:
       decays: by what arrays of the state are multiplied in each step, by name, where rows catch up in closed form.
       limit: how many rows may be made at most.
       kept: whether trainers keep the rows that they have asked for (GEO-SGD).
+      staleness: how many updates rows may lack that were asked for ahead.
     """
 
     leaf: str
@@ -50,6 +51,7 @@ class TableBlock:
     limit: int | None = None
     kept: bool = False
     leaf_moves: bool = False
+    staleness: int = 0
 
     @property
     def rows(self) -> int:

@@ -56,6 +56,9 @@ class Case:
       communicator: of "communicator", "half_async" and "geo".
       pace: typical seconds that a step computes.
       table: how many rows of a table each server has, but for the last of several; 0, where there is none.
+      ahead: how many steps before their own synchronous trainers announce rows; 0, where they do not.
+      staleness: how many updates such rows may lack.
+      moves_rows: whether servers take it that an update moves all rows of a table.
       every, waits: of "geo": after how many steps a trainer pushes, and whether it waits for the answer.
       events: what happens.
     """
@@ -76,6 +79,9 @@ class Case:
     events: tuple[Event, ...] = ()
     pace: float = 0.1
     table: int = 0
+    ahead: int = 0
+    staleness: int = 0
+    moves_rows: bool = False
 
     @property
     def sync_mode(self) -> bool:
@@ -121,7 +127,9 @@ class Case:
         rounds = f", {self.rounds} rounds a step" if self.rounds else ""
         moves = ", trainers move" if self.moves else ""
         small = f", messages of {self.message_bytes} bytes" if self.message_bytes < wire.MESSAGE_BYTES else ""
-        table = f", {self.table} rows of a table each" if self.table else ""
+        table = f", {self.table} rows of a table each" + " that move" * self.moves_rows if self.table else ""
+        if self.ahead and self.table:
+            table += f", announced {self.ahead} steps ahead, {self.staleness} stale"
         beside = f"\n  {self.communicator}" if self.mode in COMMUNICATING else ""
         if self.mode == "geo":
             beside += f", pushes after {self.every} steps" + " and waits" * self.waits
@@ -174,9 +182,13 @@ def drawn(seed: int) -> Case:
     )
     count = r.choice([0, 0, 1, 1, 1, 2, 3])
     events = tuple(_event(r, case) for _ in range(count))
-    table = r.choice([0, 1, 4]) if mode in LOOKING_UP else 0
+    table = r.choice([0, 1, 4, 4] if mode == "sync" else [0, 1, 4]) if mode in LOOKING_UP else 0
     pace = r.choice([0.1, 0.002]) if mode == "communicator" else 0.1  # gradients are merged where steps are fast
-    return dataclasses.replace(case, events=events, pace=pace, table=table)
+    case = dataclasses.replace(case, events=events, pace=pace, table=table)
+    if not (case.table and case.sync_mode):
+        return case
+    ahead, moves = r.choice([0, 1, 1, 2]), r.random() < 0.3
+    return dataclasses.replace(case, ahead=ahead, staleness=r.choice([0, 0, 1]) if ahead else 0, moves_rows=moves)
 
 
 def _communicator(r: Random) -> CommunicatorConfig:

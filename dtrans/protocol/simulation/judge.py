@@ -5,7 +5,8 @@
 - Whoever ends well has done all of its work: a trainer its steps, a server the steps of all trainers.
 - Parameters that a trainer received are those of one device, bit for bit, whatever happened later. They are computed
   here anew, so that a gradient that counts twice, or not at all, or in another order, shows.
-- Rows that a trainer looked up are those of one device before this step, bit for bit; and so are tables in the end.
+- Rows that a trainer looked up are those of one device before this step, bit for bit, also where it announced them, or
+  as many updates before as they may lack; and so are tables in the end.
 - With GEO-SGD and one trainer, servers have in the end what it has made of the parameters, but for rounding. Of rows of
   a table that a trainer keeps it knows after each pull what they were on the server at one moment: all of them, with
   what it had pushed before, bit for bit.
@@ -38,6 +39,7 @@ from dtrans.protocol.simulation.updates import (
     norm_part,
     round_part as _part,
     row_gradient,
+    updates_in,
     with_rows,
 )
 from dtrans.protocol.table_rows import runs_of
@@ -61,9 +63,10 @@ def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[Si
                 if x.tobytes() != expected[step][n].tobytes():
                     yield f"{t.name} has another {n} after step {step} than one device: {x}, not {expected[step][n]}"
         for step, (ids, rows) in enumerate(t.looked_up if expected else ()):
-            one = np.concatenate([expected[step][n] for n in case.tables])[ids]
+            had = expected[updates_in(case, t.k, step)]
+            one = np.concatenate([had[n] for n in case.tables])[ids]
             if len(t.pulled) > step + 1 and rows.tobytes() != one.tobytes():
-                yield f"{t.name} has looked up other rows before step {step} than one device: {rows}, not {one}"
+                yield f"{t.name} has looked up other rows for step {step} than one device: {rows}, not {one}"
         for i, found in enumerate(t.reduced):
             step, number = divmod(i, case.rounds)
             total = functools.reduce(np.add, [_part(k, step, number) for k, n in enumerate(case.steps) if n > step])
@@ -128,7 +131,7 @@ def _rows_counted(
     sizes = tuple(case.tables.values())
     at = min(step, own - 1)
     ids = looked_up(case, k, at)[: 0 if step > own or not own else None]
-    whole = np.concatenate([values[at][n] for n in case.tables])
+    whole = np.concatenate([values[updates_in(case, k, at)][n] for n in case.tables])
     run = runs_of(sizes)[block]
     mine = run.among(ids)
     yield RowGradient(run.local(ids[mine]), row_gradient(whole[ids], k, at)[mine])

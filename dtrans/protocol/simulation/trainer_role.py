@@ -24,6 +24,7 @@ from dtrans.protocol.simulation.server_role import SimulatedServer
 from dtrans.protocol.simulation.updates import (
     InNumpy,
     added,
+    announced,
     block_name,
     gradient,
     gradient_name,
@@ -32,9 +33,9 @@ from dtrans.protocol.simulation.updates import (
     row_gradient,
     spread,
 )
-from dtrans.protocol.table_rows import WantedRows, runs_of, wanted_of
+from dtrans.protocol.table_rows import runs_of, wanted_of
 from dtrans.protocol.traffic import Group, Leaf, Traffic
-from dtrans.protocol.trainer import TrainerSteps, greeted, left
+from dtrans.protocol.trainer import LookedUp, TrainerSteps, greeted, left
 from dtrans.protocol.trainer_line import TrainerLine
 
 
@@ -111,7 +112,8 @@ class SimulatedTrainer(Process):
         yield from self._greet()
         yield from self._pull(0)
         for step in range(self.case.steps[self.k]):
-            yield from self._steps.prefetch(self._wanted(step), train=True)
+            self._announce(step)
+            yield from self._prefetch(step)
             yield self.random.expovariate(1.0) * self.case.pace
             yield from self._exchange(step)
             for name, gradient_ in (*self._gradients(step), *self._row_gradients(step)):
@@ -119,15 +121,29 @@ class SimulatedTrainer(Process):
                 self._steps.send(name.split("/")[0], sent_as, gradient_)
             yield from self._pull(step + 1)
 
-    def _wanted(self, step: int) -> list[WantedRows]:
-        """The rows that a step looks up, and memory for them."""
+    def _announce(self, now: int) -> None:
+        """Announce the rows of the steps that come so far ahead; of some of them others."""
+        case = self.case
+        first = now + case.ahead if now else 1
+        for step in range(first, now + case.ahead + 1) if case.tables and case.ahead else ():
+            right = announced(case, self.k, step) is not None
+            self._steps.announce([self._room_for(looked_up(case, self.k, step if right else step + 100))])
+
+    def _prefetch(self, step: int) -> Answer:
+        """Receive the rows that a step looks up, unless they were announced."""
         if not self.case.tables:
-            return []
+            return
         ids = looked_up(self.case, self.k, step)
-        rows = np.empty(len(ids), np.float32)
-        self.looked_up.append((ids, rows))
-        table = _table(self.case)
-        return wanted_of(ids, rows, epmap=table.endpoints, names=table.names, spans=table.spans)
+        found = self._steps.announced("t", ids, step)
+        if found is None:
+            found = self._room_for(ids)
+            yield from self._steps.prefetch(found.wanted, train=True)
+        self.looked_up.append((ids, found.rows))
+
+    def _room_for(self, ids: np.ndarray) -> LookedUp:
+        rows, table = np.empty(len(ids), np.float32), _table(self.case)
+        wanted = wanted_of(ids, rows, epmap=table.endpoints, names=table.names, spans=table.spans)
+        return LookedUp("t", ids, rows, wanted)
 
     def _row_gradients(self, step: int) -> list[tuple[str, np.ndarray]]:
         """The gradient of the rows of each block of the table that a step has looked up."""
@@ -343,10 +359,12 @@ class CommunicatingTrainer(SimulatedTrainer):
             self._note()
 
     def _look_up(self, step: int) -> Answer:
-        traffic, wanted = self._traffic, self._wanted(step)
+        traffic = self._traffic
         assert traffic is not None
-        if wanted:
-            traffic.look_up(wanted, self.clock.now, train=True)
+        if self.case.tables:
+            found = self._room_for(looked_up(self.case, self.k, step))
+            self.looked_up.append((found.uniq, found.rows))
+            traffic.look_up(found.wanted, self.clock.now, train=True)
             yield lambda: not traffic.looking_up
 
     def _note(self) -> None:

@@ -59,6 +59,18 @@ def looked_up(case: Case, k: int, step: int) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
+def announced(case: Case, k: int, step: int) -> int | None:
+    """At which step trainer k announces what it looks up in this one; None where it does not, or announces others."""
+    is_right = Random(f"announced {k} {step}").random() < 0.8
+    return max(0, step - case.ahead) if case.ahead and case.tables and step and is_right else None
+
+
+def updates_in(case: Case, k: int, step: int) -> int:
+    """How many updates are in the rows that trainer k looks up in this step."""
+    at = announced(case, k, step)
+    return step if at is None else max(at, step - case.staleness)
+
+
 def row_gradient(rows: np.ndarray, k: int, step: int) -> np.ndarray:
     """The gradient of rows that trainer k has looked up: they enter it."""
     return np.asarray(_numbers(len(rows), f"of rows {k} {step}") + np.float32(0.25) * rows, np.float32)
@@ -155,8 +167,8 @@ def served(case: Case, endpoint: str) -> ServedBlocks:
     # a synchronous trainer has names of its own; asynchronous ones send one name each
     table = {n: rows for n, rows in case.tables.items() if n.startswith(f"{endpoint}/")}
     sent = [{k: gradient_name(b, k if sync else 0) for k in range(case.trainers)} for b in (*blocks, *table)]
-    kept = case.mode == "geo"
-    tables = {n: ServedRows(rows, (), np.dtype(np.float32), sent[-1], kept=kept) for n, rows in table.items()}
+    ways = False, case.mode == "geo", case.moves_rows, case.staleness
+    tables = {n: ServedRows(rows, (), np.dtype(np.float32), sent[-1], *ways) for n, rows in table.items()}
     types = {gradient_name(b, k): t for b, t in blocks.items() for k in (range(case.trainers) if sync else (0,))}
     exchanges = (_exchange(case, endpoint),) if case.mode == "exchange" else ()
     how = (sync, case.on_trainer_exit)

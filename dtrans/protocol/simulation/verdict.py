@@ -159,6 +159,9 @@ def reduced(case: Case) -> Iterator[Case]:
         ("every", 1),
         ("pace", 0.1),
         ("table", 0),
+        ("ahead", 0),
+        ("staleness", 0),
+        ("moves_rows", False),
     ):
         if getattr(case, name) != plain:
             yield replace(case, **{name: plain})

@@ -9,7 +9,8 @@
                    what comes next, or at the program's end (`settle`)
     split_ids      the numbers of rows that a step looks up, unique and sorted; they are checked here
     prefetch       only notes what is wanted: before anything else is done (`land_rows`), a message goes to each server
-                   for each block of which rows are wanted, and then all answers are waited for
+                   for each block of which rows are wanted, and then all answers are waited for. Those that were
+                   announced (`announce`) are here
     fake_init      an array of none of the table's rows
     send_rows      as `send`, of the rows that were asked for, to the servers that have them
     exchange       a message to the server of the round, and its answer, which is waited for
@@ -56,9 +57,9 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.table_rows import WantedRows, put_in_place, unique_ids
+from dtrans.protocol.table_rows import put_in_place, unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
-from dtrans.protocol.trainer import Landing, TrainerSteps, Waiting, answered
+from dtrans.protocol.trainer import Landing, LookedUp, TrainerSteps, Waiting, answered
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.net.sockets import LINGER
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of, rows_wanted
@@ -87,8 +88,7 @@ class EndpointFabric:
         self._plan: Mapping[str, str] = {}  # the parts of the fingerprint of the plan
         self._steps = TrainerSteps(lambda endpoint: self._connection(endpoint).line)
         self._landings: list[Landing] = []  # the blocks being received
-        # rows that are to be received: of which equation and numbers, the memory, and what is asked of each block
-        self._rows: list[tuple[JaxprEqn, np.ndarray, np.ndarray, list[WantedRows]]] = []
+        self._rows: list[tuple[JaxprEqn, LookedUp]] = []  # the rows that are to be received, of which equation
         self._barriered: tuple[str, ...] = ()  # the servers of a send_barrier that no fetch_barrier follows
         self._pool = BufferPool()
         self._beside = BackgroundComm(self._connection, deadline)
@@ -127,7 +127,7 @@ class EndpointFabric:
         if eqn.primitive is not split_ids_p:  # which needs no connection
             self._beside.rest()
         if eqn.primitive not in (recv_p, fetch_barrier_p):
-            self.settle()
+            self._receive()
         rule = self._rules.get(eqn.primitive)
         if rule is None:
             raise ConfigError(f"endpoints cannot carry out `{eqn.primitive.name}`")
@@ -155,6 +155,9 @@ class EndpointFabric:
     def settle(self) -> None:
         """Receive what programs without a `fetch_barrier` have asked for: all of it with one request to each server."""
         self.land_rows()
+        self._receive()
+
+    def _receive(self) -> None:
         if self._landings:
             self._land(self._landings, self._barriered)
 
@@ -176,18 +179,37 @@ class EndpointFabric:
 
     def _prefetch(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
-        p, (t,), (uniq,) = eqn.params, eqn.params["types"], values
-        rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
-        self._rows.append((eqn, uniq, rows, rows_wanted(eqn, uniq, rows)))
-        return [rows]
+        (uniq,), now = values, self._connection(eqn.params["epmap"][0]).line.step
+        found = self._steps.announced(eqn.params["table"], uniq, now)
+        if found is None:
+            found = self._room_for(eqn, uniq)
+            self._rows.append((eqn, found))
+        else:
+            put_in_place(uniq, found.rows, found.wanted, eqn.params["spans"])
+        return [found.rows]
+
+    def _room_for(self, eqn: JaxprEqn, uniq: np.ndarray) -> LookedUp:
+        """Memory for the rows that a `prefetch` looks up."""
+        table, (t,) = eqn.params["table"], eqn.params["types"]
+        rows = self._pool.take(f"{table} rows", t.shape, t.dtype)
+        return LookedUp(table, uniq, rows, rows_wanted(eqn, uniq, rows))
+
+    def announce(self, lookups: Sequence[tuple[JaxprEqn, np.ndarray]]) -> None:
+        """Ask for the rows of `prefetch` equations of a later step, by their numbers, and wait for none."""
+        if self._closed:
+            raise StateError("this executor is closed; make a new one")
+        self.settle()
+        for eqn, _ in lookups:
+            self._identify(eqn)
+        self._steps.announce([self._room_for(eqn, uniq) for eqn, uniq in lookups])
 
     def land_rows(self) -> None:
         """Receive the rows that `prefetch` equations want: what reads them comes next."""
         noted, self._rows = self._rows, []
         if noted:
-            self._answered(self._steps.prefetch([x for *_, wanted in noted for x in wanted], train=True))
-        for eqn, uniq, rows, wanted in noted:
-            put_in_place(uniq, rows, wanted, eqn.params["spans"])
+            self._answered(self._steps.prefetch([w for _, x in noted for w in x.wanted], train=True))
+        for eqn, x in noted:
+            put_in_place(x.uniq, x.rows, x.wanted, eqn.params["spans"])
 
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
         """Rows of a table by their numbers, increasing, for a `prefetch` equation; no step is made of them."""

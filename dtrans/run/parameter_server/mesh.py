@@ -120,6 +120,12 @@ class MeshJob(Job):
             raise ConfigError(
                 "on_mesh splits no leaves at run time; leave out runtime_split, or run it in processes (Executor)"
             )
+        for n, t in plan.tables.of.items():
+            if t.staleness:
+                raise ConfigError(
+                    f"sparse[{n!r}].staleness={t.staleness}: in one process no rows are asked for ahead, and none are "
+                    "older than the step; leave staleness out, or run the plan in processes (on_cluster)"
+                )
         devices = list(jax.devices() if devices is None else devices)
         if not devices:
             raise ConfigError("on_mesh was given no devices")

@@ -18,6 +18,7 @@ import numpy as np
 from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.served import RowGradient, Vectors
+from dtrans.protocol.table_rows import sorted_once
 from dtrans.run.parameter_server.table_memory import among
 from dtrans.run.parameter_server.update import CompiledUpdate
 
@@ -91,7 +92,8 @@ class RowUpdates:
 
 def _all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]) -> np.ndarray:
     """The rows of a block that some trainers have asked for."""
-    return np.unique(np.concatenate([grads[table.gradients[k]].ids for k in sorted(present)]))
+    ids = [grads[table.gradients[k]].ids for k in sorted(present)]
+    return ids[0] if len(ids) == 1 else sorted_once(np.concatenate(ids))
 
 
 # -- tables on devices -----------------------------------------------------------------------------

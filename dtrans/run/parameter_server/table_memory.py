@@ -22,7 +22,7 @@ from dtrans.errors import StateError, WireError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.served import RowGradient
 from dtrans.run.parameter_server.lazy_memory import LazyArray
-from dtrans.run.parameter_server.missed_steps import MissedSteps, padded
+from dtrans.run.parameter_server.missed_steps import MissedSteps
 from dtrans.run.parameter_server.new_rows import ArrayLike, MadeRows, NewRows, RowMaker
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -100,13 +100,13 @@ class TableMemory:
             return found
         self._make(new)
         self._catch_up(ids)
-        return self.held[self.table.name][ids]
+        return self.held[self.table.name].take(ids, 0, mode="clip")
 
     def take(self, ids: np.ndarray, size: int) -> dict[str, np.ndarray]:
         """Rows of the block and of its state, and zeros behind them: `size` of each."""
         self._make(ids[self._changed[ids] <= 0])
         self._catch_up(ids)
-        return {n: padded(x[ids], size) for n, x in self.held.items()}
+        return {n: _rows_and_zeros(x, ids, size) for n, x in self.held.items()}
 
     def put(self, ids: np.ndarray, made: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Write rows where they belong: an update was made of them. The memory that they are in.
@@ -226,6 +226,14 @@ def _same_bits(some: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.asarray((of_bytes(some) == of_bytes(others)).all(1))
 
 
+def _rows_and_zeros(x: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
+    """Rows of an array, and zeros behind them, `size` in all."""
+    found = np.empty((size, *x.shape[1:]), x.dtype)
+    np.take(x, ids, 0, out=found[: len(ids)], mode="clip")  # they are there; it copies twice where it has to look
+    found[len(ids) :] = 0
+    return found
+
+
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:
     """The blocks of tables of which an update is of some rows alone, by name."""
     return {n: TableMemory(update, t, state) for n, t in update.tables.items() if not t.whole}
@@ -233,6 +241,11 @@ def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, Table
 
 def among(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarray:
     """A gradient of rows as one of `size` rows, whose first are of the rows in `ids`; others are zero."""
+    count = len(gradient.ids)
+    if count == len(ids):  # it is of all of them
+        found = np.empty((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
+        found[:count], found[count:] = gradient.rows, 0
+        return found
     found = np.zeros((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
     found[np.searchsorted(ids, gradient.ids)] = gradient.rows
     return found

@@ -129,7 +129,10 @@ class ServerUpdate:
             self.arguments,
             self.exchanges,
             frozenset(n for n in self.params if backup_of(n, 0) in self.types),
-            {n: ServedRows(t.rows, *row(n), sent(t), n + BACKUP in read, t.kept) for n, t in self.tables.items()},
+            {
+                n: ServedRows(t.rows, *row(n), sent(t), n + BACKUP in read, t.kept, t.whole or t.moves, t.staleness)
+                for n, t in self.tables.items()
+            },
         )
 
     @property
