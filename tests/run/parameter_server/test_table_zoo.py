@@ -20,13 +20,11 @@ import optax
 import pytest
 from helpers import assemble, distance, endpoints, quick
 from optimizer_zoo import CASES, Case
+from table_servers import TableServers
 
 import dtrans
 from dtrans.errors import ConfigError
-from dtrans.protocol.served import RowGradient
 from dtrans.run.base.platforms import as_written
-from dtrans.run.parameter_server.sync_update import SyncUpdate
-from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
 
 V, D, SERVERS, TRAINERS = 13, 2, 2, 2
@@ -232,60 +230,6 @@ def gradients(params: Any, step: int, trainer: int) -> dict[str, np.ndarray]:
     return found
 
 
-class Servers:
-    """All servers of a plan, without a protocol."""
-
-    def __init__(self, plan: Any) -> None:
-        self.plan = plan
-        with dtrans.Executor() as exe:
-            self.of = {ep: _begun(p, exe.run(p.startup, jax.random.key(0))) for ep, p in plan.servers.items()}
-
-    def step(self, at: int, grads: list[dict[str, np.ndarray]]) -> None:
-        """Make one, with as many exchanges as it takes."""
-        present = frozenset(range(TRAINERS))
-        sent = {ep: server.begin(self._received(ep, grads, at), present, at) for ep, server in self.of.items()}
-        while waiting := {ep: s for ep, s in self.of.items() if s.exchange is not None}:
-            level = min(s.exchange.level for s in waiting.values())
-            here = [ep for ep, s in waiting.items() if s.exchange.level == level]
-            arrived = {ep: {peer: sent[peer][ep] for peer in waiting[ep].exchange.sources} for ep in here}
-            sent |= {ep: self.of[ep].go_on(arrived[ep]) for ep in here}
-
-    def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Rows of the table, as a trainer that looks them up is sent them."""
-        (leaf,) = self.plan.tables.of
-        found = np.zeros((V, D))
-        for b in self.plan.placement.blocks[leaf]:
-            own = ids[b.span.among(ids)]
-            found[own] = self.of[b.endpoint].rows(b.name, b.span.local(own), train=True)
-        return found[ids]
-
-    def held(self) -> dict[str, dict[str, Any]]:
-        """What they have, after all rows have caught up."""
-        made = {ep: {n: np.asarray(x) for n, x in s.tables().items()} for ep, s in self.of.items()}
-        return {ep: {**s.state, **made[ep]} for ep, s in self.of.items()}
-
-    def _received(self, endpoint: str, grads: list[dict[str, np.ndarray]], at: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for b in (b for unit in self.plan.placement.units[endpoint] for b in unit.blocks):
-            for k, of in enumerate(grads):
-                g = of[b.leaf.rpartition("/")[2]]
-                if b.is_table:
-                    ids = np.array(LOOKUPS[at][k], np.int32)
-                    own = ids[b.span.among(ids)]
-                    value: Any = RowGradient(b.span.local(own), g[own])
-                else:
-                    value = g[b.span.index] if b.span else g
-                found[b.gradient(k, TRAINERS)] = value
-        return found
-
-
-def _begun(programs: Any, state: Mapping[str, Any]) -> SyncUpdate:
-    update = ServerUpdate.of(programs.main)
-    by_rows = {n for t in update.tables.values() if not t.whole for n in t.held}
-    own = own_buffers({n: x for n, x in state.items() if n not in by_rows})
-    return SyncUpdate(update, {**state, **own}, TRAINERS)
-
-
 def one_device(case: Case) -> Any:
     """The update of whole arrays. Rates that are float32 whatever rows are have its bits only as they are written."""
     tx = case.make()
@@ -301,7 +245,7 @@ def one_device(case: Case) -> Any:
 
 def check(case: Case, plan: Any) -> None:
     """Rows that are looked up, in each step; and parameters and state, at the end."""
-    servers, step = Servers(plan), one_device(case)
+    servers, step = TableServers(plan, LOOKUPS), one_device(case)
     params, state = init(case, jax.random.key(0))
     for at, lookups in enumerate(LOOKUPS):
         ids = np.unique(np.concatenate([np.array(x, np.int32) for x in lookups]))
