@@ -9,6 +9,7 @@ program that holds one cannot run until a realiser (`dtrans.run`) carries it out
     listen_and_serv   a whole parameter server as one equation
     bootstrap         gen_nccl_id, broadcast: how trainers become a group, and start equal
     collectives       all_reduce, reduce_scatter, all_gather: what servers, or trainers on an axis, make together
+    exact_sum         sums whose bits do not depend on how their parts are dealt out
     all_to_all        rows exchanged among shards
 
 A new family is a new file, built with `communication`; a realiser that does not know one of its
@@ -19,6 +20,7 @@ from dtrans.ops.all_to_all import all_to_all_p as all_to_all_p
 from dtrans.ops.bootstrap import broadcast_p as broadcast_p, gen_nccl_id_p as gen_nccl_id_p
 from dtrans.ops.collectives import (
     COMBINE as COMBINE,
+    EXACT as EXACT,
     LAYERS as LAYERS,
     after_p as after_p,
     all_gather_p as all_gather_p,

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import ShapedArray, resized
+from dtrans.ops.exact_sum import joined
 from dtrans.ops.primitive import communication
 
 
@@ -48,10 +49,13 @@ COMBINE: Mapping[str, str] = {
     "or": "bitwise_or",
     "xor": "bitwise_xor",
 }
+EXACT = "exact_sum"  # of parts as `dtrans.ops.exact_sum` makes them
 
 
 def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
     """The parts of a reduction, made one in their order; arrays of `xp`."""
+    if op == EXACT:
+        return functools.reduce(joined, parts)
     return functools.reduce(getattr(xp, COMBINE[op]), parts)
 
 
@@ -78,7 +82,7 @@ def identity_of(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax
 
 
 def _all_reduce(*xs: Any, op: str, name: str, owners: Sequence[str], over: Sequence[str]) -> list[Any]:
-    assert op in COMBINE, (op, name)
+    assert op in COMBINE or op == EXACT, (op, name)
     assert not owners or (len(xs) == 1 and set(owners) <= set(over)), (name, owners, over)
     return list(xs)
 

@@ -338,7 +338,7 @@ class PServerPlan(Plan):
         found: dict[int, dict[str, Reduction]] = {}
         for block in self._optimize_blocks:
             for eqn in block.eqns if block.role == DIST else ():
-                if eqn.primitive is all_reduce_p:
+                if eqn.primitive is all_reduce_p and len(eqn.params["over"]) > 1:
                     p, aval = eqn.params, eqn.outvars[0].aval
                     reduction = Reduction(p["name"], p["op"], aval.shape, aval.dtype, p["owners"], p["over"])
                     found.setdefault(block.level, {})[p["name"]] = reduction

@@ -75,6 +75,8 @@ def check_eviction(endpoint: str, tables: Mapping[str, ServedRows], k: int, mess
     name, unused_for = message["table"], message["unused_for"]
     if name not in tables:
         raise WireError(f"trainer {k} gives up rows of {wire.brief(name)}, which is no table of {endpoint}")
+    if tables[name].kept:
+        raise WireError(f"trainer {k} gives up rows of {name}, which trainers of GEO-SGD keep")
     if unused_for < 1:
         raise WireError(f"trainer {k} gives up rows that were not used for {wire.brief(unused_for)} steps")
     return name, unused_for

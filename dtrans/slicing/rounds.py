@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans.ops import EXACT
+from dtrans.ops.exact_sum import DIGITS, part_type
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.layout import SHARED, RowAxis, Whole
 
@@ -31,6 +34,7 @@ class CrossServerValue:
       name: `all_reduce/3`; the same on every server.
       var: the value.
       op: how its parts become one.
+      part: the type of a part.
       home: where the parts are made.
       level: at which they are made; the value itself is known one level later.
     """
@@ -38,6 +42,7 @@ class CrossServerValue:
     name: str
     var: Var
     op: str
+    part: Any
     home: str
     level: int
 
@@ -45,13 +50,17 @@ class CrossServerValue:
 class ExchangeRounds:
     """The levels of all values of an analysed optimize half.
 
+    Args:
+      exact: leaves whose sums over rows are exact, where they are numbers (`dtrans.ops.exact_sum`).
+
     Attributes:
       crossings: by value.
       eqns_of: for each home, the positions of its equations, in order.
     """
 
-    def __init__(self, analysis: RowAnalysis) -> None:
+    def __init__(self, analysis: RowAnalysis, exact: Collection[str] = ()) -> None:
         self.analysis = analysis
+        self._exact = exact
         self.eqns: Sequence[JaxprEqn] = analysis.half.eqns
         self.made_by = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.crossings: dict[Var, CrossServerValue] = {}
@@ -142,7 +151,8 @@ class ExchangeRounds:
             self._note_read(a, home)
         if step.reduce and home is not None:
             (out,) = eqn.outvars
-            self._cross(out, step.reduce, home, self._parts[out])
+            op = EXACT if home in self._exact and _can_be_exact(eqn) else step.reduce
+            self._cross(out, op, home, self._parts[out])
 
     def _note_read(self, atom: Atom, home: str | None) -> None:
         """A reader at `home` (None: everywhere) reads a value."""
@@ -160,4 +170,11 @@ class ExchangeRounds:
 
     def _cross(self, var: Var, op: str, home: str, level: int) -> None:
         if var not in self.crossings:
-            self.crossings[var] = CrossServerValue(f"all_reduce/{len(self.crossings)}", var, op, home, level)
+            part = part_type(var.aval.dtype) if op == EXACT else var.aval
+            self.crossings[var] = CrossServerValue(f"all_reduce/{len(self.crossings)}", var, op, part, home, level)
+
+
+def _can_be_exact(eqn: JaxprEqn) -> bool:
+    """Whether it is a sum of all there is, in a type whose numbers can be cut into digits."""
+    out = eqn.outvars[0].aval
+    return eqn.primitive.name == "reduce_sum" and not out.shape and out.dtype.name in DIGITS

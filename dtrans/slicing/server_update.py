@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
@@ -30,10 +31,12 @@ from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
-from dtrans.ops import BlockGradient, OptimizeBlock, all_reduce_p, combine, identity_of
+from dtrans.ops import EXACT, BlockGradient, OptimizeBlock, all_reduce_p, combine, identity_of
+from dtrans.ops.exact_sum import part_of, sum_of
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.rows.row_buckets import DealtRows, RowBuckets
+from dtrans.rows.rules import Step
 from dtrans.rows.slices import Slice
 from dtrans.rows.writer import BlockRows, RowSet, RowWriter
 from dtrans.slicing.blocks import Placement, Unit, argument
@@ -99,6 +102,7 @@ class ServerUpdateBuilder:
       summed: leaves whose update is by their sum.
       told: arguments of the step that the update reads, which trainers tell the servers that need them.
       asked: state that lives with no leaf, and for which trainers ask before a step.
+      exact: leaves whose sums over rows have the same bits however they are cut.
 
     Raises:
       ConfigError: a leaf with the name that a block, a gradient or another value is given.
@@ -112,18 +116,19 @@ class ServerUpdateBuilder:
         summed: Collection[str] = (),
         told: Collection[str] = (),
         asked: Collection[str] = (),
+        exact: Collection[str] = (),
     ) -> None:
         at: dict[str, set[str]] = {}
         for b in placement.table:
             at.setdefault(b.leaf, set()).add(b.endpoint)
         alone = [blocks[0] for blocks in placement.blocks.values() if len(blocks) == 1]
-        whole = [b.leaf for b in alone if not b.is_table]
+        whole = [b.leaf for b in alone if not b.is_table and b.leaf not in exact]
         self.analysis = analysis.placed(whole)
-        self.placement = placement
+        self.placement, self.exact = placement, frozenset(exact)
         self.trainers, self.summed, self.told, self.asked = trainers, frozenset(summed), frozenset(told), tuple(asked)
         self.half = self.analysis.half
         self.jaxpr = self.half.jaxpr
-        self.levels = ExchangeRounds(self.analysis)
+        self.levels = ExchangeRounds(self.analysis, exact)
         self.made_by = {v: e for e in self.levels.eqns for v in e.outvars}
         self.input_names = {v: n for n, v in self.analysis.inputs.items() if isinstance(n, str)}
         # what depends on an input at all; the rest are constants, made where they are used
@@ -202,6 +207,13 @@ class ServerUpdateBuilder:
     def over(self, crossing: CrossServerValue) -> tuple[str, ...]:
         """The servers that take part in a crossing: those that have parts of it, and those that need it."""
         return self._over[crossing.var]
+
+    def stays(self, crossing: CrossServerValue) -> bool:
+        """Whether a crossing is no end of a phase, since one server alone takes part.
+
+        Where bits may not depend on the number of servers it is: XLA rounds otherwise where it compiles more at once.
+        """
+        return len(self.over(crossing)) == 1 and not self.exact
 
     def work(self, endpoint: str) -> ServerWork:
         """What one server does."""
@@ -319,7 +331,7 @@ class _Server:
             else:
                 parts = self._parts_of(crossing)
                 # what is in one piece, and stays on this server, needs no joining
-                alone = len(parts) == 1 and len(s.over(crossing)) == 1
+                alone = len(parts) == 1 and s.stays(crossing)
                 self.names[var] = parts[0] if alone else crossing.name
         return self.names[var]
 
@@ -333,7 +345,7 @@ class _Server:
         found: dict[int, list[CrossServerValue]] = {}
         for var, crossing in self.s.levels.crossings.items():
             if self.endpoint in self.s.over(crossing):
-                alone = len(self.s.over(crossing)) == 1
+                alone = self.s.stays(crossing)
                 if not alone or (var in self.crossings and len(self._parts_of(crossing)) > 1):
                     found.setdefault(crossing.level, []).append(crossing)
         return found
@@ -349,17 +361,17 @@ class _Server:
         for c in crossings:
             names = self._parts_of(c)
             in_names += names
-            parts: list[Atom] = [b.input(c.var.aval) for _ in names]
+            parts: list[Atom] = [b.input(c.part) for _ in names]
             if not parts:
-                joined += b.call(identity_of(c.op, c.var.aval.shape, c.var.aval.dtype))
+                joined += b.call(identity_of(c.op, c.part.shape, c.part.dtype))
             else:
                 joined += parts if len(parts) == 1 else b.call(_combined(c.op), *parts)
         outs: list[Atom] = []
         for c, part in zip(crossings, joined, strict=True):
-            over = self.s.over(c)
-            if len(over) == 1:
+            if self.s.stays(c):
                 outs.append(part)
             else:
+                over = self.s.over(c)
                 outs += b.bind(all_reduce_p, part, op=c.op, name=c.name, owners=self.s.owners(c), over=over)
         return OptimizeBlock(
             "all_reduce", DIST, b.build(outs), tuple(in_names), tuple(c.name for c in crossings), level=level
@@ -378,6 +390,19 @@ def _rows_of(name: str, block: int, span: RowSet | None, row: RowAxis | None) ->
 @functools.cache
 def _combined(op: str) -> Callable[..., Any]:
     return lambda *parts: combine(op, parts)
+
+
+@functools.cache
+def _digits(axis: int, width: int) -> Callable[[jax.Array], jax.Array]:
+    def part(x: jax.Array) -> jax.Array:
+        by_row = jnp.moveaxis(x, axis, 0).reshape(x.shape[axis] // width, -1)
+        while by_row.shape[1] > 1:  # as sums they would have other bits where there are fewer rows
+            odd = by_row[:, -1:] if by_row.shape[1] % 2 else by_row[:, :0]
+            half = by_row.shape[1] // 2
+            by_row = jnp.concatenate([by_row[:, :half] + by_row[:, half : 2 * half], odd], 1)
+        return part_of(by_row[:, 0])
+
+    return part
 
 
 class _Phase(RowWriter):
@@ -402,8 +427,11 @@ class _Phase(RowWriter):
         if not crosses and (not s.depends(var) or self.makes(var)):
             return None
         self.ins.append(var)
-        self.shared[var] = self.b.input(var.aval)
-        return self.shared[var]
+        if not crosses or s.levels.crossings[var].op != EXACT:
+            self.shared[var] = self.b.input(var.aval)
+            return self.shared[var]
+        self.shared[var] = self.b.input(s.levels.crossings[var].part)
+        return self.b.call(sum_of, self.shared[var])[0]
 
     def makes(self, var: Var) -> bool:
         """Whether a shared value is made in this phase."""
@@ -475,7 +503,9 @@ class _UnitWriter:
             eqn, step = levels.eqns[i], s.analysis.flow.steps[i]
             level = levels.of_eqn(i)
             phase = self.phase(level)
-            for v, made in zip(eqn.outvars, phase.emit(eqn, step), strict=True):
+            crossing = levels.crossings.get(eqn.outvars[0])
+            exact = crossing is not None and crossing.op == EXACT
+            for v, made in zip(eqn.outvars, phase.digits(eqn, step) if exact else phase.emit(eqn, step), strict=True):
                 phase.env[v] = made
                 self.made_at[v] = level
                 crossing = levels.crossings.get(v)
@@ -512,6 +542,12 @@ class _UnitPhase(_Phase):
     def __init__(self, unit: _UnitWriter) -> None:
         super().__init__(unit.s, DealtRows(unit.span) if isinstance(unit.span, RowBuckets) else unit.span)
         self.unit = unit
+
+    def digits(self, eqn: JaxprEqn, step: Step) -> list[Atom]:
+        """This block's part of an exact sum over all of its entries: each row is added up first, as it is anywhere."""
+        (row,) = step.operands
+        assert row is not None
+        return self.b.call(_digits(row.axis, row.width), self.read(eqn.invars[0], row))
 
     def own(self, var: Var) -> Atom | None:
         if var in self.env:

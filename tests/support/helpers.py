@@ -139,9 +139,10 @@ def blocks_of(plan: PServerPlan, endpoint: str) -> tuple[OptimizeBlock, ...]:
     return eqn.params["optimize_blocks"]
 
 
-def quick(fn: Callable[..., Any]) -> Callable[..., Any]:
+def quick(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`jax.jit` that compiles fast, and rounds bfloat16 after each equation, as its types say."""
-    return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0})
+    plain = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+    return jax.jit(fn, compiler_options={**plain, **options})
 
 
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:

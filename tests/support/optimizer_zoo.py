@@ -119,8 +119,8 @@ class Case:
         """The part of them by which gradients are taken."""
         return params.fast if self.pair else params
 
-    def step(self) -> Callable[..., Any]:
-        """The training step."""
+    def step(self, loss: Callable[..., Any] = loss) -> Callable[..., Any]:
+        """The training step, of a loss."""
         tx = self.make()
         if not self.pair:
             return dtrans.make_train_step(loss, tx)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
+from dtrans.ops.exact_sum import MOST
 from dtrans.parameter_server.tables.lookups import TableLookups, find_lookups
 from dtrans.parameter_server.tables.options import Rows
 from dtrans.parameter_server.tables.zero_gradient import ZeroGradient, at_zero_gradient, numbers_of
@@ -119,6 +120,20 @@ def choose_tables(
         buckets = min(option.buckets, lookups.rows) * (option.place == "bucket")
         of[n] = dataclasses.replace(table, buckets=buckets, staleness=option.staleness)
     return Tables(of, others)
+
+
+def added_exactly(step: Cut, tables: Tables, trainers: int) -> frozenset[str]:
+    """Leaves whose rows are added up exactly, so that bits do not depend on where rows are: all of a plan with tables.
+
+    But for those of more rows than an exact sum can have.
+    """
+
+    def numbers(name: str) -> int:
+        table = tables.of.get(name)
+        shape = step.program.inputs[name].shape
+        return table.lookups.size * trainers if table and not table.whole else shape[0] if shape else 1
+
+    return frozenset(n for n in step.optimized if tables.of and numbers(n) <= MOST)
 
 
 def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -> Table:

@@ -98,6 +98,11 @@ def check_eviction_of(plan: PServerPlan, name: str, unused_for: int) -> None:
     """Raise ConfigError where rows of a table cannot be given up."""
     table = table_of(plan, name)
     check_int("unused_for", unused_for, "a number of steps", least=1)
+    if table.kept:
+        raise ConfigError(
+            f"rows of {name} cannot be given up: with GEO-SGD trainers keep the rows that they have looked up, and "
+            "what they push is added to these. mode=dtrans.Async() has tables whose rows can be given up"
+        )
     if table.whole or (table.catches_up and table.zero.rests is None):
         raise ConfigError(
             f"rows of {name} cannot be given up: its update moves those too that nobody has looked up yet "

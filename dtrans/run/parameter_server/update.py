@@ -130,9 +130,7 @@ class ServerUpdate:
             self.exchanges,
             frozenset(n for n in self.params if backup_of(n, 0) in self.types),
             {
-                n: ServedRows(
-                    t.rows, *row(n), sent(t), n + BACKUP in read, t.kept, t.whole or t.moves, staleness=t.staleness
-                )
+                n: ServedRows(t.rows, *row(n), sent(t), n + BACKUP in read, t.kept, t.whole or t.moves, t.staleness)
                 for n, t in self.tables.items()
             },
         )
@@ -194,7 +192,7 @@ class ServerUpdate:
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """The exchanges with other servers that a step has, in order."""
-        return tuple(p.ends for p in self.phases if p.ends is not None)
+        return tuple(p.ends for p in self.phases if p.ends is not None and p.ends.peers)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -299,7 +297,8 @@ class CompiledUpdate:
             if phase.ends is not None:
                 outgoing = phase.ends.addressed(packed)
                 own = outgoing.pop(phase.ends.me)
-                arrived = {phase.ends.me: own, **(yield phase.ends, outgoing)}
+                others = (yield phase.ends, outgoing) if phase.ends.peers else {}
+                arrived = {phase.ends.me: own, **others}
         return new
 
     def _compile(self, phase: Phase, donate: bool) -> Callable[..., Any]:

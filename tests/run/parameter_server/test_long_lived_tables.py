@@ -468,10 +468,13 @@ def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
 
 
 def test_what_moves_all_rows_is_refused_before_it_is_asked() -> None:
-    plan = planned(optax.adamw(0.1), update="dense")
-    role = Role("trainer", 1, tuple(plan.servers), trainer_id=0)
-    with TrainerJob(plan, role, {}) as job, pytest.raises(ConfigError, match="rows of .* its update moves .*'lazy'"):
-        job.evict(EMB, 3)
+    for plan, why in (
+        (planned(optax.adamw(0.1), update="dense"), "its update moves .*'lazy'"),
+        (planned(optax.sgd(0.1), mode=dtrans.Geo()), "with GEO-SGD trainers keep"),
+    ):
+        role = Role("trainer", 1, tuple(plan.servers), trainer_id=0)
+        with TrainerJob(plan, role, {}) as job, pytest.raises(ConfigError, match=f"rows of .* {why}"):
+            job.evict(EMB, 3)
     job = planned(optax.sgd(0.1)).on_mesh()
     for ask in (lambda: job.tables(), lambda: job.changed(EMB, 0), lambda: job.evict(EMB, 3)):
         with pytest.raises(ConfigError, match=r"is of servers in processes of their own, plan.on_cluster\(\)"):

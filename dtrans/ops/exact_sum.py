@@ -1,0 +1,127 @@
+"""Sums of numbers whose bits do not depend on how the numbers are dealt out, nor on the order of their parts.
+
+Each number is cut at fixed places into digits: those of the largest number, and some below. Digits of the same place
+are added up as integers, which is exact. Parts are made one by adding digits of the same place, from that of the
+largest number of all; what lies too far below it to count is left out, as it would have been of each number.
+
+    2.5 + 0.007 with three decimal digits     2 + 0, 5 + 0, 0 + 0     at places 0, -1, -2
+
+A sum is off by `n * 2 ** -32` of its largest number at most (float64: `2 ** -72`), and by its own rounding; see also
+Demmel and Nguyen, "Parallel Reproducible Summation" (2015).
+
+A part is a vector of integers: the place of its first digit, what there is of infinities and of NaN, and digits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import ShapedArray
+
+
+@dataclasses.dataclass(frozen=True)
+class DigitFormat:
+    """How numbers of one type are cut.
+
+    Attributes:
+      bits: of a digit.
+      count: how many digits of a part are kept.
+      whole: the type of integers.
+      mantissa: bits of a number behind its exponent.
+      bias: of the exponent.
+    """
+
+    bits: int
+    count: int
+    whole: str
+    mantissa: int
+    bias: int
+
+    @property
+    def size(self) -> int:
+        """The length of a part."""
+        return 2 + self.count
+
+
+DIGITS = {"float32": DigitFormat(8, 5, "int32", 23, 127), "float64": DigitFormat(24, 4, "int64", 52, 1023)}
+MOST = 1 << 22  # numbers of a sum, whose digits an integer can hold
+
+_PLUS, _MINUS = 1, 2  # infinities; NaN is both
+
+
+def part_type(dtype: Any) -> ShapedArray:
+    """The type of a part of a sum of numbers of this type."""
+    d = DIGITS[np.dtype(dtype).name]
+    return ShapedArray((d.size,), np.dtype(d.whole))
+
+
+def part_of(x: jax.Array) -> jax.Array:
+    """The part of a sum that is of the numbers `(n,)`."""
+    d = DIGITS[x.dtype.name]
+    low, high = (jnp.asarray(bound, x.dtype) for bound in (-jnp.inf, jnp.inf))
+    largest, least = jax.lax.reduce((x, x), (low, high), _outermost, (0,))
+    kinds = jnp.where(largest == jnp.inf, _PLUS, 0) | jnp.where(least == -jnp.inf, _MINUS, 0)
+    kinds = jnp.where(jnp.isnan(largest), _PLUS | _MINUS, kinds)
+    exponent = jax.lax.bitcast_convert_type(jnp.maximum(largest, -least), d.whole) >> d.mantissa
+    place = exponent // d.bits
+    y = x * _power(d.bias - d.bits * place, x.dtype)  # below one digit
+    cut = [jnp.trunc(y * float(1 << d.bits * k)) for k in range(d.count)]
+    digits = [cut[0], *(low - high * (1 << d.bits) for high, low in itertools.pairwise(cut))]
+    sums = jax.lax.reduce(tuple(c.astype(d.whole) for c in digits), (jnp.zeros((), d.whole),) * d.count, _added, (0,))
+    return jnp.stack([place, kinds.astype(d.whole), *sums])
+
+
+def _outermost(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
+    return jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1])
+
+
+def _added(a: Any, b: Any) -> tuple[jax.Array, ...]:
+    return tuple(p + q for p, q in zip(a, b, strict=True))
+
+
+def joined(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Two parts as one: of several sums, one behind the other."""
+    d = _digits_of(a)
+    a, b = (x.reshape(-1, d.size) for x in (a, b))
+    place = jnp.maximum(a[:, :1], b[:, :1])
+    return jnp.concatenate([place, a[:, 1:2] | b[:, 1:2], _moved(a, place, d) + _moved(b, place, d)], 1).ravel()
+
+
+def sum_of(part: jax.Array) -> jax.Array:
+    """The sum: a number."""
+    d = _digits_of(part)
+    dtype = next(n for n, x in DIGITS.items() if x is d)
+    place, kinds, *digits = part
+    below, carry = jnp.zeros((), dtype), jnp.zeros((), d.whole)
+    for k in range(d.count - 1, 0, -1):
+        digit = digits[k] + carry
+        carry = digit >> d.bits
+        below += (digit - (carry << d.bits)).astype(dtype) * float(2.0 ** (-d.bits * k))
+    scaled = (digits[0] + carry).astype(dtype) + below
+    by = d.bits * place - d.bias
+    found = scaled * _power(by // 2, dtype) * _power(by - by // 2, dtype)
+    odd = jnp.where(kinds == _PLUS, jnp.inf, jnp.where(kinds == _MINUS, -jnp.inf, jnp.nan)).astype(dtype)
+    return jnp.where(kinds == 0, found, odd)
+
+
+def _moved(parts: jax.Array, place: jax.Array, d: DigitFormat) -> jax.Array:
+    """The digits of parts, where the first is of another place; those that are then too many are left out."""
+    at = jnp.arange(d.count) - (place - parts[:, :1])
+    moved = jnp.take_along_axis(parts[:, 2:], jnp.maximum(at, 0), 1)
+    return jnp.where(at < 0, 0, moved)
+
+
+def _power(n: jax.Array, dtype: Any) -> jax.Array:
+    """Two to the power of `n`, exactly."""
+    d = DIGITS[np.dtype(dtype).name]
+    return jax.lax.bitcast_convert_type((n + d.bias).astype(d.whole) << d.mantissa, dtype)
+
+
+def _digits_of(part: jax.Array) -> DigitFormat:
+    return next(d for d in DIGITS.values() if d.whole == part.dtype.name)
