@@ -14,7 +14,8 @@ before the answer to `recv` of the same step, by the same line: a trainer that h
 So a step that begins has its rows, and waits for none.
 
 A step may turn out to look up other rows than were announced. Then it asks for them as usual, and what was announced is
-forgotten on both sides.
+forgotten on both sides. So is what was announced of a table of which rows are given up (`job.evict`): all trainers wait
+for that, and nothing is under way.
 """
 
 from __future__ import annotations
@@ -145,6 +146,11 @@ class RowsAhead:
         """Forget what trainer k has announced of a block for this step: it looks up other rows."""
         self._of.pop((k, name, step), None)
 
+    def forget_rows(self, name: str) -> None:
+        """Forget all that was announced of a block: rows of it were given up."""
+        for key in [x for x in self._of if x[1] == name]:
+            del self._of[key]
+
     def forget(self, k: int) -> None:
         """Forget all that trainer k has announced: it has left."""
         for key in [x for x in self._of if x[0] == k]:
@@ -209,6 +215,11 @@ class ComingRows:
         self._here.discard((name, target))
         if not here:
             raise PeerError(f"pserver {self._endpoint} has not sent the rows of {name} announced for step {target}")
+
+    def forget(self, name: str, target: int) -> None:
+        """Expect no more of what was announced: the server has forgotten it too."""
+        self._whole.pop((name, target))
+        self._here.discard((name, target))
 
     def _not_asked(self, name: str) -> str:
         return f"pserver {self._endpoint} sent {wire.brief(name)} among rows that were announced"

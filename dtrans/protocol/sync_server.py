@@ -153,14 +153,14 @@ class SyncServer:
         turn = self._in_turn(k, message)
         if turn.at_barrier:
             raise WireError(f"a `prefetch` of step {self.step} after its send_barrier")
-        if message["train"]:
+        ahead = message.fields.get("ahead")
+        if message["train"] and ahead is None:
             self._check_none_evicts(k)
         asked = self._requests.take(k, message, turn.grads)
-        turn.looks_up |= message["train"]
+        turn.looks_up |= message["train"] and ahead is None
         if asked is None:
             return
         name, ids, train = asked
-        ahead = message.fields.get("ahead")
         if ahead is not None:
             self._ahead.check(k, name, self.step, ahead)
         rows = self._update.rows(name, ids, train=train)
@@ -219,7 +219,8 @@ class SyncServer:
         asked = sorted(self._evictions)
         self._evictions.clear()
         self._late_since = None
-        told = evict(self.tables, name, unused_for, self._ahead.announced(name))
+        told = evict(self.tables, name, unused_for, np.empty(0, np.int32))
+        self._ahead.forget_rows(name)  # as trainers do when they are told
         for k in asked:
             self._say(self._trainers.known[k].address, "evicted", **told)
 

@@ -173,6 +173,13 @@ class TrainerSteps:
         found = self._collect(now, table)
         return found if np.array_equal(found.uniq, uniq) else None
 
+    def _forget_announced(self, blocks: Sequence[tuple[str, str]]) -> None:
+        """Forget the rows of blocks that were announced: servers have given some up."""
+        for step, tables in self._announced.items():
+            for x in [x for x in tables.values() if (x.wanted[0][0], x.wanted[0][1]) in blocks]:
+                for endpoint, name, *_ in tables.pop(x.table).wanted:
+                    self._line(endpoint).ahead.forget(name, step)
+
     def _collect(self, step: int, table: str) -> LookedUp:
         found = self._announced[step].pop(table)
         for endpoint, name, *_ in found.wanted:
@@ -246,6 +253,7 @@ class TrainerSteps:
                 raise PeerError(f"pserver {endpoint} answered `evict` of {name} with `{message.op}`")
             count += message["count"]
             failed |= {endpoint: message["error"]} if message["error"] else {}
+        self._forget_announced(blocks)
         for endpoint, why in failed.items():  # when all have answered: the job may go on
             raise PeerError(f"pserver {endpoint} has not given up rows: {why}")
         return count

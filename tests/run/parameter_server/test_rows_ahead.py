@@ -355,3 +355,27 @@ def test_rows_of_all_tables_are_asked_for_at_once(role_threads: RoleThreads, mon
     plan = dtrans.pserver(main, dtrans.trace(start, key), pservers=free_endpoints(1), trainers=1, sparse=tables)
     trained(role_threads, plan, lambda job: [float(x) for _, x in job.steps(job.init(key), batches(3))])
     assert asked == [2]
+
+
+def test_rows_that_are_given_up_are_not_those_that_were_announced(role_threads: RoleThreads, said: Any) -> None:
+    """What was announced before is forgotten on both sides; the step asks for its rows, which are new."""
+    given = batches(5)
+
+    def train(job: TrainerJob, announces: bool) -> Any:
+        state, given_up = job.init(jax.random.key(0)), 0
+        for t, batch in enumerate(given):
+            if announces:
+                job.prefetch(*job.shard_batch(*given[(t + 1) % 5]))
+            state, _ = job.step(state, *job.shard_batch(*batch))
+            if t == 2:
+                given_up = job.evict("params/emb", 1)
+        return job.params(state), given_up
+
+    rows = {"params/emb": dtrans.Rows("lazy")}
+    plans = [planned(OPTIMIZERS["adagrad"], rows, 2, 2) for _ in range(2)]
+    (wanted, count), _ = trained(role_threads, plans[0], lambda job: train(job, announces=False))
+    assert count
+    said.clear()
+    same(trained(role_threads, plans[1], lambda job: train(job, announces=True))[0][0], wanted)
+    asked = [f["step"] for op, f, _ in said if op == "prefetch" and f["train"] and "ahead" not in f]
+    assert set(asked) == {0, 3}
