@@ -42,7 +42,7 @@ from dtrans.parameter_server.options import Async, BlockPlacement, Geo, HalfAsyn
 from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
 from dtrans.parameter_server.server_program import ServerProgramWriter
-from dtrans.parameter_server.tables.choose import choose_tables
+from dtrans.parameter_server.tables.choose import added_exactly, choose_tables
 from dtrans.parameter_server.tables.options import Rows, check_sparse, check_staleness
 from dtrans.parameter_server.tables.touched_rows import of_tables, resized
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, trainer_program, trainer_startup_program

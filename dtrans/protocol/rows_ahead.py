@@ -132,11 +132,6 @@ class RowsAhead:
                     at = np.flatnonzero(x.changed).astype(np.int32)
                     yield DueRows(k, name, target, x.ids[at], at, True)
 
-    def announced(self, name: str) -> np.ndarray:
-        """The rows of a block that some trainer has announced for a step to come."""
-        of = [x.ids for (_, n, _), x in self._of.items() if n == name]
-        return np.unique(np.concatenate([np.empty(0, np.int32), *of]))
-
     def begin(self, k: int, step: int) -> list[tuple[str, np.ndarray]]:
         """The blocks and rows that the gradients of trainer k are of in this step, as far as it has announced them."""
         names = [n for i, n, target in self._of if (i, target) == (k, step)]
