@@ -43,7 +43,7 @@ from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
 from dtrans.parameter_server.server_program import ServerProgramWriter
 from dtrans.parameter_server.tables.choose import added_exactly, choose_tables
-from dtrans.parameter_server.tables.options import Rows, check_sparse, check_tables_mode
+from dtrans.parameter_server.tables.options import Rows, check_sparse, check_staleness
 from dtrans.parameter_server.tables.touched_rows import of_tables, resized
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, trainer_program, trainer_startup_program
 from dtrans.rows.analysis import analyse
@@ -130,7 +130,7 @@ def pserver(
     main, startup = of_two_parts(main, startup)
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
-    check_tables_mode(sparse := check_sparse(sparse), mode)
+    check_staleness(sparse := check_sparse(sparse), mode)
     options: dict[str, Any] = {"mode": mode, "placement": placement, "on_trainer_exit": on_trainer_exit, "batch": batch}
     options |= {"trainers": trainers, "pservers": len(endpoints), "sparse": sparse}
     plain = cut(main)

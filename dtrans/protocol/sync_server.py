@@ -208,10 +208,7 @@ class SyncServer:
             )
 
     def _evict_if_all_said(self) -> None:
-        """Give rows up when all trainers have come, and those who have not left have said so.
-
-        Rows that were announced for a step to come stay: a trainer may have them.
-        """
+        """Give rows up when all trainers have come, and those who have not left have said so."""
         present = self._trainers.present
         if not self._evictions or not self._all_came or not set(present) <= self._evictions.keys():
             return

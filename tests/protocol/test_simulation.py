@@ -189,17 +189,6 @@ def _counts_rows_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SyncServer, "_make_step", make_step)
 
 
-def _tells_of_a_row_once_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = UnseenChanges.take
-
-    def take(self: Any, k: int, name: str) -> Any:
-        ids = real(self, k, name)
-        self._has[k, name][ids] = CHANGED
-        return ids
-
-    monkeypatch.setattr(UnseenChanges, "take", take)
-
-
 def _all_sent(real: Any) -> Any:
     """What is due is sent, and those that have changed are not."""
 
@@ -216,6 +205,17 @@ def _due_at_once(real: Any) -> Any:
         return due and dataclasses.replace(due, is_last=True)
 
     return announce
+
+
+def _tells_of_a_row_once_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = UnseenChanges.take
+
+    def take(self: Any, k: int, name: str) -> Any:
+        ids = real(self, k, name)
+        self._has[k, name][ids] = CHANGED
+        return ids
+
+    monkeypatch.setattr(UnseenChanges, "take", take)
 
 
 def _nothing(*args: Any) -> None:

@@ -74,8 +74,8 @@ def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
     return dict(sparse)
 
 
-def check_tables_mode(sparse: Any, mode: Any) -> None:
-    """Raise ConfigError for what tables cannot be in a mode."""
+def check_staleness(sparse: Any, mode: Any) -> None:
+    """Raise ConfigError for tables whose rows may be stale in a mode in which none are asked for ahead."""
     for name, rows in sparse.items() if isinstance(sparse, Mapping) else ():
         if rows.staleness and not isinstance(mode, Sync):
             raise ConfigError(

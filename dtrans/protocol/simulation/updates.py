@@ -167,8 +167,16 @@ def served(case: Case, endpoint: str) -> ServedBlocks:
     # a synchronous trainer has names of its own; asynchronous ones send one name each
     table = {n: rows for n, rows in case.tables.items() if n.startswith(f"{endpoint}/")}
     sent = [{k: gradient_name(b, k if sync else 0) for k in range(case.trainers)} for b in (*blocks, *table)]
-    ways = False, case.mode == "geo", case.moves_rows, case.staleness
-    tables = {n: ServedRows(rows, (), np.dtype(np.float32), sent[-1], *ways) for n, rows in table.items()}
+    rows_of = lambda rows, sent: ServedRows(
+        rows,
+        (),
+        np.dtype(np.float32),
+        sent,
+        kept=case.mode == "geo",
+        moves=case.moves_rows,
+        staleness=case.staleness,
+    )
+    tables = {n: rows_of(rows, sent[-1]) for n, rows in table.items()}
     types = {gradient_name(b, k): t for b, t in blocks.items() for k in (range(case.trainers) if sync else (0,))}
     exchanges = (_exchange(case, endpoint),) if case.mode == "exchange" else ()
     how = (sync, case.on_trainer_exit)

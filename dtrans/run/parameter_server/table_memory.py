@@ -220,18 +220,18 @@ class _Final(ArrayLike):
         return self._memory.whole(self._name)
 
 
-def _same_bits(some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Whether each row has the same bits in both."""
-    of_bytes = lambda x: np.ascontiguousarray(x).reshape(len(x), -1).view(np.uint8)
-    return np.asarray((of_bytes(some) == of_bytes(others)).all(1))
-
-
 def _rows_and_zeros(x: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
     """Rows of an array, and zeros behind them, `size` in all."""
     found = np.empty((size, *x.shape[1:]), x.dtype)
     np.take(x, ids, 0, out=found[: len(ids)], mode="clip")  # they are there; it copies twice where it has to look
     found[len(ids) :] = 0
     return found
+
+
+def _same_bits(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Whether each row has the same bits in both."""
+    of_bytes = lambda x: np.ascontiguousarray(x).reshape(len(x), -1).view(np.uint8)
+    return np.asarray((of_bytes(some) == of_bytes(others)).all(1))
 
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:

@@ -130,7 +130,9 @@ class ServerUpdate:
             self.exchanges,
             frozenset(n for n in self.params if backup_of(n, 0) in self.types),
             {
-                n: ServedRows(t.rows, *row(n), sent(t), n + BACKUP in read, t.kept, t.whole or t.moves, t.staleness)
+                n: ServedRows(
+                    t.rows, *row(n), sent(t), n + BACKUP in read, t.kept, t.whole or t.moves, staleness=t.staleness
+                )
                 for n, t in self.tables.items()
             },
         )

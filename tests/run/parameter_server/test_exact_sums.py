@@ -14,6 +14,7 @@ from helpers import assemble, endpoints
 from table_servers import TableServers
 
 import dtrans
+from dtrans.run.parameter_server.update import ServerUpdate
 
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"emb": (29, 5), "kernel": (17, 3), "bias": (11,), "few": (3,)}
@@ -77,6 +78,14 @@ def test_bits_of_a_clip_do_not_depend_on_servers_or_placement(name: str, where: 
         wanted = wanted or found
         for n, x in found.items():
             np.testing.assert_array_equal(x, wanted[n], err_msg=f"{n} on {servers} servers, by {place}")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_server_compiles_what_several_compile(name: str) -> None:
+    """XLA rounds otherwise where it compiles more at once, so that one server has as many phases."""
+    plans = [planned(clipped(name), n, {"params/emb": dtrans.Rows("dense")}) for n in (1, 3)]
+    phases = [len(ServerUpdate.of(p.main).phases) for plan in plans for p in plan.servers.values()]
+    assert phases == [2] * 4
 
 
 def test_plans_without_tables_add_up_as_they_did() -> None:
