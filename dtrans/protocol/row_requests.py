@@ -105,12 +105,12 @@ class RowRequests:
         return train, ids
 
     def _expect(self, k: int, message: wire.Message, table: ServedRows, ids: np.ndarray, grads: Inbox) -> None:
-        """Make room for a gradient of these rows."""
+        """Make room for a gradient of these rows: zeros, of which updates are made where none comes any more."""
         gradient = table.gradients[k]
         if grads.has_begun(gradient):
             raise WireError(f"a `{message.op}` of step {message['step']} after its gradient, {gradient}")
         self._ids[k, gradient] = ids
-        grads.renew(gradient, np.empty((len(ids), *table.row), table.dtype))
+        grads.renew(gradient, np.zeros((len(ids), *table.row), table.dtype))
 
     def under_way(self, name: str) -> np.ndarray:
         """The rows of a block of which trainers are to send gradients that were not used yet."""

@@ -42,8 +42,10 @@ from dtrans.errors import BatchError, ConfigError, NonfiniteError, StateError, W
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.presence import Presence, Trainer
-from dtrans.protocol.served import RowGradient
+from dtrans.protocol.row_requests import RowRequests
+from dtrans.protocol.served import RowGradient, ServedRows
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.rows.writer import RowRange
 from dtrans.run import role_job
@@ -705,3 +707,16 @@ def served_alone(mode: Any) -> tuple[SyncServer | AsyncServer, _Said]:
     if mode == ASYNC:
         return AsyncServer(update.served, BlockUpdates(update, state), state, trainers, said), said
     return SyncServer(update.served, SyncUpdate(update, state, 1), trainers, said), said
+
+
+def test_a_gradient_of_rows_is_zero_until_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer may leave before it has sent one, and with on_trainer_exit="paddle" what is there counts."""
+    requests = RowRequests("here", {"emb": ServedRows(10, (2,), np.dtype(np.float32), {0: "emb@GRAD"})})
+    grads = Inbox(requests.memory_of(0), str)
+    empty = np.empty
+    monkeypatch.setattr(np, "empty", lambda shape, dtype: (found := empty(shape, dtype), found.fill(7))[0])
+    blocks = [("ids", np.array([1, 4], np.int32))]
+    (frames,) = wire.framed("prefetch", blocks, step=0, table="emb", count=2, train=True)
+    requests.take(0, wire.parse([frames[0], *map(bytes, frames[1:])]), grads)
+    found = requests.gradients(0, grads)["emb@GRAD"]
+    assert found.ids.tolist() == [1, 4] and found.rows.tolist() == [[0, 0], [0, 0]]
