@@ -2,7 +2,10 @@
 
 Windows of steps of the job alternate with windows of one device, during which all processes of the job wait. One device
 takes the step as it is written, where Adagrad updates all rows, and one that takes and updates the rows that are looked
-up alone, which is the limit.
+up alone, which is the limit. Steps begin to be counted when most rows are made.
+
+Where PyTorch is installed, or DTRANS_TORCH names an interpreter that has it, the same job behind its RPC takes turns
+with ours (`torch_tables.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from test_endpoints import free_endpoints
 import dtrans
 
 
-STEPS, WINDOWS = 10, 7
+STEPS, WINDOWS, WARM = 10, 7, 300
+TORCH = os.environ.get("DTRANS_TORCH", sys.executable)
 
 
 @contextlib.contextmanager
@@ -59,10 +63,39 @@ def job(shape: Shape) -> Iterator[Steps]:
             process.wait(timeout=200)
 
 
+@contextlib.contextmanager
+def torch_job(shape: Shape) -> Iterator[dict[str, Steps]]:
+    """Steps of the same job with PyTorch; nothing where that is not installed."""
+    if subprocess.run([TORCH, "-c", "import torch"], stderr=subprocess.DEVNULL, check=False).returncode:
+        yield {}
+        return
+    script = str(Path(__file__).with_name("torch_tables.py"))
+    port = free_endpoints(1)[0].rpartition(":")[2]
+    start = lambda what, rank, **pipes: subprocess.Popen([TORCH, script, what, str(rank), port, str(shape)], **pipes)
+    servers = [start("pserver", rank) for rank in range(2)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    trainers = [start("trainer", rank, **pipes) for rank in range(shape.trainers)]
+
+    def steps(count: int) -> float:
+        for x in trainers:
+            x.stdin.write(f"{count}\n")
+            x.stdin.flush()
+        return statistics.mean(float(x.stdout.readline()) for x in trainers)
+
+    try:
+        yield {"PyTorch RPC": steps}
+    finally:
+        for x in trainers:
+            x.stdin.close()
+            x.stdout.close()
+        for x in (*trainers, *servers):
+            x.wait(timeout=200)
+
+
 def beside(steps: Steps, others: Sequence[Steps]) -> list[tuple[float, float, float]]:
     """For each of the others, the median ratio of rates, and the two medians of steps a second."""
     for fn in (steps, *others):
-        fn(STEPS)
+        fn(WARM)
     times = [[fn(STEPS) for fn in (steps, *others)] for _ in range(WINDOWS)]
     rate = lambda i: STEPS / statistics.median(t[i] for t in times)
     return [(statistics.median(t[i] / t[0] for t in times), rate(0), rate(i)) for i in range(1, 1 + len(others))]
@@ -75,8 +108,8 @@ def load() -> str:
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "table"])
 def test_steps(benchmark, report: Callable[..., None], sparse: bool) -> None:
     shape = Shape(100_000, 64, 512, sparse=sparse)
-    with job(shape) as steps:
-        peers = {"dense step": dense_steps(shape), "rows alone": row_steps(shape)}
+    with job(shape) as steps, torch_job(shape) if sparse else contextlib.nullcontext({}) as peers:
+        peers |= {"dense step": dense_steps(shape), "rows alone": row_steps(shape)}
         for what, found in zip(peers, beside(steps, [*peers.values()]), strict=True):
             benchmark.extra_info[f"of the {what}"] = found[0]
             report(f"{'table' if sparse else 'dense'} 100k x 64, 2 x 512 ids: steps/s / {what}, {load()}", *found)
@@ -87,12 +120,13 @@ def test_steps(benchmark, report: Callable[..., None], sparse: bool) -> None:
 def test_rows_a_second(benchmark, report: Callable[..., None], drawn: str) -> None:
     """Rows are counted as often as they stand in a batch."""
     shape = Shape(1_000_000, 64, 4096, drawn, trainers=1)
-    with job(shape) as steps:
-        ((share, ours, theirs),) = beside(steps, [row_steps(shape)])
+    with job(shape) as steps, torch_job(shape) as peers:
+        peers |= {"`take` and update here": row_steps(shape)}
+        for what, (share, ours, theirs) in zip(peers, beside(steps, [*peers.values()]), strict=True):
+            benchmark.extra_info[f"of {what}"] = share
+            name = f"1M x 64, {drawn}: rows/s over endpoints / {what}, {load()}"
+            report(name, share, ours * shape.ids, theirs * shape.ids)
         benchmark.pedantic(lambda: steps(STEPS), rounds=1)
-    benchmark.extra_info["of rows alone"] = share
-    name = f"1M x 64, {drawn}: rows/s over endpoints / `take` and update here, {load()}"
-    report(name, share, ours * shape.ids, theirs * shape.ids)
 
 
 @contextlib.contextmanager
