@@ -52,7 +52,7 @@ from dtrans.run.base.summary_writer import SummaryWriter as SummaryWriter
 from dtrans.run.distributed.connect import connect as connect
 from dtrans.run.distributed.role import Role as Role
 from dtrans.run.executor import Executor as Executor
-from dtrans.run.parameter_server.table_changes import ChangedRows as ChangedRows, TablesReport as TablesReport
+from dtrans.run.parameter_server.tables.table_changes import ChangedRows as ChangedRows, TablesReport as TablesReport
 from dtrans.step import summary as summary
 from dtrans.step.batch_sharing import Batch as Batch, UnevenPart as UnevenPart, shard_batch as shard_batch
 from dtrans.step.collect import collect as collect

@@ -65,7 +65,7 @@ FAULTS = (
         "zero/slice_flow.py",
         "elif not (operands or _asks_rank(eqn)):",
         "elif not operands:",
-        ("batch/test_without_values_of_the_batch.py", "batch/test_local_scope.py"),
+        ("zero/test_slice_flow.py",),
     ),
     Fault(
         "ir/fingerprint.py",
@@ -242,7 +242,7 @@ FAULTS = (
         ("run/parameter_server/test_endpoints.py", "run/parameter_server/test_exchange.py"),
     ),
     Fault(
-        "protocol/rows_ahead.py",
+        "protocol/tables/rows_ahead.py",
         "due = max(step, target - table.staleness)",
         "due = step",
         ("run/parameter_server/test_rows_ahead.py",),
@@ -306,7 +306,7 @@ FAULTS = (
         BATCHES,
     ),
     Fault(  # rows miss a step
-        "run/parameter_server/missed_steps.py",
+        "run/parameter_server/tables/missed_steps.py",
         "missed = lambda x: (seen <= i)",
         "missed = lambda x: (seen < i)",
         TABLES,
@@ -330,7 +330,7 @@ FAULTS = (
         TABLES,
     ),
     Fault(  # a row that two trainers have looked up is updated twice
-        "run/parameter_server/row_updates.py",
+        "run/parameter_server/tables/row_updates.py",
         "return np.unique(np.concatenate([grads[table.gradients[k]].ids for k in sorted(present)]))",
         "return np.sort(np.concatenate([grads[table.gradients[k]].ids for k in sorted(present)]))",
         TABLES,

@@ -12,7 +12,7 @@ sync_server       a synchronous server;  `trainer_rounds` are the exchanges of i
 async_server      an asynchronous server
 server_peers      the other servers of a server;  `exchange` is what they give each other
 peer_line         one server's side of one line to another
-held_tables       what is said of tables between two steps: reports, changes, rows that are given up
+tables            rows of tables, as trainers and servers speak of them
 serving           one server: who is concerned by a message, and its end
 trainer_line      one trainer's side of one connection
 traffic           what a trainer sends and receives beside its steps
@@ -20,7 +20,5 @@ arrivals          what a process of a pipeline receives
 meeting           the trainers of collectives meet
 roll              the trainers of collectives: who has ended
 geo_steps         what a trainer of GEO-SGD pushes and pulls, and when
-kept_rows         the rows of a table that it keeps, by `id_slots`
-changed_rows      which rows of tables its servers tell it of
 trainer           one trainer: its lines, and what it sends and waits for in a step
 """

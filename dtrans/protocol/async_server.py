@@ -37,13 +37,13 @@ from dtrans.errors import PeerError, WireError
 from dtrans.ops import BACKUP, MAX_MERGED, backup_of
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.changed_rows import UnseenChanges
-from dtrans.protocol.held_tables import HeldTables, check_eviction, evict
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.presence import Presence, Say, answer, log, wanted
-from dtrans.protocol.row_requests import RowRequests
 from dtrans.protocol.served import BlockUpdate, ServedBlocks
 from dtrans.protocol.server_peers import ServerPeers
+from dtrans.protocol.tables.changed_rows import UnseenChanges
+from dtrans.protocol.tables.held_tables import HeldTables, check_eviction, evict
+from dtrans.protocol.tables.row_requests import RowRequests
 
 
 @dataclasses.dataclass

@@ -26,7 +26,7 @@ class ServedRows:
       backed: whether the update reads what the trainer has received of the rows, too.
       kept: whether trainers keep the rows that they have asked for, and are told which of these have changed (GEO-SGD).
       moves: whether an update moves rows too of which there is no gradient.
-      staleness: how many updates rows may lack that a trainer has announced (`dtrans.protocol.rows_ahead`).
+      staleness: how many updates rows may lack that a trainer has announced (`dtrans.protocol.tables.rows_ahead`).
     """
 
     rows: int

@@ -18,10 +18,10 @@ from typing import Any
 from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.held_tables import tell_changes, tell_report
 from dtrans.protocol.presence import Presence, Say
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.tables.held_tables import tell_changes, tell_report
 
 
 # methods of each kind of servers that takes them

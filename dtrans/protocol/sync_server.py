@@ -37,13 +37,13 @@ import numpy as np
 from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.held_tables import HeldTables, check_eviction, evict
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.presence import Presence, Say, answer, named, wanted
-from dtrans.protocol.row_requests import RowRequests
-from dtrans.protocol.rows_ahead import DueRows, RowsAhead
 from dtrans.protocol.served import ServedBlocks, StepUpdate, Vectors
 from dtrans.protocol.server_peers import ServerPeers
+from dtrans.protocol.tables.held_tables import HeldTables, check_eviction, evict
+from dtrans.protocol.tables.row_requests import RowRequests
+from dtrans.protocol.tables.rows_ahead import DueRows, RowsAhead
 from dtrans.protocol.trainer_rounds import TrainerRounds
 
 

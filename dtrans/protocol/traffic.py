@@ -27,10 +27,10 @@ import numpy as np
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import wire
-from dtrans.protocol.changed_rows import ChangedInbox, KeptBlock
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.served import RowGradient
-from dtrans.protocol.table_rows import BlockRowSet, WantedRows, merged_rows
+from dtrans.protocol.tables.changed_rows import ChangedInbox, KeptBlock
+from dtrans.protocol.tables.table_rows import BlockRowSet, WantedRows, merged_rows
 from dtrans.protocol.trainer_line import TrainerLine
 
 

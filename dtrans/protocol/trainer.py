@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dtrans.errors import PeerError, StateError
-from dtrans.protocol import rows_ahead, wire
-from dtrans.protocol.held_tables import TableReport, reports_of
+from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
-from dtrans.protocol.table_rows import WantedRows
+from dtrans.protocol.tables import rows_ahead
+from dtrans.protocol.tables.held_tables import TableReport, reports_of
+from dtrans.protocol.tables.table_rows import WantedRows
 from dtrans.protocol.trainer_line import TrainerLine
 
 

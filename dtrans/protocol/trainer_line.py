@@ -16,7 +16,7 @@ import numpy as np
 
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.protocol import token, wire
-from dtrans.protocol.rows_ahead import ComingRows
+from dtrans.protocol.tables.rows_ahead import ComingRows
 
 
 DOOR = "a role of parameter servers"  # as whom trainers and servers connect

@@ -57,15 +57,15 @@ answer has [dtype, shape] (`dtrans.protocol.trainer_rounds`).
 be of other rows, `row_ids` gives their numbers before it: so it is with asynchronous trainers that have a communicator.
 With `ahead` the rows are of a step so many steps later, and so is the gradient. They come with `ahead`, the number of
 that step; with `count` those that have changed since, whose places among them come under the name "at"; and with `last`
-where nothing follows (`dtrans.protocol.rows_ahead`).
+where nothing follows (`dtrans.protocol.tables.rows_ahead`).
 
 A trainer of GEO-SGD keeps the rows that it has asked for. With `changed` true in its `recv` the answer comes after a
 `changed` for each block of a table that the server has: the numbers ("ids", increasing, 32-bit) and the values ("rows")
 of the `count` rows that the trainer has and that others have changed since it was told last. False says that it has
 none, and there is no such answer.
 
-Between two steps a trainer may ask what servers have of tables (`dtrans.protocol.held_tables`). `changes` has the
-numbers of `count` rows in the block under the name "ids", and of `gone` others under "gone", as 32-bit integers.
+Between two steps a trainer may ask what servers have of tables (`dtrans.protocol.tables.held_tables`). `changes` has
+the numbers of `count` rows in the block under the name "ids", and of `gone` others under "gone", as 32-bit integers.
 
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages

@@ -26,8 +26,8 @@ from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.sockets import DEADLINE
-from dtrans.run.parameter_server.batch_rows import BatchRows
 from dtrans.run.parameter_server.fabric import EndpointFabric
+from dtrans.run.parameter_server.tables.batch_rows import BatchRows
 
 
 T = TypeVar("T")
@@ -140,7 +140,9 @@ class Executor:
             )
 
     def announce(self, program: Program, *batch: Any) -> None:
-        """Ask for the rows of tables that a later step looks up, and wait for none (`dtrans.protocol.rows_ahead`).
+        """Ask for the rows of tables that a later step looks up, and wait for none.
+
+        The protocol is `dtrans.protocol.tables.rows_ahead`.
 
         Args:
           program: of a synchronous trainer with tables; its first argument is its state.

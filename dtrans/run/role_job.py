@@ -31,9 +31,9 @@ from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
-from dtrans.run.parameter_server.new_rows import made_again
-from dtrans.run.parameter_server.row_lookup import looked_up
-from dtrans.run.parameter_server.table_changes import (
+from dtrans.run.parameter_server.tables.new_rows import made_again
+from dtrans.run.parameter_server.tables.row_lookup import looked_up
+from dtrans.run.parameter_server.tables.table_changes import (
     ChangedRows,
     TablesReport,
     blocks_of_table,

@@ -11,18 +11,18 @@ import pytest
 
 from dtrans.protocol import traffic, trainer, trainer_rounds
 from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.changed_rows import CHANGED, UnseenChanges
 from dtrans.protocol.geo_steps import GeoSteps
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.peer_line import PeerLine
 from dtrans.protocol.presence import Presence
-from dtrans.protocol.row_requests import RowRequests
-from dtrans.protocol.rows_ahead import RowsAhead
 from dtrans.protocol.simulation.case import Case, Event, drawn
 from dtrans.protocol.simulation.updates import InNumpy
 from dtrans.protocol.simulation.verdict import reduced, simulated, smaller, verdicts
 from dtrans.protocol.sync_server import SyncServer
-from dtrans.protocol.table_rows import merged_rows
+from dtrans.protocol.tables.changed_rows import CHANGED, UnseenChanges
+from dtrans.protocol.tables.row_requests import RowRequests
+from dtrans.protocol.tables.rows_ahead import RowsAhead
+from dtrans.protocol.tables.table_rows import merged_rows
 from dtrans.protocol.traffic import Traffic
 from dtrans.protocol.trainer_line import TrainerLine
 

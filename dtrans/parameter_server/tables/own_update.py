@@ -1,6 +1,6 @@
 """GEO-SGD's tables: a trainer updates the rows that it looks up by itself, with an optimizer of its own.
 
-It keeps the rows that it has looked up, and their state (`dtrans.protocol.kept_rows`); a step is given
+It keeps the rows that it has looked up, and their state (`dtrans.protocol.tables.kept_rows`); a step is given
 those of its batch. The update is that of a server which has these rows of tables, and all of the other leaves.
 """
 

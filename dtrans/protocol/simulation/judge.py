@@ -42,7 +42,7 @@ from dtrans.protocol.simulation.updates import (
     updates_in,
     with_rows,
 )
-from dtrans.protocol.table_rows import runs_of
+from dtrans.protocol.tables.table_rows import runs_of
 
 
 def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[SimulatedTrainer]) -> Iterator[str]:

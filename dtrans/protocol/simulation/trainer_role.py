@@ -14,7 +14,6 @@ import numpy as np
 from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.geo_steps import GeoSteps, Values, Waits
-from dtrans.protocol.kept_rows import KeptRows
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.simulation.case import Case
 from dtrans.protocol.simulation.clock import Clock
@@ -33,7 +32,8 @@ from dtrans.protocol.simulation.updates import (
     row_gradient,
     spread,
 )
-from dtrans.protocol.table_rows import runs_of, wanted_of
+from dtrans.protocol.tables.kept_rows import KeptRows
+from dtrans.protocol.tables.table_rows import runs_of, wanted_of
 from dtrans.protocol.traffic import Group, Leaf, Traffic
 from dtrans.protocol.trainer import LookedUp, TrainerSteps, greeted, left
 from dtrans.protocol.trainer_line import TrainerLine

@@ -40,14 +40,14 @@ from dtrans.ops import (
     send_rows_p,
 )
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.kept_rows import KeptRows
 from dtrans.protocol.served import RowGradient
-from dtrans.protocol.table_rows import WantedRows, put_in_place, wanted_of
+from dtrans.protocol.tables.kept_rows import KeptRows
+from dtrans.protocol.tables.table_rows import WantedRows, put_in_place, wanted_of
 from dtrans.protocol.traffic import Leaf
 from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.communicator import Communicator
 from dtrans.run.parameter_server.geo import GeoTrainer
-from dtrans.run.parameter_server.new_rows import RowMaker
+from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from dtrans.ir.display import without_addresses
 from dtrans.ir.program import DIST, LR_SCHED
 from dtrans.ops import BACKUP, OptimizeBlock
 from dtrans.parameter_server.tables.touched_rows import room_for
-from dtrans.run.parameter_server.server_tables import ServerTables
-from dtrans.run.parameter_server.table_memory import among, memory_of
+from dtrans.run.parameter_server.tables.server_tables import ServerTables
+from dtrans.run.parameter_server.tables.table_memory import among, memory_of
 from dtrans.run.parameter_server.update import ServerUpdate
 
 

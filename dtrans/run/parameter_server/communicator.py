@@ -22,7 +22,7 @@ import zmq
 from dtrans.errors import DtransError
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.table_rows import WantedRows
+from dtrans.protocol.tables.table_rows import WantedRows
 from dtrans.protocol.traffic import Group, Leaf, Traffic
 from dtrans.run.parameter_server.client import Connection
 

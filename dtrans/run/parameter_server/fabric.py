@@ -57,15 +57,15 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.table_rows import put_in_place, unique_ids
+from dtrans.protocol.tables.table_rows import put_in_place, unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
 from dtrans.protocol.trainer import Landing, LookedUp, TrainerSteps, Waiting, answered
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.net.sockets import LINGER
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of, rows_wanted
 from dtrans.run.parameter_server.client import Connection
-from dtrans.run.parameter_server.new_rows import new_rows
 from dtrans.run.parameter_server.server import Keep, Server
+from dtrans.run.parameter_server.tables.new_rows import new_rows
 from dtrans.run.parameter_server.update import ServerUpdate
 
 

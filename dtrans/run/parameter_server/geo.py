@@ -1,6 +1,6 @@
 """GEO-SGD in a trainer's process: `dtrans.protocol.geo_steps` on JAX's arrays and a communicator.
 
-Rows of tables, which the trainer keeps beside (`dtrans.protocol.kept_rows`), are pushed and pulled with the
+Rows of tables, which the trainer keeps beside (`dtrans.protocol.tables.kept_rows`), are pushed and pulled with the
 other parameters.
 """
 
@@ -14,7 +14,7 @@ import jax
 
 from dtrans.errors import StateError
 from dtrans.protocol.geo_steps import GeoSteps, Values, Waits
-from dtrans.protocol.kept_rows import KeptRows
+from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.protocol.traffic import Leaf
 from dtrans.run.parameter_server.communicator import Communicator
 

@@ -5,7 +5,7 @@
     a server's optimize blocks        one jit per server and phase, on its device; optimizer state is donated
     all_reduce                        device_put of each server's parts to the devices of the others
     recv                              device_put of each block back to all trainer devices
-    split_ids, prefetch, send_rows    rows of tables go by the host (`dtrans.run.parameter_server.mesh_tables`)
+    split_ids, prefetch, send_rows    rows of tables go by the host (`dtrans.run.parameter_server.tables.mesh_tables`)
     exchange                          a gather over the axis, and what a server would make of it
 
 A trainer sees its own part of the batch and its own gradients, and nothing else crosses between trainers but
@@ -53,10 +53,10 @@ from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import COMPUTED, Segments, cut_program
 from dtrans.run.base.state import check_arrays, check_kind, check_types
-from dtrans.run.parameter_server.mesh_tables import Servers, prefetched, rows_from, sent_rows, split_ids
 from dtrans.run.parameter_server.mesh_trainers import AXIS, OF_ROWS, MeshTrainerPrograms, shared_program
-from dtrans.run.parameter_server.row_lookup import looked_up
-from dtrans.run.parameter_server.row_updates import RowUpdates, put_there, taken_there
+from dtrans.run.parameter_server.tables.mesh_tables import Servers, prefetched, rows_from, sent_rows, split_ids
+from dtrans.run.parameter_server.tables.row_lookup import looked_up
+from dtrans.run.parameter_server.tables.row_updates import RowUpdates, put_there, taken_there
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, own_buffers
 from dtrans.step_meter import metered
 

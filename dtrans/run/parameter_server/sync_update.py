@@ -3,8 +3,8 @@
 An update that reduces over rows is made in phases, with an exchange between servers after each but the last: it stops
 there, and goes on when it is given what the other servers have sent.
 
-Tables are updated by the rows that trainers have asked for (`dtrans.run.parameter_server.table_memory`). Where each
-update needs all rows of a table, the gradients of rows are put among zeros, and it is updated as any other block.
+Tables are updated by the rows that trainers have asked for (`dtrans.run.parameter_server.tables`). Where each update
+needs all rows of a table, the gradients of rows are put among zeros, and it is updated as any other block.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.presence import log, named
 from dtrans.protocol.served import Vectors
-from dtrans.run.parameter_server.row_updates import RowUpdates
-from dtrans.run.parameter_server.server_tables import ServerTables
-from dtrans.run.parameter_server.table_memory import memory_of
+from dtrans.run.parameter_server.tables.row_updates import RowUpdates
+from dtrans.run.parameter_server.tables.server_tables import ServerTables
+from dtrans.run.parameter_server.tables.table_memory import memory_of
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 
 

@@ -24,12 +24,12 @@ from dtrans.errors import BatchError, ConfigError, PeerError, WireError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.changed_rows import ChangedInbox, KeptBlock, UnseenChanges
-from dtrans.protocol.id_slots import IdSlots
-from dtrans.protocol.kept_rows import KeptRows
 from dtrans.protocol.presence import Presence, Trainer
 from dtrans.protocol.served import RowGradient, ServedRows
-from dtrans.protocol.table_rows import RowRun
+from dtrans.protocol.tables.changed_rows import ChangedInbox, KeptBlock, UnseenChanges
+from dtrans.protocol.tables.id_slots import IdSlots
+from dtrans.protocol.tables.kept_rows import KeptRows
+from dtrans.protocol.tables.table_rows import RowRun
 from dtrans.protocol.trainer_line import TrainerLine
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates

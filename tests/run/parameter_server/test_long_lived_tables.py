@@ -28,11 +28,11 @@ from dtrans.protocol.presence import Presence, Trainer
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.distributed.role import Role
-from dtrans.run.parameter_server import table_changes
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.lazy_memory import LazyArray
-from dtrans.run.parameter_server.new_rows import made_again
 from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.tables import table_changes
+from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
+from dtrans.run.parameter_server.tables.new_rows import made_again
 from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_job import ServerJob, TrainerJob
 

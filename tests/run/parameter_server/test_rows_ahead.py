@@ -18,7 +18,8 @@ from table_jobs import ASYNC, DENSE, LAZY, OPTIMIZERS, D, V, batches, close, ini
 
 import dtrans
 from dtrans.errors import BatchError, ConfigError, StateError
-from dtrans.protocol import rows_ahead, wire
+from dtrans.protocol import wire
+from dtrans.protocol.tables import rows_ahead
 from dtrans.protocol.trainer import TrainerSteps
 from dtrans.run.distributed.role import Role
 from dtrans.run.role_job import ServerJob, TrainerJob

@@ -44,15 +44,15 @@ from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.presence import Presence, Trainer
-from dtrans.protocol.row_requests import RowRequests
 from dtrans.protocol.served import RowGradient, ServedRows
 from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.tables.row_requests import RowRequests
 from dtrans.rows.writer import RowRange
 from dtrans.run import role_job
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.row_updates import RowUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.tables.row_updates import RowUpdates
 from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_job import TrainerJob
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.protocol.id_slots import IdSlots
 from dtrans.protocol.served import RowGradient
+from dtrans.protocol.tables.id_slots import IdSlots
 
 
 LEAST = 64  # rows that there is room for at first

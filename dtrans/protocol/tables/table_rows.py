@@ -27,7 +27,7 @@ def unique_ids(ids: Sequence[Any], *, table: str, rows: int, size: int, whose: s
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.protocol.table_rows import unique_ids
+      >>> from dtrans.protocol.tables.table_rows import unique_ids
       >>> unique_ids([np.array([[2, 5], [2, 0]])], table="params/emb", rows=9, size=4)
       array([0, 2, 5, 9], dtype=int32)
       >>> unique_ids([np.array([[2, 5], [2, 9]])], table="params/emb", rows=9, size=4)  # doctest: +ELLIPSIS
@@ -123,7 +123,7 @@ def wanted_of(
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.protocol.table_rows import runs_of, wanted_of
+      >>> from dtrans.protocol.tables.table_rows import runs_of, wanted_of
       >>> rows = np.ones((3, 2))
       >>> where = {"epmap": ("here", "there"), "names": ("emb.block0", "emb.block1"), "spans": runs_of((4, 5))}
       >>> [(ep, name, ids.tolist(), len(x)) for ep, name, ids, x in wanted_of(np.array([0, 5, 9]), rows, **where)]
@@ -154,7 +154,7 @@ def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
     Example:
       >>> import numpy as np
       >>> from dtrans.protocol.served import RowGradient
-      >>> from dtrans.protocol.table_rows import merged_rows
+      >>> from dtrans.protocol.tables.table_rows import merged_rows
       >>> one, other = (RowGradient(np.array(ids), np.ones((2, 1))) for ids in ([1, 4], [0, 4]))
       >>> found = merged_rows([one, other], "mean")
       >>> found.ids.tolist(), found.rows.tolist()

@@ -13,7 +13,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import Program, is_communication
 from dtrans.ops import prefetch_p, split_ids_p
-from dtrans.protocol.table_rows import unique_ids
+from dtrans.protocol.tables.table_rows import unique_ids
 from dtrans.run.base.segments import Rules, interpret
 
 

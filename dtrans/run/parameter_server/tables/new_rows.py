@@ -2,7 +2,7 @@
 
 A server begins without any. What it has of a block, and of the state that belongs to its rows, stands for arrays: it
 has their types, and whoever reads it as an array makes all rows (`NewRows`, of blocks that nothing has been done to,
-and `dtrans.run.parameter_server.table_memory`).
+and `dtrans.run.parameter_server.tables.table_memory`).
 """
 
 from __future__ import annotations

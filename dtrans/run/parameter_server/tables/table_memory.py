@@ -3,9 +3,9 @@
 Programs are made for a few numbers of rows (`dtrans.parameter_server.tables.touched_rows.room_for`). Where there are
 fewer, zeros lie behind them, and so are gradients: what a program makes of these goes nowhere.
 
-Rows are made when they are first asked for (`dtrans.run.parameter_server.new_rows`). Where an update moves rows too
-that nobody looked up, they are behind, and catch up before anybody reads them
-(`dtrans.run.parameter_server.missed_steps`).
+Rows are made when they are first asked for (`dtrans.run.parameter_server.tables.new_rows`). Where an update moves rows
+too that nobody looked up, they are behind, and catch up before anybody reads them
+(`dtrans.run.parameter_server.tables.missed_steps`).
 
 One number of each row says whether it is there, and which step changed it last. Rows that no step has updated for long
 may be given up on request: whoever asks for such a row again gets it as the init makes it.
@@ -21,9 +21,9 @@ import numpy as np
 from dtrans.errors import StateError, WireError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.served import RowGradient
-from dtrans.run.parameter_server.lazy_memory import LazyArray
-from dtrans.run.parameter_server.missed_steps import MissedSteps
-from dtrans.run.parameter_server.new_rows import ArrayLike, MadeRows, NewRows, RowMaker
+from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
+from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
+from dtrans.run.parameter_server.tables.new_rows import ArrayLike, MadeRows, NewRows, RowMaker
 from dtrans.run.parameter_server.update import ServerUpdate
 
 

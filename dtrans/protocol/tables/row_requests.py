@@ -1,7 +1,7 @@
 """What trainers ask of tables: rows by their numbers, and room for the gradients of these.
 
     prefetch  train        the rows, and the gradient of the step is of them
-              ahead        the same, of a later step (`dtrans.protocol.rows_ahead`)
+              ahead        the same, of a later step (`dtrans.protocol.tables.rows_ahead`)
               otherwise    the rows, for whoever looks at them
     row_ids                nothing: the gradient of the step is of these rows
 

@@ -12,7 +12,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.display import plan_text
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.tables.choose import Table
-from dtrans.protocol.held_tables import TableReport
+from dtrans.protocol.tables.held_tables import TableReport
 
 
 CHUNK = 1 << 16  # rows that are asked for at once
@@ -31,7 +31,7 @@ class TablesReport:
 
     Example:
       >>> import dtrans
-      >>> from dtrans.protocol.held_tables import TableReport
+      >>> from dtrans.protocol.tables.held_tables import TableReport
       >>> print(dtrans.TablesReport((TableReport("params/emb", "127.0.0.1:6174", 1000, 2, 48, None, 3, 9),)))
       tables
         block       endpoint         rows  made  bytes  limit  evicted  step

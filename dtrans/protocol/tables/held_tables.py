@@ -38,7 +38,7 @@ class TableReport:
       step: how many updates were made of it, since its server began.
 
     Example:
-      >>> from dtrans.protocol.held_tables import TableReport
+      >>> from dtrans.protocol.tables.held_tables import TableReport
       >>> print(TableReport("params/emb", "127.0.0.1:6174", 1000, 2, 48, None, 3, 9))
       params/emb: 2 of 1,000 rows are made, 48 bytes; 3 were given up
     """

@@ -18,7 +18,7 @@ class IdSlots:
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.protocol.id_slots import IdSlots
+      >>> from dtrans.protocol.tables.id_slots import IdSlots
       >>> slots = IdSlots()
       >>> slots.add(np.array([7, 100_000_000]))
       >>> slots.find(np.array([100_000_000, 8, 7])).tolist(), len(slots)

@@ -18,8 +18,8 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.served import RowGradient
-from dtrans.protocol.table_rows import unique_ids
-from dtrans.run.parameter_server.row_updates import fetched
+from dtrans.protocol.tables.table_rows import unique_ids
+from dtrans.run.parameter_server.tables.row_updates import fetched
 
 
 Servers = Mapping[str, Mapping[str, Any]]

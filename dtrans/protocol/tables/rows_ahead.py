@@ -30,7 +30,7 @@ from dtrans.errors import PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.served import ServedRows
-from dtrans.protocol.table_rows import are_among
+from dtrans.protocol.tables.table_rows import are_among
 
 
 MOST = 64  # steps that rows may be announced ahead

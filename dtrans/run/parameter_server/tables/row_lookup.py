@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.table_rows import unique_ids
-from dtrans.run.parameter_server.table_changes import table_of
+from dtrans.protocol.tables.table_rows import unique_ids
+from dtrans.run.parameter_server.tables.table_changes import table_of
 
 
 def looked_up(plan: PServerPlan, name: str, ids: Any, read: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

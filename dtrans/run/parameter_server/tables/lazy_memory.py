@@ -22,7 +22,7 @@ class LazyArray:
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.run.parameter_server.lazy_memory import LazyArray
+      >>> from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
       >>> memory = LazyArray((4096, 4), "float32")
       >>> memory.array[:] = 1
       >>> memory.give_back(np.arange(4096) < 4000, np.array([7]))

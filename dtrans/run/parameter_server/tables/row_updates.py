@@ -1,9 +1,9 @@
 """A server's update of the rows of tables that trainers have asked for: rows are taken out, updated, and put back.
 
 A server in a process of its own has tables in NumPy's memory, which is written again
-(`dtrans.run.parameter_server.table_memory`). On a mesh a table is an array on the device of its server; with rows put
-back it is a new one, in the memory of the old where that is donated. An update is made for a few numbers of rows
-(`room_for`), and so are the functions that take rows and put them back.
+(`dtrans.run.parameter_server.tables.table_memory`). On a mesh a table is an array on the device of its server; with
+rows put back it is a new one, in the memory of the old where that is donated. An update is made for a few numbers of
+rows (`room_for`), and so are the functions that take rows and put them back.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.served import RowGradient, Vectors
-from dtrans.protocol.table_rows import sorted_once
-from dtrans.run.parameter_server.table_memory import among
+from dtrans.protocol.tables.table_rows import sorted_once
+from dtrans.run.parameter_server.tables.table_memory import among
 from dtrans.run.parameter_server.update import CompiledUpdate
 
 

@@ -19,7 +19,7 @@ from dtrans.errors import PeerError
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.served import RowGradient, ServedRows
-from dtrans.protocol.table_rows import BlockRowSet
+from dtrans.protocol.tables.table_rows import BlockRowSet
 
 
 KEPT, CHANGED = 1, 2  # what a trainer has of a row; 0 where it does not have it
@@ -34,7 +34,7 @@ class UnseenChanges:
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.protocol.changed_rows import UnseenChanges
+      >>> from dtrans.protocol.tables.changed_rows import UnseenChanges
       >>> from dtrans.protocol.served import ServedRows
       >>> rows = UnseenChanges({"emb": ServedRows(9, (2,), "float32", {}, kept=True)}, trainers=2)
       >>> rows.asked(0, "emb", np.array([1, 2, 3]))

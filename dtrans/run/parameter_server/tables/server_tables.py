@@ -9,13 +9,13 @@ import numpy as np
 
 from dtrans.errors import StateError, WireError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
-from dtrans.protocol.held_tables import TableReport
 from dtrans.protocol.presence import log
-from dtrans.run.parameter_server.table_memory import TableMemory
+from dtrans.protocol.tables.held_tables import TableReport
+from dtrans.run.parameter_server.tables.table_memory import TableMemory
 
 
 class ServerTables:
-    """What the protocol asks of tables (`dtrans.protocol.held_tables.HeldTables`).
+    """What the protocol asks of tables (`dtrans.protocol.tables.held_tables.HeldTables`).
 
     Args:
       endpoint: the server's.

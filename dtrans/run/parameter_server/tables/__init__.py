@@ -1,0 +1,10 @@
+"""Tables where they run: on a server, on a mesh, and what a trainer asks of them.
+
+table_memory    a block in a server's memory: rows taken out, and put back (`lazy_memory`)
+new_rows        rows on first use
+missed_steps    rows that nobody looked up catch up
+row_updates     an update of some rows, on a server and on a mesh (`mesh_tables`)
+row_lookup      rows by their numbers, for whoever looks at them
+batch_rows      the rows that a batch looks up, before its step
+server_tables, table_changes    reports, rows that have changed, rows that are given up: a server's side, a user's
+"""

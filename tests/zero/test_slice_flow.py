@@ -1,0 +1,23 @@
+"""Which values differ from rank to rank, on small jaxprs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dtrans.ops import trainer_index_p
+from dtrans.zero.slice_flow import local_values
+
+
+def test_what_a_loop_makes_of_its_rank_differs() -> None:
+    """Nothing that enters the loop differs: its body asks."""
+
+    def body(carry: Any, _: Any) -> tuple[Any, None]:
+        (index,) = trainer_index_p.bind(over=("dp",))
+        return (carry[0] + index, carry[1] + 1), None
+
+    traced = jax.make_jaxpr(lambda x: jax.lax.scan(body, (x, x), length=2)[0])(jnp.int32(0))
+    asks, counts = traced.jaxpr.outvars
+    assert local_values(traced.eqns, ()) & {asks, counts} == {asks}
