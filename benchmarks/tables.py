@@ -29,6 +29,7 @@ import dtrans
 
 STRIDE, EXPONENT, LEARNING_RATE = 2_654_435_761, 1.05, 0.1
 tx = optax.adagrad(LEARNING_RATE)
+MODES = {"sync": dtrans.Sync(), "async": dtrans.Async(), "geo": dtrans.Geo(push_every=100)}
 Steps = Callable[[int], float]  # makes so many, and returns the seconds that they took
 
 
@@ -42,6 +43,7 @@ class Shape:
       drawn: "uniform" or "zipf".
       sparse: whether trainers have the rows that they look up, or all.
       trainers: how many there are.
+      mode: "sync", "async" or "geo", which pushes every 100 steps.
     """
 
     rows: int
@@ -50,6 +52,7 @@ class Shape:
     drawn: str = "uniform"
     sparse: bool = True
     trainers: int = 2
+    mode: str = "sync"
 
     def __str__(self) -> str:
         return ",".join(str(x) for x in dataclasses.astuple(self))
@@ -57,8 +60,8 @@ class Shape:
     @classmethod
     def parse(cls, text: str) -> Shape:
         """The shape that a text says."""
-        rows, width, ids, drawn, sparse, trainers = text.split(",")
-        return cls(int(rows), int(width), int(ids), drawn, sparse == "True", int(trainers))
+        rows, width, ids, drawn, sparse, trainers, mode = text.split(",")
+        return cls(int(rows), int(width), int(ids), drawn, sparse == "True", int(trainers), mode)
 
     def batch(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of rows, and targets."""
@@ -98,19 +101,21 @@ def plan_for(shape: Shape, endpoints: str) -> dtrans.PServerPlan:
         dtrans.trace(init),
         pservers=endpoints,
         trainers=shape.trainers,
+        mode=MODES[shape.mode],
         sparse={"params/emb": dtrans.Rows()} if shape.sparse else None,
     )
 
 
 def stepping(exe: dtrans.Executor, shape: Shape, plan: dtrans.PServerPlan, trainer: int) -> Steps:
     """The steps of one trainer."""
-    box, rng = [exe.run(plan.trainer_startup_program(trainer))], np.random.default_rng(trainer)
+    begins, rng = exe.run(plan.trainer_startup_program(trainer)), np.random.default_rng(trainer)
+    box = list(begins) if shape.mode == "geo" else [begins]
     program = plan.trainer_program(trainer)
 
     def steps(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
-            box[0], value = exe.run(program, box[0], *shape.batch(rng))
+            *box[:], value = exe.run(program, *box, *shape.batch(rng))
         jax.block_until_ready(value)
         return time.perf_counter() - start
 

@@ -116,6 +116,17 @@ def test_steps(benchmark, report: Callable[..., None], sparse: bool) -> None:
         benchmark.pedantic(lambda: steps(STEPS), rounds=1)
 
 
+@pytest.mark.parametrize("mode", ["async", "geo"])
+def test_steps_of_other_modes(benchmark, report: Callable[..., None], mode: str) -> None:
+    shape = Shape(100_000, 64, 512, mode=mode)
+    with job(shape) as steps:
+        peers = {"dense step": dense_steps(shape), "rows alone": row_steps(shape)}
+        for what, found in zip(peers, beside(steps, [*peers.values()]), strict=True):
+            benchmark.extra_info[f"of the {what}"] = found[0]
+            report(f"table 100k x 64, 2 x 512 ids, {mode}: steps/s / {what}, {load()}", *found)
+        benchmark.pedantic(lambda: steps(STEPS), rounds=1)
+
+
 @pytest.mark.parametrize("drawn", ["uniform", "zipf"])
 def test_rows_a_second(benchmark, report: Callable[..., None], drawn: str) -> None:
     """Rows are counted as often as they stand in a batch."""

@@ -103,7 +103,7 @@ class Trainer:
 def main() -> None:
     """Be a role."""
     what, rank, port, shape = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    rows, width, ids, drawn, _, trainers = shape.split(",")
+    rows, width, ids, drawn, _, trainers, _ = shape.split(",")
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     serves, half = what == "pserver", -(-int(rows) // SERVERS)
