@@ -127,7 +127,7 @@ class Arrivals:
         return begun is not None and begun.is_whole
 
     def take(self, name: Name) -> np.ndarray:
-        """A value that is whole; what is left of earlier steps is dropped."""
+        """A value that is whole; values of earlier steps are dropped."""
         step = name[1]
         if step != self._step:
             self._step, self._had = step, set()

@@ -35,7 +35,7 @@ class Serving:
     """The protocol of one server.
 
     Args:
-      kind: what becomes of gradients.
+      kind: takes gradients, synchronous or not.
       trainers: of the server.
       say: sends a message.
       refusals: counts what is refused.

@@ -156,7 +156,7 @@ class RowsAhead:
 
 
 class ComingRows:
-    """The rows of blocks of one server that were announced to it, as they come.
+    """The rows of blocks of one server that were announced to it.
 
     Args:
       endpoint: of the server.
