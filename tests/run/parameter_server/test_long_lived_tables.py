@@ -557,6 +557,21 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
+def test_memory_of_tables_has_small_pages() -> None:
+    """Where the system gives huge ones to all who do not refuse them, a row would take 2 MiB."""
+    maps = Path("/proc/self/smaps")
+    if not maps.exists() or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this system does not say")
+    memory = LazyArray((1 << 20, 16), np.float32)
+    at, flags = memory.array.ctypes.data, dict[range, list[str]]()
+    for line in maps.read_text().splitlines():
+        if edges := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            mapping = range(*(int(x, 16) for x in edges.groups()))
+        elif line.startswith("VmFlags:"):
+            flags[mapping] = line.split()[1:]
+    assert "nh" in next(found for mapping, found in flags.items() if at in mapping)
+
+
 def test_pages_without_rows_are_given_back() -> None:
     """Of 64 MiB; and what is in the others stays."""
     rows, some = 1 << 20, 8 << 20

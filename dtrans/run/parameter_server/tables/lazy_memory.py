@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections.abc import Sequence
@@ -33,6 +34,9 @@ class LazyArray:
     def __init__(self, shape: Sequence[int], dtype: Any) -> None:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         self._area = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel that has no huge pages does not know the word
+                self._area.madvise(mmap.MADV_NOHUGEPAGE)  # a row would take 2 MiB
         self.array = np.frombuffer(self._area, np.uint8)[:size].view(dtype).reshape(shape)
 
     def give_back(self, unused: np.ndarray, new: np.ndarray) -> None:
