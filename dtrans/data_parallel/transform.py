@@ -300,15 +300,7 @@ def rewritten(
     def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         return rewritten(cut(source.specialize_flat(types)).with_reported(), o, merges, kind)
 
-    return Program(
-        f"trainer of {source.name}",
-        b.build([outs[n] for n in source.out_names]),
-        source.args,
-        source.out,
-        tuple(b.roles),
-        b.labels,
-        specializer,
-    )
+    return Program.written(f"trainer of {source.name}", b, source.args, source.out, outs, specializer)
 
 
 def _trained_together(

@@ -25,9 +25,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, equations, jaxpr_as_fun
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, equations, jaxpr_as_fun
 from dtrans.errors import DtransError, NotRealisedError, TraceError
 from dtrans.ir import display, fingerprint
+from dtrans.ir.builder import Builder
 from dtrans.ir.pytree import TreeSpec, as_array
 
 
@@ -124,6 +125,23 @@ class Program(NamedJaxpr):
                 raise TraceError(f"program {self.name}: two {what} are called {twice[0]}: rename one of them")
         if len(self.roles) != len(inner.eqns):
             raise TraceError(f"program {self.name}: {len(inner.eqns)} equations but {len(self.roles)} roles")
+
+    @classmethod
+    def written(
+        cls,
+        name: str,
+        b: Builder,
+        args: tuple[TreeSpec, ...],
+        out: TreeSpec,
+        values: Mapping[str, Atom],
+        specializer: Callable[[Sequence[jax.ShapeDtypeStruct]], Program] | None = None,
+    ) -> Program:
+        """The program that a builder has written.
+
+        Args:
+          values: by name; those that `out` names are the outputs.
+        """
+        return cls(name, b.build([values[n] for n in out.names]), args, out, tuple(b.roles), b.labels, specializer)
 
     # -- what it is ------------------------------------------------------------------------------
 

@@ -165,8 +165,10 @@ class _Geo:
     """Writes the programs of trainers.
 
     Attributes:
-      placement: of what is shared.
+      placement: where blocks of what is shared live.
       tables: those of it of which a trainer keeps rows.
+      trainers: how many there are.
+      mode: how often they push, and whether they wait for a pull.
     """
 
     placement: Placement
@@ -188,15 +190,7 @@ class _Geo:
         def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
             return self.program(shared(cut(source.specialize_flat(types))), trainer_id)
 
-        return Program(
-            f"trainer {trainer_id}",
-            b.build([outs[n] for n in source.out_names]),
-            source.args,
-            source.out,
-            tuple(b.roles),
-            b.labels,
-            specializer,
-        )
+        return Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs, specializer)
 
     def on_rows(self, step: Cut, trainer_id: int) -> Program:
         """The program of one trainer with tables: forward, backward and update on the rows of its batch, and a `send`.
@@ -223,15 +217,7 @@ class _Geo:
             held = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in whole]
             return self.on_rows(cut(source.specialize_flat(held)), trainer_id)
 
-        return Program(
-            f"trainer {trainer_id}",
-            b.build([outs[n] for n in source.out_names]),
-            source.args,
-            source.out,
-            tuple(b.roles),
-            b.labels,
-            specializer,
-        )
+        return Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs, specializer)
 
     def _half(
         self, b: Builder, step: Cut, gradients: dict[str, Any], trainer_id: int
@@ -273,14 +259,7 @@ class _Geo:
             args = startup.inner.invars if t.zero.state else ()
             outs |= zip(names, b.bind(geo_init_p, *args, **self._where(n, trainer_id), **how), strict=True)
         outs |= self._send(b, {n: outs[n] for n in here}, trainer_id, starts=True)
-        return Program(
-            f"trainer {trainer_id} startup",
-            b.build([outs[n] for n in startup.out_names]),
-            startup.args,
-            startup.out,
-            tuple(b.roles),
-            b.labels,
-        )
+        return Program.written(f"trainer {trainer_id} startup", b, startup.args, startup.out, outs)
 
     def _where(self, table: str, trainer_id: int) -> dict[str, Any]:
         """Where the rows of a table are, and who asks for them."""

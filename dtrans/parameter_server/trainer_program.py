@@ -109,15 +109,7 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
         check_same_update(step, again)
         return trainer_program(again, placement, trainer_id, wiring)
 
-    return Program(
-        f"trainer {trainer_id}",
-        b.build([outs[n] for n in out.names]),
-        param_args,
-        out,
-        tuple(b.roles),
-        b.labels,
-        specializer,
-    )
+    return Program.written(f"trainer {trainer_id}", b, param_args, out, outs, specializer)
 
 
 def out_names(step: Cut) -> tuple[str, ...]:
@@ -142,14 +134,7 @@ def trainer_startup_program(
         t = step.program.inputs[n]
         (outs[n],) = b.bind(fake_init_p, table=n, shape=t.shape, dtype=t.dtype)
     spec = step.program.args[0]
-    return Program(
-        f"trainer {trainer_id} startup",
-        b.build([outs[n] for n in step.params]),
-        startup.args,
-        spec,
-        tuple(b.roles),
-        b.labels,
-    )
+    return Program.written(f"trainer {trainer_id} startup", b, startup.args, spec, outs)
 
 
 def write_start(startup: Program, own: Sequence[str]) -> tuple[Builder, dict[str, Any]]:
