@@ -2,7 +2,8 @@
 
 The same writer makes it (`dtrans.slicing.server_update`), of blocks with as many rows as there is room for: rows that
 were looked up lie one behind the other, with the rows of the state that belong to them, and where there are fewer, rows
-whose gradient is zero. Programs are made for a few sizes, powers of two.
+whose gradient is zero. Programs are made for a few sizes: powers of two for updates
+(`room_for`), and sizes eight times each other for what makes rows, or makes up for missed steps (`rooms`).
 """
 
 from __future__ import annotations

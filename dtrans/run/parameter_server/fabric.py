@@ -4,13 +4,13 @@
     send           to the outbox of each server; it leaves when it is full, or with the message that ends the step
     send_barrier   is only noted
     recv           only notes what is wanted, and where in its parameter's memory it goes
-    fetch_barrier  one message to each server: what is left in its outbox, that it was all, and what is wanted; the
+    fetch_barrier  one message to each server: what is left in its outbox, that it was all, and what is wanted; then
                    each block is received into the parameters. An asynchronous step has none: that message goes before
                    what comes next, or at the program's end (`settle`)
     split_ids      the numbers of rows that a step looks up, unique and sorted; they are checked here
     prefetch       only notes what is wanted: before anything else is done (`land_rows`), a message goes to each server
-                   for each block of which rows are wanted, and then all answers are waited for. Those that were
-                   announced (`announce`) are here
+                   for each block of which rows are wanted, and then all answers are waited for. Rows that were
+                   announced (`announce`) have come before
     fake_init      an array of none of the table's rows
     send_rows      as `send`, of the rows that were asked for, to the servers that have them
     exchange       a message to the server of the round, and its answer, which is waited for

@@ -3,6 +3,8 @@
 A server begins without any. What it has of a block, and of the state that belongs to its rows, stands for arrays: it
 has their types, and whoever reads it as an array makes all rows (`NewRows`, of blocks that nothing has been done to,
 and `dtrans.run.parameter_server.tables.table_memory`).
+
+The keys of random numbers are made first, so that tables of one shape share the program that makes their rows.
 """
 
 from __future__ import annotations
