@@ -179,6 +179,33 @@ class Plan(abc.ABC):
         return job
 
 
+def _hyperparameter_leaf(leaves: Iterable[str], name: str) -> str:
+    """Return the leaf that holds a hyperparameter.
+
+    Raises:
+      ConfigError: no leaf holds it, or several do.
+    """
+    kept: dict[str, list[str]] = {}
+    for leaf in leaves:
+        _, found, short = leaf.rpartition("hyperparams/")
+        if found:
+            # nnx wraps each array in a variable, whose one child is called `value`
+            kept.setdefault(short.removesuffix("/value"), []).append(leaf)
+    if any(name in same for same in kept.values()):
+        return name
+    if name not in kept:
+        raise ConfigError(
+            f"the optimizer keeps no {name!r} in its state; it keeps {', '.join(kept) or 'nothing'} by name. "
+            "Wrap it in optax.inject_hyperparams, or let the step take what changes as an argument"
+        )
+    if len(kept[name]) > 1:
+        raise ConfigError(
+            f"{name!r} is kept by several optimizers: {', '.join(kept[name])}; give the whole name, as "
+            f"**{{{kept[name][0]!r}: ...}}"
+        )
+    return kept[name][0]
+
+
 class Job(abc.ABC):
     """A plan, running: `init`, `step`, and functions of the state in between. The job itself holds compiled code.
 
@@ -371,13 +398,14 @@ class Job(abc.ABC):
         return self.state_of(*one_state.divided(self.plan.main, state))
 
     def with_hyperparameters(self, state: Any, **values: float) -> Any:
-        """A state with other hyperparameters, which the optimizer keeps by name (`optax.inject_hyperparams`).
+        """Return a state with other hyperparameters, which the optimizer keeps by name (`optax.inject_hyperparams`).
 
         Args:
-          values: by name, as `learning_rate=1e-3`.
+          values: by name, as `learning_rate=1e-3`. Where several optimizers keep one name, by the whole name of the
+            leaf, as `**{"opt_state/critic/hyperparams/learning_rate": 1e-3}`.
 
         Raises:
-          ConfigError: the optimizer keeps none of this name, or this process does not have it.
+          ConfigError: the optimizer keeps none of this name, several do, or this process does not have it.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -391,14 +419,8 @@ class Job(abc.ABC):
           >>> job.params(state)["w"].tolist()
           [0.25, 0.25]
         """
-        kept = {n.rpartition("hyperparams/")[2]: n for n in self.plan.main.in_names if "hyperparams/" in n}
-        for name in values:
-            if name not in kept:
-                raise ConfigError(
-                    f"the optimizer keeps no {name!r} in its state; it keeps {', '.join(kept) or 'nothing'} by name. "
-                    "Wrap it in optax.inject_hyperparams, or let the step take what changes as an argument"
-                )
-        wanted, found = {kept[name]: x for name, x in values.items()}, set()
+        leaves = {name: _hyperparameter_leaf(self.plan.main.in_names, name) for name in values}
+        wanted, found = {leaves[name]: x for name, x in values.items()}, set()
 
         def replaced(path: Any, x: Any) -> Any:
             key = getattr(path[-1], "key", None)

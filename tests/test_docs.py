@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import doctest
 import importlib
 import inspect
-import io
 import os
 import pkgutil
 import pydoc
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from paths import ROOT
-from pipeline_models import compiled_quickly
 
 import dtrans
 
@@ -62,6 +60,60 @@ def test_names_in_texts_are_there(where, name):
     module = pydoc.locate(home)
     if inspect.ismodule(module) and module.__name__ == home and home in FILES and hasattr(found, "__module__"):
         assert found.__module__ == home or not found.__module__.startswith("dtrans.")
+
+
+TEXTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "benchmarks").glob("*.md"),
+    *(ROOT / "dtrans").rglob("*.py"),
+]
+# The sources that docstrings cite.
+ELSEWHERE = ("paddle/", "python/paddle/", "transpiler/", "meta_optimizers/", "passes/", "alpa/", "epl/", "torch/")
+
+
+def test_paths_in_texts_lead_to_files():
+    """Readers find a path from the project's root, the package, or the folder of the text."""
+    missing = []
+    for file in TEXTS:
+        paths = re.findall(r"(?<![\w/.-])((?:[\w.-]+/)+[\w-]+\.(?:py|md|ipynb|svg|yml))\b", file.read_text())
+        for path in {p for p in paths if not p.startswith(ELSEWHERE)}:
+            if not any((folder / path).exists() for folder in (ROOT, ROOT / "dtrans", file.parent)):
+                missing.append(f"{file.relative_to(ROOT)}: {path}")
+    assert not missing
+
+
+# Names of Paddle and EPL that the package also uses for things of its own.
+OTHER_PROJECTS = re.compile(r"epl\.\w+|DistributeTranspiler\._\w+")
+
+
+def members_of_the_package() -> dict[str, set[str]]:
+    """Of each class and each module of the package, by its last name: the names that it has."""
+    found: dict[str, set[str]] = {}
+    for name in MODULES:
+        module = importlib.import_module(name)
+        found.setdefault(name.rpartition(".")[2], set()).update(dir(module))
+        for kind in vars(module).values():
+            if inspect.isclass(kind) and kind.__module__.startswith("dtrans"):
+                attributes = re.findall(r"\bself\.(\w+)", inspect.getsource(kind))
+                names = {*dir(kind), *getattr(kind, "__annotations__", ()), *attributes}
+                found.setdefault(kind.__name__, set()).update(names)
+    return found
+
+
+def test_members_in_texts_are_there():
+    """`Class.member` and `module.Class` of this package; names of other projects are not looked up."""
+    members = members_of_the_package()
+    missing = []
+    for file in TEXTS:
+        for owner, member in set(re.findall(r"`(\w+)\.(\w+)", file.read_text())):
+            name = f"{owner}.{member}"
+            is_checked = owner[0].isupper() or member[0].isupper()
+            if not is_checked or OTHER_PROJECTS.fullmatch(name):
+                continue
+            if owner in members and member not in members[owner]:
+                missing.append(f"{file.relative_to(ROOT)}: {name}")
+    assert not missing
 
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
@@ -163,17 +215,31 @@ PAGES = ["pipeline.md", "epl.md"]
 
 
 @pytest.mark.parametrize("page", [*PAGES, "tables.md"])
-def test_code_of_a_page_runs_and_prints_what_the_page_says(page):
-    """One block after the other; what is printed is in the block of text behind it."""
+def test_code_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path):
+    """Pasted in order into a fresh process. A block of text shows what the block before it prints."""
     text = (README.parent / "docs" / page).read_text()
-    names: dict = {}
     blocks = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", text, re.S)
     assert blocks
-    for code, said in blocks:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out), compiled_quickly():
-            exec(compile(code, page, "exec"), names)
-        assert out.getvalue() == said
+    end_of_block = "-- end of block --"
+    pasted = "\n".join(f"{code}\nprint({end_of_block!r})" for code, _ in blocks)
+    printed = run(tmp_path, sys.executable, "-c", pasted).split(f"{end_of_block}\n")
+    assert printed == [*(said for _, said in blocks), ""]
+
+
+def test_the_loop_between_steps_runs_in_an_empty_folder(tmp_path):
+    """After README's first job, whose names it uses."""
+    text = (README.parent / "docs" / "between_steps.md").read_text()
+    loop = re.search(r"\n\n((?:    .*\n)+)", text)[1]
+    first = [code for _, code in blocks_of(README) if "dtrans.nccl2" not in code]
+    given = """
+loader = [(x, y)] * 2
+test_x, test_y = x, y
+accuracy = lambda params, x, y: jnp.mean(x @ params["w1"])
+"""
+    pasted = "\n".join([*first, given, textwrap.dedent(loop)])
+    saved(blocks_of(README), tmp_path)
+    assert "3 steps" in run(tmp_path, sys.executable, "-c", pasted)
+    assert sorted(file.name for file in (tmp_path / "runs").iterdir()) == ["events", "loss.csv"]
 
 
 def test_tables_of_schedules_are_computed(monkeypatch):

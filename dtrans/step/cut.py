@@ -98,6 +98,13 @@ class Cut:
         known = set(self.batch)
         return tuple(n for n in self.optimize.in_names if isinstance(n, str) and n in known)
 
+    def reason_not_optimized(self, name: str) -> str:
+        """Return the reason why the update leaves a parameter alone: it never changes, or forward makes it."""
+        inner, program = self.program.inner, self.program
+        before = inner.invars[program.in_names.index(name)]
+        after = inner.outvars[program.out_names.index(name)]
+        return "it is not updated" if after is before else "forward updates it, not the optimizer"
+
     def with_reported(self) -> Cut:
         """The same, with all gradients that anything uses as `gradients`."""
         return dataclasses.replace(self, gradients={**self.gradients, **self.reported})

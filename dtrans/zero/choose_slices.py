@@ -112,7 +112,7 @@ def slices_of(step: Cut, degree: int, *, least: int, in_layers: bool, sliced_in_
     for n, t in types.items():
         group = analysis.groups.get(n)
         if n not in step.optimized:
-            wholes[n] = "it is not updated"
+            wholes[n] = step.reason_not_optimized(n)
         elif not t.ndim:
             wholes[n] = "it has no dimensions"
         elif group is not None:

@@ -11,6 +11,7 @@ import library_zoo
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import dtrans
 from dtrans.errors import ConfigError, GradientError, TraceError
@@ -178,6 +179,50 @@ def test_hyperparameters_are_changed_between_steps(mode: str, way: str) -> None:
         np.testing.assert_allclose(job.gather(state)["params"]["w"], alone["params"]["w"], rtol=1e-12)
         with pytest.raises(ConfigError, match="the optimizer keeps no 'lr' in its state; it keeps b1, b2, eps"):
             job.with_hyperparameters(state, lr=0.1)
+
+
+def test_hyperparameters_of_an_nnx_optimizer_have_their_short_names() -> None:
+    """nnx keeps each of them in a variable, whose path ends in `value`."""
+    model = lambda key: nnx.Linear(4, 2, rngs=nnx.Rngs(key))
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    build = lambda key: (m := model(key), nnx.Optimizer(m, tx, wrt=nnx.Param))
+    init = lambda key: nnx.state(build(key))
+    graph = nnx.graphdef(nnx.eval_shape(build, jax.random.key(0)))
+
+    def step(state: Any, x: jax.Array) -> Any:
+        parts = nnx.merge(graph, state)
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(parts[0])
+        parts[1].update(parts[0], grads)
+        return nnx.state(parts), loss
+
+    key, x = jax.random.key(0), jnp.ones((4, 4))
+    job = dtrans.nccl2(dtrans.trace(step, jax.eval_shape(init, key), x), dtrans.trace(init, key), trainers=2).simulate()
+    still, _ = job.step(job.with_hyperparameters(job.init(key), learning_rate=0.0), x)
+    for one, other in zip(jax.tree.leaves(job.params(still)), jax.tree.leaves(job.params(job.init(key))), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ConfigError, match="the optimizer keeps no 'rate' in its state; it keeps learning_rate by name"):
+        job.with_hyperparameters(still, rate=0.1)
+
+
+def test_a_hyperparameter_that_two_optimizers_keep_is_said_by_its_whole_name() -> None:
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+
+    def init() -> Any:
+        params = {"critic": jnp.ones(2), "actor": jnp.ones(2)}
+        return params, {name: tx.init(leaf) for name, leaf in params.items()}
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ (p["critic"] + p["actor"])) ** 2))(params)
+        new = {n: tx.update(grads[n], state[n], params[n]) for n in params}
+        return {n: params[n] + new[n][0] for n in params}, {n: new[n][1] for n in params}, loss
+
+    x = jnp.eye(2)
+    job = dtrans.nccl2(dtrans.trace(step, *init(), x), dtrans.trace(init), trainers=2).simulate()
+    with pytest.raises(ConfigError, match=r"kept by several optimizers: state/actor/hyperparams/learning_rate, "):
+        job.with_hyperparameters(job.init(), learning_rate=0.0)
+    name = "state/actor/hyperparams/learning_rate"
+    state, _ = job.step(job.with_hyperparameters(job.init(), **{name: 0.0}), x)
+    assert job.params(state)["actor"].tolist() == [1.0, 1.0] != job.params(state)["critic"].tolist()
 
 
 def test_a_step_with_state_behind_its_batch_is_told_where_it_belongs() -> None:

@@ -443,6 +443,23 @@ def test_a_plan_says_which_leaves_are_whole_and_why() -> None:
     assert list(small.slices.leaves) == ["params/w"]
 
 
+@pytest.mark.parametrize("partition", ["rows", "greedy_even"])
+def test_statistics_that_forward_updates_are_not_called_unchanged(partition: str) -> None:
+    """A running mean changes at every step; the optimizer has no part in it."""
+    init = lambda: ({"mean": jnp.zeros(8), "still": jnp.ones(8), "w": jnp.ones((8, 8))}, ())
+    loss = lambda w, p, x: jnp.mean((((x - p["mean"]) * p["still"]) @ w) ** 2)
+
+    def step(p: Any, o: Any, x: jax.Array) -> Any:
+        value, grad = dtrans.value_and_grad(loss)(p["w"], p, x)
+        return {**p, "mean": 0.9 * p["mean"] + 0.1 * x.mean(0), "w": p["w"] - 0.1 * grad}, o, value
+
+    main, startup = dtrans.trace(step, *init(), X), dtrans.trace(init)
+    slices = dtrans.Slicing(min_slice_size=0, partition=partition)
+    notes = dtrans.sharding(main, startup, degree=2, stage=1, slices=slices).notes
+    assert any(re.search("mean.* forward updates it, not the optimizer", note) for note in notes), notes
+    assert any(re.search("still.* it is not updated", note) for note in notes), notes
+
+
 def test_no_leaf_has_rows_for_so_many_ranks() -> None:
     """All leaves stay whole, the plan says why, and what is moved is what nccl2 mode moves."""
     plan = plan_of(mlp_loss, ADAM, mlp_params((5, 6, 3)), *numbers(0, jnp.float32, 5, 3, 64), stage=3, degree=64)

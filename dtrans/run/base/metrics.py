@@ -21,14 +21,14 @@ Sink = Callable[[int, Mapping[str, float]], None]
 
 
 class MetricsWriter:
-    """Writes the numbers of steps; a context manager.
+    """Writer of each step's numbers; a context manager.
 
     Args:
-      to: where to, any number of: a path that ends in `.csv`; the path of a folder, for TensorBoard; a function of a
-        step's number and its numbers by name.
+      to: any number of destinations. A path that ends in `.csv` is a file. Another path is a folder of TensorBoard
+        events. A function is called with the step's number and its numbers by name. Missing folders are made.
 
     Raises:
-      ConfigError: tensorboardX is not installed, for a folder; a file that cannot be written.
+      ConfigError: a folder needs tensorboardX, which is not installed; a file cannot be written.
 
     Example:
       >>> import dtrans
@@ -39,7 +39,13 @@ class MetricsWriter:
 
     def __init__(self, *to: str | os.PathLike[str] | Sink) -> None:
         self._closing: list[Callable[[], None]] = []
-        self._sinks: list[Sink] = [x if callable(x) else self._opened(Path(x)) for x in to]
+        self._sinks: list[Sink] = []
+        try:
+            for destination in to:
+                self._sinks.append(destination if callable(destination) else self._opened(Path(destination)))
+        except BaseException:
+            self.close()  # the files before the one that cannot be opened
+            raise
 
     def write(self, step: int, values: Any) -> None:
         """Write the numbers of a step.
@@ -84,6 +90,7 @@ class MetricsWriter:
 
     def _csv(self, path: Path) -> Sink:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("w", newline="")
         except OSError as e:
             raise ConfigError(f"metrics cannot be written to {path}: {e.strerror}") from e

@@ -131,7 +131,7 @@ def check_consistent(
     counts = {k: words[1] for k, words in said.items()}
     if len({*counts.values()}) > 1:
         listed = ", ".join(f"trainer {k} gives {n}" for k, n in counts.items())
-        raise BatchError(f"{PARTS_DIFFER}; of {first} {listed} rows")
+        raise BatchError(f"{PARTS_DIFFER}; of {first} {listed} rows; take parts with job.shard_batch(*batch)")
     for i, part in enumerate(parts, 2):
         _refuse(said, i, f"another step, or other options: part '{part}' differs")
 

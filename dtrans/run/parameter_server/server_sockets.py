@@ -148,7 +148,11 @@ class ServerSockets:
         )
 
     def say(self, to: bytes | str, op: str, /, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> None:
-        """As `trainers.Say` is. Raises PeerError for another server that is gone."""
+        """Send a message to a trainer or to another server, as `dtrans.protocol.presence.Say`.
+
+        Raises:
+          PeerError: the other server has ended.
+        """
         messages = wire.framed(op, blocks, **fields)  # an iterator, which waits until arrays are computed
         if isinstance(to, str):
             self._lines[to].line.send(fields["step"], messages)

@@ -216,7 +216,7 @@ class ConnectedProcesses(OneProcess):
         if x.shape != mine.shape:
             raise BatchError(
                 f"{PARTS_DIFFER}; trainer {origin} gives {name} as {list(x.shape)}, trainer {self.me} as "
-                f"{list(mine.shape)}"
+                f"{list(mine.shape)}; take parts with job.shard_batch(*batch)"
             )
         return x
 

@@ -83,7 +83,7 @@ class Owned:
         held = TreeSpec.of({**types, **writer.state.types})
         rest = without(without(step.program.out, params), opt_state)
         loads = loads_of({n: step.program.inputs[n].size for n in owner}, owner, o.degree)
-        wholes = {n: "it is not updated" for n in step.params if n not in owner}
+        wholes = {n: step.reason_not_optimized(n) for n in step.params if n not in owner}
         return cls(
             owner,
             loads,

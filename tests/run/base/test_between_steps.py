@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import gzip
 import threading
 from collections.abc import Iterator
@@ -222,5 +223,23 @@ def test_what_is_no_metric_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"m.csv has columns for loss; step 1 has accuracy"):
             writer.write(1, {"accuracy": 1})
     assert (tmp_path / "m.csv").read_text().splitlines() == ["step,loss", "0,0.5"]
-    with pytest.raises(ConfigError, match="metrics cannot be written to .*: No such file or directory"):
-        dtrans.MetricsWriter(tmp_path / "nowhere" / "m.csv")
+    with pytest.raises(ConfigError, match="metrics cannot be written to .*: File exists"):
+        dtrans.MetricsWriter(tmp_path / "m.csv" / "m.csv")
+
+
+@pytest.mark.parametrize("order", [("loss.csv", "events"), ("events", "loss.csv")])
+def test_metrics_make_the_folders_that_they_need(order: tuple[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "first"
+    with dtrans.MetricsWriter(*(folder / name for name in order)) as writer:
+        writer.write(0, 0.5)
+    assert (folder / "loss.csv").read_text().splitlines() == ["step,loss", "0,0.5"]
+    assert len(list((folder / "events").iterdir())) == 1
+
+
+def test_a_writer_that_fails_closes_what_it_opened(tmp_path: Path) -> None:
+    """An open file that nobody refers to would be a ResourceWarning, which is an error here."""
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    with pytest.raises(ConfigError, match=r"metrics cannot be written to .*taken/m\.csv"):
+        dtrans.MetricsWriter(tmp_path / "first.csv", taken / "m.csv")
+    gc.collect()
