@@ -150,7 +150,8 @@ class AsyncServer:
             if train:
                 self._requests.answered(k, name, ids, rows)
                 self._changed.asked(k, name, ids)
-            self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=message["step"], table=name)
+            at = {"step": message["step"], "table": name, **message.request}
+            self._say(self._trainers.known[k].address, "rows", [(name, rows)], **at)
 
     def row_ids(self, k: int, message: wire.Message) -> None:
         """Take the numbers of the rows that a gradient is of, which follows."""
@@ -163,10 +164,14 @@ class AsyncServer:
         name, unused_for = check_eviction(self.endpoint, self._served.tables, k, message)
         self._check_number(k, message)
         told = evict(self.tables, name, unused_for, self._requests.under_way(name))
-        self._say(self._trainers.known[k].address, "evicted", **told)
+        self._say(self._trainers.known[k].address, "evicted", **told, **message.request)
 
     def check_between(self, k: int, message: wire.Message) -> None:
         """Raise WireError unless a trainer is between two steps."""
+        self._check_number(k, message)
+
+    def saving(self, k: int, message: wire.Message) -> None:
+        """Take the word that a trainer waits for a checkpoint, for which nobody waits here."""
         self._check_number(k, message)
 
     def recv(self, k: int, message: wire.Message) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dtrans.errors import DtransError, WireError
+from dtrans.errors import DtransError, StateError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.presence import Presence, Say
@@ -27,7 +27,7 @@ from dtrans.protocol.tables.held_tables import tell_changes, tell_report
 # methods of each kind of servers that takes them
 TRAINER_OPS = (
     *("send", "send_barrier", "recv", "exchange", "prefetch", "row_ids", "complete", "abort"),
-    *("save", "tables", "changed_since", "evict"),  # between two steps
+    *("save", "saving", "tables", "changed_since", "evict"),  # between two steps
 )
 
 
@@ -42,7 +42,8 @@ class Serving:
 
     Attributes:
       local: where trainers on the same host find it too; empty, where they do not.
-      keep: saves what the server holds, under a name; None where there is no place for it.
+      keep: begins to save what the server holds now, under a name; None where there is no place for it. Whoever
+        writes it tells of the end by `written`.
     """
 
     def __init__(self, kind: SyncServer | AsyncServer, trainers: Presence, say: Say, refusals: Refusals) -> None:
@@ -50,7 +51,8 @@ class Serving:
         self.trainers = trainers
         self.refusals = refusals
         self.local = ""
-        self.keep: Callable[[str], None] | None = None
+        self.keep: Callable[[str], object] | None = None
+        self._saves: dict[str, tuple[int, list[tuple[int, wire.Message]]]] = {}  # under way: the step, and who asked
         self._say = say
 
     @property
@@ -77,6 +79,18 @@ class Serving:
     def look(self, now: float) -> None:
         """Look who is late. Raises DeadlineError for whom the job does not wait any longer."""
         self.kind.look(now)
+        for name, (_, asked) in self._saves.items():
+            for k in {k for k, _ in asked}.intersection(self.trainers.present):
+                self._say(self.trainers.known[k].address, "waiting", reason=f"checkpoint {name} to be written")
+
+    def written(self, name: str, error: str) -> None:
+        """Answer who asked for a checkpoint: it is written, or cannot be.
+
+        Args:
+          error: why it cannot be; empty where it is written.
+        """
+        for k, message in self._saves.pop(name)[1]:
+            self._say_saved(k, message, error)
 
     def say_why(self, e: BaseException) -> None:
         """Tell all who are still there that this server ends."""
@@ -106,23 +120,36 @@ class Serving:
     def _tell(self, address: bytes, message: wire.Message) -> None:
         """Save what the server holds, as it is between two steps of a trainer, or tell what it has of tables."""
         if message.op == "save":
-            self._say(address, "saved", name=message["name"], error=self._why_not_saved(message["name"]))
+            self._save(self.trainers.by_address[address], message)
         elif message.op == "tables":
-            tell_report(self.kind.tables, self._say, address)
+            tell_report(self.kind.tables, self._say, address, message)
         else:
             tell_changes(self.kind.tables, self._say, address, message)
 
-    def _why_not_saved(self, name: str) -> str:
-        """Save what the server holds; why that cannot be, or nothing."""
-        if self.keep is None:
-            return "it has no place for checkpoints: say job.serve(state, checkpoints=folder)"
-        if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
-            return f"{wire.brief(name)} is no name of a folder for a checkpoint"
+    def _save(self, k: int, message: wire.Message) -> None:
+        """Begin to save what the server holds; several may ask for the same, after the same step."""
+        name, step = message["name"], self.kind.step
+        if name in self._saves and self._saves[name][0] == step:
+            self._saves[name][1].append((k, message))
+            return
         try:
+            if self.keep is None:
+                raise StateError("it has no place for checkpoints: say job.serve(state, checkpoints=folder)")
+            if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
+                raise StateError(f"{wire.brief(name)} is no name of a folder for a checkpoint")
+            if name in self._saves:
+                raise StateError(f"checkpoint {name} of step {self._saves[name][0]} is still being written")
             self.keep(name)
         except DtransError as e:
-            return str(e)
-        return ""
+            self._say_saved(k, message, str(e))
+        else:
+            self._saves[name] = step, [(k, message)]
+
+    def _say_saved(self, k: int, message: wire.Message, error: str) -> None:
+        """Answer a `save`, unless its trainer has left."""
+        if k in self.trainers.present:
+            address = self.trainers.known[k].address
+            self._say(address, "saved", name=message["name"], error=error, **message.request)
 
     def _hello(self, address: bytes, message: wire.Message) -> None:
         before = self.trainers.hello(address, message, self.kind.peers.name(address))

@@ -101,6 +101,8 @@ class SyncServer:
         self._rounds = TrainerRounds(trainers.count)
         self.tables: HeldTables | None = None
         self._evictions: dict[int, tuple[str, int]] = {}  # what trainers give up, who wait for the others to say so
+        self._evict_requests: dict[int, dict[str, int]] = {}  # by which they know the answer
+        self._saving: set[int] = set()  # who have said since the last look that they wait for a checkpoint
         self._spent: set[int] = set()  # of those who left, whose last gradients have counted
 
     def _inbox(self, k: int, names: Collection[str]) -> Inbox:
@@ -171,7 +173,8 @@ class SyncServer:
         else:
             if train:
                 self._ahead.drop(k, name, self.step)
-            self._say(self._trainers.known[k].address, "rows", [(name, rows)], step=self.step, table=name)
+            at = {"step": self.step, "table": name, **message.request}
+            self._say(self._trainers.known[k].address, "rows", [(name, rows)], **at)
 
     def _say_ahead(self, due: DueRows, rows: np.ndarray) -> None:
         blocks, fields = due.message(rows)
@@ -191,7 +194,7 @@ class SyncServer:
                     f"steps, and trainer {other} those of {before[0]} for {before[1]}: all trainers call job.evict "
                     "alike, between the same two steps"
                 )
-        self._evictions[k] = said
+        self._evictions[k], self._evict_requests[k] = said, message.request
         for other in self._trainers.present:
             if self._turns[other].begun:
                 self._check_none_evicts(other)
@@ -219,12 +222,17 @@ class SyncServer:
         told = evict(self.tables, name, unused_for, np.empty(0, np.int32))
         self._ahead.forget_rows(name)  # as trainers do when they are told
         for k in asked:
-            self._say(self._trainers.known[k].address, "evicted", **told)
+            self._say(self._trainers.known[k].address, "evicted", **told, **self._evict_requests.pop(k))
 
     def check_between(self, k: int, message: wire.Message) -> None:
         """Raise WireError unless a trainer is between two steps, and so the server between two updates."""
         if self._in_turn(k, message).at_barrier:
             raise WireError(f"a `{message.op}` in step {self.step} after its send_barrier")
+
+    def saving(self, k: int, message: wire.Message) -> None:
+        """Take the word that a trainer waits for a checkpoint: it is not late."""
+        self._in_turn(k, message)
+        self._saving.add(k)
 
     def recv(self, k: int, message: wire.Message) -> None:
         """Take a request for parameters."""
@@ -278,6 +286,8 @@ class SyncServer:
         if k not in self._trainers.known:
             return f"trainer {k} (not here yet)"
         grads = self._turns[k].grads
+        if k in self._saving:
+            return f"trainer {k} (waiting for a checkpoint to be written)"
         if not grads.begun:
             return f"trainer {k} (computing)"
         due = len(grads.memory)
@@ -415,6 +425,7 @@ class SyncServer:
         waiting = self._waiting()
         deadline = self._trainers.deadline
         if not waiting:
+            self._saving.clear()
             # at the end servers wait for each other only where one has not heard yet that the other is there
             self._late_since = (self._late_since or now) if self._trainers.served else None
             if self._late_since is not None and now - self._late_since > deadline:
@@ -423,8 +434,8 @@ class SyncServer:
                     f"{self.peers.named(self.peers.unsettled)} to greet it"
                 )
             return
-        self._late_since = self._late_since or now
-        exchange = self._update.exchange
+        exchange, saving = self._update.exchange, self._saving.difference(waiting)
+        self._late_since = now if saving else self._late_since or now
         if exchange is None:
             late = absent + [k for k in self._trainers.present if k not in waiting]
             number = self._rounds.number
@@ -436,6 +447,7 @@ class SyncServer:
             missing = self.peers.missing(self.step, exchange)
             what = f"partial results of step {self.step + 1}, level {exchange.level}, from {self.peers.named(missing)}"
             self.peers.check(missing, what)
+        self._saving.clear()
         waited = now - self._late_since
         if waited > deadline:
             raise DeadlineError(f"pserver {self.endpoint} and {named(waiting)} waited {waited:.1f} s for {what}")

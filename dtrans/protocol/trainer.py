@@ -42,6 +42,17 @@ def answered(waiting: Waiting[T], receive: Callable[[TrainerLine, str], wire.Mes
     except StopIteration as done:
         made: T = done.value
         return made
+    finally:
+        waiting.close()  # where `receive` has raised: nothing is awaited any more
+
+
+def answer_to(line: TrainerLine, number: int, what: str) -> Waiting[wire.Message]:
+    """Wait for the answer to the request with a number, and take no other for it."""
+    line.awaited = number
+    try:
+        return (yield line, what)
+    finally:
+        line.awaited = 0
 
 
 def greeted(line: TrainerLine) -> Waiting[str]:
@@ -93,6 +104,8 @@ class TrainerSteps:
         self._sent_to: set[str] = set()  # the servers that were, or are to be, sent something in this step
         self._asked: dict[str, list[Any]] = {}  # what each server knows to be wanted
         self._announced: dict[int, dict[str, LookedUp]] = {}  # by the step that looks them up, and the table
+        # the checkpoint that servers write, and the number of the request to each
+        self._saves: tuple[str, dict[str, int]] = ("", {})
 
     def send(self, endpoint: str, name: str, block: np.ndarray) -> None:
         """Send a gradient, now or with what follows."""
@@ -127,13 +140,16 @@ class TrainerSteps:
           wanted: of each block.
           train: whether gradients of these rows follow in this step.
         """
+        numbers = []
         for endpoint, name, ids, _ in wanted:
-            self._line(endpoint).prefetch(name, ids, train=train)
-        for endpoint, name, _, rows in wanted:
+            line = self._line(endpoint)
+            numbers.append(line.new_request())
+            line.prefetch(name, ids, train=train, request=numbers[-1])
+        for number, (endpoint, name, _, rows) in zip(numbers, wanted, strict=True):
             line = self._line(endpoint)
             inbox = Inbox({name: rows}, functools.partial(_not_asked, endpoint))
             while inbox.missing():
-                message = yield line, f"{len(rows)} rows of {name} in step {line.step}"
+                message = yield from answer_to(line, number, f"{len(rows)} rows of {name} in step {line.step}")
                 if message.op != "rows" or message["step"] != line.step:
                     raise PeerError(f"pserver {endpoint} answered `prefetch` of {name} with `{message.op}`")
                 inbox.take(message)
@@ -212,28 +228,59 @@ class TrainerSteps:
             yield from _landed(self._line(endpoint), blocks)
         self.in_step = False
 
-    def save(self, endpoints: Sequence[str], name: str) -> Waiting[None]:
-        """Let servers save what they hold, between two steps."""
+    def save(self, endpoints: Sequence[str], name: str, *, wait: bool = True) -> Waiting[None]:
+        """Let servers save what they hold, between two steps; first wait for what they save already.
+
+        Args:
+          wait: until it is written. Otherwise `saved` does.
+        """
+        yield from self.saved()
+        asked = {}
         for endpoint in endpoints:
             line = self._line(endpoint)
-            line.tell("save", step=line.step, name=name)
+            asked[endpoint] = line.ask("save", name=name)
+            line.saved[asked[endpoint]] = None
+        self._saves = name, asked
+        if wait:
+            yield from self.saved()
+
+    def saved(self) -> Waiting[None]:
+        """Wait until servers have written the checkpoint that they were asked for last, if any.
+
+        Raises:
+          PeerError: a server that could not, when all have answered: the job may go on.
+        """
+        (name, asked), self._saves = self._saves, ("", {})
         failed: dict[str, str] = {}
-        for endpoint in endpoints:
-            line = self._line(endpoint)
-            message = yield line, f"its part of checkpoint {name}"
-            if message.op != "saved" or message["name"] != name:
-                raise PeerError(f"pserver {endpoint} answered `save` of {name} with `{message.op}`")
-            failed |= {endpoint: message["error"]} if message["error"] else {}
-        for endpoint, why in failed.items():  # when all have answered: the job may go on
+        lines = {endpoint: self._line(endpoint) for endpoint in asked}
+
+        def keep_waiting() -> None:
+            for line in lines.values():
+                line.tell("saving", step=line.step)
+
+        try:
+            for endpoint, number in asked.items():
+                line = lines[endpoint]
+                line.while_it_waits = keep_waiting
+                message = line.saved[number]
+                if message is None:
+                    message = yield from answer_to(line, number, f"its part of checkpoint {name}")
+                if message.op != "saved" or message["name"] != name:
+                    raise PeerError(f"pserver {endpoint} answered `save` of {name} with `{message.op}`")
+                failed |= {endpoint: message["error"]} if message["error"] else {}
+        finally:
+            for endpoint, line in lines.items():
+                line.while_it_waits = None
+                line.saved.pop(asked[endpoint])
+        for endpoint, why in failed.items():
             raise PeerError(f"pserver {endpoint} has not saved its part of checkpoint {name}: {why}")
 
     def tables(self, endpoints: Sequence[str]) -> Waiting[list[TableReport]]:
         """What servers have of tables, between two steps."""
         found = []
-        for endpoint in endpoints:
-            self._line(endpoint).tell("tables", step=self._line(endpoint).step)
-        for endpoint in endpoints:
-            message = yield self._line(endpoint), "what it has of tables"
+        asked = {endpoint: self._line(endpoint).ask("tables") for endpoint in endpoints}
+        for endpoint, number in asked.items():
+            message = yield from answer_to(self._line(endpoint), number, "what it has of tables")
             if message.op != "report":
                 raise PeerError(f"pserver {endpoint} answered `tables` with `{message.op}`")
             found += reports_of(message["tables"])
@@ -248,8 +295,8 @@ class TrainerSteps:
         count, failed = 0, dict[str, str]()
         for endpoint, name in blocks:  # one by one: all trainers are in one eviction at a time
             line = self._line(endpoint)
-            line.tell("evict", step=line.step, table=name, unused_for=unused_for)
-            message = yield line, f"rows of {name} to be given up after step {line.step}"
+            number = line.ask("evict", table=name, unused_for=unused_for)
+            message = yield from answer_to(line, number, f"rows of {name} to be given up after step {line.step}")
             if message.op != "evicted" or message["table"] != name:
                 raise PeerError(f"pserver {endpoint} answered `evict` of {name} with `{message.op}`")
             count += message["count"]
@@ -270,10 +317,10 @@ class TrainerSteps:
         found, failed = [], dict[str, str]()
         for endpoint, name in blocks:
             line = self._line(endpoint)
-            line.tell("changed_since", step=line.step, table=name, since=since)
+            number, what = line.ask("changed_since", table=name, since=since), f"which rows of {name} have changed"
             inbox: Inbox | None = None
             while inbox is None or inbox.missing():
-                message = yield line, f"which rows of {name} have changed since step {since}"
+                message = yield from answer_to(line, number, f"{what} since step {since}")
                 if message.op != "changes" or message["table"] != name:
                     raise PeerError(f"pserver {endpoint} answered `changed_since` of {name} with `{message.op}`")
                 if inbox is None:

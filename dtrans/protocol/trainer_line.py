@@ -41,6 +41,9 @@ class TrainerLine:
       welcomed: whether the server has welcomed it on this connection.
       ahead: the rows of later steps that were announced by it.
       gone: the server has ended, or the connection to it has.
+      awaited: the number of the request whose answer is waited for; 0 where that has none.
+      saved: the answers to requests to save, by their numbers; None for one that is to come.
+      while_it_waits: is called when the server says that the trainer has to wait.
       patience: the time until when it waits.
     """
 
@@ -63,6 +66,9 @@ class TrainerLine:
         self.welcomed = False
         self.gone = False
         self.patience = 0.0
+        self.awaited = self._asked = 0
+        self.saved: dict[int, wire.Message | None] = {}
+        self.while_it_waits: Callable[[], object] | None = None
         self.ahead = ComingRows(endpoint)
         self._secret, self._deadline, self._say = secret, deadline, say
         self._since, self._waits_for, self._told = 0.0, "", ""
@@ -101,6 +107,16 @@ class TrainerLine:
         """Send a message that needs no answer."""
         self._say([wire.header(op, **fields)])
 
+    def ask(self, op: str, **fields: Any) -> int:
+        """Send a request, and return its number, which the answer repeats."""
+        self.tell(op, step=self.step, request=self.new_request(), **fields)
+        return self._asked
+
+    def new_request(self) -> int:
+        """Return the number of a new request."""
+        self._asked += 1
+        return self._asked
+
     def send_blocks(self, gradients: Iterable[tuple[str, Any]], /, steps: int = 1, **at_end: Any) -> None:
         """Send gradients of this step, from the memory they are in; `steps` when they are of several.
 
@@ -119,11 +135,10 @@ class TrainerLine:
         for frames in wire.framed("exchange", blocks, step=self.step, round=number, values=table):
             self._say(frames)
 
-    def prefetch(self, table: str, ids: np.ndarray, *, train: bool, ahead: int = 0) -> None:
+    def prefetch(self, table: str, ids: np.ndarray, *, train: bool, ahead: int = 0, request: int = 0) -> None:
         """Ask for rows of a block of a table, by their numbers in the block; also of a step that is `ahead`."""
         fields = {"step": self.step, "table": table, "count": len(ids), "train": train}
-        if ahead:
-            fields["ahead"] = ahead
+        fields |= {n: x for n, x in (("ahead", ahead), ("request", request)) if x}
         for frames in wire.framed("prefetch", [("ids", ids.astype(np.int32, copy=False))], **fields):
             self._say(frames)
 
@@ -172,11 +187,16 @@ class TrainerLine:
         if message.op == "waiting":
             self.patience = now + self._deadline
             self._told = f", which waited for {message['reason']}"
+            if self.while_it_waits is not None:
+                self.while_it_waits()
             return None
         if message.op == "rows" and "ahead" in message.fields:
             self.ahead.take(message)
             return None
-        return message
+        number = message.fields.get("request", self.awaited)
+        if number in self.saved:
+            self.saved[number] = message
+        return message if number == self.awaited else None  # who asked for another has given up waiting
 
     def went_away(self, what: str = "") -> PeerError:
         """What is wrong where the server has gone."""

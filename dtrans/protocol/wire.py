@@ -14,14 +14,16 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
                    + frames                                      pieces + frames
     prefetch       step, table, count, train, pieces   rows      step, table, pieces + frames
                    + frames
-                   [, ahead]                                     [, ahead, last, count]
+                   [, ahead, request]                            [, ahead, last, count, request]
     row_ids        step, gradient, count, pieces
                    + frames
-    save           step, name                          saved     name, error
-    tables         step                                report    tables
-    changed_since  step, table, since                  changes   table, now, count, gone,
+    save           step, name[, request]               saved     name, error[, request]
+    saving         step
+    tables         step[, request]                     report    tables[, request]
+    changed_since  step, table, since[, request]       changes   table, now, count, gone,
                                                                  error, pieces + frames
-    evict          step, table, unused_for             evicted   table, count, error
+                                                                 [, request]
+    evict          step, table, unused_for[, request]  evicted   table, count, error[, request]
     complete                                           goodbye
     abort          reason
 
@@ -67,6 +69,11 @@ none, and there is no such answer.
 Between two steps a trainer may ask what servers have of tables (`dtrans.protocol.tables.held_tables`). `changes` has
 the numbers of `count` rows in the block under the name "ids", and of `gone` others under "gone", as 32-bit integers.
 
+An answer repeats the `request` that it answers, a number that its trainer uses once. A trainer that has given up
+waiting drops the answer when it comes. `saved` may come many steps after its `save`, since servers write beside the
+steps. A trainer that waits for it says `saving` to all servers, each time that one of them is still writing: it is not
+late.
+
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
 (ZeroMQ holds a message back until it is whole), small ones share a frame. Bytes are those of the array in
@@ -105,6 +112,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "prefetch": {"step": int, "table": str, "count": int, "train": bool, "pieces": list},
     "row_ids": {"step": int, "gradient": str, "count": int, "pieces": list},
     "save": {"step": int, "name": str},
+    "saving": {"step": int},
     "tables": {"step": int},
     "changed_since": {"step": int, "table": str, "since": int},
     "evict": {"step": int, "table": str, "unused_for": int},
@@ -139,8 +147,10 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "send": {"steps": int, "blocks": list},
     "send_barrier": {"blocks": list},
     "recv": {"blocks": list, "changed": bool},
-    "prefetch": {"ahead": int},
-    "rows": {"ahead": int, "last": bool, "count": int},
+    "prefetch": {"ahead": int, "request": int},
+    "rows": {"ahead": int, "last": bool, "count": int, "request": int},
+    **{op: {"request": int} for op in ("save", "saved", "tables", "report", "changed_since", "changes")},
+    **{op: {"request": int} for op in ("evict", "evicted")},
     "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str},
     "welcome": {"proof": str},
     "refuse": {"last": bool, "late": bool, "proof": str},
@@ -162,6 +172,11 @@ class Message:
 
     def __getitem__(self, field: str) -> Any:
         return self.fields[field]
+
+    @property
+    def request(self) -> dict[str, int]:
+        """The field by which its answer is known."""
+        return {n: x for n, x in self.fields.items() if n == "request"}
 
 
 def header(op: str, **fields: Any) -> bytes:

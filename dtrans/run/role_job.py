@@ -245,8 +245,10 @@ class TrainerJob(RoleJob):
         trainer = self.plan.trainer_program(self.role.trainer_id)
         return looked_up(self.plan, name, ids, lambda uniq: self._executor.look_up(trainer, name, uniq))
 
-    def save(self, name: str) -> None:
+    def save(self, name: str, *, wait: bool = True) -> None:
         """Let the servers save what they hold while the job goes on, each its piece of one checkpoint.
+
+        Servers take a snapshot, which costs at most a copy of their memory, and write it beside the next steps.
 
         It is as after the last step of this trainer: with synchronous trainers, that of all of them; with `dtrans.Geo`
         after its last push. The servers must
@@ -255,10 +257,12 @@ class TrainerJob(RoleJob):
 
         Args:
           name: of the checkpoint: `300`.
+          wait: return when it is written. Synchronous trainers wait for each other, so that with `wait=False` steps go
+            on meanwhile: the next `save`, or the end of the job, waits for this one and raises what it has met.
 
         Raises:
-          PeerError: a server that has no place for it, or could not save. ConfigError: before `init`; or a plan whose
-            trainers hold leaves that no server has.
+          PeerError: a server that has no place for it, or could not save; the job goes on.
+          ConfigError: before `init`; or a plan whose trainers hold leaves that no server has.
 
         Source: `checkpoint_notify` of Paddle, at which each server saves its own.
         """
@@ -268,7 +272,8 @@ class TrainerJob(RoleJob):
             raise ConfigError(
                 f"{self.plan.frozen[0]} is on no server: save when the job has ended, with dtrans.checkpoint.save"
             )
-        self._executor.between_steps(f"checkpoint {name}", lambda to: to.save(tuple(self.plan.servers), name))
+        servers = tuple(self.plan.servers)
+        self._executor.between_steps(f"checkpoint {name}", lambda to: to.save(servers, name, wait=wait))
 
     def tables(self) -> TablesReport:
         """What servers have of tables, after the last step of this trainer: rows that are made, and what they weigh.

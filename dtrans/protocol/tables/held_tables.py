@@ -92,10 +92,10 @@ def evict(held: HeldTables | None, name: str, unused_for: int, under_way: np.nda
         return {"table": name, "count": 0, "error": str(e)}
 
 
-def tell_report(held: HeldTables | None, say: Say, address: bytes) -> None:
+def tell_report(held: HeldTables | None, say: Say, address: bytes, message: wire.Message) -> None:
     """Answer what there is of tables."""
     rows = [] if held is None else held.report()
-    say(address, "report", tables=[list(dataclasses.astuple(x)) for x in rows])
+    say(address, "report", tables=[list(dataclasses.astuple(x)) for x in rows], **message.request)
 
 
 def tell_changes(held: HeldTables | None, say: Say, address: bytes, message: wire.Message) -> None:
@@ -109,7 +109,7 @@ def tell_changes(held: HeldTables | None, say: Say, address: bytes, message: wir
         error = str(e)
     blocks = [("ids", ids.astype(np.int32, copy=False)), ("gone", gone.astype(np.int32, copy=False))]
     fields = {"table": message["table"], "now": now, "count": len(ids), "gone": len(gone), "error": error}
-    say(address, "changes", blocks, **fields)
+    say(address, "changes", blocks, **fields, **message.request)
 
 
 def reports_of(tables: Any) -> list[TableReport]:

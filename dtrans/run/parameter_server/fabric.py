@@ -38,7 +38,7 @@ from dtrans._jax import JaxprEqn, Primitive
 from dtrans.checkpoint.pserver_state import TRAINER
 from dtrans.checkpoint.runs import new_run, note
 from dtrans.checks import check_number
-from dtrans.errors import ConfigError, StateError
+from dtrans.errors import ConfigError, DtransError, StateError
 from dtrans.ir.program import Program
 from dtrans.ops import (
     concat_p,
@@ -64,7 +64,8 @@ from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.net.sockets import LINGER
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of, rows_wanted
 from dtrans.run.parameter_server.client import Connection
-from dtrans.run.parameter_server.server import Keep, Server
+from dtrans.run.parameter_server.server import Server
+from dtrans.run.parameter_server.state_writer import Keep
 from dtrans.run.parameter_server.tables.new_rows import new_rows
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -348,6 +349,11 @@ class EndpointFabric:
         except BaseException as e:  # the servers are told of it first
             error = failed = e
         reason = None if error is None else f"{type(error).__name__}: {error}"
+        try:
+            if error is None:
+                self._answered(self._steps.saved())
+        except DtransError as e:  # all that was trained is there: servers end as they should
+            failed = e
         if self._steps.in_step and reason is None:
             reason = "it closed in the middle of a step"  # which some servers may have heard of, and others not
         with contextlib.ExitStack() as stack:  # each is closed, whatever the others say

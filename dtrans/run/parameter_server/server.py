@@ -9,13 +9,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import zmq
 
+from dtrans.checkpoint.assemble import copied
 from dtrans.checkpoint.runs import note
-from dtrans.ir.array_fns import words_type
+from dtrans.ir.array_fns import is_key, words_type
 from dtrans.ir.cost import nbytes
 from dtrans.protocol import token, wire
 from dtrans.protocol.async_server import AsyncServer
@@ -25,11 +27,10 @@ from dtrans.protocol.serving import Serving
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.server_sockets import ServerSockets
+from dtrans.run.parameter_server.state_writer import Keep, StateWriter
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
-
-Keep = Callable[[str, Mapping[str, Any]], None]
 
 TICK = 1.0  # seconds between two looks at who is late
 
@@ -76,9 +77,11 @@ class Server:
         kind.tables = self._update.held
         self.refusals = Refusals(log)
         self._protocol = Serving(kind, trainers, say, self.refusals)
-        if keep is not None:
-            self._protocol.keep = lambda name: keep(name, self._state())
         self._sockets.bind(allow_remote=allow_remote)
+        self._writer = None if keep is None else StateWriter(keep)
+        if self._writer is not None:
+            self._protocol.keep = self._save
+            self._sockets.watch(self._writer.wake)
         self._protocol.local = self._sockets.local
 
     # -- serving ---------------------------------------------------------------------------------
@@ -98,6 +101,7 @@ class Server:
             self._sockets.connect(protocol.kind.peers)
             ending = signal.signal(signal.SIGTERM, _ended) if _decides_signals() else None
             self._loop()
+            self._end_saves()
             failed = False
             note(protocol.kind.endpoint, protocol.trainers.known[0].session)
             for block in self._update.held.report():
@@ -109,17 +113,32 @@ class Server:
         finally:
             if ending is not None:
                 signal.signal(signal.SIGTERM, ending)
+            self._end_saves()
             self._sockets.close(failed=failed)
 
     def _state(self) -> dict[str, Any]:
         """What the server holds."""
         return {**self._protocol.kind.state, **self._update.tables()}
 
+    def _save(self, name: str) -> None:
+        """Begin to save what the server holds, as it is now."""
+        assert self._writer is not None
+        dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items()}
+        self._writer.begin(name, {**dense, **{n: np.array(x) for n, x in self._update.tables().items()}})
+
+    def _end_saves(self) -> None:
+        """Wait until all checkpoints are written that were begun."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
     def _loop(self) -> None:
         look = time.monotonic() + TICK
         while not self._protocol.ended:
             self._sockets.poll(look - time.monotonic(), self._take)
             self._sockets.listen(self._lose)
+            for name, error in () if self._writer is None else self._writer.ended():
+                self._protocol.written(name, error)
             if time.monotonic() >= look:
                 # what came while an update was made may be what somebody is about to be missed for
                 for _ in range(1000 * self._protocol.trainers.count):  # and no more, whoever is flooding us
@@ -134,6 +153,11 @@ class Server:
     def _take(self, frames: Sequence[Any]) -> None:
         """Take a message: the address of who speaks, and its frames, which are not kept."""
         self._protocol.take(bytes(frames[0].buffer), frames[1:])
+
+
+def _snapshot(x: Any) -> Any:
+    """Return an array with the memory that `x` has now. XLA leaves memory alone that NumPy has a view of."""
+    return copied(x) if is_key(x.dtype) else np.asarray(x)
 
 
 def _sizes(update: ServerUpdate) -> dict[str, int]:

@@ -114,6 +114,10 @@ class ServerSockets:
         for s in (self._socket, self._speakers.monitor, *lines):
             self._poller.register(s, zmq.POLLIN)
 
+    def watch(self, fd: int) -> None:
+        """End a `poll` when this file descriptor can be read."""
+        self._poller.register(fd, zmq.POLLIN)
+
     def poll(self, seconds: float, take: Callable[[list[Any]], None]) -> bool:
         """Wait until something is here; whether that was a message to this server, whose frames `take` is given."""
         self._ready = dict(self._poller.poll(max(0, int(seconds * 1000))))

@@ -319,6 +319,25 @@ def test_who_keeps_others_waiting_is_named() -> None:
         said.server.look(11.0)
 
 
+def test_who_waits_for_a_checkpoint_is_not_late() -> None:
+    """However long it takes; and is, when it says no more."""
+    said = Said()
+    said.step(3)
+    said.ask(1, 3)
+    said.give(1, 3)
+    said.take(1, "send_barrier")
+    said.server.look(1.0)
+    for now in range(2, 40, 4):
+        said.take(0, "saving")
+        said.server.look(float(now))
+        assert said.said[-1][1] == "waiting"
+        assert "from trainer 0 (waiting for a checkpoint to be written)" in said.said[-1][2]["reason"]
+    why = r"trainer 1 waited 1[0-9].0 s for gradients .* from trainer 0 \(computing\)"
+    with pytest.raises(DeadlineError, match=why):
+        for now in range(40, 60, 4):
+            said.server.look(float(now))
+
+
 def test_trainers_that_have_left_are_not_waited_for() -> None:
     said = Said()
     said.step(3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,13 @@ from table_jobs import DENSE, LAZY, batches, close, one_device, only, planned, s
 
 import dtrans
 from dtrans.checkpoint.api import save_serving
-from dtrans.errors import CheckpointWarning, ConfigError, PeerError, StateError
+from dtrans.errors import CheckpointWarning, ConfigError, DeadlineError, PeerError, StateError
+from dtrans.protocol import wire
+from dtrans.protocol.trainer import TrainerSteps, answered
+from dtrans.protocol.trainer_line import TrainerLine
+from dtrans.run import role_job
 from dtrans.run.distributed.role import Role
+from dtrans.run.parameter_server.state_writer import StateWriter
 from dtrans.run.role_job import ServerJob, TrainerJob
 
 
@@ -190,3 +197,142 @@ def test_a_server_without_a_place_says_so(role_threads: RoleThreads) -> None:
     role_threads.start(ep, serve, plan, ep)
     role_threads.start("trainer 0", asks)
     role_threads.all()
+
+
+# -- beside the steps ------------------------------------------------------------------------------
+
+
+class HeldWriting:
+    """Writing that waits until the test lets it go on; what it was given is as it was then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_go_on, real = threading.Semaphore(0), threading.Event(), role_job.checkpoint.save_serving
+
+        def save_serving(*args: Any) -> None:
+            self.begun.release()
+            assert self.may_go_on.wait(roles.HANG)
+            real(*args)
+
+        monkeypatch.setattr(role_job.checkpoint, "save_serving", save_serving)
+
+
+@pytest.mark.parametrize("sparse", [None, DENSE], ids=["dense", "table"])
+def test_steps_go_on_while_servers_write(
+    role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sparse: Any
+) -> None:
+    """And what is written is the state of the step after which it was asked for, bit for bit."""
+    tx, given, writing = optax.adam(0.1), batches(6), HeldWriting(monkeypatch)
+    plan = planned(tx, sparse, 2, 2)
+
+    def train(k: int) -> Any:
+        role = Role("trainer", 2, tuple(plan.servers), trainer_id=k)
+        with TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+            state, before = job.init(KEY), None
+            for at, batch in enumerate(given):
+                if at == 2 and k:
+                    before = jax.tree.map(np.array, job.params(state))
+                    job.save("2", wait=False)
+                state, _ = job.step(state, *job.shard_batch(*batch))
+            if k:
+                assert all(writing.begun.acquire(timeout=roles.HANG) for _ in plan.servers)
+                assert not (tmp_path / "2").exists()
+                writing.may_go_on.set()
+            return before, job.params(state)
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, checkpoints=tmp_path)
+    for k in range(2):
+        role_threads.start(f"trainer {k}", train, k)
+    before, after = role_threads.all()["trainer 1"]
+    params, opt_state = dtrans.checkpoint.load(tmp_path / "2", plan.main)
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+    assert int(opt_state[0].count) == 2
+    close(params, one_device(tx, given[:2])[0])
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(opt_state[0].mu))
+    close(after, one_device(tx, given)[0])
+
+
+def test_what_went_wrong_beside_the_steps_is_raised_by_the_next_save_and_at_the_end(
+    role_threads: RoleThreads, tmp_path: Path
+) -> None:
+    plan = planned(optax.sgd(0.1), None, 1, 1)
+    (ep,) = plan.servers
+    for name in ("1", "2"):
+        (tmp_path / name / "pserver-0" / "theirs").mkdir(parents=True)
+
+    def asks() -> None:
+        job = TrainerJob(plan, Role("trainer", 1, (ep,), trainer_id=0), {"deadline": roles.HANG})
+        state = job.init(KEY)
+        job.save("1", wait=False)
+        state, _ = job.step(state, *batches(1)[0])
+        with pytest.raises(PeerError, match="has not saved its part of checkpoint 1"):
+            job.save("3")
+        job.save("2", wait=False)
+        with pytest.raises(PeerError, match="has not saved its part of checkpoint 2"):
+            job.close()
+
+    role_threads.start(ep, serve, plan, ep, checkpoints=tmp_path)
+    role_threads.start("trainer 0", asks)
+    role_threads.all()
+
+
+def test_an_answer_that_comes_too_late_is_no_answer_to_another_request() -> None:
+    sent: list[Any] = []
+    line = TrainerLine("here", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=1.0, say=sent.append)
+    line.welcomed = True
+    steps, heard = TrainerSteps(lambda ep: line), lambda op, **fields: line.heard([wire.header(op, **fields)], 0.0)
+
+    def nobody(line: TrainerLine, what: str) -> Any:
+        raise DeadlineError(what)
+
+    late = {
+        "saved": (lambda: steps.save(["here"], "1"), {"name": "1", "error": ""}),
+        "report": (lambda: steps.tables(["here"]), {"tables": []}),
+        "evicted": (lambda: steps.evict([("here", "t")], 1), {"table": "t", "count": 0, "error": ""}),
+        "rows": (lambda: steps.prefetch([("here", "t", np.arange(1), np.ones((1, 1)))], train=False),
+                 {"table": "t", "step": 0, "pieces": []}),
+        "changes": (lambda: steps.changed([("here", "t")], 0),
+                    {"table": "t", "now": 0, "count": 0, "gone": 0, "error": "", "pieces": []}),
+    }  # fmt: skip
+    for op, (ask, fields) in late.items():
+        with pytest.raises(DeadlineError):
+            answered(ask(), nobody)
+        assert heard(op, **fields, request=wire.parse([sent[-1][0]])["request"]) is None, op
+        again = ask()
+        next(again)
+        assert heard(op, **fields, request=wire.parse([sent[-1][0]])["request"]) is not None, op
+        again.close()
+    assert heard("blocks", step=0, pieces=[]) is not None
+
+
+def test_a_thread_that_writes_tells_what_it_has_met() -> None:
+    """Whatever it is: the job goes on without."""
+    written: list[Any] = []
+
+    def keep(name: str, state: Any) -> None:
+        if name in ("told", "not told"):
+            raise StateError("no room") if name == "told" else ZeroDivisionError("by 0")
+        written.append((name, state, jax.config.jax_enable_x64))
+
+    writer, ended = StateWriter(keep), []
+    for name in ("told", "1", "not told"):
+        writer.begin(name, {"x": 1})
+    while len(ended) < 3:
+        select.select([writer.wake], [], [], roles.HANG)
+        ended += writer.ended()
+    writer.begin("2", {"x": 2})
+    writer.close()
+    assert ended == [("told", "no room"), ("1", ""), ("not told", "ZeroDivisionError: by 0")]
+    assert written == [("1", {"x": 1}, True), ("2", {"x": 2}, True)]
+
+
+def test_an_array_that_numpy_has_a_view_of_is_not_donated() -> None:
+    """By which a snapshot is as it was: the next update gives its memory away."""
+    update = jax.jit(lambda x: x * 2, donate_argnums=0)
+    x = jax.numpy.arange(1 << 16) + 1
+    seen = np.asarray(x)
+    y = update(x)
+    for _ in range(3):
+        y = update(y)
+    np.testing.assert_array_equal(seen, np.arange(1 << 16) + 1)
+    assert int(y[0]) == 16
