@@ -44,6 +44,7 @@ from dtrans._jax.jaxprs import (
     opened as opened,
     resized as resized,
     small_jaxpr as small_jaxpr,
+    with_equations as with_equations,
 )
 from dtrans._jax.origins import (
     from_line_of as from_line_of,
@@ -59,6 +60,7 @@ from dtrans._jax.own import (
     new_primitive as new_primitive,
 )
 from dtrans._jax.primitives import (
+    CALLBACKS as CALLBACKS,
     COND as COND,
     CUSTOM_RULES as CUSTOM_RULES,
     ELEMENTWISE as ELEMENTWISE,
@@ -69,7 +71,9 @@ from dtrans._jax.primitives import (
     axes_of as axes_of,
     bodies as bodies,
     call_body as call_body,
+    host_function as host_function,
     is_known as is_known,
+    is_ordered as is_ordered,
     is_reversed as is_reversed,
     name_given as name_given,
     scan_counts as scan_counts,

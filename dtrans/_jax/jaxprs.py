@@ -83,6 +83,13 @@ def closed(
     return made
 
 
+def with_equations(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
+    """Return a jaxpr, open or closed as it was, with other equations that have the same effects."""
+    old: Any = jaxpr
+    inner: Any = opened(old).replace(eqns=list(eqns))
+    return inner if not isinstance(jaxpr, ClosedJaxpr) or ONE_CLASS else old.replace(jaxpr=inner)
+
+
 class HoldsJaxpr:
     """Something that holds a closed jaxpr, as `jaxpr`."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -206,6 +206,25 @@ def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, A
     jaxpr = jax.make_jaxpr(loop)([0.0] * consts, [0.0] * carried, [jax.numpy.zeros(1)] * taken)
     (eqn,) = (e for e in opened(jaxpr).eqns if e.primitive.name == SCAN)
     return {key: eqn.params[key] for key in ("ft_in", "ft_out")}
+
+
+# -- callbacks -------------------------------------------------------------------------------------
+
+CALLBACKS = ("debug_callback", "debug_print", "io_callback")  # those with an effect
+
+
+def host_function(eqn: JaxprEqn) -> Callable[..., Any]:
+    """Return the function that a callback calls on the host, with its operands."""
+    if eqn.primitive.name == "debug_print":
+        impl: Any = eqn.primitive.impl
+        return functools.partial(impl, **eqn.params)
+    fn: Callable[..., Any] = param(eqn, "callback")
+    return fn
+
+
+def is_ordered(eqn: JaxprEqn) -> bool:
+    """Return True if a callback, or one inside, has to follow the one before (`ordered=True`)."""
+    return any(type(e).__name__.startswith("Ordered") for e in eqn.effects)
 
 
 # -- names and axes --------------------------------------------------------------------------------

@@ -85,19 +85,19 @@ def trainer_step(
     ins, outs = source.invars, source.outvars
     behind = propagate(eqns, dict.fromkeys(step.boundary.values(), 1), {})
     is_behind = lambda e: any(isinstance(a, Var) and behind.get(a) for a in e.invars)
-    kept, _ = backward_slice(eqns, outs.values(), step.boundary.values())
-    after = [eqns[i] for i in kept if is_behind(eqns[i])]
+    late = [a for i in step.late for a in eqns[i].invars]
+    kept, _ = backward_slice(eqns, [*outs.values(), *late], step.boundary.values())
+    after = [eqns[i] for i in sorted({*kept, *step.late}) if i in step.late or is_behind(eqns[i])]
     made_after = {v for e in after for v in e.outvars} | set(step.boundary.values())
 
     graded = [n for n in step.params if n in step.gradients]
     terms = [step.gradients[n] for n in graded]
     before = [n for n, a in outs.items() if not (isinstance(a, Var) and a in made_after)]
     crossing = list(dict.fromkeys(a for e in after for a in e.invars if isinstance(a, Var) and a not in made_after))
-    watched = [eqns[i] for i in step.observers if not is_behind(eqns[i])]
+    watched = [eqns[i] for i in step.early]
     wanted: list[Atom] = [*terms, *(outs[n] for n in before), *crossing]
     needed, _ = backward_slice(eqns, [*wanted, *(a for e in watched for a in e.invars)])
-    kept_here = {*needed, *(i for i in step.observers if not is_behind(eqns[i]))}
-    half = [eqns[i] for i in sorted(kept_here)]
+    half = [eqns[i] for i in sorted({*needed, *step.early})]
 
     local = _is_local(half, source, axes, trainers)
     inner = closed(source.inner.constvars, source.jaxpr.consts, source.inner.invars, wanted, half, source.jaxpr)

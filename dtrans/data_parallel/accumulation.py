@@ -105,6 +105,8 @@ def write_micro_steps(
       BatchError: rows that the micro-steps do not divide.
     """
     micro = cut(_micro_program(step.program, window)).with_reported()
+    if not step.early:  # those of parameters alone are called once, behind all micro-steps
+        micro = dataclasses.replace(micro, observers=())
     merged = [*results, *(n for n in step.frozen if n in window.ways and n not in window.carried)]
     source = micro.program
     vars_of = source.invars

@@ -61,7 +61,7 @@ class CollectivePlan(Plan):
       options: what it was planned with: see `dtrans.nccl2`.
       buckets: the gradients that are reduced together, in order; the state, after local steps.
       merges: result, or parameter that trainers make, to how it is merged.
-      unused_effects: effects of the step that no trainer carries out, such as printing the optimizer's state.
+      callers: sentences of who calls each host callback of the step.
       replan: plans the same step with other options.
       shared: how the batch is cut exactly; None where each trainer takes the step on its part alone.
       for_whole: makes the program for a batch that the trainers do not divide, from the types of the step's inputs;
@@ -74,7 +74,7 @@ class CollectivePlan(Plan):
     options: Options
     buckets: tuple[Bucket, ...]
     merges: Mapping[str, str]
-    unused_effects: tuple[str, ...]
+    callers: tuple[str, ...]
     replan: Callable[[Any], Any] = dataclasses.field(repr=False)
     shared: SharedStep | None = dataclasses.field(default=None, kw_only=True)
     for_whole: Callable[[Sequence[Any]], Program] | None = dataclasses.field(default=None, kw_only=True, repr=False)
@@ -217,10 +217,7 @@ class CollectivePlan(Plan):
             notes.append("statistics, counts and random numbers are those of each trainer's own rows")
         averaged = {leaf for b in self.buckets for leaf in b.leaves}
         notes += [f"{name}: {way}" for name, way in self.merges.items() if name not in averaged or way != "mean"]
-        if self.unused_effects:
-            notes.append(
-                f"not carried out, since it looks at what the optimizer makes: {', '.join(self.unused_effects)}"
-            )
+        notes += self.callers
         return notes
 
     @property

@@ -19,6 +19,7 @@ from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.pytree import is_under
 from dtrans.ops import trainer_index_p
 from dtrans.step.cut import Cut
+from dtrans.step.observers import refuse_twice
 
 
 def take_inputs(b: Builder, step: Cut, o: Options, cut: Mapping[str, Any] | None = None) -> dict[Var, Var]:
@@ -60,20 +61,25 @@ def fold_keys(b: Builder, keys: Mapping[Var, Var], o: Options) -> None:
 
 
 def write_from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means: Mapping[str, Atom]) -> dict[str, Atom]:
-    """Results that are computed from gradients, from the reduced ones."""
-    if not step.from_gradients:
+    """Write what is computed from reduced gradients beside the update; its results by name.
+
+    Callbacks that read gradients, or what the update makes, are written too.
+    """
+    if not step.from_gradients and not step.late:
         return {}
     inner = step.program.inner
     boundary = {v: means[n] for n, v in step.boundary.items() if n in means}
     env: dict[Var, Atom] = dict(boundary)
     here = {v for e in b.eqns for v in e.outvars}
-    kept, _ = backward_slice(inner.eqns, [outs[n] for n in step.from_gradients], boundary)
-    for i in kept:
+    wanted = [outs[n] for n in step.from_gradients] + [a for i in step.late for a in inner.eqns[i].invars]
+    kept, _ = backward_slice(inner.eqns, wanted, boundary)
+    refuse_twice(x for x in step.observers if x.position in kept)
+    for i in sorted({*kept, *step.late}):
         eqn = inner.eqns[i]
         if any(isinstance(a, Var) and a in env for a in eqn.invars):
             atoms = [env.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
             env.update(zip(eqn.outvars, b.copy(eqn, atoms, [v.aval for v in eqn.outvars]), strict=True))
-        elif not here.issuperset(eqn.outvars):
+        elif i in step.late or not here.issuperset(eqn.outvars):
             b.keep(eqn)
     found = {n: outs[n] for n in step.from_gradients}
     return {n: env.get(a, a) if isinstance(a, Var) else a for n, a in found.items()}

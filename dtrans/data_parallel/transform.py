@@ -50,6 +50,16 @@ from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured_if_marked
 from dtrans.step.cut import GRAD, Cut, Gradient, cut
 from dtrans.step.forward_backward import ready_order, refuse_across, refuse_nested, write_trainer_half
+from dtrans.step.observers import (
+    FORWARD as READS_BATCH,
+    RETURN_IT,
+    STATE,
+    UPDATE,
+    call_once,
+    callers_of,
+    check_observers,
+    refuse_observers,
+)
 from dtrans.step.startup import match_startup, of_two_parts
 
 
@@ -124,6 +134,8 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
+    if options.trainers > 1:
+        check_observers(plain.program, plain.observers)
     given, startup = startup, match_startup(plain, startup)
     step, o, shared = shared_by(plain, options, main)  # what one trainer carries out, and how that becomes one
     merges = merges_of(step, o) if shared is None else shared.merges
@@ -134,11 +146,19 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
         options=options,
         buckets=buckets_of(reduced_values(step, o, merges), o),
         merges=merges,
-        unused_effects=step.unused_effects if o.local_sgd is None else (),
+        callers=callers_of(plain.observers, *callers(options, "trainer")),
         replan=lambda other: plan_data_parallel(main, given, other),
         shared=shared,
         for_whole=None if shared is None or options.splits_evenly else partial(_of_whole, shared, options),
     )
+
+
+def callers(o: Options, noun: str) -> tuple[str, str]:
+    """Return who calls callbacks of forward and backward, and who calls others; each of those is called a `noun`."""
+    own = f"each {noun}, with values of its own" + (", in each micro-step" if o.micro_steps > 1 else "")
+    if o.local_sgd is not None:
+        return own, own
+    return f"{noun} 0" if o.batch.exact else own, f"{noun} 0"
 
 
 def _of_whole(shared: SharedStep, options: Options, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
@@ -166,6 +186,9 @@ def shared_by(plain: Cut, options: OptionsT, main: Program | None) -> tuple[Cut,
             refuse_across(plain, remedy="" if alone else "With batch='exact' all trainers make one update, which may")
         return plain, options.local, None
     given = None
+    if options.num_micro_batch > 1:
+        of_rows = [dataclasses.replace(x, reads=READS_BATCH) for x in plain.observers if x.rows]
+        refuse_observers(of_rows, (READS_BATCH,), "micro-steps have rows of", RETURN_IT)
     if options.num_micro_batch == 1:
         shared = share(plain, options.batch, parts, options.over)
     else:
@@ -288,6 +311,8 @@ def rewritten(
     """
     source = step.program
     outs: dict[str, Atom] = source.outvars
+    if o.micro_steps > 1 and o.shared is not None:  # micro-steps would call it several times
+        step = step.with_observers(STATE, UPDATE)
     b = Builder(source.jaxpr)
     b.role = FORWARD
     keys = take_inputs(b, step, o)
@@ -326,12 +351,15 @@ def _trained_together(
         for leaf in values:
             reducer.made(leaf, grads[leaf])
     reducer.finish()
+    begun = len(b.eqns)
 
     b.role = OPTIMIZE
     half = step.optimize
     given = [reducer.means[n.leaf] if isinstance(n, Gradient) else vars_of[n] for n in half.in_names]
     found |= zip(half.out_names, b.inline(half.jaxpr, *given), strict=True)
     found |= write_from_gradients(b, step, found, reducer.means)
+    if o.trainers > 1:  # the values of each part alone are each trainer's own to call with
+        call_once(b, o.over, 0 if o.shared is not None else begun)
     return found | reducer.merged(found, merges, vars_of)
 
 

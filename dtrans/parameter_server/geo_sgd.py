@@ -58,6 +58,7 @@ from dtrans.slicing.blocks import Placement, Unit
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
 from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, cut
 from dtrans.step.forward_backward import write_trainer_half
+from dtrans.step.observers import callers_of
 from dtrans.step.startup import match_startup
 
 
@@ -109,7 +110,7 @@ def plan_geo_sgd(
         servers={ep: servers.programs(ep) for ep in endpoints},
         frozen=step.frozen,
         unsent=(),
-        unused_effects=whole.unused_effects if tables.of else (),
+        callers=callers_of(whole.observers, *["each trainer, with values of its own"] * 2),
         shared_state=(),
         runtime_split=True,
         push_every=mode.push_every,

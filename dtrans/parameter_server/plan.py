@@ -82,7 +82,7 @@ class PServerPlan(Plan):
       servers: endpoint to the programs of that server.
       frozen: parameters that servers do not update: they never change, or each trainer makes its own.
       unsent: parameters on the servers whose update uses no gradient.
-      unused_effects: effects of the step that no program carries out, such as printing the optimizer's state.
+      callers: sentences of who calls each host callback of the step.
       shared_state: optimizer state that lives with no leaf, since no row enters it, or only through reductions; it
         is on every server that needs it.
       runtime_split: leaves are cut into blocks when trainers run, not by their programs.
@@ -103,7 +103,7 @@ class PServerPlan(Plan):
     servers: Mapping[str, ServerPrograms]
     frozen: tuple[str, ...]
     unsent: tuple[str, ...]
-    unused_effects: tuple[str, ...]
+    callers: tuple[str, ...]
     shared_state: tuple[str, ...]
     runtime_split: bool
     make_trainer: Callable[[int], Program] = dataclasses.field(repr=False)
@@ -399,8 +399,7 @@ class PServerPlan(Plan):
             where.setdefault("every server" if everywhere else " and ".join(holders), []).append(name)
         for servers, names in where.items():
             notes.append(f"on {servers}: {', '.join(names)}")
-        if self.unused_effects:
-            notes.append(f"not carried out, since it looks at what servers make: {', '.join(self.unused_effects)}")
+        notes += self.callers
         if self.frozen:
             notes.append(f"on the trainers only: {', '.join(self.frozen)}")
         return notes

@@ -35,12 +35,13 @@ from dtrans.ops import (
     split_byref_p,
 )
 from dtrans.parameter_server.averaged_leaves import averaged
-from dtrans.parameter_server.exchange_rounds import in_rounds
+from dtrans.parameter_server.exchange_rounds import TRAINERS, in_rounds
 from dtrans.parameter_server.tables.lookups import find_lookups
 from dtrans.parameter_server.tables.trainer_rows import HalfOnRows, TableWriter, without_unused
 from dtrans.slicing.blocks import Block, Placement, argument
 from dtrans.step.cut import GRAD, Cut, check_same_update, cut
 from dtrans.step.forward_backward import HalfWriter, write_trainer_half
+from dtrans.step.observers import FORWARD as READS_BATCH, GRADIENTS, call_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,7 @@ class TrainerCommConfig:
       told: arguments of the step that the update reads, and the servers that need each.
       asked: arrays of the optimizer's state that trainers ask for before a step, and the server that has each.
       tables: leaves of which trainers have only the rows that they look up.
+      calls_once: host callbacks are called for trainer 0 alone.
       scale: by what trainers multiply gradients before they send them: by their number, where they have terms of a sum
         and servers average.
     """
@@ -71,6 +73,7 @@ class TrainerCommConfig:
     asked: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scale: int = 1
     tables: tuple[str, ...] = ()
+    calls_once: bool = False
 
     @property
     def gradients_per_update(self) -> int:
@@ -80,6 +83,8 @@ class TrainerCommConfig:
 
 def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: TrainerCommConfig) -> Program:
     """The program of one trainer: (params, *batch) -> (params, loss[, aux])."""
+    if wiring.gradients_per_update == 1:  # a gradient is complete on the trainer that makes it
+        step = step.with_observers(GRADIENTS, READS_BATCH)
     source = step.program
     vars_of = source.invars
     outs_of = source.outvars
@@ -97,6 +102,8 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
     if wiring.tables:
         without_unused(b, [outs[n] for n in out_names(step)])
 
+    if wiring.calls_once and wiring.trainers > 1:
+        call_once(b, TRAINERS)
     out = without(source.out, source.args[1])
     param_args = (source.args[0], *source.args[2:])
 

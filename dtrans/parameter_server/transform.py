@@ -53,6 +53,7 @@ from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, asks_for, check_same_update, cut
 from dtrans.step.forward_backward import refuse_across, refuse_nested
+from dtrans.step.observers import GRADIENTS, UPDATE, callers_of, check_observers, refuse_observers
 from dtrans.step.startup import match_startup, of_two_parts
 
 
@@ -136,6 +137,7 @@ def pserver(
     plain = cut(main)
     refuse_across(plain, told=isinstance(mode, Sync), remedy=SYNC_TELLS)
     check_arguments(plain, batch, trainers, on_trainer_exit)
+    check_callbacks(plain, trainers, mode, in_geo=sparse is None)
     shared = shared_by(plain, batch, trainers, mode)
     if isinstance(mode, Geo):
         planned = plan_geo_sgd(plain, startup, endpoints, trainers, mode, placement, sparse)
@@ -169,6 +171,7 @@ def pserver(
         tables=tables.names,
         told={n: update.told_to(n) for n in step.arguments},
         asked={n: update.asked_of(n) for n in step.asked},
+        calls_once=trainers == 1 or (shared is not None and isinstance(mode, Sync)),
     )
     servers = ServerProgramWriter(
         step,
@@ -202,7 +205,7 @@ def pserver(
         servers=programs,
         frozen=step.frozen,
         unsent=tuple(n for n in step.optimized if n not in step.gradients),
-        unused_effects=plain.unused_effects,
+        callers=callers_of(plain.observers, *["trainer 0" if comm.calls_once else OWN_VALUES] * 2),
         shared_state=update.shared_state,
         runtime_split=comm.runtime_split,
         options=options,
@@ -213,6 +216,24 @@ def pserver(
         for_whole=None if shared is None or not comm.sync_mode else of_whole,
         tables=tables,
     )
+
+
+OWN_VALUES = "each trainer, with values of its own"
+
+
+def check_callbacks(step: Cut, trainers: int, mode: Mode, *, in_geo: bool) -> None:
+    """Refuse host callbacks with values that no trainer has.
+
+    Args:
+      in_geo: whether trainers of GEO-SGD carry out the step as it is.
+    """
+    if trainers > 1:
+        check_observers(step.program, step.observers)
+    if isinstance(mode, Geo) and in_geo:
+        return
+    remedy = "take it out of the step, and print job.params(state) between steps; or use dtrans.nccl2"
+    own = not isinstance(mode, Geo) and (trainers == 1 or not isinstance(mode, Sync))
+    refuse_observers(step.observers, (UPDATE,) if own else (GRADIENTS, UPDATE), "only servers have", remedy)
 
 
 def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> SharedStep | None:

@@ -39,7 +39,6 @@ class ForwardPass(HoldsJaxpr):
       results: the results of the step that are made here, state that is (batch statistics), and summaries, by name.
       summaries: what the step shows (`dtrans.summary`); the values are results, by `summary_name`.
       collected: result, or summary, to the collection that it is in (`dtrans.collect`).
-      unused_effects: effects that no stage can carry out, since they look at gradients.
     """
 
     step: Cut
@@ -51,7 +50,6 @@ class ForwardPass(HoldsJaxpr):
     results: Mapping[str, Atom]
     summaries: Sequence[Summary]
     collected: Mapping[str, str]
-    unused_effects: tuple[str, ...]
 
     def before(self, b: Builder, wanted: Sequence[Atom], inputs: Mapping[Var, Atom]) -> list[Atom]:
         """Write what the prelude makes of the step's inputs."""
@@ -100,9 +98,7 @@ def forward_pass(step: Cut) -> ForwardPass:
     made_here = [n for n in step.frozen if outs[n] is not ins[n]]
     names = [n for n in (*step.results, *made_here) if n not in step.from_gradients]
     count = len(opened(eqn.params["loss"]).outvars)
-    of_gradients = propagate(inner.eqns, dict.fromkeys(eqn.outvars[count:], 1), {})
-    blind = [i for i in step.observers if any(isinstance(a, Var) and of_gradients.get(a) for a in inner.eqns[i].invars)]
-    observers = [i for i in step.observers if i not in blind]
+    observers = step.early
     wanted: list[Atom] = [outs[n] for n in names]
     wanted += [a for i in observers for a in inner.eqns[i].invars]
     kept = sorted({*backward_slice(inner.eqns, wanted)[0], *observers, at})
@@ -145,8 +141,7 @@ def forward_pass(step: Cut) -> ForwardPass:
         [inner.eqns[i] for i in early],
         source.jaxpr,
     )
-    dropped = tuple(_effect(inner.eqns[i]) for i in blind)
-    return ForwardPass(step, jaxpr, diff, given, prelude, loss, results, shown, keys, dropped)
+    return ForwardPass(step, jaxpr, diff, given, prelude, loss, results, shown, keys)
 
 
 def _live(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[JaxprEqn]:
@@ -154,11 +149,6 @@ def _live(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[JaxprEqn]:
     seen = [i for i, e in enumerate(eqns) if e.effects]
     kept, _ = backward_slice(eqns, [*outputs, *(a for i in seen for a in eqns[i].invars)])
     return [eqns[i] for i in sorted({*kept, *seen})]
-
-
-def _effect(eqn: JaxprEqn) -> str:
-    """What an effect is called."""
-    return f"the summary {eqn.params['tag']}" if eqn.primitive is summary_p else eqn.primitive.name
 
 
 def summary_name(tag: str) -> str:

@@ -88,7 +88,8 @@ class PipelinePlan(Plan):
       merges: result, or parameter that the forward pass makes, to how it is merged.
       homes: the stage that holds each parameter.
       users: the stages that make gradients of a parameter.
-      unused_effects: effects of the step that are not carried out, such as printing the optimizer's state.
+      unused_effects: summaries that are not shown, since they look at gradients or at the update.
+      callers: sentences of who calls each host callback of the step.
       cluster: how stages and replicas are laid out over devices.
       programs_for: makes the programs for a batch of other types.
       cuts: over how many shards stages are split, and what of the state is cut.
@@ -114,6 +115,7 @@ class PipelinePlan(Plan):
     homes: Mapping[str, int]
     users: Mapping[str, tuple[int, ...]]
     unused_effects: tuple[str, ...]
+    callers: tuple[str, ...]
     cluster: Cluster
     cuts: Cuts
     programs_for: Callable[[PipelinePlan, Sequence[jax.ShapeDtypeStruct]], StepPrograms] = dataclasses.field(repr=False)
@@ -321,6 +323,7 @@ class PipelinePlan(Plan):
         if self.unused_effects:
             what = "gradients, or at what the optimizer makes"
             notes.append(f"not carried out, since it looks at {what}: {', '.join(self.unused_effects)}")
+        notes += self.callers
         return notes
 
     @property

@@ -58,6 +58,7 @@ from dtrans.step.capture import captured, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
 from dtrans.step.cut import Cut, asks_for, cut
 from dtrans.step.forward_backward import refuse_across
+from dtrans.step.observers import EARLY, GRADIENTS, RETURN_IT, UPDATE, callers_of, check_observers, refuse_observers
 from dtrans.step.scopes import scopes_within
 from dtrans.step.startup import match_startup, of_two_parts
 from dtrans.zero.mixed_precision import check_scale, low_products
@@ -196,6 +197,7 @@ def plan_pipeline(
     """
     refuse_collectives(main)
     as_given, axes = cut(main), {}
+    check_callbacks(as_given, o)
     if o.batch.exact:
         check_names(as_given.with_reported(), o.of_parts)
         axes = batch_axes(as_given, o.batch)
@@ -247,7 +249,8 @@ def plan_pipeline(
         merges=merges,
         homes=homes,
         users=users,
-        unused_effects=(*step.unused_effects, *forward.unused_effects),
+        unused_effects=tuple(map(str, (x for x in as_given.observers if not x.calls and x.reads not in EARLY))),
+        callers=callers_of(as_given.observers, "its stage, for each micro-batch" if o.parts > 1 else "its stage", ""),
         summaries=tuple(forward.summaries),
         collected=forward.collected,
         cluster=o.stages.cluster,
@@ -255,6 +258,20 @@ def plan_pipeline(
         values=values,
         axes={n: axis for n, axis in axes.items() if axis},
     )
+
+
+def check_callbacks(step: Cut, o: PipelineOptions) -> None:
+    """Refuse host callbacks that stages cannot make with the values of one device.
+
+    Args:
+      step: of the whole batch.
+    """
+    refuse_observers(step.observers, (GRADIENTS, UPDATE), "no stage has alone", RETURN_IT)
+    if o.parts > 1:
+        check_observers(step.program, step.observers)
+        if o.batch.exact:
+            also = "; or say batch='micro', to have it called for each micro-batch"
+            refuse_observers(step.observers, EARLY, "stages have for each micro-batch", RETURN_IT + also)
 
 
 def _check_told(step: Cut, o: PipelineOptions) -> None:

@@ -25,6 +25,7 @@ from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.step.gradients import OpenStep, counts_rows, describe, inferred, marked, nested, open_step
 from dtrans.step.marks import mark_p
+from dtrans.step.observers import EARLY, Observer, observers_of
 
 
 GRAD = "@GRAD"
@@ -59,8 +60,7 @@ class Cut:
       frozen: the parameters that the trainer half makes, or that never change.
       results: the names of all outputs that are not state, e.g. `loss`.
       from_gradients: those of them that are computed from gradients, e.g. a gradient norm.
-      observers: positions of equations with effects (`jax.debug.print`) that trainers can carry out.
-      unused_effects: other equations with effects, by primitive; no half carries them out.
+      observers: the equations with effects (`jax.debug.print`), wherever they are carried out.
       nested: why gradients may be computed from another derivative, as a perturbed step does; each of several
         trainers would compute them from its own. Empty where they are not, or are marked.
       across: why trainers and servers could not share the step, where one half reads what the other makes: the update
@@ -84,8 +84,7 @@ class Cut:
     frozen: tuple[str, ...]
     results: tuple[str, ...]
     from_gradients: tuple[str, ...]
-    observers: tuple[int, ...]
-    unused_effects: tuple[str, ...]
+    observers: tuple[Observer, ...]
     nested: str
     across: str
     told: str
@@ -104,6 +103,33 @@ class Cut:
         before = inner.invars[program.in_names.index(name)]
         after = inner.outvars[program.out_names.index(name)]
         return "it is not updated" if after is before else "forward updates it, not the optimizer"
+
+    @property
+    def early(self) -> tuple[int, ...]:
+        """The positions of observers that forward and backward carry out."""
+        return tuple(x.position for x in self.observers if x.reads in EARLY)
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """The positions of callbacks that read reduced gradients, or what the update makes, and are not inside it."""
+        return tuple(x.position for x in self.observers if x.calls and x.reads not in EARLY and not x.in_update)
+
+    @property
+    def observed(self) -> OptimizeHalf:
+        """What callbacks read, from gradients and the inputs of the step."""
+        eqns, boundary = self.program.eqns, {v: n for n, v in self.boundary.items()}
+        read = [a for x in self.observers if x.calls for a in eqns[x.position].invars]
+        b = Builder(self.program.jaxpr)
+        b.invars += [*boundary, *self.program.inner.invars]
+        for i in backward_slice(eqns, read, boundary)[0]:
+            b.keep(eqns[i])
+        names: tuple[Name, ...] = (*map(Gradient, boundary.values()), *self.program.in_names)
+        return OptimizeHalf(b.build(read), names, tuple(map(str, range(len(read)))))
+
+    def with_observers(self, reads: str, as_: str) -> Cut:
+        """Return the same with callbacks that read `reads` carried out as those that read `as_`."""
+        moved = [dataclasses.replace(x, reads=as_) if x.reads == reads else x for x in self.observers]
+        return dataclasses.replace(self, observers=tuple(moved))
 
     def with_reported(self) -> Cut:
         """The same, with all gradients that anything uses as `gradients`."""
@@ -205,7 +231,7 @@ class _Cutter:
         self.check_frozen(gradients, made_here)
         optimize, used, kept = self.optimize_half(gradients, optimized, made_here)
         self.check_trainer_half(gradients, used, frozen)
-        observers, unused = self.observers(kept)
+        observers = observers_of(self.s, boundary, kept, self.asked)
         # the gradient proper is what the mark was put on
         atoms: dict[str, Atom] = {
             n: self.s.eqns[self.s.made_by[gradients[n]]].invars[0] if by_mark else gradients[n]
@@ -213,7 +239,8 @@ class _Cutter:
             if n in gradients
         }
         from_gradients = tuple(n for n in self.s.results if bits(self.s.outs[n]) & by_gradient)
-        seen = backward_slice(self.s.eqns, [self.s.outs[n] for n in from_gradients], boundary)[1]
+        watched = [a for x in observers if x.calls for a in self.s.eqns[x.position].invars]
+        seen = backward_slice(self.s.eqns, [*(self.s.outs[n] for n in from_gradients), *watched], boundary)[1]
         seen -= {gradients[n] for n in used}
         return Cut(
             program=self.with_roles(kept),
@@ -228,7 +255,6 @@ class _Cutter:
             results=self.s.results,
             from_gradients=from_gradients,
             observers=observers,
-            unused_effects=unused,
             nested="" if by_mark else nested(self.s, gradients),
             across=self.across,
             told=self.told,
@@ -358,18 +384,6 @@ class _Cutter:
                     "updates; or use dtrans.nccl2 or dtrans.sharding with batch='exact', where every trainer has both"
                 )
         return ""
-
-    def observers(self, optimize: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Equations with effects: those that trainers can carry out, by position, and the names of the others."""
-        positions = [i for i, e in enumerate(self.s.eqns) if e.effects]
-        if not positions:
-            return (), ()
-        # what the servers make is seen by no trainer; a gradient is, as the trainer's own
-        seeds = dict.fromkeys((self.s.vars[n] for n in self.s.opt_state), 1)
-        hidden = [v for i in optimize if self.s.eqns[i].primitive is not mark_p for v in self.s.eqns[i].outvars]
-        enters = propagate(self.s.eqns, seeds, dict.fromkeys(hidden, 1))
-        seen = [i for i in positions if not any(isinstance(a, Var) and enters.get(a) for a in self.s.eqns[i].invars)]
-        return tuple(seen), tuple(self.s.eqns[i].primitive.name for i in positions if i not in seen)
 
     def with_roles(self, optimize: Sequence[int]) -> Program:
         """The whole step with exact roles: optimize by the cut, backward by what differentiation made."""

@@ -78,8 +78,8 @@ def half_equations(step: Cut, results: Sequence[str]) -> tuple[list[JaxprEqn], l
     source = step.program
     inner, outs_of = source.inner, source.outvars
     wanted = [outs_of[n] for n in (*results, *step.frozen)] + list(step.gradients.values())
-    wanted += [a for i in step.observers for a in inner.eqns[i].invars]
-    kept = sorted({*backward_slice(inner.eqns, wanted)[0], *step.observers})
+    wanted += [a for i in step.early for a in inner.eqns[i].invars]
+    kept = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early})
     return [inner.eqns[i] for i in kept], [source.roles[i] for i in kept], wanted
 
 

@@ -104,10 +104,7 @@ class ShardingPlan(CollectivePlan):
         notes += self.owned.notes if self.owned else []
         notes += [f"{leaf} is whole on every rank: {why}" for leaf, why in self.slices.wholes.items()]
         notes += [f"{name}: {way}" for name, way in self.merges.items()]
-        if self.unused_effects:
-            notes.append(
-                f"not carried out, since it looks at what the optimizer makes: {', '.join(self.unused_effects)}"
-            )
+        notes += self.callers
         return notes
 
     @property

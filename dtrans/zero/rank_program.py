@@ -34,6 +34,7 @@ from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
 from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, check_same_update, cut
 from dtrans.step.forward_backward import Arrange, HalfWriter, ready_order, write_trainer_half
+from dtrans.step.observers import call_once
 from dtrans.step.weight_gradients import straightened
 from dtrans.zero.all_gather import Gatherer
 from dtrans.zero.by_leaf.layout import Owned
@@ -191,6 +192,8 @@ class RankWriter:
         found |= reducer.merged(found, self.layout.merges, self.vars_of)
         if finite is not None:
             found |= self._taken_if(finite, found)
+        if self.o.shared is not None and self.o.trainers > 1:
+            call_once(b, self.o.over)
         owned = self.layout.owned
         args, out = (owned.args, owned.out) if owned else (self.source.args, self.source.out)
         n_state, n_given = (sum(len(spec.names) for spec in of[:2]) for of in (self.source.args, args))

@@ -29,10 +29,19 @@ from dtrans.batch.shared import SharedStep
 from dtrans.checks import check_int, check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
-from dtrans.data_parallel.transform import check_names, refuse_collectives, shared_by
+from dtrans.data_parallel.transform import callers, check_names, refuse_collectives, shared_by
 from dtrans.ir.program import Program
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, cut
+from dtrans.step.observers import (
+    GRADIENTS,
+    RETURN_IT,
+    STATE,
+    UPDATE,
+    callers_of,
+    check_observers,
+    refuse_observers,
+)
 from dtrans.step.startup import match_startup, of_two_parts
 from dtrans.zero.mixed_precision import low_precision
 from dtrans.zero.options import Precision, ShardingOptions, Slicing
@@ -118,6 +127,11 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
+    if options.trainers > 1:
+        check_observers(plain.program, plain.observers)
+        refuse_observers(plain.observers, (GRADIENTS, UPDATE), "ranks have slices of", RETURN_IT)
+        if options.num_micro_batch > 1:
+            refuse_observers(plain.observers, (STATE,), "each micro-step reads", RETURN_IT)
     given, startup = startup, match_startup(plain, startup)
     # what one rank carries out of the step, and how that becomes one
     same = main if options.precision.dtype is None else None
@@ -131,7 +145,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         options=options,
         buckets=layout.buckets(step),
         merges=merges,
-        unused_effects=step.unused_effects,
+        callers=callers_of(plain.observers, *callers(options, "rank")),
         slices=layout.slices,
         replan=lambda other: plan_sharding(main, given, other),
         owned=layout.owned,
