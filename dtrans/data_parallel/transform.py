@@ -183,7 +183,11 @@ def shared_by(plain: Cut, options: OptionsT, main: Program | None) -> tuple[Cut,
             refuse_nested(plain, options.trainers)
         if options.trainers > 1:
             alone = options.local_sgd is not None
-            refuse_across(plain, remedy="" if alone else "With batch='exact' all trainers make one update, which may")
+            refuse_across(
+                plain,
+                "of which each trainer has its own",
+                remedy="" if alone else "With batch='exact' all trainers make one update, which may",
+            )
         return plain, options.local, None
     given = None
     if options.num_micro_batch > 1:

@@ -57,6 +57,7 @@ from dtrans.step.observers import GRADIENTS, UPDATE, callers_of, check_observers
 from dtrans.step.startup import match_startup, of_two_parts
 
 
+TRAINERS_HAVE = "which only the trainers have"
 SYNC_TELLS = (
     "With mode=dtrans.Sync() an update may read arguments that all trainers share, and a loss state of the optimizer "
     "that no row enters"
@@ -135,7 +136,7 @@ def pserver(
     options: dict[str, Any] = {"mode": mode, "placement": placement, "on_trainer_exit": on_trainer_exit, "batch": batch}
     options |= {"trainers": trainers, "pservers": len(endpoints), "sparse": sparse}
     plain = cut(main)
-    refuse_across(plain, told=isinstance(mode, Sync), remedy=SYNC_TELLS)
+    refuse_across(plain, TRAINERS_HAVE, told=isinstance(mode, Sync), remedy=SYNC_TELLS)
     check_arguments(plain, batch, trainers, on_trainer_exit)
     check_callbacks(plain, trainers, mode, in_geo=sparse is None)
     shared = shared_by(plain, batch, trainers, mode)
@@ -157,7 +158,7 @@ def pserver(
     placed = of_tables(placed, tables.of)
     for n, output in step.asked.items():
         if analysis.layout(analysis.inputs[n]) is not SHARED:
-            raise GradientError(asks_for(output, n))
+            raise asks_for(output, n).refused(TRAINERS_HAVE)
 
     exact = added_exactly(step, tables, trainers) if comm.sync_mode else ()
 
@@ -286,7 +287,8 @@ def check_arguments(step: Cut, batch: Batch, trainers: int, on_trainer_exit: str
         )
     cut_ = batch_axes(step, batch)
     if any(n in cut_ for n in step.arguments):
-        raise GradientError(step.told)
+        assert step.told is not None
+        raise step.told.refused(TRAINERS_HAVE)
 
 
 def trainer_comm(step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch) -> TrainerCommConfig:

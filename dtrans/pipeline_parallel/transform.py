@@ -206,7 +206,7 @@ def plan_pipeline(
         main = with_rows_first(main, axes)
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()]
     plain = of_micro_batch(main, o, types)  # for what results are made of
-    refuse_across(plain, told=True)
+    refuse_across(plain, "which stages have of each micro-batch alone", told=True)
     _check_told(plain, o)
     whole = captured(main)
     shared, given = shared_by(main, whole, o, types)
@@ -290,7 +290,7 @@ def _check_told(step: Cut, o: PipelineOptions) -> None:
     leaves = leaves_of_state(step.optimize, step.params) if step.asked else {}
     for n, output in step.asked.items():
         if n in leaves:
-            raise GradientError(asks_for(output, n))
+            raise asks_for(output, n).refused("")
 
 
 def shared_by(

@@ -7,6 +7,7 @@ gradients          which values are the gradients
 cut                the two halves of a step: forward and backward, and the update
 startup            which output of init is the first value of which input of the step
 batch_sharing      how a batch is shared: the record of options
+observers          host callbacks: what each reads, who calls it, and refusals
 forward_backward   the first half, written with something to do at each gradient
 weight_gradients   products that make gradients of weights the way round in which weights are kept
 scopes             what a user marks inside a model: stages, and layers that are split

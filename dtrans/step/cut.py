@@ -63,9 +63,8 @@ class Cut:
       observers: the equations with effects (`jax.debug.print`), wherever they are carried out.
       nested: why gradients may be computed from another derivative, as a perturbed step does; each of several
         trainers would compute them from its own. Empty where they are not, or are marked.
-      across: why trainers and servers could not share the step, where one half reads what the other makes: the update
-        what trainers make beside gradients, or a result what the update makes. Empty where they can. Where each
-        trainer has both halves it may do so.
+      across: the need of one half for what the other makes: of the update for values of forward, or of a result for
+        values of the update. None where there is none. Where each trainer has both halves it may be so.
       told: the same where the update reads arguments of the step, as a learning rate: trainers can tell servers those.
       asked: arrays of the optimizer's state that forward and backward read, as a random key in it, and for which of
         their outputs; trainers can ask servers for those that no row enters.
@@ -86,8 +85,8 @@ class Cut:
     from_gradients: tuple[str, ...]
     observers: tuple[Observer, ...]
     nested: str
-    across: str
-    told: str
+    across: Need | None
+    told: Need | None
     asked: Mapping[str, str]
     optimize: OptimizeHalf
 
@@ -167,11 +166,33 @@ def check_same_update(planned: Cut, again: Cut) -> None:
         )
 
 
-def asks_for(output: str, state: str) -> str:
-    """What is wrong with an output that reads the optimizer's state where nobody can tell it."""
-    return (
-        f"{output} is computed from {state}, which belongs to the optimizer, and is not where the loss is; "
-        "keep the optimizer state (the second argument of the step) out of the loss and of the results"
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """A value that one half of a step needs and the other half makes.
+
+    Attributes:
+      what: the need, as the first half of a sentence.
+      advice: what to write instead.
+      error: the class of the refusal.
+      why: why it is refused, whatever the strategy.
+    """
+
+    what: str
+    advice: str
+    error: type[GradientError] = GradientError
+    why: str = ""
+
+    def refused(self, why: str) -> GradientError:
+        """Return the refusal of a strategy that gives this reason."""
+        return self.error(f"{self.what}, {self.why or why}; {self.advice}")
+
+
+def asks_for(output: str, state: str) -> Need:
+    """Return the need of an output that reads the optimizer's state where nobody can tell it."""
+    return Need(
+        f"{output} is computed from {state}",
+        "keep the optimizer state (the second argument of the step) out of the loss and of the results",
+        why="which belongs to the optimizer, and is not where the loss is",
     )
 
 
@@ -183,7 +204,6 @@ def cut(program: Program) -> Cut:
 
     Raises:
       GradientError: not a training step, or gradients that cannot be told.
-      OptimizerError: an optimizer that is told the loss.
     """
     return _Cutter(open_step(program)).cut()
 
@@ -197,8 +217,8 @@ class _Cutter:
 
     def __init__(self, step: OpenStep) -> None:
         self.s = step
-        self.across = ""
-        self.told = ""
+        self.across: Need | None = None
+        self.told: Need | None = None
         self.asked: dict[str, str] = {}
 
     def cut(self) -> Cut:
@@ -270,24 +290,28 @@ class _Cutter:
         outs = [self.s.outs[n] for n in out_names]
         kept, leaves = backward_slice(self.s.eqns, outs, gradients.values())
         hidden = [n for n in (*self.s.batch, *made_here) if self.s.vars[n] in leaves]
-        around = [self.s.eqns[i] for i in kept if self.s.derived[i]]
+        loss = self.told_the_loss(kept)
+        # an optimizer that evaluates the loss may differentiate it too: those derivatives are behind the gradients
+        behind = propagate(self.s.eqns, {}, dict.fromkeys(gradients.values(), 1))
+        is_behind = lambda e: any(isinstance(a, Var) and behind.get(a) for a in e.invars)
+        derived = [self.s.eqns[i] for i in kept if self.s.derived[i]]
+        around = [e for e in derived if not is_behind(e)]
         if hidden or around:
-            self.refuse_losses(kept)
             culprit, what = self.who_uses(
                 outs, out_names, gradients, self.s.vars[hidden[0]] if hidden else None, around
             )
-            message = (
-                f"{culprit} is updated with {what}, which only the trainers have; an update may use gradients, "
-                "parameters and optimizer state. If this is the gradient of something, take it with "
-                "dtrans.value_and_grad; if it is a schedule, "
-                "make it a function of a count in the optimizer state (optax.inject_hyperparams, optax schedules)"
+            need = Need(
+                f"{culprit} is updated with {what}",
+                "an update may use gradients, parameters and optimizer state. If this is the gradient of something, "
+                "take it with dtrans.value_and_grad; if it is a schedule, "
+                "make it a function of a count in the optimizer state (optax.inject_hyperparams, optax schedules)",
             )
             if around:
-                raise GradientError(message)
-            if all(n in self.s.batch for n in hidden):
-                self.told = message
+                raise need.refused("which is no gradient of the step")
+            if loss or derived or not all(n in self.s.batch for n in hidden):
+                self.across = loss or need
             else:
-                self.across = message
+                self.told = need
         owners = {v: n for n, v in gradients.items()}
         used = {owners[v] for v in leaves if v in owners}
         grad_names = [n for n in self.s.params if n in used]
@@ -306,19 +330,21 @@ class _Cutter:
         in_names: tuple[Name, ...] = (*map(Gradient, grad_names), *params, *self.s.opt_state, *batch)
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, kept
 
-    def refuse_losses(self, kept: Sequence[int]) -> None:
-        """Raise for an optimizer that is told a result of the step, as a line search is told the loss."""
+    def told_the_loss(self, kept: Sequence[int]) -> Need | None:
+        """Return the need of an optimizer that is told a result of the step, as a line search is told the loss."""
         of = {a: n for n in self.s.results if isinstance(a := self.s.outs[n], Var)}
         made = {v for i in kept for v in self.s.eqns[i].outvars}
         for i in kept:
             told = next((of[a] for a in self.s.eqns[i].invars if isinstance(a, Var) and a in of and a in made), None)
             who = origin_of(self.s.eqns[i])
             if told and not self.s.derived[i] and who.startswith("optax."):
-                raise OptimizerError(
-                    f"{who} uses {told}, which only the trainers have: servers have gradients, parameters and "
-                    "optimizer state, so that an optimizer can neither be told the loss nor evaluate it. Use one "
-                    "that takes (grads, state, params), such as optax.lbfgs(linesearch=None), or a schedule"
+                return Need(
+                    f"{who} uses {told}",
+                    "here an optimizer can neither be told the loss nor evaluate it. Use one that takes (grads, state, "
+                    "params), such as optax.lbfgs(linesearch=None), or a schedule; or dtrans.nccl2, which takes it",
+                    OptimizerError,
                 )
+        return None
 
     def who_uses(
         self,
@@ -369,8 +395,8 @@ class _Cutter:
             for n in taken:
                 self.asked.setdefault(n, str(name))
 
-    def one_after_the_other(self, gradients: Mapping[str, Atom], boundary: Iterable[Var]) -> str:
-        """What is wrong where a gradient is taken at a parameter that the same step has updated; empty if none is."""
+    def one_after_the_other(self, gradients: Mapping[str, Atom], boundary: Iterable[Var]) -> Need | None:
+        """Return the need of a gradient that is taken at a parameter which the same step has updated, if one is."""
         updated = propagate(self.s.eqns, {}, dict.fromkeys(boundary, 1))
         made = {a: n for n in self.s.params if isinstance(a := self.s.outs[n], Var) and updated.get(a)}
         enters = propagate(self.s.eqns, {}, {v: i + 1 for i, v in enumerate(made)})
@@ -378,12 +404,13 @@ class _Cutter:
             if isinstance(gradient, Var) and gradient not in made and enters.get(gradient):
                 _, read = backward_slice(self.s.eqns, [gradient], made)
                 first = next(n for v, n in made.items() if v in read)
-                return (
-                    f"the gradient of {name} is taken at the new {first}, so that the step updates one after the "
-                    "other: trainers would have to wait for the servers in its middle. Take both gradients before the "
-                    "updates; or use dtrans.nccl2 or dtrans.sharding with batch='exact', where every trainer has both"
+                return Need(
+                    f"the gradient of {name} is taken at the new {first}",
+                    "take both gradients before the updates; or use dtrans.nccl2 or dtrans.sharding with "
+                    "batch='exact', where one program makes both",
+                    why="so that the step updates one after the other, and waits in its middle",
                 )
-        return ""
+        return None
 
     def with_roles(self, optimize: Sequence[int]) -> Program:
         """The whole step with exact roles: optimize by the cut, backward by what differentiation made."""

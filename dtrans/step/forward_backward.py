@@ -22,20 +22,20 @@ def refuse_nested(step: Cut, trainers: int) -> None:
         )
 
 
-def refuse_across(step: Cut, *, told: bool = False, remedy: str = "") -> None:
+def refuse_across(step: Cut, why: str, *, told: bool = False, remedy: str = "") -> None:
     """Raise for a half that reads what only the other has, where the halves are carried out in different places.
 
     Args:
+      why: why the update does not have values of forward, in the words of the strategy.
       told: whether the one may tell the other: arguments of the step, and arrays of the optimizer's state.
       remedy: where they may, for errors.
     """
-    if step.across:
-        raise GradientError(step.across)
-    if not told and step.told:
-        raise GradientError(f"{step.told}{remedy and f'. {remedy}'}")
-    if not told and step.asked:
-        name, output = next(iter(step.asked.items()))
-        raise GradientError(f"{asks_for(output, name)}{remedy and f'. {remedy}'}")
+    needs = [step.across]
+    if not told:
+        needs += [step.told, *(asks_for(output, name) for name, output in step.asked.items())]
+    for need in needs:
+        if need is not None:
+            raise need.error(f"{need.refused(why)}{remedy and f'. {remedy}'}")
 
 
 def ready_order(step: Cut) -> list[str]:

@@ -176,9 +176,9 @@ def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]
         if asked is None:
             raise
         raise OptimizerError(
-            f"{asked['who']} needs {asked['what']} in its update. The optimizer runs where only gradients, parameters "
-            "and its own state are: it cannot be told the loss, nor evaluate it. Use one that takes "
-            "(grads, state, params), such as optax.lbfgs(linesearch=None), or a learning-rate schedule"
+            f"{asked['who']} needs {asked['what']} in its update, and make_train_step gives it (grads, state, params). "
+            "Use one that takes these, such as optax.lbfgs(linesearch=None), or a learning-rate schedule; or write the "
+            "step yourself and give tx.update what it needs, which dtrans.nccl2 takes"
         ) from e
 
 

@@ -30,6 +30,7 @@ from dtrans.checks import check_int, check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.transform import callers, check_names, refuse_collectives, shared_by
+from dtrans.errors import OptimizerError
 from dtrans.ir.program import Program
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, cut
@@ -127,6 +128,8 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
+    if options.trainers > 1 and plain.across is not None and plain.across.error is OptimizerError:
+        raise plain.across.refused("which is a sum over ranks")
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
         refuse_observers(plain.observers, (GRADIENTS, UPDATE), "ranks have slices of", RETURN_IT)

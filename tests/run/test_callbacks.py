@@ -255,3 +255,10 @@ def test_a_pure_callback_is_a_function_like_others(of):
         np.testing.assert_allclose(value, want[2], rtol=1e-6)
         for n, w in want[0].items():
             np.testing.assert_allclose(job.params(state)[n], w, rtol=1e-5, atol=1e-7)
+
+
+def test_asynchronous_trainers_call_with_values_of_their_own():
+    main, startup = programs(step_of(lambda **values: LATE["gradients"](values)))
+    plan = dtrans.pserver(main, startup, trainers=2, mode=dtrans.Async())
+    assert "is called by each trainer, with values of its own" in str(plan)
+    assert [op.type for op in plan.trainer.ops].count("debug_callback") == 1

@@ -531,8 +531,10 @@ stay whole. Kept in the optimizer's state, slow parameters are cut as the fast o
 REFUSALS = """
 ## Refused
 
-Servers have gradients, parameters and the optimizer's state. An optimizer that needs more is refused when its step is
-traced, by its name; a step of one's own that hands the loss to an update is refused by `dtrans.pserver`.
+Servers have gradients, parameters and the optimizer's state. `dtrans.make_train_step` gives an optimizer these three,
+and refuses one that needs more by its name. `dtrans.pserver` and `dtrans.pipeline` refuse a step of one's own that
+hands the loss to an update. `dtrans.nccl2` takes it, with one device's numbers:
+`tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=...)`.
 
 | optimizer | needs | use |
 | --- | --- | --- |
