@@ -297,9 +297,8 @@ class _Cutter:
         derived = [self.s.eqns[i] for i in kept if self.s.derived[i]]
         around = [e for e in derived if not is_behind(e)]
         if hidden or around:
-            culprit, what = self.who_uses(
-                outs, out_names, gradients, self.s.vars[hidden[0]] if hidden else None, around
-            )
+            first = None if around else self.s.vars[hidden[0]]
+            culprit, what = self.who_uses(outs, out_names, gradients, first, around)
             need = Need(
                 f"{culprit} is updated with {what}",
                 "an update may use gradients, parameters and optimizer state. If this is the gradient of something, "
@@ -307,7 +306,7 @@ class _Cutter:
                 "make it a function of a count in the optimizer state (optax.inject_hyperparams, optax schedules)",
             )
             if around:
-                raise need.refused("which is no gradient of the step")
+                raise need.refused("and nobody adds that up over the batch")
             if loss or derived or not all(n in self.s.batch for n in hidden):
                 self.across = loss or need
             else:

@@ -461,7 +461,7 @@ def test_a_second_gradient_in_the_update_is_refused():
         extra = jax.grad(lambda p: mlp_loss(p, y, x))(params)
         return jax.tree.map(lambda p, g, e: p - g - e, params, grads, extra), opt_state, loss
 
-    refused(step, PARAMS, (), *BATCH, match="params/b1 is updated with .*, which only the trainers have")
+    refused(step, PARAMS, (), *BATCH, match="params/b1 is updated with a derivative that is not one of its gradients")
 
 
 def test_new_state_is_told_by_order_where_structures_are_equal():
@@ -593,7 +593,7 @@ def test_state_that_the_batch_enters_is_looked_for_once(monkeypatch):
         main = dtrans.trace(step, params, {"means": [jnp.ones(4)] * leaves, "opt": tx.init(params)}, jnp.ones((8, 4)))
         passes.clear()
         need = cut(main).across or cut(main).told
-        assert need is not None and need.what == "opt_state/means/0 is updated with x"
+        assert need is not None and need.what.endswith("state/means/0 is updated with x")
         return len(passes)
 
     assert passes_of(12) == passes_of(3)
