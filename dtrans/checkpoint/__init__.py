@@ -11,9 +11,10 @@
     ckpt/300/trainer-0     of a job of `dtrans.nccl2`: everything
 
 Each process writes its own *pieces*, without a word to any other: all they share is the folder. A piece is there or is
-not, since orbax writes it beside its place and renames it. Each says which pieces there are to be, so that what was not
-written to its end is known for it, and nothing that was there is ever written over: save each step to a folder of its
-own, and take up the last that is whole (`latest`).
+not, since orbax writes it beside its place and renames it. Each says which pieces there are to be, and of which run and
+step it is: pieces of two runs, or of two steps, are never put together. A whole checkpoint is never written over: save
+each step to a folder of its own, and take up the last that is whole (`latest`). Pieces that a crash has left of a save
+are replaced when a later run saves under the same name.
 
 What is read is put together by the names and rows of the step, not by those of blocks or slices. So a checkpoint serves
 another number of servers, other blocks, another dispatcher; another degree, stage, number of groups, or type to compute
@@ -54,7 +55,7 @@ Example:
 
 Source files, from the top; none imports one below it:
 
-    runs               which run a process is in
+    runs               which run a process is in, and the marks of pieces
     assemble           an array out of slices of it
     pserver_state      what servers hold, and the pytrees of the step: without files
     collective_state   what trainers and ranks hold: without files

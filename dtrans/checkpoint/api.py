@@ -26,7 +26,7 @@ from dtrans.checkpoint.pserver_state import (
     starts,
     step_rows,
 )
-from dtrans.checkpoint.runs import run_of
+from dtrans.checkpoint.runs import Mark, mark_of, run_of
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import CheckpointWarning, StateError
 from dtrans.ir.program import Program
@@ -59,13 +59,12 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
       job: what `plan.on_mesh()`, `plan.on_cluster()` or `plan.simulate()` made.
       state: what `exe.run(pserver, ...)` of the server, or `step` of the job returned. Each rank's rows are taken from
         its device, and nothing is gathered.
-      tag: what all processes of this job call this checkpoint alike, such as a job's number and the step. Pieces of
-        several tags are not put together: that is how a checkpoint to which a crash left one piece, and a second run
-        with the same plan would add the others, is told from a whole one. By default it is a word that the processes
-        of one run share, and no other run has (`dtrans.checkpoint.runs`).
+      tag: a name of this save that all processes of the job share, and that no other run has. Pieces with different
+        tags are not put together. Only processes that were not started together need it. Others know their run
+        (`dtrans.checkpoint.runs`), by which pieces that a crash left of an earlier run are told, and replaced.
 
     Raises:
-      ConfigError: the path has such a piece, or pieces of another job; or orbax is not installed.
+      ConfigError: the path has a whole checkpoint, or pieces that may be of this run; or orbax is not installed.
       StateError: an array is not there, has another shape or dtype, or was donated.
       UnknownEndpointError: the plan has no such server.
 
@@ -94,23 +93,24 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
         return
     check_plan(plan)
     values = checked(plan, endpoint, state)
-    write(path, _layout(plan), endpoint, values, run_of(endpoint) if tag is None else tag)
+    write(path, _layout(plan), endpoint, values, mark_of(run_of(endpoint), tag))
 
 
-def save_serving(path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], tag: str) -> None:
+def save_serving(path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], mark: Mark) -> None:
     """Save what a server holds while it serves.
 
     With asynchronous trainers each server has counted other steps, and so its copy of a count may be another; what is
     taken up later is that of the first server, with a `CheckpointWarning`.
 
     Args:
-      path, plan, endpoint, state, tag: as those of `save`.
+      path, plan, endpoint, state: as those of `save`.
+      mark: of the run and the step.
 
     Raises:
       As `save`.
     """
     check_plan(plan)
-    write(path, _layout(plan), endpoint, checked(plan, endpoint, state), tag, goes_on=not plan.sync_mode)
+    write(path, _layout(plan), endpoint, checked(plan, endpoint, state), mark, goes_on=not plan.sync_mode)
 
 
 def check(path: Folder, job: Job) -> None:
@@ -120,8 +120,8 @@ def check(path: Folder, job: Job) -> None:
       path, job: as those of `save`.
 
     Raises:
-      ConfigError: the path has pieces of a checkpoint already, is no folder, or cannot be written; the plan of the job
-        has no checkpoints; or orbax is not installed.
+      ConfigError: the path has a whole checkpoint, or pieces that may be of this run; it is no folder, or cannot be
+        written; the plan of the job has no checkpoints; or orbax is not installed.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, dtrans
@@ -133,7 +133,7 @@ def check(path: Folder, job: Job) -> None:
       ...     dtrans.checkpoint.check(f"{folder}/300", job)
     """
     layout, here = _pieces(job)
-    check_place(path, layout, here)
+    check_place(path, layout, here, _mark_of_job(job, layout, here, None))
 
 
 def _layout(plan: PServerPlan) -> PieceLayout:
@@ -158,8 +158,13 @@ def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
 
 def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
     layout, here = _pieces(job)
+    mark = _mark_of_job(job, layout, here, tag)
     for who, values in _values(job, state, here):
-        write(path, layout, who, values, job.run_id if tag is None else tag)
+        write(path, layout, who, values, mark)
+
+
+def _mark_of_job(job: Any, layout: PieceLayout, here: Iterable[str], tag: str | None) -> Mark:
+    return mark_of(job.run_id, tag, alone=layout.pieces.keys() <= {*here})
 
 
 def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -217,7 +222,7 @@ def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | Non
     """
     check_plan(plan)
     if plan.frozen:
-        write(path, _layout(plan), TRAINER, checked_trainer(plan, params), run_of(TRAINER) if tag is None else tag)
+        write(path, _layout(plan), TRAINER, checked_trainer(plan, params), mark_of(run_of(TRAINER), tag))
 
 
 @overload
@@ -362,7 +367,8 @@ def load(path: Folder, main: Program) -> tuple[Any, Any]:
 def latest(folder: Folder) -> Path | None:
     """The last checkpoint in a folder of checkpoints that is whole; None where there is none.
 
-    One that is not, or that cannot be read, is passed over with a `CheckpointWarning`.
+    One that is not, that cannot be read, or whose pieces are of several runs or steps, is passed over with a
+    `CheckpointWarning`.
 
     Args:
       folder: whose folders with a number for a name are checkpoints: `ckpt/100`, `ckpt/200`.

@@ -2,9 +2,13 @@
 
     ckpt/300/pserver-0/arrays     what it holds, by name, as orbax keeps pytrees; arrays without elements left out
     ckpt/300/pserver-0/overview   JSON: of what these are which rows, the names and types of the step's arrays, which
-                                  pieces there are to be, a hash of the plan, and the user's tag
+                                  pieces there are to be, a hash of the plan, the run and step, and the user's tag
 
-A whole checkpoint is a folder with all pieces that each of them names, of one plan and tag.
+A whole checkpoint is a folder with all pieces that each of them names, of one plan, run, step and tag. A crash in a
+save leaves some of them. A later run that saves to the same folder replaces these, each process its own. A whole
+checkpoint is never written over.
+
+Files reach the disk before a piece gets its name, and its name before `write` returns.
 
 Orbax takes the processes of a `jax.distributed` job for writers of one checkpoint. They would wait for each other,
 NumPy's arrays would be written by the first of them, and an array that one process has alone by nobody. A piece is one
@@ -16,12 +20,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
 import math
 import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +38,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtrans.checkpoint.assemble import as_jax, as_numpy, by_origin, joined, overlap, type_of, whole
+from dtrans.checkpoint.runs import THIS_PROCESS, Mark, new_run
 from dtrans.errors import ConfigError, DtransError, StateError, not_installed
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
@@ -73,11 +80,11 @@ class Checkpoint:
         if not there:
             raise StateError(f"there is no checkpoint at {path}" + ("" if path.is_dir() else ": it is no folder"))
         name, first = next(iter(there.items()))
-        for other, about in there.items():
-            if any(about[key] != first[key] for key in ("plan", "tag", "pieces", "types")):
+        for count, (other, about) in enumerate(there.items(), 1):
+            if not _are_one_save([*there.values()][:count]):
                 raise StateError(
-                    f"the checkpoint at {path} has pieces of several jobs or runs: {name} (tag {first['tag']!r}) and "
-                    f"{other} (tag {about['tag']!r}); take up another one, such as dtrans.checkpoint.latest finds"
+                    f"the checkpoint at {path} has pieces of several jobs, runs or steps: {name} ({_origin(first)}) "
+                    f"and {other} ({_origin(about)}); take up another one, such as dtrans.checkpoint.latest finds"
                 )
         missing = [f"{piece} of {who}" for who, piece in first["pieces"].items() if piece not in there]
         if missing:
@@ -131,69 +138,209 @@ class PieceLayout:
     pieces: Mapping[str, str]
 
 
-def check_place(path: Folder, layout: PieceLayout, here: Sequence[str]) -> None:
+def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], mark: Mark) -> None:
     """Check before training that pieces can be written to a path.
 
     Args:
       here: who of this process will write one.
+      mark: what they will be marked with.
 
     Raises:
       ConfigError: they cannot.
     """
     _orbax()
     path = Path(path).absolute()
-    taken = [path / layout.pieces[who] for who in here if os.path.exists(path / layout.pieces[who])] or _finished(path)
-    if taken:
-        raise ConfigError(f"{taken[0]} is there already: save each checkpoint to a path of its own")
     there = next(p for p in (path, *path.parents) if os.path.exists(p))
     if not there.is_dir():
         raise ConfigError(f"{path} cannot hold a checkpoint: {there} is no folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{path} cannot hold a checkpoint: {there} may not be written to")
+    for who in here or [*layout.pieces][:1]:
+        _remains(path, layout, who, _about(layout, who, mark), mark)
 
 
 def write(
-    path: Folder, layout: PieceLayout, who: str, values: Mapping[str, Any], tag: str, *, goes_on: bool = False
+    path: Folder, layout: PieceLayout, who: str, values: Mapping[str, Any], mark: Mark, *, goes_on: bool = False
 ) -> None:
     """Write one piece: what one of those who save holds, by the names of its rows.
 
+    Where the piece is there already, of the same run and step, nothing is done.
+
     Args:
+      mark: of the run and step.
       goes_on: whether others of the job make steps while it is written, each by itself.
+
+    Raises:
+      ConfigError: another checkpoint is there. StateError: the folder cannot be used.
     """
-    ocp = _orbax()
     path = Path(path).absolute()
-    about = {
+    about = _about(layout, who, mark) | ({"goes_on": True} if goes_on else {})
+    place = path / layout.pieces[who]
+    with _writing(who, place):
+        there = _read_or_torn(place) if place.exists() else None
+        if there and mark.step is not None and _are_one_save([there, about]):
+            return
+        for piece in _remains(path, layout, who, about, mark):
+            _remove(piece)
+        named = [path, *(p.parent for p in (path, *path.parents) if not p.exists())]
+        path.mkdir(parents=True, exist_ok=True)
+        _save_piece(place, values, about)
+        for folder in named:
+            _sync(folder)
+
+
+def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
+    """Return what a piece says of itself."""
+    return {
         "format": FORMAT,
-        "tag": tag,
+        "tag": mark.tag,
+        "run": list(mark.run),
+        "step": mark.step,
         "plan": hashlib.sha256(json.dumps([_as_json(row) for row in layout.rows]).encode()).hexdigest(),
         "pieces": dict(layout.pieces),
         "types": _types_of(layout.main),
         "rows": [_as_json(row) for row in layout.rows if row.endpoint == who],
-    } | ({"goes_on": True} if goes_on else {})
-    place = path / layout.pieces[who]
-    if place.exists():
-        raise ConfigError(f"{place} is there already: save each checkpoint of {who} to a path of its own")
-    for other in _finished(path):
-        theirs = _read_about(other)
-        if any(theirs[key] != about[key] for key in ("plan", "tag")):
-            raise ConfigError(
-                f"{path} is taken: {other.name} in it is of another job"
-                + (f", run or step, {theirs['tag']!r} and not {tag!r}" if theirs["tag"] != tag else "")
-                + "; save to a path of its own, and give processes that were not started together the same tag"
-            )
+    }
+
+
+def _save_piece(place: Path, values: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Let orbax write a piece beside its place, and give it its name."""
     # orbax refuses arrays without elements: their type says all of them
     alone = jax.process_count() == 1
     arrays = {n: as_numpy(x) if alone else _as_shared(x) for n, x in values.items() if math.prod(x.shape)}
-    handler, args = _piece_types()
+    ocp, (handler, args) = _orbax(), _piece_types()
+    with _one_at_a_time, ocp.Checkpointer(handler(*_handlers()), multiprocessing_options=_alone()) as checkpointer:
+        checkpointer.save(place, args=args(arrays, about))
+
+
+@contextlib.contextmanager
+def _writing(who: str, place: Path) -> Iterator[None]:
+    """Errors of orbax and of the disk, with the piece that they are about."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time, ocp.Checkpointer(handler(*_handlers()), multiprocessing_options=_alone()) as checkpointer:
-            checkpointer.save(place, args=args(arrays, about))
+        yield
+    except DtransError:
+        raise  # it says its own cause
     except (OSError, ValueError) as e:  # of orbax's own writer a full disk is a ValueError
         raise StateError(
             f"the piece of {who} cannot be written to {place}: {e}. Make room, or let this process write there; what "
             "was saved before is as it was"
         ) from e
+
+
+# -- remains of earlier runs -----------------------------------------------------------------------
+
+
+def _are_one_save(abouts: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if pieces were written by one save of one run."""
+    first, runs = abouts[0], [_run_of(about) for about in abouts]
+    keys = ("plan", "tag", "step", "pieces", "types")
+    same = all(_key_of(about, key) == _key_of(first, key) for about in abouts for key in keys)
+    return same and (bool(set.intersection(*runs)) or not any(runs))
+
+
+def _run_of(about: Mapping[str, Any]) -> set[str]:
+    """Return the words of a piece's run; pieces of old have a tag only."""
+    return set(about.get("run", [about["tag"]]))
+
+
+def _key_of(about: Mapping[str, Any], key: str) -> Any:
+    return about.get(key) if "run" in about or key != "tag" else None
+
+
+def _origin(about: Mapping[str, Any]) -> str:
+    """Describe where a piece comes from, for messages."""
+    parts = {"tag": repr(_key_of(about, "tag")), "run": min(_run_of(about), default=""), "step": about.get("step")}
+    told = ", ".join(f"{name} {x}" for name, x in parts.items() if x not in ("None", "", None))
+    return told or "of a process by itself"
+
+
+def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
+    """Return True if a piece that is part of no whole checkpoint is known to be of an earlier run, or torn."""
+    if theirs is None:
+        return True
+    run = _run_of(theirs)
+    maybe = mark.tag is not None and mark.tag == theirs["tag"] and not (run and mark.run)
+    return mark.shared and not maybe and run.isdisjoint({*mark.run, THIS_PROCESS})
+
+
+def _remains(path: Path, layout: PieceLayout, who: str, about: Mapping[str, Any], mark: Mark) -> list[Path]:
+    """Return the pieces to remove before this one is written: remains of earlier runs whose save never became whole.
+
+    Each process removes those in its own place, and those in the place of nobody. So it removes no piece that another
+    process of its run has written meanwhile.
+
+    Raises:
+      ConfigError: pieces of a whole checkpoint, or of this run, or of a run that may be this one.
+    """
+    place = path / layout.pieces[who]
+    found = {piece: _read_or_torn(piece) for piece in _finished(path)}
+    others = {piece: theirs for piece, theirs in found.items() if theirs is None or not _are_one_save([theirs, about])}
+    whole = any(_is_whole(path, theirs, others) for theirs in others.values() if theirs is not None)
+    kept = [piece for piece, theirs in others.items() if whole or not _may_be_replaced(theirs, mark)]
+    if place in found and (place not in others or place in kept):
+        theirs = found[place]
+        of = f" ({_origin(theirs)}, and this is {_origin(about)})" if theirs is not None and place in others else ""
+        raise ConfigError(f"{place} is there already{of}: save each checkpoint of {who} to a path of its own")
+    if kept:
+        theirs = found[kept[0]]
+        of = f"{_origin(theirs)}, and this is {_origin(about)}" if theirs is not None else "torn"
+        raise ConfigError(
+            f"{path} is taken: {kept[0].name} in it is of another job, run or step ({of}); save to a path of its own, "
+            "and give processes that were not started together the same tag"
+        )
+    return [piece for piece in others if piece == place or piece.name not in layout.pieces.values()]
+
+
+def _is_whole(path: Path, about: Mapping[str, Any], found: Mapping[Path, Mapping[str, Any] | None]) -> bool:
+    """Return True if all pieces that one of them names are there, of one save."""
+    parts = [found.get(path / name) for name in about["pieces"].values()]
+    there = [part for part in parts if part is not None]
+    return len(there) == len(parts) and _are_one_save(there)
+
+
+def _read_or_torn(piece: Path) -> dict[str, Any] | None:
+    """Return what a piece says of itself; None where a crash of the machine has left a name without its files."""
+    try:
+        return _read_about(piece)
+    except StateError as e:
+        if isinstance(e.__cause__, (FileNotFoundError, json.JSONDecodeError)):
+            return None
+        raise
+
+
+def _remove(piece: Path) -> None:
+    """Remove a piece: first its name, so that a crash leaves none that is torn."""
+    away = piece.with_name(f".{piece.name}.{new_run()}")
+    with contextlib.suppress(FileNotFoundError):  # another process has removed it
+        piece.rename(away)
+        shutil.rmtree(away)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where this process may ask for it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # it may be written to, and not listed
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such thing for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(folder: Path) -> None:
+    """Wait until all files of a folder are on the disk."""
+    for at, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(at, name), "rb") as file:
+                os.fsync(file.fileno())
+        _sync(Path(at))
+
+
+# -- what pieces say -------------------------------------------------------------------------------
 
 
 def _types_of(main: Program) -> dict[str, str]:
@@ -213,7 +360,11 @@ def _from_json(fields: Mapping[str, Any]) -> VarDistributed:
 
 def _finished(path: Path) -> list[Path]:
     """The pieces that were written to their end."""
-    numbered = [p for p in path.glob("*-*") if re.fullmatch(r"(pserver|trainer|rank)-\d+", p.name)]
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    numbered = [path / name for name in names if re.fullmatch(r"(pserver|trainer|rank)-\d+", name)]
     return sorted(p for p in numbered if _orbax().utils.is_checkpoint_finalized(p))
 
 
@@ -308,6 +459,7 @@ def _piece_types() -> tuple[Any, Any]:
         def finalize(self, directory: Any) -> None:
             if (directory / "arrays").exists():
                 self.arrays.finalize(directory / "arrays")
+            _sync_tree(Path(directory))
 
         def restore(self, directory: Any, args: Any = None) -> Any:
             raise NotImplementedError("what is in a piece is read by itself")

@@ -81,6 +81,11 @@ class Presence:
         """Whether all have come, and left."""
         return len(self.known) == self.count and all(t.done for t in self.known.values())
 
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        """Return the words of those that have come: no other run of the job has one of them."""
+        return tuple(self.known[k].session for k in sorted(self.known))
+
     # -- what they say ---------------------------------------------------------------------------
 
     def hello(self, address: bytes, message: wire.Message, peer: str | None) -> str:

@@ -42,8 +42,8 @@ class Serving:
 
     Attributes:
       local: where trainers on the same host find it too; empty, where they do not.
-      keep: begins to save what the server holds now, under a name; None where there is no place for it. Whoever
-        writes it tells of the end by `written`.
+      keep: begins to save what the server holds now, under a name, after a step of the trainer that asks; None where
+        there is no place for it. Whoever writes it tells of the end by `written`.
     """
 
     def __init__(self, kind: SyncServer | AsyncServer, trainers: Presence, say: Say, refusals: Refusals) -> None:
@@ -51,7 +51,7 @@ class Serving:
         self.trainers = trainers
         self.refusals = refusals
         self.local = ""
-        self.keep: Callable[[str], object] | None = None
+        self.keep: Callable[[str, int], object] | None = None
         self._saves: dict[str, tuple[int, list[tuple[int, wire.Message]]]] = {}  # under way: the step, and who asked
         self._say = say
 
@@ -128,7 +128,7 @@ class Serving:
 
     def _save(self, k: int, message: wire.Message) -> None:
         """Begin to save what the server holds; several may ask for the same, after the same step."""
-        name, step = message["name"], self.kind.step
+        name, step = message["name"], message["step"]
         if name in self._saves and self._saves[name][0] == step:
             self._saves[name][1].append((k, message))
             return
@@ -139,7 +139,7 @@ class Serving:
                 raise StateError(f"{wire.brief(name)} is no name of a folder for a checkpoint")
             if name in self._saves:
                 raise StateError(f"checkpoint {name} of step {self._saves[name][0]} is still being written")
-            self.keep(name)
+            self.keep(name, step)
         except DtransError as e:
             self._say_saved(k, message, str(e))
         else:

@@ -10,7 +10,7 @@ reductions XLA carries out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.sockets import DEADLINE
 from dtrans.run.parameter_server.fabric import EndpointFabric
+from dtrans.run.parameter_server.state_writer import Keep
 from dtrans.run.parameter_server.tables.batch_rows import BatchRows
 
 
@@ -184,8 +185,8 @@ class Executor:
         """
         return self._fabric.between(what, ask)
 
-    def keep(self, save: Callable[[str, Mapping[str, Any]], None]) -> None:
-        """Say how a server that this executor runs saves what it holds, from a name and its state."""
+    def keep(self, save: Keep) -> None:
+        """Say how a server that this executor runs saves what it holds."""
         self._fabric.keep = save
 
     def close(self, error: BaseException | None = None) -> None:

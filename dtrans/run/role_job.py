@@ -455,7 +455,7 @@ class ServerJob(RoleJob):
         if checkpoints is not None:
             here = self.role.current_endpoint
             self._executor.keep(
-                lambda name, held: checkpoint.save_serving(Path(checkpoints) / name, self.plan, here, held, name)
+                lambda name, held, mark: checkpoint.save_serving(Path(checkpoints) / name, self.plan, here, held, mark)
             )
         made: dict[str, Any] = self._executor.run(self.plan.servers[self.role.current_endpoint].main, state)
         return made

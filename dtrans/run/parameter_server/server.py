@@ -16,7 +16,7 @@ import numpy as np
 import zmq
 
 from dtrans.checkpoint.assemble import copied
-from dtrans.checkpoint.runs import note
+from dtrans.checkpoint.runs import Mark, note
 from dtrans.ir.array_fns import is_key, words_type
 from dtrans.ir.cost import nbytes
 from dtrans.protocol import token, wire
@@ -44,7 +44,8 @@ class Server:
       deadline: seconds that trainers may keep the server, or each other, waiting.
       allow_remote: bind an endpoint that is not loopback.
       plan: the parts of the fingerprint of the plan, which trainers and other servers must have too.
-      keep: saves a state, as `serve` returns it, under a name; None where there is no place for checkpoints.
+      keep: saves a state, as `serve` returns it, under a name, with the mark of the run and step; None where there is
+        no place for checkpoints.
 
     Raises:
       ConfigError: an endpoint that may not be, or cannot be bound.
@@ -120,11 +121,12 @@ class Server:
         """What the server holds."""
         return {**self._protocol.kind.state, **self._update.tables()}
 
-    def _save(self, name: str) -> None:
-        """Begin to save what the server holds, as it is now."""
+    def _save(self, name: str, step: int) -> None:
+        """Begin to save what the server holds, as it is now, after a step."""
         assert self._writer is not None
         dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items()}
-        self._writer.begin(name, {**dense, **{n: np.array(x) for n, x in self._update.tables().items()}})
+        state = {**dense, **{n: np.array(x) for n, x in self._update.tables().items()}}
+        self._writer.begin(name, state, Mark(self._protocol.trainers.sessions, step))
 
     def _end_saves(self) -> None:
         """Wait until all checkpoints are written that were begun."""

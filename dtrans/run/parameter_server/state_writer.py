@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 
+from dtrans.checkpoint.runs import Mark
 from dtrans.errors import DtransError
 from dtrans.protocol.presence import log
 
 
-Keep = Callable[[str, Mapping[str, Any]], None]
+Keep = Callable[[str, Mapping[str, Any], Mark], None]
 
 
 class StateWriter:
@@ -33,19 +34,19 @@ class StateWriter:
 
     def __init__(self, keep: Keep) -> None:
         self._keep = keep
-        self._due: queue.SimpleQueue[tuple[str, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[tuple[str, Mapping[str, Any], Mark] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.wake, self._waker = os.pipe()
         config: Any = jax.config
         self._x64 = config.jax_enable_x64  # of the server's thread; a new one has the default
         self._thread: threading.Thread | None = None
 
-    def begin(self, name: str, state: Mapping[str, Any]) -> None:
-        """Let a state be written under a name; nobody may change it any more."""
+    def begin(self, name: str, state: Mapping[str, Any], mark: Mark) -> None:
+        """Let a state be written under a name, with the mark of its step; nobody may change it any more."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="dtrans checkpoints", daemon=True)
             self._thread.start()
-        self._due.put((name, state))
+        self._due.put((name, state, mark))
 
     def ended(self) -> Iterator[tuple[str, str]]:
         """The checkpoints that have ended since the last call: the name, and why it could not be written, if so."""
@@ -64,15 +65,15 @@ class StateWriter:
     def _run(self) -> None:
         with jax.enable_x64(self._x64):
             while (due := self._due.get()) is not None:
-                name, state = due
-                self._ended.put((name, self._written(name, state)))
+                name, state, mark = due
+                self._ended.put((name, self._written(name, state, mark)))
                 del due, state  # which may be much memory
                 os.write(self._waker, b"+")
 
-    def _written(self, name: str, state: Mapping[str, Any]) -> str:
+    def _written(self, name: str, state: Mapping[str, Any], mark: Mark) -> str:
         """Write a state; why that cannot be, or nothing. The job goes on without it, whatever is wrong."""
         try:
-            self._keep(name, state)
+            self._keep(name, state, mark)
         except DtransError as e:
             return str(e)
         except Exception as e:

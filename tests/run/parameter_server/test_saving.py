@@ -17,7 +17,9 @@ from role_threads import RoleThreads
 from table_jobs import DENSE, LAZY, batches, close, one_device, only, planned, start_at_zero
 
 import dtrans
+from dtrans.checkpoint import api
 from dtrans.checkpoint.api import save_serving
+from dtrans.checkpoint.runs import Mark
 from dtrans.errors import CheckpointWarning, ConfigError, DeadlineError, PeerError, StateError
 from dtrans.protocol import wire
 from dtrans.protocol.trainer import TrainerSteps, answered
@@ -32,17 +34,17 @@ KEY = jax.random.key(0)
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def serve(plan: Any, endpoint: str, **options: Any) -> None:
+def serve(plan: Any, endpoint: str, start: Any = None, **options: Any) -> None:
     role = Role("pserver", plan.trainers, tuple(plan.servers), current_endpoint=endpoint)
     with ServerJob(plan, role, {"deadline": roles.HANG}) as job:
-        job.serve(job.init(KEY), **options)
+        job.serve(dtrans.checkpoint.restore(start, job) if start else job.init(KEY), **options)
 
 
-def train(plan: Any, k: int, given: Any, saves: dict[int, str]) -> Any:
+def train(plan: Any, k: int, given: Any, saves: dict[int, str], start: Any = None) -> Any:
     with TrainerJob(
         plan, Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k), {"deadline": roles.HANG}
     ) as job:
-        state = job.init(KEY)
+        state = dtrans.checkpoint.restore(start, job) if start else job.init(KEY)
         for at, batch in enumerate(given):
             if at in saves and k == plan.trainers - 1:
                 job.save(saves[at])
@@ -143,7 +145,7 @@ def test_counts_of_asynchronous_servers_may_differ(tmp_path: Path) -> None:
         for ep, count in zip(of.servers, (5, 4), strict=True):
             with dtrans.Executor() as exe:
                 state = exe.run(of.servers[ep].startup, KEY) | {"opt_state/0/count": jax.numpy.int32(count)}
-            save_serving(tmp_path / name, of, ep, state, name)
+            save_serving(tmp_path / name, of, ep, state, Mark(("run",), 5))
     first, second = plan.servers
     told = (
         f"opt_state/0/count is not the same on {first} and {second}: 5 and 4, saved while asynchronous trainers went on"
@@ -169,19 +171,57 @@ def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path)
                 ("", "'' is no name of a folder for a checkpoint"),
                 (
                     "1",
-                    "has not saved its part of checkpoint 1: .* is there already: save each checkpoint .* to a path of",
+                    "has not saved its part of checkpoint 1: the piece of .* cannot be written to .*/1/pserver-0: .*File",
                 ),
             ):
                 with pytest.raises(PeerError, match=why):
                     job.save(name)
             state, _ = job.step(state, *batches(1)[0])
 
-    plan_dir = tmp_path / "1" / "pserver-0"
-    plan_dir.mkdir(parents=True)
+    (tmp_path / "1").write_text("no folder")
     role_threads.start(served, serve, plan, served, checkpoints=tmp_path)
     role_threads.start(alone, serve, plan, alone, checkpoints=tmp_path)
     role_threads.start("trainer 0", asks)
     role_threads.all()
+
+
+class Crash(BaseException):
+    """The end of a process."""
+
+
+def test_a_run_that_follows_a_crash_in_a_save(
+    role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on from what is whole, and saves under the same name: other numbers than the first run had."""
+    tx, given, other = optax.adam(0.1), batches(4), batches(8)[4:]
+    plan = planned(tx, None, 2, 2)
+    last, real = [*plan.servers][-1], api.write
+
+    def write(path: Any, layout: Any, who: str, *rest: Any, **options: Any) -> None:
+        if path.name == "2" and who == last:
+            raise Crash
+        real(path, layout, who, *rest, **options)
+
+    def run(data: Any, saves: dict[int, str], start: Any = None) -> Any:
+        for ep in plan.servers:
+            role_threads.start(ep, serve, plan, ep, start=start, checkpoints=tmp_path)
+        for k in range(2):
+            role_threads.start(f"trainer {k}", train, plan, k, data, saves, start)
+        ended = {name: role_threads.end(name) for name in (*plan.servers, "trainer 0", "trainer 1")}
+        role_threads.forget()
+        return ended
+
+    with monkeypatch.context() as m:
+        m.setattr(api, "write", write)
+        assert isinstance(run(given, {1: "1", 2: "2"})[last], Crash)
+    assert [p.name for p in (tmp_path / "2").iterdir()] == ["pserver-0"]
+    with pytest.warns(CheckpointWarning, match="2 is passed over: .* is not whole"):
+        latest = dtrans.checkpoint.latest(tmp_path)
+    assert latest == tmp_path / "1"
+    ended = run(other, {1: "2", 3: "4"}, latest)
+    assert not [x for x in ended.values() if isinstance(x, BaseException)]
+    close(dtrans.checkpoint.load(tmp_path / "2", plan.main)[0], one_device(tx, [given[0], other[0]])[0])
+    assert dtrans.checkpoint.latest(tmp_path) == tmp_path / "4"
 
 
 def test_a_server_without_a_place_says_so(role_threads: RoleThreads) -> None:
