@@ -171,7 +171,7 @@ def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path)
                 ("", "'' is no name of a folder for a checkpoint"),
                 (
                     "1",
-                    "has not saved its part of checkpoint 1: the piece of .* cannot be written to .*/1/pserver-0: .*File",
+                    "has not saved its part of checkpoint 1: the piece of .* cannot be written to .*/pserver-0: .*File",
                 ),
             ):
                 with pytest.raises(PeerError, match=why):
