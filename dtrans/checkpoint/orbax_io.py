@@ -48,6 +48,7 @@ from dtrans.step.frozen import check_still
 
 
 FORMAT = 1
+ORBAX_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # which orbax puts beside them
 
 Folder = str | os.PathLike[str]
 
@@ -303,9 +304,10 @@ def _read_or_torn(piece: Path) -> dict[str, Any] | None:
     try:
         return _read_about(piece)
     except StateError as e:
-        if isinstance(e.__cause__, (FileNotFoundError, json.JSONDecodeError)):
+        torn = isinstance(e.__cause__, (FileNotFoundError, json.JSONDecodeError))
+        if torn and {*os.listdir(piece)} <= {"overview", "arrays", *ORBAX_FILES}:
             return None
-        raise
+        raise  # somebody's own, or the disk's fault
 
 
 def _remove(piece: Path) -> None:
