@@ -91,6 +91,8 @@ from dtrans._jax.runtime import (
     coordinator as coordinator,
     gloo_scatters_wrongly as gloo_scatters_wrongly,
     is_varying as is_varying,
+    job_size as job_size,
+    let_gloo_bind as let_gloo_bind,
 )
 from dtrans._jax.versions import warn_untested
 

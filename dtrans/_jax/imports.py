@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jax.core import ShapedArray as ShapedArray
 from jax.experimental import multihost_utils as multihost_utils
 from jax.experimental.multihost_utils import ProcessFailureError as ProcessFailureError, live_devices as live_devices
+from jax.extend.backend import register_backend_factory as register_backend_factory
 from jax.extend.core import (
     Primitive as Primitive,
     jaxpr_as_fun as jaxpr_as_fun,

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from dtrans._jax.imports import multihost_utils
+from dtrans._jax.imports import multihost_utils, register_backend_factory
 from dtrans._jax.versions import NEWEST_TESTED
 from dtrans.errors import TraceError
 
@@ -42,6 +42,33 @@ def gloo_scatters_wrongly() -> bool:
     config: Any = jax.config
     is_gloo = config.jax_cpu_collectives_implementation == "gloo" and jax.distributed.is_initialized()
     return is_gloo and jax.__version_info__ < (0, 12)
+
+
+def let_gloo_bind(host: str) -> bool:
+    """Let Gloo bind an address of this host, and tell it to the others, in place of what the host's name resolves to.
+
+    Call it between `jax.distributed.initialize` and the first use of a device. JAX's own factory of CPU devices names
+    no address, and Gloo then takes that of `gethostname()`, which is 127.0.1.1 on Debian.
+
+    Returns:
+      False where this JAX has no way to say so.
+    """
+    bridge: Any = multihost_utils.xla_bridge
+    try:
+        make_client, make_gloo = bridge.make_cpu_client, bridge._jax.make_gloo_tcp_collectives
+    except AttributeError:
+        return False
+
+    def factory() -> Any:
+        return make_client(make_gloo(distributed_client=bulletin_board(), hostname=host))
+
+    register_backend_factory("cpu", factory, priority=0, fail_quietly=False)
+    return True
+
+
+def job_size() -> tuple[int, int]:
+    """Return the number of this process and the number of processes, without making devices."""
+    return int(_of_job("process_id")), int(_of_job("num_processes"))
 
 
 def bulletin_board() -> Any:

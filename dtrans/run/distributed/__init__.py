@@ -3,6 +3,7 @@
 role            what a launched process knows of itself
 rendezvous      the trainers of nccl2 mode find one another
 connect         they become one job of `jax.distributed`
+gloo            where Gloo of each process is reached
 elastic         those left of it go on
 address         where they reach each other, beside what JAX connects
 multihost       what they hold together and agree on

@@ -81,12 +81,20 @@ def address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> A
             "encrypted: binding an address that other hosts reach needs "
             "dtrans.connect(allow_remote=True)"
         )
-    host, port = split_endpoint(coordinator)
+    own = route_to_coordinator(cluster, coordinator)
+    return Address("*", split_endpoint(coordinator)[0]) if is_loopback(own) else Address(own, own)
+
+
+def route_to_coordinator(cluster: Membership, coordinator: str) -> str:
+    """Return the address of this host from which messages go to the coordinator.
+
+    Raises:
+      ConfigError: there is none.
+    """
     try:
-        own = route_to(host, port)
+        return route_to(*split_endpoint(coordinator))
     except OSError as e:
         raise ConfigError(f"{cluster.name} finds no way from this host to the coordinator at {coordinator}: {e}") from e
-    return Address("*", host) if is_loopback(own) else Address(own, own)
 
 
 def route_to(host: str, port: int) -> str:

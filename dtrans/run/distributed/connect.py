@@ -41,6 +41,7 @@ from dtrans.checkpoint.runs import new_run
 from dtrans.checks import check_number, check_one_of
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import elastic, watch
+from dtrans.run.distributed.gloo import bind_gloo, check_own_endpoint
 from dtrans.run.distributed.membership import Membership, current, join, known
 from dtrans.run.distributed.multihost import all_reduce_sum
 from dtrans.run.distributed.rendezvous import rendezvous
@@ -96,8 +97,9 @@ def connect(
         else:
             _connect(role, deadline, allow_remote, loss)
             atexit.register(_leave)
-        everyone = tuple(range(jax.process_count()))
         endpoints = role.trainer_endpoints if role else ()
+        bind_gloo(endpoints, deadline)
+        everyone = tuple(range(jax.process_count()))
         member = join(Membership(jax.process_index(), everyone, endpoints, deadline, loss, allow_remote))
         member = join(dataclasses.replace(member, run=_first_word(member)))
         watch.start(member)
@@ -163,6 +165,7 @@ def _connect(role: Role | None, deadline: float, allow_remote: bool, loss: str) 
                 f"DTRANS_ROLE and its companions, or start it under Slurm, Open MPI or Kubernetes (JAX says: {e})"
             ) from e
         return
+    check_own_endpoint(role.trainer_id, role.trainer_endpoints)
     rendezvous(role.trainer_id, role.trainer_endpoints, deadline=deadline, allow_remote=allow_remote)
     first = role.trainer_endpoints[0]
     if "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
