@@ -91,6 +91,10 @@ class DeadlineError(PeerError, TimeoutError):
     """A wait ran out of time. The message says who waited for whom, for what, and how long."""
 
 
+class CheckpointError(PeerError):
+    """A checkpoint that servers could not write. The job goes on: another one may be asked for."""
+
+
 @contextlib.contextmanager
 def options_named(names: Mapping[str, str]) -> Iterator[None]:
     """Let errors name options as an interface over the package does.

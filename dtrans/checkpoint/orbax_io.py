@@ -222,6 +222,7 @@ def _writing(who: str, place: Path) -> Iterator[None]:
     except DtransError:
         raise  # it says its own cause
     except (OSError, ValueError) as e:  # of orbax's own writer a full disk is a ValueError
+        shutil.rmtree(place.with_name(f"{place.name}.orbax-checkpoint-tmp"), ignore_errors=True)  # it takes room
         raise StateError(
             f"the piece of {who} cannot be written to {place}: {e}. Make room, or let this process write there; what "
             "was saved before is as it was"

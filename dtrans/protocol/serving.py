@@ -42,8 +42,9 @@ class Serving:
 
     Attributes:
       local: where trainers on the same host find it too; empty, where they do not.
-      keep: begins to save what the server holds now, under a name, after a step of the trainer that asks; None where
-        there is no place for it. Whoever writes it tells of the end by `written`.
+      keep: begins to save what the server holds now, under a name, after so many steps of the trainer that asks; None
+        where there is no place for it. Whoever writes it tells of the end by `written`.
+      saved: the checkpoints that are written, and after how many steps of the trainer that asked.
     """
 
     def __init__(self, kind: SyncServer | AsyncServer, trainers: Presence, say: Say, refusals: Refusals) -> None:
@@ -52,7 +53,8 @@ class Serving:
         self.refusals = refusals
         self.local = ""
         self.keep: Callable[[str, int], object] | None = None
-        self._saves: dict[str, tuple[int, list[tuple[int, wire.Message]]]] = {}  # under way: the step, and who asked
+        self.saved: dict[str, int] = {}
+        self._saves: dict[str, tuple[int, list[tuple[int, wire.Message]]]] = {}  # under way: the steps, and who asked
         self._say = say
 
     @property
@@ -89,7 +91,10 @@ class Serving:
         Args:
           error: why it cannot be; empty where it is written.
         """
-        for k, message in self._saves.pop(name)[1]:
+        made, asked = self._saves.pop(name)
+        if not error:
+            self.saved[name] = made
+        for k, message in asked:
             self._say_saved(k, message, error)
 
     def say_why(self, e: BaseException) -> None:
@@ -127,23 +132,30 @@ class Serving:
             tell_changes(self.kind.tables, self._say, address, message)
 
     def _save(self, k: int, message: wire.Message) -> None:
-        """Begin to save what the server holds; several may ask for the same, after the same step."""
-        name, step = message["name"], message["step"]
-        if name in self._saves and self._saves[name][0] == step:
+        """Begin to save what the server holds. All trainers may ask for the same, after as many steps: it is one."""
+        name, made = message["name"], message["made"]
+        before = self._saves[name][0] if name in self._saves else self.saved.get(name)
+        if before == made and name in self._saves:
             self._saves[name][1].append((k, message))
+            return
+        if before == made:
+            self._say_saved(k, message, "")
             return
         try:
             if self.keep is None:
                 raise StateError("it has no place for checkpoints: say job.serve(state, checkpoints=folder)")
             if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
                 raise StateError(f"{wire.brief(name)} is no name of a folder for a checkpoint")
-            if name in self._saves:
-                raise StateError(f"checkpoint {name} of step {self._saves[name][0]} is still being written")
-            self.keep(name, step)
+            if before is not None:
+                raise StateError(
+                    f"it has saved {name} after {before} steps, and trainer {k} has made {made}: give each checkpoint "
+                    "a name of its own"
+                )
+            self.keep(name, made)
         except DtransError as e:
             self._say_saved(k, message, str(e))
         else:
-            self._saves[name] = step, [(k, message)]
+            self._saves[name] = made, [(k, message)]
 
     def _say_saved(self, k: int, message: wire.Message, error: str) -> None:
         """Answer a `save`, unless its trainer has left."""

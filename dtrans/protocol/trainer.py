@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dtrans.errors import PeerError, StateError
+from dtrans.errors import CheckpointError, PeerError, StateError
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.tables import rows_ahead
@@ -228,17 +228,18 @@ class TrainerSteps:
             yield from _landed(self._line(endpoint), blocks)
         self.in_step = False
 
-    def save(self, endpoints: Sequence[str], name: str, *, wait: bool = True) -> Waiting[None]:
+    def save(self, endpoints: Sequence[str], name: str, made: int, *, wait: bool = True) -> Waiting[None]:
         """Let servers save what they hold, between two steps; first wait for what they save already.
 
         Args:
+          made: how many steps this trainer has made.
           wait: until it is written. Otherwise `saved` does.
         """
         yield from self.saved()
         asked = {}
         for endpoint in endpoints:
             line = self._line(endpoint)
-            asked[endpoint] = line.ask("save", name=name)
+            asked[endpoint] = line.ask("save", name=name, made=made)
             line.saved[asked[endpoint]] = None
         self._saves = name, asked
         if wait:
@@ -248,7 +249,7 @@ class TrainerSteps:
         """Wait until servers have written the checkpoint that they were asked for last, if any.
 
         Raises:
-          PeerError: a server that could not, when all have answered: the job may go on.
+          CheckpointError: a server that could not, when all have answered: the job may go on.
         """
         (name, asked), self._saves = self._saves, ("", {})
         failed: dict[str, str] = {}
@@ -272,8 +273,9 @@ class TrainerSteps:
             for endpoint, line in lines.items():
                 line.while_it_waits = None
                 line.saved.pop(asked[endpoint])
-        for endpoint, why in failed.items():
-            raise PeerError(f"pserver {endpoint} has not saved its part of checkpoint {name}: {why}")
+        if failed:
+            part = f"has not saved its part of checkpoint {name}"
+            raise CheckpointError("; ".join(f"pserver {endpoint} {part}: {why}" for endpoint, why in failed.items()))
 
     def tables(self, endpoints: Sequence[str]) -> Waiting[list[TableReport]]:
         """What servers have of tables, between two steps."""

@@ -17,7 +17,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
                    [, ahead, request]                            [, ahead, last, count, request]
     row_ids        step, gradient, count, pieces
                    + frames
-    save           step, name[, request]               saved     name, error[, request]
+    save           step, name, made[, request]         saved     name, error[, request]
     saving         step
     tables         step[, request]                     report    tables[, request]
     changed_since  step, table, since[, request]       changes   table, now, count, gone,
@@ -72,7 +72,8 @@ the numbers of `count` rows in the block under the name "ids", and of `gone` oth
 An answer repeats the `request` that it answers, a number that its trainer uses once. A trainer that has given up
 waiting drops the answer when it comes. `saved` may come many steps after its `save`, since servers write beside the
 steps. A trainer that waits for it says `saving` to all servers, each time that one of them is still writing: it is not
-late.
+late. In a `save`, `made` is the number of steps that the trainer has made: the same for all servers. Several trainers
+may ask for one checkpoint, after as many steps.
 
 `pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
 the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
@@ -111,7 +112,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "exchange": {"step": int, "round": int, "values": list, "pieces": list},
     "prefetch": {"step": int, "table": str, "count": int, "train": bool, "pieces": list},
     "row_ids": {"step": int, "gradient": str, "count": int, "pieces": list},
-    "save": {"step": int, "name": str},
+    "save": {"step": int, "name": str, "made": int},
     "saving": {"step": int},
     "tables": {"step": int},
     "changed_since": {"step": int, "table": str, "since": int},

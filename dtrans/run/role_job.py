@@ -93,6 +93,8 @@ class TrainerJob(RoleJob):
     A state is what the trainer holds: (params,), or (params, opt_state) where each trainer has its own (GEO-SGD).
     """
 
+    _made = 0  # steps
+
     @property
     def roles(self) -> tuple[str, ...]:
         return () if self.role.trainer_id else (TRAINER,)
@@ -129,6 +131,7 @@ class TrainerJob(RoleJob):
         self.check(state)
         program, shared, batch, rows = self._given(batch)
         made = self._merged(self._executor.run(program, *state, *batch), batch, shared, rows)
+        self._made += 1
         return (tuple(made[: len(state)]), *made[len(state) :])
 
     def prefetch(self, *batch: Any) -> bool:
@@ -253,7 +256,8 @@ class TrainerJob(RoleJob):
         It is as after the last step of this trainer: with synchronous trainers, that of all of them; with `dtrans.Geo`
         after its last push. The servers must
         have been told where (`job.serve(state, checkpoints=folder)`); what is saved is at `folder/name`, as
-        `dtrans.checkpoint.load` and `restore` read it. One trainer is enough to say so.
+        `dtrans.checkpoint.load` and `restore` read it. One trainer is enough to say so; where all do, with the same
+        name after the same number of steps, it is one checkpoint.
 
         Args:
           name: of the checkpoint: `300`.
@@ -261,7 +265,8 @@ class TrainerJob(RoleJob):
             on meanwhile: the next `save`, or the end of the job, waits for this one and raises what it has met.
 
         Raises:
-          PeerError: a server that has no place for it, or could not save; the job goes on.
+          CheckpointError: a server that has no place for it, could not write it, or has saved another step under this
+            name; the job goes on.
           ConfigError: before `init`; or a plan whose trainers hold leaves that no server has.
 
         Source: `checkpoint_notify` of Paddle, at which each server saves its own.
@@ -273,7 +278,7 @@ class TrainerJob(RoleJob):
                 f"{self.plan.frozen[0]} is on no server: save when the job has ended, with dtrans.checkpoint.save"
             )
         servers = tuple(self.plan.servers)
-        self._executor.between_steps(f"checkpoint {name}", lambda to: to.save(servers, name, wait=wait))
+        self._executor.between_steps(f"checkpoint {name}", lambda to: to.save(servers, name, self._made, wait=wait))
 
     def tables(self) -> TablesReport:
         """What servers have of tables, after the last step of this trainer: rows that are made, and what they weigh.

@@ -121,12 +121,12 @@ class Server:
         """What the server holds."""
         return {**self._protocol.kind.state, **self._update.tables()}
 
-    def _save(self, name: str, step: int) -> None:
-        """Begin to save what the server holds, as it is now, after a step."""
+    def _save(self, name: str, made: int) -> None:
+        """Begin to save what the server holds, as it is now, after so many steps."""
         assert self._writer is not None
         dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items()}
         state = {**dense, **{n: np.array(x) for n, x in self._update.tables().items()}}
-        self._writer.begin(name, state, Mark(self._protocol.trainers.sessions, step))
+        self._writer.begin(name, state, Mark(self._protocol.trainers.sessions, made))
 
     def _end_saves(self) -> None:
         """Wait until all checkpoints are written that were begun."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import select
 import threading
 import warnings
@@ -17,10 +19,10 @@ from role_threads import RoleThreads
 from table_jobs import DENSE, LAZY, batches, close, one_device, only, planned, start_at_zero
 
 import dtrans
-from dtrans.checkpoint import api
+from dtrans.checkpoint import api, orbax_io
 from dtrans.checkpoint.api import save_serving
 from dtrans.checkpoint.runs import Mark
-from dtrans.errors import CheckpointWarning, ConfigError, DeadlineError, PeerError, StateError
+from dtrans.errors import CheckpointError, CheckpointWarning, ConfigError, DeadlineError, StateError
 from dtrans.protocol import wire
 from dtrans.protocol.trainer import TrainerSteps, answered
 from dtrans.protocol.trainer_line import TrainerLine
@@ -174,7 +176,7 @@ def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path)
                     "has not saved its part of checkpoint 1: the piece of .* cannot be written to .*/pserver-0: .*File",
                 ),
             ):
-                with pytest.raises(PeerError, match=why):
+                with pytest.raises(CheckpointError, match=why):
                     job.save(name)
             state, _ = job.step(state, *batches(1)[0])
 
@@ -183,6 +185,103 @@ def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path)
     role_threads.start(alone, serve, plan, alone, checkpoints=tmp_path)
     role_threads.start("trainer 0", asks)
     role_threads.all()
+
+
+def refused_by_the_disk(monkeypatch: pytest.MonkeyPatch, of: Any, what: str, code: int) -> None:
+    """Let something that is done to write a piece fail."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(of, what, refuse)
+
+
+@pytest.mark.parametrize(
+    "of, what, code",
+    [
+        (Path, "exists", errno.EACCES),
+        (orbax_io, "_finished", errno.ESTALE),
+        (Path, "mkdir", errno.EROFS),
+        (orbax_io, "_save_piece", errno.EIO),
+        (orbax_io, "_sync", errno.EIO),
+        (None, "9" * 300, errno.ENAMETOOLONG),
+    ],
+    ids=["look", "read", "make", "write", "sync", "name"],
+)
+def test_a_folder_that_cannot_be_used_ends_no_job(
+    role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: Any, what: str, code: int
+) -> None:
+    """Who asked is told of each server, its folder, and what the system says; training is as it was."""
+    tx, given = optax.adam(0.1), batches(3)
+    plan = planned(tx, None, 1, 2)
+    name = "0" if of else what
+
+    def train() -> Any:
+        role = Role("trainer", 1, tuple(plan.servers), trainer_id=0)
+        with TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+            state, _ = job.step(job.init(KEY), *given[0])
+            with monkeypatch.context() as m, pytest.raises(CheckpointError) as told:
+                if of:
+                    refused_by_the_disk(m, of, what, code)
+                job.save(name)
+            for ep, piece in zip(plan.servers, ("pserver-0", "pserver-1"), strict=True):
+                said = f"pserver {ep} has not saved its part of checkpoint {name}: the piece of {ep} cannot be written"
+                assert f"{said} to {tmp_path}/{name}/{piece}: [Errno {code}] {os.strerror(code)}" in str(told.value)
+            job.save("0")
+            state, _ = job.step(state, *given[1])
+            job.save("1")
+            return job.params(state)
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, checkpoints=tmp_path)
+    role_threads.start("trainer 0", train)
+    ended = role_threads.all()["trainer 0"]
+    close(ended, one_device(tx, given[:2])[0])
+    close(dtrans.checkpoint.load(tmp_path / "0", plan.main)[0], one_device(tx, given[:1])[0])
+    close(dtrans.checkpoint.load(tmp_path / "1", plan.main)[0], ended)
+
+
+def test_a_save_that_fails_leaves_no_files_that_take_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(optax.sgd(0.1), None, 1, 1)
+    (ep,) = plan.servers
+    with dtrans.Executor() as exe:
+        state = exe.run(plan.servers[ep].startup, KEY)
+    refused_by_the_disk(monkeypatch, orbax_io, "_sync_tree", errno.ENOSPC)
+    with pytest.raises(StateError, match="No space left on device"):
+        save_serving(tmp_path / "1", plan, ep, state, Mark(("run",), 1))
+    assert os.listdir(tmp_path / "1") == []
+
+
+@pytest.mark.parametrize("mode", [dtrans.Sync(), dtrans.Async()], ids=["sync", "async"])
+def test_all_trainers_may_ask_for_one_checkpoint(role_threads: RoleThreads, tmp_path: Path, mode: Any) -> None:
+    """After as many steps it is one, whoever is first and however late the others are; another step needs a name."""
+    tx, given = optax.adam(0.1), batches(3)
+    plan = planned(tx, None, 2, 2, mode=mode)
+
+    def train(k: int) -> None:
+        role = Role("trainer", 2, tuple(plan.servers), trainer_id=k)
+        with TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+            state = job.init(KEY)
+            for at, batch in enumerate(given):
+                state, _ = job.step(state, *job.shard_batch(*batch))
+                job.save(str(at))
+                job.save(str(at))
+            with pytest.raises(
+                CheckpointError, match=rf"has saved 1 after 2 steps, and trainer {k} has made 3: give each"
+            ):
+                job.save("1")
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, checkpoints=tmp_path)
+    for k in range(2):
+        role_threads.start(f"trainer {k}", train, k)
+    role_threads.all()
+    for at in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)  # counts of asynchronous servers
+            params = dtrans.checkpoint.load(tmp_path / str(at), plan.main)[0]
+        if plan.sync_mode:
+            close(params, one_device(tx, given[: at + 1])[0])
 
 
 def test_a_run_that_follows_a_crash_in_a_save(
@@ -224,7 +323,7 @@ def test_a_server_without_a_place_says_so(role_threads: RoleThreads) -> None:
     def asks() -> None:
         with TrainerJob(plan, Role("trainer", 1, (ep,), trainer_id=0), {"deadline": roles.HANG}) as job:
             job.init(KEY)
-            with pytest.raises(PeerError, match=r"say job.serve\(state, checkpoints=folder\)"):
+            with pytest.raises(CheckpointError, match=r"say job.serve\(state, checkpoints=folder\)"):
                 job.save("1")
 
     role_threads.start(ep, serve, plan, ep)
@@ -298,10 +397,10 @@ def test_what_went_wrong_beside_the_steps_is_raised_by_the_next_save_and_at_the_
         state = job.init(KEY)
         job.save("1", wait=False)
         state, _ = job.step(state, *batches(1)[0])
-        with pytest.raises(PeerError, match="has not saved its part of checkpoint 1"):
+        with pytest.raises(CheckpointError, match="has not saved its part of checkpoint 1"):
             job.save("3")
         job.save("2", wait=False)
-        with pytest.raises(PeerError, match="has not saved its part of checkpoint 2"):
+        with pytest.raises(CheckpointError, match="has not saved its part of checkpoint 2"):
             job.close()
 
     role_threads.start(ep, serve, plan, ep, checkpoints=tmp_path)
@@ -319,7 +418,7 @@ def test_an_answer_that_comes_too_late_is_no_answer_to_another_request() -> None
         raise DeadlineError(what)
 
     late = {
-        "saved": (lambda: steps.save(["here"], "1"), {"name": "1", "error": ""}),
+        "saved": (lambda: steps.save(["here"], "1", 0), {"name": "1", "error": ""}),
         "report": (lambda: steps.tables(["here"]), {"tables": []}),
         "evicted": (lambda: steps.evict([("here", "t")], 1), {"table": "t", "count": 0, "error": ""}),
         "rows": (lambda: steps.prefetch([("here", "t", np.arange(1), np.ones((1, 1)))], train=False),
