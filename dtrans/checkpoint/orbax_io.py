@@ -306,9 +306,18 @@ def _read_or_torn(piece: Path) -> dict[str, Any] | None:
         return _read_about(piece)
     except StateError as e:
         torn = isinstance(e.__cause__, (FileNotFoundError, json.JSONDecodeError))
-        if torn and {*os.listdir(piece)} <= {"overview", "arrays", *ORBAX_FILES}:
+        # another process may have removed it meanwhile
+        if torn and _names(piece) <= {"overview", "arrays", *ORBAX_FILES}:
             return None
         raise  # somebody's own, or the disk's fault
+
+
+def _names(folder: Path) -> set[str]:
+    """Return what is in a folder; nothing, where there is none."""
+    try:
+        return {*os.listdir(folder)}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
 
 
 def _remove(piece: Path) -> None:
@@ -362,13 +371,10 @@ def _from_json(fields: Mapping[str, Any]) -> VarDistributed:
 
 
 def _finished(path: Path) -> list[Path]:
-    """The pieces that were written to their end."""
-    try:
-        names = os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        names = []
-    numbered = [path / name for name in names if re.fullmatch(r"(pserver|trainer|rank)-\d+", name)]
-    return sorted(p for p in numbered if _orbax().utils.is_checkpoint_finalized(p))
+    """The pieces that were written to their end: others have a longer name."""
+    _orbax()
+    numbered = [path / name for name in _names(path) if re.fullmatch(r"(pserver|trainer|rank)-\d+", name)]
+    return sorted(p for p in numbered if p.is_dir())
 
 
 def _read_about(piece: Path) -> dict[str, Any]:
