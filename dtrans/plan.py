@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from dtrans._jax import within_mesh, without_mesh
 from dtrans.checks import check_int
 from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ir import display
@@ -175,7 +176,8 @@ class Plan(abc.ABC):
         return self._realised("simulate")
 
     def _realised(self, way: str, *args: Any, **options: Any) -> Job:
-        job: Job = realiser(self, way)(self, *args, **options)
+        with within_mesh(None):
+            job: Job = realiser(self, way)(self, *args, **options)
         return job
 
 
@@ -206,6 +208,10 @@ def _hyperparameter_leaf(leaves: Iterable[str], name: str) -> str:
     return kept[name][0]
 
 
+# the methods of jobs that make arrays, or compile
+_CALLED = {"init", "step", "prefetch", "place", "params", "opt_state", "state_of", "lower", "held"}
+
+
 class Job(abc.ABC):
     """A plan, running: `init`, `step`, and functions of the state in between. The job itself holds compiled code.
 
@@ -226,6 +232,12 @@ class Job(abc.ABC):
 
     run_id: str  # which run of the job it is: the default tag of its checkpoints
     saves = True  # whether this process saves what all of them have alike
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let the methods run without the mesh that a caller has set: a job has devices of its own."""
+        super().__init_subclass__(**options)
+        for name in _CALLED & vars(cls).keys():
+            setattr(cls, name, without_mesh(vars(cls)[name]))
 
     @abc.abstractmethod
     def check(self, state: Any) -> None:
@@ -397,6 +409,7 @@ class Job(abc.ABC):
         """
         return self.state_of(*one_state.divided(self.plan.main, state))
 
+    @without_mesh
     def with_hyperparameters(self, state: Any, **values: float) -> Any:
         """Return a state with other hyperparameters, which the optimizer keeps by name (`optax.inject_hyperparams`).
 
@@ -439,6 +452,7 @@ class Job(abc.ABC):
             )
         return new
 
+    @without_mesh
     def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
         """`fn(params, *args)`, or `fn(state, *args)` of a step of one state: evaluation, or sampling.
 

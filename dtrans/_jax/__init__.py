@@ -6,6 +6,7 @@
     own          how primitives of this package are made
     origins      where an equation comes from
     primitives   primitives by kind, and the parameters of loops, branches, calls and collectives
+    placement    meshes and shardings of a user's arrays, which programs do not carry
     runtime      devices and processes
 
 Tests look that nothing else of the package imports such a module, names such a parameter, or says `.jaxpr.jaxpr`. Each
@@ -58,6 +59,14 @@ from dtrans._jax.own import (
     new_identity as new_identity,
     new_kept as new_kept,
     new_primitive as new_primitive,
+)
+from dtrans._jax.placement import (
+    current_mesh as current_mesh,
+    plain_array as plain_array,
+    plain_jaxpr as plain_jaxpr,
+    plain_type as plain_type,
+    within_mesh as within_mesh,
+    without_mesh as without_mesh,
 )
 from dtrans._jax.primitives import (
     CALLBACKS as CALLBACKS,

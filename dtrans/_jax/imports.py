@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         outvars: list[Var]
         effects: Any
         source_info: Any
+        ctx: Any
 
         def replace(self, **changes: Any) -> JaxprEqn: ...
 

@@ -97,10 +97,10 @@ def share_given(
     given = None if shared.proven else given_values(whole, part, parts, held)
     if given is None or not given.spots:
         return shared, None
-    batch = dataclasses.replace(batch, unsplit_inputs=(*batch.unsplit_inputs, *given.whole))
-    taken = cut(silent(differentiated(given.taken_by(part)))).with_reported()
     for way in given.by_portions(whole):
-        again = share(taken, batch, parts, over, open_state=True, portions=way.portions)
+        taken = cut(silent(differentiated(way.taken_by(part)))).with_reported()
+        given_to_all = dataclasses.replace(batch, unsplit_inputs=(*batch.unsplit_inputs, *way.whole))
+        again = share(taken, given_to_all, parts, over, open_state=True, portions=way.portions)
         if again.proven:
             return again, way
     return again if again.part.exchanged else shared, None

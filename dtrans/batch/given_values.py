@@ -31,6 +31,7 @@ from dtrans._jax import ELEMENTWISE, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, 
 from dtrans.errors import BatchError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.fingerprint import of_value
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
@@ -66,12 +67,14 @@ class GivenValues:
     """The values that micro-batches of a captured step are given.
 
     Attributes:
-      spots: where each is made.
+      spots: where each is made. One that is made outside of the loss may be there twice: once for the loss, which reads
+        a portion, and once for all else.
       whole: the names of those that every micro-batch gets whole; of others it gets rows.
       held: parameters without a gradient that they may be made of, a key perhaps.
       parts: how many micro-batches there are.
       portions: the names of those of which every micro-batch gets an equal portion, not the whole.
       equations: the primitives of the step in which they were found, which spots count.
+      loss_reads: the names of portions that the loss reads, by the spot of which the rest of the step reads all.
     """
 
     spots: tuple[Spot, ...]
@@ -80,6 +83,7 @@ class GivenValues:
     parts: int = 1
     portions: tuple[str, ...] = ()
     equations: tuple[str, ...] = ()
+    loss_reads: Mapping[Spot, str] = dataclasses.field(default_factory=dict)
 
     def by_portions(self, captured: Program) -> Iterator[GivenValues]:
         """The ways to give what every micro-batch gets whole: all of it, then portions of numbers, then of single ones.
@@ -91,11 +95,27 @@ class GivenValues:
         numbers = [
             n for n in self.whole if jnp.issubdtype(step.value(self.spots[self.number(n)]).aval.dtype, jnp.inexact)
         ]
+        others = [a for e in step.inner.eqns if e is not step.loss for a in e.invars]
+        read_elsewhere = {a for a in (*others, *step.inner.outvars) if isinstance(a, Var)}
+        twice = {n for n in numbers if step.value(self.spots[self.number(n)]) in read_elsewhere}
         yield self
         if numbers:
-            yield dataclasses.replace(self, portions=tuple(numbers))
+            yield self._with_portions(numbers, twice)
         for n in numbers if len(numbers) > 1 else ():
-            yield dataclasses.replace(self, portions=(n,))
+            yield self._with_portions([n], twice)
+
+    def _with_portions(self, numbers: Sequence[str], twice: Collection[str]) -> GivenValues:
+        """The same with portions of some; of those in `twice` only the loss gets a portion, all else gets the whole."""
+        names = {n: n for n in numbers}
+        names |= {n: f"{ROOT}/{len(self.spots) + i}" for i, n in enumerate(n for n in numbers if n in twice)}
+        spots = {n: self.spots[self.number(n)] for n in numbers if n in twice}
+        return dataclasses.replace(
+            self,
+            spots=(*self.spots, *spots.values()),
+            whole=(*self.whole, *(names[n] for n in spots)),
+            portions=tuple(names.values()),
+            loss_reads={spot: names[n] for n, spot in spots.items()},
+        )
 
     @staticmethod
     def number(name: str) -> int:
@@ -115,15 +135,18 @@ class GivenValues:
     def taken_by(self, captured: Program) -> Program:
         """A captured step with these values as its last arguments. Raises BatchError for one of other equations."""
         step = self._flat(captured)
-        given = {spot: Var(step.value(spot).aval) for spot in self.spots}
+        added = [Var(step.value(spot).aval) for spot in self.spots]
+        # of a spot that is there twice the first is for all but the loss
+        given = dict(reversed([*zip(self.spots, added, strict=True)]))
         sub = {step.value(s): v for s, v in given.items() if not s.in_loss}
+        portions = {step.value(s): added[self.number(n)] for s, n in self.loss_reads.items()}
         eqns = [e if e is step.loss else e.replace(invars=_read(e.invars, sub)) for e in step.inner.eqns]
-        eqns[step.at] = self._loss(step, given, sub)
+        eqns[step.at] = self._loss(step, given, {**sub, **portions})
         inner = step.inner
         jaxpr = closed(
             inner.constvars,
             step.constants,
-            [*inner.invars, *given.values()],
+            [*inner.invars, *added],
             _read(inner.outvars, sub),
             eqns,
             inner,
@@ -132,7 +155,7 @@ class GivenValues:
         return dataclasses.replace(
             captured,
             jaxpr=jaxpr,
-            args=(*captured.args, TreeSpec.of(tuple(v.aval for v in given.values()), ROOT)),
+            args=(*captured.args, TreeSpec.of(tuple(v.aval for v in added), ROOT)),
             roles=(FORWARD,) * len(eqns),
             labels={},
             specializer=lambda types: self.taken_by(captured.specialize_flat(types[:count])),
@@ -346,7 +369,7 @@ class _Finder:
         if not free or y.effects or x.effects:
             self._read(x.invars, y.invars)
             return
-        own = y.primitive.name in _BY_ROW and self._by_row(x, y)
+        own = self._is_same(x, y) or (y.primitive.name in _BY_ROW and self._by_row(x, y))
         if y.primitive.name == "transpose" and self.rows(x.outvars[0], y.outvars[0]) is NotImplemented:
             self._read(x.invars, y.invars)  # parts are given what has its rows on dim 0, and turn it as the step does
             own = True
@@ -356,6 +379,16 @@ class _Finder:
                 self.known[v] = _Known(own, dataclasses.replace(spot, out=k))
             else:
                 self.known[v] = _Known(own=y.params["dimension"] != 0, spot=None)
+
+    def _is_same(self, x: JaxprEqn, y: JaxprEqn) -> bool:
+        """Return True if the equation makes the same of the same operands, as the split of a key does."""
+        for a, b in zip((*x.invars, *x.outvars), (*y.invars, *y.outvars), strict=True):
+            if isinstance(b, Literal):
+                if not isinstance(a, Literal) or not _equal(a.val, b.val):
+                    return False
+            elif self.rows(a, b) is not None or not (b in y.outvars or self.known[b].own):
+                return False
+        return of_value(x.params) == of_value(y.params)
 
     def _by_row(self, x: JaxprEqn, y: JaxprEqn) -> bool:
         """Whether a part makes its rows of the result from its rows of the operands."""

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, axes_of, equations
+from dtrans._jax import Atom, axes_of, equations, without_mesh
 from dtrans.batch.given_micro_steps import GivenMicroSteps, share_given, silent
 from dtrans.batch.shared import SharedStep, batch_axes, grown, share
 from dtrans.data_parallel.accumulation import MicroSteps, micro_types, write_local_steps, write_micro_steps
@@ -63,6 +63,7 @@ from dtrans.step.observers import (
 from dtrans.step.startup import match_startup, of_two_parts
 
 
+@without_mesh
 def nccl2(
     main: Program,
     startup: Program,

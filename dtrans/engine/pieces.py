@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from dtrans._jax import Atom
 from dtrans.engine.array_fns import kept
 from dtrans.engine.layout import Shards
@@ -29,14 +32,26 @@ class Pieces:
     def index(self) -> Atom:
         """The number of the shard."""
         if self._index is None:
-            (self._index,) = self.b.bind(trainer_index_p, over=self.shards.over)
+            with self._for_all():
+                (self._index,) = self.b.bind(trainer_index_p, over=self.shards.over)
         return self._index
+
+    @contextlib.contextmanager
+    def _for_all(self) -> Iterator[None]:
+        """Write what every equation may read: it comes from no line, and from no derivative."""
+        source, self.b.source = self.b.source, None
+        yield
+        self.b.source = source
 
     def of(self, size: int, row: RowAxis) -> Slice:
         """The piece of a dimension of `size` entries; what is behind them is padding."""
         local = self.shards.local(size, row)
         if local not in self._starts:
-            write = lambda b: b.call(times(local), self.index())[0]
+
+            def write(b: Builder) -> Atom:
+                with self._for_all():
+                    return b.call(times(local), self.index())[0]
+
             self._starts[local] = Start(write, self.shards.whole(size, row))
         return Slice(row.axis, self._starts[local], local)
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef, keystr
 
+from dtrans._jax import plain_array
 from dtrans.errors import BatchError, TraceError
 
 
@@ -87,7 +88,7 @@ class TreeSpec:
         return self.names[0].split("/")[0] if self.names else ""
 
     def flatten(self, tree: Any, what: str = "argument") -> list[Any]:
-        """The arrays of `tree`, in leaf order.
+        """The arrays of `tree`, in leaf order, without Explicit axes in their types.
 
         Raises:
           TraceError: `tree` is not of this shape.
@@ -102,7 +103,7 @@ class TreeSpec:
         for spec, leaf in zip(self.leaves, found, strict=True):
             if isinstance(spec, str):
                 check_integers(spec, leaf)
-                arrays.append(leaf)
+                arrays.append(plain_array(leaf))
             elif not spec.same(leaf):
                 raise TraceError(
                     f"{what} holds {leaf!r} where {spec.value!r} was when it was traced; a leaf that is not an "

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import jax
 
+from dtrans._jax import without_mesh
 from dtrans.batch.shared import SharedStep, batch_axes, share, share_alone
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import BatchError, ConfigError, GradientError
@@ -64,6 +65,7 @@ SYNC_TELLS = (
 )
 
 
+@without_mesh
 def pserver(
     main: Program,
     startup: Program,

@@ -144,6 +144,14 @@ class PipelinePlan(Plan):
         return tuple(n for spec in self.main.args[2:] for n in spec.names)
 
     @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments of the step that the update reads, itself or by way of values of the whole batch."""
+        found, types = {*self.update.arguments}, self.main.inputs
+        if self.values is not None and not found <= {*self.batch}:
+            found |= {n for n in self.values.read if not types[n].ndim}
+        return tuple(n for n in self.batch if n in found)
+
+    @property
     def state(self) -> tuple[str, ...]:
         """The names of the arrays of the state, as stages hold them."""
         return tuple(n for spec in self.update.program.args[:2] for n in spec.names)
@@ -318,8 +326,8 @@ class PipelinePlan(Plan):
             if len(s) > 1
         ]
         notes += [f"{name}: {way}" for name, way in self.merges.items()]
-        if self.update.arguments:
-            notes.append(f"the update reads {', '.join(self.update.arguments)}, which all stages are given")
+        if self.arguments:
+            notes.append(f"the update reads {', '.join(self.arguments)}, which all stages are given")
         if self.unused_effects:
             what = "gradients, or at what the optimizer makes"
             notes.append(f"not carried out, since it looks at {what}: {', '.join(self.unused_effects)}")

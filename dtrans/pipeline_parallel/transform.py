@@ -18,7 +18,7 @@ from typing import Literal
 
 import jax
 
-from dtrans._jax import Var, closed, equations, name_given
+from dtrans._jax import Var, closed, equations, name_given, without_mesh
 from dtrans.batch.given_micro_steps import share_given, silent
 from dtrans.batch.given_values import GivenValues, with_rows_first
 from dtrans.batch.shared import SharedStep, batch_axes, not_made_of_parts
@@ -54,9 +54,9 @@ from dtrans.pipeline_parallel.stage_scan import (
 from dtrans.pipeline_parallel.update import arguments_of, slices_of_sums, update_of
 from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.capture import captured, value_and_grad_p
+from dtrans.step.capture import captured, refuse_loss_in_update, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
-from dtrans.step.cut import Cut, asks_for, cut
+from dtrans.step.cut import Cut, asks_for, check_same_update, cut
 from dtrans.step.forward_backward import refuse_across
 from dtrans.step.observers import EARLY, GRADIENTS, RETURN_IT, UPDATE, callers_of, check_observers, refuse_observers
 from dtrans.step.scopes import scopes_within
@@ -67,6 +67,7 @@ from dtrans.zero.mixed_precision import check_scale, low_products
 PARTS = ("parts",)  # the axis that micro-batches would be on
 
 
+@without_mesh
 def pipeline(
     main: Program,
     startup: Program,
@@ -207,8 +208,9 @@ def plan_pipeline(
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()]
     plain = of_micro_batch(main, o, types)  # for what results are made of
     refuse_across(plain, "which stages have of each micro-batch alone", told=True)
-    _check_told(plain, o)
     whole = captured(main)
+    refuse_loss_in_update(whole)
+    _check_told(plain, o)
     shared, given = shared_by(main, whole, o, types)
     o = o.local if shared is None else o.of(shared)
     values = None
@@ -217,6 +219,7 @@ def plan_pipeline(
         whole = given.taken_by(whole)
         types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in whole.inputs.values()]
     step = of_micro_batch(whole, o, types)
+    _check_told(step, o)
     check_names(step, o.of_parts)
     startup = match_startup(step, startup)
     forward = forward_pass(step)
@@ -310,7 +313,8 @@ def shared_by(
     types = of_two_rows(whole, o, types)
     whole = whole.specialize_flat(types)
     plain = cut(silent(captured_part(main, o, types))).with_reported()
-    held = (*plain.frozen, *plain.asked)
+    leaves = leaves_of_state(plain.optimize, plain.params)
+    held = (*plain.frozen, *(n for n in plain.opt_state if n in plain.asked or n not in leaves))
     shared, given = share_given(plain, whole, captured_part(whole, o, types), held, o.batch, o.parts, PARTS)
     if shared.proven:
         return shared, given
@@ -481,6 +485,8 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
                 "for this batch"
             )
     step = of_micro_batch(plan.captured, plan.options, types)
+    planned = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in plan.captured.inputs.values()]
+    check_same_update(of_micro_batch(plan.captured, plan.options, planned), step)
     forward, _ = turned(forward_pass(step), plan.turns)
     forward = taken_apart(forward, {n: rows for n, rows in plan.stacks.items() if n in step.params}).forward
     if len(forward.eqns) != len(plan.stage_of):

@@ -61,7 +61,7 @@ class Update:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the step that it reads, the same in all stages."""
+        """The arguments of the step, and values of the whole batch, that it reads: the same in all stages."""
         return tuple(n for n in self.program.args[2].names if n not in self.sums)
 
     def slice_axis(self, name: str) -> int | None:

@@ -22,6 +22,7 @@ from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
 from dtrans.ops import broadcast_p, gen_nccl_id_p, geo_prefetch_p, init_on_use_p, prefetch_p, trainer_index_p
 from dtrans.protocol.trainer import TrainerSteps, Waiting
+from dtrans.run.base.batch import on_one_device
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
@@ -103,6 +104,8 @@ class Executor:
         """
         flat = program.flatten(*args)
         program = program.specialize_flat(flat)
+        if not is_of_cluster(program):
+            flat = [*map(on_one_device, flat)]
         is_table = any(e.primitive is init_on_use_p for e in program.eqns)  # rows are made when they are asked for
         if not program.communicates and not is_table:
             return program.out.unflatten(program.compiled(*flat))

@@ -6,9 +6,10 @@ differentiates nothing: it leaves one equation, `value_and_grad`, whose body is 
 
     step      ... -> value_and_grad[loss function] -> loss, aux, gradients -> marks -> optimizer
 
-Nothing carries that equation out; it has no lowering. What is traced in this way is read by `dtrans.step.cut` as any
-other step. Whether a trace is of this kind is part of what JAX remembers a trace by, so that a jitted step is traced
-anew.
+Nothing carries that equation out; it has no lowering. So the update must not need it: what the loss function hands to
+the update, and no array of the batch enters (a counter, a split key), is made before the equation. What is traced in
+this way is read by `dtrans.step.cut` as any other step. Whether a trace is of this kind is part of what JAX remembers a
+trace by, so that a jitted step is traced anew.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import jax
 from dtrans._jax import (
     Atom,
     ClosedJaxpr,
+    Jaxpr,
     JaxprEqn,
     Literal,
     Var,
@@ -30,14 +32,18 @@ from dtrans._jax import (
     equations,
     is_traced,
     jaxpr_as_fun,
+    line_of,
     lowered_jaxpr,
     new_primitive,
     opened,
 )
 from dtrans.errors import GradientError
 from dtrans.ir.batched_gathers import batched_gathers
+from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
+from dtrans.step.collect import COLLECT
 
 
 def _types(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:
@@ -109,8 +115,90 @@ def _again(program: Program, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         )
     trace = program.specializer
     with _captures(True):
-        made = trace(types)
+        made = _with_counters_first(trace(types))
     return dataclasses.replace(made, specializer=lambda types: _again(program, types))
+
+
+def _with_counters_first(program: Program) -> Program:
+    """Make what the loss function hands to the update, and no array of the batch enters, before the loss.
+
+    The loss keeps its own equations: what it does not need is dead code there.
+    """
+    flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
+    inner = opened(flat)
+    losses = [i for i, e in enumerate(inner.eqns) if e.primitive is value_and_grad_p]
+    if len(losses) != 1 or len(program.args) < 2:
+        return program
+    (at,) = losses
+    eqn = inner.eqns[at]
+    read = _read_by_update(program, inner, eqn)
+    body = inline_calls(eqn.params["loss"], keep=(COLLECT,), rules=True)
+    loss = opened(body)
+
+    # the values of the loss that the update reads, and that no array of the batch enters
+    ins = dict(zip(program.in_names, inner.invars, strict=True))
+    batch = {ins[n]: 1 for spec in program.args[2:] for n in spec.names}
+    enters = propagate(inner.eqns, batch, {})
+    operand = dict(zip(loss.invars, eqn.invars, strict=True))
+    seeds = {v: 1 for v, a in operand.items() if isinstance(a, Var) and enters.get(a)}
+    inside = propagate(loss.eqns, seeds, {})
+    wanted = [i for i, v in enumerate(eqn.outvars[: len(loss.outvars)]) if i and v in read]
+    free = [i for i in wanted if isinstance(a := loss.outvars[i], Literal) or not inside.get(a)]
+    before, _ = backward_slice(loss.eqns, [loss.outvars[i] for i in free])
+    if not free or any(loss.eqns[i].effects for i in before):
+        return program
+
+    # they are made of the operands of the equation, in front of it
+    b = Builder(flat)
+    b.invars += inner.invars
+    for e in inner.eqns[:at]:
+        b.keep(e)
+    env: dict[Var, Atom] = dict(operand)
+    env |= {v: b.constant(c) for v, c in zip(loss.constvars, constants(body), strict=True)}
+    of_operands = lambda a: env.get(a, a) if isinstance(a, Var) else a
+    for i in before:
+        e = loss.eqns[i]
+        atoms = [of_operands(a) for a in e.invars]
+        env |= zip(e.outvars, b.copy(e, atoms, [v.aval for v in e.outvars]), strict=True)
+    made = {eqn.outvars[i]: of_operands(loss.outvars[i]) for i in free}
+    moved: Callable[[Atom], Atom] = lambda a: made.get(a, a) if isinstance(a, Var) else a
+    b.keep(eqn)
+    for e in inner.eqns[at + 1 :]:
+        b.keep(e, [moved(a) for a in e.invars])
+    jaxpr = b.build([moved(a) for a in inner.outvars])
+    return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(b.eqns), labels={})
+
+
+def _read_by_update(program: Program, inner: Jaxpr, eqn: JaxprEqn) -> dict[Var, str]:
+    """Each value of the loss that the update reads, to the output that it is read for.
+
+    Args:
+      program: a captured step; `inner` are its equations, without calls, and `eqn` is its loss.
+    """
+    params, opt_state = (program.args[i].names for i in (0, 1))
+    count = len(opened(eqn.params["loss"]).outvars)
+    values, gradients = set(eqn.outvars[:count]), set(eqn.outvars[count:])
+    outs = dict(zip(program.out_names, inner.outvars, strict=True))
+    found: dict[Var, str] = {}
+    for n in (*params, *opt_state):
+        _, leaves = backward_slice(inner.eqns, [outs[n]], stop=eqn.outvars)
+        if n in opt_state or leaves & gradients:
+            found = dict.fromkeys(leaves & values, n) | found
+    return found
+
+
+def refuse_loss_in_update(program: Program) -> None:
+    """Raise GradientError for a captured step whose update reads what its loss function returns."""
+    inner = opened(inline_calls(program.jaxpr))
+    eqn = next((e for e in inner.eqns if e.primitive is value_and_grad_p), None)
+    read = {} if eqn is None else _read_by_update(program, inner, eqn)
+    for value, n in read.items():
+        line = next((line_of(e) for e in inner.eqns if value in e.invars), "")
+        raise GradientError(
+            f"the new {n} is made of what the loss function returns{f' ({line})' if line else ''}: in a pipeline the "
+            f"update of {program.name} reads gradients, state and arguments. Keep it out of the update, or take "
+            "dtrans.nccl2 or dtrans.sharding, whose trainers have both"
+        )
 
 
 def differentiated(program: Program) -> Program:

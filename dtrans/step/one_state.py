@@ -26,8 +26,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from dtrans._jax import Atom, Var, closed, constants, jaxpr_as_fun, lowered_jaxpr, opened, scope_of
+from dtrans._jax import (
+    Atom,
+    Var,
+    closed,
+    constants,
+    jaxpr_as_fun,
+    lowered_jaxpr,
+    opened,
+    plain_array,
+    plain_jaxpr,
+    plain_type,
+    scope_of,
+)
 from dtrans.errors import GradientError, TraceError
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import inline_calls
@@ -300,12 +313,13 @@ class Applied:
     def __call__(self, leaves: Callable[[Collection[str]], Mapping[str, Any]], *args: Any) -> Any:
         """What the function returns, of the leaves that the job has under the names which it is asked for."""
         flat, structure = jax.tree.flatten(args)
-        flat = [jnp.asarray(x) if not is_array(x) else x for x in flat]
+        flat = [plain_array(x) if is_array(x) else jnp.asarray(x) for x in flat]
         key = structure, tuple(str(jax.typeof(x)) for x in flat)
         if key not in self._known:
             self._known[key] = self._compiled(flat, structure)
         names, run, result = self._known[key]
-        return jax.tree.unflatten(result, run(leaves(names), flat))
+        held = leaves(names)
+        return jax.tree.unflatten(result, run(held, _beside(held, flat)))
 
     def _compiled(self, flat: Sequence[Any], structure: Any) -> tuple[tuple[str, ...], Callable[..., list[Any]], Any]:
         """The names of what the function reads, the function of these and of the arrays, and its result's structure."""
@@ -319,7 +333,7 @@ class Applied:
             result.append(tree)
             return made
 
-        traced = inline_calls(lowered_jaxpr(on_arrays, *self._types, *flat))
+        traced = inline_calls(plain_jaxpr(lowered_jaxpr(on_arrays, *self._types, *map(plain_type, flat))))
         inner = opened(traced)
         _, read = backward_slice(inner.eqns, inner.outvars)
         names = tuple(n for n, v in zip(self._spec.names, inner.invars, strict=False) if v in read)
@@ -332,3 +346,13 @@ class Applied:
             return [*run(*(found[n] for n in names), *flat)]
 
         return names, jax.jit(of_leaves), result[-1]
+
+
+def _beside(held: Mapping[str, Any], arrays: Sequence[Any]) -> list[Any]:
+    """Move arrays that are on other devices to those of the arrays that a job holds."""
+    at = next((x.sharding for x in held.values()), None)
+    if at is None:
+        return list(arrays)
+    where = NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
+    is_elsewhere = lambda x: isinstance(x, jax.Array) and x.committed and x.sharding.device_set != at.device_set
+    return [jax.device_put(x, where) if is_elsewhere(x) else x for x in arrays]

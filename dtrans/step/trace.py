@@ -11,7 +11,17 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import ClosedJaxpr, Var, lowered_jaxpr, opened, scope_of
+from dtrans._jax import (
+    ClosedJaxpr,
+    Var,
+    current_mesh,
+    lowered_jaxpr,
+    opened,
+    plain_jaxpr,
+    plain_type,
+    scope_of,
+    within_mesh,
+)
 from dtrans.errors import TraceError
 from dtrans.ir.batched_gathers import batched_gathers
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
@@ -48,6 +58,7 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     roots = argument_names(fn, len(args))
     specs = tuple(TreeSpec.of(a, root) for a, root in zip(args, roots, strict=True))
     result: list[Any] = []
+    mesh = current_mesh()  # the function may name its axes
 
     def on_arrays(*arrays: Any) -> list[Any]:
         it = iter(arrays)
@@ -57,7 +68,9 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
 
     flat = [x for spec, arg in zip(specs, args, strict=True) for x in spec.flatten(arg)]
     with numbered():
-        jaxpr = batched_gathers(lowered_jaxpr(on_arrays, *flat))
+        jaxpr = plain_jaxpr(lowered_jaxpr(on_arrays, *map(plain_type, flat)))
+    with within_mesh(None):
+        jaxpr = batched_gathers(jaxpr)
     counting = _with_counts(args, result[-1][0])
     if counting is not None:
         return trace(fn, *counting, name=name)
@@ -65,7 +78,8 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
 
     def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         it = iter(types)
-        return trace(fn, *(s.unflatten([next(it) for _ in s.names]) for s in specs), name=name)
+        with within_mesh(mesh):
+            return trace(fn, *(s.unflatten([next(it) for _ in s.names]) for s in specs), name=name)
 
     leaves = zip(out.leaves, jax.tree.leaves(result[-1][0]), strict=True)
     numbers = {n: x for n, x in leaves if isinstance(n, str) and isinstance(x, NUMBERS)}

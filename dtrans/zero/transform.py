@@ -25,6 +25,7 @@ from functools import partial
 
 import jax
 
+from dtrans._jax import without_mesh
 from dtrans.batch.shared import SharedStep
 from dtrans.checks import check_int, check_type
 from dtrans.data_parallel.merge_rules import merges_of
@@ -50,6 +51,7 @@ from dtrans.zero.plan import ShardingPlan
 from dtrans.zero.rank_program import RankLayout, rewritten
 
 
+@without_mesh
 def sharding(
     main: Program,
     startup: Program,

@@ -83,14 +83,19 @@ def given(folder: Path, given: dict[str, Any]) -> None:
 
 
 def masked() -> Job:
-    """A masked mean after a dropout, weighted by a count of the optimizer's; a rate that comes with the batch."""
+    """A masked mean after a dropout, weighted by a count of the optimizer's; a rate that comes with the batch.
+
+    The update counts rows, and reads their number.
+    """
 
     def init(key: jax.Array) -> Any:
         keys = jax.random.split(key, 5)
-        return {"w": [jax.random.normal(k, (4, 4)) for k in keys[:4]], "key": keys[4]}, {"steps": jnp.zeros((), int)}
+        counts = {n: jnp.zeros((), int) for n in ("steps", "seen")}
+        return {"w": [jax.random.normal(k, (4, 4)) for k in keys[:4]], "key": keys[4]}, counts
 
     def step(params: Any, opt_state: Any, x: jax.Array, mask: jax.Array, rate: jax.Array) -> Any:
         key, use = jax.random.split(params["key"])
+        seen = opt_state["seen"] + len(x)
 
         def loss_of(w: Any) -> jax.Array:
             h = jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])
@@ -99,8 +104,8 @@ def masked() -> Job:
             return jnp.sum(rows**2 * mask) / jnp.sum(mask) / (1 + opt_state["steps"])
 
         loss, grads = dtrans.value_and_grad(loss_of)(params["w"])
-        new = [w - rate * g for w, g in zip(params["w"], grads, strict=True)]
-        return {"w": new, "key": key}, {"steps": opt_state["steps"] + 1}, loss
+        new = [w - rate * (1 + 1 / seen) * g for w, g in zip(params["w"], grads, strict=True)]
+        return {"w": new, "key": key}, {"steps": opt_state["steps"] + 1, "seen": seen}, loss
 
     rng = np.random.default_rng(0)
     return Job(step, init, (rng.normal(size=(ROWS, 4)), (rng.random(ROWS) < 0.7).astype(float), np.asarray(0.1)))

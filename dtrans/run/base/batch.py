@@ -51,6 +51,14 @@ def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping
     return found
 
 
+def on_one_device(x: Any) -> Any:
+    """Return an array where one device computes: arrays of a mesh, or of another device, are moved."""
+    if not isinstance(x, jax.Array) or not x.committed:
+        return x
+    one = jax.local_devices()[0]
+    return x if x.devices() == {one} else jax.device_put(x, one)
+
+
 def shared_batch(
     names: Sequence[str], arrays: Sequence[Any], trainers: int, whole: Collection[str], whole_option: str
 ) -> list[tuple[Any, Share]]:

@@ -45,6 +45,7 @@ from dtrans.run.base.batch import (
     batch_arrays,
     check_rows,
     check_uneven,
+    on_one_device,
     part_types,
     resized,
     rows_of,
@@ -321,6 +322,7 @@ class CollectiveJob(Job):
 
     def _started(self, args: list[Any]) -> list[Any]:
         if not self.plan.cuts:
+            args = [*map(on_one_device, args)]
             if self.mesh is not None:
                 args = jax.device_put(args, self.mesh.local_devices[0])
             made = self._startup.compiled(*args)

@@ -17,6 +17,7 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.array_fns import parts_of
 from dtrans.ir.program import Program
 from dtrans.plan import realises
+from dtrans.run.base.batch import Share, on_one_device
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout, Trainers
 
@@ -30,10 +31,13 @@ class SimulatedTrainers(Trainers):
         self.here = count
 
     def everywhere(self, xs: Sequence[Any]) -> list[Any]:
-        return list(xs)
+        return [on_one_device(x) for x in xs]
 
     def state(self, x: Any, axis: int | None) -> Any:
         return jax.device_put(x, jax.local_devices()[0])
+
+    def batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
+        return [on_one_device(x) for x in arrays]
 
     def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
         axes, sliced, ways = layout.axes, layout.sliced, layout.ways

@@ -195,7 +195,7 @@ class ConnectedProcesses(OneProcess):
     def _check_arguments(self, arrays: Mapping[str, Any], keys: Iterator[int]) -> None:
         """Raise PeerError where processes give an argument that the update reads, and that they must have the same."""
         others = [k for k in range(self.count) if k != self.me]
-        numbered = dict(zip(self.at.plan.update.arguments, keys, strict=False))
+        numbered = dict(zip(self.at.plan.arguments, keys, strict=False))
         for n, key in numbered.items():
             for k in others:
                 self._links.send(k, self._round, key, arrays[n])

@@ -148,7 +148,7 @@ class PipelineJob(Job):
         if state is not self._last():
             held = self._layout.put(held)
         given |= {n: jnp.moveaxis(given[n], axis, 0) for n, axis in self.plan.axes.items()}
-        given |= {n: self._as_read(n, given[n]) for n in self.plan.update.arguments}
+        given |= {n: self._as_read(n, given[n]) for n in self.plan.update.arguments if n in given}
         tape = self._tape(given)
         arrays = self.processes.whole_batch(tape, given, held)
         env: list[Any] = [None] * tape.size

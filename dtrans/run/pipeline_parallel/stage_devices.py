@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from dtrans._jax import ClosedJaxpr, jaxpr_as_fun
 from dtrans.ir.array_fns import in_one, parts_of
 from dtrans.pipeline_parallel.options import AXIS, SPLIT
+from dtrans.run.base.batch import on_one_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +179,7 @@ class OneDevice(Places):
         self._shards = tuple(shards)
 
     def put(self, x: Any, stage: int, kind: StageSharding) -> Any:
-        return jnp.asarray(x) if not isinstance(x, jax.Array) else x
+        return on_one_device(x) if isinstance(x, jax.Array) else jnp.asarray(x)
 
     def startup(self, jaxpr: ClosedJaxpr, stage: int) -> Function:
         return jax.jit(jaxpr_as_fun(jaxpr))

@@ -101,8 +101,16 @@ def test_processes_have_what_is_of_the_whole_batch_and_what_the_update_reads(tmp
     """Masks of the whole batch, made by the first process of a key that the last one has; a rate, a count of steps."""
     one = masked()
     plan = planned_masked(one)
-    assert plan.home("params/key") == 1 and plan.values is not None and plan.values.args[-1].names == ("params/key",)
-    assert plan.update.arguments == ("rate",)
+    assert (
+        plan.home("params/key") == 1
+        and plan.values is not None
+        and plan.values.args[-1].names
+        == (
+            "params/key",
+            "opt_state/seen",
+        )
+    )
+    assert plan.arguments == ("rate",) and "rate" not in plan.update.arguments
     assert [s.state for s in plan.step_programs.stages] == [(), ("opt_state/steps",)]
     found = outcome(
         2, tmp_path, 200, [sys.executable, str(SUPPORT / "pipeline_trainer.py"), "given", str(tmp_path), "{}"]
