@@ -6,7 +6,7 @@
     own          how primitives of this package are made
     origins      where an equation comes from
     primitives   primitives by kind, and the parameters of loops, branches, calls and collectives
-    placement    meshes and shardings of a user's arrays, which programs do not carry
+    user_meshes  meshes and shardings of a user's arrays, which programs do not carry
     runtime      devices and processes
 
 Tests look that nothing else of the package imports such a module, names such a parameter, or says `.jaxpr.jaxpr`. Each
@@ -60,14 +60,6 @@ from dtrans._jax.own import (
     new_kept as new_kept,
     new_primitive as new_primitive,
 )
-from dtrans._jax.placement import (
-    current_mesh as current_mesh,
-    plain_array as plain_array,
-    plain_jaxpr as plain_jaxpr,
-    plain_type as plain_type,
-    within_mesh as within_mesh,
-    without_mesh as without_mesh,
-)
 from dtrans._jax.primitives import (
     CALLBACKS as CALLBACKS,
     COND as COND,
@@ -102,6 +94,14 @@ from dtrans._jax.runtime import (
     is_varying as is_varying,
     job_size as job_size,
     let_gloo_bind as let_gloo_bind,
+)
+from dtrans._jax.user_meshes import (
+    current_mesh as current_mesh,
+    plain_array as plain_array,
+    plain_jaxpr as plain_jaxpr,
+    plain_type as plain_type,
+    within_mesh as within_mesh,
+    without_mesh as without_mesh,
 )
 from dtrans._jax.versions import warn_untested
 
