@@ -53,7 +53,8 @@ def let_gloo_bind(host: str) -> bool:
     Returns:
       False where this JAX has no way to say so.
     """
-    bridge: Any = multihost_utils.xla_bridge
+    utils: Any = multihost_utils
+    bridge = utils.xla_bridge
     try:
         make_client, make_gloo = bridge.make_cpu_client, bridge._jax.make_gloo_tcp_collectives
     except AttributeError:
