@@ -136,7 +136,6 @@ class ServerProgramWriter:
                 table.whole,
                 table.catches_up,
                 rests,
-                {b.named(n): c for n, c in table.decays.items()},
                 table.limit and -(-table.limit * b.rows // table.lookups.rows),
                 leaf_moves=b.leaf in table.zero.moves,
                 kept=table.kept,

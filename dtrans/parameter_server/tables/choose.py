@@ -10,7 +10,7 @@ from dtrans.ir.program import Program
 from dtrans.ops.exact_sum import MOST
 from dtrans.parameter_server.tables.lookups import TableLookups, find_lookups
 from dtrans.parameter_server.tables.options import Rows
-from dtrans.parameter_server.tables.zero_gradient import ZeroGradient, at_zero_gradient, numbers_of
+from dtrans.parameter_server.tables.zero_gradient import ZeroGradient, at_zero_gradient, find_waiting, numbers_of
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.step.cut import Cut
 
@@ -28,7 +28,6 @@ class Table:
       zero: what the update does to other rows.
       whole: whether each update is of all its rows.
       catches_up: whether rows that nobody looked up move too, and catch up before they are read.
-      decays: by what arrays of the state are multiplied in each step, where rows catch up in closed form.
       limit: how many rows may be made at most.
       why: what the update does, for people.
       buckets: how many its rows are dealt out to; 0 where servers have runs of rows.
@@ -40,7 +39,6 @@ class Table:
     zero: ZeroGradient
     whole: bool
     catches_up: bool
-    decays: Mapping[str, float]
     limit: int | None = dataclasses.field(default=None, kw_only=True)
     why: str
     buckets: int = 0
@@ -77,6 +75,7 @@ def choose_tables(
     startup: Program,
     sparse: Mapping[str, Rows] | str | None,
     beside: Sequence[str] = (),
+    otherwise: str = "Say dtrans.Rows(update='dense')",
 ) -> Tables:
     """Choose the tables of a plan.
 
@@ -85,6 +84,7 @@ def choose_tables(
       startup: the init, with names as in the step.
       sparse: as in `dtrans.pserver`.
       beside: what servers keep beside each table that moves with a gradient of zero: what follows its name.
+      otherwise: the remedy where an update has no lazy form.
 
     Raises:
       ConfigError: a leaf that is named, and is no table, or whose update has to be said.
@@ -114,8 +114,12 @@ def choose_tables(
             continue
         zero = at_zero_gradient(analysis, n, numbers_of(startup))
         if beside:
-            zero = dataclasses.replace(zero, moves=(*zero.moves, *(n + x for x in beside)), decays={})
+            zero = dataclasses.replace(zero, moves=(*zero.moves, *(n + x for x in beside)))
         option = options.get(n, Rows("dense"))
+        if option.update == "lazy":
+            why = _rows_alone(zero) or (find_waiting(analysis, n) if zero.moves else "")
+            if why:
+                raise ConfigError(f"sparse: {n} cannot have update='lazy': {why}. {otherwise}")
         table = _limited(n, _table(n, lookups, zero, option), option.limit)
         buckets = min(option.buckets, lookups.rows) * (option.place == "bucket")
         of[n] = dataclasses.replace(table, buckets=buckets, staleness=option.staleness)
@@ -139,11 +143,9 @@ def added_exactly(step: Cut, tables: Tables, trainers: int) -> frozenset[str]:
 def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -> Table:
     alone = _rows_alone(zero)
     if option.update == "lazy":
-        if alone:
-            raise ConfigError(f"sparse: {name} cannot have update='lazy': {alone}. Say dtrans.Rows(update='dense')")
-        return Table(lookups, zero, False, False, {}, "lazy: rows that nobody looks up stay as they are")
+        return Table(lookups, zero, False, False, "lazy: rows that nobody looks up stay as they are")
     if not zero.moves and not alone:
-        return Table(lookups, zero, False, False, {}, "dense: rows that nobody looks up would not move")
+        return Table(lookups, zero, False, False, "dense: rows that nobody looks up would not move")
     why = f"{', '.join(zero.moves)} move{'s' * (len(zero.moves) == 1)} with a gradient of zero" if zero.moves else alone
     if option.update is None:
         raise ConfigError(
@@ -152,15 +154,8 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
             "dtrans.Rows(update='lazy') leaves them as they are"
         )
     if alone:
-        return Table(lookups, zero, True, False, {}, f"dense: servers update all rows in each step, since {why}")
-    if option.catch_up == "replay":
-        return Table(lookups, zero, False, True, {}, f"dense: rows catch up when they are looked up, since {why}")
-    if not zero.decays:
-        raise ConfigError(
-            f"sparse: rows of {name} cannot catch up in closed form: {', '.join(zero.moves)} move in another way than "
-            "by moments that decay by one number. Leave catch_up out"
-        )
-    return Table(lookups, zero, False, True, zero.decays, f"dense: rows catch up in closed form, since {why}")
+        return Table(lookups, zero, True, False, f"dense: servers update all rows in each step, since {why}")
+    return Table(lookups, zero, False, True, f"dense: rows catch up when they are looked up, since {why}")
 
 
 def _limited(name: str, table: Table, limit: int | None) -> Table:

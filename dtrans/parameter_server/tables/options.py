@@ -19,15 +19,12 @@ class Rows:
       update: "dense": every row moves as on one device, those too that no trainer has looked up: momentum goes on, and
         so does the decay of weights. Such rows catch up before they are read. "lazy": rows that nobody has looked up
         stay as they are, and so does their part of the optimizer's state; counts of steps are the optimizer's own, and
-        go on. None: whichever it is, where both are the same (plain SGD, Adagrad); elsewhere it has to be said.
+        go on. It is refused where gradients of a row wait in the state for a later step (`optax.MultiSteps`). None:
+        whichever it is, where both are the same (plain SGD, Adagrad); elsewhere it has to be said.
       place: which rows a server has. "range": a run of rows, as of any other leaf; how many servers have some, and
         which, is as `dtrans.BlockPlacement` says. "bucket": row n is in bucket n % buckets, and each server has a run
         of buckets, so that rows which are next to each other are on different servers.
       buckets: how many, with "bucket"; a table of fewer rows has one for each.
-      catch_up: how dense rows catch up that nobody has looked up for a while. "replay": step by step, as one device
-        makes them. "closed_form": step by step until the row stands still, in its own precision; then moments are
-        multiplied by what they decay by in all other steps at once. It is for optimizers whose rows move by such
-        moments alone (Adam, momentum, RMSProp; not AdamW), and close to one device, not equal.
       limit: how many rows of the table servers may make at most, each its part of it. A step that looks up more ends
         with an error that names the table. None: as many as there are.
       staleness: how many updates the rows of a step may lack that were asked for ahead (`job.prefetch`): a trainer that
@@ -35,8 +32,8 @@ class Rows:
         update has changed since are sent again, and numbers are those of a job that asks for nothing ahead.
 
     Raises:
-      ConfigError: another update, place, or way to catch up; fewer than one bucket; a limit that is no number of rows;
-        a staleness that is no number of steps.
+      ConfigError: another update or place; fewer than one bucket; a limit that is no number of rows; a staleness that
+        is no number of steps.
 
     Example:
       >>> import dtrans
@@ -47,7 +44,6 @@ class Rows:
     update: Literal["dense", "lazy"] | None = None
     place: Literal["range", "bucket"] = "range"
     buckets: int = 256
-    catch_up: Literal["replay", "closed_form"] = "replay"
     limit: int | None = None
     staleness: int = 0
 
@@ -55,7 +51,6 @@ class Rows:
         check_one_of("update", self.update, (None, "dense", "lazy"))
         check_one_of("place", self.place, ("range", "bucket"))
         check_int("buckets", self.buckets, "a number of buckets", least=1)
-        check_one_of("catch_up", self.catch_up, ("replay", "closed_form"))
         if self.limit is not None:
             check_number("limit", self.limit, "None or a positive number of rows", lambda x: is_int(x) and x > 0)
         check_int("staleness", self.staleness, "a number of steps", least=0)

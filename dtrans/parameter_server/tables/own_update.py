@@ -24,7 +24,7 @@ from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.tables.choose import Table, Tables, choose_tables
 from dtrans.parameter_server.tables.options import Rows
 from dtrans.parameter_server.tables.touched_rows import of_tables, resized
-from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient
+from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient, find_waiting
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.slicing.partial_init import makes_rows, write_rows
 from dtrans.slicing.server_update import ServerUpdateBuilder
@@ -32,6 +32,7 @@ from dtrans.step.cut import Cut
 
 
 HERE = "trainer:0"  # where the update of a trainer is
+INSTEAD = "Leave it out, or give it another optimizer"
 KEEPS = "with dtrans.Geo trainers update the rows that they look up by themselves"
 
 
@@ -47,8 +48,9 @@ def choose_kept_tables(step: Cut, startup: Program, sparse: Mapping[str, Rows] |
     """
     if sparse is None:
         return Tables()
-    found = choose_tables(step, analyse(step.optimize, step.optimized), startup, sparse)
-    refused = {n: f"{KEEPS}, and {why}" for n, t in found.of.items() if (why := _why_not_kept(t, startup))}
+    analysis = analyse(step.optimize, step.optimized)
+    found = choose_tables(step, analysis, startup, sparse, otherwise=INSTEAD)
+    refused = {n: f"{KEEPS}, and {why}" for n, t in found.of.items() if (why := _why_not_kept(t, analysis, startup))}
     for n, why in refused.items():
         if not isinstance(sparse, str):
             raise ConfigError(f"sparse: {n} cannot be a table: {why}")
@@ -56,10 +58,12 @@ def choose_kept_tables(step: Cut, startup: Program, sparse: Mapping[str, Rows] |
     return Tables(of, {**found.others, **refused})
 
 
-def _why_not_kept(table: Table, startup: Program) -> str:
+def _why_not_kept(table: Table, analysis: RowAnalysis, startup: Program) -> str:
     """Why a trainer cannot update the rows of a table that it looks up, without the others; empty where it can."""
     lazy = f"sparse={{{table.lookups.leaf!r}: dtrans.Rows(update='lazy')}}"
     if table.catches_up:
+        if waits := find_waiting(analysis, table.lookups.leaf):
+            return f"other rows move, too ({table.why}), for which {waits}. {INSTEAD}"
         return f"other rows move, too ({table.why}): say {lazy}"
     if table.whole:
         return f"an update is of all rows ({table.why}): leave it out, or give it another optimizer"

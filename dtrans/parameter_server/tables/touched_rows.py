@@ -34,7 +34,6 @@ class TableBlock:
       moves: whether rows that nobody looked up move too, or their state: they catch up before they are read.
       leaf_moves: whether the rows of the table themselves do.
       rests: what arrays of the state have at rows that do not move all the same, by name; None where there are none.
-      decays: by what arrays of the state are multiplied in each step, by name, where rows catch up in closed form.
       limit: how many rows may be made at most.
       kept: whether trainers keep the rows that they have asked for (GEO-SGD).
       staleness: how many updates rows may lack that were asked for ahead.
@@ -48,7 +47,6 @@ class TableBlock:
     whole: bool
     moves: bool = False
     rests: Mapping[str, Any] | None = None
-    decays: Mapping[str, float] = dataclasses.field(default_factory=dict)
     limit: int | None = None
     kept: bool = False
     leaf_moves: bool = False

@@ -8,18 +8,37 @@ was, or something else. A number times zero is zero here, though it may be infin
 Where something is reduced over rows (a clip by the norm of the gradients), such rows must add nothing to it.
 
 A row that nobody has looked up yet may rest though others move: Adam's moments begin with zero, and stay so.
+
+A lazy update leaves such rows out. It loses nothing where each step uses a row's gradient at once, as Adam does: only
+the decay of moments is left out. An accumulator (`optax.MultiSteps`) keeps gradients until a later step, and that step
+must reach every row. `find_waiting` follows a row through the update for each outcome of each condition, and tells the
+two apart.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import COND, ELEMENTWISE, Atom, JaxprEqn, Literal, Var, bodies, line_of, opened, origin_of
+from dtrans._jax import (
+    COND,
+    ELEMENTWISE,
+    SCAN,
+    WHILE,
+    Atom,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies,
+    line_of,
+    opened,
+    origin_of,
+)
 from dtrans.ir.program import Program
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.flow import Flow
@@ -30,15 +49,44 @@ from dtrans.step.cut import Gradient
 
 @dataclasses.dataclass(frozen=True)
 class _Same:
-    """An input, as it was, or times a number."""
+    """An input, as it was."""
 
     var: Var
-    factor: float = 1.0
 
 
-_OTHER = object()
-_Kind = Any  # a number, `_Same`, or `_OTHER`
+@dataclasses.dataclass(frozen=True)
+class _Other:
+    """A value that is computed.
 
+    Attributes:
+      reads: inputs with rows that it is computed from.
+    """
+
+    reads: frozenset[Var] = frozenset()
+
+
+_OTHER = _Other()
+_Kind = Any  # a number, `_Same`, or `_Other`
+
+
+@dataclasses.dataclass(frozen=True)
+class _Condition:
+    """A value that decides what happens to rows.
+
+    Attributes:
+      outcomes: those that it may have.
+      said: the equation that makes it, for people.
+    """
+
+    var: Var
+    outcomes: tuple[np.ndarray, ...]
+    said: str
+
+
+MOST_CASES = 256  # outcomes of conditions that a row is followed through
+
+# what moves entries, and computes nothing
+_MOVES = {"copy", "copy_p", "optimization_barrier", "reshape", "broadcast_in_dim", "squeeze", "transpose"}
 _NEUTRAL = {"sum": 0, "or": False, "and": True, "xor": False}  # what adds nothing to a reduction
 
 
@@ -54,8 +102,6 @@ class ZeroGradient:
       unlike: those of them whose rows are not along dimension 0.
       rests: what arrays of the state have at rows that do not move, by name: what they begin with, where such rows rest
         until they are looked up for the first time. None where they do not.
-      decays: the factor of each array of the state that moves, where all that moves the row is such arrays, and each is
-        multiplied by one number in every step; empty elsewhere.
     """
 
     moves: tuple[str, ...]
@@ -64,7 +110,6 @@ class ZeroGradient:
     state: tuple[str, ...]
     unlike: tuple[str, ...]
     rests: Mapping[str, Any] | None
-    decays: Mapping[str, float]
 
 
 def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]) -> ZeroGradient:
@@ -73,50 +118,138 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
     Args:
       begins: arrays of the optimizer's state that begin as one number: that, by name.
     """
-    inputs, outputs = analysis.inputs, analysis.outputs
+    rows = _arrays_with_rows(analysis, leaf)
 
-    def followed(begins: Mapping[Any, Any]) -> _Followed:
-        seen = _Followed(leaf, analysis.flow, analysis.half.inner.eqns)
-        seen.kinds |= {v: begins[n] if n in begins else _Same(v) for n, v in inputs.items() if seen.is_row(v)}
-        gradient = inputs.get(Gradient(leaf))
-        if gradient is not None:
-            seen.kinds[gradient] = np.zeros((), gradient.aval.dtype)
-        before = dict(seen.kinds)
-        seen.run()
-        seen.moves = tuple(n for n, v in rows.items() if not _equal(seen.kind(outputs[n]), before[v]))
-        return seen
+    def moved(begins: Mapping[Any, Any]) -> tuple[_Followed, tuple[str, ...]]:
+        seen = _follow(analysis, leaf, begins=begins)
+        before = {n: begins.get(n, _Same(v)) for n, v in rows.items()}
+        return seen, tuple(n for n in rows if not _equal(seen.kind(analysis.outputs[n]), before[n]))
 
-    of_leaf = lambda v: leaf in leaves_of([analysis.layout(v)]) and isinstance(analysis.layout(v), RowAxis)
-    rows = {n: v for n, v in inputs.items() if isinstance(n, str) and n in outputs and of_leaf(v)}
-    seen = followed({})
+    seen, moves = moved({})
     state = tuple(n for n in rows if n != leaf)
-    unlike = tuple(n for n in state if analysis.layout(inputs[n]) != RowAxis(leaf, 0))
+    unlike = tuple(n for n in state if analysis.layout(rows[n]) != RowAxis(leaf, 0))
     begun = {n: begins[n] for n in state if n in begins}
-    rests = None if followed(begun).moves else begun
-    after = {n: seen.kind(outputs[n]) for n in state}
-    scaled = {n: k.factor for n, k in after.items() if n in seen.moves and isinstance(k, _Same) and k.var is rows[n]}
-    gone = {n: np.zeros((), rows[n].aval.dtype) for n in scaled}
-    decay = {n for n in seen.moves if n != leaf} == scaled.keys() and all(abs(c) < 1 for c in scaled.values())
-    decays = scaled if decay and not followed(gone).moves else {}
-    return ZeroGradient(seen.moves, seen.counts, seen.positions, state, unlike, rests, decays)
+    rests = None if moved(begun)[1] else begun
+    return ZeroGradient(moves, seen.counts, seen.positions, state, unlike, rests)
+
+
+def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
+    """Return why gradients of a row wait for a later step; empty where each step uses them at once.
+
+    The row is followed, with a gradient of zero and any state, for each outcome of each condition of the update.
+    Gradients wait where an outcome decides if other arrays enter the leaf or an array of the state
+    (`optax.MultiSteps`, a lookahead), or if such an array is set anew. Steps that use no gradient of any row
+    (`optax.apply_if_finite`) do not count.
+
+    Conditions are truths that all rows share, and comparisons of a row's whole numbers, such as its own count. A
+    number that is zero in some steps counts where a condition selects it, and not where it is computed.
+    """
+    rows, outputs = _arrays_with_rows(analysis, leaf), analysis.outputs
+    cases: list[_Followed] = []
+    said: dict[Var, str] = {}
+    pending: list[Mapping[Var, _Kind]] = [{}]
+    while pending:
+        seen = _follow(analysis, leaf, assumed=pending.pop())
+        if seen.loop:
+            return f"{seen.loop} is not followed turn by turn"
+        if seen.open:
+            said[seen.open.var] = seen.open.said
+            pending += [{**seen.assumed, seen.open.var: x} for x in seen.open.outcomes]
+        elif not _skips(analysis, leaf, seen.assumed):
+            cases.append(seen)
+        if len(cases) + len(pending) > MOST_CASES:
+            return "its update has too many conditions to follow a row through all of them"
+    names = {v: n for n, v in rows.items()}
+    for n, v in rows.items():
+        reads = [_reads(case.kind(outputs[n])) for case in cases]
+        others = frozenset[Var]().union(*reads) - {v}
+        if cause := _decider(cases, [bool(x - {v}) for x in reads], said):
+            waiting = ", ".join(sorted(names[x] for x in others))
+            return f"{waiting} enter{'s' * (len(others) == 1)} {n} only in steps that {cause} selects"
+        if cause := _decider(cases, [v in x for x in reads], said):
+            return f"{n} is set anew only in steps that {cause} selects"
+    return ""
+
+
+def _arrays_with_rows(analysis: RowAnalysis, leaf: str) -> dict[str, Var]:
+    """Return inputs that have rows of a leaf, and that the update gives back."""
+    of_leaf = lambda v: leaf in leaves_of([analysis.layout(v)]) and isinstance(analysis.layout(v), RowAxis)
+    named = {n: v for n, v in analysis.inputs.items() if isinstance(n, str)}
+    return {n: v for n, v in named.items() if n in analysis.outputs and of_leaf(v)}
+
+
+def _follow(
+    analysis: RowAnalysis,
+    leaf: str,
+    begins: Mapping[Any, Any] | None = None,
+    assumed: Mapping[Var, _Kind] | None = None,
+    *,
+    any_gradient: bool = False,
+) -> _Followed:
+    """Follow a row through an update.
+
+    Args:
+      begins: arrays of the state that are one number, by name.
+      assumed: outcomes of conditions.
+      any_gradient: whether the row has a gradient; it is zero otherwise.
+    """
+    seen = _Followed(leaf, analysis.flow, analysis.half.inner.eqns, assumed or {})
+    known = begins or {}
+    seen.kinds |= {v: known[n] if n in known else _Same(v) for n, v in analysis.inputs.items() if seen.is_row(v)}
+    gradient = analysis.inputs.get(Gradient(leaf))
+    if gradient is not None:
+        seen.kinds[gradient] = _Same(gradient) if any_gradient else np.zeros((), gradient.aval.dtype)
+    seen.run()
+    return seen
+
+
+def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bool:
+    """Return True if rows stay as they are, with any gradient, where conditions have these outcomes."""
+    seen = _follow(analysis, leaf, assumed=assumed, any_gradient=True)
+    rows = _arrays_with_rows(analysis, leaf)
+    return all(_equal(seen.kind(analysis.outputs[n]), _Same(v)) for n, v in rows.items())
+
+
+def _decider(cases: Sequence[_Followed], holds: Sequence[bool], said: Mapping[Var, str]) -> str:
+    """Return the condition that decides something, for people; empty where it holds in all cases, or in none."""
+    yes, no = ([c for c, x in zip(cases, holds, strict=True) if x is wanted] for wanted in (True, False))
+    found: list[list[Var]] = []
+    for a, b in itertools.product(yes, no):
+        found.append([v for v, x in a.assumed.items() if v in b.assumed and b.assumed[v] != x])
+    return said[min(found, key=len)[0]] if found else ""
 
 
 def numbers_of(program: Program) -> dict[str, Any]:
     """Those outputs of an init that are one number: that, by name."""
-    seen = _Followed("", Flow({}), program.inner.eqns)
+    seen = _Followed("", Flow({}), program.inner.eqns, {})
     kinds = {n: seen.kind(a) for n, a in program.outvars.items()}
     return {n: k for n, k in kinds.items() if isinstance(k, np.ndarray)}
 
 
 class _Followed:
-    """What values are at a row with a gradient of zero, in an update or a branch of it."""
+    """Kinds of values at one row, in an update or a branch of it.
 
-    def __init__(self, leaf: str, flow: Flow, eqns: Sequence[JaxprEqn]) -> None:
-        self.leaf, self.flow, self.eqns = leaf, flow, eqns
+    Attributes:
+      assumed: outcomes of conditions.
+      open: a condition that enters rows and whose outcome is not assumed; None where there is none.
+      loop: a loop that rows enter; empty where there is none.
+    """
+
+    def __init__(
+        self,
+        leaf: str,
+        flow: Flow,
+        eqns: Sequence[JaxprEqn],
+        assumed: Mapping[Var, _Kind],
+        parent: _Followed | None = None,
+        given: Mapping[Var, Atom] | None = None,
+    ) -> None:
+        self.leaf, self.flow, self.eqns, self.assumed = leaf, flow, eqns, assumed
         self.kinds: dict[Var, _Kind] = {}
-        self.counts = self.positions = ""
-        self.moves: tuple[str, ...] = ()
+        self.counts = self.positions = self.loop = ""
+        self.open: _Condition | None = None
         self._made_by = {v: e for e in eqns for v in e.outvars}
+        self._parent, self._given = parent, given or {}
 
     def is_row(self, a: Atom) -> bool:
         """Whether a value has rows of the leaf."""
@@ -127,6 +260,8 @@ class _Followed:
         """What a value is at such a row; a shared one, if it is one number."""
         if isinstance(a, Literal):
             return np.asarray(a.val, a.aval.dtype) if not np.ndim(a.val) else _OTHER
+        if a in self.assumed:
+            return self.assumed[a]
         if a not in self.kinds:
             eqn = self._made_by.get(a)
             plain = eqn is not None and eqn.primitive.name in {"broadcast_in_dim", *ELEMENTWISE}
@@ -139,9 +274,12 @@ class _Followed:
             step = self.flow.steps.get(i)
             if step is None or not any(isinstance(x, RowAxis) and x.leaf == self.leaf for x in step.operands):
                 continue
+            self._look_for_conditions(eqn)
             if eqn.primitive.name == COND:
                 self._cond(eqn, step)
                 continue
+            if eqn.primitive.name in (SCAN, WHILE):
+                self.loop = self.loop or _said(eqn)
             for a, row in zip(eqn.invars, step.operands, strict=True):
                 alike = row is None or not isinstance(self.flow.layout(a), Shared) or self._is_alike(a, row.axis)
                 self.positions = self.positions or ("" if alike else _said(eqn))
@@ -153,19 +291,56 @@ class _Followed:
             for v in eqn.outvars:
                 self.kinds[v] = _made(eqn, given, v)
 
+    def _look_for_conditions(self, eqn: JaxprEqn) -> None:
+        """Note a condition that enters rows here: a truth, or one that a shared number is made of."""
+        for a in eqn.invars:
+            if not isinstance(a, Literal) and (a.aval.dtype == bool or not self.is_row(a)):
+                self._open_first(a)
+        if eqn.primitive.name == COND:
+            self._set_open(eqn.invars[0], range(len(bodies(eqn))), eqn)
+
+    def _open_first(self, a: Atom) -> None:
+        """Note the first condition that a value is made of."""
+        stack, seen = [a], set[Var]()
+        while stack and self.open is None:
+            a = stack.pop()
+            if isinstance(a, Literal) or a in seen or isinstance(self.kind(a), np.ndarray):
+                continue
+            seen.add(a)
+            eqn = self._made_by.get(a)
+            if eqn is None and a in self._given and self._parent is not None:
+                self._parent._open_first(self._given[a])
+                self.open = self._parent.open
+            elif eqn is not None and _passes_on(eqn):
+                stack += eqn.invars
+            elif a.aval.dtype == bool and (not self.is_row(a) or _compares_whole_numbers(eqn)):
+                self._set_open(a, (False, True), eqn)
+
+    def _set_open(self, a: Atom, outcomes: Sequence[Any], eqn: JaxprEqn | None) -> None:
+        if self.open is None and not isinstance(a, Literal) and not isinstance(self.kind(a), np.ndarray):
+            found = tuple(np.asarray(x, a.aval.dtype) for x in outcomes)
+            self.open = _Condition(a, found, _said(eqn) if eqn is not None else "a condition of its state")
+
     def _cond(self, eqn: JaxprEqn, step: Step) -> None:
-        """What all branches make alike."""
+        """Follow the branch that is taken, or what all branches make alike."""
         made = []
-        for branch, flow in zip(bodies(eqn), step.bodies, strict=True):
+        which, branches = self.kind(eqn.invars[0]), list(zip(bodies(eqn), step.bodies, strict=True))
+        if isinstance(which, np.ndarray):
+            branches = [branches[min(max(int(which), 0), len(branches) - 1)]]
+        for branch, flow in branches:
             inner = opened(branch)
-            inside = _Followed(self.leaf, flow, inner.eqns)
-            inside.kinds |= {v: self.kind(a) for v, a in zip(inner.invars, eqn.invars[1:], strict=True)}
+            given = dict(zip(inner.invars, eqn.invars[1:], strict=True))
+            inside = _Followed(self.leaf, flow, inner.eqns, self.assumed, self, given)
+            inside.kinds |= {v: self.kind(a) for v, a in given.items()}
             inside.run()
             self.counts = self.counts or inside.counts
             self.positions = self.positions or inside.positions
+            self.loop = self.loop or inside.loop
+            self.open = self.open or inside.open
             made.append([*map(inside.kind, inner.outvars)])
         for v, *kinds in zip(eqn.outvars, *made, strict=True):
-            self.kinds[v] = kinds[0] if all(_equal(k, kinds[0]) for k in kinds) else _OTHER
+            reads = frozenset[Var]().union(*map(_reads, kinds))
+            self.kinds[v] = kinds[0] if all(_equal(k, kinds[0]) for k in kinds) else _Other(reads)
 
     def _is_alike(self, a: Atom, axis: int) -> bool:
         """Whether a shared value is the same at each row."""
@@ -181,11 +356,36 @@ class _Followed:
         return like and all(self._is_alike(x, axis) for x in eqn.invars if x.aval.ndim == a.aval.ndim)
 
 
+def _passes_on(eqn: JaxprEqn) -> bool:
+    """Return True if conditions are to be looked for in the operands of an equation."""
+    name, logic = eqn.primitive.name, {"and", "or", "xor", "not", "select_n"}
+    is_condition = any(v.aval.dtype == bool for v in eqn.outvars) and name in ELEMENTWISE - logic - _MOVES
+    return name in ELEMENTWISE | _MOVES and not is_condition
+
+
+def _compares_whole_numbers(eqn: JaxprEqn | None) -> bool:
+    """Return True if a truth is about whole numbers, such as a count."""
+    return eqn is not None and any(jnp.issubdtype(a.aval.dtype, jnp.integer) for a in eqn.invars)
+
+
+def _reads(kind: _Kind) -> frozenset[Var]:
+    """Return the inputs with rows that a value is computed from."""
+    if isinstance(kind, _Same):
+        return frozenset([kind.var])
+    return kind.reads if isinstance(kind, _Other) else frozenset()
+
+
 def _made(eqn: JaxprEqn, given: Sequence[_Kind], out: Var) -> _Kind:
-    """What an equation makes of its operands at such a row."""
+    """Return the kind of an equation's result."""
+    kind = _folded(eqn, given, out)
+    return _Other(frozenset[Var]().union(*map(_reads, given))) if isinstance(kind, _Other) else kind
+
+
+def _folded(eqn: JaxprEqn, given: Sequence[_Kind], out: Var) -> _Kind:
+    """Return the number or the input that a result is; `_OTHER` where it is neither."""
     name = eqn.primitive.name
     is_zero = lambda k: isinstance(k, np.ndarray) and k == 0
-    if name in ("copy", "copy_p", "optimization_barrier", "reshape", "broadcast_in_dim", "squeeze", "transpose"):
+    if name in _MOVES:
         kept = isinstance(given[0], np.ndarray) or out.aval.shape == eqn.invars[0].aval.shape
         return given[0] if kept else _OTHER
     if name == "reduce_sum" and is_zero(given[0]):  # within a row
@@ -202,9 +402,11 @@ def _made(eqn: JaxprEqn, given: Sequence[_Kind], out: Var) -> _Kind:
     zero = np.zeros((), out.aval.dtype)
     if name == "mul" and any(map(is_zero, given)):
         return zero
-    if name == "mul" and [isinstance(k, _Same) for k in given].count(True) == 1:
-        of, by = given if isinstance(given[0], _Same) else reversed(given)
-        return dataclasses.replace(of, factor=of.factor * float(by)) if isinstance(by, np.ndarray) else _OTHER
+    if name == "mul" and any(isinstance(k, np.ndarray) and k == 1 for k in given):
+        return given[1] if isinstance(given[0], np.ndarray) and given[0] == 1 else given[0]
+    absorbing = {"and": False, "or": True}.get(name) if out.aval.dtype == bool else None
+    if absorbing is not None and any(isinstance(k, np.ndarray) and k == absorbing for k in given):
+        return np.asarray(absorbing)
     if name == "div" and is_zero(given[0]) and not is_zero(given[1]):
         return zero
     if name in ("add", "add_any") and any(map(is_zero, given)):

@@ -17,7 +17,7 @@ import dtrans
 from dtrans._jax import equations
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.tables.lookups import find_lookups
-from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient
+from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient, find_waiting
 from dtrans.rows.analysis import analyse
 from dtrans.step.cut import cut
 
@@ -290,6 +290,101 @@ def test_the_proof_is_what_the_update_does(name: str) -> None:
             moved.add("opt_state/" + jax.tree_util.keystr(path, simple=True, separator="/"))
     assert moved <= set(zero_of(tx).moves) or name == "every second"
     assert bool(moved) == (name in MOVES) or name == "every second"
+
+
+# -- gradients that wait in the state --------------------------------------------------------------
+
+
+def keeping(fn: Callable[..., Any], *, by_row: bool = False) -> Any:
+    """An optimizer whose state is a sum of gradients and a count, which each row may have for itself."""
+
+    def init(params: Any) -> Any:
+        count = lambda p: jnp.zeros(p.shape if by_row else (), jnp.int32)
+        return jax.tree.map(lambda p: (jnp.zeros_like(p), count(p)), params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        used = lambda n, g: state[n][1] + ((g != 0) if by_row else 1)
+        made = {n: fn(g, state[n][0], used(n, g) % 3 == 2) for n, g in grads.items()}
+        return {n: x[0] for n, x in made.items()}, {n: (x[1], used(n, grads[n])) for n, x in made.items()}
+
+    return optax.GradientTransformation(init, update)
+
+
+def when_due(g: Any, x: Any, due: Any) -> Any:
+    return jnp.where(due, -(x + g), 0.0), jnp.where(due, 0.0, x + g)
+
+
+WAITS = {
+    "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    "MultiSteps, sums": optax.MultiSteps(optax.sgd(0.1), 2, use_grad_mean=False).gradient_transformation(),
+    "MultiSteps of adam": optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation(),
+    "MultiSteps in a chain": optax.chain(
+        optax.clip(1.0), optax.MultiSteps(optax.identity(), 2).gradient_transformation(), optax.adagrad(0.1)),
+    "apply_every": optax.chain(optax.apply_every(4), optax.sgd(0.1)),
+    "apply_every, behind adam": optax.chain(optax.scale_by_adam(), optax.apply_every(2), optax.scale(-0.1)),
+    "where": keeping(when_due),
+    "a count of each row": keeping(when_due, by_row=True),
+    "cond": keeping(lambda g, x, due: jax.lax.cond(
+        due, lambda: (-(x + g), jnp.zeros_like(x)), lambda: (jnp.zeros_like(x), x + g))),
+    "switch": keeping(lambda g, x, due: jax.lax.switch(
+        due * 2, [lambda: (0 * x, x + g)] * 2 + [lambda: (-(x + g), jnp.zeros_like(x))])),
+    "factor": keeping(lambda g, x, due: (-due.astype(float) * (x + g), (1 - due) * (x + g))),
+    "used at once, and once more": keeping(
+        lambda g, x, due: (jnp.where(due, -(g + x), -g), jnp.where(due, 0.0, x + g))),
+    "apply_every, behind momentum": optax.chain(optax.trace(0.9), optax.apply_every(3)),
+    "momentum, a rate that pauses": optax.sgd(lambda count: jnp.where(count % 4 > 1, 0.0, 0.1), 0.9),
+}  # fmt: skip
+AT_ONCE = {
+    **{name: tx for name, (tx, _) in MOVES.items() if name != "every second"},
+    "adam, warmup": optax.adam(optax.warmup_cosine_decay_schedule(0.0, 0.1, 4, 10)),
+    "adam, joined rates": optax.adam(optax.join_schedules([optax.constant_schedule(x) for x in (0.1, 0.2)], [3])),
+    "nesterov": optax.sgd(0.1, 0.9, nesterov=True),
+    "amsgrad": optax.amsgrad(0.1),
+    "radam": optax.radam(0.1),
+    "lion": optax.lion(0.1),
+    "finite": optax.apply_if_finite(optax.adam(0.1), 3),
+    "finite, clipped": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), 3),
+    "ftrl": dtrans.paddle.optimizers.ftrl(0.1, l1=0.1),
+}
+
+
+def analysis_of(tx: Any) -> Any:
+    step = cut(step_of(READ["by index"][0], tx))
+    return analyse(step.optimize, step.optimized)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_lazy_rows_are_refused_where_gradients_wait(name: str) -> None:
+    """The message names what waits, and the remedy makes a plan."""
+    with pytest.raises(ConfigError, match=r"params/emb cannot have update='lazy': .* only in steps that .* selects"):
+        planned({"params/emb": dtrans.Rows("lazy")}, WAITS[name])
+    assert "params/emb" in planned({"params/emb": dtrans.Rows("dense")}, WAITS[name]).tables.of
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_lazy_rows_are_taken_where_each_step_uses_gradients_at_once(name: str) -> None:
+    assert find_waiting(analysis_of(AT_ONCE[name]), "params/emb") == ""
+
+
+@pytest.mark.parametrize("name", [*AT_ONCE, "MultiSteps", "apply_every", "cond", "momentum, a rate that pauses"])
+def test_what_waits_is_what_the_update_does(name: str) -> None:
+    """In steps with real state: a row without a gradient stays in some steps and moves in others."""
+    tx = {**WAITS, **AT_ONCE}[name]
+    params = {"emb": jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), jnp.float32)}
+    state, update, moved = tx.init(params), jax.jit(tx.update), list[bool]()
+    for _ in range(8):
+        idle, _ = update(jax.tree.map(jnp.zeros_like, params), state, params)
+        moved.append(bool(jnp.any(jnp.abs(idle["emb"]) > 1e-6)))  # FTRL sets rows to within a rounding
+        updates, state = update(jax.tree.map(jnp.ones_like, params), state, params)
+        params = optax.apply_updates(params, updates)
+    assert (len(set(moved[1:])) == 2) == (name in WAITS)  # before the first step no state has anything
+
+
+def test_a_trainer_that_updates_rows_itself_is_told_what_helps() -> None:
+    """Neither form of update is right with GEO-SGD, so that no message names the other one."""
+    for update in ("lazy", "dense"):
+        with pytest.raises(ConfigError, match=r"only in steps that .* Leave it out, or give it another optimizer"):
+            planned({"params/emb": dtrans.Rows(update)}, WAITS["MultiSteps"], mode=dtrans.Geo(2))
 
 
 def test_programs_have_the_ops_of_tables() -> None:

@@ -134,33 +134,6 @@ def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(name: str, re
     assert made == ([0, 1, 1, 2][1:] if rests else [V - 1] * 4)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("gap", [1, 10, 199, 200, 5000])
-@pytest.mark.parametrize(
-    "tx", [optax.adam(optax.cosine_decay_schedule(0.1, 6000)), optax.sgd(0.1, 0.9)], ids=["adam", "momentum"]
-)
-def test_the_closed_form_is_close_to_one_device(tx: Any, gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And makes few steps one by one."""
-    given = [*steps([[0, 5]]), *[RowGradient(np.zeros(0, np.int32), np.zeros((0, D)))] * gap]
-    update, state = served(tx, rows=dtrans.Rows("dense", catch_up="closed_form"))
-    server = SyncUpdate(update, state, 1)
-    for at, x in enumerate(given):
-        server.begin({GRAD: RowGradient(x.ids, x.rows.astype(np.float32))}, frozenset([0]), at)
-    (memory,) = server._tables.values()
-    made: list[int] = []
-    make = memory._missed._make  # type: ignore[union-attr]
-    counted = lambda ids, size, begin, stop, held: (made.append(stop - begin), make(ids, size, begin, stop, held))[1]
-    monkeypatch.setattr(memory._missed, "_make", counted)
-    held = finished(server)
-    assert sum(made) <= 3 * missed_steps.WINDOW
-    close(held, one_device(tx, given), 1e-5)
-
-
-def test_the_closed_form_is_refused_where_rows_move_otherwise() -> None:
-    with pytest.raises(dtrans.errors.ConfigError, match="params/emb, opt_state/.* move in another way than by moments"):
-        served(optax.adamw(0.1), rows=dtrans.Rows("dense", catch_up="closed_form"))
-
-
 @pytest.mark.usefixtures("x64")
 def test_what_is_kept_of_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is too much all rows catch up, and it is forgotten."""

@@ -179,6 +179,20 @@ REFUSED: Mapping[str, str] = {
     "lookahead": r"sub mixes leaves of f64\[13,2\] \(optax.lookahead\)",
     "flatten": r"concatenate mixes leaves of f64\[26\] \(optax.flatten\)",
 }
+# Those of B and C in which gradients wait for a step that must reach every row, or in which one step sets state anew:
+# they have no lazy form. Of class D none has.
+WAITS = (
+    "MultiSteps",
+    "MultiSteps, skip_large_updates",
+    "lookahead, slow parameters in the state",
+    "lookahead, resetting the state",
+    "sam",
+    # their first step is another one
+    "adan",
+    "adopt",
+    "novograd",
+    "optimistic_gradient_descent",
+)
 CLASS = {name: kind for kind, names in CLASSES.items() for name in names}
 # some of each class; the others are soak
 BY_DAY = (
@@ -203,7 +217,7 @@ def loss(params: Any, ids: jax.Array) -> jax.Array:
     return sum(jnp.mean(jnp.abs(p[ids] if n == "emb" else p) ** 2) for n, p in params.items())
 
 
-def planned(case: Case, **rows: Any) -> Any:
+def planned(case: Case, update: str = "dense", **rows: Any) -> Any:
     name = "params/fast/emb" if case.pair else "params/emb"
     key = jax.random.key(0)
     main = dtrans.trace(case.step(loss), *jax.eval_shape(lambda key: init(case, key), key), jnp.zeros(3, int))
@@ -213,7 +227,7 @@ def planned(case: Case, **rows: Any) -> Any:
         pservers=endpoints(SERVERS),
         trainers=TRAINERS,
         placement=dtrans.BlockPlacement(min_block_size=1),
-        sparse={name: dtrans.Rows("dense", **rows)},
+        sparse={name: dtrans.Rows(update, **rows)},
     )
 
 
@@ -287,6 +301,24 @@ def test_dense_is_one_device(name: str, place: str) -> None:
 def test_what_mixes_rows_or_leaves_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"emb cannot be a table: its update cannot be cut: {REFUSED[name]}"):
         planned(CASES[name])
+
+
+LAZY = [
+    pytest.param(name, marks=[] if name in (*BY_DAY, *WAITS, "adam") else [pytest.mark.soak])
+    for kind in "BC"
+    for name in CLASSES[kind]
+]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", LAZY)
+def test_lazy_is_refused_where_gradients_wait(name: str) -> None:
+    if name not in WAITS:
+        ((_, table),) = planned(CASES[name], "lazy").tables.of.items()
+        assert not table.catches_up and not table.whole
+        return
+    with pytest.raises(ConfigError, match=r"only in steps that .* selects. Say dtrans.Rows\(update='dense'\)"):
+        planned(CASES[name], "lazy")
 
 
 def test_every_case_of_the_zoo_has_a_class() -> None:

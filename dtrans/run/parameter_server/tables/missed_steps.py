@@ -5,8 +5,6 @@ moves all rows in every step. A server keeps of each step what its update read b
 clips), and makes the update of a row, with a gradient of zero, once for every step that the row has missed. The numbers
 are those of one device; memory is passed over once, and not once in each step.
 
-Where the user has said so, rows that stand still leave out the rest: moments are multiplied by what they decay by.
-
 Rows are made up for in runs of `WINDOW` steps, so that one program serves however many are missed.
 """
 
@@ -144,41 +142,30 @@ class MissedSteps:
             some = some[self._seen[some] < stop]
             for start, end, size in rooms(len(some)):
                 ids = some[start:end]
-                stand_still = self._make(ids, size, begin, stop, held)
+                self._make(ids, size, begin, stop, held)
                 self._seen[ids] = stop
-                if self._table.decays and stop < now:
-                    self._decay(ids[stand_still], now - stop, held)
-                    self._seen[ids[stand_still]] = now
 
-    def _decay(self, ids: np.ndarray, steps: int, held: Arrays) -> None:
-        """Let what moves these rows decay, where they themselves stand still."""
-        for n, factor in self._table.decays.items():
-            held[n][ids] *= np.asarray(factor**steps, held[n].dtype)
-
-    def _make(self, ids: np.ndarray, size: int, begin: int, stop: int, held: Arrays) -> np.ndarray:
-        """Make the steps of one window, in a program for `size` rows; which stood still in the last of them."""
+    def _make(self, ids: np.ndarray, size: int, begin: int, stop: int, held: Arrays) -> None:
+        """Make the steps of one window, in a program for `size` rows."""
         seen = padded(np.maximum(self._seen[ids] - begin, 0).astype(np.int32), size, WINDOW)
         rows = {n: padded(held[n][ids], size) for n in self._names}
         given = rows, seen, self._records.window(begin), int(seen.min()), stop - begin
         if size not in self._made:
             self._made[size] = jitted_once(self._catching_up(size), *given, **as_written() or {})
-        made, still = self._made[size](*given)
+        made = self._made[size](*given)
         for n in self._names:
             held[n][ids] = np.asarray(made[n])[: len(ids)]
-        return np.asarray(still)[: len(ids)]
 
     def _catching_up(self, size: int) -> Callable[..., Any]:
-        blocks, name = blocks_of(self._update, self._table, size), self._table.name
+        blocks = blocks_of(self._update, self._table, size)
 
-        def make_up(rows: Arrays, seen: jax.Array, records: Arrays, first: int, stop: int) -> tuple[Arrays, jax.Array]:
-            def turn(i: jax.Array, carry: tuple[dict[str, jax.Array], jax.Array]) -> Any:
-                rows, _ = carry
+        def make_up(rows: Arrays, seen: jax.Array, records: Arrays, first: int, stop: int) -> Arrays:
+            def turn(i: jax.Array, rows: Arrays) -> Arrays:
                 made = at_zero_gradient(blocks, rows, {n: x[i] for n, x in records.items()})
                 missed = lambda x: (seen <= i).reshape(-1, *(1,) * (x.ndim - 1))
-                new = {n: jnp.where(missed(x), made[n], x) for n, x in rows.items()}
-                return new, (new[name] == rows[name]).reshape(size, -1).all(1)
+                return {n: jnp.where(missed(x), made[n], x) for n, x in rows.items()}
 
-            return jax.lax.fori_loop(first, stop, turn, (dict(rows), jnp.zeros(size, bool)))
+            return jax.lax.fori_loop(first, stop, turn, dict(rows))
 
         return make_up
 
