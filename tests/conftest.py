@@ -3,6 +3,9 @@
 More than half of the time of tests is compilation. So LLVM is asked for little, here and in the processes that tests
 start, and XLA does without the emitters of fusions, which take a third of what is left (`make soak` and `make compat`
 ask for all of it); what was compiled is kept in a folder of this run.
+
+Without these emitters XLA's optimizations vectorize loops by the shapes of arrays: rows of an array, and the same rows
+made alone, then differ in their last bit. So the two options belong together, and no file may change one.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ import atexit
 import contextlib
 import gc
 import os
+import re
 import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -108,6 +112,23 @@ def small_heap() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+# options of JAX that change numbers or how they are compiled
+NUMERIC = re.compile("optimization|x64|prng|threefry|promotion|precision|debug_nans")
+
+
+def numeric_options() -> dict[str, Any]:
+    """Return the options of JAX that change bits of programs."""
+    return {name: value for name, value in jax.config.values.items() if NUMERIC.search(name)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_options() -> Iterator[None]:
+    """Fail where a file leaves JAX with other options than it found: files behind it would have other bits."""
+    before = numeric_options()
+    yield
+    assert numeric_options() == before
 
 
 @pytest.fixture

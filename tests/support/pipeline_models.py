@@ -18,11 +18,12 @@ import dtrans
 @contextlib.contextmanager
 def compiled_quickly() -> Iterator[None]:
     """Programs within are compiled fast rather than to run fast: models are small here, and there are many."""
+    before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -64,6 +68,32 @@ def test_rows_are_those_of_the_init_made_whole(servers: int) -> None:
         np.testing.assert_array_equal(
             np.asarray(state[b.named("opt_state/0/sum_of_squares/emb")]), np.full((b.rows, D), 0.1, np.float32)
         )
+
+
+COMPARE = """
+import sys
+sys.path[:0] = {path!r}
+import jax, numpy as np, optax
+from test_new_rows import EMB, KEY, V, begun, drawn, planned
+
+whole = np.asarray(jax.jit(drawn)(KEY))
+(programs,) = planned(optax.adagrad(0.1)).servers.values()
+maker = begun(programs)[1][EMB].maker
+for size in (16, 128, 1024):
+    ids = np.random.default_rng(0).permutation(V)
+    runs = [ids[at : at + size] for at in range(0, V, size)]
+    made = np.concatenate([maker._some(run, size)[0] for run in runs])
+    print((made != whole[ids]).sum())
+"""
+
+
+def test_rows_have_the_same_bits_in_programs_of_all_sizes_as_users_compile_them() -> None:
+    """With all of XLA's optimizations, and none of the options of these tests."""
+    ours = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_COMPILATION_CACHE_DIR")
+    env = {name: value for name, value in os.environ.items() if name not in ours}
+    code = COMPARE.format(path=[str(Path(__file__).parent), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
+    assert done.stdout.split() == ["0", "0", "0"], done.stdout + done.stderr
 
 
 def test_a_row_that_is_looked_at_is_not_kept() -> None:
