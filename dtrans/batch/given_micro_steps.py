@@ -78,6 +78,7 @@ def share_given(
     batch: Batch,
     parts: int,
     over: Sequence[str],
+    noun: str,
 ) -> tuple[SharedStep, GivenValues | None]:
     """How parts share a step that exchange nothing, and what they are given for that.
 
@@ -89,18 +90,19 @@ def share_given(
       batch: which arrays are cut, on dim 0.
       parts: how many there are.
       over: the named axes that they would be on.
+      noun: what one of those that share the batch is called in errors.
 
     Returns:
       How they share it, and values that prove it; without a proof, what is in the way.
     """
-    shared = share(step, batch, parts, over, open_state=True)
+    shared = share(step, batch, parts, over, open_state=True, noun=noun)
     given = None if shared.proven else given_values(whole, part, parts, held)
     if given is None or not given.spots:
         return shared, None
     for way in given.by_portions(whole):
         taken = cut(silent(differentiated(way.taken_by(part)))).with_reported()
         given_to_all = dataclasses.replace(batch, unsplit_inputs=(*batch.unsplit_inputs, *way.whole))
-        again = share(taken, given_to_all, parts, over, open_state=True, portions=way.portions)
+        again = share(taken, given_to_all, parts, over, open_state=True, portions=way.portions, noun=noun)
         if again.proven:
             return again, way
     return again if again.part.exchanged else shared, None

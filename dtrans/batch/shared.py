@@ -94,6 +94,7 @@ def share(
     alone: Callable[[Mapping[str, str]], bool] = lambda merges: True,
     open_state: bool = False,
     portions: Collection[str] = (),
+    noun: str = "trainer",
 ) -> SharedStep:
     """Share the batch of a step exactly.
 
@@ -107,16 +108,17 @@ def share(
       open_state: whether parameters that trainers make are merged as results are.
       portions: arrays of which each trainer has a portion: all entries, divided by the number of trainers. Only a step
         that is proven takes them.
+      noun: what a trainer is called in errors.
     """
     source = step.program
     axes = batch_axes(step, batch)
-    rows = rows_of(source, axes)
+    rows = rows_of(source, axes, noun)
 
     def cut_of(types: Sequence[jax.ShapeDtypeStruct]) -> Cut:
         return cut(source.specialize_flat(types)).with_reported()
 
     def written(step: Cut) -> TrainerStep:
-        made = trainer_step(step, axes, trainers, over, open_state=open_state)
+        made = trainer_step(step, axes, trainers, over, open_state=open_state, noun=noun)
         return dataclasses.replace(made, program=dataclasses.replace(made.program, name=source.name))
 
     def of_whole(types: Sequence[jax.ShapeDtypeStruct]) -> TrainerStep:
@@ -159,7 +161,7 @@ def share_alone(step: Cut, batch: Batch, parts: int, name: str) -> SharedStep:
     Raises:
       ConfigError: one device's numbers would take an exchange.
     """
-    shared = share(step, batch, parts, ("parts",))
+    shared = share(step, batch, parts, ("parts",), noun="part")
     if not shared.proven:
         raise not_made_of_parts(step, shared, name)
     return shared
@@ -220,7 +222,7 @@ def _is_key_data(program: Program, name: str) -> bool:
     return v.aval.shape == (2,) and any(e.primitive.name == "random_wrap" and e.invars[0] is v for e in program.eqns)
 
 
-def rows_of(program: Program, axes: Mapping[str, int]) -> int:
+def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
     """How many rows the batch of a program has. Raises BatchError where its arrays differ."""
     rows: dict[int, str] = {}
     for n, axis in axes.items():
@@ -228,7 +230,7 @@ def rows_of(program: Program, axes: Mapping[str, int]) -> int:
     if len(rows) > 1:
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise BatchError(
-            f"the arrays of a batch are cut over the trainers, but {listed} rows; name what every trainer needs whole "
+            f"the arrays of a batch are cut over the {noun}s, but {listed} rows; name what every {noun} needs whole "
             "in dtrans.Batch(unsplit_inputs=(...)), or the dimension of the batch in dtrans.Batch(axes=(...))"
         )
     return next(iter(rows), 0)

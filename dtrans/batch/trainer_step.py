@@ -68,7 +68,13 @@ class TrainerStep:
 
 
 def trainer_step(
-    step: Cut, axes: Mapping[str, int], trainers: int, over: Sequence[str], *, open_state: bool = False
+    step: Cut,
+    axes: Mapping[str, int],
+    trainers: int,
+    over: Sequence[str],
+    *,
+    open_state: bool = False,
+    noun: str = "trainer",
 ) -> TrainerStep:
     """Write the step of one trainer.
 
@@ -79,6 +85,7 @@ def trainer_step(
         one enters nothing.
       over: the named axes that they are on.
       open_state: parameters that trainers make may be terms, as results may.
+      noun: what a trainer is called in errors.
     """
     source = step.program
     eqns = source.eqns
@@ -99,7 +106,7 @@ def trainer_step(
     needed, _ = backward_slice(eqns, [*wanted, *(a for e in watched for a in e.invars)])
     half = [eqns[i] for i in sorted({*needed, *step.early})]
 
-    local = _is_local(half, source, axes, trainers)
+    local = _is_local(half, source, axes, trainers, noun)
     inner = closed(source.inner.constvars, source.jaxpr.consts, source.inner.invars, wanted, half, source.jaxpr)
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
     opened = [n for n in before if n in step.results or (open_state and n in ours)]
@@ -133,10 +140,10 @@ def trainer_step(
         merges = {n: _merge(how.get(n, SHARED)) for n in ours}
         return TrainerStep(program, merges, tuple(_exchanged(jaxpr)), tuple(w.gathers), w.scaled, local)
 
-    return written(inner, Shards(trainers, tuple(over)), write)
+    return written(inner, Shards(trainers, tuple(over), noun), write)
 
 
-def _is_local(eqns: Sequence[JaxprEqn], source: Program, axes: Mapping[str, int], trainers: int) -> bool:
+def _is_local(eqns: Sequence[JaxprEqn], source: Program, axes: Mapping[str, int], trainers: int, noun: str) -> bool:
     """Whether equations are in `dtrans.local`. Raises BatchError where trainers then have unequal parts."""
     if not any(map(has_local_scope, eqns)):
         return False
@@ -144,8 +151,8 @@ def _is_local(eqns: Sequence[JaxprEqn], source: Program, axes: Mapping[str, int]
         rows = source.inputs[n].shape[axis]
         if rows % trainers:
             raise BatchError(
-                f"{n} has {rows} rows, which {trainers} trainers do not divide: reductions in dtrans.local() are of "
-                "each trainer's own rows, and need as many of all"
+                f"{n} has {rows} rows, which {trainers} {noun}s do not divide: reductions in dtrans.local() are of "
+                f"each {noun}'s own rows, and need as many of all"
             )
     return True
 

@@ -53,6 +53,7 @@ class MicroSteps:
         others are made of those before the step, and merged as results are.
       given: what micro-steps are given of the whole batch, if anything.
       clip_norm: the norm that the gradients of each are clipped to, if they are.
+      noun: what a trainer is called in errors.
     """
 
     count: int
@@ -65,6 +66,7 @@ class MicroSteps:
     carried: Sequence[str]
     given: GivenMicroSteps | None
     clip_norm: float | None
+    noun: str
 
     @classmethod
     def of(cls, step: Cut, o: Options, merges: Mapping[str, str]) -> MicroSteps:
@@ -78,7 +80,7 @@ class MicroSteps:
         carried = [n for n in step.frozen if n in merges] if shared is None else []
         reduce, count = o.reduce.op or "mean", o.batch.example_count
         clip_norm = o.reduce.clip_of_each(o.num_micro_batch)
-        return cls(o.micro_steps, reduce, merges, count, axes, keys, joined, carried, o.given, clip_norm)
+        return cls(o.micro_steps, reduce, merges, count, axes, keys, joined, carried, o.given, clip_norm, o.noun)
 
 
 def write_micro_steps(
@@ -155,7 +157,7 @@ def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, At
 
 def _micro_program(source: Program, window: MicroSteps) -> Program:
     """The step, traced for a micro-step's part of the batch."""
-    types = [*micro_types(source, window.axes, window.count).values()]
+    types = [*micro_types(source, window.axes, window.count, window.noun).values()]
     return source.specialize_flat(types) if window.given is None else window.given.micro_step(types)
 
 
@@ -170,11 +172,12 @@ def _given_first(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
     return dict(zip(made.out_names, values, strict=True))
 
 
-def micro_types(source: Program, axes: Mapping[str, int], count: int) -> dict[str, jax.ShapeDtypeStruct]:
+def micro_types(source: Program, axes: Mapping[str, int], count: int, noun: str) -> dict[str, jax.ShapeDtypeStruct]:
     """The types of the inputs of one of so many micro-steps.
 
     Args:
       axes: the dimension along which each array of the batch is cut.
+      noun: what a trainer is called in errors.
 
     Raises:
       BatchError: rows that the micro-steps do not divide.
@@ -185,7 +188,7 @@ def micro_types(source: Program, axes: Mapping[str, int], count: int) -> dict[st
         if n in axes:
             at, rows = axes[n], shape[axes[n]]
             if rows % count:
-                raise BatchError(f"{n} has {rows} rows on each trainer, which {count} micro-steps do not divide")
+                raise BatchError(f"{n} has {rows} rows on each {noun}, which {count} micro-steps do not divide")
             shape = (*shape[:at], rows // count, *shape[at + 1 :])
         types[n] = jax.ShapeDtypeStruct(shape, t.dtype)
     return types

@@ -29,11 +29,11 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> N
     """Refuse a way to merge something of this type."""
     if is_state and way in ("concat", "each"):
         raise ConfigError(
-            f"merge[{name!r}]={way!r}: every trainer has the same state; 'mean', 'sum' and 'max' keep it so"
+            f"merge[{name!r}]={way!r}: every {o.noun} has the same state; 'mean', 'sum' and 'max' keep it so"
         )
     if way == "each" and o.micro_steps > 1:
         raise ConfigError(
-            f"merge[{name!r}]='each': a trainer makes it in each of {o.micro_steps} micro-steps; say 'mean', "
+            f"merge[{name!r}]='each': a {o.noun} makes it in each of {o.micro_steps} micro-steps; say 'mean', "
             "'sum', 'max', 'concat', or 'same' (the last one)"
         )
     if name == o.batch.example_count and way != "sum":
@@ -74,8 +74,8 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
         if n in o.batch.merge:
             if n in made_here and o.batch.merge[n] == "same" and isinstance(out, Var) and of_batch.get(out):
                 raise ConfigError(
-                    f"merge[{n!r}]='same': it is made of a trainer's part of the batch, and every trainer has the same "
-                    "state; say 'mean', 'sum' or 'max'"
+                    f"merge[{n!r}]='same': it is made of a {o.noun}'s part of the batch, and every {o.noun} has the "
+                    "same state; say 'mean', 'sum' or 'max'"
                 )
             found[n] = o.batch.merge[n]
         elif n == o.batch.example_count:
@@ -83,17 +83,17 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
         elif n in grown and grown[n].shape != t.shape:
             if grown[n].shape != (parts * t.shape[0], *t.shape[1:]):
                 raise ConfigError(
-                    f"{n} is {t.str_short()} on a trainer's part and {grown[n].str_short()} on the batch of all: "
+                    f"{n} is {t.str_short()} on a {o.noun}'s part and {grown[n].str_short()} on the batch of all: "
                     f"it cannot be merged; results may grow with the batch on dim 0 only (or say merge={{{n!r}: ...}})"
                 )
             found[n] = "concat"
         elif isinstance(out, Literal):
-            found[n] = _static(n, out, grown_outs.get(n), parts)
+            found[n] = _static(n, out, grown_outs.get(n), parts, o.noun)
         elif not of_batch.get(out):
             if of_rows.get(out):
                 remedy = of_counts if n in made_here else ""
                 raise ConfigError(
-                    f"{n} is {t.str_short()}, and made of how many rows a trainer's part has, whatever is in them: "
+                    f"{n} is {t.str_short()}, and made of how many rows a {o.noun}'s part has, whatever is in them: "
                     + (remedy or f"say how to merge it, merge={{{n!r}: 'sum'}} or 'max'")
                 )
             found[n] = "same"
@@ -101,7 +101,7 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
             found[n] = (o.reduce.op or "mean") if n in step.results else "mean"
         elif n in made_here:
             raise ConfigError(
-                f"{n} is {t.str_short()} and made of a trainer's part of the batch: say how to merge it, "
+                f"{n} is {t.str_short()} and made of a {o.noun}'s part of the batch: say how to merge it, "
                 f"merge={{{n!r}: 'sum'}} or 'max'"
             )
         elif o.micro_steps > 1:
@@ -130,8 +130,8 @@ def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program 
             return None
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise ConfigError(
-            f"{', '.join(asked)} may grow with the batch, whose arrays are split over the trainers on dim 0, but "
-            f"{listed} rows; name what every trainer needs whole in unsplit_inputs=(...)"
+            f"{', '.join(asked)} may grow with the batch, whose arrays are split over the {o.noun}s on dim 0, but "
+            f"{listed} rows; name what every {o.noun} needs whole in unsplit_inputs=(...)"
         )
     return program.specialize_flat(
         [
@@ -182,14 +182,14 @@ def _of_batch(step: Cut, o: Options) -> dict[Var, int]:
         names |= more
 
 
-def _static(name: str, here: Literal, whole: Atom | None, parts: int) -> str:
+def _static(name: str, here: Literal, whole: Atom | None, parts: int, noun: str) -> str:
     """What becomes of a result that is a number: it may be one of the batch, such as its rows."""
     if not isinstance(whole, Literal) or np.array_equal(here.val, whole.val):
         return "same"
     if np.array_equal(parts * np.asarray(here.val), whole.val):
         return "sum"
     raise ConfigError(
-        f"{name} is {here.val} on a trainer's part and {whole.val} on the batch of all: say how to merge it, "
+        f"{name} is {here.val} on a {noun}'s part and {whole.val} on the batch of all: say how to merge it, "
         f"merge={{{name!r}: 'same'}}, 'sum', 'max' or 'each'"
     )
 

@@ -108,13 +108,11 @@ class Options:
     batch: Batch = Batch()
     shared: SharedStep | None = None  # how an exact batch is shared, once that is known
     given: GivenMicroSteps | None = None  # what micro-steps are given of the whole batch then
+    noun: str = "trainer"  # one of those that share the batch, in errors
 
     def __post_init__(self) -> None:
-        check_int(
-            "trainers",
-            self.trainers,
-            "a positive number of trainers (endpoints are for DistributeTranspiler.transpile)",
-        )
+        endpoints = " (endpoints are for DistributeTranspiler.transpile)" * (":" in str(self.trainers))
+        check_int("trainers", self.trainers, f"a positive number of trainers{endpoints}")
         check_name("axis_name", self.axis_name, "the name of an axis")
         check_type("batch", self.batch, Batch)
         check_int("num_micro_batch", self.num_micro_batch, "a positive number of micro-steps")
@@ -153,8 +151,8 @@ class Options:
         for name, value in given.items():
             if b.exact and value is not None:
                 raise ConfigError(
-                    f"{name}={value!r} is for batch='local', where each trainer has numbers of its own: an exact batch "
-                    "is added up as one device has it. Leave it out, or say batch='local'"
+                    f"{name}={value!r} is for batch='local', where each {self.noun} has numbers of its own: an exact "
+                    "batch is added up as one device has it. Leave it out, or say batch='local'"
                 )
 
     @property

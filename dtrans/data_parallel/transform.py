@@ -147,15 +147,16 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
         options=options,
         buckets=buckets_of(reduced_values(step, o, merges), o),
         merges=merges,
-        callers=callers_of(plain.observers, *callers(options, "trainer")),
+        callers=callers_of(plain.observers, *callers(options)),
         replan=lambda other: plan_data_parallel(main, given, other),
         shared=shared,
         for_whole=None if shared is None or options.splits_evenly else partial(_of_whole, shared, options),
     )
 
 
-def callers(o: Options, noun: str) -> tuple[str, str]:
-    """Return who calls callbacks of forward and backward, and who calls others; each of those is called a `noun`."""
+def callers(o: Options) -> tuple[str, str]:
+    """Return who calls callbacks of forward and backward, and who calls others."""
+    noun = o.noun
     own = f"each {noun}, with values of its own" + (", in each micro-step" if o.micro_steps > 1 else "")
     if o.local_sgd is not None:
         return own, own
@@ -181,13 +182,13 @@ def shared_by(plain: Cut, options: OptionsT, main: Program | None) -> tuple[Cut,
     parts = options.trainers * options.num_micro_batch
     if parts == 1 or options.local_sgd is not None or not options.batch.exact:
         if options.local_sgd is None:
-            refuse_nested(plain, options.trainers)
+            refuse_nested(plain, options.trainers, options.noun)
         if options.trainers > 1:
             alone = options.local_sgd is not None
             refuse_across(
                 plain,
-                "of which each trainer has its own",
-                remedy="" if alone else "With batch='exact' all trainers make one update, which may",
+                f"of which each {options.noun} has its own",
+                remedy="" if alone else f"With batch='exact' all {options.noun}s make one update, which may",
             )
         return plain, options.local, None
     given = None
@@ -195,12 +196,12 @@ def shared_by(plain: Cut, options: OptionsT, main: Program | None) -> tuple[Cut,
         of_rows = [dataclasses.replace(x, reads=READS_BATCH) for x in plain.observers if x.rows]
         refuse_observers(of_rows, (READS_BATCH,), "micro-steps have rows of", RETURN_IT)
     if options.num_micro_batch == 1:
-        shared = share(plain, options.batch, parts, options.over)
+        shared = share(plain, options.batch, parts, options.over, noun=options.noun)
     else:
         shared, given = _by_micro_steps(plain, options, main)
     if options.reduce.clip_local_norm is not None and not (shared.proven and given is None):
         raise ConfigError(
-            f"clip_local_norm={options.reduce.clip_local_norm!r} clips what each trainer's own rows make, and "
+            f"clip_local_norm={options.reduce.clip_local_norm!r} clips what each {options.noun}'s own rows make, and "
             f"{plain.program.name} has values of all of them ({shared.reason}). Say batch='local', or clip in the "
             "optimizer, which clips the gradient of all"
         )
@@ -218,13 +219,13 @@ def shared_by(plain: Cut, options: OptionsT, main: Program | None) -> tuple[Cut,
 def _by_micro_steps(step: Cut, o: Options, main: Program | None) -> tuple[SharedStep, GivenMicroSteps | None]:
     """How the micro-steps of all trainers share the batch, and what they are given of the whole of it for that."""
     axes, parts = batch_axes(step, o.batch), o.trainers * o.num_micro_batch
-    types = micro_types(step.program, axes, o.num_micro_batch)
+    types = micro_types(step.program, axes, o.num_micro_batch, o.noun)
     for n, axis in axes.items():  # two rows at least: in shapes, one row looks like none
         shape = types[n].shape
         if shape[axis] == 1:
             types[n] = jax.ShapeDtypeStruct((*shape[:axis], 2, *shape[axis + 1 :]), types[n].dtype)
     part = step.program.specialize_flat([*types.values()])
-    shared = share(cut(part).with_reported(), o.batch, parts, o.over)
+    shared = share(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun)
     captured = None if shared.proven or main is None or any(axes.values()) else captured_if_marked(main)
     if captured is None:
         return shared, None
@@ -233,7 +234,8 @@ def _by_micro_steps(step: Cut, o: Options, main: Program | None) -> tuple[Shared
     of_part = cut(silent(part)).with_reported()
     leaves = leaves_of_state(step.optimize, step.params) if step.asked else {}
     held = (*step.frozen, *(n for n in step.asked if n not in leaves))
-    again, values = share_given(of_part, whole, captured.specialize_flat([*types.values()]), held, batch, parts, o.over)
+    types_whole = captured.specialize_flat([*types.values()])
+    again, values = share_given(of_part, whole, types_whole, held, batch, parts, o.over, o.noun)
     given = None if values is None else GivenMicroSteps(captured, values, axes, o.trainers, o.over)
     return again, given
 
@@ -247,7 +249,7 @@ def check_names(step: Cut, o: Options) -> None:
     mergeable = (*step.results, *state)
     for name, way in o.batch.merge.items():
         if name not in mergeable:
-            raise ConfigError(f"merge names {name!r}; what trainers make and can be merged is {', '.join(mergeable)}")
+            raise ConfigError(f"merge names {name!r}; what {o.noun}s make and can be merged is {', '.join(mergeable)}")
         check_merge(name, way, step.program.outputs[name], is_state=name in state, o=o)
     for name in o.batch.unsplit_inputs:
         if not any(is_under(n, [name]) for n in step.batch):

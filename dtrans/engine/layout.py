@@ -51,10 +51,12 @@ class Shards:
     Attributes:
       count: how many there are.
       over: the named axes that they are on.
+      noun: what one of them is called in errors.
     """
 
     count: int
     over: tuple[str, ...]
+    noun: str = "trainer"
 
     def local(self, size: int, row: RowAxis) -> int:
         """How many entries of `size` each shard has, padding included."""

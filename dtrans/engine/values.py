@@ -150,8 +150,8 @@ class ShardValues(abc.ABC):
         if isinstance(atom, Var) and atom in self.own:
             if not jnp.issubdtype(atom.aval.dtype, jnp.inexact):
                 raise ConfigError(
-                    f"dtrans.local(): {short_type(atom.aval)} is each trainer's own, leaves the step, and has no mean; "
-                    "make it outside of the scope"
+                    f"dtrans.local(): {short_type(atom.aval)} is each {self.shards.noun}'s own, leaves the step, and "
+                    "has no mean; make it outside of the scope"
                 )
             (made,) = self.b.call(times(1 / self.shards.count), value)
         else:
@@ -202,8 +202,8 @@ class ShardValues(abc.ABC):
         if self.in_local:
             raise ConfigError(
                 f"dtrans.local(): {self._reason()} mixes rows of the batch otherwise than by a sum, a mean or a "
-                "maximum, and cannot be of each trainer's own rows alone; leave it outside of the scope, or say "
-                "batch='local'"
+                f"maximum, and cannot be of each {self.shards.noun}'s own rows alone; leave it outside of the "
+                "scope, or say batch='local'"
             )
         self.gathers.append(Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason()))
         (wide,) = self.b.bind(all_gather_p, self._made[var, had], name="split", axis=had.axis, **self._among())

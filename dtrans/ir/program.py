@@ -302,7 +302,7 @@ class Program(NamedJaxpr):
                 raise TraceError(
                     f"{self.name} was traced with {name} of shape {tuple(had)}, and cannot be with {tuple(shape)}: "
                     f"{e}\nA constant may have the size of the first batch: make it from the shape of an argument, or "
-                    "let it be one. The batch of all trainers has as many times the rows of one as there are"
+                    "let it be one. A plan traces the step for the whole batch and for a part of it"
                 ) from e
 
     @cached_property

@@ -197,7 +197,7 @@ class PipelineOptions:
         """What replicas do with their gradients, as trainers of nccl2 mode."""
         norm = self.reduce.clip_of_all(self.num_micro_batch)
         reduce = dataclasses.replace(self.reduce, clip_local_norm=norm, clip_local_per="step")
-        return Options(trainers=self.replicas, axis_name=AXIS, reduce=reduce, batch=self.batch)
+        return Options(trainers=self.replicas, axis_name=AXIS, reduce=reduce, batch=self.batch, noun="replica")
 
     @property
     def clip_of_each(self) -> float | None:

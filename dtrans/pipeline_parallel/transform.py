@@ -315,7 +315,9 @@ def shared_by(
     plain = cut(silent(captured_part(main, o, types))).with_reported()
     leaves = leaves_of_state(plain.optimize, plain.params)
     held = (*plain.frozen, *(n for n in plain.opt_state if n in plain.asked or n not in leaves))
-    shared, given = share_given(plain, whole, captured_part(whole, o, types), held, o.batch, o.parts, PARTS)
+    shared, given = share_given(
+        plain, whole, captured_part(whole, o, types), held, o.batch, o.parts, PARTS, "micro-batch"
+    )
     if shared.proven:
         return shared, given
     raise not_made_of_parts(plain, shared, "micro-batches", "micro")
@@ -461,8 +463,8 @@ def captured_part(whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeD
         if n in split:
             if shape[0] % o.parts:
                 raise BatchError(
-                    f"{n} has {shape[0]} rows, which {o.num_micro_batch} micro-batches of {o.replicas} replicas do not "
-                    f"divide: give batches of a multiple of {o.parts}"
+                    f"{n} has {shape[0]} rows, which num_micro_batch={o.num_micro_batch} and replicas={o.replicas} do "
+                    f"not divide: give batches of a multiple of {o.parts}"
                 )
             shape = (shape[0] // o.parts, *shape[1:])
         given.append(jax.ShapeDtypeStruct(shape, t.dtype))

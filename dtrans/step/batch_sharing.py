@@ -89,7 +89,7 @@ class Batch:
         if found.kind == "micro" and not micro:
             raise ConfigError(
                 "batch='micro' is for dtrans.pipeline, whose micro-batches then have statistics of their own. Say "
-                "batch='local', where each trainer has its own"
+                "batch='local', where each part of the batch has its own"
             )
         return found
 

@@ -340,7 +340,8 @@ class _Cutter:
                 return Need(
                     f"{who} uses {told}",
                     "here an optimizer can neither be told the loss nor evaluate it. Use one that takes (grads, state, "
-                    "params), such as optax.lbfgs(linesearch=None), or a schedule; or dtrans.nccl2, which takes it",
+                    "params), such as optax.lbfgs(linesearch=None), or a schedule; or dtrans.nccl2 with batch='exact', "
+                    "which takes it",
                     OptimizerError,
                 )
         return None
@@ -369,7 +370,7 @@ class _Cutter:
         if around:
             culprit, what = self.who_uses(outs, made_here, gradients, None, around)
             raise GradientError(
-                f"{culprit} is updated with {what}, so that each trainer would go its own way; "
+                f"{culprit} is updated with {what}, so that each part of the batch would update it in its own way; "
                 "take the gradient of all parameters with one dtrans.value_and_grad, or build the step with "
                 "dtrans.make_train_step"
             )

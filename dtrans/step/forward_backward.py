@@ -12,12 +12,16 @@ from dtrans.ir.dataflow import backward_slice
 from dtrans.step.cut import Cut, asks_for
 
 
-def refuse_nested(step: Cut, trainers: int) -> None:
-    """Raise for gradients that are computed from other gradients, of which each trainer has its own."""
+def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
+    """Raise for gradients that are computed from other gradients, of which each trainer has its own.
+
+    Args:
+      noun: what a trainer is called in errors.
+    """
     if step.nested and trainers > 1:
         raise GradientError(
             f"the gradients of {step.program.name} are computed from another derivative ({step.nested}), as a step "
-            f"does that perturbs its parameters by their gradient: with {trainers} trainers each would use its own, "
+            f"does that perturbs its parameters by their gradient: with {trainers} {noun}s each would use its own, "
             "not that of all. If it is meant so, take the last gradient with dtrans.value_and_grad"
         )
 
@@ -30,11 +34,11 @@ def refuse_across(step: Cut, why: str, *, told: bool = False, remedy: str = "") 
       told: whether the one may tell the other: arguments of the step, and arrays of the optimizer's state.
       remedy: where they may, for errors.
     """
-    needs = [step.across]
-    if not told:
-        needs += [step.told, *(asks_for(output, name) for name, output in step.asked.items())]
+    if step.across is not None:
+        raise step.across.refused(why)
+    needs = [step.told, *(asks_for(output, name) for name, output in step.asked.items())]
     for need in needs:
-        if need is not None:
+        if need is not None and not told:
             raise need.error(f"{need.refused(why)}{remedy and f'. {remedy}'}")
 
 

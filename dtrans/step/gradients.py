@@ -146,7 +146,7 @@ def marked(step: OpenStep) -> dict[str, Var]:
             raise GradientError(
                 f"the marked gradient of {leaf} is {short_type(eqn.outvars[0].aval)} in {step.source.name}, "
                 f"where the leaf is {list(shape)}: gradients of single examples (dtrans.value_and_grad under vmap) "
-                "cannot be averaged over trainers; take the gradient of the mean loss"
+                "cannot be averaged over parts of the batch; take the gradient of the mean loss"
             )
         found[leaf] = eqn.outvars[0]
     return found

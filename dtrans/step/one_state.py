@@ -55,9 +55,11 @@ FOLLOWER, OPTIMIZER = "follower", "optimizer"
 
 
 def has_one_state(program: Program, startup: Program) -> bool:
-    """Whether a step takes and returns one state: its first argument, which `startup` makes, and not its second.
+    """Return True if a step takes and returns one state: its first argument, which `startup` makes, and not its second.
 
-    A result may look like an array of the batch, as that of an autoencoder does: what `startup` makes decides.
+    A result may look like an array of the batch, as that of an autoencoder does: what `startup` makes decides. But a
+    second argument with a leaf that the step changes and the loss does not read is the optimizer's state, and
+    `startup` forgot it.
     """
     outs, first = set(program.out_names), program.args[0].names if program.args else ()
     if not first or not outs.issuperset(first):
@@ -68,7 +70,11 @@ def has_one_state(program: Program, startup: Program) -> bool:
     if not second:  # an optimizer without state
         return False
     types = program.args[0].unflatten([program.inputs[n] for n in first])
-    return _types(types) == _types(startup.out.unflatten([startup.outputs[n] for n in startup.out_names]))
+    if _types(types) != _types(startup.out.unflatten([startup.outputs[n] for n in startup.out_names])):
+        return False
+    step = OpenStep(program, inline_calls(program.jaxpr))
+    read = _read_by_forward(step, set(marked(step).values()) or crossing(step), second)
+    return all(n in read or step.outs[n] is step.vars[n] for n in second)
 
 
 def in_two_parts(program: Program) -> Program:
@@ -159,7 +165,7 @@ def kinds_of(step: OpenStep) -> dict[str, str]:
     names = step.params
     gradients = marked(step)
     of = set(gradients.values()) or crossing(step)
-    read = _read_by_forward(step, of)
+    read = _read_by_forward(step, of, names)
     parameters = set(gradients) or _parameters(step, of, read)
     by_batch, by_gradient = 1, 2
     batch = [n for spec in step.source.args[1:] for n in spec.names]
@@ -182,9 +188,8 @@ def kinds_of(step: OpenStep) -> dict[str, str]:
     return {n: kind(n) for n in names}
 
 
-def _read_by_forward(step: OpenStep, gradients: Collection[Var]) -> set[str]:
-    """The leaves whose values, as they came in, enter what is differentiated."""
-    names = step.params
+def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence[str]) -> set[str]:
+    """Return those of these inputs whose values, as they came in, enter what is differentiated."""
     new: list[Atom] = [step.outs[n] for n in names if step.outs[n] is not step.vars[n]]
     fixed = dict.fromkeys([*gradients, *(a for a in new if isinstance(a, Var))], 0)
     enters = propagate(step.eqns, {step.vars[n]: 1 << i for i, n in enumerate(names)}, fixed)

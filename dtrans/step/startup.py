@@ -88,10 +88,14 @@ def match_startup(step: Cut, startup: Program) -> Program:
         keys = list(made)
         order = next((o for o in (keys, keys[::-1]) if [made[k] for k in o] == wanted), keys)
     if not order or [made[k] for k in order] != wanted:
+        if _leaves(result) == wanted[0]:
+            reason = f"it returns {roots[0]} alone, expected ({roots[0]}, {roots[1]})"
+        else:
+            reason = _mismatch(order, made, wanted, roots)
         raise TraceError(
-            f"the startup program {startup.name} does not make what {step.program.name} takes: "
-            + _mismatch(order, made, wanted, roots)
-            + "; startup must be dtrans.trace(init, ...) with init(...) -> (params, opt_state)"
+            f"the startup program {startup.name} does not make what {step.program.name} takes: {reason}; "
+            "startup must be dtrans.trace(init, ...) with init(...) -> (params, opt_state), where opt_state is "
+            "tx.init(params)"
         )
     flat = [n for key, _ in parts for n in names[order.index(key)]]
     jaxpr = inline_calls(startup.jaxpr)
@@ -119,7 +123,7 @@ def _mismatch(
 ) -> str:
     """The first thing in which a startup program differs from the step."""
     if not order:
-        return f"it returns {len(made) or 'no'} parts, which are not two"
+        return f"it returns {len(made) or 'no'} values, expected ({', '.join(roots)})"
     for key, want, root in zip(order, wanted, roots, strict=True):
         have = made[key]
         for path in [*want, *have]:

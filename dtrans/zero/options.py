@@ -168,6 +168,7 @@ class ShardingOptions(Options):
     precision: Precision = Precision()
     slices: Slicing = Slicing()
     prefetches_in_loops: bool = True
+    noun: str = "rank"
 
     @property
     def splits_evenly(self) -> bool:

@@ -150,7 +150,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         options=options,
         buckets=layout.buckets(step),
         merges=merges,
-        callers=callers_of(plain.observers, *callers(options, "rank")),
+        callers=callers_of(plain.observers, *callers(options)),
         slices=layout.slices,
         replan=lambda other: plan_sharding(main, given, other),
         owned=layout.owned,

@@ -524,7 +524,7 @@ def test_another_batch_size_than_was_traced(way):
     for count in (16, 4, 8):
         other = Job(of.step, of.init, rows(count))
         tree_close(other.of(job), other.on_one_device(), 1e-12)
-    with pytest.raises(BatchError, match="10 rows, which 2 micro-batches of 2 replicas do not divide"):
+    with pytest.raises(BatchError, match="10 rows, which num_micro_batch=2 and replicas=2 do not divide"):
         job.step(job.init(jax.random.key(0)), *rows(10))
 
 

@@ -361,7 +361,7 @@ def test_a_gradient_hidden_beside_others_is_refused(grad):
         PARAMS,
         (),
         *BATCH,
-        match="params/b1 is updated with a derivative that is not one of its gradients .*so that each trainer",
+        match="params/b1 is updated with a derivative that is not one of its gradients .*so that each part",
     )
 
 

@@ -648,7 +648,7 @@ def test_devices_are_as_many_as_ranks() -> None:
         with pytest.raises(ConfigError, match=f"degree=2 and replicas=2 are 4 ranks, on_mesh was given {count} dev"):
             plan.on_mesh(jax.devices()[:count])
     assert plan.on_mesh(jax.devices()[4:]).mesh.devices.shape == (2, 2)
-    with pytest.raises(ConfigError, match="16 trainers need as many devices, on_mesh has 8"):
+    with pytest.raises(ConfigError, match="16 ranks need as many devices, on_mesh has 8"):
         round_plan(degree=16).on_mesh()
 
 

@@ -82,7 +82,14 @@ def rows_of(names: Sequence[str], shared: Sequence[tuple[Any, Share]]) -> dict[s
     return {n: x.shape[share] for n, (x, share) in zip(names, shared, strict=True) if isinstance(share, int)}
 
 
-def check_rows(given: Mapping[str, int], trainers: int, whole_option: str, who: str = "", uneven: bool = False) -> None:
+def check_rows(
+    given: Mapping[str, int],
+    trainers: int,
+    whole_option: str,
+    who: str = "",
+    uneven: bool = False,
+    noun: str = "trainer",
+) -> None:
     """Raises BatchError for arrays that differ in their number of rows, or that the trainers do not divide."""
     rows: dict[int, str] = {}
     for name, count in given.items():
@@ -90,14 +97,14 @@ def check_rows(given: Mapping[str, int], trainers: int, whole_option: str, who: 
     for count, name in rows.items():
         if count % trainers and not uneven:
             raise BatchError(
-                f"{name} has {count} rows, which {who or f'{trainers} trainers'} do not divide: "
+                f"{name} has {count} rows, which {who or f'{trainers} {noun}s'} do not divide: "
                 f"give batches of a multiple of {trainers}"
             )
     if len(rows) > 1:
         listed = " and ".join(f"{name} has {count}" for count, name in rows.items())
         raise BatchError(
-            f"the arrays of a batch are split over the trainers, but {listed} rows; "
-            f"name what every trainer needs whole in {whole_option}"
+            f"the arrays of a batch are split over the {noun}s, but {listed} rows; "
+            f"name what every {noun} needs whole in {whole_option}"
         )
 
 

@@ -232,7 +232,7 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
     if plan.trainers not in (len(devices), jax.device_count()):
         each = jax.local_device_count()
         many = f": {len(connected().members)} processes with {each} devices each" if each > 1 else ""
-        raise ConfigError(f"the plan is for {plan.trainers} trainers, {len(devices)} are connected{many}")
+        raise ConfigError(f"the plan is for {plan.trainers} {plan.options.noun}s, {len(devices)} are connected{many}")
     if drop:
         return SurvivingJob(plan, on_nonfinite)
     return job_of(as_run_on(plan, jax.default_backend()), donate=donate, on_nonfinite=on_nonfinite)

@@ -434,6 +434,7 @@ class CollectiveJob(Job):
             self.trainers.here,
             option,
             self.trainers.who,
+            noun=self.plan.options.noun,
         )
         return self.trainers.batch(arrays, self._shares)
 

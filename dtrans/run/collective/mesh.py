@@ -102,7 +102,7 @@ def on_mesh(
             else ""
         )
         raise ConfigError(
-            f"{plan.trainers} trainers need as many devices, on_mesh has {len(given)}{hint}; "
+            f"{plan.trainers} {plan.options.noun}s need as many devices, on_mesh has {len(given)}{hint}; "
             "plan.simulate() runs any number on one"
         )
     trainers = MeshTrainers(mesh_of(plan, given))

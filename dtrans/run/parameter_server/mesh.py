@@ -110,15 +110,18 @@ class MeshJob(Job):
         donate: bool = True,
         unsplit_inputs: Collection[str] = (),
         on_nonfinite: str = "ignore",
+        way: str = "on_mesh",
     ) -> None:
         self.watch = GradientWatch(on_nonfinite)
         if not plan.sync_mode:
             raise ConfigError(
-                "on_mesh runs all trainers at once; run a plan of an asynchronous mode in processes (Executor)"
+                f"{way} takes the steps of all trainers at once, and trainers of an asynchronous mode take their own; "
+                "run the plan in processes, plan.on_cluster()"
             )
         if plan.runtime_split:
             raise ConfigError(
-                "on_mesh splits no leaves at run time; leave out runtime_split, or run it in processes (Executor)"
+                f"{way} splits no leaves at run time; leave out runtime_split, or run the plan in processes, "
+                "plan.on_cluster()"
             )
         for n, t in plan.tables.of.items():
             if t.staleness:
@@ -520,7 +523,7 @@ def _unstacked(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> d
 @realises(PServerPlan, "simulate")
 def simulated(plan: PServerPlan) -> MeshJob:
     """The whole job on one device, which stands for all trainers and servers in turn."""
-    return MeshJob(plan, jax.devices()[:1], donate=False)
+    return MeshJob(plan, jax.devices()[:1], donate=False, way="simulate")
 
 
 def _put(x: Any, where: Sharding) -> Any:

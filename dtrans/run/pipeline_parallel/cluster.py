@@ -122,8 +122,8 @@ class ConnectedProcesses(OneProcess):
             if rows * self.count % o.parts:
                 raise BatchError(
                     f"{n} has {rows} rows in each of {self.count} processes, {rows * self.count} in all, which "
-                    f"{o.num_micro_batch} micro-batches of {o.replicas} replicas do not divide: give parts that make a "
-                    f"multiple of {o.parts} rows"
+                    f"num_micro_batch={o.num_micro_batch} and replicas={o.replicas} do not divide: give parts "
+                    f"that make a multiple of {o.parts} rows"
                 )
         types = whole_types([(x, self._share(n, x)) for n, x in arrays.items()], self.count)
         return dict(zip(arrays, types, strict=True))
