@@ -17,10 +17,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test core compat fuzz soak lint format bench reliability notebooks docs architecture lock clean
+.PHONY: help venv demo test core compat fuzz soak lint format bench bench-smoke reliability notebooks docs architecture lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## make the environment in .venv
 
@@ -61,6 +61,9 @@ format: $(STAMP) ## put the code in the project's format
 bench: $(STAMP) ## run the benchmarks
 	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only --benchmark-sort=fullname \
 		--benchmark-columns=min,median,iqr,ops,rounds,iterations
+
+bench-smoke: $(STAMP) ## run every benchmark once, of its smallest size
+	$(BIN)/python -m pytest benchmarks --benchmark-disable --durations=5
 
 reliability: $(STAMP) ## end processes of jobs, and write what the others do into docs/reliability.md
 	$(BIN)/python benchmarks/kill_matrix.py docs/reliability.md

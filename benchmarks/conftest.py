@@ -1,14 +1,17 @@
 """What all benchmarks share: CPU devices to stand for a mesh, and ratios measured in pairs.
 
 Machines drift, so a figure alone says little. `ratio` times two things in turn, A B A B ..., and keeps the
-median of A/B; the ratios are listed after the table.
+median of A/B; the ratios are listed last, after the table.
+
+Without `--benchmark-enable` all this is a smoke test (`make bench-smoke`): every benchmark runs once, for one round, of
+the smallest of its sizes. Its figures mean nothing, and are not listed.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,12 +20,42 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 4)
 
+SIZES = {"delay", "devices", "drawn", "leaves", "model", "parameters", "rows", "trainers"}  # parameters, small to large
+ROUNDS = ("ROUNDS", "STEPS", "WARM", "WINDOWS")  # constants of modules that say how often something is timed
+
 _ratios: list[tuple[str, float, float, float]] = []
 _rates: list[tuple[str, float, float, float]] = []
 
 
+def _is_smoke(config: pytest.Config) -> bool:
+    return bool(config.getoption("benchmark_disable"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the smallest case of each benchmark in a smoke test."""
+    if not _is_smoke(config):
+        return
+    smallest: dict[Any, dict[str, Any]] = {}
+    kept, left_out = [], []
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        sizes = {n: x for n, x in given.items() if n in SIZES}
+        first = smallest.setdefault((item.path, item.originalname), sizes)
+        (kept if sizes == first else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def one_round(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time everything once in a smoke test."""
+    for name in ROUNDS if _is_smoke(request.config) else ():
+        if hasattr(request.module, name):
+            monkeypatch.setattr(request.module, name, 1)
+
+
 @pytest.fixture
-def ratio() -> Callable[..., float]:
+def ratio(request: pytest.FixtureRequest) -> Callable[..., float]:
     """`ratio(name, ours, theirs, pairs=15)`: the median of the time of `ours` over that of `theirs`."""
 
     def measure(name: str, ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int = 15) -> float:
@@ -31,6 +64,7 @@ def ratio() -> Callable[..., float]:
             jax.block_until_ready(fn())
             return time.perf_counter() - start
 
+        pairs = 1 if _is_smoke(request.config) else pairs
         seconds(ours), seconds(theirs)
         times = [(seconds(ours), seconds(theirs)) for _ in range(pairs)]
         median = statistics.median(a / b for a, b in times)
@@ -47,7 +81,11 @@ def report() -> Callable[[str, float, float, float], None]:
     return lambda *row: _rates.append(row)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Iterator[None]:
+    yield
+    if _is_smoke(config):
+        return
     if _ratios:
         terminalreporter.write_sep("-", "ratios: median over pairs, and the two medians in ms")
         for name, median, a, b in _ratios:
