@@ -297,7 +297,9 @@ def _restored_job(path: Folder, job: Any) -> Any:
         check_plan(job.plan)
         servers = [who for who in job.roles if who in job.plan.servers]
         if len(job.roles) == 1 and servers:
-            return restore(path, job.plan, *servers)
+            state = restore(path, job.plan, *servers)
+            job.restored = Path(path)
+            return state
         if not servers:  # a trainer holds parameters alone
             main = job.plan.main
             rows = [row for row in step_rows(main) if row.origin_name in main.args[0].names]

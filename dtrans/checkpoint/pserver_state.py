@@ -171,10 +171,20 @@ def check_plan(plan: Any) -> None:
             "checkpoints are of the plan that dtrans.pserver made (t.plan of a transpiler), or of a job that runs what "
             f"dtrans.nccl2 or dtrans.sharding planned (plan.on_mesh()), not {type(plan).__name__}"
         )
-    there = {row.origin_name for row in plan.overview}
-    gone = next((n for n in plan.main.args[1].names if n not in there), None)
+    gone = _on_no_server(plan)
     if gone is not None:
         raise ConfigError(f"{gone} is on no server, but each trainer's own: such jobs have no checkpoints yet")
+
+
+def has_checkpoints(plan: PServerPlan) -> bool:
+    """Return True if servers hold all of the optimizer's state."""
+    return _on_no_server(plan) is None
+
+
+def _on_no_server(plan: PServerPlan) -> str | None:
+    """Return an array of the optimizer's state that each trainer has for itself, if there is one."""
+    there = {row.origin_name for row in plan.overview}
+    return next((n for n in plan.main.args[1].names if n not in there), None)
 
 
 def check_step(main: Any) -> None:

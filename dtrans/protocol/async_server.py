@@ -52,6 +52,7 @@ class _Step:
 
     grads: Inbox
     number: int = 0
+    made: int = 0  # steps; a message may have the gradients of several
     values: Mapping[str, Any] | None = None  # what the lr_sched block made for it
     used: set[str] = dataclasses.field(default_factory=set)  # blocks that are updated
 
@@ -90,6 +91,10 @@ class AsyncServer:
         self._failed: set[int] = set()
         self.tables: HeldTables | None = None
 
+    def made(self) -> int:
+        """Return the number of steps that the furthest trainer has made."""
+        return max((step.made for step in self._steps.values()), default=0)
+
     # -- what trainers say -----------------------------------------------------------------------
 
     def _step_of(self, k: int) -> _Step:
@@ -127,6 +132,7 @@ class AsyncServer:
                 self._changed.changed(k, block, given[self._served.tables[block].gradients[k]].ids)
         if len(full) == len(step.grads.memory):
             step.number += 1
+            step.made += steps
             step.grads.clear()
             self._requests.used(k, step.grads)
             step.values, step.used = None, set()

@@ -97,6 +97,10 @@ class Serving:
         for k, message in asked:
             self._say_saved(k, message, error)
 
+    def asked(self) -> dict[str, int]:
+        """Return the checkpoints that are written or under way, and after how many steps each was asked for."""
+        return self.saved | {name: made for name, (made, _) in self._saves.items()}
+
     def say_why(self, e: BaseException) -> None:
         """Tell all who are still there that this server ends."""
         reason = str(e) if isinstance(e, DtransError) else f"{type(e).__name__}: {e}"

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.errors import DeadlineError, PeerError, WireError
+from dtrans.errors import DeadlineError, PeerError, StateError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
@@ -115,6 +115,12 @@ class SyncServer:
     def state(self) -> dict[str, Any]:
         """Name to array."""
         return self._update.state
+
+    def made(self) -> int:
+        """Return the number of steps that the state is after. Raises StateError where it is after part of one."""
+        if self._update.exchange is not None:
+            raise StateError(f"step {self.step + 1} is made in part: it waits for other servers")
+        return self.step
 
     # -- what trainers say -----------------------------------------------------------------------
 

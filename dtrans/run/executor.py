@@ -28,7 +28,7 @@ from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.sockets import DEADLINE
 from dtrans.run.parameter_server.fabric import EndpointFabric
-from dtrans.run.parameter_server.state_writer import Keep
+from dtrans.run.parameter_server.state_writer import Keep, KeepLast
 from dtrans.run.parameter_server.tables.batch_rows import BatchRows
 
 
@@ -188,9 +188,9 @@ class Executor:
         """
         return self._fabric.between(what, ask)
 
-    def keep(self, save: Keep) -> None:
-        """Say how a server that this executor runs saves what it holds."""
-        self._fabric.keep = save
+    def keep(self, save: Keep, last: KeepLast | None = None) -> None:
+        """Say how a server that this executor runs saves what it holds: when trainers ask, and when a job fails."""
+        self._fabric.keep, self._fabric.keep_last = save, last
 
     def close(self, error: BaseException | None = None) -> None:
         """Tell the servers that this trainer is done, or with `error` that it failed. May be called twice."""

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from dtrans.batch.shared import SharedStep
-from dtrans.checkpoint import api as checkpoint
-from dtrans.checkpoint.pserver_state import TRAINER, check_plan, check_type, named, scatter
+from dtrans.checkpoint.pserver_state import TRAINER, check_plan, check_type, has_checkpoints, named, scatter
 from dtrans.checkpoint.runs import run_of
+from dtrans.checks import check_one_of
 from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ir.cost import nbytes
 from dtrans.ir.program import Program
@@ -31,6 +31,7 @@ from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
+from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
 from dtrans.run.parameter_server.tables.new_rows import made_again
 from dtrans.run.parameter_server.tables.row_lookup import looked_up
 from dtrans.run.parameter_server.tables.table_changes import (
@@ -419,7 +420,13 @@ def _memory() -> int:
 
 
 class ServerJob(RoleJob):
-    """One server: `init` makes its blocks, and `serve` updates them until every trainer has closed."""
+    """One server: `init` makes its blocks, and `serve` updates them until every trainer has closed.
+
+    Attributes:
+      restored: the checkpoint that its state is of, if any.
+    """
+
+    restored: Path | None = None
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -434,6 +441,10 @@ class ServerJob(RoleJob):
 
     def init(self, *args: Any) -> dict[str, Any]:
         self._check_open()
+        self.restored = None
+        return self._init(*args)
+
+    def _init(self, *args: Any) -> dict[str, Any]:
         made: dict[str, Any] = self._executor.run(self.plan.servers[self.role.current_endpoint].startup, *args)
         return made
 
@@ -445,23 +456,39 @@ class ServerJob(RoleJob):
         state: dict[str, Any],
         *,
         checkpoints: str | os.PathLike[str] | None = None,
+        on_failure: str | None = None,
         init: Sequence[Any] | None = None,
     ) -> dict[str, Any]:
         """Serve until every trainer has closed; the state at the end, for `dtrans.checkpoint.save`.
 
         Args:
           checkpoints: a folder, which all servers see, for what trainers ask to be saved (`job.save(name)`).
+          on_failure: what becomes of the state when the job ends by an error, SIGTERM included. "save" writes it to
+            `checkpoints`, under the number of its step; the error is raised when it is written. "drop" forgets it. By
+            default "save", where there is a folder and the plan has checkpoints. The number is counted from the last
+            `job.save` under a number, else from the checkpoint that `dtrans.checkpoint.restore(path, job)` read, else
+            from 0.
           init: the arguments of `init`, where the state is of a checkpoint: rows of tables that are as the init makes
             them take no memory then, as in a job that begins, and others may be given up (`job.evict`).
+
+        Raises:
+          ConfigError: on_failure="save" without a folder, or with a plan that has no checkpoints. DeadlineError,
+            PeerError: the job has ended by an error.
         """
         self._check_open()
+        check_one_of("on_failure", on_failure, (None, "save", "drop"))
         if init is not None:
-            state = made_again(state, self.init(*init))
+            state = made_again(state, self._init(*init))
+        if checkpoints is None and on_failure == "save":
+            raise ConfigError('on_failure="save" needs a place: say job.serve(state, checkpoints=folder)')
         if checkpoints is not None:
-            here = self.role.current_endpoint
-            self._executor.keep(
-                lambda name, held, mark: checkpoint.save_serving(Path(checkpoints) / name, self.plan, here, held, mark)
-            )
+            number = self.restored.name if self.restored is not None else ""
+            begun = int(number) if number.isdecimal() else 0
+            keeps = ServerCheckpoints(Path(checkpoints), self.plan, self.role.current_endpoint, begun)
+            saves_last = on_failure == "save" or (on_failure is None and has_checkpoints(self.plan))
+            if saves_last:
+                check_plan(self.plan)
+            self._executor.keep(keeps.keep, keeps.keep_last if saves_last else None)
         made: dict[str, Any] = self._executor.run(self.plan.servers[self.role.current_endpoint].main, state)
         return made
 

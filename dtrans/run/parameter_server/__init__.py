@@ -5,6 +5,7 @@
     exchange        what servers give each other in the middle of an update, packed
     client          a trainer's connection to one server
     server          the loop of every server; server_sockets: its sockets
+    checkpoints     what a server saves, and under which names; state_writer: the thread that writes it
     presence        which trainers are there; server_peers: the other servers, and what they have sent
     sync_server     handles messages where updates use all trainers; sync_update: the update of a step
     async_server    the same, where no trainer waits

@@ -65,7 +65,7 @@ from dtrans.run.net.sockets import LINGER
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of, rows_wanted
 from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.server import Server
-from dtrans.run.parameter_server.state_writer import Keep
+from dtrans.run.parameter_server.state_writer import Keep, KeepLast
 from dtrans.run.parameter_server.tables.new_rows import new_rows
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -95,6 +95,7 @@ class EndpointFabric:
         self._beside = BackgroundComm(self._connection, deadline)
         self._closed = False
         self.keep: Keep | None = None  # saves what a server holds
+        self.keep_last: KeepLast | None = None  # when its job ends by an error
         self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
             split_byref_p: self._split,
             send_p: self._send,
@@ -334,6 +335,7 @@ class EndpointFabric:
             allow_remote=self.allow_remote,
             plan=self._plan,
             keep=self.keep,
+            keep_last=self.keep_last,
         )
         final = server.serve()
         return [final[n] for n in names]

@@ -27,7 +27,7 @@ from dtrans.protocol.serving import Serving
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.server_sockets import ServerSockets
-from dtrans.run.parameter_server.state_writer import Keep, StateWriter
+from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
 
@@ -46,6 +46,8 @@ class Server:
       plan: the parts of the fingerprint of the plan, which trainers and other servers must have too.
       keep: saves a state, as `serve` returns it, under a name, with the mark of the run and step; None where there is
         no place for checkpoints.
+      keep_last: saves the state of a job that ends by an error, given the mark and the checkpoints that were asked
+        for; returns where, or None where there is nothing to be saved.
 
     Raises:
       ConfigError: an endpoint that may not be, or cannot be bound.
@@ -61,6 +63,7 @@ class Server:
         allow_remote: bool,
         plan: Mapping[str, str],
         keep: Keep | None = None,
+        keep_last: KeepLast | None = None,
     ) -> None:
         served, secret = update.served, token.job_token()
         trainers = Presence(served, deadline=deadline, plan=plan, secret=secret)
@@ -79,6 +82,7 @@ class Server:
         self.refusals = Refusals(log)
         self._protocol = Serving(kind, trainers, say, self.refusals)
         self._sockets.bind(allow_remote=allow_remote)
+        self._keep_last = keep_last
         self._writer = None if keep is None else StateWriter(keep)
         if self._writer is not None:
             self._protocol.keep = self._save
@@ -97,25 +101,29 @@ class Server:
         protocol = self._protocol
         protocol.trainers.started = time.monotonic()
         ending: Any = None
-        failed = True
+        failure: BaseException | None = None
         try:
             self._sockets.connect(protocol.kind.peers)
             ending = signal.signal(signal.SIGTERM, _ended) if _decides_signals() else None
             self._loop()
             self._end_saves()
-            failed = False
             note(protocol.kind.endpoint, protocol.trainers.known[0].session)
             for block in self._update.held.report():
                 log.info("pserver %s: %s", protocol.kind.endpoint, block)
             return self._state()
         except BaseException as e:
+            failure = e
+            if ending is not None:  # launchers end all roles when one has failed: first this one writes what it has
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             protocol.say_why(e)
             raise
         finally:
+            self._end_saves()
+            self._sockets.close(failed=failure is not None)
+            if failure is not None:
+                self._save_last(failure)
             if ending is not None:
                 signal.signal(signal.SIGTERM, ending)
-            self._end_saves()
-            self._sockets.close(failed=failed)
 
     def _state(self) -> dict[str, Any]:
         """What the server holds."""
@@ -127,6 +135,26 @@ class Server:
         dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items()}
         state = {**dense, **{n: np.array(x) for n, x in self._update.tables().items()}}
         self._writer.begin(name, state, Mark(self._protocol.trainers.sessions, made))
+
+    def _save_last(self, failure: BaseException) -> None:
+        """Save what the server holds when its job ends by an error, if it was trained; say where in log and error."""
+        kind = self._protocol.kind
+        if self._keep_last is None:
+            return
+        try:
+            made = kind.made()
+            if not made:
+                return
+            mark = Mark(self._protocol.trainers.sessions, made)
+            place = self._keep_last(self._state(), mark, self._protocol.asked())
+        except Exception as e:  # the error that has ended the job is the one to raise
+            log.exception("pserver %s could not save what it held when its job ended", kind.endpoint)
+            failure.add_note(f"pserver {kind.endpoint} could not save what it held: {type(e).__name__}: {e}")
+        else:
+            if place is not None:
+                told = f"pserver {kind.endpoint} saved what it held after {made} steps of this job: {place}"
+                log.warning(told)
+                failure.add_note(told)
 
     def _end_saves(self) -> None:
         """Wait until all checkpoints are written that were begun."""

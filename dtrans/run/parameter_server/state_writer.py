@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from dtrans.protocol.presence import log
 
 
 Keep = Callable[[str, Mapping[str, Any], Mark], None]
+KeepLast = Callable[[Mapping[str, Any], Mark, Mapping[str, int]], Path | None]
 
 
 class StateWriter:

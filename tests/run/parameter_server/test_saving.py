@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -22,12 +23,13 @@ import dtrans
 from dtrans.checkpoint import api, orbax_io
 from dtrans.checkpoint.api import save_serving
 from dtrans.checkpoint.runs import Mark
-from dtrans.errors import CheckpointError, CheckpointWarning, ConfigError, DeadlineError, StateError
+from dtrans.errors import CheckpointError, CheckpointWarning, ConfigError, DeadlineError, PeerError, StateError
 from dtrans.protocol import wire
 from dtrans.protocol.trainer import TrainerSteps, answered
 from dtrans.protocol.trainer_line import TrainerLine
-from dtrans.run import role_job
 from dtrans.run.distributed.role import Role
+from dtrans.run.parameter_server import checkpoints
+from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
 from dtrans.run.parameter_server.state_writer import StateWriter
 from dtrans.run.role_job import ServerJob, TrainerJob
 
@@ -338,14 +340,18 @@ class HeldWriting:
     """Writing that waits until the test lets it go on; what it was given is as it was then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.may_go_on, real = threading.Semaphore(0), threading.Event(), role_job.checkpoint.save_serving
+        self.begun, self.may_go_on, real = (
+            threading.Semaphore(0),
+            threading.Event(),
+            checkpoints.checkpoint.save_serving,
+        )
 
         def save_serving(*args: Any) -> None:
             self.begun.release()
             assert self.may_go_on.wait(roles.HANG)
             real(*args)
 
-        monkeypatch.setattr(role_job.checkpoint, "save_serving", save_serving)
+        monkeypatch.setattr(checkpoints.checkpoint, "save_serving", save_serving)
 
 
 @pytest.mark.parametrize("sparse", [None, DENSE], ids=["dense", "table"])
@@ -469,3 +475,135 @@ def test_an_array_that_numpy_has_a_view_of_is_not_donated() -> None:
         y = update(y)
     np.testing.assert_array_equal(seen, np.arange(1 << 16) + 1)
     assert int(y[0]) == 16
+
+
+# -- when a job ends by an error -------------------------------------------------------------------
+
+
+def serve_to_an_error(plan: Any, endpoint: str, start: Any = None, deadline: float = roles.HANG, **options: Any) -> Any:
+    """The error that a server raises, and its notes."""
+    role = Role("pserver", plan.trainers, tuple(plan.servers), current_endpoint=endpoint)
+    with ServerJob(plan, role, {"deadline": deadline}) as job, pytest.raises(PeerError) as ended:
+        job.serve(dtrans.checkpoint.restore(start, job) if start else job.init(KEY), **options)
+    return " ".join([str(ended.value), *getattr(ended.value, "__notes__", ())])
+
+
+class Gone(Exception):
+    """A trainer fails."""
+
+
+def train_and_fail(plan: Any, k: int, given: Any, saves: dict[int, str], start: Any = None) -> None:
+    """Make all steps; the last trainer fails before it has closed."""
+    role = Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k)
+    with contextlib.suppress(Gone, PeerError), TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+        state = dtrans.checkpoint.restore(start, job) if start else job.init(KEY)
+        for at, batch in enumerate(given):
+            state, _ = job.step(state, *job.shard_batch(*batch))
+            if at in saves:
+                job.save(saves[at])
+        if k == plan.trainers - 1:
+            raise Gone
+
+
+def fail(role_threads: RoleThreads, plan: Any, given: Any, saves: Any = (), start: Any = None, **options: Any) -> Any:
+    for ep in plan.servers:
+        role_threads.start(ep, serve_to_an_error, plan, ep, start, **options)
+    for k in range(plan.trainers):
+        role_threads.start(f"trainer {k}", train_and_fail, plan, k, given, saves or {}, start)
+    ended = role_threads.all()
+    role_threads.forget()
+    return [ended[ep] for ep in plan.servers]
+
+
+@pytest.mark.parametrize("sparse", [None, DENSE], ids=["dense", "table"])
+def test_what_was_trained_survives_a_trainer(role_threads: RoleThreads, tmp_path: Path, sparse: Any) -> None:
+    """Numbers are those of the user: from 0, from the last save, and from what the job was begun from."""
+    tx, given = optax.adam(0.1), batches(6)
+    plan = planned(tx, sparse, 2, 2)
+    told = fail(role_threads, plan, given[:2], checkpoints=tmp_path)
+    for ep, said in zip(plan.servers, told, strict=True):
+        assert "Gone" in said
+        assert f"pserver {ep} saved what it held after 2 steps of this job: {tmp_path}/2" in said
+    first = dtrans.checkpoint.latest(tmp_path)
+    assert first == tmp_path / "2"
+    close(dtrans.checkpoint.load(first, plan.main)[0], one_device(tx, given[:2])[0])
+    fail(role_threads, plan, given[2:4], start=first, checkpoints=tmp_path)
+    second = dtrans.checkpoint.latest(tmp_path)
+    assert second == tmp_path / "4"
+    close(dtrans.checkpoint.load(second, plan.main)[0], one_device(tx, given[:4])[0])
+    fail(role_threads, plan, given[4:], {0: "100"}, start=second, checkpoints=tmp_path)
+    third = dtrans.checkpoint.latest(tmp_path)
+    assert third == tmp_path / "101"
+    close(dtrans.checkpoint.load(third, plan.main)[0], one_device(tx, given)[0])
+
+
+def test_what_was_saved_last_is_not_saved_again(role_threads: RoleThreads, tmp_path: Path) -> None:
+    plan = planned(optax.sgd(0.1), None, 2, 2)
+    fail(role_threads, plan, batches(2), {1: "7"}, checkpoints=tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["7"]
+    assert dtrans.checkpoint.latest(tmp_path) == tmp_path / "7"
+
+
+def test_a_state_may_be_dropped(role_threads: RoleThreads, tmp_path: Path) -> None:
+    plan = planned(optax.sgd(0.1), None, 2, 2)
+    fail(role_threads, plan, batches(1), checkpoints=tmp_path, on_failure="drop")
+    fail(role_threads, planned(optax.sgd(0.1), None, 1, 2), [], checkpoints=tmp_path)  # nothing was trained
+    assert not [*tmp_path.iterdir()]
+    role = Role("pserver", 2, tuple(plan.servers), current_endpoint=next(iter(plan.servers)))
+    with ServerJob(plan, role, {}) as job:
+        with pytest.raises(ConfigError, match='on_failure="save" needs a place: say job.serve'):
+            job.serve({}, on_failure="save")
+        with pytest.raises(ConfigError, match="on_failure must be None, 'save' or 'drop'"):
+            job.serve({}, on_failure="keep")
+
+
+def test_asynchronous_servers_keep_what_was_trained_without_one_that_never_came(
+    role_threads: RoleThreads, tmp_path: Path
+) -> None:
+    """Of which nobody else has a word: trainer 0, by whom servers know the run otherwise."""
+    tx, given = optax.adam(0.1), batches(3)
+    plan = planned(tx, None, 2, 2, mode=dtrans.Async())
+    for ep in plan.servers:
+        role_threads.start(ep, serve_to_an_error, plan, ep, deadline=6, checkpoints=tmp_path)
+    role_threads.start("trainer 1", train, plan, 1, given, {})
+    ended = role_threads.all()
+    assert all("for trainer 0 to say hello" in ended[ep] for ep in plan.servers)
+    latest = dtrans.checkpoint.latest(tmp_path)
+    assert latest == tmp_path / "3"
+    close(dtrans.checkpoint.load(latest, plan.main)[0], ended["trainer 1"])
+
+
+def test_servers_save_their_last_under_one_name_or_apart(tmp_path: Path) -> None:
+    """Asynchronous ones that have counted other steps, and synchronous ones, whose pieces are never put together."""
+    for name, mode in (("async", dtrans.Async()), ("sync", dtrans.Sync())):
+        plan = planned(optax.sgd(0.1), None, 1, 3, mode=mode)
+        states = {}
+        for ep, server in plan.servers.items():
+            with dtrans.Executor() as exe:
+                states[ep] = exe.run(server.startup, KEY)
+        held = {ep: ServerCheckpoints(tmp_path / name, plan, ep, 10) for ep in plan.servers}
+        found = [held[ep].keep_last(states[ep], Mark(("run",), 4 + k), {}) for k, ep in enumerate(plan.servers)]
+        if name == "async":
+            assert {*found} == {tmp_path / "async" / "14"}
+            assert dtrans.checkpoint.latest(tmp_path / name) == found[0]
+        else:
+            assert found == [tmp_path / "sync" / str(14 + k) for k in range(3)]
+            with pytest.warns(CheckpointWarning, match="is not whole"):
+                assert dtrans.checkpoint.latest(tmp_path / name) is None
+
+
+def test_the_last_of_a_job_does_not_write_over_a_whole_checkpoint(role_threads: RoleThreads, tmp_path: Path) -> None:
+    plan = planned(optax.sgd(0.1), None, 1, 1)
+    first, second = (fail(role_threads, plan, batches(2)[at:], checkpoints=tmp_path)[0] for at in (0, 0))
+    assert first.endswith(f": {tmp_path}/2")
+    other = Path(second.rpartition(": ")[2])
+    assert other.parent == tmp_path and other.name.startswith("2-")
+    close(dtrans.checkpoint.load(other, plan.main)[0], dtrans.checkpoint.load(tmp_path / "2", plan.main)[0])
+
+
+def test_the_error_of_a_job_is_raised_where_its_state_cannot_be_saved(
+    role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused_by_the_disk(monkeypatch, orbax_io, "_save_piece", errno.ENOSPC)
+    (told,) = fail(role_threads, planned(optax.sgd(0.1), None, 1, 1), batches(1), checkpoints=tmp_path)
+    assert "Gone" in told and "could not save what it held: StateError: the piece of" in told
