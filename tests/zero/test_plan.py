@@ -656,7 +656,7 @@ def test_devices_are_as_many_as_ranks() -> None:
 def test_a_batch_that_ranks_cannot_share_is_refused(way: str) -> None:
     job = getattr(round_plan(degree=2, replicas=2, kind="local"), way)()
     state = job.init(round_params())
-    with pytest.raises(BatchError, match="x has 6 rows, which 4 trainers do not divide"):
+    with pytest.raises(BatchError, match="x has 6 rows, which 4 ranks do not divide"):
         job.step(state, X[:6])
     with pytest.raises(BatchError, match="the step takes 1 batch arguments, 2 were given"):
         job.step(state, X, X)
@@ -667,7 +667,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused(way: str) -> None:
 def test_micro_steps_that_do_not_divide_rows_are_refused() -> None:
     plan = round_plan(stage=2, degree=4, num_micro_batch=4)
     job = plan.simulate()
-    with pytest.raises(BatchError, match="x has 2 rows on each trainer, which 4 micro-steps do not divide"):
+    with pytest.raises(BatchError, match="x has 2 rows on each rank, which 4 micro-steps do not divide"):
         job.step(job.init(round_params()), X[:8])
 
 
