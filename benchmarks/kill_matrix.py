@@ -32,6 +32,7 @@ import optax
 STEPS = 4000  # more than any job comes to
 MOMENTS = {"before the first step": "ready", "between steps": "step 20"}
 PATIENCE = 60.0  # seconds
+SILENCE = 3.5  # seconds after which the processes of a job take a silent one for dead
 # a line in which a process says that another has ended
 KNOWS = re.compile(
     r"has ended|has left|went away|goes on without|ended without a goodbye|PeerError|DeadlineError|detected fatal"
@@ -55,7 +56,7 @@ def work(mode: str) -> None:
     """Train until something ends it, and say how far it is."""
     import dtrans
 
-    cluster = None if mode in ("sync", "async") else dtrans.connect(deadline=30)
+    cluster = None if mode in ("sync", "async") else dtrans.connect(deadline=30, patience=SILENCE)
     role = dtrans.Role.from_env()
     key = jax.random.key(0)
     x, y = jax.random.normal(key, (8, 16)), jnp.ones((8, 1))
@@ -68,7 +69,7 @@ def work(mode: str) -> None:
     else:
         kind = dtrans.Sync() if mode == "sync" else dtrans.Async()
         plan = dtrans.pserver(main, startup, pservers=role.pservers, trainers=role.trainers, mode=kind)
-    with plan.on_cluster(**({} if cluster else {"deadline": 60})) as job:
+    with plan.on_cluster(**({} if cluster else {"deadline": 60, "patience": SILENCE})) as job:
         state = job.init(key)
         print("ready", flush=True)
         if role.is_pserver:

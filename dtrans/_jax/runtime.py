@@ -54,8 +54,8 @@ def let_gloo_bind(host: str) -> bool:
       False where this JAX has no way to say so.
     """
     utils: Any = multihost_utils
-    bridge = utils.xla_bridge
     try:
+        bridge = utils.xla_bridge
         make_client, make_gloo = bridge.make_cpu_client, bridge._jax.make_gloo_tcp_collectives
     except AttributeError:
         return False

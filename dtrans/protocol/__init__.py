@@ -7,6 +7,7 @@ buffers, inbox    memory that blocks arrive in
 token             the job's secret, and what its processes show of it
 refusals          what is refused, counted
 served            what one server's protocol is about
+wait_reminder     when a process that waits says so
 presence          the trainers of a server: who may come, and who is late
 sync_server       a synchronous server;  `trainer_rounds` are the exchanges of its trainers
 async_server      an asynchronous server

@@ -1,7 +1,8 @@
 """What one server says to another, and whether that one is there.
 
-A connection that breaks has lost what was on its way, also when ZeroMQ makes it anew. Until the welcome there is
-nothing to lose: the greeting is said on every connection that is made, and everything else is kept.
+A connection that breaks has lost what was on its way, also when ZeroMQ makes it anew. So the greeting, which is said on
+every connection that is made, tells how much was said before: the other server refuses where it has heard less. Until
+the welcome everything else is kept.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from dtrans.errors import PeerError, WireError
 from dtrans.protocol import token, wire
+from dtrans.protocol.presence import RETRY
 from dtrans.protocol.server_peers import ServerPeer
 from dtrans.protocol.trainer_line import OTHER_TOKEN
 
@@ -23,15 +25,24 @@ class PeerLine:
       greeting: what it says of itself (`ServerPeers.greeting`).
       secret: the job's token.
       say: sends the frames of one message.
+      retry: seconds in which a connection that has ended may be made again.
     """
 
     def __init__(
-        self, me: str, peer: ServerPeer, greeting: Mapping[str, Any], secret: str, say: Callable[[list[Any]], None]
+        self,
+        me: str,
+        peer: ServerPeer,
+        greeting: Mapping[str, Any],
+        secret: str,
+        say: Callable[[list[Any]], None],
+        retry: float = RETRY,
     ) -> None:
         self.me = me
         self.peer = peer
         self._secret, self._nonce = secret, token.new_token()
-        self._greeting = wire.header("peer", **greeting, nonce=self._nonce)
+        self._greeting = {**greeting, "nonce": self._nonce}
+        self._retry, self._lost, self._sent = retry, False, 0
+        self._lost_since = 0.0
         self._outbox: list[list[Any]] = []  # what was to be said before the welcome
         self._say = say
 
@@ -44,12 +55,17 @@ class PeerLine:
 
     def connected(self) -> None:
         """Greet the server on a connection that was made; once more, where the one that was there has ended."""
-        if not self.peer.welcomed:
-            self._say([self._greeting])
+        if not self.peer.welcomed or self._lost:
+            self._say([wire.header("peer", **self._greeting, sent=self._sent)])
 
-    def broken(self) -> None:
+    def broken(self, now: float) -> None:
         """Note that an established connection has ended."""
-        self.peer.gone = self.peer.gone or self.peer.welcomed
+        if self.peer.welcomed and not self._lost:
+            self._lost, self._lost_since = True, now
+
+    def look(self, now: float) -> None:
+        """Take the other server for gone where the connection was not made again in time."""
+        self.peer.gone = self.peer.gone or (self._lost and now - self._lost_since > self._retry)
 
     def barred(self) -> PeerError:
         """What is wrong where the other server does not let this one in."""
@@ -64,13 +80,14 @@ class PeerLine:
             raise PeerError(f"pserver {peer.endpoint} answered pserver {self.me} with {e}") from e
         if message.op == "refuse":
             raise PeerError(f"pserver {peer.endpoint} refused pserver {self.me}: {message['reason']}")
-        if message.op == "welcome" and not peer.welcomed:
+        if message.op == "welcome" and (self._lost or not peer.welcomed):
             if not token.is_shown(message.fields.get("proof"), self._secret, f"welcome {self._nonce}"):
                 raise PeerError(f"what welcomes pserver {self.me} as pserver {peer.endpoint} has not the job's token")
-            peer.welcomed = True
+            peer.welcomed, self._lost = True, False
         self._empty()
 
     def _empty(self) -> None:
         """Let go what is to be said, once there is who hears it: what another server took would be lost."""
-        while self.peer.welcomed and self._outbox:
+        while self.peer.welcomed and not self._lost and self._outbox:
+            self._sent += 1
             self._say(self._outbox.pop(0))

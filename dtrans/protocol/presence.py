@@ -8,16 +8,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dtrans.errors import DeadlineError, WireError
 from dtrans.ir import fingerprint
 from dtrans.protocol import token, wire
 from dtrans.protocol.served import ServedBlocks
+from dtrans.protocol.wait_reminder import WaitReminder
 
 
 GRACE = 0.5  # seconds in which who has lost a connection may come by another, and last words are read
+RETRY = 5.0  # seconds in which a connection that a network may have broken may be made again, with nothing lost
 
 log = logging.getLogger("dtrans.pserver")
 
@@ -33,6 +35,10 @@ class Trainer:
     address: bytes
     wants: tuple[str, ...] = ()
     lost: float | None = None  # since when its connection is
+    local: bool = False  # by a Unix socket, which no network breaks
+    heard: int = 0  # messages of it
+    said: int = 0  # answers to it
+    cut_off: str = ""  # what was on its way when its connection broke
     done: bool = False
     failed: bool = False  # done, and not because it said so
 
@@ -45,6 +51,7 @@ class Presence:
       deadline: seconds that they may take to come.
       plan: the parts of the plan's fingerprint, which a trainer must have too.
       secret: the job's token.
+      retry: seconds in which a connection that has ended may be made again.
 
     Attributes:
       count: how many there are to be.
@@ -53,15 +60,23 @@ class Presence:
     """
 
     def __init__(
-        self, served: ServedBlocks, *, deadline: float, plan: Mapping[str, str] = {}, secret: str = ""
+        self,
+        served: ServedBlocks,
+        *,
+        deadline: float,
+        plan: Mapping[str, str] = {},
+        secret: str = "",
+        retry: float = RETRY,
     ) -> None:
         self.endpoint = served.endpoint
         self.plan = plan
-        self._secret = secret
+        self._secret, self._retry = secret, retry
         self._refused: dict[int, str] = {}  # those that have not come, as far as they were refused: why
         self.count = served.trainers
         self.deadline = deadline
         self.started = 0.0
+        self._reminder = WaitReminder()
+        self._dead: dict[int, tuple[float, str]] = {}  # processes that have ended: since when that is known, and how
         self._sync_mode = served.sync_mode
         self.known: dict[int, Trainer] = {}
         self.by_address: dict[bytes, int] = {}
@@ -131,13 +146,42 @@ class Presence:
             raise
         if self.by_address.get(address, k) != k:
             raise WireError(f"trainer {k} has already said hello as trainer {self.by_address[address]}")
+        local = message.fields.get("local", False)
         if known is None:
-            self.known[k] = Trainer(message["session"], address)
-        else:  # it moves to the Unix socket
+            if message.fields.get("back", False):
+                raise WireError(f"trainer {k} was in a job of pserver {self.endpoint} that has ended")
+            self.known[k] = Trainer(message["session"], address, local=local)
+        else:  # it moves to the Unix socket, or its connection is made again
+            self._check_nothing_lost(k, known, message)
             del self.by_address[known.address]
-            known.address, known.lost = address, None
+            known.address, known.lost, known.local = address, None, local
         self.by_address[address] = k
         return ""
+
+    def _check_nothing_lost(self, k: int, known: Trainer, message: wire.Message) -> None:
+        """Raise WireError where the two of them have not heard all that they have said to each other."""
+        sent, heard = message.fields.get("sent", known.heard), message.fields.get("heard", known.said)
+        if (sent, heard) == (known.heard, known.said):
+            return
+        known.cut_off = (
+            f"the connection of trainer {k} to pserver {self.endpoint} broke, and was made again, but "
+            f"{abs(sent - known.heard) + abs(known.said - heard)} messages are lost"
+        )
+        raise WireError(known.cut_off)
+
+    def counted(self, to: bytes | str, op: str, messages: Iterable[Any]) -> Iterator[Any]:
+        """Count the messages that are said to a trainer. Those that it can do without are not counted."""
+        k = None if isinstance(to, str) or op in wire.UNCOUNTED else self.by_address.get(to)
+        for message in messages:
+            if k is not None:
+                self.known[k].said += 1
+            yield message
+
+    def back(self, address: bytes) -> None:
+        """Note that a connection is made again. Its trainer says so itself when it comes to it."""
+        k = self.by_address.get(address)
+        if k is not None:
+            self.known[k].lost = None
 
     def welcome(self, message: wire.Message, step: int, local: str = "") -> dict[str, Any]:
         """The fields of the welcome that answers a `hello`, or a `peer`."""
@@ -149,6 +193,10 @@ class Presence:
         k = self.by_address.get(address)
         if k is not None and not self.known[k].done:
             self.known[k].lost = now
+
+    def died(self, k: int, how: str, now: float) -> None:
+        """Note that the process of a trainer has ended. What it said last may still be waiting to be read."""
+        self._dead.setdefault(k, (now, how))
 
     def speaker(self, address: bytes, message: wire.Message) -> int:
         """Who says something. Raises WireError where nobody may."""
@@ -164,12 +212,38 @@ class Presence:
     def lost(self, now: float) -> dict[int, str]:
         """Those whose connection has ended without a word, a while ago, and why they are given up."""
         why = "the connection of trainer {} to pserver {} ended without a goodbye"
-        gone = [k for k in self.present if (since := self.known[k].lost) is not None and now - since > GRACE]
-        return {k: why.format(k, self.endpoint) for k in gone}
+        gone = [k for k in self.present if self._is_lost(self.known[k], now)]
+        cut_off = {k: t.cut_off for k, t in self.known.items() if t.cut_off and not t.done}
+        return {k: why.format(k, self.endpoint) for k in gone} | self._ended(now) | cut_off
+
+    def _is_lost(self, t: Trainer, now: float) -> bool:
+        return t.lost is not None and now - t.lost > (GRACE if t.local else self._retry)
+
+    def _ended(self, now: float) -> dict[int, str]:
+        """Those whose processes have ended, and which had not left; of who never came it is noted that they have."""
+        found: dict[int, str] = {}
+        for k, (since, how) in self._dead.items():
+            if now - since <= GRACE or not 0 <= k < self.count or (k in self.known and self.known[k].done):
+                continue
+            if k in self.known:
+                found[k] = f"trainer {k} ended with {how}, without a goodbye to pserver {self.endpoint}"
+            else:
+                self.known[k] = Trainer("", b"", done=True, failed=True)
+                found[k] = f"trainer {k} ended with {how} before it said hello to pserver {self.endpoint}"
+                found[k] += f"; {self._refused[k]}" if k in self._refused else ""
+        return found
+
+    def begin(self, now: float) -> None:
+        """Begin to wait for the trainers."""
+        self.started = now
+        self._reminder.begin(now)
 
     def absent(self, now: float) -> list[int]:
         """Those that have not come yet. Raises DeadlineError when they should have."""
         absent = [k for k in range(self.count) if k not in self.known]
+        waited = self._reminder.due(now) if absent else 0.0
+        if waited:
+            log.warning("pserver %s has waited %.0f s for %s to say hello", self.endpoint, waited, named(absent))
         if absent and now - self.started > self.deadline:
             why = "".join(f"; {self._refused[k]}" for k in absent if k in self._refused)
             raise DeadlineError(

@@ -80,19 +80,27 @@ class Roll:
         late = [(k, d) for k, d in sorted(self.doing.items()) if d.operations < self.begun and k not in self.ended]
         return "; ".join(f"{self._names[k]} has begun {d.operations}, and is at {d.where}" for k, d in late)
 
-    def broken(self, trainer: int, now: float) -> None:
-        """Note that the connection of a trainer has ended. Its last words may still be waiting to be read."""
-        self._broken.setdefault(trainer, now)
+    def broken(self, trainer: int, now: float, grace: float = GRACE) -> None:
+        """Note that the connection of a trainer has ended. Its last words may still be waiting to be read.
+
+        Args:
+          grace: seconds in which the connection may be made again.
+        """
+        self._broken.setdefault(trainer, now + grace)
+
+    def back(self, trainer: int) -> None:
+        """Note that the connection of a trainer is made again."""
+        self._broken.pop(trainer, None)
 
     def due(self) -> float | None:
         """The time at which to look for `silent` ones, if there are any."""
         waiting = [t for k, t in self._broken.items() if k not in self.ended]
-        return min(waiting) + GRACE if waiting else None
+        return min(waiting, default=None)
 
     def silent(self, now: float) -> list[int]:
         """Those that have ended without a word, and are noted so."""
         why = Ended(0, "its connection ended without a goodbye")
-        return [k for k, t in self._broken.items() if now - t >= GRACE and self.note(k, why)]
+        return [k for k, t in self._broken.items() if now >= t and self.note(k, why)]
 
     def failed(self) -> list[int]:
         """Those that have ended before their time."""

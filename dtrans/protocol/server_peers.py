@@ -43,6 +43,7 @@ class ServerPeer:
     address: bytes | None = None
     welcomed: bool = False
     gone: bool = False
+    heard: int = 0  # messages of it
 
 
 class ServerPeers:
@@ -131,6 +132,12 @@ class ServerPeers:
         check_plan(f"pserver {self.me}", self._plan, f"pserver {ep}", message)
         if address not in self._by_address and self.known[ep].address is not None:
             return False
+        missed = message.fields.get("sent", 0) - self.known[ep].heard
+        if missed:
+            raise WireError(
+                f"the connection of pserver {ep} to pserver {self.me} broke, and was made again, but {missed} messages "
+                "are lost"
+            )
         self._by_address[address] = ep
         self.known[ep].address = address
         return True
@@ -144,6 +151,7 @@ class ServerPeers:
           step: that this server is at.
         """
         source = self._by_address[address]
+        self.known[source].heard += 1
         level = message["level"]
         exchange = self._levels.get(level)
         if exchange is None or source not in exchange.sources:

@@ -68,6 +68,9 @@ class Serving:
         Raises:
           PeerError: the job ends with it: a trainer has failed, or left before the others.
         """
+        if len(frames) == 1 and not len(frames[0]):  # ZeroMQ says it where a connection is made (PROBE_ROUTER)
+            self.trainers.back(address)
+            return
         try:
             self._dispatch(address, wire.parse(frames))
         except WireError as e:
@@ -77,6 +80,10 @@ class Serving:
     def lose(self, address: bytes, now: float) -> None:
         """Note that the connection of who spoke from `address` has ended."""
         self.trainers.lose(address, now)
+
+    def died(self, trainer: int, how: str, now: float) -> None:
+        """Note that the process of a trainer has ended, as the job's launcher says."""
+        self.trainers.died(trainer, how, now)
 
     def look(self, now: float) -> None:
         """Look who is late. Raises DeadlineError for whom the job does not wait any longer."""
@@ -114,6 +121,7 @@ class Serving:
             self._hello(address, message)
         elif not self.kind.take_peer(address, message):
             k = self.trainers.speaker(address, message)
+            self.trainers.known[k].heard += 1
             if message.op not in TRAINER_OPS:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
             if message.op in ("save", "tables", "changed_since"):

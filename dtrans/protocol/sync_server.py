@@ -38,13 +38,14 @@ from dtrans.errors import DeadlineError, PeerError, StateError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
-from dtrans.protocol.presence import Presence, Say, answer, named, wanted
+from dtrans.protocol.presence import Presence, Say, answer, log, named, wanted
 from dtrans.protocol.served import ServedBlocks, StepUpdate, Vectors
 from dtrans.protocol.server_peers import ServerPeers
 from dtrans.protocol.tables.held_tables import HeldTables, check_eviction, evict
 from dtrans.protocol.tables.row_requests import RowRequests
 from dtrans.protocol.tables.rows_ahead import DueRows, RowsAhead
 from dtrans.protocol.trainer_rounds import TrainerRounds
+from dtrans.protocol.wait_reminder import WaitReminder
 
 
 @dataclasses.dataclass
@@ -85,6 +86,7 @@ class SyncServer:
         )
         self.step = 0
         self._late_since: float | None = None
+        self._reminder = WaitReminder()
         self._trainers = trainers
         self._say = say
         self._served = served
@@ -442,6 +444,7 @@ class SyncServer:
             return
         exchange, saving = self._update.exchange, self._saving.difference(waiting)
         self._late_since = now if saving else self._late_since or now
+        self._reminder.begin(self._late_since)
         if exchange is None:
             late = absent + [k for k in self._trainers.present if k not in waiting]
             number = self._rounds.number
@@ -457,5 +460,7 @@ class SyncServer:
         waited = now - self._late_since
         if waited > deadline:
             raise DeadlineError(f"pserver {self.endpoint} and {named(waiting)} waited {waited:.1f} s for {what}")
+        if not absent and self._reminder.due(now):
+            log.warning("pserver %s has waited %.0f s for %s", self.endpoint, waited, what)
         for k in waiting:
             self._say(self._trainers.known[k].address, "waiting", reason=f"{waited:.1f} s for {what}")

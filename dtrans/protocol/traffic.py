@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,10 @@ from dtrans.protocol.served import RowGradient
 from dtrans.protocol.tables.changed_rows import ChangedInbox, KeptBlock
 from dtrans.protocol.tables.table_rows import BlockRowSet, WantedRows, merged_rows
 from dtrans.protocol.trainer_line import TrainerLine
+from dtrans.protocol.wait_reminder import WaitReminder
+
+
+log = logging.getLogger("dtrans.trainer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +84,15 @@ class _Pull:
     missing: dict[str, Inbox]  # the endpoints whose blocks are not all here
     at: dict[str, int]  # the step that each endpoint was asked at
     changed: ChangedInbox  # rows that others have changed
+    reminder: WaitReminder = dataclasses.field(default_factory=WaitReminder)
+
+    def __post_init__(self) -> None:
+        self.reminder.begin(self.since)
+
+    @property
+    def late(self) -> list[str]:
+        """The servers that have not answered."""
+        return list(self.missing)
 
 
 @dataclasses.dataclass
@@ -88,6 +102,15 @@ class _Lookup:
     since: float
     missing: dict[tuple[str, str], Inbox]  # by server and block
     at: dict[str, int]  # the step that each endpoint was asked at
+    reminder: WaitReminder = dataclasses.field(default_factory=WaitReminder)
+
+    def __post_init__(self) -> None:
+        self.reminder.begin(self.since)
+
+    @property
+    def late(self) -> list[str]:
+        """The servers that have not answered."""
+        return list(dict.fromkeys(ep for ep, _ in self.missing))
 
 
 class Traffic:
@@ -143,10 +166,10 @@ class Traffic:
         return self._lookup is not None
 
     @property
-    def patience(self) -> float | None:
-        """Until when it waits for what is on its way; None where nothing is."""
-        since = [x.since for x in (self._pull, self._lookup) if x is not None]
-        return min(since) + self._deadline if since else None
+    def wakes(self) -> float | None:
+        """When to call `look` next; None where nothing is on its way."""
+        times = [min(x.reminder.next, x.since + self._deadline) for x in (self._pull, self._lookup) if x is not None]
+        return min(times, default=None)
 
     # -- sending ---------------------------------------------------------------------------------
 
@@ -266,16 +289,16 @@ class Traffic:
         return pull.steps, {**pull.whole, **pull.changed.rows()}
 
     def look(self, now: float) -> None:
-        """Raise DeadlineError where what is on its way is too late."""
-        pull, lookup = self._pull, self._lookup
-        if pull is not None and now >= pull.since + self._deadline:
-            self._late(pull.missing, now - pull.since, "parameters")
-        if lookup is not None and now >= lookup.since + self._deadline:
-            self._late([ep for ep, _ in lookup.missing], now - lookup.since, "rows")
-
-    def _late(self, endpoints: Iterable[str], waited: float, what: str) -> NoReturn:
-        late = " and ".join(f"pserver {ep}" for ep in dict.fromkeys(endpoints))
-        raise DeadlineError(f"{self._name} waited {waited:.1f} s for {late}: {what}")
+        """Raise DeadlineError where what is on its way is too late; log now and then for whom it waits."""
+        for request, what in ((self._pull, "parameters"), (self._lookup, "rows")):
+            if request is None:
+                continue
+            late = " and ".join(f"pserver {ep}" for ep in request.late)
+            waited = now - request.since
+            if now >= request.since + self._deadline:
+                raise DeadlineError(f"{self._name} waited {waited:.1f} s for {late}: {what}")
+            if request.reminder.due(now):
+                log.warning("%s has waited %.0f s for %s: %s", self._name, waited, late, what)
 
 
 _NOT_ASKED = "pserver {} sent {}, which was not asked for".format

@@ -1,13 +1,17 @@
 """One trainer's side of its line to one server: who the server is, what is said, and which messages are answers.
 
-ZeroMQ reconnects by itself and loses what was on its way, so a connection that breaks is an error at once: the step
-it belongs to cannot be completed as if nothing had happened. Until the server's welcome there is nothing to lose:
-`hello` is said on every connection that is made, since the first may be to a server that is about to end, and whose
-process serves the next job on the same endpoint.
+ZeroMQ makes a connection again that has ended, and what was on its way is lost. So both ends count what they say and
+hear. Where a connection is made again in time, `hello` tells the server these numbers, and the job goes on if nothing
+is missing; else it ends, since a step cannot be completed as if nothing had happened. A Unix socket ends with its
+process only, and is not waited for. Until the server's welcome there is nothing to lose: `hello` is said on every
+connection that is made, since the first may be to a server that is about to end, and whose process serves the next job
+on the same endpoint.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,8 +20,12 @@ import numpy as np
 
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.protocol import token, wire
+from dtrans.protocol.presence import RETRY
 from dtrans.protocol.tables.rows_ahead import ComingRows
+from dtrans.protocol.wait_reminder import WaitReminder
 
+
+log = logging.getLogger("dtrans.trainer")
 
 DOOR = "a role of parameter servers"  # as whom trainers and servers connect
 OTHER_TOKEN = f"the two have not the same {token.VARIABLE}, which all processes of a job must have"
@@ -35,6 +43,7 @@ class TrainerLine:
       secret: the job's token.
       deadline: seconds without a word from the server after which it is given up.
       say: sends the frames of one message.
+      retry: seconds in which a connection that has ended may be made again.
 
     Attributes:
       step: that the next messages are of.
@@ -45,6 +54,7 @@ class TrainerLine:
       saved: the answers to requests to save, by their numbers; None for one that is to come.
       while_it_waits: is called when the server says that the trainer has to wait.
       patience: the time until when it waits.
+      reminder: when to say that it waits.
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class TrainerLine:
         secret: str,
         deadline: float,
         say: Callable[[list[Any]], None],
+        retry: float = RETRY,
     ) -> None:
         self.endpoint = endpoint
         self.me = f"trainer {trainer}"
@@ -70,8 +81,14 @@ class TrainerLine:
         self.saved: dict[int, wire.Message | None] = {}
         self.while_it_waits: Callable[[], object] | None = None
         self.ahead = ComingRows(endpoint)
-        self._secret, self._deadline, self._say = secret, deadline, say
+        self._secret, self._deadline, self._say_now, self._retry = secret, deadline, say, retry
+        self._lost: float | None = None  # since when the connection is
+        self._sent = self._heard = 0
+        self._aborts = False  # it has said why it ends, and only waits until that is heard
+        self._held: list[list[Any]] = []  # what is to be said when the connection is made again
+        self.before_it_speaks: Callable[[], object] | None = None
         self._since, self._waits_for, self._told = 0.0, "", ""
+        self.reminder = WaitReminder()
         self._hello = {
             "trainer": trainer,
             "trainers": trainers,
@@ -84,18 +101,48 @@ class TrainerLine:
 
     # -- the connection --------------------------------------------------------------------------
 
-    def opened(self) -> None:
-        """Begin anew, on another connection."""
+    def opened(self, *, local: bool = False) -> None:
+        """Begin anew, on another connection; a `local` one is by a Unix socket."""
         self.welcomed = self.gone = False
+        self._lost, self._hello["local"] = None, local
 
     def connected(self) -> None:
-        """Say hello on a connection that was made, unless the server has welcomed this trainer."""
-        if not self.welcomed:
-            self.tell("hello", **self._hello)
+        """Say hello on a connection that was made, unless the server has welcomed this trainer on it."""
+        if not self.welcomed or self._lost is not None:
+            back = self._lost is not None
+            counts = {"sent": self._sent, "heard": self._heard, "back": back}
+            self._say_now([wire.header("hello", **self._hello, **counts)])
 
-    def broken(self) -> None:
+    def broken(self, now: float) -> None:
         """Note that an established connection has ended: what was on its way is lost."""
-        self.gone = self.gone or self.welcomed
+        if self.welcomed and (self._hello["local"] or self._aborts):
+            self.gone = True
+        elif self.welcomed and self._lost is None:
+            self._lost = now
+
+    @property
+    def wakes(self) -> float:
+        """When to call `look` next."""
+        return min(self.patience, self.reminder.next, self.retries_until)
+
+    @property
+    def retries_until(self) -> float:
+        """The time at which a connection that has ended is given up."""
+        return math.inf if self._lost is None or self.gone else self._lost + self._retry
+
+    def give_up(self, now: float) -> None:
+        """Take the server for gone where its connection was not made again in time."""
+        self.gone = self.gone or now >= self.retries_until
+
+    def _say(self, frames: list[Any]) -> None:
+        """Say something, now or when the connection is made again."""
+        if self.before_it_speaks is not None:
+            self.before_it_speaks()
+        if self._lost is not None:
+            self._held.append(frames)
+            return
+        self._sent += 1
+        self._say_now(frames)
 
     def barred(self) -> PeerError:
         """What is wrong where the server does not let this trainer in."""
@@ -105,6 +152,7 @@ class TrainerLine:
 
     def tell(self, op: str, **fields: Any) -> None:
         """Send a message that needs no answer."""
+        self._aborts |= op == "abort"
         self._say([wire.header(op, **fields)])
 
     def ask(self, op: str, **fields: Any) -> int:
@@ -171,6 +219,7 @@ class TrainerLine:
         """Begin to wait for an answer; `what` it is, for messages."""
         self._since, self._waits_for, self._told = now, what, ""
         self.patience = now + self._deadline
+        self.reminder.begin(now)
 
     def heard(self, frames: Sequence[Any], now: float) -> wire.Message | None:
         """The answer that a message is; None for one that is not.
@@ -182,8 +231,10 @@ class TrainerLine:
         if message.op == "refuse":
             self.gone = bool(message.fields.get("last"))
             raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
+        self._heard += message.op not in wire.UNCOUNTED
         if message.op == "welcome" and self.welcomed:
-            return None  # `hello` was said twice
+            self._go_on(message)
+            return None
         if message.op == "waiting":
             self.patience = now + self._deadline
             self._told = f", which waited for {message['reason']}"
@@ -198,12 +249,30 @@ class TrainerLine:
             self.saved[number] = message
         return message if number == self.awaited else None  # who asked for another has given up waiting
 
+    def _go_on(self, message: wire.Message) -> None:
+        """Say what waits, where the server has missed nothing. Else `hello` was said twice."""
+        if self._lost is None:
+            return
+        self._check_proof(message)
+        self._lost = None
+        held, self._held = self._held, []
+        for frames in held:
+            self._say(frames)
+
     def went_away(self, what: str = "") -> PeerError:
         """What is wrong where the server has gone."""
         return PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {what or self._waits_for}")
 
+    def say_that_it_waits(self, now: float) -> None:
+        """Log for whom this trainer waits, where it is time to."""
+        waited = self.reminder.due(now)
+        if waited:
+            who = f"pserver {self.endpoint}{self._told}"
+            log.warning("%s has waited %.0f s for %s: %s", self.me, waited, who, self._waits_for)
+
     def look(self, now: float) -> None:
         """Raise DeadlineError where the answer is too late."""
+        self.give_up(now)
         if now >= self.patience:
             who = f"pserver {self.endpoint}{self._told}"
             raise DeadlineError(f"{self.me} waited {now - self._since:.1f} s for {who}: {self._waits_for}")
@@ -212,8 +281,12 @@ class TrainerLine:
         """Take the answer to `hello`; where else the server can be found, or nothing. Raises PeerError."""
         if message.op != "welcome":
             raise PeerError(f"pserver {self.endpoint} answered `hello` of {self.me} with `{message.op}`")
-        if not token.is_shown(message.fields.get("proof"), self._secret, f"welcome {self._hello['nonce']}"):
-            raise PeerError(f"what welcomes {self.me} as pserver {self.endpoint} has not the job's token")
+        self._check_proof(message)
         self.welcomed = True
         self.step = message["step"]
         return str(message["local"])
+
+    def _check_proof(self, message: wire.Message) -> None:
+        """Raise PeerError where who says welcome does not have the job's token."""
+        if not token.is_shown(message.fields.get("proof"), self._secret, f"welcome {self._hello['nonce']}"):
+            raise PeerError(f"what welcomes {self.me} as pserver {self.endpoint} has not the job's token")

@@ -144,7 +144,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 # the fields it may have beside, with their types
 OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "hello": {"sync_mode": bool, "plan": dict, "nonce": str},
+    "hello": {"sync_mode": bool, "plan": dict, "nonce": str, "sent": int, "heard": int, "back": bool, "local": bool},
     "send": {"steps": int, "blocks": list},
     "send_barrier": {"blocks": list},
     "recv": {"blocks": list, "changed": bool},
@@ -152,12 +152,15 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "rows": {"ahead": int, "last": bool, "count": int, "request": int},
     **{op: {"request": int} for op in ("save", "saved", "tables", "report", "changed_since", "changes")},
     **{op: {"request": int} for op in ("evict", "evicted")},
-    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str},
+    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "sent": int},
     "welcome": {"proof": str},
     "refuse": {"last": bool, "late": bool, "proof": str},
     "meet": {"nonce": str},
     "here": {"proof": str},
 }
+
+# the messages that may be lost with a connection
+UNCOUNTED = ("hello", "welcome", "waiting", "refuse")
 
 # the messages that others may follow, in `then`
 FOLLOWED = ("send", "send_barrier")

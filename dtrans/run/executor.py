@@ -26,7 +26,7 @@ from dtrans.run.base.batch import on_one_device
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
-from dtrans.run.net.sockets import DEADLINE
+from dtrans.run.net.sockets import DEADLINE, PATIENCE
 from dtrans.run.parameter_server.fabric import EndpointFabric
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast
 from dtrans.run.parameter_server.tables.batch_rows import BatchRows
@@ -69,6 +69,8 @@ class Executor:
 
     Args:
       deadline: seconds that any wait may take. Its error says who waited for whom, and for what.
+      patience: seconds without a sign of another role's process after which it counts as dead. A shorter outage of the
+        network, or pause of the process, is waited for.
       wait_port: wait for servers that are not there yet, up to the deadline; otherwise their absence is
         an error at once.
       allow_remote: let a server bind an address that is not this machine's loopback. It takes DTRANS_TOKEN, the same
@@ -81,13 +83,16 @@ class Executor:
         self,
         *,
         deadline: float = DEADLINE,
+        patience: float = PATIENCE,
         wait_port: bool = True,
         allow_remote: bool = False,
         on_nonfinite: str = "ignore",
     ) -> None:
         watch = GradientWatch(on_nonfinite)
-        self._fabric = EndpointFabric(deadline=deadline, wait_port=wait_port, allow_remote=allow_remote, watch=watch)
-        self._cluster = ClusterFabric(deadline=deadline, allow_remote=allow_remote)
+        self._fabric = EndpointFabric(
+            deadline=deadline, patience=patience, wait_port=wait_port, allow_remote=allow_remote, watch=watch
+        )
+        self._cluster = ClusterFabric(deadline=deadline, patience=patience, allow_remote=allow_remote)
         self._pieces: dict[Program, Segments] = {}
         self._batch_rows: dict[Program, BatchRows] = {}
         self._interrupted: str | None = None

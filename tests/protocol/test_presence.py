@@ -15,10 +15,11 @@ from helpers import mlp_batch, mlp_loss, mlp_params
 
 import dtrans
 from dtrans.errors import DeadlineError, PeerError, WireError
-from dtrans.protocol import presence as presence_module, wire
+from dtrans.protocol import presence as presence_module, token, wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.presence import Presence, named
 from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.trainer_line import TrainerLine
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
@@ -56,8 +57,8 @@ class Job:
     def say(self, to: Any, op: str, /, blocks: Any = (), **fields: Any) -> None:
         self.said.append((to, op, fields | {n: np.array(x) for n, x in blocks}))
 
-    def hello(self, k: int, *, session: str = "", address: bytes = b"") -> str:
-        fields = {"trainer": k, "trainers": self.trainers.count, "session": session, "order": sys.byteorder}
+    def hello(self, k: int, *, session: str = "", address: bytes = b"", **counts: Any) -> str:
+        fields = {"trainer": k, "trainers": self.trainers.count, "session": session, "order": sys.byteorder, **counts}
         return self.trainers.hello(address or b"%d" % k, wire.Message("hello", fields), None)
 
     def send(self, k: int, value: float) -> None:
@@ -102,7 +103,7 @@ def test_who_is_late_is_told_by_the_time_that_is_given() -> None:
 def test_who_has_lost_its_connection_is_given_up_a_little_later() -> None:
     job = Job(2)
     job.hello(0)
-    job.hello(1)
+    job.hello(1, local=True)
     job.trainers.lose(b"1", 4.0)
     job.server.look(4.4)
     with pytest.raises(
@@ -119,7 +120,7 @@ def test_who_has_lost_its_connection_is_given_up_a_little_later() -> None:
 
 def test_an_asynchronous_server_goes_on_without_who_is_lost() -> None:
     job = Job(2, sync_mode=False)
-    job.hello(0)
+    job.hello(0, local=True)
     job.hello(1)
     job.trainers.lose(b"0", 3.0)
     job.server.look(4.0)
@@ -170,3 +171,126 @@ def test_who_is_waited_for_is_told_with_how_far_they_are() -> None:
     job.server.look(2.0)
     assert len(types) > 1
     assert told() == [f"trainer 1 (sending: 1 of {len(types)} gradients are here)"]
+
+
+@pytest.mark.parametrize("sync_mode", [True, False])
+def test_a_trainer_that_ended_before_its_hello_is_not_waited_for(sync_mode: bool) -> None:
+    job = Job(2, sync_mode=sync_mode)
+    job.trainers.begin(0.0)
+    job.hello(0)
+    job.trainers.died(1, "exit code 1", 0.1)
+    job.server.look(0.2)  # its hello may still be waiting to be read
+    why = "trainer 1 ended with exit code 1 before it said hello to pserver 127.0.0.1:1"
+    if sync_mode:
+        with pytest.raises(PeerError, match=f"^{why}, in step 1$"):
+            job.server.look(1.0)
+        return
+    job.server.look(1.0)
+    assert job.trainers.present == [0] and not job.trainers.served
+    job.server.look(100.0)  # the others go on
+    with pytest.raises(WireError, match="trainer 1 has left, and cannot come back to this job"):
+        job.hello(1)
+    job.server.complete(0, wire.Message("complete", {}))
+    assert job.trainers.served
+
+
+def test_a_trainer_whose_process_has_ended_is_lost_and_one_that_left_is_not() -> None:
+    job = Job(2)
+    for k in range(2):
+        job.hello(k)
+    job.server.complete(1, wire.Message("complete", {}))
+    for k in range(2):
+        job.trainers.died(k, "signal SIGKILL", 0.0)
+    assert job.trainers.lost(1.0) == {
+        0: "trainer 0 ended with signal SIGKILL, without a goodbye to pserver 127.0.0.1:1"
+    }
+
+
+def test_who_waits_says_so_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(2)
+    job.trainers.deadline = 60.0
+    job.trainers.begin(0.0)
+    for now in range(25):
+        job.server.look(float(now))
+    told = "pserver 127.0.0.1:1 has waited {} s for trainers 0, 1 to say hello".format
+    assert caplog.messages == [told(10), told(20)]
+    caplog.clear()
+    for k in range(2):
+        job.hello(k)
+    job.send(0, 1.0)
+    for now in range(30, 45):
+        job.server.look(float(now))
+    assert caplog.messages == ["pserver 127.0.0.1:1 has waited 10 s for gradients of step 1 from trainer 1 (computing)"]
+
+
+def test_a_trainer_that_waits_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
+    line = TrainerLine("h:1", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=60.0, say=lambda x: None)
+    line.wait("`recv` of step 3", 100.0)
+    for now in (105.0, 110.0, 115.0, 120.5):
+        line.say_that_it_waits(now)
+    told = "trainer 0 has waited {} s for pserver h:1: `recv` of step 3".format
+    assert caplog.messages == [told(10), told(20)]
+
+
+def test_a_connection_that_a_network_broke_is_waited_for() -> None:
+    job = Job(2)
+    for k in range(2):
+        job.hello(k)
+    job.trainers.lose(b"1", 4.0)
+    job.server.look(8.9)
+    job.trainers.back(b"1")
+    job.server.look(20.0)
+    job.trainers.lose(b"1", 20.0)
+    with pytest.raises(PeerError, match="^the connection of trainer 1 to pserver 127.0.0.1:1 ended without a goodbye"):
+        job.server.look(25.1)
+
+
+def test_who_comes_back_must_have_missed_nothing() -> None:
+    job = Job(2)
+    for k in range(2):
+        job.hello(k)
+    assert list(job.trainers.counted(b"1", "blocks", ["a", "b"])) == ["a", "b"]
+    assert list(job.trainers.counted(b"1", "waiting", ["c"])) == ["c"]
+    job.trainers.lose(b"1", 4.0)
+    job.hello(1, sent=0, heard=2, back=True)
+    job.server.look(20.0)
+    with pytest.raises(WireError, match="broke, and was made again, but 3 messages are lost"):
+        job.hello(1, sent=1, heard=0, back=True)
+    with pytest.raises(PeerError, match="trainer 1 to pserver 127.0.0.1:1 broke, .* 3 messages are lost, in step 1"):
+        job.server.look(20.1)
+
+
+def test_who_comes_back_to_another_server_is_refused() -> None:
+    with pytest.raises(WireError, match="trainer 0 was in a job of pserver 127.0.0.1:1 that has ended"):
+        Job(2).hello(0, back=True)
+
+
+def test_a_trainer_holds_what_it_says_until_its_connection_is_made_again() -> None:
+    said: list[Any] = []
+    line = TrainerLine("h:1", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=60.0, say=said.append)
+    proof = {"proof": token.shown("", f"welcome {line._hello['nonce']}")}
+    welcome = [wire.header("welcome", step=0, local="", **proof)]
+    ops = lambda: [wire.parse(frames) for frames in said]
+    line.opened()
+    line.connected()
+    line.admit(wire.parse(welcome))
+    line.tell("recv", step=0)
+    line.broken(10.0)
+    line.tell("send_barrier", step=0)
+    line.wait("`recv`", 10.0)
+    assert (line.gone, line.wakes) == (False, 15.0)
+    line.connected()
+    *_, hello = ops()
+    assert [m.op for m in ops()] == ["hello", "recv", "hello"]
+    assert (hello["sent"], hello["heard"], hello["back"]) == (1, 0, True)
+    assert line.heard(welcome, 11.0) is None
+    assert [m.op for m in ops()] == ["hello", "recv", "hello", "send_barrier"]
+    line.broken(20.0)
+    line.look(24.9)
+    assert not line.gone
+    line.look(25.0)
+    assert line.gone
+    line.opened(local=True)
+    line.admit(wire.parse(welcome))
+    line.broken(30.0)  # no network is between the two
+    assert line.gone

@@ -59,3 +59,13 @@ def test_what_cannot_be_is_not_noted() -> None:
     assert not known.note(3, Ended(0, "nobody"))
     assert not known.note(-1, Ended(0, "nobody"))
     assert known.failure() == ""
+
+
+def test_a_connection_that_is_made_again_in_time_has_not_ended() -> None:
+    known = roll()
+    known.broken(1, 10.0, 5.0)
+    assert known.due() == 15.0 and known.silent(14.9) == []
+    known.back(1)
+    assert known.due() is None and known.silent(20.0) == []
+    known.broken(1, 20.0, 5.0)
+    assert known.silent(25.0) == [1]

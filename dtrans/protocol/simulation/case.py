@@ -9,9 +9,6 @@ from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import wire
 
 
-HEARTBEAT = 3.5  # seconds without a sign of the other end after which ZeroMQ gives a connection up
-
-
 COMMUNICATING = ("communicator", "half_async", "geo")  # the modes in which trainers have a communicator
 LOOKING_UP = ("sync", "async", *COMMUNICATING)  # those in which servers may have tables
 
@@ -23,7 +20,7 @@ class Event:
     Attributes:
       kind: "pause" of a role for some seconds, in which it computes; "stop" of its whole process for some seconds;
         "crash" of a role; "cut" of a connection that comes up again after some seconds; "hold" of one direction of it
-        for some seconds; or "twice": one of its messages arrives twice.
+        for some seconds; "outage", the same of both; or "twice": one of its messages arrives twice.
       time: when.
       who: the name of the role, or of the connection: "client server".
       seconds: as `kind` has it; of "twice", the number of the message.
@@ -51,6 +48,7 @@ class Case:
       rounds: exchanges of trainers in each step.
       moves: whether trainers move to a second connection, as to a Unix socket.
       deadline: seconds, of all roles.
+      patience: seconds without a sign of the other end after which ZeroMQ gives a connection up.
       delay: typical seconds that a message is under way.
       message_bytes: of gradients, in one message; larger blocks travel as several.
       communicator: of "communicator", "half_async" and "geo".
@@ -82,6 +80,7 @@ class Case:
     ahead: int = 0
     staleness: int = 0
     moves_rows: bool = False
+    patience: float = 30.0
 
     @property
     def sync_mode(self) -> bool:
@@ -118,8 +117,8 @@ class Case:
     def harmless(self) -> bool:
         """Whether nothing happens that the job may notice: all pauses together are far from its deadlines."""
         spans = sum(e.seconds for e in self.events)
-        most = min([self.deadline / 2] + [HEARTBEAT / 2 for e in self.events if e.kind != "pause"])
-        return all(e.kind in ("pause", "stop", "hold") for e in self.events) and spans < most
+        most = min([self.deadline / 2] + [self.patience / 2 for e in self.events if e.kind != "pause"])
+        return all(e.kind in ("pause", "stop", "hold", "outage") for e in self.events) and spans < most
 
     def __str__(self) -> str:
         blocks = ", ".join(f"{len(b)} blocks" for b in self.servers)
@@ -130,12 +129,13 @@ class Case:
         table = f", {self.table} rows of a table each" + " that move" * self.moves_rows if self.table else ""
         if self.ahead and self.table:
             table += f", announced {self.ahead} steps ahead, {self.staleness} stale"
+        patience = f", patience {self.patience:g} s"
         beside = f"\n  {self.communicator}" if self.mode in COMMUNICATING else ""
         if self.mode == "geo":
             beside += f", pushes after {self.every} steps" + " and waits" * self.waits
         return (
             f"{self.mode}, trainers of {', '.join(map(str, self.steps))} steps, servers of {blocks}{table}, "
-            f"on_trainer_exit={self.on_trainer_exit}{rounds}{moves}{small}{beside}{happens}"
+            f"on_trainer_exit={self.on_trainer_exit}{patience}{rounds}{moves}{small}{beside}{happens}"
         )
 
 
@@ -146,6 +146,7 @@ def _told(e: Event) -> str:
         "crash": f"{e.who} is killed",
         "cut": f"the connection {e.who} breaks, and comes up after {e.seconds:.3g} s",
         "hold": f"the connection {e.who} lets nothing to the {('server', 'client')[e.way]} for {e.seconds:.3g} s",
+        "outage": f"the connection {e.who} lets nothing through for {e.seconds:.3g} s",
         "twice": f"message {e.seconds:.0f} of the connection {e.who} comes twice",
     }
     return how[e.kind]
@@ -184,7 +185,7 @@ def drawn(seed: int) -> Case:
     events = tuple(_event(r, case) for _ in range(count))
     table = r.choice([0, 1, 4, 4] if mode == "sync" else [0, 1, 4]) if mode in LOOKING_UP else 0
     pace = r.choice([0.1, 0.002]) if mode == "communicator" else 0.1  # gradients are merged where steps are fast
-    case = dataclasses.replace(case, events=events, pace=pace, table=table)
+    case = dataclasses.replace(case, events=events, pace=pace, table=table, patience=(3.5, 30.0)[seed % 2])
     if not (case.table and case.sync_mode):
         return case
     ahead, moves = r.choice([0, 1, 1, 2]), r.random() < 0.3
@@ -207,5 +208,8 @@ def _event(r: Random, case: Case) -> Event:
     if kind in ("pause", "stop", "crash"):
         return Event(kind, time, r.choice(roles), 0.0 if kind == "crash" else 10 ** r.uniform(-2, 2))
     if kind == "twice":
-        return Event(kind, 0.0, r.choice(lines), r.randint(0, 8))
-    return Event(kind, time, r.choice(lines), 10 ** r.uniform(-2, 2), r.randint(0, 1))
+        number = r.randint(0, 8)
+        return Event(kind, 0.0, r.choice(lines), number % 5 if case.rounds else number)  # parts of rounds come early
+    found = Event(kind, time, r.choice(lines), 10 ** r.uniform(-2, 2), r.randint(0, 1))
+    both = kind == "hold" and r.random() < 0.4
+    return dataclasses.replace(found, kind="outage") if both else found

@@ -2,7 +2,7 @@
 
 A message takes the connection's delay and its bytes over the bandwidth, and is read when it arrives: whoever sends
 memory may not write it before. A connection that breaks loses what is on its way, and is made anew after a while
-where somebody still listens; both ends are told, the server by nothing but a new address.
+where somebody still listens; both ends are told, the server by an empty message from the same address.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Protocol
 
-from dtrans.protocol.simulation.case import HEARTBEAT
 from dtrans.protocol.simulation.clock import Clock
 
 
@@ -34,12 +33,13 @@ class Network:
 
     Args:
       delay: draws the seconds that a message is under way.
+      patience: seconds without a sign of the other end after which a connection breaks.
       bandwidth: bytes a second.
     """
 
-    def __init__(self, clock: Clock, delay: Callable[[], float], bandwidth: float = 1e9) -> None:
+    def __init__(self, clock: Clock, delay: Callable[[], float], patience: float, bandwidth: float = 1e9) -> None:
         self.clock = clock
-        self.delay = delay
+        self.delay, self.patience = delay, patience
         self.bandwidth = bandwidth
         self.connections: list[SimulatedConnection] = []
         self._addresses = itertools.count()
@@ -75,7 +75,7 @@ class SimulatedConnection:
     def __init__(self, network: Network, client: Actor, server: Actor, key: Any) -> None:
         self.network, self.client, self.server, self.key = network, client, server, key
         self.up = False
-        self.address = b""
+        self.address = network.address()
         self.doubled = -1
         self.held = [0.0, 0.0]
         self._closed = False
@@ -92,10 +92,11 @@ class SimulatedConnection:
         if not self.server.there:
             clock.at(clock.now + 0.1, self.establish)
             return
-        self.up, self.address = True, self.network.address()
+        self.up = True
         self._made += 1
         self._last = [clock.now, clock.now]
         self.server.deliver(("accepted", self))
+        self._arrive(0, ("message", self.address, [b""]), 0)
         self._arrive(1, ("connected", self.key), 0)
         pending, self._pending = self._pending, []
         for frames in pending:
@@ -117,10 +118,10 @@ class SimulatedConnection:
 
     def hold(self, way: int, seconds: float) -> None:
         """Let nothing through in one direction for a while; too long, and the connection breaks."""
-        now = self.network.clock.now
+        now, patience = self.network.clock.now, self.network.patience
         self.held[way] = now + seconds
-        if seconds > HEARTBEAT:
-            self.network.clock.at(now + HEARTBEAT, lambda: self.break_off(seconds - HEARTBEAT))
+        if seconds > patience:
+            self.network.clock.at(now + patience, lambda: self.break_off(seconds - patience))
 
     def break_off(self, seconds: float = 0.0) -> None:
         """Lose what is on its way, and come up again after some seconds."""

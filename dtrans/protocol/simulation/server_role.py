@@ -37,7 +37,7 @@ class SimulatedServer(Process):
         self.endpoint = endpoint
         blocks = served(case, endpoint)
         work: Callable[[], None] = lambda: self.spend(random.expovariate(1.0) * 0.01)
-        trainers = Presence(blocks, deadline=case.deadline, plan={"init": "one"})
+        trainers = self._trainers = Presence(blocks, deadline=case.deadline, plan={"init": "one"})
         self.update = (
             SimulatedUpdate(blocks, work) if blocks.sync_mode else SimulatedBlocks(blocks, work, geo=case.mode == "geo")
         )
@@ -61,7 +61,7 @@ class SimulatedServer(Process):
     def start(self, network: Network, servers: dict[str, SimulatedServer]) -> None:
         """Connect to other servers, and begin to look at the clock."""
         self.begun = True
-        self.machine.trainers.started = self.clock.now
+        self.machine.trainers.begin(self.clock.now)
         peers = self.machine.kind.peers
         for ep, peer in peers.known.items():
             connection = self._to_peers[ep] = network.connect(self, servers[ep], ep)
@@ -78,7 +78,7 @@ class SimulatedServer(Process):
 
     def say(self, to: bytes | str, op: str, /, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> None:
         """Send a message, as `dtrans.protocol.presence.Say` does."""
-        messages = wire.framed(op, blocks, **fields)
+        messages = self._trainers.counted(to, op, wire.framed(op, blocks, **fields))
         if isinstance(to, str):
             self._lines[to].send(fields["step"], messages)
             return
@@ -103,6 +103,8 @@ class SimulatedServer(Process):
         if what == "message":
             self.machine.take(rest[0], rest[1])
         elif what == "look":
+            for line in self._lines.values():
+                line.look(now)
             self.machine.look(now)
         elif what == "accepted":
             self._by_address[rest[0].address] = rest[0]
@@ -114,7 +116,7 @@ class SimulatedServer(Process):
         elif what == "connected":
             self._lines[rest[0]].connected()
         elif what == "broken":
-            self._lines[rest[0]].broken()
+            self._lines[rest[0]].broken(now)
 
     def close(self) -> None:
         """Close the connections; what was sent still arrives."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Mapping
 from random import Random
 from typing import Any
@@ -51,6 +52,10 @@ class _Line:
         self.messages: collections.deque[Any] = collections.deque()
         self.events: collections.deque[str] = collections.deque()
         self.opened = 0  # how often a connection was
+
+    def take_event(self, now: float) -> None:
+        """Let the line know what has happened to its connection."""
+        self.line.connected() if self.events.popleft() == "connected" else self.line.broken(now)
 
 
 Answer = Generator[Any, Any, Any]
@@ -177,7 +182,7 @@ class SimulatedTrainer(Process):
             self._open(line)
             if (yield from greeted(line.line)):
                 first = line.connection
-                self._open(line)
+                self._open(line, local=True)
                 yield from greeted(line.line)
                 first.close(0)
 
@@ -204,8 +209,8 @@ class SimulatedTrainer(Process):
     def _sender(self, ep: str) -> Callable[[list[Any]], None]:
         return lambda frames: self._lines[ep].connection.to_server(frames, self.spent)
 
-    def _open(self, line: _Line) -> None:
-        line.line.opened()
+    def _open(self, line: _Line, *, local: bool = False) -> None:
+        line.line.opened(local=local)
         line.messages.clear()
         line.events.clear()
         line.opened += 1
@@ -246,10 +251,12 @@ class SimulatedTrainer(Process):
                 elif gone:
                     raise line.line.went_away()
                 elif line.events:
-                    line.line.connected() if line.events.popleft() == "connected" else line.line.broken()
+                    line.take_event(now)
                 else:
                     line.line.look(now)
-                    return
+                    if not line.line.gone:
+                        self._look_at(line.line.retries_until)
+                        return
         except DtransError as e:
             self._waits = None
             self._go_on(e)
@@ -276,6 +283,10 @@ class SimulatedTrainer(Process):
             self._wake_at(waiting, line.patience)
             self.deliver(("look",))
 
+    def _look_at(self, time: float) -> None:
+        if time < math.inf:
+            self.clock.at(time, lambda: self.deliver(("look",)))
+
     def _wake_at(self, line: _Line, time: float) -> None:
         def wake() -> None:
             if self._waits is line:
@@ -291,8 +302,8 @@ class SimulatedTrainer(Process):
             if line.messages:
                 with contextlib.suppress(WireError):  # whatever it says, there is nothing to be done any more
                     line.line.gone = wire.parse(line.messages.popleft()).op == "goodbye"
-            elif line.events.popleft() == "broken":
-                line.line.broken()
+            else:
+                line.take_event(self.clock.now)
         if line.line.gone or self.clock.now >= until:
             self.deliver(("go",))
         else:
@@ -408,7 +419,9 @@ class CommunicatingTrainer(SimulatedTrainer):
         now = self.clock.now
         for ep, line in self._lines.items():
             while line.events:
-                line.line.connected() if line.events.popleft() == "connected" else line.line.broken()
+                line.take_event(now)
+            line.line.give_up(now)
+            self._look_at(line.line.retries_until)
             while line.messages:
                 message = line.line.heard(line.messages.popleft(), now)
                 if message is not None and message.op != "welcome":
@@ -421,8 +434,8 @@ class CommunicatingTrainer(SimulatedTrainer):
             traffic.send([self._groups.popleft() for _ in range(count)])
         if not self._groups and (self._newest is None or self._newest[0] < traffic.sent):
             traffic.ask_for_newest(now)
-        if traffic.patience is not None:
-            self.clock.at(traffic.patience, lambda: self.deliver(("look",)))
+        if traffic.wakes is not None:
+            self.clock.at(traffic.wakes, lambda: self.deliver(("look",)))
 
 
 class GeoSgdTrainer(CommunicatingTrainer):

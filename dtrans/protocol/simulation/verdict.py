@@ -7,9 +7,8 @@ import functools
 from collections.abc import Iterator
 from random import Random
 
-from dtrans.protocol import wire
-from dtrans.protocol.presence import log
-from dtrans.protocol.simulation.case import COMMUNICATING, HEARTBEAT, Case, Event, drawn
+from dtrans.protocol import presence, trainer_line, wire
+from dtrans.protocol.simulation.case import COMMUNICATING, Case, Event, drawn
 from dtrans.protocol.simulation.clock import Clock
 from dtrans.protocol.simulation.judge import faults
 from dtrans.protocol.simulation.network import Network, drawn_delay
@@ -53,18 +52,19 @@ def simulated(case: Case) -> Verdict:
       {'pserver 127.0.0.1:1': 'well', 'pserver 127.0.0.1:2': 'well', 'trainer 0': 'well', 'trainer 1': 'well'}
     """
     usual = wire.MESSAGE_BYTES
-    log.disabled = True  # there are many cases, and a verdict says what became of each
+    # there are many cases, and a verdict says what became of each
+    presence.log.disabled = trainer_line.log.disabled = True
     wire.MESSAGE_BYTES = case.message_bytes
     try:
         return _simulated(case)
     finally:
         wire.MESSAGE_BYTES = usual
-        log.disabled = False
+        presence.log.disabled = trainer_line.log.disabled = False
 
 
 def _simulated(case: Case) -> Verdict:
     random, clock = Random(case.seed), Clock()
-    network = Network(clock, drawn_delay(random, case.delay))
+    network = Network(clock, drawn_delay(random, case.delay), case.patience)
     servers = {ep: SimulatedServer(case, ep, clock, random) for ep in case.endpoints}
     trainer_of = CommunicatingTrainer if case.mode in COMMUNICATING else SimulatedTrainer
     trainer_of = GeoSgdTrainer if case.mode == "geo" else trainer_of
@@ -100,8 +100,9 @@ def _schedule(event: Event, clock: Clock, network: Network, roles: dict[str, Pro
     role = roles.get(event.who)
     if role is not None:
         clock.at(event.time, role.kill if event.kind == "crash" else lambda: role.pause(event.seconds))
-    if event.kind == "stop" and event.seconds > HEARTBEAT:
-        clock.at(event.time + HEARTBEAT, lambda: network.break_all(event.who, event.seconds - HEARTBEAT))
+    if event.kind == "stop" and event.seconds > network.patience:
+        left = event.seconds - network.patience
+        clock.at(event.time + network.patience, lambda: network.break_all(event.who, left))
     if role is not None:
         return
 
@@ -110,8 +111,9 @@ def _schedule(event: Event, clock: Clock, network: Network, roles: dict[str, Pro
             if f"{c.client.name} {c.server.name}" == event.who:
                 if event.kind == "cut":
                     c.break_off(event.seconds)
-                elif event.kind == "hold":
-                    c.hold(event.way, event.seconds)
+                else:
+                    for way in (event.way,) if event.kind == "hold" else (0, 1):
+                        c.hold(way, event.seconds)
 
     if event.kind == "twice":
         made = network.connect

@@ -253,8 +253,8 @@ def own_of(x: Any) -> Any:
 class ClusterFabric:
     """What one process needs to run the programs of an nccl2 job; arguments are those of `Executor`."""
 
-    def __init__(self, *, deadline: float, allow_remote: bool) -> None:
-        self._deadline = deadline
+    def __init__(self, *, deadline: float, patience: float, allow_remote: bool) -> None:
+        self._deadline, self._patience = deadline, patience
         self._allow_remote = allow_remote
         self._compiled: dict[Program, tuple[Callable[..., Any], list[NamedSharding]]] = {}
         self._last: Program | None = None
@@ -266,7 +266,7 @@ class ClusterFabric:
             return broadcast(values[1:], eqn.params["root"])
         endpoints, k = eqn.params["endpoints"], eqn.params["trainer_id"]
         role = Role("trainer", len(endpoints), (), k, endpoints[k], endpoints)
-        connect(role, deadline=self._deadline, allow_remote=self._allow_remote)
+        connect(role, deadline=self._deadline, patience=self._patience, allow_remote=self._allow_remote)
         return [None]
 
     def run(self, program: Program, flat: Sequence[Any]) -> list[Any]:

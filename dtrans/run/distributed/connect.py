@@ -9,16 +9,16 @@ What fails, and what the others see:
     a trainer raises            its process ends at once, without JAX's waiting for all at exit; the others get a
                                 PeerError, or end with one, with what it failed of (`dtrans.run.distributed.watch`)
     a trainer is killed         the same, in less than a second; `dtrans launch` names the trainer that was killed
-    a trainer is stopped, or    the same, when its process has been silent for some four seconds
+    a trainer is stopped, or    the same, when its process has been silent for longer than `patience`
     its host is gone
     a trainer makes fewer       those that make more get a PeerError, or end with one, when it has come to its end
     steps than others
     a trainer is too slow       nothing, while it is alive; where parts of the batch get another shape, and at the end
                                 of the job, all wait for it, up to the deadline
 
-Where trainers may not bind addresses that other hosts reach, JAX's own heartbeats are all there is: it ends processes
-with SIGABRT after 20 seconds, and some lines of C++ log. Trainer 0 is JAX's coordinator: when it is killed, JAX may end
-the others before they have said anything.
+Where trainers may not bind addresses that other hosts reach, JAX's own heartbeats are all there is: ten seconds after
+`patience` it ends processes with SIGABRT, and some lines of C++ log. Trainer 0 is JAX's coordinator: when it is killed,
+JAX may end the others before they have said anything.
 
 With `on_trainer_loss="drop"` those left go on instead: see `dtrans.run.distributed.elastic`.
 """
@@ -46,16 +46,17 @@ from dtrans.run.distributed.membership import Membership, current, join, known
 from dtrans.run.distributed.multihost import all_reduce_sum
 from dtrans.run.distributed.rendezvous import rendezvous
 from dtrans.run.distributed.role import LOSS, Role
-from dtrans.run.net.sockets import DEADLINE
+from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 
-HEARTBEAT = 20  # seconds of silence after which JAX takes a process for dead; less when the deadline is
+AFTER = 10  # seconds that JAX has more patience than the job: it ends processes with SIGABRT, and names nobody
 
 
 def connect(
     role: Role | None = None,
     *,
     deadline: float = DEADLINE,
+    patience: float = PATIENCE,
     allow_remote: bool = False,
     on_trainer_loss: str | None = None,
 ) -> Membership:
@@ -68,7 +69,9 @@ def connect(
     Args:
       role: who this process is; from the environment by default.
       deadline: seconds to wait for the other trainers: here, when the parts of the batch get another shape, and at the
-        end of the job. A process that is silent for as long, or for 20 seconds if that is less, is taken for dead.
+        end of the job.
+      patience: seconds without a sign of another process, or of the network to it, after which it is taken for dead:
+        30 by default, and the deadline if that is less. A process that is stopped for a shorter time goes on.
       allow_remote: let endpoints be on other machines, and stages of a pipeline that a scheduler has put on several
         hosts send each other values. Endpoints that are given take DTRANS_TOKEN too, the same secret in all processes.
         Nothing is encrypted, and the connections of JAX itself know no token: only on a network where everybody may
@@ -82,7 +85,9 @@ def connect(
       DeadlineError: trainers did not come in time; the message names them.
       PeerError: another trainer was told other endpoints.
     """
-    check_number("deadline", deadline, "a positive number of seconds", lambda x: x > 0)
+    for name, seconds in (("deadline", deadline), ("patience", patience)):
+        check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
+    patience = min(patience, deadline)
     loss = os.environ.get(LOSS, "abort") if on_trainer_loss is None else on_trainer_loss
     check_one_of("on_trainer_loss", loss, ("abort", "drop"))
     if role is None and _is_told():
@@ -95,12 +100,14 @@ def connect(
             if loss == "drop":
                 raise ConfigError("on_trainer_loss='drop': dtrans.connect() must connect the trainers, not the user")
         else:
-            _connect(role, deadline, allow_remote, loss)
+            _connect(role, deadline, patience, allow_remote, loss)
             atexit.register(_leave)
         endpoints = role.trainer_endpoints if role else ()
         bind_gloo(endpoints, deadline)
         everyone = tuple(range(jax.process_count()))
-        member = join(Membership(jax.process_index(), everyone, endpoints, deadline, loss, allow_remote))
+        member = join(
+            Membership(jax.process_index(), everyone, endpoints, deadline, loss, allow_remote, patience=patience)
+        )
         member = join(dataclasses.replace(member, run=_first_word(member)))
         watch.start(member)
         if loss == "drop":
@@ -136,7 +143,7 @@ def _check_same(role: Role, member: Membership) -> None:
         )
 
 
-def _connect(role: Role | None, deadline: float, allow_remote: bool, loss: str) -> None:
+def _connect(role: Role | None, deadline: float, patience: float, allow_remote: bool, loss: str) -> None:
     config: Any = jax.config
     if backends_started():
         raise ConfigError(
@@ -153,7 +160,7 @@ def _connect(role: Role | None, deadline: float, allow_remote: bool, loss: str) 
         elastic.prepare(seconds)
     options: dict[str, Any] = {
         "initialization_timeout": seconds,
-        "heartbeat_timeout_seconds": min(seconds, HEARTBEAT),
+        "heartbeat_timeout_seconds": math.ceil(patience) + AFTER * (loss != "drop"),
         "shutdown_timeout_seconds": seconds,
     }
     if role is None:

@@ -5,8 +5,8 @@
     Loss            raised behind it, on all that are left, when somebody has ended; the step is taken again without it
 
 A lost trainer's part of the batch is lost with it: the mean is over those left. Trainer 0 is the coordinator; when it
-ends, JAX ends all. A trainer is known to be lost when it has been silent for a heartbeat (`connect(deadline=...)`, 20
-seconds at most), or at once if it left by itself.
+ends, JAX ends all. A trainer is known to be lost when it has been silent for `connect(patience=...)`
+seconds, or at once if it left by itself.
 
 What a dead process was to send breaks the reduction of those it spoke to. Others of four or more may wait for these,
 which have given up: XLA ends that on CPUs after a time that is set to the deadline. So the deadline must be longer than

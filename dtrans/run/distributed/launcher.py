@@ -14,6 +14,9 @@ grace period. The error is that of the role that failed *first*. Roles tell each
 role may well end with a `PeerError` before the one that caused it has finished printing its traceback:
 such an end is held for a moment, and gives way to a role that fails for a reason of its own.
 
+Of every role that ends the others are told (`dtrans.run.net.ended_roles`): one that ends before it has greeted the
+servers would be waited for up to their deadline.
+
 If the launcher itself is killed, `dtrans.run.distributed.orphan_guard` ends the roles.
 
 Source of the behaviour: torch/distributed/elastic/multiprocessing/api.py, python/paddle/distributed/launch_ps.py.
@@ -39,6 +42,7 @@ from dtrans.protocol import token
 from dtrans.run.distributed.child_process import Child, Guard
 from dtrans.run.distributed.role import LOSS, VARIABLES, Role, roles_of, trainer_roles
 from dtrans.run.distributed.watch import is_by_peer
+from dtrans.run.net.ended_roles import EndedRoles
 
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -106,8 +110,9 @@ def launch(
     drops = on_trainer_loss == "drop"
     if drops and mode == "nccl2":
         base[LOSS] = on_trainer_loss
-    job = _Job(events, grace, range(mode == "nccl2", trainers) if drops else ())
-    with _signals_to(events), Guard(sys.executable) as guard:
+    with _signals_to(events), Guard(sys.executable) as guard, EndedRoles() as told:
+        job = _Job(events, grace, range(mode == "nccl2", trainers) if drops else (), told)
+        base |= told.environment
         try:
             for role in _roles(mode, trainers, servers):
                 keeps = inherit_stdout and role.name == "trainer 0"
@@ -159,7 +164,8 @@ def free_endpoints(count: int) -> list[str]:
 class _Job:
     """The roles that run, and what became of them."""
 
-    def __init__(self, events: SimpleQueue[Event], grace: float, may_go: Collection[int]) -> None:
+    def __init__(self, events: SimpleQueue[Event], grace: float, may_go: Collection[int], told: EndedRoles) -> None:
+        self._told = told
         self.may_go = {f"trainer {k}" for k in may_go}  # those without whom the job goes on
         self.gone: set[str] = set()
         self.events = events
@@ -226,6 +232,7 @@ class _Job:
         guard = self.running.pop(child)
         child.reap()
         guard.remove(child)
+        self._told.note(child.role.name, _how(child))
         if child.code and not self._ending and child.role.name in self.may_go:
             self.gone.add(child.role.name)
             if child.role.trainers == len(self.gone):  # nobody is left

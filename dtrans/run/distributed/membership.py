@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection
 
 from dtrans.errors import ConfigError
-from dtrans.run.net.sockets import DEADLINE
+from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Membership:
       members: the trainers that there are: all, but for those that were lost and dropped.
       endpoints: of the trainers, also of lost ones; empty if JAX found them by itself.
       deadline: seconds to wait for others.
+      patience: seconds without a sign of another process after which it counts as dead.
       on_trainer_loss: "abort" or "drop".
       allow_remote: whether processes may bind addresses that other hosts reach.
       run: a word that the trainers of this run share, and no other run has.
@@ -33,6 +34,7 @@ class Membership:
     on_trainer_loss: str = "abort"
     allow_remote: bool = False
     run: str = ""
+    patience: float = PATIENCE
 
     @property
     def trainers(self) -> int:

@@ -5,8 +5,8 @@
 
 An operation of Gloo or NCCL fails where a process is gone, and does not say which; where one has been stopped, or has
 gone to its end after fewer steps, it never fails, and JAX ends all processes with SIGABRT in the end. A line beside
-them knows: ZeroMQ's own threads find out in some four seconds that a process has been stopped, and the kernel tells of
-one that is gone.
+them knows: the kernel tells of a process that is gone, and ZeroMQ's own threads find out that one has been stopped for
+longer than the job's patience.
 
     who is about to begin an operation            gets a PeerError (`operation`)
     who waits for a value of a pipeline           the same (`check`)
@@ -39,8 +39,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dtrans._jax import coordinator
+from dtrans.endpoints import is_loopback, split_endpoint
 from dtrans.errors import ConfigError, PeerError, WireError
 from dtrans.protocol import wire
+from dtrans.protocol.presence import RETRY
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.roll import GRACE, Doing, Ended, Roll
 from dtrans.run.distributed.address import Address, address_of, this_host
@@ -59,6 +61,12 @@ KNOWN = 1.0  # seconds that it may take to know which process has ended, where a
 MISSED = "connect"
 JAX = str(Path(jax.__file__).parent)
 HERE = str(Path(__file__).parents[2])  # of dtrans
+
+
+def is_local(reach: str) -> bool:
+    """Return True if an address, as ZeroMQ or a user writes it, is loopback."""
+    host = reach.removeprefix("tcp://")
+    return is_loopback(split_endpoint(host)[0] if host.rpartition(":")[2].isdigit() and host != reach else host)
 
 
 def is_by_peer(text: str) -> bool:
@@ -82,17 +90,19 @@ class Watch:
         self.roll = Roll(self._number, [f"trainer {k}" + f" ({x})" * bool(x) for k, x in enumerate(where)])
         self._context: zmq.Context[Any] = zmq.Context()
         self._addresses: dict[bytes, int] = {}  # of the others, at trainer 0
+        reach = at.reach if isinstance(at, Address) else at
+        # on one host nothing but the end of a process ends a connection
+        self._retry = GRACE if is_local(reach) else max(GRACE, min(RETRY, cluster.patience))
         self._refusals = Refusals(log)
         self._open = contextlib.ExitStack()
         if isinstance(at, Address):
-            self._bind(secret, at)
+            self._bind(secret, at, cluster.patience)
         else:
-            self._socket = new_socket(self._context, zmq.DEALER, _user(self._number), secret)
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._socket = new_socket(self._context, zmq.DEALER, _user(self._number), secret, cluster.patience)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._open.callback(self._monitor.close, linger=0)
             self._open.callback(self._socket.disable_monitor)
             self._socket.connect(at)
-            self._socket.send(wire.header("here"))
         self._wake = threading.Event()
         self._doing = 0  # operations that the process is in the middle of
         self._raised = False  # the process has been told by an error, and has itself in hand
@@ -108,10 +118,10 @@ class Watch:
         self._thread.start()
         atexit.register(self.close)
 
-    def _bind(self, secret: str, at: Address) -> None:
+    def _bind(self, secret: str, at: Address, patience: float) -> None:
         users = [_user(k) for k in range(1, self._count)]
         self._open.callback(Doorkeeper(self._context, secret, users).close)
-        self._socket = new_socket(self._context, zmq.ROUTER)
+        self._socket = new_socket(self._context, zmq.ROUTER, patience=patience)
         limit(self._socket, wire.HELLO, 1000)
         self._speakers = Speakers(self._socket, self._note_refused)
         self._open.callback(self._speakers.close)
@@ -144,7 +154,8 @@ class Watch:
 
     def failure(self, wait: float) -> str:
         """Why this process cannot go on, which may take so many seconds to be known; empty, if it is not."""
-        self._wake.wait(wait)
+        if not self._wake.wait(wait) and self.roll.due() is not None:
+            self._wake.wait(self._retry)  # a connection has ended, which may be made again
         return self.roll.failure()
 
     # -- the thread ------------------------------------------------------------------------------
@@ -181,6 +192,10 @@ class Watch:
                 self._addresses[bytes(parts[0].buffer)] = speaker
             else:
                 message, speaker = wire.parse(parts), 0
+            if message.op == "here":
+                self.roll.back(speaker)
+                for k in self.roll.ended:  # it may have missed them
+                    self._tell(k)
             if message.op == "doing":
                 self.roll.doing[speaker] = Doing(message["operations"], message["where"])
             elif message.op == "ended":
@@ -194,12 +209,15 @@ class Watch:
         if not self._leads:
             while self._socket.poll(0):  # last words first; and then at once, since JAX may end this process
                 self._hear()
-            recv_monitor_message(self._monitor)
-            self.roll.broken(0, now - GRACE)
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.roll.back(0)
+                self._socket.send(wire.header("here"))
+            else:
+                self.roll.broken(0, now, self._retry - GRACE)
             return
         self._speakers.listen()
         for address in self._speakers.lost():
-            self.roll.broken(self._addresses[address], now)
+            self.roll.broken(self._addresses[address], now, self._retry)
 
     def _tell(self, k: int) -> None:
         """Trainer 0 tells the others how one has ended."""

@@ -22,7 +22,7 @@ from dtrans.protocol import token, wire
 
 LINGER = 5.0  # seconds that closing may take to hand over the last words
 ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks (RFC 27)
-HEARTBEAT = 3.5  # seconds without a sign of the other end's process after which a connection is given up
+PATIENCE = 30.0  # seconds without a sign of the other end's process after which a connection is given up
 HANDSHAKE = 10.0  # seconds that one may take
 
 
@@ -32,12 +32,15 @@ def tcp_address(endpoint: str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def new_socket(context: zmq.Context[Any], kind: int, user: str = "", secret: str = "") -> zmq.Socket[Any]:
+def new_socket(
+    context: zmq.Context[Any], kind: int, user: str = "", secret: str = "", patience: float = PATIENCE
+) -> zmq.Socket[Any]:
     """A socket with the limits that all of ours have. Who wants last words of it to go says so when closing it.
 
     Args:
       user: as whom it connects; without one it is to be bound, and a `Doorkeeper` says who may connect to it.
       secret: the token that it shows something of.
+      patience: seconds without a sign of the other end's process after which ZeroMQ ends a connection.
     """
     made = context.socket(kind)
     # ZeroMQ keeps a copy of this from when a socket is bound, and goes by that copy for peers that have gone: by its
@@ -48,8 +51,14 @@ def new_socket(context: zmq.Context[Any], kind: int, user: str = "", secret: str
     made.setsockopt(zmq.RCVHWM, 0)  # of what is sent to sockets that connect; `limit` is for those that are bound
     made.setsockopt(zmq.IPV6, 1)
     made.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
-    made.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT * 250))
-    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT * 750))
+    # many signs in the time that one may be late: TCP sends again, less and less often, what an outage has lost
+    made.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(patience * 100)))
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(patience * 900)))
+    if kind == zmq.ROUTER:
+        # who comes again is who it was, also before the old connection has ended
+        made.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    if user and kind == zmq.DEALER:
+        made.setsockopt_string(zmq.ROUTING_ID, token.new_token())  # of this socket, whatever becomes of its connections
     if user:
         made.setsockopt_string(zmq.PLAIN_USERNAME, user)
         made.setsockopt_string(zmq.PLAIN_PASSWORD, token.shown(secret, user))
@@ -166,7 +175,9 @@ class Speakers:
             if found["event"] & _REFUSED:
                 self._refused()
             elif found["event"] == zmq.EVENT_DISCONNECTED and found["value"] in self._known:
-                self._lost.append(self._known.pop(found["value"]))
+                speaker = self._known.pop(found["value"])
+                if speaker not in self._known.values():  # else it has come by another connection before
+                    self._lost.append(speaker)
 
     def lost(self) -> Iterator[bytes]:
         """The addresses of those whose connections have ended, each once."""

@@ -20,6 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dtrans.endpoints import split_endpoint
 from dtrans.errors import PeerError, WireError
 from dtrans.protocol import token, wire
+from dtrans.protocol.presence import RETRY
 from dtrans.protocol.trainer import answered, greeted, left
 from dtrans.protocol.trainer_line import DOOR, TrainerLine
 from dtrans.run.net.sockets import LINGER, new_socket, tcp_address
@@ -38,6 +39,7 @@ class Connection:
       sync_mode: whether it is in step with the others.
       plan: the parts of the fingerprint of its plan.
       deadline: seconds without a word from the server after which it is given up.
+      patience: seconds without a sign of the server's process after which the connection ends.
       wait_port: wait for a server that is not there yet.
 
     Attributes:
@@ -59,9 +61,10 @@ class Connection:
         sync_mode: bool,
         plan: Mapping[str, str],
         deadline: float,
+        patience: float,
         wait_port: bool,
     ) -> None:
-        self._context = context
+        self._context, self._patience = context, patience
         self._secret = token.job_token()
         self.line = TrainerLine(
             endpoint,
@@ -73,7 +76,9 @@ class Connection:
             secret=self._secret,
             deadline=deadline,
             say=self._say,
+            retry=min(RETRY, patience),
         )
+        self.line.before_it_speaks = self._note_events
         host, port = split_endpoint(endpoint)
         if not wait_port:
             try:
@@ -105,8 +110,8 @@ class Connection:
 
     def glance(self, waiting_for: str) -> wire.Message | None:
         """The answer that is here, if one is. Raises PeerError as `receive` does."""
-        if self._monitor.poll(0):
-            self._note_event()
+        self._note_events()
+        self.line.give_up(time.monotonic())
         if self._socket.poll(0):
             message = self.line.heard(self._socket.recv_multipart(copy=False), time.monotonic())
             return None if message is None or message.op == "welcome" else message
@@ -120,7 +125,8 @@ class Connection:
         while True:
             # a connection that ended is looked at once more: the last words of a server come before its end
             gone = line.gone
-            wait = 0.0 if gone else max(0.0, min(line.patience - time.monotonic(), LONG))
+            line.say_that_it_waits(time.monotonic())
+            wait = 0.0 if gone else max(0.0, min(line.wakes - time.monotonic(), LONG))
             ready = dict(self._poller.poll(int(wait * 1000)))
             if self._socket in ready:
                 message = line.heard(self._socket.recv_multipart(copy=False), time.monotonic())
@@ -141,13 +147,18 @@ class Connection:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.line.connected()
         elif event == zmq.EVENT_DISCONNECTED:
-            self.line.broken()
+            self.line.broken(time.monotonic())
+
+    def _note_events(self) -> None:
+        while self._monitor.poll(0):
+            self._note_event()
 
     # -- connecting ------------------------------------------------------------------------------
 
     def _open(self, address: str) -> None:
-        self.line.opened()
-        self._socket: zmq.Socket[Any] = new_socket(self._context, zmq.DEALER, DOOR, self._secret)
+        self.line.opened(local=address.startswith("ipc:"))
+        self._socket: zmq.Socket[Any] = new_socket(self._context, zmq.DEALER, DOOR, self._secret, self._patience)
+        self._socket.setsockopt(zmq.PROBE_ROUTER, 1)  # the server is told of a connection though this trainer computes
         self._monitor: zmq.Socket[Any] = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import math
 import os
 import threading
 import time
@@ -193,8 +194,9 @@ class Communicator:
             if self._discarded or (over and not traffic.pulling and not traffic.looking_up):
                 return
             gone = [line for line in self._lines.values() if line.line.gone]  # what they said last may be here
-            until = traffic.patience
-            left = None if until is None else max(0.0, until - time.monotonic())
+            lines = self._lines.values()
+            until = min([t for t in (traffic.wakes, *(x.line.retries_until for x in lines)) if t is not None])
+            left = None if until == math.inf else max(0.0, until - time.monotonic())
             ready = dict(poller.poll(0 if groups or gone else None if left is None else int(left * 1000) + 1))
             if self._wake in ready:
                 os.read(self._wake, 4096)
@@ -206,6 +208,8 @@ class Communicator:
                 self._publish(received)
             elif not ready and left == 0.0:
                 traffic.look(time.monotonic())
+                for line in self._lines.values():
+                    line.line.give_up(time.monotonic())
 
     def _take(self) -> list[Group]:
         """What waits to be sent, as much as may be merged."""

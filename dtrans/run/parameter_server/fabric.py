@@ -76,9 +76,12 @@ T = TypeVar("T")
 class EndpointFabric:
     """What one process needs to take part; see the module's docstring. Arguments are those of `Executor`."""
 
-    def __init__(self, *, deadline: float, wait_port: bool, allow_remote: bool, watch: GradientWatch) -> None:
-        check_number("deadline", deadline, "a positive number of seconds", lambda x: x > 0)
-        self.deadline = deadline
+    def __init__(
+        self, *, deadline: float, patience: float, wait_port: bool, allow_remote: bool, watch: GradientWatch
+    ) -> None:
+        for name, seconds in (("deadline", deadline), ("patience", patience)):
+            check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
+        self.deadline, self.patience = deadline, patience
         self.wait_port = wait_port
         self.allow_remote = allow_remote
         self._watch = watch
@@ -316,6 +319,7 @@ class EndpointFabric:
                 sync_mode=self._steps.sync_mode,
                 plan=self._plan,
                 deadline=self.deadline,
+                patience=self.patience,
                 wait_port=self.wait_port,
             )
         return self._connections[endpoint]
@@ -332,6 +336,7 @@ class EndpointFabric:
             dict(zip(names, values, strict=True)),
             self._zmq(),
             deadline=self.deadline,
+            patience=self.patience,
             allow_remote=self.allow_remote,
             plan=self._plan,
             keep=self.keep,

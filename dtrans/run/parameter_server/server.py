@@ -21,10 +21,11 @@ from dtrans.ir.array_fns import is_key, words_type
 from dtrans.ir.cost import nbytes
 from dtrans.protocol import token, wire
 from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.presence import Presence, log
+from dtrans.protocol.presence import RETRY, Presence, log
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.serving import Serving
 from dtrans.protocol.sync_server import SyncServer
+from dtrans.run.net.ended_roles import ended_roles
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.server_sockets import ServerSockets
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
@@ -42,6 +43,7 @@ class Server:
       update: what to do with gradients.
       state: name to array; the initial values.
       deadline: seconds that trainers may keep the server, or each other, waiting.
+      patience: seconds without a sign of another process after which it counts as dead.
       allow_remote: bind an endpoint that is not loopback.
       plan: the parts of the fingerprint of the plan, which trainers and other servers must have too.
       keep: saves a state, as `serve` returns it, under a name, with the mark of the run and step; None where there is
@@ -60,16 +62,18 @@ class Server:
         context: zmq.Context[Any],
         *,
         deadline: float,
+        patience: float,
         allow_remote: bool,
         plan: Mapping[str, str],
         keep: Keep | None = None,
         keep_last: KeepLast | None = None,
     ) -> None:
         served, secret = update.served, token.job_token()
-        trainers = Presence(served, deadline=deadline, plan=plan, secret=secret)
-        self._sockets = ServerSockets(context, update.endpoint, secret, wire.limits(_sizes(update)))
+        trainers = Presence(served, deadline=deadline, plan=plan, secret=secret, retry=min(RETRY, patience))
+        self._sockets = ServerSockets(context, update.endpoint, secret, wire.limits(_sizes(update)), patience)
         tables = {n for t in update.tables.values() if not t.whole for n in t.held}  # have memory of their own
         own = own_buffers({n: x for n, x in state.items() if n not in tables})
+        self._sockets.counted = trainers.counted
         state, say = {**state, **own}, self._sockets.say
         kind: SyncServer | AsyncServer
         if served.sync_mode:
@@ -99,7 +103,7 @@ class Server:
             PeerError: one that failed, refused, or left before the others.
         """
         protocol = self._protocol
-        protocol.trainers.started = time.monotonic()
+        protocol.trainers.begin(time.monotonic())
         ending: Any = None
         failure: BaseException | None = None
         try:
@@ -174,6 +178,11 @@ class Server:
                 for _ in range(1000 * self._protocol.trainers.count):  # and no more, whoever is flooding us
                     if not self._sockets.poll(0, self._take):
                         break
+                for role, how in ended_roles().items():
+                    kind, _, number = role.partition(" ")
+                    if kind == "trainer":
+                        self._protocol.died(int(number), how, time.monotonic())
+                self._sockets.look(time.monotonic())
                 self._protocol.look(time.monotonic())
                 look = time.monotonic() + TICK
 

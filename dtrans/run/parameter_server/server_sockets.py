@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dtrans.errors import ConfigError
 from dtrans.protocol import wire
 from dtrans.protocol.peer_line import PeerLine
-from dtrans.protocol.presence import log
+from dtrans.protocol.presence import RETRY, log
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server_peers import ServerPeer, ServerPeers
 from dtrans.protocol.trainer_line import DOOR
@@ -28,10 +28,16 @@ class PeerSocket:
     """The socket of a `PeerLine`."""
 
     def __init__(
-        self, context: zmq.Context[Any], me: str, peer: ServerPeer, greeting: Mapping[str, Any], secret: str
+        self,
+        context: zmq.Context[Any],
+        me: str,
+        peer: ServerPeer,
+        greeting: Mapping[str, Any],
+        secret: str,
+        patience: float,
     ) -> None:
-        self.line = PeerLine(me, peer, greeting, secret, self._say)
-        self.socket = new_socket(context, zmq.DEALER, DOOR, secret)
+        self.line = PeerLine(me, peer, greeting, secret, self._say, min(RETRY, patience))
+        self.socket = new_socket(context, zmq.DEALER, DOOR, secret, patience)
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         )
@@ -51,7 +57,7 @@ class PeerSocket:
         if zmq.EVENT_HANDSHAKE_FAILED_AUTH in events:
             raise self.line.barred()
         if zmq.EVENT_DISCONNECTED in events:
-            self.line.broken()
+            self.line.broken(time.monotonic())
         if zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
             self.line.connected()
 
@@ -68,16 +74,20 @@ class ServerSockets:
     Args:
       secret: the job's token.
       limits: the largest frame, and how many messages of one peer may wait (`dtrans.protocol.wire.limits`).
+      patience: seconds without a sign of another process after which its connection ends.
 
     Attributes:
       local: the path of the Unix socket; empty, where paths are too long for one.
     """
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, secret: str, limits: tuple[int, int]) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: str, secret: str, limits: tuple[int, int], patience: float
+    ) -> None:
         self.endpoint = endpoint
         self._secret = secret
-        self._limits = limits
+        self._limits, self._patience = limits, patience
         self._refusals = Refusals(log)
+        self.counted: Callable[[bytes | str, str, Iterator[Any]], Iterator[Any]] = lambda to, op, messages: messages
         self.local = ""
         self._context = context
         self._bound = ""
@@ -88,7 +98,7 @@ class ServerSockets:
     def bind(self, *, allow_remote: bool) -> None:
         """Raises ConfigError for an endpoint that may not be, or cannot be bound."""
         check_host("this pserver", self.endpoint, "Executor(allow_remote=True)", allow_remote=allow_remote)
-        self._socket = new_socket(self._context, zmq.ROUTER)
+        self._socket = new_socket(self._context, zmq.ROUTER, patience=self._patience)
         limit(self._socket, *self._limits)
         self._speakers = Speakers(self._socket, self._note_refused)
         self._doorkeeper = Doorkeeper(self._context, self._secret, (DOOR,))
@@ -108,7 +118,7 @@ class ServerSockets:
         """Open the lines to other servers, and listen to all."""
         for peer in peers.known.values():
             self._lines[peer.endpoint] = PeerSocket(
-                self._context, self.endpoint, peer, peers.greeting(peer), self._secret
+                self._context, self.endpoint, peer, peers.greeting(peer), self._secret, self._patience
             )
         lines = [s for line in self._lines.values() for s in (line.socket, line.monitor)]
         for s in (self._socket, self._speakers.monitor, *lines):
@@ -127,6 +137,11 @@ class ServerSockets:
         self._speakers.know(frames[0])
         take(frames)  # and nobody keeps them: they have much memory
         return True
+
+    def look(self, now: float) -> None:
+        """Give up lines to other servers that were not made again in time."""
+        for line in self._lines.values():
+            line.line.look(now)
 
     def listen(self, lose: Callable[[bytes], None]) -> None:
         """Take what else `poll` has found.
@@ -157,7 +172,9 @@ class ServerSockets:
         Raises:
           PeerError: the other server has ended.
         """
-        messages = wire.framed(op, blocks, **fields)  # an iterator, which waits until arrays are computed
+        messages = self.counted(
+            to, op, wire.framed(op, blocks, **fields)
+        )  # an iterator, which waits until arrays are computed
         if isinstance(to, str):
             self._lines[to].line.send(fields["step"], messages)
             return

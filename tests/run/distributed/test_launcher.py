@@ -123,6 +123,7 @@ def test_environment(script: Any, capsys: pytest.CaptureFixture[str], monkeypatc
         assert f"[{role.name}" == prefix
         runs.add(found.pop("DTRANS_RUN"))
         tokens.add(found.pop("DTRANS_TOKEN"))
+        assert not Path(found.pop("DTRANS_ENDED_ROLES")).exists()  # any more
         assert found == role.environment()
         roles.append(role)
     assert len(runs) == 1 and runs != {"of another launch"}
@@ -167,6 +168,7 @@ def test_environment_in_nccl2_mode(
         role = dtrans.Role.from_env(found)
         runs.add(found.pop("DTRANS_RUN"))
         tokens.add(found.pop("DTRANS_TOKEN"))
+        del found["DTRANS_ENDED_ROLES"]
         assert (f"[{role.name}", found) == (prefix, role.environment())
         assert of_jax == ["1", str(role.trainer_id)]
         assert (role.trainers, len(set(role.trainer_endpoints))) == (3, 3)
@@ -585,3 +587,19 @@ def test_a_job_without_any_trainer_left_has_failed(script: Any) -> None:
     with pytest.raises(LaunchError, match="^trainer [01] failed with exit code 1") as e:
         launch(script(FAILS.format(failing=("0", "1"))), trainers=2, on_trainer_loss="drop")
     assert "has had enough" in str(e.value)
+
+
+SERVES = """
+import time
+from dtrans.run.net.ended_roles import ended_roles
+if kind.lower() == "trainer" and index == "1":
+    sys.exit(3)
+while "trainer 1" not in ended_roles():
+    time.sleep(0.01)
+print(ended_roles()["trainer 1"])
+"""
+
+
+def test_the_others_are_told_who_has_ended(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    launch(script(SERVES), trainers=2, on_trainer_loss="drop", deadline=PATIENCE)
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[pserver 0] exit code 3", "[trainer 0] exit code 3"]

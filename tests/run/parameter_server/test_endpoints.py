@@ -45,7 +45,7 @@ from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import sync_server, token, wire
 from dtrans.protocol.refusals import EACH
-from dtrans.run.net import sockets
+from dtrans.run.net.ended_roles import EndedRoles
 from dtrans.run.parameter_server import server as server_module
 from dtrans.run.parameter_server.server_sockets import DOOR
 
@@ -475,7 +475,7 @@ def test_a_killed_trainer_is_named_by_the_server_before_its_deadline(
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     plan = plan_for(pservers, min_block_size=8192, kind="local")
-    role_threads.start("server", serve, plan, ep, params, deadline=HANG)
+    role_threads.start("server", serve, plan, ep, params, deadline=HANG, patience=2.0)
     with Role(tmp_path, "trainer", 0, pservers, 2, -1) as role:
         role.ready()
         started = threading.Event()
@@ -494,13 +494,54 @@ def test_a_trainer_that_holds_the_lock_of_python_is_not_taken_for_dead(role_thre
     """Nothing of Python runs in this process meanwhile, in no thread of it."""
     (ep,) = pservers = free_endpoints(1)
     plan, params = plan_for(pservers, trainers=1), mlp_params()
-    role_threads.start("server", serve, plan, ep, params)
-    hold = lambda i: ctypes.PyDLL(None).usleep(int(1.5e6 * sockets.HEARTBEAT))
-    role_threads.start("trainer", train, plan, 0, [mlp_batch(8)], params, before=hold)
+    role_threads.start("server", serve, plan, ep, params, patience=1.0)
+    hold = lambda i: ctypes.PyDLL(None).usleep(int(1.5e6))
+    role_threads.start("trainer", train, plan, 0, [mlp_batch(8)], params, before=hold, patience=1.0)
     role_threads.all()
 
 
+def test_a_server_that_is_stopped_for_a_while_goes_on(role_threads: RoleThreads, tmp_path: Path) -> None:
+    pservers, params, batches = free_endpoints(1), mlp_params(), [mlp_batch(8)] * 3
+    plan, tx = plan_for(pservers, trainers=1, min_block_size=8192, kind="local"), optax.adam(1e-2)
+    with Role(tmp_path, "pserver", 0, pservers, 1, 0) as role:
+        role.ready()
+        going_on = threading.Timer(5.0, role.process.send_signal, [signal.SIGCONT])
+
+        def stop(i: int) -> None:
+            if i == 1:
+                role.process.send_signal(signal.SIGSTOP)
+                going_on.start()
+
+        role_threads.start("trainer", train, plan, 0, batches, params, before=stop)
+        trained, _ = role_threads.all()["trainer"]
+        role.end()
+    expected, _, _ = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), batches)
+    tree_close(trained, expected, 1e-6)
+
+
 # -- who leaves, and who does not come -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync_mode", [True, False])
+def test_a_trainer_that_ended_before_its_hello_is_not_waited_for_under_a_launcher(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, sync_mode: bool
+) -> None:
+    (ep,) = pservers = free_endpoints(1)
+    plan, params = plan_for(pservers, mode=dtrans.Sync() if sync_mode else dtrans.Async()), mlp_params()
+    since = time.monotonic()
+    with EndedRoles() as told:
+        monkeypatch.setenv(*next(iter(told.environment.items())))
+        role_threads.start("server", serve, plan, ep, params)
+        role_threads.start("trainer 0", train, plan, 0, [mlp_batch(8)], params)
+        told.note("trainer 1", "exit code 3")
+        server, trainer = role_threads.end("server"), role_threads.end("trainer 0")
+    assert time.monotonic() - since < HANG / 2
+    if sync_mode:
+        why = f"trainer 1 ended with exit code 3 before it said hello to pserver {ep}, in step 1"
+        assert type(server) is PeerError and str(server) == why
+        assert type(trainer) is PeerError and str(trainer).endswith(why)
+    else:
+        assert isinstance(server, dict) and isinstance(trainer, tuple)
 
 
 def test_the_reason_for_which_a_trainer_failed_reaches_everybody_at_once(role_threads: RoleThreads) -> None:

@@ -406,7 +406,7 @@ def test_a_server_that_is_waited_for_in_vain_is_named(role_threads: RoleThreads,
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_server_that_goes_away_between_levels_is_named_at_once(role_threads: RoleThreads, level: int) -> None:
-    with Half(role_threads, rounds=2) as half:
+    with Half(role_threads, rounds=2, patience=1.0) as half:  # seconds in which it may come back
         half.become()
         half.push()
         assert half.taken() == 4.0

@@ -1,0 +1,179 @@
+"""Networks that let nothing through for a while, or break connections: what a job survives, and what it ends with."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+import pytest
+import zmq
+from helpers import init_of, mlp_batch, mlp_loss, mlp_params, plain_run, plain_step, tree_close
+from role_threads import HANG, RoleThreads, free_endpoints, serve, train
+
+import dtrans
+from dtrans.errors import PeerError
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.parameter_server import client
+
+
+class Relay:
+    """A network between trainers and a server: it can be held, and its connections can be broken.
+
+    Attributes:
+      connections: how many were made.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.connections = 0
+        self._flows = threading.Event()
+        self._flows.set()
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                one, _ = self._listener.accept()
+                try:
+                    other = socket.create_connection(self._target)
+                except ConnectionRefusedError:  # there is no server yet
+                    one.close()
+                    continue
+                self.connections += 1
+                self._open += [one, other]
+                for ends in ((one, other), (other, one)):
+                    self._threads.append(threading.Thread(target=self._pump, args=ends, daemon=True))
+                    self._threads[-1].start()
+
+    def _pump(self, origin: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := origin.recv(1 << 16):
+                self._flows.wait()
+                target.sendall(data)
+        for s in (origin, target):
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+
+    def hold(self, seconds: float) -> None:
+        """Let nothing through for a while, and return at once."""
+        self._flows.clear()
+        threading.Timer(seconds, self._flows.set).start()
+
+    def cut(self) -> None:
+        """Break all connections."""
+        broken, self._open = self._open, []
+        for s in broken:
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+            s.close()
+
+    def refuse(self) -> None:
+        """Let no connection be made any more."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def close(self) -> None:
+        self._flows.set()
+        with contextlib.suppress(OSError):
+            self.refuse()
+        self.cut()
+        for t in self._threads:
+            t.join(HANG)
+
+
+PARAMS, BATCHES, TX = mlp_params(), [mlp_batch(8)] * 3, optax.adam(1e-2)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PServerPlan, str, Relay]]:
+    """A plan for two trainers, its server's endpoint, and the only way to it."""
+    (ep,) = free_endpoints(1)
+    step = dtrans.make_train_step(mlp_loss, TX)
+    main = dtrans.trace(step, PARAMS, jax.eval_shape(TX.init, PARAMS), *BATCHES[0])
+    plan = dtrans.pserver(main, dtrans.trace(init_of(TX), PARAMS), pservers=(ep,), trainers=2)
+    relay = Relay(ep)
+    monkeypatch.setattr(client, "tcp_address", lambda endpoint: relay.address)
+    monkeypatch.setattr(zmq, "IPC_PATH_MAX_LEN", 0)  # no Unix socket goes around it
+    yield plan, ep, relay
+    relay.close()
+
+
+def run(role_threads: RoleThreads, job: tuple[PServerPlan, str, Relay], before: Any, patience: float) -> dict[str, Any]:
+    """What each role returned or raised; `before` is called by trainer 0 before each step."""
+    plan, ep, _ = job
+    role_threads.start("server", serve, plan, ep, PARAMS, patience=patience)
+    for k in range(2):
+        own = before if k == 0 else None
+        role_threads.start(f"trainer {k}", train, plan, k, BATCHES, PARAMS, before=own, patience=patience)
+    return {name: role_threads.end(name) for name in ("server", "trainer 0", "trainer 1")}
+
+
+def check_numbers(found: dict[str, Any]) -> None:
+    """The job has trained as one device does."""
+    assert not [x for x in found.values() if isinstance(x, BaseException)], found
+    expected, _, _ = plain_run(plain_step(mlp_loss, TX), PARAMS, TX.init(PARAMS), BATCHES)
+    for k in range(2):
+        tree_close(found[f"trainer {k}"][0], expected, 1e-6)
+
+
+def test_an_outage_shorter_than_the_patience_is_waited_for(role_threads: RoleThreads, job: Any) -> None:
+    """Longer than connections were let be silent before there was an option."""
+    relay = job[2]
+    check_numbers(run(role_threads, job, lambda i: relay.hold(5.0) if i == 1 else None, patience=10.0))
+    assert relay.connections == 2
+
+
+def test_an_outage_longer_than_the_patience_ends_the_job_by_name(role_threads: RoleThreads, job: Any) -> None:
+    _, ep, relay = job
+    since = time.monotonic()
+    found = run(role_threads, job, lambda i: relay.hold(8.0) if i == 1 else None, patience=1.0)
+    assert time.monotonic() - since < HANG / 2
+    assert isinstance(found["server"], PeerError) and f"to pserver {ep}" in str(found["server"])
+    for k in range(2):
+        assert isinstance(found[f"trainer {k}"], PeerError) and ep in str(found[f"trainer {k}"])
+
+
+def test_a_connection_that_is_made_again_goes_on(role_threads: RoleThreads, job: Any) -> None:
+    """Trainer 0 has nothing on its way, and trainer 1 waits for the server or computes."""
+    relay = job[2]
+
+    def cut(i: int) -> None:
+        if i == 1:
+            time.sleep(1.0)  # what trainer 1 sends has come, and nobody answers it yet
+            relay.cut()
+            time.sleep(1.0)  # it computes: nobody but ZeroMQ connects again
+
+    check_numbers(run(role_threads, job, cut, patience=10.0))
+    assert relay.connections == 4
+
+
+def test_a_connection_that_is_not_made_again_ends_the_job_by_name(role_threads: RoleThreads, job: Any) -> None:
+    _, ep, relay = job
+    cut_at: list[float] = []
+
+    def cut(i: int) -> None:
+        if i == 1:
+            relay.refuse()
+            relay.cut()
+            cut_at.append(time.monotonic())
+
+    found = run(role_threads, job, cut, patience=2.0)
+    assert 1.5 < time.monotonic() - cut_at[0] < HANG / 2
+    told = f"to pserver {ep} ended without a goodbye, in step 2"
+    assert isinstance(found["server"], PeerError) and str(found["server"]).endswith(told)
+    for k in range(2):
+        error = found[f"trainer {k}"]
+        assert isinstance(error, PeerError) and str(error).startswith(
+            f"pserver {ep} went away while trainer {k} waited"
+        )
