@@ -225,9 +225,12 @@ def _by_micro_steps(step: Cut, o: Options, main: Program | None) -> tuple[Shared
         if shape[axis] == 1:
             types[n] = jax.ShapeDtypeStruct((*shape[:axis], 2, *shape[axis + 1 :]), types[n].dtype)
     part = step.program.specialize_flat([*types.values()])
-    shared = share(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun)
+    parted = cut(part).with_reported()
+    shared = share(parted, o.batch, parts, o.over, noun=o.noun)
     captured = None if shared.proven or main is None or any(axes.values()) else captured_if_marked(main)
-    if captured is None:
+    # forward is given values of the whole batch; an update that reads the batch has one trainer's rows
+    reads_batch = not axes.keys().isdisjoint(step.optimize.in_names) or step.optimize.unlike(parted.optimize)
+    if captured is None or reads_batch:
         return shared, None
     whole = captured.specialize_flat([grown(t, axes.get(n), parts) for n, t in types.items()])
     batch = dataclasses.replace(o.batch, axes=0, unsplit_inputs=tuple(n for n in step.batch if n not in axes))

@@ -70,6 +70,8 @@ class Cut:
         their outputs; trainers can ask servers for those that no row enters.
       optimize: the optimize half. Inputs: gradients, then parameters, then state, then arrays of the batch; outputs:
         optimized parameters, then state. Only what it uses.
+      handed: values of forward that are inputs of the optimize half, behind all others, by name. Strategies whose
+        updates have slices of parameters add them (`dtrans.zero.forward_values`).
     """
 
     program: Program
@@ -89,6 +91,7 @@ class Cut:
     told: Need | None
     asked: Mapping[str, str]
     optimize: OptimizeHalf
+    handed: Mapping[str, Atom] = dataclasses.field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[str, ...]:

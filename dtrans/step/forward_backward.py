@@ -74,14 +74,15 @@ class _Copies:
 
 
 def half_equations(step: Cut, results: Sequence[str]) -> tuple[list[JaxprEqn], list[str], list[Atom]]:
-    """The equations of forward and backward, their roles, and the values that are wanted of them.
+    """Return the equations of forward and backward, their roles, and the values that are wanted of them.
 
     Args:
-      results: the outputs that are wanted, beside gradients and the parameters that trainers make.
+      results: the outputs that are wanted, beside gradients, values for the update (`Cut.handed`), and the parameters
+        that trainers make.
     """
     source = step.program
     inner, outs_of = source.inner, source.outvars
-    wanted = [outs_of[n] for n in (*results, *step.frozen)] + list(step.gradients.values())
+    wanted = [outs_of[n] for n in (*results, *step.frozen)] + [*step.gradients.values(), *step.handed.values()]
     wanted += [a for i in step.early for a in inner.eqns[i].invars]
     kept = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early})
     return [inner.eqns[i] for i in kept], [source.roles[i] for i in kept], wanted
@@ -105,7 +106,7 @@ def write_trainer_half(
       arrange: gives the equations and their roles otherwise, from those and what is wanted of them.
 
     Returns:
-      The results, and the parameters that trainers make, by name.
+      The results, values for the update (`Cut.handed`), and the parameters that trainers make, by name.
     """
     outs_of = step.program.outvars
     eqns, roles, wanted = half_equations(step, results)
@@ -117,7 +118,7 @@ def write_trainer_half(
         eqns, roles = arrange(eqns, roles, wanted)
     at = {v: k for k, e in enumerate(eqns) for v in e.outvars}
     maker: Callable[[Atom], int] = lambda a: at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns)
-    outs = {n: outs_of[n] for n in (*results, *step.frozen)}
+    outs = {**{n: outs_of[n] for n in (*results, *step.frozen)}, **step.handed}
     ends = [(maker(a), a) for a in (*step.gradients.values(), *outs.values())]
     w: HalfWriter = _Copies(b) if writer is None else writer(eqns, roles, ends)
     for k, (eqn, role) in enumerate(zip(eqns, roles, strict=True)):

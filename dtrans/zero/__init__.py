@@ -4,6 +4,7 @@ transform          `sharding`: a step to a plan
 plan               the plan: one program for all ranks, what each holds, and what it moves
 options            what may be asked of it, and its checks
 choose_slices      which leaves are cut, along which dimension, and why others are not
+forward_values     values of forward that the update takes as inputs
 update             the update, on slices
 reduce_scatter     how ranks reduce gradients of which each keeps a slice
 live_ranges        where parameters are read

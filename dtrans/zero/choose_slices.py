@@ -29,8 +29,9 @@ from dtrans._jax import JaxprEqn, Literal, Var, resized
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import RowAxis
-from dtrans.step.cut import Cut
+from dtrans.step.cut import Cut, Name
 from dtrans.step.marks import mark_p
+from dtrans.zero.forward_values import leaves_that_meet_the_batch
 from dtrans.zero.scatter_flow import scatter_flow
 from dtrans.zero.slice_flow import flat_bodies, local_values, slice_flow
 
@@ -88,8 +89,10 @@ class Slices:
     unreduced: Collection[str] = ()
 
 
-def slices_of(step: Cut, degree: int, *, least: int, in_layers: bool, sliced_in_use: bool) -> Slices:
-    """Decide.
+def slices_of(
+    step: Cut, degree: int, *, least: int, in_layers: bool, sliced_in_use: bool, differing: Collection[Name] = ()
+) -> Slices:
+    """Decide which leaves are cut, and how.
 
     Args:
       step: the step, cut.
@@ -97,12 +100,14 @@ def slices_of(step: Cut, degree: int, *, least: int, in_layers: bool, sliced_in_
       least: a leaf of fewer elements stays whole.
       in_layers: whether it matters which layers of a leaf are read together.
       sliced_in_use: whether leaves are sliced in the forward pass too (stage 3).
+      differing: inputs of the update that differ from rank to rank.
     """
     types = {n: step.program.inputs[n] for n in step.params}
     axes = {n: axis for n in step.params if (axis := _axis(types[n].shape, degree)) is not None}
     if in_layers:
         axes = _read_as_layers(step, axes, degree)
     analysis = analyse(step.optimize, step.params, {n: axis for n, axis in axes.items() if axis})
+    mixed = leaves_that_meet_the_batch(analysis, differing)
     shared = _made_by_all(step)
     rows = {n: row for n, v in analysis.inputs.items() if isinstance(row := analysis.layout(v), RowAxis)}
     in_state = {row.leaf for n, row in rows.items() if isinstance(n, str) and n not in step.params}
@@ -117,6 +122,8 @@ def slices_of(step: Cut, degree: int, *, least: int, in_layers: bool, sliced_in_
             wholes[n] = "it has no dimensions"
         elif group is not None:
             wholes[n] = group.reason or "it is updated together with one that is whole"
+        elif n in mixed:
+            wholes[n] = mixed[n]
         elif not t.size:
             wholes[n] = "it has no elements"
         elif n in asked:

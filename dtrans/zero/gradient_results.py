@@ -17,6 +17,7 @@ from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 from dtrans.zero.choose_slices import Slices
+from dtrans.zero.forward_values import leaves_that_meet_the_batch
 
 
 class GradientResults:
@@ -26,6 +27,7 @@ class GradientResults:
       step: the step, cut.
       slices: what is cut.
       here: the values of the step that are there already.
+      differing: those of them that differ from rank to rank.
 
     Attributes:
       half: from gradients, parameters, and other values, to the results (and the parameters).
@@ -34,7 +36,7 @@ class GradientResults:
       gathered: leaves whose gradient, or whose value, it needs whole.
     """
 
-    def __init__(self, step: Cut, slices: Slices, here: Collection[Var]) -> None:
+    def __init__(self, step: Cut, slices: Slices, here: Collection[Var], differing: Collection[Var]) -> None:
         inner = step.program.inner
         outs = step.program.outvars
         boundary = {v: n for n, v in step.boundary.items()}
@@ -64,9 +66,10 @@ class GradientResults:
             (*step.from_gradients, *(n for n, _ in params)),
         )
         analysis = analyse(half, step.params, slices.analysis.axes)
-        mixed: Collection[str] = {
+        mixed = {
             row.leaf for n in step.from_gradients if isinstance(row := analysis.layout(analysis.outputs[n]), RowAxis)
         } | set(analysis.groups)
+        mixed |= set(leaves_that_meet_the_batch(analysis, [n for n, v in self.others.items() if v in differing]))
         self.half = half
         leaves = {n: s for n, s in slices.leaves.items() if n not in mixed}
         self.slices = Slices(analysis, leaves, {}, {})

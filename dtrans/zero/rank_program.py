@@ -25,6 +25,7 @@ from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.reducer import buckets_of
 from dtrans.data_parallel.replica import fold_keys, take_inputs
+from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import rows_from, times, together
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, OPTIMIZE, Program, is_communication
@@ -39,6 +40,7 @@ from dtrans.step.weight_gradients import straightened
 from dtrans.zero.all_gather import Gatherer
 from dtrans.zero.by_leaf.layout import Owned
 from dtrans.zero.choose_slices import Sliced, Slices, slices_of, summed_gradients, trainer_equations
+from dtrans.zero.forward_values import differing_inputs, differing_values, with_forward_values
 from dtrans.zero.gathering import Gathering, Given
 from dtrans.zero.gradient_results import GradientResults
 from dtrans.zero.layer_residuals import remade
@@ -86,13 +88,38 @@ class RankLayout:
         if o.degree == 1:
             wholes = dict.fromkeys(step.params, "degree is 1")
             return cls(o, merges, Slices(analyse(step.optimize, step.params), {}, {}, wholes), step.optimize)
+        differing = differing_inputs(step, o)
         if o.slices.partition != "rows":
+            if rows := sorted(differing.intersection(step.batch)):
+                raise ConfigError(
+                    f"partition={o.slices.partition!r}: the update of {step.program.name} reads {rows[0]}, of which "
+                    "the owner of a leaf has its own rows alone; partition='rows' takes such a step"
+                )
             owned = Owned.of(step, o)
             return cls(o, merges, owned.slices, owned.half, owned)
         slices = slices_of(
-            step, o.degree, least=o.slices.min_slice_size, in_layers=o.stage > 1, sliced_in_use=o.stage == 3
+            step,
+            o.degree,
+            least=o.slices.min_slice_size,
+            in_layers=o.stage > 1,
+            sliced_in_use=o.stage == 3,
+            differing=differing,
         )
         return cls(o, merges, slices, sliced_half(slices, o.axis_name))
+
+    def for_update(self, planned: Cut, again: Cut) -> RankLayout:
+        """Return the same layout for the step of a batch of another size, whose update may have numbers of that size.
+
+        Raises:
+          BatchError: other slices would be cut.
+        """
+        if not planned.handed and not planned.optimize.unlike(again.optimize):
+            return self
+        made = RankLayout.of(again, self.o, self.merges)
+        owners = [None if x.owned is None else x.owned.owner for x in (self, made)]
+        if made.cuts != self.cuts or owners[0] != owners[1]:
+            check_same_update(planned, again)
+        return dataclasses.replace(self, slices=made.slices, half=made.half, owned=made.owned)
 
     @property
     def cuts(self) -> dict[str, Sliced]:
@@ -186,6 +213,7 @@ class RankWriter:
             for leaf in values:
                 reducer.made(leaf, grads[leaf])
         reducer.finish()
+        self.local |= {n: found.pop(n) for n in step.handed}
         means, finite = self._unscaled(reducer.means)
         found |= self._updated(means)
         found |= self._from_gradients(means)
@@ -201,8 +229,8 @@ class RankWriter:
         def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
             held = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.source.inner.invars[:n_state]]
             other = cut(self.source.specialize_flat([*held, *types[n_given:]])).with_reported()
-            check_same_update(self.step, other)
-            return rewritten(other, self.layout)
+            other = with_forward_values(other, self.o)
+            return rewritten(other, self.layout.for_update(self.step, other))
 
         if finite is not None:
             out = both(out, scale_spec())
@@ -386,7 +414,7 @@ class RankWriter:
         if self.layout.owned is not None:
             means = self.layout.owned.whole_gradients(b, means, self.o)
         here = {*b.invars, *(v for e in b.eqns for v in e.outvars)}
-        results = GradientResults(step, self.layout.slices, here)
+        results = GradientResults(step, self.layout.slices, here, differing_values(step, self.o))
         half = sliced_half(results.slices, self.o.axis_name)
         whole = self._gathered({n: means[n] for n in results.gathered if n in half.graded})
         own = {n: self.local[n] for n in results.gathered if n in half.in_names}

@@ -27,6 +27,7 @@ from dtrans._jax import (
     Atom,
     JaxprEqn,
     Literal,
+    Primitive,
     Var,
     bodies,
     closed,
@@ -106,11 +107,17 @@ class SliceFlow:
         return found
 
 
-def local_values(eqns: Sequence[JaxprEqn], seeds: Iterable[Var]) -> set[Var]:
-    """Values that differ from rank to rank, where `seeds` do."""
+def local_values(eqns: Sequence[JaxprEqn], seeds: Iterable[Var], completed: Collection[Primitive] = ()) -> set[Var]:
+    """Return the values that differ from rank to rank, where `seeds` do.
+
+    Args:
+      completed: collectives whose results are the same on every rank; by default nothing is known of them.
+    """
     found = set(seeds)
     for eqn in eqns:
         operands = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in found}
+        if eqn.primitive in completed:
+            continue
         if eqn.primitive is trainer_index_p:
             found.update(eqn.outvars)
         elif not (operands or _asks_rank(eqn)):

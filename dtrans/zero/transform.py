@@ -31,7 +31,6 @@ from dtrans.checks import check_int, check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.transform import callers, check_names, refuse_collectives, shared_by
-from dtrans.errors import OptimizerError
 from dtrans.ir.program import Program
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, cut
@@ -45,6 +44,7 @@ from dtrans.step.observers import (
     refuse_observers,
 )
 from dtrans.step.startup import match_startup, of_two_parts
+from dtrans.zero.forward_values import with_forward_values
 from dtrans.zero.mixed_precision import low_precision
 from dtrans.zero.options import Precision, ShardingOptions, Slicing
 from dtrans.zero.plan import ShardingPlan
@@ -130,8 +130,6 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
-    if options.trainers > 1 and plain.across is not None and plain.across.error is OptimizerError:
-        raise plain.across.refused("which is a sum over ranks")
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
         refuse_observers(plain.observers, (GRADIENTS, UPDATE), "ranks have slices of", RETURN_IT)
@@ -141,6 +139,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     # what one rank carries out of the step, and how that becomes one
     same = main if options.precision.dtype is None else None
     step, o, shared = shared_by(in_precision(plain, main, options.precision), options, same)
+    step = with_forward_values(step, o)
     merges = merges_of(step, o) if shared is None else shared.merges  # how each result is merged
     layout = RankLayout.of(step, o, merges)  # which rank holds which slice of what
     return ShardingPlan(
@@ -162,7 +161,9 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
 def _of_whole(shared: SharedStep, options: ShardingOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
     """The program of a rank for a batch that ranks do not divide."""
     other = shared.whole(types)
-    return rewritten(other.step, RankLayout.of(other.step, options.of(other), other.merges))
+    of_other = options.of(other)
+    step = with_forward_values(other.step, of_other)
+    return rewritten(step, RankLayout.of(step, of_other, other.merges))
 
 
 def in_precision(plain: Cut, main: Program, precision: Precision) -> Cut:

@@ -64,12 +64,26 @@ def test_nccl2_gives_the_numbers_of_one_device(x64: None, name: str, trainers: i
 
 
 @pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.sampled(7)
+def test_sharding_gives_the_numbers_of_one_device(x64: None, stage: int, name: str) -> None:
+    of = step, init, x, y = case(name, dtrans.value_and_grad if stage == 2 else jax.value_and_grad)
+    slices = dtrans.Slicing(min_slice_size=0)
+    job = planned(of, dtrans.sharding, degree=3 if stage == 3 else 2, stage=stage, slices=slices).simulate()
+    state, want, one = job.init(jax.random.key(0)), init(None), jax.jit(step)
+    for _ in range(3):
+        state, value = job.step(state, x, y)
+        *want, expected = one(*want, x, y)
+        tree_close((job.params(state), job.opt_state(state), value), (*want, expected), 1e-10)
+
+
+@pytest.mark.parametrize("name", TOLD)
 def test_others_refuse_it_in_their_own_words(x64: None, name: str) -> None:
     refusals = {
         "only the trainers have": (dtrans.pserver, {"trainers": 2}),
         "stages have of each micro-batch": (dtrans.pipeline, {"num_stages": 1, "num_micro_batch": 2}),
         "each trainer has its own": (dtrans.nccl2, {"trainers": 2, "batch": "local"}),
-        "a sum over ranks": (dtrans.sharding, {"degree": 2, "stage": 1}),
+        "each rank has its own": (dtrans.sharding, {"degree": 2, "stage": 1, "batch": "local"}),
     }
     for words, (make, options) in refusals.items():
         with pytest.raises(dtrans.errors.OptimizerError, match=f"^optax.* uses loss, .*{words}.*; .* Use one that"):

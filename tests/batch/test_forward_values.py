@@ -1,0 +1,195 @@
+"""Values of forward that enter parameters, state and results are those of one device, in every strategy.
+
+Steps are drawn: a value of forward or of gradients (the loss, a statistic of activations, a count of rows), and a
+place where it enters. Each strategy gives the numbers of one device, or refuses the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+import dtrans
+from dtrans.errors import ConfigError, DtransError
+
+
+WIDE, HIDDEN, OUT = 4, 6, 3
+ROWS_CUT = dtrans.Slicing(min_slice_size=0)
+
+
+def init(key: jax.Array) -> tuple[Any, Any]:
+    keys = jax.random.split(key)
+    params = {"v": jax.random.normal(keys[0], (HIDDEN, OUT)), "w": jax.random.normal(keys[1], (WIDE, HIDDEN)) / 2}
+    return params, {"best": jnp.array(1e9), "mean": jnp.zeros(()), "momentum": jax.tree.map(jnp.zeros_like, params)}
+
+
+def batch(rows: int, seed: int) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(rows, WIDE))), jnp.asarray(rng.normal(size=(rows, OUT)))
+
+
+def loss_of(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    hidden = jnp.tanh(x @ params["w"])
+    return jnp.mean((hidden @ params["v"] - y) ** 2), hidden
+
+
+# from the loss, activations, gradients and the batch to a number
+VALUES: dict[str, Callable[..., jax.Array]] = {
+    "loss": lambda loss, hidden, grads, x, y: loss,
+    "root of the loss": lambda loss, hidden, grads, x, y: jnp.sqrt(loss),
+    "mean of activations": lambda loss, hidden, grads, x, y: jnp.mean(hidden**2),
+    "variance of activations": lambda loss, hidden, grads, x, y: hidden.var(),
+    "largest activation": lambda loss, hidden, grads, x, y: jnp.abs(hidden).max(),
+    "share of rows": lambda loss, hidden, grads, x, y: jnp.mean((hidden[:, 0] > y[:, 0]).astype(x.dtype)),
+    "count of rows": lambda loss, hidden, grads, x, y: jnp.sum(y[:, 0] > 0.0) / 10.0,
+    "size of the batch": lambda loss, hidden, grads, x, y: jnp.asarray(len(x) / 100.0),
+    "loss times statistic": lambda loss, hidden, grads, x, y: loss * jnp.mean(hidden),
+    "largest input": lambda loss, hidden, grads, x, y: x.max(),
+    "rows times gradient": lambda loss, hidden, grads, x, y: jnp.mean((x @ grads["w"]) ** 2),
+    "loss over norm": lambda loss, hidden, grads, x, y: loss / (1.0 + jnp.sum(grads["w"] ** 2)),
+}
+USES = ("rate", "gate", "parameter", "outer", "state", "least", "result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step.
+
+    Attributes:
+      value, use: of `VALUES` and `USES`.
+      marked: its gradient is taken with `dtrans.value_and_grad`.
+      one_state: it takes a pytree of parameters and state together.
+    """
+
+    value: str
+    use: str
+    marked: bool
+    one_state: bool
+
+    def step(self) -> Callable[..., Any]:
+        """Return the step, as a user would write it."""
+        value_and_grad = dtrans.value_and_grad if self.marked else jax.value_and_grad
+
+        def update(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, Any]:
+            (loss, hidden), grads = value_and_grad(loss_of, has_aux=True)(params, x, y)
+            value = VALUES[self.value](loss, hidden, grads, x, y)
+            momentum = jax.tree.map(lambda m, g: 0.5 * m + g, state["momentum"], grads)
+            rate = 0.1 * value if self.use == "rate" else 0.1
+            new = jax.tree.map(lambda p, m: p - rate * m, params, momentum)
+            if self.use == "gate":
+                new = jax.tree.map(lambda p, q: jnp.where(value < 0.7, p, q), new, params)
+            if self.use == "parameter":
+                new["v"] = new["v"] + 0.01 * value
+            if self.use == "outer":
+                new["w"] = new["w"] + 0.01 * value * (x.T @ hidden) / len(x)
+            kept = {**state, "momentum": momentum}
+            if self.use == "state":
+                kept["mean"] = 0.9 * state["mean"] + 0.1 * value
+            if self.use == "least":
+                kept["best"] = jnp.minimum(state["best"], value)
+            results = {"loss": loss, "value": value} if self.use == "result" else {"loss": loss}
+            return new, kept, results
+
+        def together(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any]:
+            params, kept, results = update(state["params"], state["opt"], x, y)
+            return {"params": params, "opt": kept}, results
+
+        return together if self.one_state else update
+
+    def init(self) -> Callable[[jax.Array], Any]:
+        """Return the init that belongs to it."""
+        together = lambda key: dict(zip(("params", "opt"), init(key), strict=True))
+        return together if self.one_state else init
+
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "nccl2": lambda main, startup, n: dtrans.nccl2(main, startup, trainers=n).simulate(),
+    **{
+        f"stage {k}": lambda main, startup, n, k=k: dtrans.sharding(
+            main, startup, degree=n, stage=k, slices=ROWS_CUT
+        ).simulate()
+        for k in (1, 2, 3)
+    },
+    "by leaf": lambda main, startup, n: dtrans.sharding(
+        main, startup, degree=n, stage=2, slices=dataclasses.replace(ROWS_CUT, partition="greedy_even")
+    ).simulate(),
+    "pserver": lambda main, startup, n: dtrans.pserver(
+        main,
+        startup,
+        pservers="127.0.0.1:6174,127.0.0.1:6175",
+        trainers=n,
+        placement=dtrans.BlockPlacement(min_block_size=1),
+    ).simulate(),
+    "pipeline": lambda main, startup, n: dtrans.pipeline(main, startup, num_stages=n, num_micro_batch=2).on_mesh(),
+}
+NEVER_REFUSE = ("nccl2", "stage 1", "stage 2", "stage 3", "by leaf")
+
+
+def check(case: Case, strategy: str, trainers: int, rows: int) -> bool:
+    """Compare two steps with one device. Return True if the strategy takes the step."""
+    key, step = jax.random.key(0), case.step()
+    first = case.init()(key)
+    alone = (first,) if case.one_state else first
+    main = dtrans.trace(step, *alone, *batch(rows, 0))
+    startup = dtrans.trace(case.init(), key)
+    found, wanted = [], []
+    try:
+        job = STRATEGIES[strategy](main, startup, trainers)
+        state = job.init(key)
+        for i in range(2):
+            state, results = job.step(state, *batch(rows, i))
+            found.append(results)
+    except DtransError as e:
+        assert strategy not in NEVER_REFUSE, f"{case} is refused: {e}"
+        named = ("test_forward_values.py", "new_params", "params/", "state/", "loss", "value", "x has 13 rows")
+        assert any(word in str(e) for word in named), f"{e} names nothing of {case}"
+        return False
+    for i in range(2):
+        *alone, results = step(*alone, *batch(rows, i))
+        wanted.append(results)
+    want = alone[0] if case.one_state else tuple(alone)
+    pairs = zip(jax.tree.leaves((job.gather(state), found)), jax.tree.leaves((want, wanted)), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10, err_msg=f"{case}, {strategy}")
+    return True
+
+
+CASES = st.builds(Case, st.sampled_from(list(VALUES)), st.sampled_from(USES), st.booleans(), st.booleans())
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@given(case=CASES, trainers=st.sampled_from((2, 3)), rows=st.sampled_from((12, 13)))
+def test_values_of_forward_are_those_of_one_device(strategy: str, case: Case, trainers: int, rows: int) -> None:
+    check(case, strategy, trainers, rows)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("value", ["count of rows", "size of the batch", "largest input"])
+@pytest.mark.parametrize("make", ["nccl2", "sharding"])
+def test_micro_steps_refuse_an_update_that_reads_the_batch(make: str, value: str) -> None:
+    """Forward is given values of the whole batch; the update would read those of one trainer's rows."""
+    case, key = Case(value, "rate", marked=True, one_state=False), jax.random.key(0)
+    main = dtrans.trace(case.step(), *init(key), *batch(12, 0))
+    options = {"nccl2": {"trainers": 2}, "sharding": {"degree": 2, "stage": 2}}[make]
+    with pytest.raises(ConfigError, match="takes rows of the batch one after the other, and update has values of all"):
+        getattr(dtrans, make)(main, dtrans.trace(init, key), num_micro_batch=2, **options)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_compute_forward_once_and_keep_their_slices(stage: int) -> None:
+    """The update gets the loss of forward: it multiplies no slice of a parameter with a rank's rows."""
+    case, key = Case("loss", "rate", marked=True, one_state=False), jax.random.key(0)
+    main = dtrans.trace(case.step(), *init(key), *batch(12, 0))
+    plan = dtrans.sharding(main, dtrans.trace(init, key), degree=2, stage=stage, slices=ROWS_CUT)
+    assert set(plan.slices.leaves) == {"params/v", "params/w"}
+    products = [op for op in plan.program.ops if op.type == "dot_general"]
+    assert len(products) == 5, "two of forward, three of backward"
