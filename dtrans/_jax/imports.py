@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         invars: list[Var]
         outvars: list[Var | Literal]
         eqns: list[JaxprEqn]
+        effects: Any
         debug_info: Any
 
         def __init__(

@@ -141,8 +141,8 @@ def share(
 
     together = cut_of(all_grown([*source.inputs.values()]))
     part = written(together)
-    # the update, or a callback, reads a number of rows: of all, and not of a part
-    sized = step.optimize.unlike(together.optimize) or step.observed.unlike(together.observed)
+    # the update, what is reported of gradients, or a callback reads a number of rows: of all, and not of a part
+    sized = step.unlike(together) or step.observed.unlike(together.observed)
     scale = None if sized else scale_of_parts(step, part, trainers, portions)
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
         return proven

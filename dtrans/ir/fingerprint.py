@@ -112,10 +112,28 @@ def of_values(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
         if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
             found[eqn.outvars[0]] = ins[0]
             continue
-        params = [f"{k}={write.value(v)}" for k, v in sorted(eqn.params.items()) if k != "weak_type"]
+        params = [f"{k}={_made(write, v)}" for k, v in sorted(eqn.params.items()) if k != "weak_type"]
         made = digest(" ".join([eqn.primitive.name, *params, *ins]))
         found |= {v: f"{made} {i}" for i, v in enumerate(eqn.outvars)}
     return found
+
+
+def _made(write: _Writer, x: Any) -> str:
+    """Return the text of a parameter of an equation; a body is the digest of its outputs."""
+    if isinstance(x, (tuple, list)):
+        return f"({', '.join(_made(write, v) for v in x)})"
+    if not is_jaxpr(x) or opened(x) is x or opened(x).effects:
+        return write.value(x)
+    inner = opened(x)
+    made = of_values(x, range(len(inner.invars)))
+    return digest(" ".join(number(a) if isinstance(a, Literal) else made[a] for a in inner.outvars))
+
+
+def of_outputs(half: Any) -> str:
+    """Return the digest of the outputs of a jaxpr with names (`dtrans._jax.NamedJaxpr`), each with its name."""
+    made = of_values(half.jaxpr, half.in_names)
+    lines = [f"{n} {number(a) if isinstance(a, Literal) else made[a]}" for n, a in half.outvars.items()]
+    return digest("\n".join(lines))
 
 
 def number(literal: Literal) -> str:

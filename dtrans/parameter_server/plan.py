@@ -27,6 +27,7 @@ from dtrans.parameter_server.tables.choose import ID, Tables, notes_of
 from dtrans.plan import Costs, Plan, RoleCost, program_flops
 from dtrans.slicing.blocks import Placement
 from dtrans.slicing.server_update import ServerVariable
+from dtrans.step.cut import OptimizeHalf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,8 @@ class PServerPlan(Plan):
       tables: leaves of which trainers have only the rows that they look up.
       push_every: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and each does.
       options: what the user has said, by the names of arguments: the same in all roles.
+      sized_update: the update with its numbers of the size of the batch as inputs, which trainers send with each
+        step; None where it has none.
     """
 
     main: Program
@@ -117,6 +120,7 @@ class PServerPlan(Plan):
     )
 
     tables: Tables = dataclasses.field(default_factory=Tables, repr=False)
+    sized_update: OptimizeHalf | None = dataclasses.field(default=None, repr=False)
 
     _right, _code, _header = (1, 2), 0, ("block", "rows", "bytes", "endpoint")
 
@@ -172,6 +176,9 @@ class PServerPlan(Plan):
         table = [(b.name, b.span, at[b.endpoint]) for b in self.placement.table]
         state = {n: short_type(self.main.inputs[n]) for spec in self.main.args[:2] for n in spec.names}
         batch = {n: short_type(self.main.inputs[n]) for spec in self.main.args[2:] for n in spec.names}
+        update = {}
+        if self.sized_update is not None:  # roles may trace the step with batches of different sizes
+            update["update"] = fingerprint.of_outputs(self.sized_update)
         return {
             **fingerprint.environment(),
             "options": fingerprint.table({n: fingerprint.of_value(x) for n, x in self.options.items()}),
@@ -180,6 +187,7 @@ class PServerPlan(Plan):
             "init": self.startup.fingerprint,
             "placement": fingerprint.digest(fingerprint.of_value(table)),
             **self.main.fingerprints,
+            **update,
         }
 
     # -- what servers hold -----------------------------------------------------------------------
@@ -400,6 +408,11 @@ class PServerPlan(Plan):
         for servers, names in where.items():
             notes.append(f"on {servers}: {', '.join(names)}")
         notes += self.callers
+        if self.sized_update is not None:
+            notes.append(
+                "the update has numbers of the size of the batch, which trainers send with each step: those of the "
+                "batch that is given, whatever was traced"
+            )
         if self.frozen:
             notes.append(f"on the trainers only: {', '.join(self.frozen)}")
         return notes

@@ -39,6 +39,7 @@ from dtrans.parameter_server.exchange_rounds import TRAINERS, in_rounds
 from dtrans.parameter_server.tables.lookups import find_lookups
 from dtrans.parameter_server.tables.trainer_rows import HalfOnRows, TableWriter, without_unused
 from dtrans.slicing.blocks import Block, Placement, argument
+from dtrans.step.batch_numbers import BatchNumbers
 from dtrans.step.cut import GRAD, Cut, check_same_update, cut
 from dtrans.step.forward_backward import HalfWriter, write_trainer_half
 from dtrans.step.observers import FORWARD as READS_BATCH, GRADIENTS, call_once
@@ -61,6 +62,7 @@ class TrainerCommConfig:
       calls_once: host callbacks are called for trainer 0 alone.
       scale: by what trainers multiply gradients before they send them: by their number, where they have terms of a sum
         and servers average.
+      numbers: numbers of the size of the batch in the update, which trainers send as they send arguments.
     """
 
     trainers: int
@@ -74,6 +76,11 @@ class TrainerCommConfig:
     scale: int = 1
     tables: tuple[str, ...] = ()
     calls_once: bool = False
+    numbers: BatchNumbers = dataclasses.field(default_factory=BatchNumbers)
+
+    def update_of(self, step: Cut) -> Cut:
+        """Return the step with the update that servers carry out: of averages too, and given numbers of the batch."""
+        return averaged(self.numbers.taken_by(step), self.averages)
 
     @property
     def gradients_per_update(self) -> int:
@@ -96,7 +103,8 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
     rounds = in_rounds(placement.endpoints, trainer_id, wiring.trainers)
     made = write_trainer_half(b, step, step.results, wire.send, wire.on_rows(step), rounds)
     for n, servers in wiring.told.items():
-        wire.tell(n, vars_of[n], servers)
+        value = b.constant(step.numbers[n]) if n in step.numbers else vars_of[n]
+        wire.tell(n, value, servers)
     new = wire.update([n for n in step.optimized if n not in wiring.tables])
     outs = {**outs_of, **made, **new, **none_of}
     if wiring.tables:
@@ -112,7 +120,7 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
         whole = [*(source.inputs[n] if n in wiring.tables else t for n, t in zip(step.params, types, strict=False))]
         state = [source.inputs[n] for n in step.opt_state]
         held = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in (*whole, *state)]
-        again = averaged(cut(source.specialize_flat([*held, *types[count:]])), wiring.averages)
+        again = wiring.update_of(cut(source.specialize_flat([*held, *types[count:]])))
         check_same_update(step, again)
         return trainer_program(again, placement, trainer_id, wiring)
 

@@ -29,12 +29,12 @@ from typing import Any, Literal
 import jax
 
 from dtrans._jax import without_mesh
-from dtrans.batch.shared import SharedStep, batch_axes, share, share_alone
+from dtrans.batch.shared import SharedStep, batch_axes, grown, share, share_alone
 from dtrans.endpoints import parse_endpoints
-from dtrans.errors import BatchError, ConfigError, GradientError
+from dtrans.errors import BatchError, ConfigError, GradientError, TraceError
 from dtrans.ir.program import DIST, Program
 from dtrans.ops import CommunicatorConfig
-from dtrans.parameter_server.averaged_leaves import averaged, averages_of
+from dtrans.parameter_server.averaged_leaves import averages_of
 from dtrans.parameter_server.dc_asgd import compensated, kept_beside
 from dtrans.parameter_server.exchange_rounds import TRAINERS, told_to_all
 from dtrans.parameter_server.geo_sgd import plan_geo_sgd
@@ -51,6 +51,7 @@ from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import SHARED
 from dtrans.slicing.blocks import Placement, Unit
 from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
+from dtrans.step.batch_numbers import BatchNumbers, numbers_of_size
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, asks_for, check_same_update, cut
 from dtrans.step.forward_backward import refuse_across, refuse_nested
@@ -151,7 +152,9 @@ def pserver(
     if shared is not None:
         summed = tuple(step.gradients) if shared.reduce == "sum" else ()
         on_trainer_exit = on_trainer_exit if shared.proven else refuse_exit(on_trainer_exit, shared)
-    step = averaged(step, comm.averages)
+    if comm.sync_mode and (shared is None or not shared.proven):
+        comm = dataclasses.replace(comm, numbers=numbers_of_batch(step, batch))
+    step = comm.update_of(step)
     check_step(step, comm, on_trainer_exit)
     analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
     startup = match_startup(step, startup)
@@ -193,7 +196,7 @@ def pserver(
         assert shared is not None
         whole = shared.whole(types)  # whose gradients are added up, where servers may average
         wiring = comm if summed else dataclasses.replace(comm, scale=trainers)
-        again = cut(whole.step.program)
+        again = comm.update_of(cut(whole.step.program))
         check_same_update(step, again)
         return whole, trainer_program(again, placed, trainer_id, wiring)
 
@@ -217,6 +220,7 @@ def pserver(
         shared=shared,
         local_note=lambda: local_note(plain, batch, trainers),
         for_whole=None if shared is None or not comm.sync_mode else of_whole,
+        sized_update=step.optimize if step.numbers else None,
         tables=tables,
     )
 
@@ -258,6 +262,17 @@ def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> SharedStep 
         # what trainers keep of parts that differ has to be told, and nobody would
         alone=lambda merges: all(merges[n] == "same" for n in step.frozen if n in merges),
     )
+
+
+def numbers_of_batch(step: Cut, batch: Batch) -> BatchNumbers:
+    """Find the numbers of the size of the batch that the update has: those that a batch of twice the rows changes."""
+    axes = batch_axes(step, batch)
+    twice = [grown(t, axes.get(n), 2) for n, t in step.program.inputs.items()]
+    try:
+        other = cut(step.program.specialize_flat(twice))
+    except TraceError:  # a step for one size of the batch alone is given no other
+        return BatchNumbers()
+    return numbers_of_size(step, other)
 
 
 def local_note(step: Cut, batch: Batch, trainers: int) -> str:

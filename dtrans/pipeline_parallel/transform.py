@@ -56,7 +56,7 @@ from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured, refuse_loss_in_update, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
-from dtrans.step.cut import Cut, asks_for, check_same_update, cut
+from dtrans.step.cut import Cut, asks_for, cut, other_size
 from dtrans.step.forward_backward import refuse_across
 from dtrans.step.observers import EARLY, GRADIENTS, RETURN_IT, UPDATE, callers_of, check_observers, refuse_observers
 from dtrans.step.scopes import scopes_within
@@ -488,7 +488,8 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
             )
     step = of_micro_batch(plan.captured, plan.options, types)
     planned = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in plan.captured.inputs.values()]
-    check_same_update(of_micro_batch(plan.captured, plan.options, planned), step)
+    for n in of_micro_batch(plan.captured, plan.options, planned).unlike(step):
+        raise other_size(step, n, plan.captured.inputs, given)
     forward, _ = turned(forward_pass(step), plan.turns)
     forward = taken_apart(forward, {n: rows for n, rows in plan.stacks.items() if n in step.params}).forward
     if len(forward.eqns) != len(plan.stage_of):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,8 @@ class Cut:
         optimized parameters, then state. Only what it uses.
       handed: values of forward that are inputs of the optimize half, behind all others, by name. Strategies whose
         updates have slices of parameters add them (`dtrans.zero.forward_values`).
+      numbers: numbers of the size of the batch that are inputs of the optimize half, behind all others, by name
+        (`dtrans.step.batch_numbers`).
     """
 
     program: Program
@@ -92,11 +95,12 @@ class Cut:
     asked: Mapping[str, str]
     optimize: OptimizeHalf
     handed: Mapping[str, Atom] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the step, beside its state, that the update reads."""
-        known = set(self.batch)
+        """The arguments of the step, beside its state, that the update reads, and numbers of the size of the batch."""
+        known = {*self.batch, *self.numbers}
         return tuple(n for n in self.optimize.in_names if isinstance(n, str) and n in known)
 
     def reason_not_optimized(self, name: str) -> str:
@@ -133,6 +137,11 @@ class Cut:
         moved = [dataclasses.replace(x, reads=as_) if x.reads == reads else x for x in self.observers]
         return dataclasses.replace(self, observers=tuple(moved))
 
+    def unlike(self, other: Cut) -> list[str]:
+        """Return what the same step, for another batch, makes of gradients in another way: new state and results."""
+        mine, theirs = (_results_half(x, self.from_gradients) for x in (self, other))
+        return [*self.optimize.unlike(other.optimize), *mine.unlike(theirs)]
+
     def with_reported(self) -> Cut:
         """The same, with all gradients that anything uses as `gradients`."""
         return dataclasses.replace(self, gradients={**self.gradients, **self.reported})
@@ -159,14 +168,38 @@ class OptimizeHalf(NamedJaxpr):
         return [n for n, a in self.outvars.items() if written(mine, a) != new.get(n)]
 
 
+def _results_half(step: Cut, names: Sequence[str]) -> OptimizeHalf:
+    """Return what makes results of gradients, as an optimize half does new state."""
+    program = step.program
+    outs = [program.outvars[n] for n in names]
+    b = Builder(program.jaxpr)
+    b.invars += [*step.boundary.values(), *program.inner.invars]
+    for i in backward_slice(program.eqns, outs, step.boundary.values())[0]:
+        b.keep(program.eqns[i])
+    return OptimizeHalf(b.build(outs), (*map(Gradient, step.boundary), *program.in_names), tuple(names))
+
+
 def check_same_update(planned: Cut, again: Cut) -> None:
-    """Raises BatchError where the update was planned for a batch of another size, and has a number of that size."""
+    """Raise BatchError for an update that was planned for a batch of another size, and has a number of that size."""
     for n in planned.optimize.unlike(again.optimize):
-        raise BatchError(
-            f"the new {n} has a number of the size of the batch, and its update was planned for another size: trace "
-            f"{planned.program.name} with the rows that each trainer takes, and give batches of that size; or let the "
-            "number be an argument of the step"
-        )
+        raise other_size(planned, n, planned.program.inputs, again.program.inputs)
+
+
+def other_size(planned: Cut, name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> BatchError:
+    """Return the error for an output that is made with a number of the size of the batch, of which there is another.
+
+    Args:
+      was, now: types of the arrays of the batch.
+    """
+    sized = next((b for b in planned.batch if was[b].shape != now[b].shape), None)
+    if sized is None:
+        why = "was planned for another batch"
+    else:
+        why = f"was planned for {sized} of shape {was[sized].shape}, which is {now[sized].shape} now"
+    return BatchError(
+        f"{name} is made with a number of the size of the batch, and {why}: trace {planned.program.name} with "
+        "arrays of the new shape and plan again, or let the number be an argument of the step"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

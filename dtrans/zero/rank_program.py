@@ -64,7 +64,7 @@ from dtrans.zero.update import sliced_half
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankLayout:
-    """What is decided once, whatever the shape of the batch.
+    """What is decided once, whatever the shape of the batch; of the update all but numbers of its size.
 
     Attributes:
       o: the options.

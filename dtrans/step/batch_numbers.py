@@ -1,0 +1,118 @@
+"""Numbers of the size of the batch in an update, made inputs of it.
+
+An update may count rows (`seen + len(x)`) or divide by their number (`gradient / len(x)`). Traced, such a number is a
+literal, another one for each size of the batch. Servers make their updates before any batch is seen: there the number
+is an input, which trainers send with each step as they send an argument of the step.
+
+The numbers are found by comparing the update with that of the same step for a batch of another size
+(`numbers_of_size`). Invariant: with the numbers as inputs both updates are the same, whatever the size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, closed, constants
+from dtrans.errors import BatchError
+from dtrans.ir.pytree import unused_name
+from dtrans.step.cut import Cut, OptimizeHalf
+
+
+OUTPUTS = -1  # the place of the outputs of an update, behind its equations
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberPlace:
+    """The place of a number: the position of the equation that reads it, or `OUTPUTS`, and that of the operand."""
+
+    eqn: int
+    operand: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNumbers:
+    """The numbers of the size of the batch that an update has.
+
+    Attributes:
+      spots: name of each number to its places.
+    """
+
+    spots: Mapping[str, tuple[NumberPlace, ...]] = dataclasses.field(default_factory=dict)
+
+    def taken_by(self, step: Cut) -> Cut:
+        """Return the step with these numbers as inputs of its update.
+
+        Raises:
+          BatchError: the update has other equations than the one that the numbers were found in.
+        """
+        if not self.spots:
+            return step
+        half, rows = step.optimize, _operands(step.optimize)
+        values = {
+            n: _number([rows.get(s.eqn, [])[s.operand : s.operand + 1] for s in x]) for n, x in self.spots.items()
+        }
+        if any(x is None for x in values.values()):
+            raise BatchError(
+                f"the update of {step.program.name} has other equations for a batch of this size than for the one it "
+                "was planned with: give batches of the size that the step was traced with"
+            )
+        inputs = {n: Var(jax.typeof(x)) for n, x in values.items()}
+        for n, spots in self.spots.items():
+            for s in spots:
+                rows[s.eqn][s.operand] = inputs[n]
+        inner = half.inner
+        eqns = [e.replace(invars=rows[i]) for i, e in enumerate(inner.eqns)]
+        jaxpr = closed(
+            inner.constvars,
+            constants(half.jaxpr),
+            [*inner.invars, *inputs.values()],
+            rows[OUTPUTS],
+            eqns,
+            half.jaxpr,
+        )
+        taken = dataclasses.replace(half, jaxpr=jaxpr, in_names=(*half.in_names, *inputs))
+        return dataclasses.replace(step, optimize=taken, numbers=values)
+
+
+def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
+    """Find the numbers in which the updates of a step differ, for two sizes of the batch.
+
+    None are found where the updates differ in anything else, as in the body of a branch.
+    """
+    if not step.optimize.unlike(other.optimize):
+        return BatchNumbers()
+    mine, theirs = _operands(step.optimize), _operands(other.optimize)
+    if [e.primitive for e in step.optimize.eqns] != [e.primitive for e in other.optimize.eqns]:
+        return BatchNumbers()
+    spots: dict[Any, list[NumberPlace]] = {}
+    for i, atoms in mine.items():
+        for k, (a, b) in enumerate(zip(atoms, theirs[i], strict=True)):
+            if isinstance(a, Literal) and isinstance(b, Literal) and not np.array_equal(a.val, b.val):
+                spots.setdefault((str(a.aval.dtype), str(a.val), str(b.val)), []).append(NumberPlace(i, k))
+    taken = {str(n) for n in step.optimize.in_names}
+    named: dict[str, tuple[NumberPlace, ...]] = {}
+    for places in spots.values():
+        name = unused_name(f"@batch_size/{len(named)}", taken)
+        taken.add(name)
+        named[name] = tuple(places)
+    found = BatchNumbers(named)
+    alike = named and not found.taken_by(step).optimize.unlike(found.taken_by(other).optimize)
+    return found if alike else BatchNumbers()
+
+
+def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
+    """Return the operands of each equation by its position, and the outputs."""
+    eqns: Sequence[JaxprEqn] = half.eqns
+    return {**{i: list(e.invars) for i, e in enumerate(eqns)}, OUTPUTS: list(half.inner.outvars)}
+
+
+def _number(read: Sequence[Sequence[Atom]]) -> np.ndarray | None:
+    """Return the number that is read in several places; None where it is not one literal in all of them."""
+    found = [np.asarray(a.val, a.aval.dtype) for atoms in read for a in atoms if isinstance(a, Literal)]
+    alike = len(found) == len(read) and all(x.dtype == found[0].dtype and x == found[0] for x in found)
+    return found[0] if alike else None

@@ -1,0 +1,180 @@
+"""Updates that have a number of the size of the batch: a step traced with the whole batch, and given whole batches.
+
+In 64 bits, within 1e-12 of one device; batches of other sizes than the traced one too, which trainers need not divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from role_threads import RoleThreads, check_state, free_endpoints, serve, train
+
+import dtrans
+from dtrans.errors import BatchError, PeerError
+
+
+pytestmark = pytest.mark.usefixtures("x64")
+TX = optax.adam(0.1)
+MODES = ["nccl2", "sharding 1", "sharding 3", "owners", "pserver"]
+
+
+def init(key: jax.Array) -> tuple[Any, Any]:
+    params = {"w": jax.random.normal(key, (6, 4))}
+    return params, (TX.init(params), jnp.zeros(()))
+
+
+def counted(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, ...]:
+    """Divides the gradient of a sum by the number of rows, and counts them."""
+    loss, g = jax.value_and_grad(lambda p: jnp.sum((x @ p["w"]) ** 2))(params)
+    u, state = TX.update(jax.tree.map(lambda a: a / len(x), g), opt_state[0])
+    return optax.apply_updates(params, u), (state, opt_state[1] + x.shape[0]), loss
+
+
+def masked(params: Any, opt_state: Any, x: jax.Array, m: jax.Array) -> tuple[Any, ...]:
+    """Divides the gradient of a sum by a count of a mask, behind the gradient."""
+    loss, g = jax.value_and_grad(lambda p: jnp.sum(m * ((x @ p["w"]) ** 2).sum(1)))(params)
+    u, state = TX.update(jax.tree.map(lambda a: a / m.sum(), g), opt_state[0])
+    return optax.apply_updates(params, u), (state, opt_state[1]), loss
+
+
+def in_branch(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, ...]:
+    """Counts rows in the body of a branch, where the number cannot be an input of the update."""
+    loss, g = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+    u, state = TX.update(g, opt_state[0])
+    seen = jax.lax.cond(
+        opt_state[1] > 0, lambda n: jnp.sqrt(n * n) + len(x), lambda n: jnp.cos(n) - 1.0 + len(x), opt_state[1]
+    )
+    return optax.apply_updates(params, u), (state, seen), loss
+
+
+def rows(n: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (n, 6))
+
+
+def planned(mode: str, step: Any, *batch: jax.Array, trainers: int = 3, **options: Any) -> Any:
+    key = jax.random.key(0)
+    main, startup = dtrans.trace(step, *init(key), *batch), dtrans.trace(init, key)
+    if mode == "nccl2":
+        return dtrans.nccl2(main, startup, trainers=trainers)
+    if mode == "pserver":
+        servers = options.pop("servers", ("127.0.0.1:1", "127.0.0.1:2"))
+        cut = dtrans.BlockPlacement(min_block_size=1)
+        return dtrans.pserver(main, startup, pservers=servers, trainers=trainers, placement=cut, **options)
+    slices = dtrans.Slicing(min_slice_size=0)
+    if mode == "owners":
+        slices = dtrans.Slicing(partition="greedy_even")
+    return dtrans.sharding(
+        main, startup, degree=trainers, stage=int(mode[-1]) if mode != "owners" else 2, slices=slices
+    )
+
+
+def check(job: Any, step: Any, batches: Sequence[Sequence[jax.Array]]) -> None:
+    """Compare a job with one device, step by step."""
+    state, alone = job.init(jax.random.key(0)), init(jax.random.key(0))
+    for batch in batches:
+        state, *results = job.step(state, *batch)
+        *alone, loss = step(*alone, *batch)
+        np.testing.assert_allclose(results[0], loss, rtol=1e-12)
+    found = job.params(state), job.opt_state(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), found, tuple(alone))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("traced", [4, 12, 13])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_given_the_batch_that_it_was_traced_with_and_others(mode: str, traced: int) -> None:
+    job = planned(mode, counted, rows(traced)).simulate()
+    check(job, counted, [(rows(n, n),) for n in (12, 13, 6)])
+
+
+def test_servers_are_sent_the_numbers_and_the_plan_says_so() -> None:
+    plan = planned("pserver", counted, rows(12))
+    assert "the update has numbers of the size of the batch, which trainers send with each step" in str(plan)
+    assert "@batch_size/0" in plan.arguments
+    check(plan.on_mesh(), counted, [(rows(n, n),) for n in (12, 13)])
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_server_of_local_trainers_has_the_number_of_a_part(trainers: int) -> None:
+    job = planned("pserver", counted, rows(12), trainers=trainers, batch="local").simulate()
+    state = job.init(jax.random.key(0))
+    for n in (12, 6):
+        state, _ = job.step(state, rows(n))
+    assert job.opt_state(state)[1] == 18 / trainers
+
+
+@pytest.mark.parametrize("mode", ["nccl2", "sharding 1", "owners"])
+def test_a_count_of_a_mask_behind_the_gradient(mode: str) -> None:
+    batches = [(rows(n, n), (jnp.arange(n) % 3 > 0) * 1.0) for n in (12, 13)]
+    check(planned(mode, masked, *batches[0]).simulate(), masked, batches)
+
+
+@pytest.mark.parametrize("mode", ["nccl2", "sharding 1"])
+def test_results_of_gradients_have_the_size_of_the_whole_batch(mode: str) -> None:
+    """Parts add up to the loss by themselves; their number of rows is not that of the batch."""
+
+    def step(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, ...]:
+        loss, g = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+        u, state = TX.update(g, opt_state[0])
+        return optax.apply_updates(params, u), (state, opt_state[1]), loss, optax.tree.norm(g) / len(x)
+
+    job = planned(mode, step, rows(12)).simulate()
+    _, _, norm = job.step(job.init(jax.random.key(0)), rows(12))
+    np.testing.assert_allclose(norm, step(*init(jax.random.key(0)), rows(12))[3], rtol=1e-12)
+
+
+def test_a_number_in_a_branch_names_both_sizes_and_tracing_with_a_part_helps() -> None:
+    job = planned("pserver", in_branch, rows(12)).simulate()
+    with pytest.raises(BatchError, match=r"planned for x of shape \(12, 6\), which is \(4, 6\) now: trace in_branch"):
+        job.step(job.init(jax.random.key(0)), rows(12))
+    check(planned("pserver", in_branch, rows(4)).simulate(), in_branch, [(rows(12, 1),), (rows(12, 2),)])
+    check(planned("sharding 3", in_branch, rows(12)).simulate(), in_branch, [(rows(12, 1),), (rows(13, 2),)])
+
+
+def test_a_number_in_a_branch_helps_as_an_argument_of_the_step() -> None:
+    def step(params: Any, opt_state: Any, x: jax.Array, n: jax.Array) -> tuple[Any, ...]:
+        loss, g = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+        u, state = TX.update(g, opt_state[0])
+        seen = jax.lax.cond(
+            opt_state[1] > 0, lambda s: jnp.sqrt(s * s) + n, lambda s: jnp.cos(s) - 1.0 + n, opt_state[1]
+        )
+        return optax.apply_updates(params, u), (state, seen), loss
+
+    batches = [(rows(n, n), jnp.asarray(float(n))) for n in (12, 6)]
+    check(planned("pserver", step, *batches[0]).simulate(), step, batches)
+
+
+@pytest.mark.usefixtures("folder")
+def test_processes_that_trace_the_whole_and_a_part_plan_the_same_update(role_threads: RoleThreads) -> None:
+    servers = free_endpoints(2)
+    plans = [planned("pserver", counted, rows(n), trainers=2, servers=servers) for n in (12, 6)]
+    for ep in servers:
+        role_threads.start(ep, serve, plans[0], ep, jax.random.key(0))
+    batches = [(rows(n, n),) for n in (12, 8)]
+    for k in range(2):
+        role_threads.start(f"trainer {k}", train, plans[k], k, batches, jax.random.key(0))
+    ended = role_threads.all()
+    alone = init(jax.random.key(0))
+    for batch in batches:
+        *alone, _ = counted(*alone, *batch)
+    check_state(plans[0], [ended[ep] for ep in servers], *alone)
+
+
+@pytest.mark.usefixtures("folder")
+def test_processes_that_give_parts_of_different_sizes_are_named_with_both(role_threads: RoleThreads) -> None:
+    servers = free_endpoints(1)
+    plan = planned("pserver", counted, rows(12), trainers=2, servers=servers)
+    role_threads.start("server", serve, plan, servers[0], jax.random.key(0))
+    for k, n in enumerate((12, 8)):
+        role_threads.start(f"trainer {k}", train, plan, k, [(rows(n),)], jax.random.key(0))
+    said = role_threads.end("server")
+    assert isinstance(said, PeerError)
+    assert "@batch_size/0 of step 1 is 12" in str(said) and "8" in str(said)
+    for k in range(2):
+        assert isinstance(role_threads.end(f"trainer {k}"), PeerError)
