@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dtrans.checkpoint import collective_state
-from dtrans.checkpoint.orbax_io import Checkpoint, Folder, PieceLayout, check_place, write
+from dtrans.checkpoint.assemble import as_numpy
+from dtrans.checkpoint.orbax_io import Checkpoint, First, Folder, PieceLayout, check_place, write
 from dtrans.checkpoint.pserver_state import (
     TRAINER,
     arrays_of,
@@ -27,9 +30,12 @@ from dtrans.checkpoint.pserver_state import (
     step_rows,
 )
 from dtrans.checkpoint.runs import Mark, mark_of, run_of
+from dtrans.checkpoint.table_rows import TableArray
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import CheckpointWarning, StateError
 from dtrans.ir.program import Program
+from dtrans.ops import init_on_use_p, listen_and_serv_p
+from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Job
 
@@ -226,7 +232,7 @@ def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | Non
 
 
 @overload
-def restore(path: Folder, plan: PServerPlan, endpoint: str) -> dict[str, jax.Array]: ...
+def restore(path: Folder, plan: PServerPlan, endpoint: str) -> dict[str, Any]: ...
 
 
 @overload
@@ -284,12 +290,58 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
     plan.servers[endpoint]  # raises UnknownEndpointError
     saved = Checkpoint.at(path).of(plan.main)
     sources = starts(plan, endpoint, saved.rows)
-    targets = [dataclasses.replace(row, origin_name=origin) for row, origin in sources if origin is not None]
-    found = iter(saved.arrays(targets))
+    targets = {
+        row.slice_name: dataclasses.replace(row, origin_name=origin) for row, origin in sources if origin is not None
+    }
+    found: dict[str, Any] = dict(_table_arrays(saved, plan.servers[endpoint], targets))
+    rest = [target for n, target in targets.items() if n not in found]
+    first = _first(saved, plan.servers[endpoint].startup)
+    by_name = None if first is None else lambda target: first()[target.slice_name]
+    found |= zip((x.slice_name for x in rest), saved.arrays(rest, by_name), strict=True)
     return {
-        row.slice_name: jnp.zeros(row.slice_shape, row.dtype) if origin is None else next(found)
+        row.slice_name: jnp.zeros(row.slice_shape, row.dtype) if origin is None else found[row.slice_name]
         for row, origin in sources
     }
+
+
+def _table_arrays(
+    saved: Checkpoint, programs: Any, targets: Mapping[str, VarDistributed]
+) -> Iterator[tuple[str, TableArray]]:
+    """The blocks of tables of a server, and their state, of which rows are taken when it serves."""
+    (serves,) = (e for e in programs.main.eqns if e.primitive is listen_and_serv_p)
+    on_use = {e.params["table"]: e for e in programs.startup.eqns if e.primitive is init_on_use_p}
+    served = serves.params.get("tables")
+    blocks = {} if served is None else served.blocks
+    args = saved.init_args(programs.startup) if blocks else None
+    for block in blocks.values():
+        names = [n for n in block.held if n in targets]
+        if block.whole or len(names) < len(block.held):
+            continue
+        table = saved.table([targets[n] for n in names], on_use.get(block.name), args)
+        if table is not None:
+            yield from (
+                (n, TableArray(jax.ShapeDtypeStruct(targets[n].slice_shape, targets[n].dtype), table, i))
+                for i, n in enumerate(names)
+            )
+
+
+def _first(saved: Checkpoint, init: Program) -> Callable[[], Mapping[str, np.ndarray]] | None:
+    """Gives what an init makes of the arguments of the job that saved, by name; None where all rows are saved."""
+    args = saved.init_args(init)
+    if args is None:
+        return None
+
+    @functools.cache
+    def made() -> Mapping[str, np.ndarray]:
+        return dict(zip(init.out_names, map(as_numpy, init.compiled(*args)), strict=True))
+
+    return made
+
+
+def _slices_of(saved: Checkpoint, init: Program | None) -> First | None:
+    """Gives slices of what the init of one device makes; None where nothing is to be made, or it is not there."""
+    first = None if init is None else _first(saved, init)
+    return None if first is None else lambda target: first()[target.origin_name][target.index]
 
 
 def _restored_job(path: Folder, job: Any) -> Any:
@@ -302,12 +354,17 @@ def _restored_job(path: Folder, job: Any) -> Any:
             return state
         if not servers:  # a trainer holds parameters alone
             main = job.plan.main
-            rows = [row for row in step_rows(main) if row.origin_name in main.args[0].names]
-            return job.state_of(main.args[0].unflatten(Checkpoint.at(path).of(main).arrays(rows)), None)
+            tables = job.plan.tables.of
+            rows = [x for x in step_rows(main) if x.origin_name in {*main.args[0].names} - {*tables}]
+            values = Checkpoint.at(path).of(main).arrays(rows)
+            held: dict[str, Any] = dict(zip((x.origin_name for x in rows), values, strict=True))
+            held |= {n: np.broadcast_to(np.zeros((), main.inputs[n].dtype), main.inputs[n].shape) for n in tables}
+            return job.state_of(main.args[0].unflatten([held[n] for n in main.args[0].names]), None)
     if not isinstance(job.plan, CollectivePlan):
-        return job.state_of(*load(path, job.plan.main))
+        return job.state_of(*load(path, job.plan.main, job.plan.startup))
     saved = Checkpoint.at(path).of(job.plan.main)
-    return collective_state.state_of(job, saved.rows, saved.on_host)
+    read = functools.partial(saved.on_host, first=_slices_of(saved, job.plan.startup))
+    return collective_state.state_of(job, saved.rows, read)
 
 
 def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
@@ -334,13 +391,15 @@ def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
     return spec.unflatten([now[n] for n in spec.names])
 
 
-def load(path: Folder, main: Program) -> tuple[Any, Any]:
+def load(path: Folder, main: Program, startup: Program | None = None) -> tuple[Any, Any]:
     """The single-device `(params, opt_state)` of a checkpoint.
 
     Args:
       path: that of `save`.
       main: the traced step, `dtrans.trace(step, params, opt_state, *batch)` or `plan.main`; it says what the pytrees
         are.
+      startup: the traced init, `dtrans.trace(init, ...)` or `plan.startup`: it makes the rows of tables that no step
+        has looked up, which are not saved.
 
     Returns:
       New arrays on the default device, in the pytrees that the step takes: it may go on, jitted, on one device.
@@ -363,7 +422,8 @@ def load(path: Folder, main: Program) -> tuple[Any, Any]:
       {'w': Array([7., 8., 9.], dtype=float32)}
     """
     check_step(main)
-    return as_trees(main, Checkpoint.at(path).of(main).arrays(step_rows(main)))
+    saved = Checkpoint.at(path).of(main)
+    return as_trees(main, saved.arrays(step_rows(main), _slices_of(saved, startup)))
 
 
 def latest(folder: Folder) -> Path | None:

@@ -95,7 +95,7 @@ def _agreed(rows: Sequence[VarDistributed], values: Sequence[np.ndarray], *, may
     """One of several copies. Raises StateError where they differ, and may not."""
     first = values[0]
     for row, other in zip(rows[1:], values[1:], strict=True):
-        if not _same(first, other):
+        if not same_values(first, other):
             told = (
                 f"{row.slice_name} is not the same on {rows[0].endpoint} and {row.endpoint}: "
                 f"{_shown(first)} and {_shown(other)}"
@@ -108,7 +108,7 @@ def _agreed(rows: Sequence[VarDistributed], values: Sequence[np.ndarray], *, may
     return first
 
 
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
+def same_values(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two copies are one value.
 
     Each server compiles what it does by itself, so that the last bits of what all of them compute may differ.

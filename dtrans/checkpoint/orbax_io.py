@@ -1,6 +1,7 @@
 """Pieces of checkpoints, and what they make up: the only file that knows orbax.
 
     ckpt/300/pserver-0/arrays     what it holds, by name, as orbax keeps pytrees; arrays without elements left out
+    ckpt/300/pserver-0/rows       rows of tables, where not all of one are made (`dtrans.checkpoint.table_files`)
     ckpt/300/pserver-0/overview   JSON: of what these are which rows, the names and types of the step's arrays, which
                                   pieces there are to be, a hash of the plan, the run and step, and the user's tag
 
@@ -29,7 +30,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtrans.checkpoint.assemble import as_jax, as_numpy, by_origin, joined, overlap, type_of, whole
+from dtrans.checkpoint.assemble import as_jax, as_numpy, by_origin, joined, overlap, same_values, type_of, whole
 from dtrans.checkpoint.runs import THIS_PROCESS, Mark, new_run
+from dtrans.checkpoint.table_files import SavedBlock, write_tables
+from dtrans.checkpoint.table_rows import ArrayLike, Begins, RowSegment, SavedTable, TableRows
 from dtrans.errors import ConfigError, DtransError, StateError, not_installed
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
@@ -47,10 +51,11 @@ from dtrans.rows.row_buckets import RowBuckets
 from dtrans.step.frozen import check_still
 
 
-FORMAT = 1
+FORMAT, OF_TABLES = 1, 2  # of a piece, and of one with rows of tables
 ORBAX_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # which orbax puts beside them
 
 Folder = str | os.PathLike[str]
+First = Callable[[VarDistributed], np.ndarray]  # a slice as the init makes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +67,8 @@ class Checkpoint:
       pieces: who saved, and the folder of each.
       types: name to type of each array of the step.
       rows: what there is of each array, and of each that servers keep beside the step's.
+      tables: of arrays whose rows are there one by one, by who saved and the name of the slice: these, and which of
+        their arrays it is.
       may_differ: whether copies of an array may be of several steps.
     """
 
@@ -69,6 +76,7 @@ class Checkpoint:
     pieces: Mapping[str, str]
     types: Mapping[str, str]
     rows: Mapping[str, Sequence[VarDistributed]]
+    tables: Mapping[tuple[str, str], tuple[SavedBlock, int]]
     may_differ: bool = False
 
     @classmethod
@@ -92,7 +100,12 @@ class Checkpoint:
             raise StateError(f"the checkpoint at {path} is not whole: {', '.join(missing)} is not there")
         rows = [_from_json(fields) for about in there.values() for fields in about["rows"]]
         may_differ = any(about.get("goes_on") for about in there.values())  # checkpoints of old do not say
-        return cls(path, first["pieces"], first["types"], by_origin(rows), may_differ)
+        tables: dict[tuple[str, str], tuple[SavedBlock, int]] = {}
+        for who, piece in first["pieces"].items():
+            for i, of in enumerate(there[piece].get("tables", ())):
+                block = SavedBlock(path / piece / "rows" / str(i), of)
+                tables |= {(who, n): (block, column) for column, n in enumerate(of["names"])}
+        return cls(path, first["pieces"], first["types"], by_origin(rows), tables, may_differ)
 
     def of(self, main: Program) -> Checkpoint:
         """Itself. Raises StateError where it is that of another step, or of leaves that the step holds still."""
@@ -107,21 +120,130 @@ class Checkpoint:
             check_still(main, name, x)
         return self
 
-    def arrays(self, targets: Sequence[VarDistributed]) -> list[jax.Array]:
+    def arrays(self, targets: Sequence[VarDistributed], first: First | None = None) -> list[jax.Array]:
         """Slices of what was saved, on the default device."""
-        return [as_jax(x, target.dtype) for x, target in zip(self.on_host(targets), targets, strict=True)]
+        return [as_jax(x, target.dtype) for x, target in zip(self.on_host(targets, first), targets, strict=True)]
 
-    def on_host(self, targets: Sequence[VarDistributed]) -> list[np.ndarray]:
-        """Slices of what was saved. Each piece is read once, and of it only the arrays that share rows with these."""
+    def on_host(self, targets: Sequence[VarDistributed], first: First | None = None) -> list[np.ndarray]:
+        """Slices of what was saved. Each piece is read once, and of it only the arrays that share rows with these.
+
+        Args:
+          first: gives a slice as the init makes it, of which rows of tables are taken that were not saved.
+        """
         needed: dict[str, dict[str, None]] = {}
+        by_rows = {id(target) for target in targets if self._blocks(target)}
         for target in targets:
             for row in self.rows.get(target.origin_name, ()):
-                if overlap(target, row):
+                if id(target) not in by_rows and overlap(target, row):
                     needed.setdefault(row.endpoint, {})[row.slice_name] = None
         found = {who: _read_arrays(self.path / self.pieces[who], names) for who, names in needed.items()}
         read = lambda row: found[row.endpoint][row.slice_name]
         rows_of = lambda target: self.rows.get(target.origin_name, ())
-        return [joined(target, rows_of(target), read, may_differ=self.may_differ) for target in targets]
+        whole = lambda target: joined(target, rows_of(target), read, may_differ=self.may_differ)
+        return [self._from_rows(x, first) if id(x) in by_rows else whole(x) for x in targets]
+
+    # -- tables --------------------------------------------------------------------------------------
+
+    def _blocks(self, target: VarDistributed) -> list[tuple[VarDistributed, SavedBlock, int]]:
+        """The blocks of tables that share rows with a slice."""
+        rows = self.rows.get(target.origin_name, ())
+        found = [(row, self.tables.get((row.endpoint, row.slice_name))) for row in rows if overlap(target, row)]
+        return [(row, *x) for row, x in found if x is not None]
+
+    def init_args(self, init: Program) -> list[Any] | None:
+        """What the init of the job was given that saved; None where all rows are there.
+
+        Raises:
+          StateError: another init takes other arguments.
+        """
+        block = next((block for block, _ in self.tables.values() if block.about["begins"]), None)
+        if block is None:
+            return None
+        with _reading(block.folder):
+            args = block.args()
+        wanted = [init.inputs[n] for n in init.in_names]
+        if len(args) != len(wanted):
+            raise StateError(
+                f"the init of this plan takes {len(wanted)} arrays, and that of the job that saved {self.path} took "
+                f"{len(args)}: plan with the init of that job"
+            )
+        return [as_jax(x, t.dtype) for x, t in zip(args, wanted, strict=True)]
+
+    def _from_rows(self, target: VarDistributed, first: First | None) -> np.ndarray:
+        """A slice of an array of a table."""
+        if target.is_slice and target.axis:
+            everything = whole(target.origin_name, jax.ShapeDtypeStruct(target.origin_shape, target.dtype))
+            of_all = None if first is None else lambda _: first(everything)
+            return self._from_rows(everything, of_all)[target.index]
+        made, there, found = np.empty(target.slice_shape, target.dtype), np.zeros(target.slice_shape[0], bool), 0
+        blocks = self._blocks(target)
+        for row, block, column in blocks:
+            found += _shared_rows(target, row)
+            with _reading(block.folder):
+                for segment in block.segments({column: target.dtype}):
+                    at, local = _places(target, row, segment.made)
+                    made[local], there[local] = segment.rows[0][at], True
+        if found != len(there):
+            raise StateError(f"{target.origin_name}: {found} of {len(there)} rows are there")
+        if there.all():
+            return made
+        if first is None:
+            raise StateError(
+                f"{len(there) - int(there.sum()):,} of {len(there):,} rows of {target.origin_name} were not looked up "
+                f"by any step, and {self.path} does not have them; give the traced init, which makes them: "
+                "dtrans.checkpoint.load(path, main, startup)"
+            )
+        new = np.asarray(first(target))
+        for row, block, column in blocks:
+            with _reading(block.folder):
+                ids, (old,) = block.first({column: target.dtype})
+            at, local = _places(target, row, ids)
+            check_first(target.origin_name, old[at], new[local])
+        made[~there] = new[~there]
+        return made
+
+    def table(self, targets: Sequence[VarDistributed], eqn: Any, args: Sequence[Any] | None) -> SavedTable | None:
+        """The rows of a block and of its state; None where they are not there one by one.
+
+        Args:
+          targets: the block, and each array of its state.
+          eqn: the `init_on_use` that makes the other rows; None where nothing makes them one by one.
+          args: what the init is given.
+        """
+        sources = list(zip(*map(self._blocks, targets), strict=False))
+        blocks = [of[0][1] for of in sources]
+        same = all(x is block for of, block in zip(sources, blocks, strict=True) for _, x, _ in of)
+        counts = [_shared_rows(targets[0], of[0][0]) for of in sources]
+        if not sources or not same or sum(counts) != targets[0].slice_shape[0]:
+            return None
+        types = [t.dtype for t in targets]
+        parts, probes = [], []
+        for of in sources:
+            row, block = of[0][0], of[0][1]
+            columns = {column: dtype for (_, _, column), dtype in zip(of, types, strict=True)}
+            if len(columns) != len(types):
+                return None
+            with _reading(block.folder):
+                parts += [_within(targets[0], row, segment) for segment in block.segments(columns)]
+                if block.about["begins"]:
+                    ids, rows = block.first(columns)
+                    at, local = _places(targets[0], row, ids)
+                    probes.append((local, [x[at] for x in rows]))
+        segment = _sorted(parts, targets)
+        begins = None if eqn is None or args is None else Begins(eqn, args)
+        if begins is None and len(segment.made) != targets[0].slice_shape[0]:
+            return None
+        joined_rows = [np.concatenate(x) for x in zip(*(rows for _, rows in probes), strict=True)]
+        ids = np.concatenate([ids for ids, _ in probes]) if probes else np.arange(0)
+        return SavedTable(
+            [t.slice_name for t in targets],
+            segment,
+            rows=targets[0].slice_shape[0],
+            step=max(block.about["step"] for block in blocks),
+            evicted=sum(block.about["evicted"] for block in blocks),
+            begins=begins,
+            probe=(ids, joined_rows or [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets]),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,10 +330,19 @@ def _save_piece(place: Path, values: Mapping[str, Any], about: Mapping[str, Any]
     """Let orbax write a piece beside its place, and give it its name."""
     # orbax refuses arrays without elements: their type says all of them
     alone = jax.process_count() == 1
-    arrays = {n: as_numpy(x) if alone else _as_shared(x) for n, x in values.items() if math.prod(x.shape)}
+    tables = _tables_in(values)
+    by_rows = {n for t in tables for n in t.names}
+    whole = {n: x for n, x in values.items() if n not in by_rows and math.prod(x.shape)}
+    arrays = {n: as_numpy(x) if alone else _as_shared(x) for n, x in whole.items()}
     ocp, (handler, args) = _orbax(), _piece_types()
     with _one_at_a_time, ocp.Checkpointer(handler(*_handlers()), multiprocessing_options=_alone()) as checkpointer:
-        checkpointer.save(place, args=args(arrays, about))
+        checkpointer.save(place, args=args(arrays, tables, about))
+
+
+def _tables_in(values: Mapping[str, Any]) -> list[TableRows]:
+    """The rows of tables of what is to be written."""
+    found = dict.fromkeys(x.table for x in values.values() if isinstance(x, ArrayLike) and x.table is not None)
+    return [t for t in found if all(getattr(values.get(n), "table", None) is t for n in t.names)]
 
 
 @contextlib.contextmanager
@@ -227,6 +358,52 @@ def _writing(who: str, place: Path) -> Iterator[None]:
             f"the piece of {who} cannot be written to {place}: {e}. Make room, or let this process write there; what "
             "was saved before is as it was"
         ) from e
+
+
+# -- rows of tables --------------------------------------------------------------------------------
+
+
+def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
+    """Raise StateError where an init makes other rows than that of the job that saved."""
+    if not same_values(old, new):
+        raise StateError(
+            f"the init of this plan makes other rows of {name} than that of the job that saved, and rows that no step "
+            "has looked up are not in the checkpoint; plan with the init of that job"
+        )
+
+
+def _places(target: VarDistributed, row: VarDistributed, ids: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:
+    """Which rows of a slice, by their numbers in it, are among those of another; and where they are there."""
+    in_leaf = row.rows.in_leaf(ids)
+    at = target.rows.among(in_leaf)
+    return at, target.rows.local(in_leaf[at])
+
+
+def _shared_rows(target: VarDistributed, row: VarDistributed) -> int:
+    """How many rows two slices share."""
+    _, local = _places(target, row, np.arange(row.slice_shape[0]))
+    return len(local)
+
+
+def _within(target: VarDistributed, row: VarDistributed, segment: RowSegment) -> RowSegment:
+    """The rows of a segment that a slice has, by their numbers there."""
+    at, local = _places(target, row, segment.ids)
+    among_made = np.cumsum(segment.changed > 0) - 1
+    there = among_made[at][segment.changed[at] > 0]
+    return RowSegment(local, segment.changed[at], [x[there] for x in segment.rows])
+
+
+def _sorted(parts: Sequence[RowSegment], targets: Sequence[VarDistributed]) -> RowSegment:
+    """Segments as one."""
+    none = RowSegment(
+        np.empty(0, np.int64), np.empty(0, np.int64), [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets]
+    )
+    parts = [none, *parts]
+    ids, changed = np.concatenate([x.ids for x in parts]), np.concatenate([x.changed for x in parts])
+    order = np.argsort(ids, kind="stable")
+    of_made = np.argsort(ids[changed > 0], kind="stable")
+    rows = [np.concatenate(of)[of_made] for of in zip(*(x.rows for x in parts), strict=True)]
+    return RowSegment(ids[order], changed[order], rows)
 
 
 # -- remains of earlier runs -----------------------------------------------------------------------
@@ -381,8 +558,8 @@ def _read_about(piece: Path) -> dict[str, Any]:
     """What a piece says of itself."""
     with _reading(piece), _one_at_a_time:
         about = _handlers()[1].restore(piece / "overview")
-        if about["format"] != FORMAT:
-            raise ValueError(f"its format is {about['format']}, and this dtrans reads {FORMAT}")
+        if about["format"] not in (FORMAT, OF_TABLES):
+            raise ValueError(f"its format is {about['format']}, and this dtrans reads {FORMAT} and {OF_TABLES}")
         return dict(about)
 
 
@@ -405,7 +582,7 @@ def _reading(piece: Path) -> Iterator[None]:
         yield
     except DtransError:
         raise  # it says its own cause
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as e:
         raise StateError(f"{piece} cannot be read as a piece of a checkpoint: {e}") from e
 
 
@@ -453,14 +630,17 @@ def _piece_types() -> tuple[Any, Any]:
     ocp = _orbax()
 
     class Handler(ocp.CheckpointHandler):  # type: ignore[name-defined]
-        """An overview, and arrays if there are any, in folders of their own."""
+        """An overview, arrays and rows of tables if there are any, in folders of their own."""
 
         def __init__(self, arrays: Any, overview: Any) -> None:
             self.arrays, self.overview = arrays, overview
 
         def save(self, directory: Any, args: Args) -> None:
+            about = dict(args.overview)
+            if args.tables:
+                about |= {"format": OF_TABLES, "tables": write_tables(Path(directory) / "rows", args.tables)}
             (directory / "overview").mkdir()
-            self.overview.save(directory / "overview", args=ocp.args.JsonSave(args.overview))
+            self.overview.save(directory / "overview", args=ocp.args.JsonSave(about))
             if args.arrays:
                 (directory / "arrays").mkdir()
                 self.arrays.save(directory / "arrays", args=ocp.args.PyTreeSave(args.arrays))
@@ -477,6 +657,7 @@ def _piece_types() -> tuple[Any, Any]:
     @dataclasses.dataclass
     class Args(ocp.args.CheckpointArgs):  # type: ignore[name-defined]
         arrays: Mapping[str, Any]
+        tables: Sequence[TableRows]
         overview: Mapping[str, Any]
 
     return Handler, Args

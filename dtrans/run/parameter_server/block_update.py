@@ -123,6 +123,10 @@ class BlockUpdates:
         """Blocks of tables, and their state, as after the last update."""
         return {n: x for t in self._memory.values() for n, x in t.final().items()}
 
+    def snapshot(self, patience: float) -> dict[str, Any]:
+        """The same, for a thread that reads them while updates go on (`TableMemory.snapshot`)."""
+        return {n: x for t in self._memory.values() for n, x in t.snapshot(patience).items()}
+
     def _made(
         self, block: str, run: Callable[[State, State], dict[str, Any]], grads: State, state: State, values: State
     ) -> dict[str, Any]:

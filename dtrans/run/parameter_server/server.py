@@ -137,8 +137,8 @@ class Server:
         """Begin to save what the server holds, as it is now, after so many steps."""
         assert self._writer is not None
         dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items()}
-        state = {**dense, **{n: np.array(x) for n, x in self._update.tables().items()}}
-        self._writer.begin(name, state, Mark(self._protocol.trainers.sessions, made))
+        tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
+        self._writer.begin(name, {**dense, **tables}, Mark(self._protocol.trainers.sessions, made))
 
     def _save_last(self, failure: BaseException) -> None:
         """Save what the server holds when its job ends by an error, if it was trained; say where in log and error."""

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from dtrans.checkpoint.runs import Mark
+from dtrans.checkpoint.table_rows import ArrayLike
 from dtrans.errors import DtransError
 from dtrans.protocol.presence import log
 
@@ -81,4 +82,8 @@ class StateWriter:
         except Exception as e:
             log.exception("checkpoint %s cannot be written", name)
             return f"{type(e).__name__}: {e}"
+        finally:
+            for x in state.values():
+                if isinstance(x, ArrayLike) and x.table is not None:
+                    x.table.close()
         return ""

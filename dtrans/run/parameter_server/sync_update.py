@@ -119,3 +119,7 @@ class SyncUpdate:
     def tables(self) -> dict[str, Any]:
         """Blocks of tables, and their state, as after the last step."""
         return {n: x for t in self._tables.values() for n, x in t.final().items()}
+
+    def snapshot(self, patience: float) -> dict[str, Any]:
+        """The same, for a thread that reads them while updates go on (`TableMemory.snapshot`)."""
+        return {n: x for t in self._tables.values() for n, x in t.snapshot(patience).items()}

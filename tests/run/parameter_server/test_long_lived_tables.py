@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
-from dtrans.run.parameter_server.tables import table_changes
+from dtrans.run.parameter_server.tables import row_snapshot, table_changes
 from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
 from dtrans.run.parameter_server.tables.new_rows import made_again
 from dtrans.run.parameter_server.update import ServerUpdate
@@ -526,7 +528,7 @@ def test_asynchronous_trainers_ask_whenever_they_like(role_threads: RoleThreads,
 def test_a_job_that_goes_on_from_a_checkpoint_gives_rows_up_too(
     role_threads: RoleThreads, tmp_path: Path, update: str
 ) -> None:
-    """On other servers, with rows elsewhere: rows that no step has updated take no memory, and bits are the same."""
+    """On other servers, with rows elsewhere: as if it had gone on, with its steps and what was given up before."""
     tx, old, new = optax.adam(0.1), (0, 3), (3, 6)
 
     def train(job: Any, k: int, steps: tuple[int, int]) -> Any:
@@ -535,40 +537,195 @@ def test_a_job_that_goes_on_from_a_checkpoint_gives_rows_up_too(
         for at in range(*steps):
             state, _ = job.step(state, batch(at, k))
             if at == 2:
+                job.evict(EMB, 2)
                 job.save("half")
-        gone = job.evict(EMB, 3)
-        return begun, gone, job.lookup(EMB, np.arange(V)), job.tables()
+        gone, changed = job.evict(EMB, 3), [job.changed(EMB, since) for since in (0, 2, 5)]
+        return begun, gone, job.lookup(EMB, np.arange(V)), job.tables(), changed
 
     made = lambda report: sum(x.made for x in report)
     plan = planned(tx, 2, update=update)
-    ((_, gone, wanted, then),) = run(role_threads, plan, lambda job, k: train(job, k, (0, 6)), checkpoints=tmp_path)
+    ((_, gone, wanted, then, changes),) = run(
+        role_threads, plan, lambda job, k: train(job, k, (0, 6)), checkpoints=tmp_path
+    )
     again = planned(tx, 3, update=update, place="bucket", buckets=7)
     restored = lambda job: dtrans.checkpoint.restore(tmp_path / "half", job)
-    ((begun, more, found, report),) = run(
-        role_threads, again, lambda job, k: train(job, k, new), state=restored, init=(KEY,)
+    ((begun, more, found, report, changed),) = run(
+        role_threads, again, lambda job, k: train(job, k, new), state=restored
     )
-    touched = {i for at in range(*old) for i in batch(at, 0).tolist()}
-    assert made(begun) == len(touched) and {x.step for x in begun} == {0}
-    assert gone == more > 0 and made(report) == made(then)  # three steps here, and six there
+    touched = {i for at in range(1, old[1]) for i in batch(at, 0).tolist()}
+    assert made(begun) == len(touched) and {x.step for x in begun} == {3} and sum(x.evicted for x in begun) > 0
+    assert gone == more > 0 and made(report) == made(then)
     np.testing.assert_array_equal(found, wanted)
+    for x, y in zip(changes, changed, strict=True):
+        assert x.step == y.step == 6 and len(x.gone)
+        jax.tree.map(np.testing.assert_array_equal, (x.ids, x.rows, x.gone), (y.ids, y.rows, y.gone))
 
 
-def test_a_checkpoint_alone_does_not_say_how_rows_are_made(role_threads: RoleThreads, tmp_path: Path) -> None:
-    plan = planned(optax.adagrad(0.1), 1)
+def test_whole_arrays_do_not_say_how_rows_are_made(role_threads: RoleThreads, tmp_path: Path) -> None:
+    """As those that one device had; of a checkpoint of these, too."""
+    tx = optax.adagrad(0.1)
+    params = {"emb": drawn(KEY)}
 
     def train(job: Any, k: int) -> Any:
         state = job.init(KEY)
         state, _ = job.step(state, batch(0, 0))
+        with pytest.raises(PeerError, match=r"has not given up rows: .*say job.serve\(state, init=\(...,\)\)"):
+            job.evict(EMB, 1)
+        state, _ = job.step(state, batch(1, 0))
         if not (tmp_path / "one").exists():
             job.save("one")
-        else:
-            with pytest.raises(PeerError, match=r"has not given up rows: .*say job.serve\(state, init=\(...,\)\)"):
-                job.evict(EMB, 1)
-        job.step(state, batch(0, 0))
+        return job.tables()
 
-    run(role_threads, plan, train, checkpoints=tmp_path)
+    begins = lambda job: job.state_of(params, tx.init(params))
+    run(role_threads, planned(tx, 1), train, checkpoints=tmp_path, state=begins)
     restored = lambda job: dtrans.checkpoint.restore(tmp_path / "one", job)
-    run(role_threads, planned(optax.adagrad(0.1), 1), train, state=restored)
+    (report,) = run(role_threads, planned(tx, 2), train, state=restored)
+    assert {(x.made, x.step) for x in report} == {(V // 2, 4)}
+
+
+# -- rows while they are read ----------------------------------------------------------------------
+
+
+def live(alone: Alone, patience: float = roles.HANG) -> Any:
+    """A snapshot of the rows that goes on."""
+    (memory,) = alone.update._tables.values()
+    return memory.snapshot(patience)[EMB].table  # type: ignore[union-attr]
+
+
+SNAPSHOTS = OPTIMIZERS | {"adamw, dense": (optax.adamw(0.1), "dense", 0.0)}
+
+
+@pytest.mark.parametrize("name", SNAPSHOTS)
+def test_a_snapshot_is_of_one_moment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of rows while it is read: new ones, updates, lookups and rows that are given up."""
+    monkeypatch.setattr(row_snapshot, "SEGMENT", 60)  # two or five rows at once
+    monkeypatch.setattr(row_snapshot, "GROUPS", 7)
+    tx, update, _ = SNAPSHOTS[name]
+    alone, same, rng = Alone(tx, update=update), Alone(tx, update=update), np.random.default_rng(1)
+    for each in (alone, same):
+        for ids in ((3, 8, 20, 59), (8,), (0, 20, 31), (8,)):
+            each.step(*ids)
+        if name != "adamw, dense":
+            assert each.held.evict(EMB, 3, NONE) == 2
+    wanted, changed = {n: np.asarray(x) for n, x in same.update.tables().items()}, live(same).segments()
+    table, found = live(alone), []
+    for segment in table.segments():
+        found.append(segment)
+        alone.step(*np.sort(rng.choice(V, 9, replace=False)).tolist())
+        alone.rows(*np.sort(rng.choice(V, 9, replace=False)).tolist())
+        if name != "adamw, dense":
+            alone.held.evict(EMB, 2, NONE)
+    assert len(found) > 1 and table.is_over and table.most > 0
+    made = np.concatenate([x.made for x in found])
+    assert made.tolist() == (list(range(V)) if name == "adamw, dense" else [0, 8, 20, 31])
+    for i, n in enumerate(table.names):
+        np.testing.assert_array_equal(np.concatenate([x.rows[i] for x in found]), wanted[n][made])
+    others = list(changed)
+    for part in (lambda x: x.ids, lambda x: x.changed):
+        np.testing.assert_array_equal(*(np.concatenate([part(x) for x in of]) for of in (found, others)))
+
+
+def test_rows_that_change_while_they_are_read_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates wait for who reads; where nobody does, the job goes on without."""
+    row = 2 * D * 4
+    monkeypatch.setattr(row_snapshot, "SEGMENT", 4 * row)
+    monkeypatch.setattr(row_snapshot, "ROOM", 12 * row)
+    alone = Alone(optax.adagrad(0.1))
+    alone.step(*range(V))
+    (memory,) = alone.update._tables.values()
+    wanted = {n: x.copy() for n, x in memory.held.items()}
+    table = live(alone)
+    updates = threading.Thread(target=lambda: [alone.step(*range(at, at + 10)) for at in range(0, V, 10)])
+    updates.start()
+    roles.until(lambda: table.most, "the first update")  # the second one waits
+    found = list(table.segments())
+    updates.join(roles.HANG)
+    assert not updates.is_alive() and 0 < table.most <= 12 * row * 1.5  # with numbers and steps
+    for i, n in enumerate(table.names):
+        np.testing.assert_array_equal(np.concatenate([x.rows[i] for x in found]), wanted[n])
+    unread = live(alone, patience=0.01)
+    alone.step(*range(V))
+    with pytest.raises(StateError, match="params/emb changes faster than it is written: nothing was written for"):
+        next(unread.segments())
+    alone.step(3)
+
+
+def size_of(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def test_a_checkpoint_has_the_rows_that_are_made(tmp_path: Path) -> None:
+    """Memory, and room on the disk, are theirs; whoever wants all rows says how the others are made."""
+    init = lambda key: (p := {"emb": jax.random.normal(key, (1 << 20, 16))}, optax.adagrad(0.1).init(p))
+    step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), optax.adagrad(0.1))
+    plan = dtrans.pserver(dtrans.trace(step, *jax.eval_shape(init, KEY), jnp.zeros(3, int)), dtrans.trace(init, KEY),
+                          sparse={EMB: dtrans.Rows()})  # fmt: skip
+    ((endpoint, programs),) = plan.servers.items()
+    with dtrans.Executor() as exe:
+        update = SyncUpdate(ServerUpdate.of(programs.main), exe.run(programs.startup, KEY), 1)
+    update.rows(EMB, np.arange(599) * 1000, train=True)
+    state = {**update.state, **update.snapshot(roles.HANG)}
+    tracemalloc.start()
+    dtrans.checkpoint.save(tmp_path / "1", plan, endpoint, state)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 8 << 20 and size_of(tmp_path / "1") < 300_000  # of 128 MiB
+    held = dtrans.checkpoint.restore(tmp_path / "1", plan, endpoint)
+    assert len(held[EMB].table.segment.made) == 599 and size_of(tmp_path / "1") > 599 * 2 * 64
+
+
+def saved_table(path: Path, tx: Any, **options: Any) -> dict[str, np.ndarray]:
+    """Save a server some of whose rows are made; what it holds, all rows."""
+    plan = planned(tx, **options)
+    (endpoint,) = plan.servers
+    alone = Alone(tx, **options)
+    for ids in ((3, 8, 20), (8, 59), (20,)):
+        alone.step(*ids)
+    alone.held.evict(EMB, 2, NONE)
+    state = {**alone.update.state, **alone.update.tables()}
+    dtrans.checkpoint.save(path, plan, endpoint, state)
+    return {n: np.asarray(x) for n, x in state.items()}
+
+
+def test_any_job_goes_on_from_the_rows_that_were_made(tmp_path: Path) -> None:
+    """One device, ranks, servers without tables: with the rows that the init makes."""
+    tx = optax.adam(0.1)
+    wanted = saved_table(tmp_path / "1", tx, update="lazy")
+    plan = planned(tx, 2, update="lazy")
+    with pytest.raises(
+        StateError, match=r"5[0-9] of 60 rows of params/emb were not looked up .*load\(path, main, startup"
+    ):
+        dtrans.checkpoint.load(tmp_path / "1", plan.main)
+    params, opt_state = dtrans.checkpoint.load(tmp_path / "1", plan.main, plan.startup)
+    np.testing.assert_array_equal(params["emb"], wanted[EMB])
+    np.testing.assert_array_equal(opt_state[0].nu["emb"], wanted["opt_state/0/nu/emb"])
+    dense = dtrans.pserver(plan.main, plan.startup, pservers="127.0.0.1:1,127.0.0.1:2",
+                           placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
+    held = [dtrans.checkpoint.restore(tmp_path / "1", dense, ep) for ep in dense.servers]
+    np.testing.assert_array_equal(np.concatenate([x[f"params/emb.block{i}"] for i, x in enumerate(held)]), wanted[EMB])
+    job = dtrans.sharding(plan.main, plan.startup, degree=2, slices=dtrans.Slicing(min_slice_size=0)).simulate()
+    np.testing.assert_array_equal(job.params(dtrans.checkpoint.restore(tmp_path / "1", job))["emb"], wanted[EMB])
+    job = plan.on_mesh()
+    np.testing.assert_array_equal(job.params(dtrans.checkpoint.restore(tmp_path / "1", job))["emb"], wanted[EMB])
+    states = {ep: dtrans.checkpoint.restore(tmp_path / "1", plan, ep) for ep in plan.servers}
+    np.testing.assert_array_equal(dtrans.checkpoint.gather(plan, states)[0]["emb"], wanted[EMB])
+    for ep in plan.servers:  # saved again, and nobody has served
+        dtrans.checkpoint.save(tmp_path / "2", plan, ep, states[ep], tag="2")
+    again, _ = dtrans.checkpoint.load(tmp_path / "2", plan.main, plan.startup)
+    np.testing.assert_array_equal(again["emb"], wanted[EMB])
+
+
+def test_an_init_that_makes_other_rows_is_refused(tmp_path: Path) -> None:
+    tx = optax.adagrad(0.1)
+    saved_table(tmp_path / "1", tx)
+    other = planned(tx, emb=lambda key: 2 * drawn(key))
+    why = "the init of this plan makes other rows of params/emb than that of the job that saved"
+    with pytest.raises(StateError, match=why):
+        dtrans.checkpoint.load(tmp_path / "1", other.main, other.startup)
+    ((endpoint, programs),) = other.servers.items()
+    state = dtrans.checkpoint.restore(tmp_path / "1", other, endpoint)
+    with pytest.raises(StateError, match=why):
+        SyncUpdate(ServerUpdate.of(programs.main), state, 1)
 
 
 def resident() -> int:
@@ -597,10 +754,11 @@ def test_pages_without_rows_are_given_back() -> None:
     memory = LazyArray((rows, 16), np.float32)
     numbers, unused = np.arange(rows, dtype=np.float32)[:, None], np.ones(rows, bool)
     unused[[5, rows // 2, rows - 1]] = False
+    gone = np.flatnonzero(unused)
     before = resident()
     memory.array[:] = numbers
     assert resident() - before > (64 << 20) - some
-    memory.give_back(unused, np.flatnonzero(unused))
+    memory.give_back(unused, gone)
     assert resident() - before < some
     assert memory.array[[5, rows // 2, rows - 1], 0].tolist() == [5, rows // 2, rows - 1]
     memory.array[:] = 1

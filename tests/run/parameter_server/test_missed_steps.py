@@ -125,9 +125,9 @@ def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(name: str, re
     for at, x in enumerate(given):
         server = SyncUpdate(update, state, 1)  # goes on from what the one before has left
         (memory,) = server._tables.values()
-        make = memory._missed._make  # type: ignore[union-attr]
+        make = memory.missed._make  # type: ignore[union-attr]
         counted = lambda ids, *a, make=make: (made.append(len(ids)), make(ids, *a))
-        memory._missed._make = counted  # type: ignore[union-attr, method-assign]
+        memory.missed._make = counted  # type: ignore[union-attr, method-assign]
         server.begin({GRAD: x}, frozenset([0]), at)
         state = finished(server)
     close(state, one_device(tx, given))
@@ -148,7 +148,7 @@ def test_what_is_kept_of_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     sizes = []
     for at, x in enumerate(given):
         server.begin({GRAD: x}, frozenset([0]), at)
-        sizes.append(memory._missed._records.nbytes)  # type: ignore[union-attr]
+        sizes.append(memory.missed._records.nbytes)  # type: ignore[union-attr]
     assert max(sizes) <= 2000 and sizes[-1] < max(sizes)
     close(finished(server), one_device(OPTIMIZERS["adamw"], given))
 

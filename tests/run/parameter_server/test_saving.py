@@ -66,7 +66,7 @@ def test_a_checkpoint_of_a_job_that_goes_on(role_threads: RoleThreads, tmp_path:
         role_threads.start(f"trainer {k}", train, plan, k, given, {0: "0", 2: "2"})
     ended = role_threads.all()["trainer 0"]
     for steps in (0, 2):
-        params, opt_state = dtrans.checkpoint.load(tmp_path / str(steps), plan.main)
+        params, opt_state = dtrans.checkpoint.load(tmp_path / str(steps), plan.main, plan.startup)
         if sparse is not LAZY:
             close(params, one_device(tx, given[:steps])[0])
         assert int(opt_state[0].count) == steps
@@ -314,7 +314,7 @@ def test_a_run_that_follows_a_crash_in_a_save(
         latest = dtrans.checkpoint.latest(tmp_path)
     assert latest == tmp_path / "1"
     run(other, {1: "2", 3: "4"}, latest)
-    close(dtrans.checkpoint.load(tmp_path / "2", plan.main)[0], one_device(tx, [given[0], other[0]])[0])
+    close(dtrans.checkpoint.load(tmp_path / "2", plan.main, plan.startup)[0], one_device(tx, [given[0], other[0]])[0])
     assert dtrans.checkpoint.latest(tmp_path) == tmp_path / "4"
 
 
@@ -382,7 +382,7 @@ def test_steps_go_on_while_servers_write(
     for k in range(2):
         role_threads.start(f"trainer {k}", train, k)
     before, after = role_threads.all()["trainer 1"]
-    params, opt_state = dtrans.checkpoint.load(tmp_path / "2", plan.main)
+    params, opt_state = dtrans.checkpoint.load(tmp_path / "2", plan.main, plan.startup)
     jax.tree.map(np.testing.assert_array_equal, params, before)
     assert int(opt_state[0].count) == 2
     close(params, one_device(tx, given[:2])[0])

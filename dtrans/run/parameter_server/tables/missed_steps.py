@@ -10,6 +10,7 @@ Rows are made up for in runs of `WINDOW` steps, so that one program serves howev
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,12 @@ class StepRecords:
             self._of[n][at] = np.asarray(values[n])
         self.now += 1
 
+    def as_now(self) -> StepRecords:
+        """The steps that there are, whatever follows: what is kept of one is not written again."""
+        found = copy.copy(self)
+        found._of = dict(self._of)
+        return found
+
     def window(self, step: int) -> dict[str, np.ndarray]:
         """What `WINDOW` steps have read, from the one with this number."""
         at = step - self.first
@@ -105,6 +112,27 @@ class MissedSteps:
         return self._table.rests is not None
 
     @property
+    def seen(self) -> np.ndarray:
+        """Of each row how many steps it has seen."""
+        return self._seen
+
+    def as_now(self) -> MissedSteps:
+        """The steps until now, for rows that are read while others follow (`of_rows`)."""
+        found = copy.copy(self)
+        found._records = self._records.as_now()
+        return found
+
+    def of_rows(self, seen: np.ndarray) -> MissedSteps:
+        """The same steps for other rows, by how many each has seen."""
+        found = copy.copy(self)
+        found._seen = seen
+        return found
+
+    def behind(self, ids: np.ndarray) -> np.ndarray:
+        """Those of these rows that have missed some step."""
+        return ids[self._seen[ids] < self._records.now]
+
+    @property
     def moving(self) -> np.ndarray:
         """Whether each row moves in each step, looked up or not."""
         return self._seen < RESTS
@@ -129,8 +157,7 @@ class MissedSteps:
 
     def make_up(self, ids: np.ndarray, held: Arrays) -> None:
         """Make the steps that these rows have missed, in the memory of the block and its state."""
-        now = self._records.now
-        behind = ids[self._seen[ids] < now]
+        now, behind = self._records.now, self.behind(ids)
         if not len(behind):
             return
         behind = behind[np.argsort(self._seen[behind], kind="stable")]

@@ -9,7 +9,6 @@ The keys of random numbers are made first, so that tables of one shape share the
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,34 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, evaluate, jaxpr_as_fun, opened
+from dtrans.checkpoint.table_rows import ArrayLike
 from dtrans.ir.builder import Builder
 from dtrans.parameter_server.tables.touched_rows import rooms
 from dtrans.run.base.lowered import jitted_once
-
-
-class ArrayLike(abc.ABC):
-    """What stands for an array that nobody has made yet.
-
-    Args:
-      like: its type.
-    """
-
-    def __init__(self, like: Any) -> None:
-        self.shape: tuple[int, ...] = tuple(like.shape)
-        self.dtype = np.dtype(like.dtype)
-
-    @abc.abstractmethod
-    def made(self) -> np.ndarray:
-        """The array."""
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.made() if dtype is None else self.made().astype(dtype)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self.made()[at]
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
 
 class RowMaker:
@@ -53,11 +28,14 @@ class RowMaker:
     Args:
       eqn: the `init_on_use` of the block.
       args: what the init was given.
+
+    Attributes:
+      types: of the block, and of each array of its state.
     """
 
     def __init__(self, eqn: JaxprEqn, args: Sequence[Any]) -> None:
-        self.types = eqn.params["types"]
-        self._write, self._args = eqn.params["write"], list(args)
+        self.eqn, self.args = eqn, list(args)
+        self.types, self._write = eqn.params["types"], eqn.params["write"]
         # by size: what makes rows of their numbers, and of what does not depend on these
         self._fns: dict[int, tuple[Callable[..., Sequence[Any]], list[Any]]] = {}
 
@@ -72,7 +50,7 @@ class RowMaker:
         numbers = np.concatenate([ids, np.zeros(size - len(ids), ids.dtype)]).astype(np.int32)
         if size not in self._fns:
             keys, rows = keys_first(self._write(size))
-            made = evaluate(keys, *self._args)
+            made = evaluate(keys, *self.args)
             self._fns[size] = jitted_once(jaxpr_as_fun(rows), numbers, *made), made
         fn, made = self._fns[size]
         return [np.asarray(x)[: len(ids)] for x in fn(numbers, *made)]
@@ -146,7 +124,8 @@ def made_again(state: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, 
     Args:
       first: what the init makes.
     """
-    is_due = lambda x, new: isinstance(new, NewRows) and not isinstance(x, ArrayLike)
+    has_maker = lambda x: isinstance(x, ArrayLike) and (x.table is None or x.table.begins is not None)
+    is_due = lambda x, new: isinstance(new, NewRows) and not has_maker(x)
     with_maker = lambda x, new: MadeRows(x, new.maker) if is_due(x, new) else x
     return {n: with_maker(x, first.get(n)) for n, x in state.items()}
 
