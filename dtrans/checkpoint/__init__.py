@@ -25,7 +25,7 @@ device. Of several groups of ranks the first one saves. Pieces are written befor
 checkpoint is whole when every process has come so far, which `latest` finds out.
 
 A server is saved when it has ended: `exe.run(pserver, state)` returns its state when every trainer has closed, and a
-second job may go on from it, or from what was restored. A running server is not saved yet.
+second job may go on from it, or from what was restored. A running server saves beside its steps (`job.save`).
 
 Source: `save_persistables` and `load_persistables` of python/paddle/fluid/io.py, `checkpoint_notify` and `recv_save` of
 paddle/fluid/operators/distributed_ops. There a parameter in blocks was joined by one trainer, state was joined where
@@ -59,6 +59,7 @@ Source files, from the top; none imports one below it:
     assemble           an array out of slices of it
     pserver_state      what servers hold, and the pytrees of the step: without files
     collective_state   what trainers and ranks hold: without files
+    table_rows         rows of tables, some at a time; table_files: their files
     orbax_io           one piece, and what pieces make up: the only file that knows orbax
     api                check, save, restore and load
 """

@@ -600,6 +600,7 @@ def test_a_snapshot_is_of_one_moment(name: str, monkeypatch: pytest.MonkeyPatch)
     """Whatever becomes of rows while it is read: new ones, updates, lookups and rows that are given up."""
     monkeypatch.setattr(row_snapshot, "SEGMENT", 60)  # two or five rows at once
     monkeypatch.setattr(row_snapshot, "GROUPS", 7)
+    monkeypatch.setattr(row_snapshot, "LEAST", 1)
     tx, update, _ = SNAPSHOTS[name]
     alone, same, rng = Alone(tx, update=update), Alone(tx, update=update), np.random.default_rng(1)
     for each in (alone, same):

@@ -117,17 +117,17 @@ def test_an_update_is_of_the_rows_that_were_looked_up() -> None:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name, rests", [("adam", True), ("adamw", False)])
-def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(name: str, rests: bool) -> None:
+def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(
+    name: str, rests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And not where the state that a job goes on from has moved them before."""
     tx, given = {"adam": optax.adam(0.1), "adamw": optax.adamw(0.1)}[name], steps([[0], [5], [5], [7]])
     update, state = served(tx)
-    made: list[int] = []
+    made, make = list[int](), missed_steps.MissedSteps._make
+    counted = lambda self, ids, *args: (made.append(len(ids)), make(self, ids, *args))[1]
+    monkeypatch.setattr(missed_steps.MissedSteps, "_make", counted)
     for at, x in enumerate(given):
         server = SyncUpdate(update, state, 1)  # goes on from what the one before has left
-        (memory,) = server._tables.values()
-        make = memory.missed._make  # type: ignore[union-attr]
-        counted = lambda ids, *a, make=make: (made.append(len(ids)), make(ids, *a))
-        memory.missed._make = counted  # type: ignore[union-attr, method-assign]
         server.begin({GRAD: x}, frozenset([0]), at)
         state = finished(server)
     close(state, one_device(tx, given))

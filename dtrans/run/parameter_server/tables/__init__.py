@@ -1,6 +1,7 @@
 """Tables where they run: on a server, on a mesh, and what a trainer asks of them.
 
 table_memory    a block in a server's memory: rows taken out, and put back (`lazy_memory`)
+row_snapshot    its rows at one moment, read while it goes on
 new_rows        rows on first use
 missed_steps    rows that nobody looked up catch up
 row_updates     an update of some rows, on a server and on a mesh (`mesh_tables`)

@@ -10,22 +10,37 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from dtrans.checkpoint.table_rows import Begins, RowSegment, TableRows
 from dtrans.errors import StateError
+from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
+from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
-
-if TYPE_CHECKING:
-    from dtrans.run.parameter_server.tables.table_memory import TableMemory
 
 SEGMENT = 8 << 20  # bytes of rows that are read at once
-GROUPS = 256  # groups of rows by which rows are kept that change
+GROUPS, LEAST = 256, 4096  # groups of rows by which rows are kept that change, and how many rows one has at least
 ROOM = 16 << 20  # bytes that may be kept of rows, or a twelfth of what the block weighs
 WINDOW = 1 << 16  # rows that are looked through at once
+
+
+class SharedRows(Protocol):
+    """A block that goes on while its rows are read (`dtrans.run.parameter_server.tables.table_memory`)."""
+
+    table: TableBlock
+    held: dict[str, np.ndarray]
+    changed_at: np.ndarray
+    missed: MissedSteps | None
+    maker: RowMaker | None
+    step: int
+    evicted: int
+
+    @property
+    def nbytes(self) -> int:
+        """What the rows that are made weigh, with their state."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,7 +78,7 @@ class RowSnapshot(TableRows):
       most: the most bytes that were kept at one time.
     """
 
-    def __init__(self, memory: TableMemory, *, goes_on: bool = False, patience: float = 10.0) -> None:
+    def __init__(self, memory: SharedRows, *, goes_on: bool = False, patience: float = 10.0) -> None:
         self._memory, self._goes_on, self._patience = memory, goes_on, patience
         self.names, self.step, self.evicted = memory.table.held, memory.step, memory.evicted
         maker = memory.maker
@@ -72,7 +87,7 @@ class RowSnapshot(TableRows):
         self.rows = memory.table.rows
         self._row_bytes = sum(x[:1].nbytes for x in memory.held.values())
         self._room = max(ROOM, memory.nbytes // 12)
-        self._group = -(-self.rows // GROUPS)
+        self._group = max(LEAST, -(-self.rows // GROUPS))
         self._at = 0  # the rows before this one are read
         self._is_kept = np.zeros(self.rows, bool)
         self._kept: dict[int, list[_KeptRows]] = {}  # by group
