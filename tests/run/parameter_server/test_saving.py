@@ -526,15 +526,17 @@ def test_what_was_trained_survives_a_trainer(role_threads: RoleThreads, tmp_path
         assert f"pserver {ep} saved what it held after 2 steps of this job: {tmp_path}/2" in said
     first = dtrans.checkpoint.latest(tmp_path)
     assert first == tmp_path / "2"
-    close(dtrans.checkpoint.load(first, plan.main)[0], one_device(tx, given[:2])[0])
+    close(dtrans.checkpoint.load(first, plan.main, plan.startup)[0], one_device(tx, given[:2])[0])
+    plan = planned(tx, sparse, 2, 2)  # on other ports: somebody may have taken those of before
     fail(role_threads, plan, given[2:4], start=first, checkpoints=tmp_path)
     second = dtrans.checkpoint.latest(tmp_path)
     assert second == tmp_path / "4"
-    close(dtrans.checkpoint.load(second, plan.main)[0], one_device(tx, given[:4])[0])
+    close(dtrans.checkpoint.load(second, plan.main, plan.startup)[0], one_device(tx, given[:4])[0])
+    plan = planned(tx, sparse, 2, 2)
     fail(role_threads, plan, given[4:], {0: "100"}, start=second, checkpoints=tmp_path)
     third = dtrans.checkpoint.latest(tmp_path)
     assert third == tmp_path / "101"
-    close(dtrans.checkpoint.load(third, plan.main)[0], one_device(tx, given)[0])
+    close(dtrans.checkpoint.load(third, plan.main, plan.startup)[0], one_device(tx, given)[0])
 
 
 def test_what_was_saved_last_is_not_saved_again(role_threads: RoleThreads, tmp_path: Path) -> None:
