@@ -30,7 +30,7 @@ from dtrans.checkpoint.pserver_state import (
     step_rows,
 )
 from dtrans.checkpoint.runs import Mark, mark_of, run_of
-from dtrans.checkpoint.table_rows import TableArray
+from dtrans.checkpoint.saved_rows import TableArray
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import CheckpointWarning, StateError
 from dtrans.ir.program import Program

@@ -41,8 +41,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtrans.checkpoint.assemble import as_jax, as_numpy, by_origin, joined, overlap, same_values, type_of, whole
 from dtrans.checkpoint.runs import THIS_PROCESS, Mark, new_run
+from dtrans.checkpoint.saved_rows import ArrayLike, Begins, RowSegment, SavedTable, TableRows
 from dtrans.checkpoint.table_files import SavedBlock, write_tables
-from dtrans.checkpoint.table_rows import ArrayLike, Begins, RowSegment, SavedTable, TableRows
 from dtrans.errors import ConfigError, DtransError, StateError, not_installed
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program

@@ -1,7 +1,7 @@
 """Files of the rows of tables in a piece: bounded segments, which NumPy reads.
 
     rows/0/0.npz        the first rows of a block: `ids`, `changed`, and "0", "1", ... the rows of the block and of each
-                        array of its state (`dtrans.checkpoint.table_rows.RowSegment`)
+                        array of its state (`dtrans.checkpoint.saved_rows.RowSegment`)
     rows/0/1.npz        the next ones
     rows/0/first.npz    some rows as the init makes them, by which a later job knows that its init is the same
     rows/init.npz       what the init was given: it makes the rows that are not here
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dtrans.checkpoint.assemble import as_numpy
-from dtrans.checkpoint.table_rows import RowSegment, TableRows
+from dtrans.checkpoint.saved_rows import RowSegment, TableRows
 
 
 ARGS, FIRST = "init.npz", "first.npz"

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from dtrans.checkpoint.runs import Mark
-from dtrans.checkpoint.table_rows import ArrayLike
+from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.errors import DtransError
 from dtrans.protocol.presence import log
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, evaluate, jaxpr_as_fun, opened
-from dtrans.checkpoint.table_rows import ArrayLike
+from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.ir.builder import Builder
 from dtrans.parameter_server.tables.touched_rows import rooms
 from dtrans.run.base.lowered import jitted_once

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dtrans.checkpoint.table_rows import Begins, RowSegment, TableRows
+from dtrans.checkpoint.saved_rows import Begins, RowSegment, TableRows
 from dtrans.errors import StateError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dtrans.checkpoint.orbax_io import check_first
-from dtrans.checkpoint.table_rows import ArrayLike, SavedTable, TableArray, TableRows
+from dtrans.checkpoint.saved_rows import ArrayLike, SavedTable, TableArray, TableRows
 from dtrans.errors import StateError, WireError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.served import RowGradient
@@ -49,7 +49,7 @@ class TableMemory:
       step: how many updates were made, with those before the checkpoint that it goes on from.
       maker: makes rows; None where they cannot be made again.
       missed: the steps that rows have missed, where an update moves all of them.
-      changed_at: of each row, when it has changed (`dtrans.checkpoint.table_rows.RowSegment`); 0 where it is new.
+      changed_at: of each row, when it has changed (`dtrans.checkpoint.saved_rows.RowSegment`); 0 where it is new.
     """
 
     def __init__(self, update: ServerUpdate, table: TableBlock, state: Mapping[str, Any]) -> None:
