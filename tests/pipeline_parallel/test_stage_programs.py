@@ -434,7 +434,7 @@ def test_more_stages_than_scopes():
 
 @pytest.mark.parametrize("micro,replicas", [(3, 1), (1, 3), (8, 2), (16, 1)])
 def test_batches_that_cannot_be_shared(micro, replicas):
-    match = f"batch/x has 8 rows.* {micro} micro-batches of {replicas} replicas.*multiple of {micro * replicas}"
+    match = f"batch/x has 8 rows.* num_micro_batch={micro} and replicas={replicas} .*multiple of {micro * replicas}"
     with pytest.raises(BatchError, match=match.replace("batch/x", ".*")):
         plan_of(num_micro_batch=micro, replicas=replicas)
 
