@@ -252,7 +252,7 @@ class TrainerJob(RoleJob):
     def save(self, name: str, *, wait: bool = True) -> None:
         """Let the servers save what they hold while the job goes on, each its piece of one checkpoint.
 
-        Servers take a snapshot, which costs at most a copy of their memory, and write it beside the next steps.
+        Servers take a snapshot, and write it beside the next steps. The first of these copies the optimizer's state.
 
         It is as after the last step of this trainer: with synchronous trainers, that of all of them; with `dtrans.Geo`
         after its last push. The servers must

@@ -1,6 +1,7 @@
 """Checkpoints that a server writes beside its steps: one thread, and what it has met.
 
-The server takes a snapshot between two messages, which costs no more than a copy of it, and goes on. The thread writes
+The server takes a snapshot between two messages, and goes on: it refers to arrays, and XLA copies those that the next
+update would give away. The thread writes
 one snapshot after the other. The server's loop hears of the end by a pipe, and answers who asked.
 """
 
