@@ -122,9 +122,12 @@ def _made(write: _Writer, x: Any) -> str:
     """Return the text of a parameter of an equation; a body is the digest of its outputs."""
     if isinstance(x, (tuple, list)):
         return f"({', '.join(_made(write, v) for v in x)})"
-    if not is_jaxpr(x) or opened(x) is x or opened(x).effects:
+    if not is_jaxpr(x):
         return write.value(x)
-    inner = opened(x)
+    inner: Any = opened(x)
+    # an open jaxpr has no values of its constants; from JAX 0.11 open and closed ones are of one class
+    if inner.effects or len(inner.constvars) != len(constants(x)):
+        return write.value(x)
     made = of_values(x, range(len(inner.invars)))
     return digest(" ".join(number(a) if isinstance(a, Literal) else made[a] for a in inner.outvars))
 
