@@ -175,9 +175,9 @@ def test_each_device_gets_its_rows_and_nothing_is_put_together(
     asked: list[Any] = []
     read = Checkpoint.on_host
 
-    def spy(self: Checkpoint, targets: Sequence[Any]) -> Any:
+    def spy(self: Checkpoint, targets: Sequence[Any], **options: Any) -> Any:
         asked.extend(targets)
-        return read(self, targets)
+        return read(self, targets, **options)
 
     monkeypatch.setattr(Checkpoint, "on_host", spy)
     other = on_mesh(planned(OPTIMIZERS["adam"], degree=4, replicas=2, stage=3))

@@ -581,7 +581,7 @@ def test_servers_save_what_was_pushed_and_the_job_goes_on(role_threads: RoleThre
         role_threads.start(ep, serving, ep)
     role_threads.start("trainer", trainer)
     ended = role_threads.all()
-    saved, _ = dtrans.checkpoint.load(tmp_path / "three", plan.main)
+    saved, _ = dtrans.checkpoint.load(tmp_path / "three", plan.main, plan.startup)
     close(jax.tree.map(np.asarray, saved), jax.tree.map(np.asarray, half))
     table = np.concatenate([np.asarray(ended[ep][n]) for ep in plan.servers for n in ended[ep] if "emb" in n])
     np.testing.assert_allclose(table, whole["emb"], rtol=1e-12)

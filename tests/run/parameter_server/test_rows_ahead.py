@@ -302,7 +302,7 @@ def test_servers_save_while_rows_are_on_their_way(role_threads: RoleThreads, tmp
     (wanted, _), _ = trained(role_threads, plans[0], looped(given, None))
     same(trained(role_threads, plans[1], train, serve_and_save)[0][0], wanted)
     (saved, _), _ = trained(role_threads, planned(optax.adam(0.1), LAZY, 1, 2), looped(given[:2], None))
-    same(dtrans.checkpoint.load(tmp_path / "two", plans[1].main)[0], saved)
+    same(dtrans.checkpoint.load(tmp_path / "two", plans[1].main, plans[1].startup)[0], saved)
 
 
 def test_where_there_is_nothing_to_be_asked_ahead(role_threads: RoleThreads) -> None:

@@ -210,7 +210,7 @@ def test_a_table_goes_on_in_another_placement(role_threads: RoleThreads, update:
             same(dtrans.checkpoint.scatter(plan, ep, params, opt_state), held[ep])
     same(found, wanted)
     same([*held.values()], [*last.values()])
-    same(dtrans.checkpoint.load(before, plan.main)[0], wanted)
+    same(dtrans.checkpoint.load(before, plan.main, plan.startup)[0], wanted)
 
 
 # -- what a plan says ------------------------------------------------------------------------------

@@ -447,7 +447,7 @@ def test_a_table_goes_on_on_other_servers(role_threads: RoleThreads, sparse: Any
         found = ended["trainer 0"][0]
         role_threads.forget()
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    params, opt_state = dtrans.checkpoint.load(before, plan.main)
+    params, opt_state = dtrans.checkpoint.load(before, plan.main, plan.startup)
     jax.tree.map(np.testing.assert_array_equal, params, wanted)
     assert int(opt_state[0].count) == 6
 
