@@ -28,11 +28,12 @@ from typing import Any, Literal
 
 import jax
 
-from dtrans._jax import without_mesh
+from dtrans._jax import Var, equations, jaxprs_in_params, line_of, without_mesh
 from dtrans.batch.shared import SharedStep, batch_axes, grown, share, share_alone
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import BatchError, ConfigError, GradientError, TraceError
-from dtrans.ir.program import DIST, Program
+from dtrans.ir.dataflow import propagate
+from dtrans.ir.program import DIST, Program, is_communication
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.averaged_leaves import averages_of
 from dtrans.parameter_server.dc_asgd import compensated, kept_beside
@@ -147,6 +148,7 @@ def pserver(
         planned = plan_geo_sgd(plain, startup, endpoints, trainers, mode, placement, sparse)
         return dataclasses.replace(planned, options=options)
     step = plain if shared is None or shared.proven else cut(shared.step.program)
+    refuse_exchange_in_update(step)
     comm = trainer_comm(step, trainers, mode, batch)  # how trainers talk to servers
     summed: tuple[str, ...] = ()
     if shared is not None:
@@ -306,6 +308,27 @@ def check_arguments(step: Cut, batch: Batch, trainers: int, on_trainer_exit: str
     if any(n in cut_ for n in step.arguments):
         assert step.told is not None
         raise step.told.refused(TRAINERS_HAVE)
+
+
+def refuse_exchange_in_update(step: Cut) -> None:
+    """Refuse an update that reads what trainers make in parts, as random numbers with the rows of the batch."""
+    eqns = step.optimize.eqns
+    parts = [e for e in eqns if is_communication(e) or any(map(_exchanges, jaxprs_in_params(e.params)))]
+    if not parts:
+        return
+    behind = propagate(eqns, {v: 1 for e in parts for v in e.outvars}, {})
+    readers = [e for e in eqns if any(isinstance(a, Var) and behind.get(a) for a in e.invars)]
+    where = next(filter(None, map(line_of, [*parts, *readers])), "an unknown line")
+    raise GradientError(
+        f"the update of {step.program.name} reads values with the rows of the batch ({where}), of which each trainer "
+        "makes its own rows; dtrans.nccl2 and dtrans.sharding take such a step, or say batch='local', which makes "
+        "them of each part alone"
+    )
+
+
+def _exchanges(body: Any) -> bool:
+    """Return True if something in a jaxpr communicates."""
+    return any(map(is_communication, equations(body)))
 
 
 def trainer_comm(step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch) -> TrainerCommConfig:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import dtrans
-from dtrans.errors import ConfigError, DtransError
+from dtrans.errors import ConfigError, DtransError, GradientError
 
 
 WIDE, HIDDEN, OUT = 4, 6, 3
@@ -53,6 +53,7 @@ VALUES: dict[str, Callable[..., jax.Array]] = {
     "loss times statistic": lambda loss, hidden, grads, x, y: loss * jnp.mean(hidden),
     "largest input": lambda loss, hidden, grads, x, y: x.max(),
     "rows times gradient": lambda loss, hidden, grads, x, y: jnp.mean((x @ grads["w"]) ** 2),
+    "median of activations": lambda loss, hidden, grads, x, y: jnp.median(jnp.abs(hidden)),
     "loss over norm": lambda loss, hidden, grads, x, y: loss / (1.0 + jnp.sum(grads["w"] ** 2)),
 }
 USES = ("rate", "gate", "parameter", "outer", "state", "least", "result")
@@ -66,19 +67,24 @@ class Case:
       value, use: of `VALUES` and `USES`.
       marked: its gradient is taken with `dtrans.value_and_grad`.
       one_state: it takes a pytree of parameters and state together.
+      noisy: forward adds random numbers to the batch, and the value is one of these, not of the batch.
     """
 
     value: str
     use: str
     marked: bool
     one_state: bool
+    noisy: bool = False
 
     def step(self) -> Callable[..., Any]:
         """Return the step, as a user would write it."""
         value_and_grad = dtrans.value_and_grad if self.marked else jax.value_and_grad
 
         def update(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, Any]:
-            (loss, hidden), grads = value_and_grad(loss_of, has_aux=True)(params, x, y)
+            noise = jax.random.normal(jax.random.key(5), x.shape) if self.noisy else jnp.zeros(())
+            (loss, hidden), grads = value_and_grad(loss_of, has_aux=True)(params, x + noise, y)
+            if self.noisy:
+                x, hidden = noise, jnp.tanh(noise @ params["w"])
             value = VALUES[self.value](loss, hidden, grads, x, y)
             momentum = jax.tree.map(lambda m, g: 0.5 * m + g, state["momentum"], grads)
             rate = 0.1 * value if self.use == "rate" else 0.1
@@ -117,6 +123,12 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
         ).simulate()
         for k in (1, 2, 3)
     },
+    **{
+        f"groups, stage {k}": lambda main, startup, n, k=k: dtrans.sharding(
+            main, startup, degree=2, replicas=n, stage=k, slices=ROWS_CUT
+        ).simulate()
+        for k in (1, 3)
+    },
     "by leaf": lambda main, startup, n: dtrans.sharding(
         main, startup, degree=n, stage=2, slices=dataclasses.replace(ROWS_CUT, partition="greedy_even")
     ).simulate(),
@@ -129,7 +141,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     ).simulate(),
     "pipeline": lambda main, startup, n: dtrans.pipeline(main, startup, num_stages=n, num_micro_batch=2).on_mesh(),
 }
-NEVER_REFUSE = ("nccl2", "stage 1", "stage 2", "stage 3", "by leaf")
+NEVER_REFUSE = ("nccl2", "stage 1", "stage 2", "stage 3", "groups, stage 1", "groups, stage 3", "by leaf")
 
 
 def check(case: Case, strategy: str, trainers: int, rows: int) -> bool:
@@ -148,7 +160,16 @@ def check(case: Case, strategy: str, trainers: int, rows: int) -> bool:
             found.append(results)
     except DtransError as e:
         assert strategy not in NEVER_REFUSE, f"{case} is refused: {e}"
-        named = ("test_forward_values.py", "new_params", "params/", "state/", "loss", "value", "x has 13 rows")
+        named = (
+            "test_forward_values.py",
+            "new_params",
+            "params/",
+            "state/",
+            "loss",
+            "value",
+            "x has 13 rows",
+            "the update of",
+        )
         assert any(word in str(e) for word in named), f"{e} names nothing of {case}"
         return False
     for i in range(2):
@@ -161,7 +182,9 @@ def check(case: Case, strategy: str, trainers: int, rows: int) -> bool:
     return True
 
 
-CASES = st.builds(Case, st.sampled_from(list(VALUES)), st.sampled_from(USES), st.booleans(), st.booleans())
+CASES = st.builds(
+    Case, st.sampled_from(list(VALUES)), st.sampled_from(USES), st.booleans(), st.booleans(), st.booleans()
+)
 
 
 @pytest.mark.usefixtures("x64")
@@ -193,3 +216,21 @@ def test_ranks_compute_forward_once_and_keep_their_slices(stage: int) -> None:
     assert set(plan.slices.leaves) == {"params/v", "params/w"}
     products = [op for op in plan.program.ops if op.type == "dot_general"]
     assert len(products) == 5, "two of forward, three of backward"
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("value", "use"), [("largest input", "outer"), ("median of activations", "rate")])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_groups_of_ranks_gather_rows_of_all_for_the_update(stage: int, value: str, use: str) -> None:
+    """A median takes activations of ranks and groups, and `outer` adds to whole parameters."""
+    assert check(Case(value, use, marked=stage == 3, one_state=False), f"groups, stage {stage}", 2, 13)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("value", ["mean of activations", "largest input"])
+def test_servers_refuse_random_rows_that_trainers_draw_in_parts(value: str) -> None:
+    """No row of the batch enters noise in an update, but each trainer draws its own rows of it."""
+    case, key = Case(value, "rate", marked=False, one_state=False, noisy=True), jax.random.key(0)
+    main, startup = dtrans.trace(case.step(), *init(key), *batch(6, 0)), dtrans.trace(init, key)
+    with pytest.raises(GradientError, match=r"update reads values with the rows of the batch \(test_forward_values"):
+        STRATEGIES["pserver"](main, startup, 2)

@@ -20,10 +20,14 @@ _REDUCE: dict[str, Callable[..., Any]] = {"sum": jax.lax.psum, "max": jax.lax.pm
 
 def _all_reduce(*xs: Any, op: str, over: tuple[str, ...], **_: Any) -> Sequence[Any]:
     if op in _REDUCE:
-        made: Sequence[Any] = _REDUCE[op](xs, over)
-        return made
+        reduced: Sequence[Any] = _REDUCE[op](xs, over)
+        return reduced
     # products and bits: XLA has no collective for them that all backends carry out; what is so reduced is small
-    return [combine(op, list(jax.lax.all_gather(x, over))) for x in xs]
+    # one axis after the other: vmap refuses a gather over several
+    made: Sequence[Any] = xs
+    for name in reversed(over):
+        made = [combine(op, list(jax.lax.all_gather(x, name))) for x in made]
+    return made
 
 
 def _all_gather(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
