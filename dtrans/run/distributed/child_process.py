@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
@@ -30,7 +33,7 @@ Emit = Callable[[str, str], None]
 
 
 class Child:
-    """A running role.
+    """A role as a process, which waits for `begin`.
 
     Args:
       role: what it is; the environment says so.
@@ -60,20 +63,25 @@ class Child:
         self.role = role
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL)
         self._emit = emit
-        try:
-            self.process = subprocess.Popen(
-                list(command),
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=None if inherit_stdout else subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as e:
-            raise LaunchError(f"{role.name} cannot be started: {command[0]}: {e.strerror}") from e
+        _check_command(role, command[0], env)
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", orphan_guard.__file__, *command],
+            env=dict(env),
+            stdin=subprocess.PIPE,
+            stdout=None if inherit_stdout else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
         streams = (("stdout", self.process.stdout), ("stderr", self.process.stderr))
         self._readers = [self._thread(self._read, n, s) for n, s in streams if s is not None]
         self._thread(self._wait, events)
+
+    def begin(self) -> None:
+        """Let the role begin, once somebody is there to end it if the launcher is killed."""
+        assert self.process.stdin is not None
+        with self.process.stdin as gate, contextlib.suppress(BrokenPipeError):  # it was killed: its end is an event
+            gate.write(b"\n")
 
     @property
     def pid(self) -> int:
@@ -126,6 +134,16 @@ class Child:
         else:  # macOS before Python 3.13
             self.process.wait()
         events.put(self)
+
+
+def _check_command(role: Role, program: str, env: Mapping[str, str]) -> None:
+    """Raise LaunchError for a program that is not there, or that may not be run."""
+    path = env.get("PATH", os.defpath)
+    if shutil.which(program, path=path) is not None:
+        return
+    there = os.path.exists(program) or shutil.which(program, os.F_OK, path) is not None
+    why = os.strerror(errno.EACCES if there else errno.ENOENT)
+    raise LaunchError(f"{role.name} cannot be started: {program}: {why}")
 
 
 class Guard:

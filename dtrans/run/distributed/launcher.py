@@ -176,9 +176,10 @@ class _Job:
         self._ending = False
 
     def started(self, child: Child, guard: Guard) -> None:
-        """Note a role that has started."""
+        """Note a role that is there, and let it begin."""
         self.running[child] = guard
         guard.add(child)
+        child.begin()
 
     def wait(self, limit: float | None) -> int | None:
         """Wait until all have ended, one has failed, or time is up. Returns the signal, if that came first."""

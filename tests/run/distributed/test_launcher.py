@@ -564,6 +564,36 @@ def test_killed_launcher_leaves_nothing(script: Any, watch: Watch) -> None:
         watch.all_gone()
 
 
+BEFORE_REGISTRATION = """
+import os, signal, sys
+from queue import SimpleQueue
+from dtrans.run.distributed.child_process import Child
+from dtrans.run.distributed.role import roles_of
+
+role = roles_of(1, ["127.0.0.1:1"])[0]
+command = [sys.executable, "-c", "print('the role has begun', flush=True)"]
+Child(role, command, dict(os.environ), SimpleQueue(), print, inherit_stdout=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_launcher_that_is_killed_before_a_role_is_registered_leaves_nothing() -> None:
+    """Standard output ends when the last process that has it is gone."""
+    done = subprocess.run([sys.executable, "-c", BEFORE_REGISTRATION], stdout=subprocess.PIPE, timeout=PATIENCE)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == b""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says which signals are ignored")
+def test_a_role_has_no_input_and_ignores_no_broken_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a command that a shell starts, though a script of Python's becomes it."""
+    launch(["sh", "-c", "grep SigIgn /proc/self/status; cat; echo at the end of its input"])
+    out = capsys.readouterr().out
+    for ignored in (line.split()[-1] for line in out.splitlines() if "SigIgn" in line):
+        assert not int(ignored, 16) & 1 << signal.SIGPIPE - 1
+    assert out.count("SigIgn") == out.count("at the end of its input") == 2
+
+
 # -- jobs that go on -------------------------------------------------------------------------------
 
 
