@@ -1,10 +1,12 @@
-"""One role of the jobs in test_lifecycle.py and test_sync_matrix.py: a process that says on its standard output how far
+"""One role of the jobs in test_lifecycle.py, test_crashed_saves.py and test_sync_matrix.py: a process that says on its standard output how far
 it is, and goes on past a gate when it is told to. Its argument is JSON: what to do, and the rest for that."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,49 @@ def trainer(job: dict[str, Any]) -> None:
     np.savez(job["out"], **flat(params))
 
 
+def saving(job: dict[str, Any]) -> None:
+    """Take a role of a job that saves a checkpoint after each of some steps.
+
+    Args:
+      job: `role`, its environment; `start`, the checkpoint to go on from; `first` and `last`, the steps; `data`, an
+        offset that gives each run batches of its own; `saves`, the steps after which trainer 0 saves; `held`, the
+        checkpoint whose writer waits in the middle of its piece until the process is killed.
+    """
+    from lifecycle_job import batch_of, params_of, plan_for
+
+    import dtrans
+
+    os.environ.update(job["role"])
+    role, folder = dtrans.Role.from_env(), Path(job["folder"])
+    if job["held"]:
+        hold(folder / job["held"])
+    with plan_for(role.pserver_endpoints, role.trainers).on_cluster(deadline=60) as cluster:
+        state = dtrans.checkpoint.restore(job["start"], cluster) if job["start"] else cluster.init(params_of())
+        if role.is_pserver:
+            np.savez(job["out"], **cluster.serve(state, checkpoints=folder))
+            return
+        for i in range(job["first"], job["last"]):
+            state, _ = cluster.step(state, *cluster.shard_batch(*batch_of(job["data"] + i, role.trainers)))
+            if role.trainer_id == 0 and i + 1 in job["saves"]:
+                cluster.save(str(i + 1))
+        np.savez(job["out"], **flat(cluster.params(state)))
+
+
+def hold(checkpoint: Path) -> None:
+    """Let the writer of a piece wait when its files are written and it has no name yet."""
+    from dtrans.checkpoint import orbax_io
+
+    written = orbax_io._sync_tree
+
+    def sync_tree(folder: Path) -> None:
+        written(folder)
+        if checkpoint in Path(folder).parents:
+            say("in the middle")
+            threading.Event().wait()
+
+    orbax_io._sync_tree = sync_tree
+
+
 def matrix_pserver(job: dict[str, Any]) -> None:
     """Serve a job for each optimizer, in this process."""
     from sync_matrix_job import OPTIMIZERS, init_of, plan_for
@@ -107,4 +152,4 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent)]
     what = json.loads(sys.argv[1])
     jax.config.update("jax_enable_x64", what["x64"])
-    {fn.__name__: fn for fn in (pserver, trainer, matrix_pserver, matrix_trainer)}[what["do"]](what)
+    {fn.__name__: fn for fn in (pserver, trainer, saving, matrix_pserver, matrix_trainer)}[what["do"]](what)

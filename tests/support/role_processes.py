@@ -67,6 +67,12 @@ class Process:
         with np.load(self.out) as found:
             return dict(found)
 
+    def fail(self) -> str:
+        """Return its error, once it has ended with one."""
+        _, errors = self._popen.communicate(timeout=PATIENCE)
+        assert self._popen.returncode, "it ended well"
+        return errors
+
     def kill(self) -> None:
         self._popen.kill()
         self._popen.communicate()
