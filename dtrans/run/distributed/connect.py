@@ -46,6 +46,7 @@ from dtrans.run.distributed.membership import Membership, current, join, known
 from dtrans.run.distributed.multihost import all_reduce_sum
 from dtrans.run.distributed.rendezvous import rendezvous
 from dtrans.run.distributed.role import LOSS, Role
+from dtrans.run.net.net_options import allows_remote
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 
@@ -57,7 +58,7 @@ def connect(
     *,
     deadline: float = DEADLINE,
     patience: float = PATIENCE,
-    allow_remote: bool = False,
+    allow_remote: bool | None = None,
     on_trainer_loss: str | None = None,
 ) -> Membership:
     """Connect the trainers of an nccl2 job. Call it before anything that makes JAX look for its devices.
@@ -73,7 +74,7 @@ def connect(
       patience: seconds without a sign of another process, or of the network to it, after which it is taken for dead:
         30 by default, and the deadline if that is less. A process that is stopped for a shorter time goes on.
       allow_remote: let endpoints be on other machines, and stages of a pipeline that a scheduler has put on several
-        hosts send each other values. Endpoints that are given take DTRANS_TOKEN too, the same secret in all processes.
+        hosts send each other values. By default True where DTRANS_ALLOW_REMOTE is 1, else False. Endpoints that are given take DTRANS_TOKEN too, the same secret in all processes.
         Nothing is encrypted, and the connections of JAX itself know no token: only on a network where everybody may
         train with everybody.
       on_trainer_loss: "abort" ends all trainers when one ends before its time; "drop" lets `plan.on_cluster()` go on
@@ -87,7 +88,7 @@ def connect(
     """
     for name, seconds in (("deadline", deadline), ("patience", patience)):
         check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
-    patience = min(patience, deadline)
+    patience, allow_remote = min(patience, deadline), allows_remote(allow_remote)
     loss = os.environ.get(LOSS, "abort") if on_trainer_loss is None else on_trainer_loss
     check_one_of("on_trainer_loss", loss, ("abort", "drop"))
     if role is None and _is_told():
