@@ -37,6 +37,7 @@ LAYERS = (
     ("pipeline_parallel",),
     ("checkpoint",),
     ("run",),
+    ("hosts",),
     ("paddle", "epl"),
     ("examples",),
     ("cli",),
