@@ -39,8 +39,8 @@ class HostEntry:
 
     Example:
       >>> from dtrans.hosts.host_list import HostEntry, read_hosts
-      >>> read_hosts("gpu1:2,gpu2")
-      (HostEntry(name='gpu1', slots=2, address='', python=''), HostEntry(name='gpu2', slots=None, address='', python=''))
+      >>> [(host.name, host.slots) for host in read_hosts("gpu1:2,gpu2")]
+      [('gpu1', 2), ('gpu2', None)]
     """
 
     name: str
