@@ -1,5 +1,8 @@
-"""One role of the jobs in test_lifecycle.py, test_crashed_saves.py and test_sync_matrix.py: a process that says on its standard output how far
-it is, and goes on past a gate when it is told to. Its argument is JSON: what to do, and the rest for that."""
+"""One role of the jobs in test_lifecycle.py, test_crashed_saves.py and test_sync_matrix.py.
+
+A process that says on its standard output how far it is, and goes on past a gate when it is told to. Its argument is
+JSON: what to do, and the rest for that.
+"""
 
 from __future__ import annotations
 
