@@ -1,4 +1,4 @@
-"""One role of the jobs in test_lifecycle.py, test_crashed_saves.py and test_sync_matrix.py.
+"""One role of the jobs in test_lifecycle.py, test_failed_saves.py and test_sync_matrix.py.
 
 A process that says on its standard output how far it is, and goes on past a gate when it is told to. Its argument is
 JSON: what to do, and the rest for that.
@@ -72,21 +72,26 @@ def trainer(job: dict[str, Any]) -> None:
 
 
 def saving(job: dict[str, Any]) -> None:
-    """Take a role of a job that saves a checkpoint after each of some steps.
+    """Take a role of a job that saves checkpoints after some of its steps.
 
     Args:
       job: `role`, its environment; `start`, the checkpoint to go on from; `first` and `last`, the steps; `data`, an
-        offset that gives each run batches of its own; `saves`, the steps after which trainer 0 saves; `held`, the
-        checkpoint whose writer waits in the middle of its piece until the process is killed.
+        offset that gives each run batches of its own; `saves`, the name of the checkpoint that trainer 0 asks for after
+        each of some steps; `held`, the checkpoint whose writer waits in the middle of its piece until the process is
+        killed; `refused`, the checkpoints that may fail, and for some of them the system call that fails and its error.
     """
     from lifecycle_job import batch_of, params_of, plan_for
 
     import dtrans
+    from dtrans.errors import CheckpointError
 
     os.environ.update(job["role"])
-    role, folder = dtrans.Role.from_env(), Path(job["folder"])
+    role, folder, said = dtrans.Role.from_env(), Path(job["folder"]), dict[str, str]()
     if job["held"]:
         hold(folder / job["held"])
+    if role.is_pserver:
+        for name, failure in job["refused"].items():
+            refuse(folder / name, *failure)
     with plan_for(role.pserver_endpoints, role.trainers).on_cluster(deadline=60) as cluster:
         state = dtrans.checkpoint.restore(job["start"], cluster) if job["start"] else cluster.init(params_of())
         if role.is_pserver:
@@ -94,9 +99,16 @@ def saving(job: dict[str, Any]) -> None:
             return
         for i in range(job["first"], job["last"]):
             state, _ = cluster.step(state, *cluster.shard_batch(*batch_of(job["data"] + i, role.trainers)))
-            if role.trainer_id == 0 and i + 1 in job["saves"]:
-                cluster.save(str(i + 1))
-        np.savez(job["out"], **flat(cluster.params(state)))
+            name = job["saves"].get(str(i + 1))
+            if role.trainer_id or name is None:
+                continue
+            try:
+                cluster.save(name)
+            except CheckpointError as e:
+                if name not in job["refused"]:
+                    raise
+                said[f"said/{name}"] = str(e)
+        np.savez(job["out"], **said, **flat(cluster.params(state)))
 
 
 def hold(checkpoint: Path) -> None:
@@ -112,6 +124,21 @@ def hold(checkpoint: Path) -> None:
             threading.Event().wait()
 
     orbax_io._sync_tree = sync_tree
+
+
+def refuse(checkpoint: Path, call: str = "", code: int = 0) -> None:
+    """Let a system call fail on files of a checkpoint."""
+    real = getattr(os, call, None)
+    if real is None:
+        return
+
+    def refused(file: Any, *args: Any, **options: Any) -> Any:
+        path = Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file)
+        if path == checkpoint or checkpoint in path.parents:
+            raise OSError(code, os.strerror(code))
+        return real(file, *args, **options)
+
+    setattr(os, call, refused)
 
 
 def matrix_pserver(job: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,18 @@ def memory_of(pid: int) -> float:
 
 
 class Process:
-    """A role that was started; see `lifecycle_role.py` for what it does with its arguments."""
+    """A role that was started; see `lifecycle_role.py` for what it does with its arguments.
 
-    def __init__(self, do: str, out: Path, **job: Any) -> None:
+    Args:
+      wrap: a command that starts the role's.
+    """
+
+    def __init__(self, do: str, out: Path, wrap: Sequence[str] = (), **job: Any) -> None:
         self.out = out
         told = json.dumps({"do": do, "out": str(out), "x64": True} | job)
         path = [str(SCRIPT.parent), *sys.path]
         self._popen = subprocess.Popen(
-            [sys.executable, "-W", "error", str(SCRIPT), told],
+            [*wrap, sys.executable, "-W", "error", str(SCRIPT), told],
             env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(p for p in path if p)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

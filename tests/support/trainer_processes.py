@@ -49,11 +49,11 @@ def slurm_environment(k: int, tasks: int, port: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def started(trainers: int, *command: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of a job. None outlives the block."""
+def started(roles: int | Sequence[Role], *command: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The processes of a job, whose roles are given or are so many trainers. None outlives the block."""
     with contextlib.ExitStack() as stack:
         processes = []
-        for role in trainer_roles(free_endpoints(trainers)):
+        for role in trainer_roles(free_endpoints(roles)) if isinstance(roles, int) else roles:
             process = subprocess.Popen(
                 command, env=environment(role), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )

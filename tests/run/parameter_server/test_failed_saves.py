@@ -1,9 +1,13 @@
-"""A server is killed in the middle of a save: the job starts again at the same endpoints, and saves under that name."""
+"""Saves that end before their time, as processes: a server is killed in one, or the system refuses its files."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import subprocess
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +40,8 @@ def start_run(started: Roles, endpoints: Sequence[str], folder: Path, run: int, 
             first=FIRST if run else 0,
             last=SECOND if victim is None else END,
             data=data_of(run),
-            saves=[FIRST, SECOND],
+            saves={str(at): str(at) for at in (FIRST, SECOND)},
+            refused={},
             held=str(SECOND) if role.name == f"pserver {victim}" else "",
         )
     return names
@@ -83,3 +88,67 @@ def test_the_next_run_replaces_what_a_killed_server_left(tmp_path: Path, victims
     batches = [batch_of(data_of(last if i >= FIRST else 0) + i, TRAINERS) for i in range(SECOND)]
     want, _, _ = plain_run(plain_step(mlp_loss, TX), params_of(), TX.init(params_of()), batches)
     tree_close(checkpoint.load(latest, plan.main)[0], want, 1e-12)
+
+
+# -- what the system refuses -----------------------------------------------------------------------
+
+# names of checkpoints, and the error that each meets; for some, the system call that is made to fail
+REAL = {"9" * 300: errno.ENAMETOOLONG, "locked": errno.EACCES, "full": errno.ENOSPC, "read-only": errno.EROFS}
+MADE = {"broken": ("fsync", errno.EIO), "stale": ("stat", errno.ESTALE), "stale list": ("listdir", errno.ESTALE)}
+WITHOUT_RIGHTS = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--inh-caps", "-all"]
+
+
+@contextlib.contextmanager
+def refusing(folder: Path) -> Iterator[None]:
+    """Make a folder for each real failure: one without permission, one without room, one that is read-only."""
+    made = {name: folder / name for name in ("locked", "full", "read-only")}
+    for path in made.values():
+        path.mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        for name, options in {"full": "size=16k", "read-only": "ro"}.items():
+            subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", made[name]], check=True)
+            stack.callback(subprocess.run, ["umount", "--lazy", made[name]], check=True)
+        made["locked"].chmod(0)
+        stack.callback(made["locked"].chmod, 0o700)
+        yield
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems, which the superuser may")
+def test_a_job_goes_on_whatever_the_system_refuses(tmp_path: Path) -> None:
+    """A failed save is told to who asked, with the system's word; servers keep their state, and the next save works."""
+    endpoints, folder = free_endpoints(2), tmp_path / "saved"
+    names = [*REAL, *MADE]
+    saves = {str(at): name for at, name in enumerate([*names, "100"], 1)}
+    steps = len(saves) + 1
+    with refusing(folder), roles(tmp_path) as started:
+        for role in roles_of(1, endpoints):
+            started.start(
+                role.name,
+                "saving",
+                wrap=WITHOUT_RIGHTS if role.is_pserver else (),
+                role=role.environment(),
+                folder=str(folder),
+                start="",
+                first=0,
+                last=steps,
+                data=0,
+                saves=saves,
+                held="",
+                refused=dict.fromkeys(REAL, ()) | MADE,
+            )
+        found = started.end()
+    said = {n.removeprefix("said/"): str(x) for n, x in found["trainer 0"].items() if n.startswith("said/")}
+    assert [*said] == names
+    for name, code in (REAL | {name: code for name, (_, code) in MADE.items()}).items():
+        for k, ep in enumerate(endpoints):
+            told = f"pserver {ep} has not saved its part of checkpoint {name}: the piece of {ep} cannot be written to "
+            _, there, why = said[name].partition(f"{told}{folder}/{name}/pserver-{k}: ")
+            assert there and os.strerror(code) in why.partition(". Make room")[0], (name, said[name])
+    plan = plan_for(endpoints, 1)
+    latest = checkpoint.latest(folder)
+    assert latest == folder / "100"
+    step = plain_step(mlp_loss, TX)
+    batches = [batch_of(i, 1) for i in range(steps)]
+    for params, count in ((checkpoint.load(latest, plan.main)[0], steps - 1), (found["trainer 0"], steps)):
+        want, _, _ = plain_run(step, params_of(), TX.init(params_of()), batches[:count])
+        tree_close({n: params[n] for n in want}, want, 1e-12)
