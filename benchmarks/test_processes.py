@@ -5,6 +5,7 @@ Windows of steps of both trainers alternate with windows of the plain step, duri
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import subprocess
 import sys
@@ -22,8 +23,9 @@ import dtrans
 STEPS, WINDOWS = 100, 9
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_two_trainers_and_two_pservers(benchmark, report, mode):
+@contextlib.contextmanager
+def running_job(mode):
+    """Yield the endpoints of a running job, and a function: the mean of both trainers' seconds for some steps."""
     script = str(Path(__file__).with_name("two_by_two.py"))
     endpoints = free_endpoints(2)
     every = ",".join(endpoints)
@@ -31,6 +33,26 @@ def test_two_trainers_and_two_pservers(benchmark, report, mode):
     other = subprocess.Popen(
         [sys.executable, script, "trainer", mode, every], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    try:
+        with dtrans.Executor(deadline=120) as exe:
+            ours = stepping(exe, plan_for(mode, every), 0)
+
+            def both(steps: int) -> float:
+                other.stdin.write(f"{steps}\n")
+                other.stdin.flush()
+                mine = ours(steps)
+                return (mine + float(other.stdout.readline())) / 2
+
+            yield endpoints, both
+    finally:
+        other.stdin.close()
+        other.stdout.close()
+        for process in (other, *servers):
+            process.wait(timeout=120)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_trainers_and_two_pservers(benchmark, report, mode):
     jitted = jax.jit(step, donate_argnums=(0, 1))
     box, data = [*init(jax.random.key(0))], batch(0)
 
@@ -41,25 +63,10 @@ def test_two_trainers_and_two_pservers(benchmark, report, mode):
         jax.block_until_ready(loss)
         return time.perf_counter() - start
 
-    try:
-        with dtrans.Executor(deadline=120) as exe:
-            ours = stepping(exe, plan_for(mode, every), 0)
-
-            def both() -> float:
-                """The mean of both trainers' seconds."""
-                other.stdin.write(f"{STEPS}\n")
-                other.stdin.flush()
-                mine = ours(STEPS)
-                return (mine + float(other.stdout.readline())) / 2
-
-            both(), plain()
-            pairs = [(both(), plain()) for _ in range(WINDOWS)]
-            benchmark.pedantic(both, rounds=1)
-    finally:
-        other.stdin.close()
-        other.stdout.close()
-        for process in (other, *servers):
-            process.wait(timeout=120)
+    with running_job(mode) as (_, both):
+        both(STEPS), plain()
+        pairs = [(both(STEPS), plain()) for _ in range(WINDOWS)]
+        benchmark.pedantic(lambda: both(STEPS), rounds=1)
     share = statistics.median(b / a for a, b in pairs)
     a, b = (STEPS / statistics.median(t) for t in zip(*pairs, strict=True))
     benchmark.extra_info["of plain"] = share

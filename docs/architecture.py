@@ -45,7 +45,7 @@ LAYERS = (
 )
 RUN_LAYERS = (
     ("base", "net"),
-    ("distributed",),
+    ("distributed", "status"),
     ("collective", "parameter_server"),
     ("pipeline_parallel",),
     ("executor",),

@@ -1,4 +1,4 @@
-"""The command line: `dtrans launch`, `dtrans train`, `dtrans example` and `dtrans simulate`.
+"""The command line: `dtrans launch`, `dtrans status`, `dtrans train`, `dtrans example` and `dtrans simulate`.
 
 Errors of the package come out as one message without a traceback and exit code 1, usage errors with 2, and a
 failed role with that role's own exit code.
@@ -16,6 +16,7 @@ from rich.console import Console
 
 import dtrans
 from dtrans.checks import check_one_of
+from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, DtransError, LaunchError
 
 
@@ -95,6 +96,35 @@ def launch_command(
         on_trainer_loss=on_trainer_loss,
         deadline=time_limit,
     )
+
+
+@app.command()
+def status(
+    endpoints: Annotated[
+        list[str], typer.Argument(help="The job's parameter servers, host:port.", metavar="ENDPOINT...")
+    ],
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Ask again and again, until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two requests of --watch.")] = 1.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a server may take to answer.")] = 5.0,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON document; with --watch one on each line.")] = False,
+    prometheus: Annotated[
+        str | None,
+        typer.Option(help="Serve metrics at this port of loopback, or at HOST:PORT; each scrape asks the job."),
+    ] = None,
+) -> None:
+    """Show a running job of parameter servers: its servers, its trainers, and what each does.
+
+    DTRANS_TOKEN, or DTRANS_TOKEN_FILE, must be that of the job. The exit code is 1 if a server does not answer.
+    """
+    from dtrans.run.status.show_status import show_metrics, show_status
+
+    servers = parse_endpoints(",".join(endpoints))
+    if prometheus is not None:
+        if json or watch:
+            raise ConfigError("--prometheus asks the job at each scrape; leave out --watch and --json")
+        show_metrics(servers, prometheus, timeout=timeout)
+    elif not show_status(servers, timeout=timeout, interval=interval if watch else None, as_json=json):
+        raise typer.Exit(1)
 
 
 # which mode an option of `train` is for is checked: one that is ignored would mislead

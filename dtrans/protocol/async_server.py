@@ -53,6 +53,8 @@ class _Step:
     grads: Inbox
     number: int = 0
     made: int = 0  # steps; a message may have the gradients of several
+    read: int = 0  # steps of other trainers in the parameters that it received last
+    staleness: int | None = None  # steps of other trainers that its last gradients lacked
     values: Mapping[str, Any] | None = None  # what the lr_sched block made for it
     used: set[str] = dataclasses.field(default_factory=set)  # blocks that are updated
 
@@ -89,11 +91,31 @@ class AsyncServer:
         self._requests = RowRequests(served.endpoint, served.tables)
         self._changed = UnseenChanges(served.tables, trainers.count)
         self._failed: set[int] = set()
+        self._made = 0  # steps of all trainers
         self.tables: HeldTables | None = None
 
     def made(self) -> int:
         """Return the number of steps that the furthest trainer has made."""
         return max((step.made for step in self._steps.values()), default=0)
+
+    def progress(self) -> dict[int, int]:
+        """Return the number of steps that each trainer has made; nothing, where this server gets no gradient."""
+        counts = bool(self._served.gradients or self._served.tables)
+        return {k: step.made for k, step in self._steps.items()} if counts else {}
+
+    def staleness(self, k: int) -> int | None:
+        """Return how many steps of other trainers the last gradients of one lacked; None before there are any."""
+        return self._steps[k].staleness if k in self._steps else None
+
+    def doing(self, k: int) -> str:
+        """Return how far a trainer is in its step."""
+        if k not in self._trainers.known:
+            return "not here yet"
+        return self._steps[k].grads.phase() if k in self._steps else "computing"
+
+    def awaited(self) -> str:
+        """Return nothing: nobody waits for anybody."""
+        return ""
 
     # -- what trainers say -----------------------------------------------------------------------
 
@@ -132,7 +154,9 @@ class AsyncServer:
                 self._changed.changed(k, block, given[self._served.tables[block].gradients[k]].ids)
         if len(full) == len(step.grads.memory):
             step.number += 1
+            step.staleness = self._made - step.made - step.read
             step.made += steps
+            self._made += steps
             step.grads.clear()
             self._requests.used(k, step.grads)
             step.values, step.used = None, set()
@@ -184,6 +208,8 @@ class AsyncServer:
         """Answer a request for parameters."""
         t = self._trainers.known[k]
         self._check_step(k, message)
+        step = self._step_of(k)
+        step.read = self._made - step.made
         t.wants = wanted(self._served, k, message["blocks"]) if "blocks" in message.fields else t.wants
         if "changed" in message.fields:
             self._tell_changed(k, message)

@@ -58,3 +58,10 @@ class Inbox:
     def clear(self) -> None:
         """Begin anew: nothing has come."""
         self._arrived.clear()
+
+    def phase(self) -> str:
+        """Return how far a trainer is whose gradients come here: it computes, or sends."""
+        if not self.begun:
+            return "computing"
+        due = len(self.memory)
+        return f"sending: {due - len(self.missing())} of {due} gradients are here"

@@ -37,7 +37,10 @@ class Trainer:
     lost: float | None = None  # since when its connection is
     local: bool = False  # by a Unix socket, which no network breaks
     heard: int = 0  # messages of it
+    heard_at: float = 0.0  # the time of the last one
     said: int = 0  # answers to it
+    received: int = 0  # bytes of what it sent
+    sent: int = 0  # bytes of what was sent to it
     cut_off: str = ""  # what was on its way when its connection broke
     done: bool = False
     failed: bool = False  # done, and not because it said so
@@ -57,6 +60,7 @@ class Presence:
       count: how many there are to be.
       started: when the server began to wait for them.
       known: those that have come, by their ids and in that order; `by_address` has the ids.
+      to_servers: bytes of all that was said to other servers.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Presence:
         self.started = 0.0
         self._reminder = WaitReminder()
         self._dead: dict[int, tuple[float, str]] = {}  # processes that have ended: since when that is known, and how
+        self.to_servers = 0
         self._sync_mode = served.sync_mode
         self.known: dict[int, Trainer] = {}
         self.by_address: dict[bytes, int] = {}
@@ -170,11 +175,15 @@ class Presence:
         raise WireError(known.cut_off)
 
     def counted(self, to: bytes | str, op: str, messages: Iterable[Any]) -> Iterator[Any]:
-        """Count the messages that are said to a trainer. Those that it can do without are not counted."""
-        k = None if isinstance(to, str) or op in wire.UNCOUNTED else self.by_address.get(to)
+        """Count the bytes and messages that are said. Messages that a trainer can do without are not counted."""
+        k = None if isinstance(to, str) else self.by_address.get(to)
         for message in messages:
+            size = sum(map(len, message))
             if k is not None:
-                self.known[k].said += 1
+                self.known[k].sent += size
+                self.known[k].said += op not in wire.UNCOUNTED
+            elif isinstance(to, str):
+                self.to_servers += size
             yield message
 
     def back(self, address: bytes) -> None:

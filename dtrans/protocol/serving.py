@@ -4,6 +4,7 @@
     sync_server, async_server    the kinds of servers: how gradients are used, when a trainer is answered, and what
                                  it means that one is late or has failed
     server_peers                 the other servers
+    job_status                   what observers are told, who are no part of the job
 
 Messages and the time come in; messages go out by `say`, and the work of an update is done where a message calls for it.
 A message that does not follow the protocol is refused and counted, and changes nothing. A trainer that comes when its
@@ -18,6 +19,7 @@ from typing import Any
 from dtrans.errors import DtransError, StateError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.job_status import StatusReporter
 from dtrans.protocol.presence import Presence, Say
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.sync_server import SyncServer
@@ -42,9 +44,10 @@ class Serving:
 
     Attributes:
       local: where trainers on the same host find it too; empty, where they do not.
-      keep: begins to save what the server holds now, under a name, after so many steps of the trainer that asks; None
-        where there is no place for it. Whoever writes it tells of the end by `written`.
+      keep: begins to save the server's state under a name, after so many steps of the trainer that asks, and returns
+        the number of its blocks; None where there is no place for it. Whoever writes it tells of the end by `written`.
       saved: the checkpoints that are written, and after how many steps of the trainer that asked.
+      status: of the server, for observers.
     """
 
     def __init__(self, kind: SyncServer | AsyncServer, trainers: Presence, say: Say, refusals: Refusals) -> None:
@@ -52,17 +55,19 @@ class Serving:
         self.trainers = trainers
         self.refusals = refusals
         self.local = ""
-        self.keep: Callable[[str, int], object] | None = None
+        self.status = StatusReporter(kind, trainers, refusals)
+        self.keep: Callable[[str, int], int] | None = None
         self.saved: dict[str, int] = {}
         self._saves: dict[str, tuple[int, list[tuple[int, wire.Message]]]] = {}  # under way: the steps, and who asked
-        self._say = say
+        self._blocks: dict[str, int] = {}  # of those under way
+        self._say, self._now = say, 0.0
 
     @property
     def ended(self) -> bool:
         """Whether all trainers have come and left, and no other server may still greet this one."""
         return self.trainers.served and not self.kind.peers.unsettled
 
-    def take(self, address: bytes, frames: Sequence[Any]) -> None:
+    def take(self, address: bytes, frames: Sequence[Any], now: float) -> None:
         """Take a message of who speaks from `address`. One that is malformed, or out of turn, is refused.
 
         Raises:
@@ -71,11 +76,32 @@ class Serving:
         if len(frames) == 1 and not len(frames[0]):  # ZeroMQ says it where a connection is made (PROBE_ROUTER)
             self.trainers.back(address)
             return
+        size, self._now = sum(map(len, frames)), now
+        self.status.received += size
         try:
             self._dispatch(address, wire.parse(frames))
         except WireError as e:
-            self.refusals.note("pserver %s refused a message of %s: %s", self.kind.endpoint, self._who(address), e)
-            self._say(address, "refuse", reason=str(e))
+            self._refuse(address, self._who(address), e)
+        k = self.trainers.by_address.get(address)
+        if k is not None:
+            self.trainers.known[k].heard_at = now
+            self.trainers.known[k].received += size
+
+    def observe(self, address: bytes, frames: Sequence[Any], now: float) -> None:
+        """Answer an observer who speaks from `address`: it is told the status, and whatever else it says is refused."""
+        try:
+            self.status.admit(now)
+            message = wire.parse(frames)
+            if message.op != "status" or message.frames:
+                raise WireError(f"a `{message.op}` message of an observer, which may only ask for the status")
+        except WireError as e:
+            self._refuse(address, "an observer", e)
+        else:
+            self._say(address, "status_report", **self.status.report(now), **message.request)
+
+    def _refuse(self, address: bytes, who: str, e: WireError) -> None:
+        self.refusals.note("pserver %s refused a message of %s: %s", self.kind.endpoint, who, e)
+        self._say(address, "refuse", reason=str(e))
 
     def lose(self, address: bytes, now: float) -> None:
         """Note that the connection of who spoke from `address` has ended."""
@@ -87,18 +113,20 @@ class Serving:
 
     def look(self, now: float) -> None:
         """Look who is late. Raises DeadlineError for whom the job does not wait any longer."""
+        self.status.look(now)
         self.kind.look(now)
         for name, (_, asked) in self._saves.items():
             for k in {k for k, _ in asked}.intersection(self.trainers.present):
                 self._say(self.trainers.known[k].address, "waiting", reason=f"checkpoint {name} to be written")
 
-    def written(self, name: str, error: str) -> None:
+    def written(self, name: str, error: str, now: float) -> None:
         """Answer who asked for a checkpoint: it is written, or cannot be.
 
         Args:
           error: why it cannot be; empty where it is written.
         """
         made, asked = self._saves.pop(name)
+        self.status.saved(name, made, self._blocks.pop(name), error, now)
         if not error:
             self.saved[name] = made
         for k, message in asked:
@@ -163,11 +191,11 @@ class Serving:
                     f"it has saved {name} after {before} steps, and trainer {k} has made {made}: give each checkpoint "
                     "a name of its own"
                 )
-            self.keep(name, made)
+            self._blocks[name] = self.keep(name, made)
         except DtransError as e:
             self._say_saved(k, message, str(e))
         else:
-            self._saves[name] = made, [(k, message)]
+            self._saves[name], self.status.saving[name] = (made, [(k, message)]), self._now
 
     def _say_saved(self, k: int, message: wire.Message, error: str) -> None:
         """Answer a `save`, unless its trainer has left."""

@@ -289,17 +289,39 @@ class SyncServer:
         """The trainers that wait for others: at the barrier, in an exchange, or to give rows up."""
         return self._at_barrier() + self._rounds.waiting() + list(self._evictions)
 
-    def _doing(self, k: int) -> str:
-        """A trainer, and how far it is in this step, for a message about waiting for it."""
+    def doing(self, k: int) -> str:
+        """Return how far a trainer is in this step."""
         if k not in self._trainers.known:
-            return f"trainer {k} (not here yet)"
-        grads = self._turns[k].grads
+            return "not here yet"
         if k in self._saving:
-            return f"trainer {k} (waiting for a checkpoint to be written)"
-        if not grads.begun:
-            return f"trainer {k} (computing)"
-        due = len(grads.memory)
-        return f"trainer {k} (sending: {due - len(grads.missing())} of {due} gradients are here)"
+            return "waiting for a checkpoint to be written"
+        if k in self._waiting():
+            return "waiting for the update"
+        return self._turns[k].grads.phase()
+
+    def progress(self) -> dict[int, int]:
+        """Return the number of steps that each trainer has made."""
+        return dict.fromkeys(self._trainers.known, self.step)
+
+    def staleness(self, k: int) -> None:
+        """Return nothing: no gradient of a synchronous trainer is stale."""
+
+    def awaited(self) -> str:
+        """Return what the server and those who wait are waiting for; empty, where nobody waits."""
+        waiting, exchange = self._waiting(), self._update.exchange
+        if not waiting:
+            return ""
+        if exchange is not None:
+            missing = self.peers.missing(self.step, exchange)
+            return f"partial results of step {self.step + 1}, level {exchange.level}, from {self.peers.named(missing)}"
+        known = self._trainers.known
+        late = [k for k in range(self._trainers.count) if k not in known]
+        late += [k for k in self._trainers.present if k not in waiting]
+        number = self._rounds.number
+        due = "gradients" if number is None else f"the exchange of round {number}"
+        if self._evictions:
+            due = "job.evict before gradients"
+        return f"{due} of step {self.step + 1} from {', '.join(f'trainer {k} ({self.doing(k)})' for k in late)}"
 
     def _check_left(self, k: int) -> None:
         """Raise PeerError where trainer k goes on without one that has left, and may not."""
@@ -442,20 +464,11 @@ class SyncServer:
                     f"{self.peers.named(self.peers.unsettled)} to greet it"
                 )
             return
-        exchange, saving = self._update.exchange, self._saving.difference(waiting)
+        exchange, saving, what = self._update.exchange, self._saving.difference(waiting), self.awaited()
         self._late_since = now if saving else self._late_since or now
         self._reminder.begin(self._late_since)
-        if exchange is None:
-            late = absent + [k for k in self._trainers.present if k not in waiting]
-            number = self._rounds.number
-            due = "gradients" if number is None else f"the exchange of round {number}"
-            if self._evictions:
-                due = "job.evict before gradients"
-            what = f"{due} of step {self.step + 1} from {', '.join(map(self._doing, late))}"
-        else:
-            missing = self.peers.missing(self.step, exchange)
-            what = f"partial results of step {self.step + 1}, level {exchange.level}, from {self.peers.named(missing)}"
-            self.peers.check(missing, what)
+        if exchange is not None:
+            self.peers.check(self.peers.missing(self.step, exchange), what)
         self._saving.clear()
         waited = now - self._late_since
         if waited > deadline:

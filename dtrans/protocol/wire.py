@@ -27,6 +27,10 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     complete                                           goodbye
     abort          reason
 
+    observer to server                                 and back
+    status         [request]                           status_report server, trainers[, request];
+                                                       refuse
+
     server to server                                   and back
     peer           endpoint, order, layout             welcome, waiting, refuse
                    [, on_trainer_exit, plan, nonce]
@@ -133,6 +137,8 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "changes": {"table": str, "now": int, "count": int, "gone": int, "error": str, "pieces": list},
     "evicted": {"table": str, "count": int, "error": str},
     "goodbye": {},
+    "status": {},
+    "status_report": {"server": dict, "trainers": list},
     "meet": {"trainer": int, "endpoints": list},
     "here": {},
     "go": {},
@@ -151,7 +157,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "prefetch": {"ahead": int, "request": int},
     "rows": {"ahead": int, "last": bool, "count": int, "request": int},
     **{op: {"request": int} for op in ("save", "saved", "tables", "report", "changed_since", "changes")},
-    **{op: {"request": int} for op in ("evict", "evicted")},
+    **{op: {"request": int} for op in ("evict", "evicted", "status", "status_report")},
     "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "sent": int},
     "welcome": {"proof": str},
     "refuse": {"last": bool, "late": bool, "proof": str},

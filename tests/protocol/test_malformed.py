@@ -52,7 +52,7 @@ class Server:
 
     def take(self, k: int, op: str, blocks: Any = (), **fields: Any) -> None:
         for head, *frames in wire.framed(op, blocks, **fields):
-            self.machine.take(b"trainer %d" % k, [head, *map(bytes, frames)])
+            self.machine.take(b"trainer %d" % k, [head, *map(bytes, frames)], 0.0)
 
     def gradients(self, k: int, step: int) -> list[tuple[str, np.ndarray]]:
         return [(gradient_name(n, k), gradient(n, size, k, step)) for n, size in CASE.blocks.items()]
@@ -110,7 +110,7 @@ def test_ten_thousand_messages_of_strangers_change_nothing(seed: int) -> None:
     server.take(0, "send", server.gradients(0, 0)[:1], step=0)
     before = server.shown()
     for i in range(10_000):
-        server.machine.take(b"stranger %d" % r.randrange(50), malformed(r, proper))
+        server.machine.take(b"stranger %d" % r.randrange(50), malformed(r, proper), 0.0)
         if i % 500 == 0:
             assert server.shown() == before
     assert server.shown() == before
@@ -140,7 +140,7 @@ def test_a_trainer_that_is_broken_ends_the_job_or_changes_nothing(seed: int) -> 
     for _ in range(1000):
         step, state = server.machine.kind.step, {n: x.tobytes() for n, x in server.update.state.items()}
         try:
-            server.machine.take(b"trainer 0", malformed(r, proper))
+            server.machine.take(b"trainer 0", malformed(r, proper), 0.0)
         except DtransError as e:
             assert "trainer 0" in str(e)
             ended, server = ended + 1, Server()

@@ -101,7 +101,7 @@ class SimulatedServer(Process):
     def _take(self, what: str, *rest: Any) -> None:
         now = self.clock.now
         if what == "message":
-            self.machine.take(rest[0], rest[1])
+            self.machine.take(rest[0], rest[1], now)
         elif what == "look":
             for line in self._lines.values():
                 line.look(now)

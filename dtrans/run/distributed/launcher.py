@@ -104,7 +104,12 @@ def launch(
             raise ConfigError(f"a job needs at least one of {name}, {name}={count}")
     base = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS)}
     # whole lines as they are printed, not when a buffer is full
-    base |= {"PYTHONUNBUFFERED": "1", RUN: new_run(), token.VARIABLE: token.new_token(), **(env or {})}
+    base |= {
+        "PYTHONUNBUFFERED": "1",
+        RUN: new_run(),
+        token.VARIABLE: token.job_token() or token.new_token(),
+        **(env or {}),
+    }
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
     drops = on_trainer_loss == "drop"

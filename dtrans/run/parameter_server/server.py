@@ -21,11 +21,13 @@ from dtrans.ir.array_fns import is_key, words_type
 from dtrans.ir.cost import nbytes
 from dtrans.protocol import token, wire
 from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.job_status import OBSERVER
 from dtrans.protocol.presence import RETRY, Presence, log
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.serving import Serving
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.net.ended_roles import ended_roles
+from dtrans.run.net.sockets import user_of
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.server_sockets import ServerSockets
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
@@ -85,6 +87,7 @@ class Server:
         kind.tables = self._update.held
         self.refusals = Refusals(log)
         self._protocol = Serving(kind, trainers, say, self.refusals)
+        self._protocol.status.barred = self._sockets.barred
         self._sockets.bind(allow_remote=allow_remote)
         self._keep_last = keep_last
         self._writer = None if keep is None else StateWriter(keep)
@@ -133,12 +136,13 @@ class Server:
         """What the server holds."""
         return {**self._protocol.kind.state, **self._update.tables()}
 
-    def _save(self, name: str, made: int) -> None:
-        """Begin to save what the server holds, as it is now, after so many steps."""
+    def _save(self, name: str, made: int) -> int:
+        """Begin to save what the server holds, as it is now, after so many steps; return the number of its blocks."""
         assert self._writer is not None
         dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items()}
         tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
         self._writer.begin(name, {**dense, **tables}, Mark(self._protocol.trainers.sessions, made))
+        return len({**dense, **tables})
 
     def _save_last(self, failure: BaseException) -> None:
         """Save what the server holds when its job ends by an error, if it was trained; say where in log and error."""
@@ -172,7 +176,7 @@ class Server:
             self._sockets.poll(look - time.monotonic(), self._take)
             self._sockets.listen(self._lose)
             for name, error in () if self._writer is None else self._writer.ended():
-                self._protocol.written(name, error)
+                self._protocol.written(name, error, time.monotonic())
             if time.monotonic() >= look:
                 # what came while an update was made may be what somebody is about to be missed for
                 for _ in range(1000 * self._protocol.trainers.count):  # and no more, whoever is flooding us
@@ -191,7 +195,8 @@ class Server:
 
     def _take(self, frames: Sequence[Any]) -> None:
         """Take a message: the address of who speaks, and its frames, which are not kept."""
-        self._protocol.take(bytes(frames[0].buffer), frames[1:])
+        take = self._protocol.observe if user_of(frames[0]) == OBSERVER else self._protocol.take
+        take(bytes(frames[0].buffer), frames[1:], time.monotonic())
 
 
 def _snapshot(x: Any) -> Any:

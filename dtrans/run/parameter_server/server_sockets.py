@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.errors import ConfigError
 from dtrans.protocol import wire
+from dtrans.protocol.job_status import OBSERVER
 from dtrans.protocol.peer_line import PeerLine
 from dtrans.protocol.presence import RETRY, log
 from dtrans.protocol.refusals import Refusals
@@ -78,6 +79,7 @@ class ServerSockets:
 
     Attributes:
       local: the path of the Unix socket; empty, where paths are too long for one.
+      barred: counts the connections that were not let in.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class ServerSockets:
         self.endpoint = endpoint
         self._secret = secret
         self._limits, self._patience = limits, patience
-        self._refusals = Refusals(log)
+        self.barred = Refusals(log)
         self.counted: Callable[[bytes | str, str, Iterator[Any]], Iterator[Any]] = lambda to, op, messages: messages
         self.local = ""
         self._context = context
@@ -101,7 +103,7 @@ class ServerSockets:
         self._socket = new_socket(self._context, zmq.ROUTER, patience=self._patience)
         limit(self._socket, *self._limits)
         self._speakers = Speakers(self._socket, self._note_refused)
-        self._doorkeeper = Doorkeeper(self._context, self._secret, (DOOR,))
+        self._doorkeeper = Doorkeeper(self._context, self._secret, (DOOR, OBSERVER))
         self._folder = OwnFolder()
         local = str(self._folder.path / "socket")
         try:
@@ -161,7 +163,7 @@ class ServerSockets:
                 line.listen()
 
     def _note_refused(self) -> None:
-        self._refusals.note(
+        self.barred.note(
             "pserver %s refused a connection that does not speak the protocol, or has not the job's token",
             self.endpoint,
         )

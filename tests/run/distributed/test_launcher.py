@@ -133,6 +133,15 @@ def test_environment(script: Any, capsys: pytest.CaptureFixture[str], monkeypatc
     assert len(set(endpoints)) == 2 and all(e.startswith("127.0.0.1:") for e in endpoints)
 
 
+def test_a_token_of_the_environment_is_the_jobs(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever watches the job has it, too."""
+    monkeypatch.setenv("DTRANS_TOKEN", "a secret")
+    launch(script("print(os.environ['DTRANS_TOKEN'])"), trainers=1, pservers=1)
+    assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == ["a secret"] * 2
+
+
 def test_roles_of_round_trip() -> None:
     roles = roles_of(2, ("127.0.0.1:1", "127.0.0.1:2"))
     assert [r.name for r in roles] == ["pserver 0", "pserver 1", "trainer 0", "trainer 1"]

@@ -1,0 +1,319 @@
+"""The status of a running server, as observers ask for it.
+
+An observer has the job's token and connects as `OBSERVER`: it may only ask for the status, is no part of the job, and
+nobody waits for it. `StatusReporter` answers at most `RATE` requests a second, from numbers that the server keeps
+anyway: a request costs a message each way.
+
+Rates are means over a window. A server looks at its counts once a second. The window is `WINDOW` seconds long, or as
+long as the last `STEPS` steps took, up to `LONGEST`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+from dtrans.errors import WireError
+from dtrans.ir import fingerprint
+from dtrans.protocol import wire
+from dtrans.protocol.presence import Presence, Trainer
+from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.tables.held_tables import HeldTables
+
+
+OBSERVER = "an observer of parameter servers"  # as whom observers connect
+RATE = 50  # answers a second, to all observers together
+WINDOW = 10.0  # seconds
+STEPS = 5
+LONGEST = 600.0  # seconds
+EACH = 0.9  # seconds between two looks at the counts, at least
+
+Record = TypeVar("Record")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerStatus:
+    """One trainer, as a server sees it.
+
+    Attributes:
+      trainer: its number.
+      state: "not here yet", "present", "connection lost", "left" or "failed".
+      doing: how far it is in its step; empty, where it is not present.
+      step: how many steps it has made; None where the server counts none.
+      steps_per_second: over the window.
+      staleness: how many steps of other trainers its last gradients lacked; None in synchronous mode.
+      silent: seconds since its last message; None before there is one.
+      received, sent: bytes of what it sent to the server, and of what the server sent to it.
+      local: whether it speaks by the server's Unix socket.
+    """
+
+    trainer: int
+    state: str
+    doing: str
+    step: int | None
+    steps_per_second: float | None
+    staleness: int | None
+    silent: float | None
+    received: int
+    sent: int
+    local: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerStatus:
+    """One server.
+
+    Attributes:
+      endpoint: of the server.
+      plan: the digest of its plan's fingerprint; the same on all servers of a job.
+      mode: "synchronous" or "asynchronous".
+      count: how many trainers there are to be.
+      uptime: seconds since it began to wait for trainers.
+      doing: "serving", or what it waits for.
+      step: how many steps it has made; of an asynchronous one, its furthest trainer; None where it counts none.
+      steps_per_second: over the window.
+      received, sent: bytes since it began, from and to trainers and other servers.
+      received_per_second, sent_per_second: over the window.
+      refused: messages that it has refused.
+      barred: connections that it has not let in.
+      saving: the checkpoints that are being written; name to seconds so far.
+      checkpoint: the last one that has ended, a `CheckpointStatus` as a map; empty before there is one.
+      tables: each block of a table, a `TableStatus` as a map.
+    """
+
+    endpoint: str
+    plan: str
+    mode: str
+    count: int
+    uptime: float
+    doing: str
+    step: int | None
+    steps_per_second: float | None
+    received: int
+    sent: int
+    received_per_second: float
+    sent_per_second: float
+    refused: int
+    barred: int
+    saving: dict[str, float]
+    checkpoint: dict[str, Any]
+    tables: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointStatus:
+    """A checkpoint that a server has written, or could not write.
+
+    Attributes:
+      name: of the checkpoint.
+      step: of the trainer that asked for it.
+      ago: seconds since it ended.
+      seconds: that it took.
+      blocks: how many it has of this server.
+      error: why it could not be written; empty where it was.
+    """
+
+    name: str
+    step: int
+    ago: float
+    seconds: float
+    blocks: int
+    error: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TableStatus:
+    """A block of a table: how many of its rows are made."""
+
+    name: str
+    made: int
+    rows: int
+
+
+def read_report(message: wire.Message) -> tuple[ServerStatus, list[TrainerStatus]]:
+    """Return the records of a `status_report`. Raises WireError where they are none."""
+    server = _record(ServerStatus, message["server"])
+    for table in server.tables:
+        _record(TableStatus, table)
+    if server.checkpoint:
+        _record(CheckpointStatus, server.checkpoint)
+    return server, [_record(TrainerStatus, x) for x in message["trainers"]]
+
+
+def _record(kind: type[Record], fields: Any) -> Record:
+    """Return a record of fields that came as a message."""
+    hints = typing.get_type_hints(kind)
+    if not isinstance(fields, dict) or fields.keys() != hints.keys():
+        raise WireError("a status of another version of dtrans")
+    plain = {n: x if isinstance(x, types.UnionType) else typing.get_origin(x) or x for n, x in hints.items()}
+    odd = [n for n, x in fields.items() if not isinstance(x, plain[n])]
+    if odd:
+        raise WireError(f"a status whose {odd[0]} is {wire.brief(fields[odd[0]])}")
+    return kind(**fields)
+
+
+class Observed(Protocol):
+    """The parts of a server that its status is made of."""
+
+    endpoint: str
+    word: str
+    tables: HeldTables | None
+
+    def progress(self) -> dict[int, int]:
+        """Return the number of steps of each trainer."""
+
+    def staleness(self, k: int) -> int | None:
+        """Return how many steps of other trainers the last gradients of one lacked."""
+
+    def doing(self, k: int) -> str:
+        """Return how far a trainer is in its step."""
+
+    def awaited(self) -> str:
+        """Return what the server waits for."""
+
+
+class Sample(typing.NamedTuple):
+    """The counts at a time."""
+
+    time: float
+    steps: Mapping[int, int]
+    received: int
+    sent: int
+
+
+class StatusReporter:
+    """Makes the status of one server.
+
+    Args:
+      kind: the server.
+      trainers: of it.
+      refusals: of messages.
+
+    Attributes:
+      barred: refusals of connections.
+      received: bytes that have come.
+      saving: the checkpoints that are being written, and since when.
+    """
+
+    def __init__(self, kind: Observed, trainers: Presence, refusals: Refusals) -> None:
+        self._kind, self._trainers, self._refusals = kind, trainers, refusals
+        self.barred = refusals
+        self.received = 0
+        self.saving: dict[str, float] = {}
+        self._checkpoint: CheckpointStatus | None = None  # the last one that has ended, and when
+        self._saved_at = 0.0
+        self._samples: collections.deque[Sample] = collections.deque()
+        self._budget, self._asked = float(RATE), 0.0
+
+    # -- counting --------------------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """Note the counts, where that was not done a moment ago."""
+        samples = self._samples
+        if samples and now - samples[-1].time < EACH:
+            return
+        samples.append(self._sample(now))
+        done = sum(samples[-1].steps.values())
+        while len(samples) > 1:
+            since, steps = now - samples[1].time, done - sum(samples[1].steps.values())
+            if since < WINDOW or (since < LONGEST and steps < STEPS * len(samples[-1].steps)):
+                break
+            samples.popleft()
+
+    def _sample(self, now: float) -> Sample:
+        trainers = self._trainers
+        sent = trainers.to_servers + sum(t.sent for t in trainers.known.values())
+        return Sample(now, self._kind.progress(), self.received, sent)
+
+    def saved(self, name: str, step: int, blocks: int, error: str, now: float) -> None:
+        """Note that a checkpoint is written, or cannot be."""
+        seconds = now - self.saving.pop(name, now)
+        self._checkpoint, self._saved_at = CheckpointStatus(name, step, 0.0, seconds, blocks, error), now
+
+    # -- answering -------------------------------------------------------------------------------
+
+    def admit(self, now: float) -> None:
+        """Take one request from the budget. Raises WireError where observers have asked too often."""
+        self._budget = min(float(RATE), self._budget + (now - self._asked) * RATE)
+        self._asked = now
+        if self._budget < 1:
+            raise WireError(f"observers ask for the status more than {RATE} times a second: ask less often")
+        self._budget -= 1
+
+    def report(self, now: float) -> dict[str, Any]:
+        """Return the fields of a `status_report`."""
+        sample = self._sample(now)
+        first = self._samples[0] if self._samples else sample
+        trainers = [self._trainer(k, sample, first) for k in range(self._trainers.count)]
+        server = self._server(sample, first, trainers)
+        return {"server": dataclasses.asdict(server), "trainers": [dataclasses.asdict(t) for t in trainers]}
+
+    def _trainer(self, k: int, sample: Sample, first: Sample) -> TrainerStatus:
+        kind, known = self._kind, self._trainers.known.get(k)
+        if known is None:
+            return TrainerStatus(k, "not here yet", "", None, None, None, None, 0, 0, False)
+        step = sample.steps.get(k)
+        return TrainerStatus(
+            trainer=k,
+            state=_state(known),
+            doing="" if known.done else kind.doing(k),
+            step=step,
+            steps_per_second=None if step is None else _rate(step - first.steps.get(k, 0), sample, first),
+            staleness=kind.staleness(k),
+            silent=sample.time - known.heard_at,
+            received=known.received,
+            sent=known.sent,
+            local=known.local,
+        )
+
+    def _server(self, sample: Sample, first: Sample, trainers: list[TrainerStatus]) -> ServerStatus:
+        kind = self._kind
+        absent = [str(t.trainer) for t in trainers if t.state == "not here yet"]
+        hello = f"hello of trainer{'s' * (len(absent) > 1)} {', '.join(absent)}" if absent else ""
+        waits = kind.awaited() or hello
+        last = max((t for t in trainers if t.step is not None), key=lambda t: t.step or 0, default=None)
+        tables = kind.tables.report() if kind.tables else ()
+        return ServerStatus(
+            endpoint=kind.endpoint,
+            plan=_digest(self._trainers.plan),
+            mode=kind.word,
+            count=self._trainers.count,
+            uptime=sample.time - self._trainers.started,
+            doing=f"waiting for {waits}" if waits else "serving",
+            step=None if last is None else last.step,
+            steps_per_second=None if last is None else last.steps_per_second,
+            received=sample.received,
+            sent=sample.sent,
+            received_per_second=_rate(sample.received - first.received, sample, first),
+            sent_per_second=_rate(sample.sent - first.sent, sample, first),
+            refused=self._refusals.count,
+            barred=self.barred.count,
+            saving={n: sample.time - since for n, since in self.saving.items()},
+            checkpoint=self._last_saved(sample.time),
+            tables=[dataclasses.asdict(TableStatus(x.name, x.made, x.rows)) for x in tables],
+        )
+
+    def _last_saved(self, now: float) -> dict[str, Any]:
+        saved = self._checkpoint
+        return {} if saved is None else dataclasses.asdict(saved) | {"ago": now - self._saved_at}
+
+
+def _digest(plan: Mapping[str, str]) -> str:
+    """Return a short digest of a fingerprint, without the parts in which roles of one job may differ."""
+    parts = sorted((n, x) for n, x in plan.items() if n not in (fingerprint.BATCH, fingerprint.LOSS))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def _state(t: Trainer) -> str:
+    if t.done:
+        return "failed" if t.failed else "left"
+    return "present" if t.lost is None else "connection lost"
+
+
+def _rate(count: int, sample: Sample, first: Sample) -> float:
+    return count / (sample.time - first.time) if sample.time > first.time else 0.0

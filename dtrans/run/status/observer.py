@@ -1,0 +1,146 @@
+"""An observer of a running job: asks each server for its status over one connection.
+
+It connects as `dtrans.protocol.job_status.OBSERVER`, which servers answer and otherwise leave alone. One request is
+under way to each server at most: one that cannot be sent is not kept for a server that comes later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dtrans.errors import WireError
+from dtrans.protocol import token, wire
+from dtrans.protocol.job_status import OBSERVER, ServerStatus, TrainerStatus, read_report
+from dtrans.run.net.sockets import new_socket, tcp_address
+
+
+OTHER_TOKEN = f"it has another token: set {token.VARIABLE} to the one that the job's processes have"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer of one server, or why there is none.
+
+    Attributes:
+      endpoint: of the server, as the user wrote it.
+      error: why there is no status; empty where there is.
+      server, trainers: the status.
+    """
+
+    endpoint: str
+    error: str
+    server: ServerStatus | None = None
+    trainers: Sequence[TrainerStatus] = ()
+
+
+class JobObserver:
+    """Connections to the servers of a job, to ask for their status.
+
+    Args:
+      endpoints: of the servers.
+      timeout: seconds that their answers may take.
+    """
+
+    def __init__(self, endpoints: Sequence[str], timeout: float) -> None:
+        self._timeout = timeout
+        self._context: zmq.Context[Any] = zmq.Context()
+        secret = token.job_token()
+        self._lines = [_Line(self._context, ep, secret) for ep in endpoints]
+
+    def __enter__(self) -> JobObserver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self) -> list[Answer]:
+        """Return the answer of each server, in their order."""
+        limit = time.monotonic() + self._timeout
+        for line in self._lines:
+            line.begin()
+        while waiting := [line for line in self._lines if line.answer is None]:
+            left = limit - time.monotonic()
+            if left <= 0:
+                break
+            poller = zmq.Poller()
+            for line in waiting:
+                line.register(poller)
+            ready = dict(poller.poll(max(1, int(left * 1000))))
+            for line in waiting:
+                line.go_on(ready)
+        silence = f"no answer within {self._timeout:g} s"
+        return [line.answer or Answer(line.endpoint, silence) for line in self._lines]
+
+    def close(self) -> None:
+        """Close the connections."""
+        for line in self._lines:
+            line.close()
+        self._context.term()
+
+
+class _Line:
+    """The connection to one server.
+
+    Attributes:
+      answer: to the last request; None while there is none.
+    """
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, secret: str) -> None:
+        self.endpoint = endpoint
+        self.answer: Answer | None = None
+        self._context, self._secret = context, secret
+        self._request, self._asked, self._barred = 0, False, False
+        self._open()
+
+    def _open(self) -> None:
+        self._socket = new_socket(self._context, zmq.DEALER, OBSERVER, self._secret)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # a request is sent on a connection that is there, or not at all
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        self._socket.connect(tcp_address(self.endpoint))
+
+    def begin(self) -> None:
+        """Begin another request."""
+        self._request, self._asked, self.answer = self._request + 1, False, None
+        if self._barred:  # ZeroMQ does not connect again by itself, and another job may be there now
+            self.close()
+            self._open()
+            self._barred = False
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Wait for whatever lets this line go on."""
+        poller.register(self._socket, zmq.POLLIN if self._asked else zmq.POLLIN | zmq.POLLOUT)
+        poller.register(self._monitor, zmq.POLLIN)
+
+    def go_on(self, ready: dict[Any, int]) -> None:
+        """Send the request, or take the answer, as far as that is possible now."""
+        events = ready.get(self._socket, 0)
+        if self._monitor in ready:
+            recv_monitor_message(self._monitor)
+            self._barred, self.answer = True, Answer(self.endpoint, OTHER_TOKEN)
+        if events & zmq.POLLOUT and not self._asked:
+            self._socket.send(wire.header("status", request=self._request), zmq.NOBLOCK)
+            self._asked = True
+        if events & zmq.POLLIN:
+            self._hear(self._socket.recv_multipart())
+
+    def _hear(self, frames: list[bytes]) -> None:
+        try:
+            message = wire.parse(frames)
+            if message.op == "refuse":
+                self.answer = Answer(self.endpoint, f"it refused: {message['reason']}")
+            elif message.op == "status_report" and message.fields.get("request") == self._request:
+                self.answer = Answer(self.endpoint, "", *read_report(message))
+        except WireError as e:
+            self.answer = Answer(self.endpoint, f"it answered with {e}")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
