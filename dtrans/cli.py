@@ -101,7 +101,8 @@ def launch_command(
 @app.command()
 def status(
     endpoints: Annotated[
-        list[str], typer.Argument(help="The job's parameter servers, host:port.", metavar="ENDPOINT...")
+        list[str],
+        typer.Argument(help="The job's parameter servers, or its DTRANS_STATUS_ENDPOINT.", metavar="ENDPOINT..."),
     ],
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Ask again and again, until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two requests of --watch.")] = 1.0,
@@ -112,9 +113,11 @@ def status(
         typer.Option(help="Serve metrics at this port of loopback, or at HOST:PORT; each scrape asks the job."),
     ] = None,
 ) -> None:
-    """Show a running job of parameter servers: its servers, its trainers, and what each does.
+    """Show a running job: its servers, its trainers, and what each does.
 
-    DTRANS_TOKEN, or DTRANS_TOKEN_FILE, must be that of the job. The exit code is 1 if a server does not answer.
+    DTRANS_TOKEN, or DTRANS_TOKEN_FILE, must be that of the job. Parameter servers answer at their endpoints. With
+    collectives trainer 0 answers, at the host:port that DTRANS_STATUS_ENDPOINT names in its environment. The exit code
+    is 1 if one does not answer.
     """
     from dtrans.run.status.show_status import show_metrics, show_status
 

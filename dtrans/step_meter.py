@@ -60,6 +60,14 @@ class JobReport:
         )
 
 
+_last: StepMeter | None = None
+
+
+def steps_made() -> int | None:
+    """Return the number of steps of the job of this process that made one last; None where none has."""
+    return None if _last is None else _last.steps
+
+
 class StepMeter:
     """Counts and times the steps of a job.
 
@@ -84,6 +92,8 @@ class StepMeter:
         with noted:
             yield
         end = time.perf_counter()
+        global _last
+        _last = self
         if self.steps:
             self.in_step += end - start
             self.seconds = end - self._since

@@ -15,7 +15,7 @@ server_peers      the other servers of a server;  `exchange` is what they give e
 peer_line         one server's side of one line to another
 tables            rows of tables, as trainers and servers speak of them
 serving           one server: who is concerned by a message, and its end
-job_status        one server's status, for observers
+job_status        the status of a job, for observers
 trainer_line      one trainer's side of one connection
 traffic           what a trainer sends and receives beside its steps
 arrivals          what a process of a pipeline receives

@@ -74,7 +74,7 @@ class AsyncServer:
     """
 
     step = 0  # that trainers are welcomed at; each counts its own
-    word = "asynchronous"
+    word, idle = "asynchronous", "serving"
 
     def __init__(
         self, served: ServedBlocks, update: BlockUpdate, state: dict[str, Any], trainers: Presence, say: Say

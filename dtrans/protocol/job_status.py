@@ -1,11 +1,11 @@
-"""The status of a running server, as observers ask for it.
+"""The status of a running job, as observers ask for it: that of a server, or of trainer 0 where there are none.
 
 An observer has the job's token and connects as `OBSERVER`: it may only ask for the status, is no part of the job, and
-nobody waits for it. `StatusReporter` answers at most `RATE` requests a second, from numbers that the server keeps
+nobody waits for it. `StatusReporter` answers at most `RATE` requests a second, from numbers that the process keeps
 anyway: a request costs a message each way.
 
-Rates are means over a window. A server looks at its counts once a second. The window is `WINDOW` seconds long, or as
-long as the last `STEPS` steps took, up to `LONGEST`.
+Rates are means over a window. The process looks at its counts once a second. The window is `WINDOW` seconds long, or
+as long as the last `STEPS` steps took, up to `LONGEST`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import dataclasses
 import hashlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from dtrans.errors import WireError
 from dtrans.ir import fingerprint
 from dtrans.protocol import wire
-from dtrans.protocol.presence import Presence, Trainer
+from dtrans.protocol.presence import Trainer
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.tables.held_tables import HeldTables
 
 
-OBSERVER = "an observer of parameter servers"  # as whom observers connect
+OBSERVER = "an observer of the job"  # as whom observers connect
 RATE = 50  # answers a second, to all observers together
 WINDOW = 10.0  # seconds
 STEPS = 5
@@ -38,7 +38,7 @@ Record = TypeVar("Record")
 
 @dataclasses.dataclass(frozen=True)
 class TrainerStatus:
-    """One trainer, as a server sees it.
+    """One trainer, as the process that answers sees it.
 
     Attributes:
       trainer: its number.
@@ -48,7 +48,7 @@ class TrainerStatus:
       steps_per_second: over the window.
       staleness: how many steps of other trainers its last gradients lacked; None in synchronous mode.
       silent: seconds since its last message; None before there is one.
-      received, sent: bytes of what it sent to the server, and of what the server sent to it.
+      received, sent: bytes of what it sent to the server, and of what the server sent to it; None where nobody counts.
       local: whether it speaks by the server's Unix socket.
     """
 
@@ -59,25 +59,25 @@ class TrainerStatus:
     steps_per_second: float | None
     staleness: int | None
     silent: float | None
-    received: int
-    sent: int
+    received: int | None
+    sent: int | None
     local: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerStatus:
-    """One server.
+    """One server, or trainer 0 of collectives.
 
     Attributes:
-      endpoint: of the server.
-      plan: the digest of its plan's fingerprint; the same on all servers of a job.
-      mode: "synchronous" or "asynchronous".
+      endpoint: of the server, or where trainer 0 answers.
+      plan: the digest of its plan's fingerprint, the same on all servers of a job; empty where it knows none.
+      mode: "synchronous", "asynchronous" or "collective".
       count: how many trainers there are to be.
       uptime: seconds since it began to wait for trainers.
-      doing: "serving", or what it waits for.
+      doing: "serving", "training", or what it waits for.
       step: how many steps it has made; of an asynchronous one, its furthest trainer; None where it counts none.
       steps_per_second: over the window.
-      received, sent: bytes since it began, from and to trainers and other servers.
+      received, sent: bytes since it began, from and to trainers and other servers; None where nobody counts.
       received_per_second, sent_per_second: over the window.
       refused: messages that it has refused.
       barred: connections that it has not let in.
@@ -94,10 +94,10 @@ class ServerStatus:
     doing: str
     step: int | None
     steps_per_second: float | None
-    received: int
-    sent: int
-    received_per_second: float
-    sent_per_second: float
+    received: int | None
+    sent: int | None
+    received_per_second: float | None
+    sent_per_second: float | None
     refused: int
     barred: int
     saving: dict[str, float]
@@ -158,10 +158,17 @@ def _record(kind: type[Record], fields: Any) -> Record:
 
 
 class Observed(Protocol):
-    """The parts of a server that its status is made of."""
+    """The parts of a server, or of another process that answers, that its status is made of.
+
+    Attributes:
+      word: its mode.
+      idle: what it does while nothing is waited for.
+      tables: what it has of tables.
+    """
 
     endpoint: str
     word: str
+    idle: str
     tables: HeldTables | None
 
     def progress(self) -> dict[int, int]:
@@ -177,21 +184,40 @@ class Observed(Protocol):
         """Return what the server waits for."""
 
 
+class ObservedTrainers(Protocol):
+    """The parts of `Presence` that the status is made of."""
+
+    count: int
+    started: float
+
+    @property
+    def plan(self) -> Mapping[str, str]:
+        """The parts of the plan's fingerprint."""
+
+    @property
+    def known(self) -> Mapping[int, Trainer]:
+        """Those that have come."""
+
+    @property
+    def bytes_sent(self) -> int | None:
+        """The bytes of all that was said; None where nobody counts them."""
+
+
 class Sample(typing.NamedTuple):
     """The counts at a time."""
 
     time: float
     steps: Mapping[int, int]
     received: int
-    sent: int
+    sent: int | None
 
 
 class StatusReporter:
-    """Makes the status of one server.
+    """Makes the status of one process.
 
     Args:
-      kind: the server.
-      trainers: of it.
+      kind: the process.
+      trainers: that it knows.
       refusals: of messages.
 
     Attributes:
@@ -200,7 +226,7 @@ class StatusReporter:
       saving: the checkpoints that are being written, and since when.
     """
 
-    def __init__(self, kind: Observed, trainers: Presence, refusals: Refusals) -> None:
+    def __init__(self, kind: Observed, trainers: ObservedTrainers, refusals: Refusals) -> None:
         self._kind, self._trainers, self._refusals = kind, trainers, refusals
         self.barred = refusals
         self.received = 0
@@ -226,9 +252,7 @@ class StatusReporter:
             samples.popleft()
 
     def _sample(self, now: float) -> Sample:
-        trainers = self._trainers
-        sent = trainers.to_servers + sum(t.sent for t in trainers.known.values())
-        return Sample(now, self._kind.progress(), self.received, sent)
+        return Sample(now, self._kind.progress(), self.received, self._trainers.bytes_sent)
 
     def saved(self, name: str, step: int, blocks: int, error: str, now: float) -> None:
         """Note that a checkpoint is written, or cannot be."""
@@ -245,8 +269,16 @@ class StatusReporter:
             raise WireError(f"observers ask for the status more than {RATE} times a second: ask less often")
         self._budget -= 1
 
+    def answer(self, frames: Sequence[Any], now: float) -> dict[str, Any]:
+        """Return the fields of the `status_report` that answers an observer. Raises WireError for all but `status`."""
+        self.admit(now)
+        message = wire.parse(frames)
+        if message.op != "status" or message.frames:
+            raise WireError(f"a `{message.op}` message of an observer, which may only ask for the status")
+        return self.report(now) | message.request
+
     def report(self, now: float) -> dict[str, Any]:
-        """Return the fields of a `status_report`."""
+        """Return the records of the process and of each trainer."""
         sample = self._sample(now)
         first = self._samples[0] if self._samples else sample
         trainers = [self._trainer(k, sample, first) for k in range(self._trainers.count)]
@@ -254,9 +286,10 @@ class StatusReporter:
         return {"server": dataclasses.asdict(server), "trainers": [dataclasses.asdict(t) for t in trainers]}
 
     def _trainer(self, k: int, sample: Sample, first: Sample) -> TrainerStatus:
-        kind, known = self._kind, self._trainers.known.get(k)
+        kind, known, counts = self._kind, self._trainers.known.get(k), sample.sent is not None
         if known is None:
-            return TrainerStatus(k, "not here yet", "", None, None, None, None, 0, 0, False)
+            size = 0 if counts else None
+            return TrainerStatus(k, "not here yet", "", None, None, None, None, size, size, False)
         step = sample.steps.get(k)
         return TrainerStatus(
             trainer=k,
@@ -265,37 +298,42 @@ class StatusReporter:
             step=step,
             steps_per_second=None if step is None else _rate(step - first.steps.get(k, 0), sample, first),
             staleness=kind.staleness(k),
-            silent=sample.time - known.heard_at,
-            received=known.received,
-            sent=known.sent,
+            silent=max(0.0, sample.time - known.heard_at),
+            received=known.received if counts else None,
+            sent=known.sent if counts else None,
             local=known.local,
         )
 
     def _server(self, sample: Sample, first: Sample, trainers: list[TrainerStatus]) -> ServerStatus:
         kind = self._kind
         absent = [str(t.trainer) for t in trainers if t.state == "not here yet"]
-        hello = f"hello of trainer{'s' * (len(absent) > 1)} {', '.join(absent)}" if absent else ""
-        waits = kind.awaited() or hello
+        come = f"trainer{'s' * (len(absent) > 1)} {', '.join(absent)} to connect" if absent else ""
+        waits = kind.awaited() or come
         last = max((t for t in trainers if t.step is not None), key=lambda t: t.step or 0, default=None)
         tables = kind.tables.report() if kind.tables else ()
+        sizes: dict[str, Any] = dict.fromkeys(("received", "sent", "received_per_second", "sent_per_second"))
+        if sample.sent is not None and first.sent is not None:
+            sizes = {
+                "received": sample.received,
+                "sent": sample.sent,
+                "received_per_second": _rate(sample.received - first.received, sample, first),
+                "sent_per_second": _rate(sample.sent - first.sent, sample, first),
+            }
         return ServerStatus(
             endpoint=kind.endpoint,
             plan=_digest(self._trainers.plan),
             mode=kind.word,
             count=self._trainers.count,
             uptime=sample.time - self._trainers.started,
-            doing=f"waiting for {waits}" if waits else "serving",
+            doing=f"waiting for {waits}" if waits else kind.idle,
             step=None if last is None else last.step,
             steps_per_second=None if last is None else last.steps_per_second,
-            received=sample.received,
-            sent=sample.sent,
-            received_per_second=_rate(sample.received - first.received, sample, first),
-            sent_per_second=_rate(sample.sent - first.sent, sample, first),
             refused=self._refusals.count,
             barred=self.barred.count,
             saving={n: sample.time - since for n, since in self.saving.items()},
             checkpoint=self._last_saved(sample.time),
             tables=[dataclasses.asdict(TableStatus(x.name, x.made, x.rows)) for x in tables],
+            **sizes,
         )
 
     def _last_saved(self, now: float) -> dict[str, Any]:
@@ -304,9 +342,9 @@ class StatusReporter:
 
 
 def _digest(plan: Mapping[str, str]) -> str:
-    """Return a short digest of a fingerprint, without the parts in which roles of one job may differ."""
+    """Return a short digest of a fingerprint, without the parts in which roles of one job may differ; empty of none."""
     parts = sorted((n, x) for n, x in plan.items() if n not in (fingerprint.BATCH, fingerprint.LOSS))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12] if parts else ""
 
 
 def _state(t: Trainer) -> str:

@@ -102,6 +102,11 @@ class Presence:
         return len(self.known) == self.count and all(t.done for t in self.known.values())
 
     @property
+    def bytes_sent(self) -> int:
+        """Return the bytes of all that was said to trainers and other servers."""
+        return self.to_servers + sum(t.sent for t in self.known.values())
+
+    @property
     def sessions(self) -> tuple[str, ...]:
         """Return the words of those that have come: no other run of the job has one of them."""
         return tuple(self.known[k].session for k in sorted(self.known))

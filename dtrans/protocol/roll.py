@@ -33,10 +33,12 @@ class Doing:
     Attributes:
       operations: how many it has begun.
       where: it is in its own code.
+      steps: how many it has made; None where it counts none.
     """
 
     operations: int
     where: str
+    steps: int | None = None
 
 
 class Roll:
@@ -91,6 +93,10 @@ class Roll:
     def back(self, trainer: int) -> None:
         """Note that the connection of a trainer is made again."""
         self._broken.pop(trainer, None)
+
+    def is_broken(self, trainer: int) -> bool:
+        """Return True if the connection of a trainer has ended."""
+        return trainer in self._broken
 
     def due(self) -> float | None:
         """The time at which to look for `silent` ones, if there are any."""

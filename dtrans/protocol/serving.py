@@ -90,14 +90,11 @@ class Serving:
     def observe(self, address: bytes, frames: Sequence[Any], now: float) -> None:
         """Answer an observer who speaks from `address`: it is told the status, and whatever else it says is refused."""
         try:
-            self.status.admit(now)
-            message = wire.parse(frames)
-            if message.op != "status" or message.frames:
-                raise WireError(f"a `{message.op}` message of an observer, which may only ask for the status")
+            fields = self.status.answer(frames, now)
         except WireError as e:
             self._refuse(address, "an observer", e)
         else:
-            self._say(address, "status_report", **self.status.report(now), **message.request)
+            self._say(address, "status_report", **fields)
 
     def _refuse(self, address: bytes, who: str, e: WireError) -> None:
         self.refusals.note("pserver %s refused a message of %s: %s", self.kind.endpoint, who, e)

@@ -76,7 +76,7 @@ class SyncServer:
       tables: what the server has of tables, if any.
     """
 
-    word = "synchronous"
+    word, idle = "synchronous", "serving"
 
     def __init__(self, served: ServedBlocks, update: StepUpdate, trainers: Presence, say: Say) -> None:
         self.endpoint = served.endpoint

@@ -27,7 +27,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     complete                                           goodbye
     abort          reason
 
-    observer to server                                 and back
+    observer to server, or to trainer 0 (collectives)  and back
     status         [request]                           status_report server, trainers[, request];
                                                        refuse
 
@@ -43,7 +43,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
     trainer to trainer 0 (collectives), and from there to all others
     here
-    doing          trainer, operations, where
+    doing          trainer, operations, where[, steps]
     ended          trainer, operations, reason
 
     process to process (pipelines)
@@ -162,6 +162,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "welcome": {"proof": str},
     "refuse": {"last": bool, "late": bool, "proof": str},
     "meet": {"nonce": str},
+    "doing": {"steps": int},
     "here": {"proof": str},
 }
 

@@ -91,13 +91,13 @@ def test_who_is_there_and_what_each_does() -> None:
         "synchronous",
         None,
         2,
-        "waiting for hello of trainers 0, 1",
+        "waiting for trainers 0, 1 to connect",
     )
     assert [(t.state, t.doing, t.step, t.silent) for t in trainers] == [("not here yet", "", None, None)] * 2
     size = job.hello(0)
     job.now += 2.0
     server, (first, second) = job.status()
-    assert server.doing == "waiting for hello of trainer 1"
+    assert server.doing == "waiting for trainer 1 to connect"
     assert (first.state, first.doing, first.step, first.silent, first.received) == (
         "present",
         "computing",

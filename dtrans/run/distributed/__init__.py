@@ -6,6 +6,7 @@ connect         they become one job of `jax.distributed`
 gloo            where Gloo of each process is reached
 elastic         those left of it go on
 address         where they reach each other, beside what JAX connects
+status_door     trainer 0 answers `dtrans status`
 multihost       what they hold together and agree on
 launcher        starts the processes of a job on this host
 child_process   its processes, and what they print

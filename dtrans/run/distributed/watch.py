@@ -48,7 +48,9 @@ from dtrans.protocol.roll import GRACE, Doing, Ended, Roll
 from dtrans.run.distributed.address import Address, address_of, this_host
 from dtrans.run.distributed.board import shared_secret, told
 from dtrans.run.distributed.membership import Membership
+from dtrans.run.distributed.status_door import VARIABLE as STATUS, StatusDoor, WatchedTrainers, status_endpoint
 from dtrans.run.net.sockets import Doorkeeper, Speakers, limit, new_socket, user_of
+from dtrans.step_meter import steps_made
 
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ SLOW = 20.0  # seconds after which one that waits says for whom; again when it i
 LOOK = 0.1  # seconds between two looks at what the process does, once it is known that it cannot go on
 KNOWN = 1.0  # seconds that it may take to know which process has ended, where an operation has failed
 MISSED = "connect"
+UNWATCHED = "a job of one trainer, or with on_trainer_loss='drop', has nobody who knows of all trainers"
 JAX = str(Path(jax.__file__).parent)
 HERE = str(Path(__file__).parents[2])  # of dtrans
 
@@ -88,13 +91,15 @@ class Watch:
         self._number, self._count = cluster.trainer_id, cluster.trainers
         where = cluster.endpoints or [""] * self._count
         self.roll = Roll(self._number, [f"trainer {k}" + f" ({x})" * bool(x) for k, x in enumerate(where)])
-        self._context: zmq.Context[Any] = zmq.Context()
         self._addresses: dict[bytes, int] = {}  # of the others, at trainer 0
+        self._heard: dict[int, float] = {}  # when they said something last
+        self._open = contextlib.ExitStack()
+        self._status = self._status_door(cluster.allow_remote) if self._leads and status_endpoint() else None
+        self._context: zmq.Context[Any] = zmq.Context()
         reach = at.reach if isinstance(at, Address) else at
         # on one host nothing but the end of a process ends a connection
         self._retry = GRACE if is_local(reach) else max(GRACE, min(RETRY, cluster.patience))
         self._refusals = Refusals(log)
-        self._open = contextlib.ExitStack()
         if isinstance(at, Address):
             self._bind(secret, at, cluster.patience)
         else:
@@ -127,6 +132,24 @@ class Watch:
         self._open.callback(self._speakers.close)
         self._monitor = self._speakers.monitor
         self.address = at.at(self._socket.bind_to_random_port(at.bound))
+
+    def _status_door(self, allow_remote: bool) -> StatusDoor:
+        trainers = WatchedTrainers(status_endpoint(), self._count, self.roll, self._now_doing, self._awaited)
+        door = StatusDoor(trainers, allow_remote=allow_remote)
+        self._open.callback(door.close)
+        self._heard = trainers.heard
+        log.info("%s answers `dtrans status %s`", self.me, trainers.endpoint)
+        return door
+
+    def _now_doing(self) -> Doing:
+        return Doing(self.roll.begun, _where(), steps_made())
+
+    def _awaited(self) -> str:
+        """Return for what this process has waited in JAX since it said last what it does; empty, where it has not."""
+        since = self._waits_since
+        if since is None or since[1] != self.roll.begun or not (behind := self.roll.behind()):
+            return ""
+        return f"operation {since[1]} of the job: {behind}"
 
     # -- what the process asks -------------------------------------------------------------------
 
@@ -162,13 +185,18 @@ class Watch:
 
     def _listen(self) -> None:
         poller = zmq.Poller()
-        for s in (self._socket, self._monitor, self._stopping[0]):
+        status = [] if self._status is None else [self._status.socket]
+        for s in (self._socket, self._monitor, self._stopping[0], *status):
             poller.register(s, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(self._milliseconds()))
             if self._stopping[0] in ready:
                 return
             now = time.monotonic()
+            if self._status is not None:
+                self._status.look(now)
+                if self._status.socket in ready:
+                    self._status.answer()
             if self._socket in ready:
                 self._hear()
             if self._monitor in ready:
@@ -190,6 +218,7 @@ class Watch:
                 message, speaker = wire.parse(parts[1:]), int(user_of(parts[0]).rpartition(" ")[2])
                 self._speakers.know(parts[0])
                 self._addresses[bytes(parts[0].buffer)] = speaker
+                self._heard[speaker] = time.monotonic()
             else:
                 message, speaker = wire.parse(parts), 0
             if message.op == "here":
@@ -197,7 +226,8 @@ class Watch:
                 for k in self.roll.ended:  # it may have missed them
                     self._tell(k)
             if message.op == "doing":
-                self.roll.doing[speaker] = Doing(message["operations"], message["where"])
+                steps = message.fields.get("steps")
+                self.roll.doing[speaker] = Doing(message["operations"], message["where"], steps)
             elif message.op == "ended":
                 k = speaker if self._leads else message["trainer"]
                 if self.roll.note(k, Ended(message["operations"], message["reason"])):
@@ -234,10 +264,11 @@ class Watch:
         if now < self._next_word:
             return
         self._next_word = now + SAY
-        doing = Doing(self.roll.begun, _where())
+        doing = self._now_doing()
         if doing != self._said:
             self._said = doing
-            self._say("doing", operations=doing.operations, where=doing.where)
+            steps = {} if doing.steps is None else {"steps": doing.steps}
+            self._say("doing", operations=doing.operations, where=doing.where, **steps)
         if not self._waits_in_jax():
             self._waits_since = None
         elif self._waits_since is None or self._waits_since[1] != doing.operations:
@@ -331,16 +362,22 @@ def start(cluster: Membership) -> None:
     """Open the line of this process. There is none where trainer 0 may not bind an address that the others reach.
 
     Raises:
+      ConfigError: observers are to be answered where this process may not, or cannot listen.
       DeadlineError: another trainer does not connect.
     """
     global _watch
     if cluster.trainers == 1 or cluster.on_trainer_loss == "drop" or _watch is not None:
+        if status_endpoint() and cluster.trainer_id == 0 and _watch is None:
+            log.warning("%s is set, and nobody answers there: %s", STATUS, UNWATCHED)
         return
     secret = shared_secret(cluster, "watch", MISSED)
     hosts = told(cluster, "watch/hosts", this_host(), MISSED)
     if cluster.trainer_id == 0:
+        place = None
         with contextlib.suppress(ConfigError):
-            _watch = Watch(cluster, secret, address_of(cluster, list(hosts.values()), coordinator()))
+            place = address_of(cluster, list(hosts.values()), coordinator())
+        if place is not None:
+            _watch = Watch(cluster, secret, place)
     at = told(cluster, "watch/at", "" if _watch is None else _watch.address, MISSED)[0]
     if cluster.trainer_id and at:
         _watch = Watch(cluster, secret, at)

@@ -29,7 +29,7 @@ class TrainerRow:
       steps_per_second: at the slowest server.
       staleness: the largest; None in synchronous mode.
       silent: seconds since any server heard of it; None where none has.
-      bytes_in, bytes_out: that it was sent, and that it sent, to all of these servers.
+      bytes_in, bytes_out: that it was sent, and that it sent, to all of these servers; None where nobody counts.
     """
 
     trainer: int
@@ -39,8 +39,8 @@ class TrainerRow:
     steps_per_second: float | None
     staleness: int | None
     silent: float | None
-    bytes_in: int
-    bytes_out: int
+    bytes_in: int | None
+    bytes_out: int | None
 
 
 def merge_trainers(answers: Sequence[Answer]) -> list[TrainerRow]:
@@ -67,9 +67,14 @@ def _merge(k: int, views: Sequence[TrainerStatus]) -> TrainerRow:
         steps_per_second=min(rates, default=None),
         staleness=max(stale, default=None),
         silent=min((t.silent for t in views if t.silent is not None), default=None),
-        bytes_in=sum(t.sent for t in views),
-        bytes_out=sum(t.received for t in views),
+        bytes_in=_sum([t.sent for t in views]),
+        bytes_out=_sum([t.received for t in views]),
     )
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [n for n in counts if n is not None]
+    return sum(known) if known else None
 
 
 def as_document(answers: Sequence[Answer]) -> dict[str, Any]:

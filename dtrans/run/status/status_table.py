@@ -14,56 +14,55 @@ from dtrans.run.status.observer import Answer
 
 
 NONE = "-"  # where there is nothing to count
+SERVER = ("endpoint", "step", "steps/s", "in", "out", "in/s", "out/s", "rows made", "checkpoint", "doing")
+TRAINER = ("trainer", "step", "steps/s", "in", "out", "heard", "staleness", "doing")
+OPTIONAL = ("in", "out", "in/s", "out/s", "rows made", "checkpoint", "staleness")  # shown where a row has them
 
 
 def job_tables(answers: Sequence[Answer]) -> Group:
     """Return the tables of a job's servers and trainers."""
-    tables = any(x.server.tables for x in answers if x.server)
-    heads = ["server", "step", "steps/s", "in", "out", "in/s", "out/s"]
-    servers = _table([*heads, *(["rows made"] * tables), "checkpoint"], "doing")
-    for x in answers:
-        if x.server is None:
-            blank = [""] * (len(servers.columns) - 2)
-            servers.add_row(Text(x.endpoint), *blank, Text(x.error, style="red"))
-        else:
-            servers.add_row(*_server(x.endpoint, x.server, tables))
+    servers = _table(SERVER, [_server(x.endpoint, x.server, x.error) for x in answers])
     rows = merge_trainers(answers)
     if not rows:
         return Group(servers)
-    stale = any(t.staleness is not None for t in rows)
-    heads = ["trainer", "step", "steps/s", "in", "out", "heard"]
-    trainers = _table([*heads, *(["staleness"] * stale)], "doing")
-    for t in rows:
-        trainers.add_row(*_trainer(t, stale))
-    return Group(Text(_title(answers, rows)), servers, Text(), trainers)
+    return Group(Text(_title(answers, rows)), servers, Text(), _table(TRAINER, [_trainer(t) for t in rows]))
 
 
 def _title(answers: Sequence[Answer], rows: Sequence[TrainerRow]) -> str:
     first = next(x.server for x in answers if x.server)
     present = sum(t.state == "present" for t in rows)
     plans = {x.server.plan for x in answers if x.server}
-    plan = f"plan {first.plan}" if len(plans) == 1 else "SERVERS OF DIFFERENT PLANS"
-    return f"{first.mode} job, {plan}, {present} of {first.count} trainers here, up {duration(first.uptime)}"
+    plan = "" if plans == {""} else f" plan {first.plan}," if len(plans) == 1 else " SERVERS OF DIFFERENT PLANS,"
+    return f"{first.mode} job,{plan} {present} of {first.count} trainers here, up {duration(first.uptime)}"
 
 
-def _table(heads: Sequence[str], last: str) -> Table:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
+    """Return a table without the optional columns that no row has."""
+    columns = list(zip(*rows, strict=True))
+    shown = [i for i, head in enumerate(heads) if head not in OPTIONAL or {x.plain for x in columns[i]} - {NONE, ""}]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="right" if i else "left", no_wrap=True)
-    table.add_column(last, justify="left", overflow="fold")
+    for i in shown:
+        is_last = i == len(heads) - 1
+        table.add_column(
+            heads[i], justify="left" if i == 0 or is_last else "right", no_wrap=not is_last, overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(row[i] for i in shown))
     return table
 
 
-def _server(endpoint: str, x: ServerStatus, tables: bool) -> list[Text]:
+def _server(endpoint: str, x: ServerStatus | None, error: str) -> list[Text]:
+    """Return the cells of `SERVER`."""
+    if x is None:
+        return [Text(endpoint), *([Text()] * (len(SERVER) - 2)), Text(error, style="red")]
     doing = x.doing
     for name, seconds in x.saving.items():
         doing = f"saving {name} for {duration(seconds)}; {doing}"
     wrong = [f"{n} {what} refused" for n, what in ((x.refused, "messages"), (x.barred, "connections")) if n]
-    rates = [f"{size(n)}/s" for n in (x.received_per_second, x.sent_per_second)]
+    rates = [size(n, "/s") for n in (x.received_per_second, x.sent_per_second)]
     made = f"{sum(t['made'] for t in x.tables):,}" if x.tables else NONE
-    cells = [endpoint, count(x.step), rate(x.steps_per_second), size(x.received), size(x.sent), *rates]
-    cells += [made] * tables + [_checkpoint(x), "; ".join([doing, *wrong])]
-    return [Text(cell) for cell in cells]
+    cells = [endpoint, count(x.step), rate(x.steps_per_second), size(x.received), size(x.sent), *rates, made]
+    return [Text(cell) for cell in (*cells, _checkpoint(x), "; ".join([doing, *wrong]))]
 
 
 def _checkpoint(x: ServerStatus) -> str:
@@ -75,12 +74,13 @@ def _checkpoint(x: ServerStatus) -> str:
     return f"{last['name']}, {duration(last['ago'])} ago"
 
 
-def _trainer(t: TrainerRow, stale: bool) -> list[Text]:
+def _trainer(t: TrainerRow) -> list[Text]:
+    """Return the cells of `TRAINER`."""
     heard = NONE if t.silent is None else f"{duration(t.silent)} ago"
     cells = [str(t.trainer), count(t.step), rate(t.steps_per_second), size(t.bytes_in), size(t.bytes_out), heard]
-    cells += [count(t.staleness)] * stale
     style = {"present": "", "left": "dim"}.get(t.state, "red")
-    return [*map(Text, cells), Text(t.doing if t.state == "present" else t.state, style=style)]
+    doing = Text(t.doing if t.state == "present" else t.state, style=style)
+    return [*map(Text, cells), Text(count(t.staleness)), doing]
 
 
 # -- numbers for people ------------------------------------------------------------------------------
@@ -98,13 +98,15 @@ def rate(x: float | None) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
-def size(n: float) -> str:
+def size(n: float | None, per: str = "") -> str:
     """Return a number of bytes, with three digits: `1.23 GB`."""
+    if n is None:
+        return NONE
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if n < 999.5 or unit == "TB":
             break
         n /= 1000
-    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
+    return f"{n:.0f} {unit}{per}" if unit == "B" else f"{n:.3g} {unit}{per}"
 
 
 def duration(seconds: float) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import cluster_trainer as script
 import pytest
@@ -13,12 +15,15 @@ import zmq
 from role_threads import HANG, free_endpoints, until
 from trainer_processes import started
 
-from dtrans.errors import PeerError
+from dtrans.errors import ConfigError, PeerError
 from dtrans.protocol import token, wire
 from dtrans.run.distributed import watch as watch_module
 from dtrans.run.distributed.address import Address
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.watch import Watch
+from dtrans.run.status.job_view import merge_trainers
+from dtrans.run.status.observer import JobObserver
+from dtrans.run.status.show_status import show_status
 
 
 PATIENCE = 120.0  # seconds for what takes ten on an idle machine
@@ -137,3 +142,77 @@ def test_who_waits_for_long_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplo
     assert said()[0].startswith("trainer 0 has waited 0 s in operation 1 of the job: trainer 1 (127.0.0.1:")
     assert ") has begun 0, and is at " in said()[0] and ".py:" in said()[0]
     assert not any(x.startswith("trainer 1") for x in said())
+
+
+# -- dtrans status ---------------------------------------------------------------------------------
+
+
+def test_trainer_0_answers_observers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the user has said where; each trainer says with its other words how many steps it has made."""
+    *endpoints, status = free_endpoints(4)
+    monkeypatch.setenv("DTRANS_STATUS_ENDPOINT", status)
+    monkeypatch.setenv("DTRANS_TOKEN", "of the user")
+    monkeypatch.setattr(watch_module, "SAY", 0.05)
+    steps = [7]
+    monkeypatch.setattr(watch_module, "steps_made", lambda: steps[0])
+    members = [Membership(k, (0, 1, 2), tuple(endpoints)) for k in range(3)]
+    first = Watch(members[0], SECRET, Address("127.0.0.1", "127.0.0.1"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(first.close)
+        second = Watch(members[1], SECRET, first.address)
+        stack.callback(second.close)
+        observer = stack.enter_context(JobObserver([status], HANG))
+
+        def rows(step: int) -> Any:
+            answers = observer.ask()
+            rows = merge_trainers(answers)
+            known = [t.step for t in rows if t.state == "present"]
+            return (answers, rows) if len(known) > 1 and set(known) == {step} else None
+
+        answers, (zero, one, two) = until(lambda: rows(7), "words of trainer 1")
+        (server,) = [x.server for x in answers]
+        assert (server.mode, server.step, server.received) == ("collective", 7, None)
+        assert server.doing == "waiting for trainer 2 to connect"
+        assert (zero.state, one.state, two.state) == ("present", "present", "not here yet")
+        assert one.doing.startswith("operation 0, at ") and ".py:" in one.doing
+        assert (one.bytes_in, one.bytes_out, one.staleness) == (None, None, None)
+        stack.callback(Watch(members[2], SECRET, first.address).close)
+        steps[0] = 9
+        until(lambda: rows(9) and rows(9)[0][0].server.doing == "training", "two more steps")
+        assert show_status([status], timeout=HANG, interval=None, as_json=False)
+        table = capsys.readouterr().out
+        assert table.startswith("collective job, 3 of 3 trainers here")
+        assert [line.split()[:4] for line in table.splitlines() if "steps/s" in line] == [
+            ["endpoint", "step", "steps/s", "doing"],
+            ["trainer", "step", "steps/s", "heard"],
+        ]
+        with first.operation():
+            monkeypatch.setattr(first, "_waits_in_jax", lambda: True)
+            waits = lambda: str(getattr(observer.ask()[0].server, "doing", ""))
+            until(lambda: "waiting for operation 1 of the job: trainer 1 " in waits(), "a wait")
+        second.close()
+        until(lambda: [t.state for t in merge_trainers(observer.ask())][1:2] == ["left"], "the end of trainer 1")
+        with JobObserver([status], HANG) as stranger:
+            assert stranger.ask()[0].error == ""
+        monkeypatch.setenv("DTRANS_TOKEN", "of another")
+        with JobObserver([status], HANG) as stranger:
+            assert "another token" in stranger.ask()[0].error
+        until(lambda: [x.server.barred for x in observer.ask() if x.server] == [1], "a count")
+
+
+@pytest.mark.parametrize(
+    "where, message",
+    [
+        ("192.0.2.1:6174", "DTRANS_STATUS_ENDPOINT of trainer 0 is at 192.0.2.1:6174, which is not on loopback"),
+        ("a port", "'a port' is not an endpoint"),
+        ("taken", "DTRANS_STATUS_ENDPOINT=127.0.0.1:.* cannot be bound: Address already in use"),
+    ],
+)
+def test_a_place_for_observers_that_cannot_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, where: str, message: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        own = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("DTRANS_STATUS_ENDPOINT", own if where == "taken" else where)
+        with pytest.raises(ConfigError, match=message):
+            Watch(Membership(0, (0, 1), free_endpoints(2)), SECRET, Address("127.0.0.1", "127.0.0.1"))

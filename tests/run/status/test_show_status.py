@@ -145,7 +145,7 @@ def test_a_job_is_shown_while_it_runs_and_trains_as_if_nobody_looked(role_thread
     assert len({x.server.plan for x in answers if x.server}) == 1
     title, head, *_ = lines = text.splitlines()
     assert "synchronous job" in title and "2 of 2 trainers here" in title
-    assert " ".join(head.split()) == "server step steps/s in out in/s out/s checkpoint doing"
+    assert " ".join(head.split()) == "endpoint step steps/s in out in/s out/s doing"
     assert lines[2].startswith(job.endpoints[0]) and lines[2].endswith(waits)
     assert lines[-1].split()[:2] == ["1", "2"] and lines[-1].endswith("computing")
 

@@ -1,0 +1,152 @@
+"""The socket by which trainer 0 of collectives answers observers (`dtrans status`), where the user has said where.
+
+It has a context of its own: observers show the job's token alone, and the trainers' line a secret that only they know.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+
+from dtrans.errors import ConfigError, WireError
+from dtrans.protocol import token, wire
+from dtrans.protocol.job_status import OBSERVER, StatusReporter
+from dtrans.protocol.presence import Trainer
+from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.roll import Doing, Roll
+from dtrans.protocol.tables.held_tables import HeldTables
+from dtrans.run.net.sockets import Doorkeeper, Speakers, check_host, limit, new_socket, tcp_address
+
+
+log = logging.getLogger(__name__)
+VARIABLE = "DTRANS_STATUS_ENDPOINT"
+QUEUE = 100  # messages of one observer
+
+
+class WatchedTrainers:
+    """The trainers of a job as trainer 0 sees them, for a `StatusReporter`.
+
+    Args:
+      endpoint: where trainer 0 answers.
+      count: how many trainers there are.
+      roll: what trainer 0 knows of the others.
+      me: returns what it does itself.
+      awaited: returns for what it has waited long.
+
+    Attributes:
+      heard: when each trainer said something last.
+    """
+
+    word, idle = "collective", "training"
+    tables: HeldTables | None = None
+    plan: Mapping[str, str] = {}
+    bytes_sent = None
+
+    def __init__(
+        self, endpoint: str, count: int, roll: Roll, me: Callable[[], Doing], awaited: Callable[[], str]
+    ) -> None:
+        self.endpoint, self.count = endpoint, count
+        self.started = time.monotonic()
+        self.heard: dict[int, float] = {}
+        self._roll, self._me, self.awaited = roll, me, awaited
+
+    @property
+    def known(self) -> dict[int, Trainer]:
+        """Those that have said something, or have ended."""
+        now = time.monotonic()
+        found = {0: Trainer("", b"", heard_at=now)}
+        for k in sorted({*self.heard, *self._roll.ended}):
+            ended = self._roll.ended.get(k)
+            found[k] = Trainer(
+                session="",
+                address=b"",
+                lost=now if self._roll.is_broken(k) else None,
+                heard_at=self.heard.get(k, self.started),
+                done=ended is not None,
+                failed=bool(ended and ended.reason),
+            )
+        return found
+
+    def _doing(self) -> dict[int, Doing]:
+        return {0: self._me(), **self._roll.doing}
+
+    def progress(self) -> dict[int, int]:
+        """Return the number of steps of each trainer that has said it."""
+        return {k: d.steps for k, d in self._doing().items() if d.steps is not None}
+
+    def staleness(self, k: int) -> None:
+        """Return nothing: all trainers make one update."""
+
+    def doing(self, k: int) -> str:
+        """Return where a trainer is in its own code."""
+        found = self._doing().get(k)
+        return "connected" if found is None else f"operation {found.operations}, at {found.where}"
+
+
+class StatusDoor:
+    """Answers observers.
+
+    Args:
+      trainers: whose status it is.
+      allow_remote: bind an endpoint that is not loopback.
+
+    Attributes:
+      socket: to be polled for requests.
+
+    Raises:
+      ConfigError: the endpoint may not be, or cannot be bound.
+    """
+
+    def __init__(self, trainers: WatchedTrainers, *, allow_remote: bool) -> None:
+        self._endpoint = trainers.endpoint
+        check_host(
+            f"{VARIABLE} of trainer 0", self._endpoint, "dtrans.connect(allow_remote=True)", allow_remote=allow_remote
+        )
+        self._refusals = Refusals(log)
+        self.reporter = StatusReporter(trainers, trainers, self._refusals)
+        self.reporter.barred = Refusals(log)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._doorkeeper = Doorkeeper(self._context, token.job_token(), (OBSERVER,))
+        self.socket = new_socket(self._context, zmq.ROUTER)
+        limit(self.socket, wire.HELLO, QUEUE)
+        self._speakers = Speakers(self.socket, self._note_barred)
+        try:
+            self.socket.bind(tcp_address(self._endpoint))
+        except zmq.ZMQError as e:
+            self.close()
+            raise ConfigError(f"{VARIABLE}={self._endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}") from e
+
+    def _note_barred(self) -> None:
+        self.reporter.barred.note("trainer 0 refused a connection of an observer that has not the job's token")
+
+    def look(self, now: float) -> None:
+        """Note the counts of the job, and who was not let in."""
+        self._speakers.listen()
+        self.reporter.look(now)
+
+    def answer(self) -> None:
+        """Take one message, and answer it."""
+        address, *frames = self.socket.recv_multipart()
+        try:
+            words = wire.header("status_report", **self.reporter.answer(frames, time.monotonic()))
+        except WireError as e:
+            self._refusals.note("trainer 0 refused a message of an observer: %s", e)
+            words = wire.header("refuse", reason=str(e))
+        self.socket.send_multipart([address, words])
+
+    def close(self) -> None:
+        """Close the socket. Nobody waits for an observer that does not read."""
+        self._doorkeeper.close()
+        self._speakers.close()
+        self.socket.close(linger=0)
+        self._context.term()
+
+
+def status_endpoint() -> str:
+    """Return where trainer 0 of this job answers observers; empty, where it does not."""
+    return os.environ.get(VARIABLE, "").strip()
