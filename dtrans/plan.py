@@ -6,6 +6,7 @@ A plan is a value. It can be printed, compared and costed anywhere; it has a way
     "simulate"   the whole job on one device
     "cluster"    this process's part of a job of processes
     "function"   the program of one trainer, as a pure function
+    "ray"        the whole job as actors of a Ray cluster, driven from this process (`dtrans.hosts.on_ray`)
 
 `dtrans.run` stands above all plans, so no plan imports it. It registers its realisers here, and is imported when the
 first plan is run: that is the one import that goes up.
@@ -17,12 +18,14 @@ import abc
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -81,14 +84,47 @@ class Costs(tuple[RoleCost, ...]):
         return display.plan_html("costs of a step, for each", self._header, self._rows(), (), code=0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Call that made a plan: another process that makes the same call gets the same plan.
+
+    Attributes:
+      transform: `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`.
+      arguments: its arguments by name, `main` and `startup` among them.
+    """
+
+    transform: Callable[..., Plan]
+    arguments: Mapping[str, Any]
+
+
+P = ParamSpec("P")
+PlanT = TypeVar("PlanT", bound="Plan")
+
+
+def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
+    """Decorate a transform so that its plans know the call that made them (`Plan.recipe`)."""
+
+    @functools.wraps(transform)
+    def run(*args: P.args, **options: P.kwargs) -> PlanT:
+        plan = transform(*args, **options)
+        found = Recipe(run, inspect.signature(transform).bind(*args, **options).arguments)
+        # not a field: `dataclasses.replace` makes another plan, which this call does not make
+        object.__setattr__(plan, "recipe", found)
+        return plan
+
+    return run
+
+
 class Plan(abc.ABC):
     """Training of one step by several roles: what a transform returns.
 
     Attributes:
       main: the step, with calls inlined and exact roles.
+      recipe: the call that made the plan; None where it was derived from another plan.
     """
 
     main: Program
+    recipe: ClassVar[Recipe | None] = None
     _right: ClassVar[tuple[int, ...]]  # the columns of numbers
     _code: ClassVar[int]  # the column of names
 
@@ -174,6 +210,26 @@ class Plan(abc.ABC):
     def simulate(self) -> Job:
         """Run the whole job on one device: for tests, notebooks, and machines that one does not have."""
         return self._realised("simulate")
+
+    def on_ray(self, batches: Any = None, **options: Any) -> Job:
+        """Run the job as actors of a Ray cluster, with this process as the driver; it takes the extra `ray`.
+
+        Each role is an actor in a placement group, and takes the way of `on_cluster`. The plan is made again in each
+        actor, from the functions that were traced: Ray pickles them. `init`, `step` and the other methods of the job
+        are called here, and a state is a handle of the state that actors hold.
+
+        Args:
+          batches: of each trainer its own part, made in its actor: a function (trainer, step) -> batch; or a dataset of
+            Ray Data, whose columns have the names of the step's arguments. `job.step(state)` then takes no batch. By
+            default `job.step(state, *batch)` takes the global batch here, which trainers share.
+          options: of `dtrans.hosts.on_ray.RayJob`: `address`, `trainers_on`, `trainer_resources`, `server_resources`,
+            `processes`, `rows`, `checkpoints`, `env`, `deadline`, `patience`.
+
+        Raises:
+          ConfigError: Ray is not installed, or a plan that cannot be made again from a call of its transform.
+          DeadlineError: the cluster has no room for the roles. PeerError: a role failed, or its node has gone.
+        """
+        return self._realised("ray", batches, **options)
 
     def _realised(self, way: str, *args: Any, **options: Any) -> Job:
         with within_mesh(None):

@@ -45,6 +45,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import is_under
+from dtrans.plan import with_recipe
 from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured_if_marked
@@ -63,6 +64,7 @@ from dtrans.step.observers import (
 from dtrans.step.startup import match_startup, of_two_parts
 
 
+@with_recipe
 @without_mesh
 def nccl2(
     main: Program,

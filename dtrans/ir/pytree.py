@@ -117,6 +117,15 @@ class TreeSpec:
         it = iter(arrays)
         return jax.tree.unflatten(self.treedef, [next(it) if isinstance(x, str) else x.value for x in self.leaves])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a pickled PyTreeDef loses sentinels in its nodes, as those of Equinox; a pickled tree does not
+        return _unpickled, (jax.tree.unflatten(self.treedef, self.leaves),)
+
+
+def _unpickled(tree: Any) -> TreeSpec:
+    leaves, treedef = jax.tree.flatten(tree)
+    return TreeSpec(treedef, tuple(leaves))
+
 
 def as_array(leaf: Any) -> Any:
     """A bare number as an array: of Python's, the one that JAX would make of it. Anything else as it is."""

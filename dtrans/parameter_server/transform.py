@@ -48,6 +48,7 @@ from dtrans.parameter_server.tables.choose import added_exactly, choose_tables
 from dtrans.parameter_server.tables.options import Rows, check_sparse, check_staleness
 from dtrans.parameter_server.tables.touched_rows import of_tables, resized
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, trainer_program, trainer_startup_program
+from dtrans.plan import with_recipe
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import SHARED
 from dtrans.slicing.blocks import Placement, Unit
@@ -67,6 +68,7 @@ SYNC_TELLS = (
 )
 
 
+@with_recipe
 @without_mesh
 def pserver(
     main: Program,

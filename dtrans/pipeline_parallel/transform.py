@@ -52,6 +52,7 @@ from dtrans.pipeline_parallel.stage_scan import (
     turned,
 )
 from dtrans.pipeline_parallel.update import arguments_of, slices_of_sums, update_of
+from dtrans.plan import with_recipe
 from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured, refuse_loss_in_update, value_and_grad_p
@@ -67,6 +68,7 @@ from dtrans.zero.mixed_precision import check_scale, low_products
 PARTS = ("parts",)  # the axis that micro-batches would be on
 
 
+@with_recipe
 @without_mesh
 def pipeline(
     main: Program,

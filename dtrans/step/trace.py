@@ -5,6 +5,7 @@ State is paired by name: which part of a result is the new value of which argume
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,12 +76,6 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     if counting is not None:
         return trace(fn, *counting, name=name)
     out, ambiguous_outputs = _result_spec(result[-1][1], args, roots)
-
-    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        it = iter(types)
-        with within_mesh(mesh):
-            return trace(fn, *(s.unflatten([next(it) for _ in s.names]) for s in specs), name=name)
-
     leaves = zip(out.leaves, jax.tree.leaves(result[-1][0]), strict=True)
     numbers = {n: x for n, x in leaves if isinstance(n, str) and isinstance(x, NUMBERS)}
     called = name or getattr(fn, "__name__", type(fn).__name__).strip("<>")
@@ -90,11 +85,35 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
         specs,
         out,
         guess_roles(jaxpr),
-        specializer=specializer,
+        specializer=TracedFunction(fn, specs, name, mesh),
         ambiguous_outputs=ambiguous_outputs,
         numbers=numbers,
         guessed=True,
     )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedFunction:
+    """Specializer of a traced program: the function, and the structure of its arguments.
+
+    It can be pickled where the function can, and traces the same program in another process.
+
+    Attributes:
+      fn, name: as those of `trace`.
+      args: the structure of each argument.
+      mesh: the mesh whose axes the function may name.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[TreeSpec, ...]
+    name: str | None
+    mesh: Any
+
+    def __call__(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        """Trace the function with inputs of these types."""
+        it = iter(types)
+        with within_mesh(self.mesh):
+            return trace(self.fn, *(s.unflatten([next(it) for _ in s.names]) for s in self.args), name=self.name)
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.transform import callers, check_names, refuse_collectives, shared_by
 from dtrans.ir.program import Program
+from dtrans.plan import with_recipe
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, cut
 from dtrans.step.observers import (
@@ -51,6 +52,7 @@ from dtrans.zero.plan import ShardingPlan
 from dtrans.zero.rank_program import RankLayout, rewritten
 
 
+@with_recipe
 @without_mesh
 def sharding(
     main: Program,

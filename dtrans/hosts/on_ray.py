@@ -1,0 +1,332 @@
+"""Jobs on a Ray cluster: each role is an actor, and the driver is the process that calls `plan.on_ray()`.
+
+    portable_plan   the way of a plan to the actors
+    ray_group       placement, calls, and the end of all
+    ray_actor       a role, which takes the way of `plan.on_cluster()`
+    on_ray          the job, as the driver has it
+
+Ray starts the processes, and carries what the driver says: endpoints, the token, batches, results. Gradients and
+parameters go the ways that they go in every job of processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from dtrans.checks import check_int, check_number
+from dtrans.data_parallel.plan import CollectivePlan
+from dtrans.errors import BatchError, ConfigError, StateError
+from dtrans.hosts.portable_plan import PortablePlan, pickled
+from dtrans.hosts.ray_actor import RoleActor, on_host
+from dtrans.hosts.ray_group import RayGroup, RayPlacement, driver_environment, ray_of, secret_environment
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.pipeline_parallel.plan import PipelinePlan
+from dtrans.plan import Job, Plan, realises
+from dtrans.run.net.sockets import DEADLINE, PATIENCE
+from dtrans.step_meter import metered
+
+
+GRACE = 10.0  # seconds in which servers save when the job fails, where they have a folder
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RayState:
+    """Handle of a state that actors hold. A job has one state at a time: that which it returned last."""
+
+    number: int
+
+
+@realises(Plan, "ray")
+class RayJob(Job):
+    """A plan, running as actors of a Ray cluster.
+
+    `step` takes the global batch, of which each trainer gets its rows; or no batch, where `batches` says what trainers
+    step on. Results come to the driver, which has numbers of all trainers: those that each trainer has of its own
+    part alone (`batch="local"` and asynchronous modes of parameter servers) are averaged if they are floating-point
+    scalars, and get a leading axis otherwise.
+
+    An error of an actor ends the job, with all actors. A role or a node that has gone is a `PeerError` that names both.
+
+    Args:
+      plan: made by `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`. The endpoints of its
+        servers only say how many there are.
+      batches: a function (trainer, step) -> the arguments of the step behind its state, which runs in the trainer's
+        actor; or a dataset of Ray Data, whose columns have the names of these arguments; or its parts, a
+        `ray.data.DataIterator` for each trainer. A dataset begins anew at its end.
+      address: of the cluster, as `ray.init` takes it. By default the cluster that this process is connected to, or the
+        one that RAY_ADDRESS names, or a new one on this machine.
+      trainers_on: "PACK" puts trainers on few nodes, "SPREAD" on different ones. Servers are spread.
+      trainer_resources, server_resources: for each of them, such as {"CPU": 4, "GPU": 1}; one CPU by default.
+      processes: how many trainers' actors there are; by default one for each trainer, rank or stage of the plan. With
+        fewer, each has several devices. Not with parameter servers.
+      rows: of a trainer's batch, with a dataset.
+      checkpoints: the folder of `job.save(path)`, which all nodes see. Parameter servers need it.
+      env: variables of the actors. They also get the driver's variables of JAX, XLA and dtrans.
+      deadline: seconds that any wait for another role may take, and for room on the cluster.
+      patience: seconds without a sign of another role after which it is taken for dead.
+
+    Raises:
+      ConfigError: Ray is not installed, options that do not fit, or a plan that actors cannot make again.
+      DeadlineError: no room within the deadline. PeerError: a role failed.
+    """
+
+    def __init__(
+        self,
+        plan: Any,
+        batches: Any = None,
+        *,
+        address: str | None = None,
+        trainers_on: str = "PACK",
+        trainer_resources: Mapping[str, float] | None = None,
+        server_resources: Mapping[str, float] | None = None,
+        processes: int | None = None,
+        rows: int | None = None,
+        checkpoints: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        deadline: float = DEADLINE,
+        patience: float = PATIENCE,
+    ) -> None:
+        for name, seconds in (("deadline", deadline), ("patience", patience)):
+            check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
+        trainers, devices = _shape(plan, processes)
+        one = {"CPU": 1.0}
+        servers = len(plan.servers) if isinstance(plan, PServerPlan) else 0
+        placed = RayPlacement(trainers, servers, trainers_on, trainer_resources or one, server_resources or one)
+        function = batches if callable(batches) else None
+        if batches is not None and function is None:
+            check_int("rows", rows, "a number of rows of each trainer's batch, which a dataset needs")
+        elif rows is not None:
+            raise ConfigError(f"rows={rows} is for a dataset of Ray Data; leave it out")
+        portable = PortablePlan.of(plan)
+        ray = ray_of(address)
+        sent = pickled((portable, function), ray.cloudpickle)
+
+        self.plan = plan
+        self._ray, self._has_batches = ray, batches is not None
+        self._folder = None if checkpoints is None else Path(checkpoints).absolute()
+        self._state: RayState | None = None
+        self._steps = 0
+        environment = driver_environment(devices) | dict(env or {})
+        self._group = RayGroup(ray, RoleActor, placed, environment, deadline)
+        try:
+            roles = self._group.roles()
+            parts = {} if function is not None else self._parts(batches)
+            shared, secret = ray.put(sent), secret_environment()
+            options = {"deadline": deadline, "patience": patience}
+            data = {n: (part, rows) for n, part in parts.items()}
+            args = {n: (role, secret, shared, data.get(n), options) for n, role in roles.items()}
+            self._group.all("begin", args)
+        except BaseException:
+            self._group.end()
+            raise
+
+    def _parts(self, batches: Any) -> dict[str, Any]:
+        """Return each trainer's part of a dataset."""
+        names = self._group.trainers
+        if batches is None:
+            return {}
+        if hasattr(batches, "streaming_split"):
+            at = [self._group.node_ids[n] for n in names]
+            batches = batches.streaming_split(len(names), equal=True, locality_hints=at)
+        if not isinstance(batches, Sequence) or not all(hasattr(x, "iter_batches") for x in batches):
+            raise ConfigError(
+                f"batches is {type(batches).__name__}, expected a function (trainer, step) -> batch, or a dataset of "
+                "Ray Data; other batches go to job.step(state, *batch)"
+            )
+        if len(batches) != len(names):
+            raise ConfigError(f"batches has {len(batches)} parts, and there are {len(names)} trainers; give each one")
+        return dict(zip(names, batches, strict=True))
+
+    # -- the state -------------------------------------------------------------------------------
+
+    def init(self, *args: Any) -> RayState:
+        spec = self.plan.startup.args
+        if len(args) != len(spec):
+            raise ConfigError(f"init takes {len(spec)} arguments, {len(args)} were given")
+        return self._begin("init", _arrays(spec, args))
+
+    def state_of(self, params: Any, opt_state: Any) -> RayState:
+        return self._begin("take", _arrays(self.plan.main.args[:2], (params, opt_state)))
+
+    def restore(self, path: str | os.PathLike[str]) -> RayState:
+        """Return the state that goes on from a checkpoint, which each actor reads its part of.
+
+        Args:
+          path: a folder that all nodes see; relative to `checkpoints`, where that is given.
+        """
+        return self._begin("restore", str(self._path(path)))
+
+    def _begin(self, method: str, arg: Any) -> RayState:
+        """Let all actors make their state, and servers serve."""
+        self._check_open()
+        if self._state is not None and self._group.servers:
+            raise StateError(f"the servers of this job serve already: make another job for another {method}")
+        given = self._ray.put(arg)
+        folder = None if self._folder is None else str(self._folder)
+        self._group.start("serve", dict.fromkeys(self._group.servers, (method, given, folder)))
+        self._call(method, dict.fromkeys(self._group.trainers, (given,)))
+        return self._newest()
+
+    def _newest(self) -> RayState:
+        self._state = RayState(0 if self._state is None else self._state.number + 1)
+        return self._state
+
+    def check(self, state: Any) -> None:
+        self._check_open()
+        if not isinstance(state, RayState):
+            raise StateError(f"this job takes the state that init or step returned, not {type(state).__name__}")
+        if state is not self._state:
+            raise StateError("this state was given to a step already, or is of another job: take the newest one")
+
+    @metered
+    def step(self, state: RayState, *batch: Any) -> tuple[Any, ...]:
+        """One step of all trainers: (state, loss[, aux]).
+
+        Raises:
+          BatchError: a batch where trainers have batches of their own, none where they have none, or rows that they
+            cannot share.
+          StateError: no state, or one that was stepped from.
+        """
+        self.check(state)
+        arrays = self._given(batch)
+        made = self._call("step", dict.fromkeys(self._group.trainers, (arrays,)))
+        results = made["trainer 0"]
+        if isinstance(self.plan, PServerPlan) and self.plan.shared is None:
+            results = jax.tree.map(lambda *xs: _of_each(xs), *made.values())
+        return (self._newest(), *results)
+
+    def _given(self, batch: Sequence[Any]) -> Any:
+        """Return the global batch in Ray's store; None where trainers have their own."""
+        if self._has_batches:
+            if batch:
+                raise BatchError("trainers take batches of their own (on_ray(batches)): call job.step(state) alone")
+            return None
+        specs = self.plan.main.args[2:]
+        if len(batch) != len(specs):
+            raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+        return self._ray.put(_arrays(specs, batch))
+
+    def with_hyperparameters(self, state: RayState, **values: float) -> RayState:
+        self.check(state)
+        self._call("change", dict.fromkeys(self._group.trainers, ("with_hyperparameters", values)))
+        return self._newest()
+
+    def params(self, state: RayState) -> Any:
+        return self._read("params", state)
+
+    def opt_state(self, state: RayState) -> Any:
+        if isinstance(self.plan, PServerPlan) and not self.plan.push_every:
+            raise ConfigError(
+                "the optimizer's state is on the servers: call job.save(path), and dtrans.checkpoint.load the whole"
+            )
+        return self._read("opt_state", state)
+
+    def _read(self, what: str, state: RayState) -> Any:
+        self.check(state)
+        found = self._call("read", {n: (what, n == "trainer 0") for n in self._group.trainers})
+        spec = self.plan.main.args[("params", "opt_state").index(what)]
+        return spec.unflatten(found["trainer 0"])
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, tag: str | None = None) -> None:
+        """Save a checkpoint of the newest state: each actor its pieces.
+
+        Args:
+          path: a folder that all nodes see, one for each checkpoint; relative to `checkpoints`, where that is given.
+            Of parameter servers it lies in `checkpoints`.
+          tag: as in `dtrans.checkpoint.save`.
+
+        Raises:
+          ConfigError: servers were not told a folder, or another one. CheckpointError: servers could not write it; the
+            job goes on.
+        """
+        self._check_open()
+        if self._state is None:
+            raise StateError("there is nothing to save before job.init(...)")
+        place = self._path(path)
+        if self._group.servers and place.parent != self._folder:
+            raise ConfigError(
+                f"servers save in one folder, and {place} is not in it; say "
+                f"plan.on_ray(checkpoints={str(place.parent)!r})"
+            )
+        self._call("save", {n: (str(place), tag) for n in self._group.trainers})
+
+    def _path(self, path: str | os.PathLike[str]) -> Path:
+        return (self._folder / path if self._folder is not None else Path(path)).absolute()
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def _call(self, method: str, args: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Call the actors; an error that ended them closes the job."""
+        try:
+            return self._group.all(method, args)
+        finally:
+            if not self._group.actors:
+                super().close()
+
+    def lower(self, state: RayState, *batch: Any) -> NoReturn:
+        raise ConfigError("actors compile the step: plan.on_mesh().lower(...), or plan.simulate().lower(...), shows it")
+
+    def close(self) -> None:
+        """End the job: trainers say so to the servers, and the actors and their placement groups are removed."""
+        if self._closed:
+            return
+        super().close()
+        try:
+            if self._state is not None:
+                self._group.all("close", dict.fromkeys(self._group.trainers, ()))
+                self._group.finish()
+        finally:
+            self._group.end()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            super().close()
+            self._group.end(GRACE if self._folder is not None else 0.0)
+
+
+def _shape(plan: Any, processes: int | None) -> tuple[int, int | None]:
+    """Return the number of trainers' actors, and of devices that each has on CPUs."""
+    if isinstance(plan, PServerPlan):
+        if processes is not None:
+            raise ConfigError(f"processes={processes}: each trainer of parameter servers is a process; leave it out")
+        return plan.trainers, 1
+    if isinstance(plan, PipelinePlan):
+        whole, each = plan.options.num_stages, plan.options.replicas * max(plan.cuts.shards)
+    elif isinstance(plan, CollectivePlan):
+        whole, each = plan.trainers, 1
+    else:
+        raise ConfigError(f"on_ray runs no {type(plan).__name__}")
+    count = whole if processes is None else processes
+    check_int("processes", count, "a number of actors")
+    if whole % count:
+        raise ConfigError(f"processes={count} does not divide the {whole} trainers, ranks or stages of the plan")
+    return count, whole // count * each
+
+
+def _arrays(specs: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
+    """Return the arrays of some trees, as Ray shares them."""
+    found = []
+    for spec, tree in zip(specs, trees, strict=True):
+        found += map(on_host, spec.flatten(tree))
+    return found
+
+
+def _of_each(xs: Sequence[Any]) -> Any:
+    """Return a result that each trainer has of its own part as one."""
+    if not np.ndim(xs[0]) and np.issubdtype(np.asarray(xs[0]).dtype, np.floating):
+        return np.mean(xs, dtype=np.asarray(xs[0]).dtype)
+    return np.stack([np.asarray(x) for x in xs])

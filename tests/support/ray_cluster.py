@@ -1,0 +1,70 @@
+"""A Ray cluster of three nodes on this machine, in a process of its own: Ray forks, which JAX does not like.
+
+As a script it starts the nodes, prints the address and waits for lines: the id of a node removes that node, and the end
+of standard input ends all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from types import TracebackType
+
+
+NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+NODES = 3
+
+
+class RayCluster:
+    """The cluster, for a test. A context manager.
+
+    Attributes:
+      address: of the cluster, as `ray.init` takes it.
+    """
+
+    def __init__(self) -> None:
+        # actors import dtrans, and modules of tests
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.address = next(line.split()[1] for line in self._process.stdout if line.startswith("address "))
+
+    def remove(self, node: str) -> None:
+        """Remove a node, by its id."""
+        assert self._process.stdin is not None
+        print(node, file=self._process.stdin, flush=True)
+
+    def __enter__(self) -> RayCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()
+
+
+def main() -> None:
+    """Run the cluster until standard input ends."""
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # names of sockets in it must be short
+    os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    try:
+        nodes = [cluster.head_node, *(cluster.add_node(**NODE) for _ in range(NODES - 1))]
+        print(f"address {cluster.address}", flush=True)
+        for line in sys.stdin:
+            (node,) = (x for x in nodes if x.node_id == line.strip())
+            cluster.remove_node(node)
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
