@@ -286,6 +286,7 @@ class Job(abc.ABC):
     takes_uneven_parts = False  # whether those may be `dtrans.UnevenPart`s
     batches_ahead = 1  # how many steps `steps` reads batches ahead
 
+    is_driver = False  # whether its processes are elsewhere: `save` and `restore` of the job let them do so
     run_id: str  # which run of the job it is: the default tag of its checkpoints
     saves = True  # whether this process saves what all of them have alike
 

@@ -62,7 +62,7 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
       path: a folder that all processes see, one for each checkpoint: `ckpt/300`.
       plan: of the servers; the same in all processes.
       endpoint: the server.
-      job: what `plan.on_mesh()`, `plan.on_cluster()` or `plan.simulate()` made.
+      job: what `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or `plan.on_ray()` made.
       state: what `exe.run(pserver, ...)` of the server, or `step` of the job returned. Each rank's rows are taken from
         its device, and nothing is gathered.
       tag: a name of this save that all processes of the job share, and that no other run has. Pieces with different
@@ -155,14 +155,18 @@ def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
     if isinstance(plan, PServerPlan):
         check_plan(plan)
         layout = _layout(plan)
-        return layout, [who for who in job.roles if who in layout.pieces]
+        return layout, [] if job.is_driver else [who for who in job.roles if who in layout.pieces]
     if isinstance(plan, CollectivePlan):
         layout = PieceLayout(plan.main, collective_state.rows_of(plan), collective_state.pieces_of(plan))
-        return layout, collective_state.savers(job)
+        return layout, [] if job.is_driver else collective_state.savers(job)
     return PieceLayout(plan.main, step_rows(plan.main, TRAINER), {TRAINER: "trainer-0"}), [TRAINER] * job.saves
 
 
 def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
+    if job.is_driver:
+        job.check(state)
+        job.save(path, tag=tag)
+        return
     layout, here = _pieces(job)
     mark = _mark_of_job(job, layout, here, tag)
     for who, values in _values(job, state, here):
@@ -256,7 +260,7 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
     Args:
       path: that of `save`.
       plan, endpoint: of the job that is to go on, and the server.
-      job: that is to go on: what `plan.on_mesh()`, `plan.on_cluster()` or `plan.simulate()` made.
+      job: that is to go on: what `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or `plan.on_ray()` made.
 
     Raises:
       StateError: there is no checkpoint, or pieces of it are missing, unreadable or of several jobs; it is one of
@@ -345,6 +349,8 @@ def _slices_of(saved: Checkpoint, init: Program | None) -> First | None:
 
 
 def _restored_job(path: Folder, job: Any) -> Any:
+    if job.is_driver:
+        return job.restore(path)
     if isinstance(job.plan, PServerPlan):
         check_plan(job.plan)
         servers = [who for who in job.roles if who in job.plan.servers]

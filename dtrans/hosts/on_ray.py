@@ -59,8 +59,8 @@ class RayJob(Job):
       plan: made by `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`. The endpoints of its
         servers only say how many there are.
       batches: a function (trainer, step) -> the arguments of the step behind its state, which runs in the trainer's
-        actor; or a dataset of Ray Data, whose columns have the names of these arguments; or its parts, a
-        `ray.data.DataIterator` for each trainer. A dataset begins anew at its end.
+        actor; or a dataset of Ray Data, whose columns have the names of these arguments. Trainers get
+        equally many of its rows (`streaming_split`), and begin anew at its end.
       address: of the cluster, as `ray.init` takes it. By default the cluster that this process is connected to, or the
         one that RAY_ADDRESS names, or a new one on this machine.
       trainers_on: "PACK" puts trainers on few nodes, "SPREAD" on different ones. Servers are spread.
@@ -77,6 +77,8 @@ class RayJob(Job):
       ConfigError: Ray is not installed, options that do not fit, or a plan that actors cannot make again.
       DeadlineError: no room within the deadline. PeerError: a role failed.
     """
+
+    is_driver, saves = True, False
 
     def __init__(
         self,
@@ -123,27 +125,29 @@ class RayJob(Job):
             options = {"deadline": deadline, "patience": patience}
             data = {n: (part, rows) for n, part in parts.items()}
             args = {n: (role, secret, shared, data.get(n), options) for n, role in roles.items()}
-            self._group.all("begin", args)
+            self.run_id = self._group.all("begin", args)["trainer 0"]
         except BaseException:
             self._group.end()
             raise
 
+    @property
+    def nodes(self) -> dict[str, str]:
+        """The node of each role, by its name: Ray's id of it."""
+        return dict(self._group.node_ids)
+
     def _parts(self, batches: Any) -> dict[str, Any]:
         """Return each trainer's part of a dataset."""
-        names = self._group.trainers
         if batches is None:
             return {}
-        if hasattr(batches, "streaming_split"):
-            at = [self._group.node_ids[n] for n in names]
-            batches = batches.streaming_split(len(names), equal=True, locality_hints=at)
-        if not isinstance(batches, Sequence) or not all(hasattr(x, "iter_batches") for x in batches):
+        if not hasattr(batches, "streaming_split"):
             raise ConfigError(
-                f"batches is {type(batches).__name__}, expected a function (trainer, step) -> batch, or a dataset of "
+                f"batches is a {type(batches).__name__}, expected a function (trainer, step) -> batch, or a dataset of "
                 "Ray Data; other batches go to job.step(state, *batch)"
             )
-        if len(batches) != len(names):
-            raise ConfigError(f"batches has {len(batches)} parts, and there are {len(names)} trainers; give each one")
-        return dict(zip(names, batches, strict=True))
+        names = self._group.trainers
+        at = [self._group.node_ids[n] for n in names]
+        parts = batches.streaming_split(len(names), equal=True, locality_hints=at)
+        return dict(zip(names, parts, strict=True))
 
     # -- the state -------------------------------------------------------------------------------
 
@@ -319,7 +323,7 @@ def _shape(plan: Any, processes: int | None) -> tuple[int, int | None]:
 
 def _arrays(specs: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
     """Return the arrays of some trees, as Ray shares them."""
-    found = []
+    found: list[Any] = []
     for spec, tree in zip(specs, trees, strict=True):
         found += map(on_host, spec.flatten(tree))
     return found

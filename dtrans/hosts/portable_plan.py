@@ -122,11 +122,11 @@ def pickled(value: Any, cloudpickle: Any) -> bytes:
       ConfigError: something in it cannot be pickled.
     """
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+    class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, Primitive):
                 for name, module in list(sys.modules.items()):
-                    for attribute, found in list(vars(module).items()) if module is not None else ():
+                    for attribute, found in list(getattr(module, "__dict__", {}).items()):
                         if found is obj:
                             return _attribute, (name, attribute)
             return super().reducer_override(obj)

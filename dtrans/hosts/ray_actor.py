@@ -73,8 +73,8 @@ class RoleActor(RoleProcess):
 
     def begin(
         self, role: Role, environment: Mapping[str, str], pickled: bytes, data: Any, options: Mapping[str, Any]
-    ) -> None:
-        """Become a role: connect, make the plan, and realise it.
+    ) -> str:
+        """Become a role: connect, make the plan, and realise it; return the run (`dtrans.checkpoint.runs`).
 
         Args:
           role: the role.
@@ -93,9 +93,12 @@ class RoleActor(RoleProcess):
             portable, batches = pickle.loads(pickled)
             self._job = portable.made(pservers=role.pservers).on_cluster(allow_remote=True, **options)
         if data is not None:
-            self._batches = _of_dataset(*data, self._job.plan.main.args[2:])
+            part, rows = data
+            self._batches = _of_dataset(part, rows, self._job.plan.main.args[2:])
         elif batches is not None:
             self._batches = (_checked(batches(role.trainer_id, step)) for step in itertools.count())
+        run: str = self._job.run_id
+        return run
 
     # -- the state -------------------------------------------------------------------------------
 

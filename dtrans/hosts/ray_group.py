@@ -87,7 +87,7 @@ def driver_environment(devices: int | None = None) -> dict[str, str]:
     """
     found = {n: x for n, x in os.environ.items() if n.startswith(CARRIED) and n not in ITS_OWN}
     for name in SETTINGS:
-        value = jax.config.values.get(name)
+        value = getattr(jax.config, name)
         if value is not None:
             found[name.upper()] = str(int(value)) if isinstance(value, bool) else str(value)
     flags = [x for x in found.get("XLA_FLAGS", "").split() if not x.startswith(DEVICE_COUNT)]
@@ -196,9 +196,7 @@ class RayGroup:
                 f"the Ray cluster has {self._ray.cluster_resources()}, and {self._ray.available_resources()} are free"
             )
 
-    def _start(
-        self, actor: type, kind: str, count: int, bundle: Mapping[str, float], more: Mapping[str, Any]
-    ) -> None:
+    def _start(self, actor: type, kind: str, count: int, bundle: Mapping[str, float], more: Mapping[str, Any]) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         rest = {n: x for n, x in bundle.items() if n not in ("CPU", "GPU", "memory")}

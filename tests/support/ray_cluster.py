@@ -51,7 +51,7 @@ class RayCluster:
 def main() -> None:
     """Run the cluster until standard input ends."""
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # names of sockets in it must be short
-    os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
