@@ -85,7 +85,7 @@ class Costs(tuple[RoleCost, ...]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class PlanRecipe:
     """Call that made a plan: another process that makes the same call gets the same plan.
 
     Attributes:
@@ -107,7 +107,7 @@ def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
     @functools.wraps(transform)
     def run(*args: P.args, **options: P.kwargs) -> PlanT:
         plan = transform(*args, **options)
-        found = Recipe(run, inspect.signature(transform).bind(*args, **options).arguments)
+        found = PlanRecipe(run, inspect.signature(transform).bind(*args, **options).arguments)
         # not a field: `dataclasses.replace` makes another plan, which this call does not make
         object.__setattr__(plan, "recipe", found)
         return plan
@@ -124,7 +124,7 @@ class Plan(abc.ABC):
     """
 
     main: Program
-    recipe: ClassVar[Recipe | None] = None
+    recipe: ClassVar[PlanRecipe | None] = None
     _right: ClassVar[tuple[int, ...]]  # the columns of numbers
     _code: ClassVar[int]  # the column of names
 

@@ -5,8 +5,8 @@
     ray_actor       a role, which takes the way of `plan.on_cluster()`
     on_ray          the job, as the driver has it
 
-Ray starts the processes, and carries what the driver says: endpoints, the token, batches, results. Gradients and
-parameters go the ways that they go in every job of processes.
+Ray starts the processes, and carries what the driver says: endpoints, the token, batches, results.
+Gradients and parameters go the ways that they go in every job of processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dtrans.hosts.ray_actor import RoleActor, on_host
 from dtrans.hosts.ray_group import RayGroup, RayPlacement, driver_environment, ray_of, secret_environment
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
-from dtrans.plan import Job, Plan, realises
+from dtrans.plan import Job, realises
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 from dtrans.step_meter import metered
 
@@ -44,29 +44,35 @@ class RayState:
     number: int
 
 
-@realises(Plan, "ray")
+@realises(PServerPlan, "ray")
+@realises(CollectivePlan, "ray")
+@realises(PipelinePlan, "ray")
 class RayJob(Job):
     """A plan, running as actors of a Ray cluster.
 
-    `step` takes the global batch, of which each trainer gets its rows; or no batch, where `batches` says what trainers
-    step on. Results come to the driver, which has numbers of all trainers: those that each trainer has of its own
-    part alone (`batch="local"` and asynchronous modes of parameter servers) are averaged if they are floating-point
-    scalars, and get a leading axis otherwise.
+    `step` takes the global batch, of which each trainer gets its rows; or no batch, where `batches`
+    says what trainers step on. Results come to the driver, which has numbers of all trainers: those
+    that each trainer has of its own part alone (`batch="local"` and asynchronous modes of parameter
+    servers) are averaged if they are floating-point scalars, and get a leading axis otherwise.
 
-    An error of an actor ends the job, with all actors. A role or a node that has gone is a `PeerError` that names both.
+    An error of an actor ends the job, with all actors. A role or a node that has gone is a
+    `PeerError` that names both.
 
     Args:
-      plan: made by `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`. The endpoints of its
-        servers only say how many there are.
-      batches: a function (trainer, step) -> the arguments of the step behind its state, which runs in the trainer's
-        actor; or a dataset of Ray Data, whose columns have the names of these arguments. Trainers get
-        equally many of its rows (`streaming_split`), and begin anew at its end.
-      address: of the cluster, as `ray.init` takes it. By default the cluster that this process is connected to, or the
-        one that RAY_ADDRESS names, or a new one on this machine.
-      trainers_on: "PACK" puts trainers on few nodes, "SPREAD" on different ones. Servers are spread.
-      trainer_resources, server_resources: for each of them, such as {"CPU": 4, "GPU": 1}; one CPU by default.
-      processes: how many trainers' actors there are; by default one for each trainer, rank or stage of the plan. With
-        fewer, each has several devices. Not with parameter servers.
+      plan: made by `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`. The
+        endpoints of its servers only say how many there are.
+      batches: a function (trainer, step) -> the arguments of the step behind its state, which runs
+        in the trainer's actor; or a dataset of Ray Data, whose columns have the names of these
+        arguments. Trainers get equally many of its rows (`streaming_split`), and begin anew at its
+        end.
+      address: of the cluster, as `ray.init` takes it. By default the cluster that this process is
+        connected to, or the one that RAY_ADDRESS names, or a new one on this machine.
+      trainers_on: "PACK" puts trainers on few nodes, "SPREAD" on different ones. Servers are
+        spread.
+      trainer_resources, server_resources: for each of them, such as {"CPU": 4, "GPU": 1}; one CPU
+        by default.
+      processes: how many trainers' actors there are; by default one for each trainer, rank or stage
+        of the plan. With fewer, each has several devices. Not with parameter servers.
       rows: of a trainer's batch, with a dataset.
       checkpoints: the folder of `job.save(path)`, which all nodes see. Parameter servers need it.
       env: variables of the actors. They also get the driver's variables of JAX, XLA and dtrans.
@@ -74,7 +80,8 @@ class RayJob(Job):
       patience: seconds without a sign of another role after which it is taken for dead.
 
     Raises:
-      ConfigError: Ray is not installed, options that do not fit, or a plan that actors cannot make again.
+      ConfigError: Ray is not installed, options that do not fit, or a plan that actors cannot make
+        again.
       DeadlineError: no room within the deadline. PeerError: a role failed.
     """
 
@@ -117,7 +124,8 @@ class RayJob(Job):
         self._state: RayState | None = None
         self._steps = 0
         environment = driver_environment(devices) | dict(env or {})
-        self._group = RayGroup(ray, RoleActor, placed, environment, deadline)
+        grace = GRACE if servers and checkpoints is not None else 0.0
+        self._group = RayGroup(ray, RoleActor, placed, environment, deadline, grace=grace)
         try:
             roles = self._group.roles()
             parts = {} if function is not None else self._parts(batches)
@@ -195,8 +203,8 @@ class RayJob(Job):
         """One step of all trainers: (state, loss[, aux]).
 
         Raises:
-          BatchError: a batch where trainers have batches of their own, none where they have none, or rows that they
-            cannot share.
+          BatchError: a batch where trainers have batches of their own, none where they have none,
+            or rows that they cannot share.
           StateError: no state, or one that was stepped from.
         """
         self.check(state)
@@ -245,13 +253,13 @@ class RayJob(Job):
         """Save a checkpoint of the newest state: each actor its pieces.
 
         Args:
-          path: a folder that all nodes see, one for each checkpoint; relative to `checkpoints`, where that is given.
-            Of parameter servers it lies in `checkpoints`.
+          path: a folder that all nodes see, one for each checkpoint; relative to `checkpoints`,
+            where that is given. Of parameter servers it lies in `checkpoints`.
           tag: as in `dtrans.checkpoint.save`.
 
         Raises:
-          ConfigError: servers were not told a folder, or another one. CheckpointError: servers could not write it; the
-            job goes on.
+          ConfigError: servers were not told a folder, or another one. CheckpointError: servers
+            could not write it; the job goes on.
         """
         self._check_open()
         if self._state is None:
@@ -299,7 +307,7 @@ class RayJob(Job):
             self.close()
         elif not self._closed:
             super().close()
-            self._group.end(GRACE if self._folder is not None else 0.0)
+            self._group.end()
 
 
 def _shape(plan: Any, processes: int | None) -> tuple[int, int | None]:
@@ -310,10 +318,8 @@ def _shape(plan: Any, processes: int | None) -> tuple[int, int | None]:
         return plan.trainers, 1
     if isinstance(plan, PipelinePlan):
         whole, each = plan.options.num_stages, plan.options.replicas * max(plan.cuts.shards)
-    elif isinstance(plan, CollectivePlan):
-        whole, each = plan.trainers, 1
     else:
-        raise ConfigError(f"on_ray runs no {type(plan).__name__}")
+        whole, each = plan.trainers, 1
     count = whole if processes is None else processes
     check_int("processes", count, "a number of actors")
     if whole % count:

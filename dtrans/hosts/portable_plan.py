@@ -1,10 +1,10 @@
 """Plans on their way to another process: as the call that made them, which that process makes again.
 
 A jaxpr cannot be pickled: it holds tracebacks, and primitives that are known by identity. Functions
-can, by cloudpickle, as Ray does it. So a plan travels as its recipe (`dtrans.plan.Recipe`): the
-transform, its options, and for each of its two programs the function that was traced, with the types
-of its arguments. The process that makes the plan again compares fingerprints. A function that traces
-to another program there is refused, and not trained.
+can, by cloudpickle, as Ray does it. So a plan travels as its recipe (`dtrans.plan.PlanRecipe`): the
+transform, its options, and for each of its two programs the function that was traced, with the
+types of its arguments. The process that makes the plan again compares fingerprints. A function that
+traces to another program there is refused, and not trained.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class PortablePlan:
         """Return a plan as it travels.
 
         Raises:
-          ConfigError: a plan that was derived from another one, or a program that does not come from `dtrans.trace`.
+          ConfigError: a plan that was derived from another one, or a program that does not come
+            from `dtrans.trace`.
         """
         if plan.recipe is None:
             raise ConfigError(
@@ -111,8 +112,8 @@ class PortablePlan:
 def pickled(value: Any, cloudpickle: Any) -> bytes:
     """Return a value as bytes, with functions by value and primitives by reference.
 
-    Functions that a library's function made are pickled with the globals that they read. A primitive
-    among these must be the library's own there too: JAX knows primitives by identity.
+    Functions that a library's function made are pickled with the globals that they read. A
+    primitive among these must be the library's own there too: JAX knows primitives by identity.
 
     Args:
       value: to be pickled.

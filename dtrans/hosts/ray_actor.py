@@ -1,8 +1,8 @@
 """A role of a job as a Ray actor: the process that the driver of `dtrans.hosts.on_ray` calls.
 
 Each actor becomes a process of the job as a launcher would start it: its environment says its role
-(`dtrans.Role.environment`), and `plan.on_cluster()` does the rest. Ray is imported in the actor alone. JAX has no
-devices here before `begin`, which has to connect them first.
+(`dtrans.Role.environment`), and `plan.on_cluster()` does the rest. Ray is imported in the actor
+alone. JAX has no devices here before `begin`, which has to connect them first.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Actors for the roles of a job on a Ray cluster: where they run, waiting for them, and the role to blame.
 
-Servers are spread over nodes; trainers are packed or spread. Each role has a bundle of its own, in a
-placement group for each of the two kinds, since a group knows one strategy. The groups and the actors
-end with this object, or with the driver: Ray ends what a driver leaves.
+Servers are spread over nodes; trainers are packed or spread. Each role has a bundle of its own, in
+a placement group for each of the two kinds, since a group knows one strategy. The groups and the
+actors end with this object, or with the driver: Ray ends what a driver leaves.
 
 Every wait ends when an actor does. Roles notice each other's end, so the first error may be a
-`PeerError` of a role that is in order. Such an error waits a moment for a failure with a reason of its
-own, as in `dtrans launch`.
+`PeerError` of a role that is in order. Such an error waits a moment for a failure with a reason of
+its own, as in `dtrans launch`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def ray_of(address: str | None) -> Any:
     """Return Ray, connected.
 
     Args:
-      address: of the cluster, as `ray.init` takes it. By default the cluster that this process is connected to, or
-        that RAY_ADDRESS names, or a new one on this machine.
+      address: of the cluster, as `ray.init` takes it. By default the cluster that this process is
+        connected to, or that RAY_ADDRESS names, or a new one on this machine.
 
     Raises:
       ConfigError: Ray is not installed, or this process is connected to another cluster.
@@ -109,7 +109,8 @@ class RayPlacement:
     Attributes:
       trainers, pservers: how many of each.
       trainers_on: "PACK" puts trainers on as few nodes as possible, "SPREAD" on different ones.
-      trainer_resources, server_resources: for each of them, as a bundle of a placement group: {"CPU": 1, "GPU": 1}.
+      trainer_resources, server_resources: for each of them, as a bundle of a placement group:
+        {"CPU": 1, "GPU": 1}.
 
     Raises:
       ConfigError: another strategy, or resources that are no numbers.
@@ -147,6 +148,8 @@ class RayGroup:
       environment: variables of their processes.
       deadline: seconds to wait until there is room for all, and their processes have started.
       options: of Ray's for all actors.
+      grace: seconds that servers get to end by themselves when the trainers have gone: they may
+        save.
 
     Attributes:
       actors: by name, `trainer 0`: the trainers, then the servers.
@@ -164,8 +167,9 @@ class RayGroup:
         environment: Mapping[str, str],
         deadline: float,
         options: Mapping[str, Any] | None = None,
+        grace: float = 0.0,
     ) -> None:
-        self._ray, self._deadline = ray, deadline
+        self._ray, self._deadline, self._grace = ray, deadline, grace
         self._groups: list[Any] = []
         self.actors: dict[str, Any] = {}
         self.nodes: dict[str, str] = {}
@@ -252,7 +256,8 @@ class RayGroup:
           What each returned, by name.
 
         Raises:
-          PeerError: an actor or its node has gone, or the method failed by an error that is none of dtrans's.
+          PeerError: an actor or its node has gone, or the method failed by an error that is none of
+            dtrans's.
           DtransError: the error of the method. DeadlineError: the limit has passed.
         """
         given = dict.fromkeys(self.actors, ()) if args is None else args
@@ -317,20 +322,16 @@ class RayGroup:
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def end(self, grace: float = 0.0) -> None:
-        """End all actors, and give back their room.
-
-        Args:
-          grace: seconds that servers get to end by themselves, when the trainers have gone.
-        """
+    def end(self) -> None:
+        """End all actors, and give back their room."""
         if not self._ray.is_initialized():  # Ray ends actors with the driver's connection
             return
         from ray.util.placement_group import remove_placement_group
 
         for name in self.trainers:
             self._ray.kill(self.actors[name])
-        if grace and self._started:
-            self._ray.wait([*self._started], num_returns=len(self._started), timeout=grace)
+        if self._grace and self._started:
+            self._ray.wait([*self._started], num_returns=len(self._started), timeout=self._grace)
         for name in self.servers:
             self._ray.kill(self.actors[name])
         for group in self._groups:
