@@ -54,7 +54,7 @@ def test_a_smoke_test_is_one_round_of_the_smallest_size(tmp_path: Path) -> None:
 def test_ratios_are_listed_last(tmp_path: Path) -> None:
     shutil.copy(BENCHMARKS / "conftest.py", tmp_path)
     (tmp_path / "test_sample.py").write_text(SAMPLE)
-    said = run(tmp_path, "-s", "--benchmark-enable", "--benchmark-only")
+    said = run(tmp_path, "-s", "--benchmark-disable", "--benchmark-enable", "--benchmark-only")
     assert len(re.findall("6 calls, 7 windows", said)) == 6
     table, ratios = said.index("Legend:"), said.index("ratios: median over pairs")
     assert table < ratios
