@@ -18,7 +18,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from dtrans.errors import WireError
+from dtrans.errors import StateError, WireError
 from dtrans.ir import fingerprint
 from dtrans.protocol import wire
 from dtrans.protocol.presence import Trainer
@@ -33,6 +33,8 @@ STEPS = 5
 LONGEST = 600.0  # seconds
 EACH = 0.9  # seconds between two looks at the counts, at least
 
+STATES = ("failed", "not here yet", "connection lost", "left", "present")  # of a trainer, the worst first
+
 Record = TypeVar("Record")
 
 
@@ -42,14 +44,13 @@ class TrainerStatus:
 
     Attributes:
       trainer: its number.
-      state: "not here yet", "present", "connection lost", "left" or "failed".
+      state: one of `STATES`.
       doing: how far it is in its step; empty, where it is not present.
       step: how many steps it has made; None where the server counts none.
       steps_per_second: over the window.
       staleness: how many steps of other trainers its last gradients lacked; None in synchronous mode.
       silent: seconds since its last message; None before there is one.
       received, sent: bytes of what it sent to the server, and of what the server sent to it; None where nobody counts.
-      local: whether it speaks by the server's Unix socket.
     """
 
     trainer: int
@@ -61,7 +62,6 @@ class TrainerStatus:
     silent: float | None
     received: int | None
     sent: int | None
-    local: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,11 @@ def read_report(message: wire.Message) -> tuple[ServerStatus, list[TrainerStatus
         _record(TableStatus, table)
     if server.checkpoint:
         _record(CheckpointStatus, server.checkpoint)
-    return server, [_record(TrainerStatus, x) for x in message["trainers"]]
+    trainers = [_record(TrainerStatus, x) for x in message["trainers"]]
+    for t in trainers:
+        if t.state not in STATES:
+            raise WireError(f"a status with a trainer whose state is {wire.brief(t.state)}")
+    return server, trainers
 
 
 def _record(kind: type[Record], fields: Any) -> Record:
@@ -270,12 +274,19 @@ class StatusReporter:
         self._budget -= 1
 
     def answer(self, frames: Sequence[Any], now: float) -> dict[str, Any]:
-        """Return the fields of the `status_report` that answers an observer. Raises WireError for all but `status`."""
+        """Return the fields of the `status_report` that answers an observer.
+
+        Raises:
+          WireError: it may not ask now, it says something else, or there is no status now.
+        """
         self.admit(now)
         message = wire.parse(frames)
         if message.op != "status" or message.frames:
             raise WireError(f"a `{message.op}` message of an observer, which may only ask for the status")
-        return self.report(now) | message.request
+        try:
+            return self.report(now) | message.request
+        except StateError as e:
+            raise WireError(f"there is no status now: {e}") from e
 
     def report(self, now: float) -> dict[str, Any]:
         """Return the records of the process and of each trainer."""
@@ -289,7 +300,7 @@ class StatusReporter:
         kind, known, counts = self._kind, self._trainers.known.get(k), sample.sent is not None
         if known is None:
             size = 0 if counts else None
-            return TrainerStatus(k, "not here yet", "", None, None, None, None, size, size, False)
+            return TrainerStatus(k, "not here yet", "", None, None, None, None, size, size)
         step = sample.steps.get(k)
         return TrainerStatus(
             trainer=k,
@@ -301,7 +312,6 @@ class StatusReporter:
             silent=max(0.0, sample.time - known.heard_at),
             received=known.received if counts else None,
             sent=known.sent if counts else None,
-            local=known.local,
         )
 
     def _server(self, sample: Sample, first: Sample, trainers: list[TrainerStatus]) -> ServerStatus:

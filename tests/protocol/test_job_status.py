@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from dtrans.errors import WireError
+from dtrans.errors import StateError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.job_status import RATE, ServerStatus, TrainerStatus, read_report
@@ -255,6 +255,7 @@ def test_a_report_that_is_none_is_named() -> None:
         ({"server": good["server"] | {"step": "x"}}, "a status whose step is 'x'"),
         ({"server": {}}, "another version of dtrans"),
         ({"trainers": [None]}, "another version of dtrans"),
+        ({"trainers": [good["trainers"][0] | {"state": "bored"}]}, "a trainer whose state is 'bored'"),
         ({"server": good["server"] | {"tables": [1]}}, "another version of dtrans"),
         ({"server": good["server"] | {"checkpoint": {"name": "x"}}}, "another version of dtrans"),
     ]:
@@ -262,7 +263,21 @@ def test_a_report_that_is_none_is_named() -> None:
             read_report(wire.Message("status_report", good | wrong))
 
 
+def test_a_server_that_has_no_status_now_goes_on() -> None:
+    class Tables:
+        def report(self) -> Any:
+            raise StateError("it is in the middle of something")
+
+    job = Observed()
+    job.machine.kind.tables = Tables()  # type: ignore[assignment]
+    op, fields = job.observe()
+    assert (op, fields["reason"]) == ("refuse", "there is no status now: it is in the middle of something")
+    job.hello(0), job.hello(1)
+    job.step(0, 0), job.step(1, 0)
+    assert job.machine.kind.step == 1
+
+
 def test_a_report_is_small() -> None:
     """A thousand trainers are told in a message that is far from the limit of a frame."""
-    row = dataclasses.asdict(TrainerStatus(999, "present", "x" * 60, 10**6, 1e3, 99, 1.0, 10**12, 10**12, True))
+    row = dataclasses.asdict(TrainerStatus(999, "present", "x" * 60, 10**6, 1e3, 99, 1.0, 10**12, 10**12))
     assert len(msgpack.packb([row] * 1000)) < wire.MAX_MESSAGE / 50

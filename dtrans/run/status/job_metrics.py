@@ -12,7 +12,8 @@ from typing import Any
 
 from dtrans.endpoints import split_endpoint
 from dtrans.errors import ConfigError, not_installed
-from dtrans.run.status.job_view import STATES, merge_trainers
+from dtrans.protocol.job_status import STATES
+from dtrans.run.status.job_view import merge_trainers
 from dtrans.run.status.observer import Answer, JobObserver
 
 

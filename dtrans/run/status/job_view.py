@@ -10,11 +10,8 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from dtrans.protocol.job_status import TrainerStatus
+from dtrans.protocol.job_status import STATES, TrainerStatus
 from dtrans.run.status.observer import Answer
-
-
-STATES = ("failed", "not here yet", "connection lost", "left", "present")  # the first that any server says is shown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ under way to each server at most: one that cannot be sent is not kept for a serv
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -124,8 +125,9 @@ class _Line:
             recv_monitor_message(self._monitor)
             self._barred, self.answer = True, Answer(self.endpoint, OTHER_TOKEN)
         if events & zmq.POLLOUT and not self._asked:
-            self._socket.send(wire.header("status", request=self._request), zmq.NOBLOCK)
-            self._asked = True
+            with contextlib.suppress(zmq.Again):  # the connection has ended since
+                self._socket.send(wire.header("status", request=self._request), zmq.NOBLOCK)
+                self._asked = True
         if events & zmq.POLLIN:
             self._hear(self._socket.recv_multipart())
 

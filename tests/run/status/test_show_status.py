@@ -359,7 +359,7 @@ def server_status(**fields: Any) -> ServerStatus:
 
 def trainer_status(trainer: int, **fields: Any) -> TrainerStatus:
     common = {"trainer": trainer, "state": "present", "doing": "computing", "step": 5, "steps_per_second": 2.0}
-    return TrainerStatus(**common | {"staleness": 1, "silent": 3.0, "received": 1, "sent": 2, "local": False} | fields)
+    return TrainerStatus(**common | {"staleness": 1, "silent": 3.0, "received": 1, "sent": 2} | fields)
 
 
 def test_a_trainer_is_where_it_is_slowest() -> None:
