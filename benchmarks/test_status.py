@@ -1,7 +1,7 @@
 """The cost of an observer that asks a job's servers for their status ten times a second.
 
-Windows of steps with it alternate with windows in which it is silent. It runs on the same machine: its own work is a
-part of the ratio.
+A window of steps with it stands between two in which it is silent; the ratio of these two is the noise. It runs on the
+same machine: its own work is a part of the ratio.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ def test_steps_while_somebody_watches(benchmark, report):
 
         try:
             watched()
-            pairs = [(*watched(), both(STEPS)) for _ in range(WINDOWS)]
+            windows = [(both(STEPS), *watched(), both(STEPS)) for _ in range(WINDOWS)]
             benchmark.pedantic(watched, rounds=1)
         finally:
             observer.stdin.close()
             observer.wait(timeout=120)
             observer.stdout.close()
-    share = statistics.median(alone / seen for seen, _, alone in pairs)
-    seen, polls, alone = (statistics.median(t) for t in zip(*pairs, strict=True))
-    benchmark.extra_info |= {"of unwatched": share, "polls in a window": polls}
-    name = f"sync: steps/s watched / not ({polls:.0f} polls a window, load {os.getloadavg()[0]:.1f})"
-    report(name, share, STEPS / seen, STEPS / alone)
+    share = statistics.median((before + after) / 2 / seen for before, seen, _, after in windows)
+    noise = statistics.median(before / after for before, _, _, after in windows)
+    before, seen, polls, after = (statistics.median(t) for t in zip(*windows, strict=True))
+    benchmark.extra_info |= {"of unwatched": share, "of itself": noise, "polls in a window": polls}
+    load = f"load {os.getloadavg()[0]:.1f}"
+    report(f"sync: steps/s watched / not ({polls:.0f} polls a window, {load})", share, STEPS / seen, STEPS / after)
+    report(f"sync: steps/s not watched / the same again ({load})", noise, STEPS / after, STEPS / before)

@@ -149,13 +149,21 @@ def read_report(message: wire.Message) -> tuple[ServerStatus, list[TrainerStatus
     return server, trainers
 
 
+def _types(kind: type) -> dict[str, Any]:
+    """Return the types of a record's fields, without what is in lists and maps."""
+    hints = typing.get_type_hints(kind)
+    return {n: x if isinstance(x, types.UnionType) else typing.get_origin(x) or x for n, x in hints.items()}
+
+
+_TYPES = {kind: _types(kind) for kind in (ServerStatus, TrainerStatus, CheckpointStatus, TableStatus)}
+
+
 def _record(kind: type[Record], fields: Any) -> Record:
     """Return a record of fields that came as a message."""
-    hints = typing.get_type_hints(kind)
-    if not isinstance(fields, dict) or fields.keys() != hints.keys():
+    wanted = _TYPES[kind]
+    if not isinstance(fields, dict) or fields.keys() != wanted.keys():
         raise WireError("a status of another version of dtrans")
-    plain = {n: x if isinstance(x, types.UnionType) else typing.get_origin(x) or x for n, x in hints.items()}
-    odd = [n for n, x in fields.items() if not isinstance(x, plain[n])]
+    odd = [n for n, x in fields.items() if not isinstance(x, wanted[n])]
     if odd:
         raise WireError(f"a status whose {odd[0]} is {wire.brief(fields[odd[0]])}")
     return kind(**fields)

@@ -41,6 +41,7 @@ from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.protocol import token
 from dtrans.run.distributed.child_process import Child, Guard
 from dtrans.run.distributed.role import LOSS, VARIABLES, Role, roles_of, trainer_roles
+from dtrans.run.distributed.status_door import VARIABLE as STATUS
 from dtrans.run.distributed.watch import is_by_peer
 from dtrans.run.net.ended_roles import EndedRoles
 
@@ -119,7 +120,10 @@ def launch(
         job = _Job(events, grace, range(mode == "nccl2", trainers) if drops else (), told)
         base |= told.environment
         try:
-            for role in _roles(mode, trainers, servers):
+            roles = _roles(mode, trainers, servers)
+            if token.job_token():  # whoever has it may watch
+                _say_where(roles[0].pserver_endpoints or base.get(STATUS, "").split())
+            for role in roles:
                 keeps = inherit_stdout and role.name == "trainer 0"
                 emit = _prefixed(role.name)
                 its = _jax_variables(role) | base | role.environment()
@@ -136,6 +140,12 @@ def launch(
         )
     if job.failed is not None:
         raise _failure(job.failed)
+
+
+def _say_where(endpoints: Sequence[str]) -> None:
+    """Say where the job answers observers, if it does."""
+    if endpoints:
+        _prefixed("launcher")("stderr", f"this job answers: dtrans status {' '.join(endpoints)}")
 
 
 def _roles(mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:

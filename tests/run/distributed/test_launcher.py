@@ -137,9 +137,19 @@ def test_a_token_of_the_environment_is_the_jobs(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever watches the job has it, too."""
-    monkeypatch.setenv("DTRANS_TOKEN", "a secret")
-    launch(script("print(os.environ['DTRANS_TOKEN'])"), trainers=1, pservers=1)
-    assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == ["a secret"] * 2
+    monkeypatch.setenv("DTRANS_TOKEN", "a-secret")
+    body = "print(os.environ['DTRANS_TOKEN'], os.environ.get('DTRANS_PSERVER_ENDPOINTS'))"
+    launch(script(body), trainers=1, pservers=2)
+    out, err = capsys.readouterr()
+    ((secret, endpoints),) = {tuple(line.split("] ")[1].split()) for line in out.splitlines()}
+    assert (secret, len(out.splitlines())) == ("a-secret", 3)
+    assert err == f"[launcher] this job answers: dtrans status {endpoints.replace(',', ' ')}\n"
+    monkeypatch.setenv("DTRANS_STATUS_ENDPOINT", "127.0.0.1:6190")
+    launch(script("pass"), trainers=2, mode="nccl2")
+    assert capsys.readouterr().err == "[launcher] this job answers: dtrans status 127.0.0.1:6190\n"
+    monkeypatch.delenv("DTRANS_TOKEN")  # a token of the launcher's own, which nobody else has
+    launch(script("pass"), trainers=2, mode="nccl2")
+    assert capsys.readouterr().err == ""
 
 
 def test_roles_of_round_trip() -> None:
