@@ -155,7 +155,9 @@ def _types(kind: type) -> dict[str, Any]:
     return {n: x if isinstance(x, types.UnionType) else typing.get_origin(x) or x for n, x in hints.items()}
 
 
-_TYPES = {kind: _types(kind) for kind in (ServerStatus, TrainerStatus, CheckpointStatus, TableStatus)}
+_TYPES: dict[Any, dict[str, Any]] = {
+    kind: _types(kind) for kind in (ServerStatus, TrainerStatus, CheckpointStatus, TableStatus)
+}
 
 
 def _record(kind: type[Record], fields: Any) -> Record:
