@@ -28,6 +28,10 @@ class NonfiniteWarning(UserWarning):
     """Gradients of a trainer that are not finite."""
 
 
+class UnencryptedWarning(UserWarning):
+    """Connections to other hosts that are not encrypted, since `transport_encryption="disabled"` says so."""
+
+
 class DtransError(Exception):
     """The base of all."""
 

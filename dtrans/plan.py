@@ -200,7 +200,7 @@ class Plan(abc.ABC):
         Args:
           donate: as in `on_mesh`; never where the job goes on when trainers are lost, and always by servers.
           options: `on_nonfinite`, as in `on_mesh`; of `dtrans.Executor`, with parameter servers: `deadline`,
-            `patience`, `wait_port`, `allow_remote`.
+            `patience`, `wait_port`, `allow_remote`, `transport_encryption`.
 
         Raises:
           ConfigError: not connected, or to another number of processes than the plan is for; donate=False, of servers.

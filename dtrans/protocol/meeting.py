@@ -72,6 +72,10 @@ class MeetingFirst:
             raise PeerError(f"trainer {k} ({self._endpoints[k]}) refused trainer 0: {message['reason']}")
         self.here.append(k)
 
+    def barred(self, k: int, why: str) -> None:
+        """Note that a trainer, or somebody in its place, does not let trainer 0 in: it may be right later."""
+        self.others[k] = f"; {self._endpoints[k]} does not let trainer 0 in: {why}"
+
     def _answer(self, parts: Sequence[Any]) -> wire.Message:
         message = wire.parse(parts)
         if message.op not in ("here", "refuse"):

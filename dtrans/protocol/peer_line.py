@@ -14,7 +14,6 @@ from dtrans.errors import PeerError, WireError
 from dtrans.protocol import token, wire
 from dtrans.protocol.presence import RETRY
 from dtrans.protocol.server_peers import ServerPeer
-from dtrans.protocol.trainer_line import OTHER_TOKEN
 
 
 class PeerLine:
@@ -67,9 +66,9 @@ class PeerLine:
         """Take the other server for gone where the connection was not made again in time."""
         self.peer.gone = self.peer.gone or (self._lost and now - self._lost_since > self._retry)
 
-    def barred(self) -> PeerError:
-        """What is wrong where the other server does not let this one in."""
-        return PeerError(f"pserver {self.peer.endpoint} does not let pserver {self.me} in: {OTHER_TOKEN}")
+    def barred(self, why: str) -> PeerError:
+        """Return the error where the other server does not let this one in."""
+        return PeerError(f"pserver {self.peer.endpoint} does not let pserver {self.me} in: {why}")
 
     def heard(self, frames: Sequence[Any]) -> None:
         """Take a message. Raises PeerError for a refusal, and for what is none of this protocol."""

@@ -1,18 +1,19 @@
 """The job's token: a secret that its processes share, and what they show of it.
 
 `dtrans launch` makes one for each job. Who starts processes otherwise sets the same DTRANS_TOKEN for all of them, or
-DTRANS_TOKEN_FILE, the path of a file that holds it; without one a job stays on loopback. The token itself is never sent. A process that connects shows a password that is
-made of it, which is looked at before anything else that comes by the connection (`dtrans.run.net.sockets`); a server
-that welcomes shows a proof that nobody else could have made. Nothing is encrypted: who can read the network reads the
-password, and use it.
+DTRANS_TOKEN_FILE, the path of a file that holds it; without one a job stays on loopback. The token itself is never
+sent. A process that connects shows a key or a password that is made of it, which is looked at before anything else that
+comes by the connection (`dtrans.run.net.keys`); a server that welcomes shows a proof that nobody else could have made.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 import secrets
+import string
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,10 +21,9 @@ from dtrans.errors import ConfigError
 
 
 VARIABLE, FILE = "DTRANS_TOKEN", "DTRANS_TOKEN_FILE"
-NEEDED = (
-    f"{VARIABLE}, the same secret in all processes, for instance the output of "
-    "`python -c 'import secrets; print(secrets.token_hex())'`"
-)
+MADE = "the output of `dtrans keygen --token`"
+NEEDED = f"{VARIABLE}, the same secret in all processes, for instance {MADE}"
+BITS = 128  # that a token must have at random where others can try to guess it
 
 
 def new_token() -> str:
@@ -61,3 +61,27 @@ def shown(token: str, purpose: str) -> str:
 def is_shown(given: object, token: str, purpose: str) -> bool:
     """Whether something is what `shown` makes."""
     return isinstance(given, str) and hmac.compare_digest(given.encode(), shown(token, purpose).encode())
+
+
+def check_strong(token: str, where: str) -> None:
+    """Raise ConfigError for a token that is too short to hold 128 random bits.
+
+    Args:
+      where: a process uses it, for the message.
+    """
+    is_hex = all(c in string.hexdigits for c in token)
+    least, kind = (BITS // 4, "hexadecimal digits") if is_hex else (math.ceil(BITS / 6), "characters")
+    if len(token) < least:
+        raise ConfigError(
+            f"{where}, and {VARIABLE} has {len(token)} {kind}, where {least} hold {BITS} random bits; take {MADE}"
+        )
+
+
+def hkdf(secret: bytes, salt: bytes, purpose: bytes, length: int) -> bytes:
+    """Return bytes for one purpose that say nothing of the secret, nor of those for another (HKDF-SHA256, RFC 5869)."""
+    key = hmac.digest(salt, secret, "sha256")
+    block, made = b"", b""
+    for i in range(1, math.ceil(length / hashlib.sha256().digest_size) + 1):
+        block = hmac.digest(key, block + purpose + bytes([i]), "sha256")
+        made += block
+    return made[:length]

@@ -28,7 +28,6 @@ from dtrans.protocol.wait_reminder import WaitReminder
 log = logging.getLogger("dtrans.trainer")
 
 DOOR = "a role of parameter servers"  # as whom trainers and servers connect
-OTHER_TOKEN = f"the two have not the same {token.VARIABLE}, which all processes of a job must have"
 
 
 class TrainerLine:
@@ -144,9 +143,9 @@ class TrainerLine:
         self._sent += 1
         self._say_now(frames)
 
-    def barred(self) -> PeerError:
-        """What is wrong where the server does not let this trainer in."""
-        return PeerError(f"pserver {self.endpoint} does not let {self.me} in: {OTHER_TOKEN}")
+    def barred(self, why: str) -> PeerError:
+        """Return the error where the server does not let this trainer in."""
+        return PeerError(f"pserver {self.endpoint} does not let {self.me} in: {why}")
 
     # -- speaking --------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from dtrans.run.base.batch import on_one_device
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
-from dtrans.run.net.net_options import allows_remote
+from dtrans.run.net.net_options import allows_remote, encryption_of
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 from dtrans.run.parameter_server.fabric import EndpointFabric
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast
@@ -75,7 +75,9 @@ class Executor:
       wait_port: wait for servers that are not there yet, up to the deadline; otherwise their absence is
         an error at once.
       allow_remote: let a server bind an address that is not this machine's loopback. It takes DTRANS_TOKEN, the same
-        secret in all processes. By default True where DTRANS_ALLOW_REMOTE is 1, else False. Messages are not encrypted: only on a network that nobody else reads.
+        secret in all processes. By default True where DTRANS_ALLOW_REMOTE is 1, else False.
+      transport_encryption: "auto" encrypts connections to other hosts, "required" also those on loopback, "disabled"
+        none; the same in all processes. By default DTRANS_TRANSPORT_ENCRYPTION, else "auto".
       on_nonfinite: what a trainer of parameter servers does about gradients with an infinity or a NaN in them:
         "ignore", "warn", or "error", before they are sent.
     """
@@ -87,13 +89,22 @@ class Executor:
         patience: float = PATIENCE,
         wait_port: bool = True,
         allow_remote: bool | None = None,
+        transport_encryption: str | None = None,
         on_nonfinite: str = "ignore",
     ) -> None:
-        watch, allow_remote = GradientWatch(on_nonfinite), allows_remote(allow_remote)
+        watch = GradientWatch(on_nonfinite)
+        allow_remote, encryption = allows_remote(allow_remote), encryption_of(transport_encryption)
         self._fabric = EndpointFabric(
-            deadline=deadline, patience=patience, wait_port=wait_port, allow_remote=allow_remote, watch=watch
+            deadline=deadline,
+            patience=patience,
+            wait_port=wait_port,
+            allow_remote=allow_remote,
+            encryption=encryption,
+            watch=watch,
         )
-        self._cluster = ClusterFabric(deadline=deadline, patience=patience, allow_remote=allow_remote)
+        self._cluster = ClusterFabric(
+            deadline=deadline, patience=patience, allow_remote=allow_remote, encryption=transport_encryption
+        )
         self._pieces: dict[Program, Segments] = {}
         self._batch_rows: dict[Program, BatchRows] = {}
         self._interrupted: str | None = None

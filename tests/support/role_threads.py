@@ -19,7 +19,8 @@ import dtrans
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import token, wire
 from dtrans.run.distributed.rendezvous import FIRST
-from dtrans.run.net.sockets import Doorkeeper, new_socket
+from dtrans.run.net.keys import Keys
+from dtrans.run.net.sockets import Doorkeeper, bind, connect, new_socket
 from dtrans.run.parameter_server.server_sockets import DOOR
 
 
@@ -157,12 +158,12 @@ def check_state(plan: PServerPlan, states: Any, params: Any, opt_state: Any, rto
 class Peer:
     """A ZeroMQ peer of a pserver that may say anything."""
 
-    def __init__(self, endpoint: str, user: str = DOOR) -> None:
+    def __init__(self, endpoint: str, user: str = DOOR, encryption: str = "auto") -> None:
         self._context = zmq.Context()
         self._endpoint = endpoint
-        self._socket = new_socket(self._context, zmq.DEALER, user, token.job_token())
+        self._socket = new_socket(self._context, zmq.DEALER)
         self._socket.reconnect_ivl = 5  # milliseconds, where nobody is there yet
-        self._socket.connect(f"tcp://{endpoint}")
+        connect(self._socket, f"tcp://{endpoint}", Keys(token.job_token(), encryption), user, "trainer 0")
 
     def __enter__(self) -> Peer:
         return self
@@ -211,9 +212,10 @@ class FakeServer:
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
-        self._doorkeeper = Doorkeeper(self._context, token.job_token(), (DOOR, FIRST))
+        keys = Keys(token.job_token())
+        self._doorkeeper = Doorkeeper(self._context, keys, {DOOR: "", FIRST: ""})
         self._socket = new_socket(self._context, zmq.ROUTER)
-        self._socket.bind(f"tcp://{endpoint}")
+        bind(self._socket, f"tcp://{endpoint}", keys)
         self._last, self._nonce = b"", ""
 
     def __enter__(self) -> FakeServer:

@@ -253,9 +253,9 @@ def own_of(x: Any) -> Any:
 class ClusterFabric:
     """What one process needs to run the programs of an nccl2 job; arguments are those of `Executor`."""
 
-    def __init__(self, *, deadline: float, patience: float, allow_remote: bool) -> None:
+    def __init__(self, *, deadline: float, patience: float, allow_remote: bool, encryption: str | None) -> None:
         self._deadline, self._patience = deadline, patience
-        self._allow_remote = allow_remote
+        self._allow_remote, self._encryption = allow_remote, encryption
         self._compiled: dict[Program, tuple[Callable[..., Any], list[NamedSharding]]] = {}
         self._last: Program | None = None
 
@@ -266,7 +266,13 @@ class ClusterFabric:
             return broadcast(values[1:], eqn.params["root"])
         endpoints, k = eqn.params["endpoints"], eqn.params["trainer_id"]
         role = Role("trainer", len(endpoints), (), k, endpoints[k], endpoints)
-        connect(role, deadline=self._deadline, patience=self._patience, allow_remote=self._allow_remote)
+        connect(
+            role,
+            deadline=self._deadline,
+            patience=self._patience,
+            allow_remote=self._allow_remote,
+            transport_encryption=self._encryption,
+        )
         return [None]
 
     def run(self, program: Program, flat: Sequence[Any]) -> list[Any]:

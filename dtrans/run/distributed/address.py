@@ -15,10 +15,15 @@ import dataclasses
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import zmq
 
 from dtrans.endpoints import is_loopback, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed.membership import Membership
+from dtrans.run.net.keys import Keys
+from dtrans.run.net.sockets import bind
 
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux: two hosts of one name differ in it
@@ -45,6 +50,11 @@ class Address:
         """What ZeroMQ connects to."""
         return f"{_tcp(self.reach)}:{port}"
 
+    def bind_socket(self, made: zmq.Socket[Any], keys: Keys) -> str:
+        """Bind a socket to a free port. Returns the address to which the others connect theirs."""
+        bound = bind(made, f"{self.bound}:*", keys, _tcp(self.reach))
+        return self.at(int(bound.rpartition(":")[2]))
+
 
 def _tcp(host: str) -> str:
     return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
@@ -58,8 +68,13 @@ def this_host() -> str:
     return f"{socket.gethostname()} {boot}".strip()
 
 
+def may_bind(cluster: Membership, hosts: Sequence[str]) -> bool:
+    """Return True if processes have endpoints, are on one host, or may bind addresses that other hosts reach."""
+    return bool(cluster.endpoints) or len(set(hosts)) == 1 or cluster.allow_remote
+
+
 def address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> Address:
-    """Where this process is reached.
+    """Return where this process is reached.
 
     Args:
       cluster: the job.
@@ -67,19 +82,24 @@ def address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> A
       coordinator: the address, with its port, at which `jax.distributed` connected the processes.
 
     Raises:
-      ConfigError: trainers are on several hosts, and nobody said that this is allowed; or this host has no way to the
-        coordinator.
+      ConfigError: trainers are on several hosts, and nobody said that this is allowed, or nothing protects what they
+        send; or this host has no way to the coordinator.
     """
+    found = _address_of(cluster, hosts, coordinator)
+    cluster.keys.check(f"{cluster.name} is at {found.reach}", found.reach)
+    return found
+
+
+def _address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> Address:
     if cluster.endpoints:
         host = split_endpoint(cluster.endpoints[cluster.trainer_id])[0]
         return Address(host, host)
     if len(set(hosts)) == 1:
         return Address("127.0.0.1", "127.0.0.1")
-    if not cluster.allow_remote:
+    if not may_bind(cluster, hosts):
         raise ConfigError(
-            f"the {len(hosts)} trainers are on {len(set(hosts))} hosts, and what they send each other is not "
-            "encrypted: binding an address that other hosts reach needs "
-            "dtrans.connect(allow_remote=True)"
+            f"the {len(hosts)} trainers are on {len(set(hosts))} hosts: to bind an address that other hosts reach "
+            "needs dtrans.connect(allow_remote=True), or DTRANS_ALLOW_REMOTE=1"
         )
     own = route_to_coordinator(cluster, coordinator)
     return Address("*", split_endpoint(coordinator)[0]) if is_loopback(own) else Address(own, own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -9,9 +10,11 @@ from collections.abc import Callable
 import jax
 
 from dtrans._jax import bulletin_board
-from dtrans.errors import DeadlineError
+from dtrans.errors import ConfigError, DeadlineError
 from dtrans.protocol import token
 from dtrans.run.distributed.membership import Membership
+from dtrans.run.net.keys import Keys
+from dtrans.run.net.net_options import ENCRYPTION
 
 
 LOOK = 0.5  # seconds after which one that waits looks whether another has ended
@@ -59,7 +62,19 @@ def told(
     return found
 
 
-def shared_secret(cluster: Membership, what: str, missed: str, look: Callable[[int], None] = lambda k: None) -> str:
-    """A secret that the processes of a job have, and nobody else: the job's token, and a word of its first process."""
-    words = told(cluster, f"{what}/words", token.new_token(), missed, look)
-    return token.job_token() + words[min(words)]
+def shared_keys(cluster: Membership, what: str, missed: str, look: Callable[[int], None] = lambda k: None) -> Keys:
+    """Return keys that only the processes of a job have: of the job, and of a word of its first process.
+
+    Raises:
+      ConfigError: another process protects its connections in another way.
+    """
+    keys = cluster.keys
+    words = told(cluster, f"{what}/words", f"{token.new_token()} {keys.setting}", missed, look)
+    for k, said in words.items():
+        _, _, setting = said.partition(" ")
+        if setting != keys.setting:
+            raise ConfigError(
+                f"trainer {cluster.trainer_id} has {keys.setting}, and trainer {k} has {setting}; give all processes "
+                f"of a job the same, or {ENCRYPTION}"
+            )
+    return dataclasses.replace(keys, word=words[min(words)].partition(" ")[0])

@@ -46,7 +46,7 @@ from dtrans.run.distributed.membership import Membership, current, join, known
 from dtrans.run.distributed.multihost import all_reduce_sum
 from dtrans.run.distributed.rendezvous import rendezvous
 from dtrans.run.distributed.role import LOSS, Role
-from dtrans.run.net.net_options import allows_remote
+from dtrans.run.net.net_options import allows_remote, encryption_of
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 
@@ -59,6 +59,7 @@ def connect(
     deadline: float = DEADLINE,
     patience: float = PATIENCE,
     allow_remote: bool | None = None,
+    transport_encryption: str | None = None,
     on_trainer_loss: str | None = None,
 ) -> Membership:
     """Connect the trainers of an nccl2 job. Call it before anything that makes JAX look for its devices.
@@ -74,9 +75,11 @@ def connect(
       patience: seconds without a sign of another process, or of the network to it, after which it is taken for dead:
         30 by default, and the deadline if that is less. A process that is stopped for a shorter time goes on.
       allow_remote: let endpoints be on other machines, and stages of a pipeline that a scheduler has put on several
-        hosts send each other values. By default True where DTRANS_ALLOW_REMOTE is 1, else False. Endpoints that are given take DTRANS_TOKEN too, the same secret in all processes.
-        Nothing is encrypted, and the connections of JAX itself know no token: only on a network where everybody may
-        train with everybody.
+        hosts send each other values. By default True where DTRANS_ALLOW_REMOTE is 1, else False. It takes DTRANS_TOKEN
+        too, the same secret in all processes. The connections of JAX itself know no token and are not encrypted: only
+        on a network where everybody may train with everybody (docs/hosts.md).
+      transport_encryption: "auto" encrypts dtrans's own connections to other hosts, "required" also those on loopback,
+        "disabled" none; the same in all processes. By default DTRANS_TRANSPORT_ENCRYPTION, else "auto".
       on_trainer_loss: "abort" ends all trainers when one ends before its time; "drop" lets `plan.on_cluster()` go on
         with those left (see `dtrans.run.distributed.elastic`). From the variable DTRANS_ON_TRAINER_LOSS by default, or
         "abort".
@@ -89,6 +92,7 @@ def connect(
     for name, seconds in (("deadline", deadline), ("patience", patience)):
         check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
     patience, allow_remote = min(patience, deadline), allows_remote(allow_remote)
+    encryption = encryption_of(transport_encryption)
     loss = os.environ.get(LOSS, "abort") if on_trainer_loss is None else on_trainer_loss
     check_one_of("on_trainer_loss", loss, ("abort", "drop"))
     if role is None and _is_told():
@@ -101,14 +105,13 @@ def connect(
             if loss == "drop":
                 raise ConfigError("on_trainer_loss='drop': dtrans.connect() must connect the trainers, not the user")
         else:
-            _connect(role, deadline, patience, allow_remote, loss)
+            _connect(role, deadline, patience, allow_remote, encryption, loss)
             atexit.register(_leave)
         endpoints = role.trainer_endpoints if role else ()
         bind_gloo(endpoints, deadline)
         everyone = tuple(range(jax.process_count()))
-        member = join(
-            Membership(jax.process_index(), everyone, endpoints, deadline, loss, allow_remote, patience=patience)
-        )
+        member = Membership(jax.process_index(), everyone, endpoints, deadline, loss, allow_remote)
+        member = join(dataclasses.replace(member, patience=patience, encryption=encryption))
         member = join(dataclasses.replace(member, run=_first_word(member)))
         watch.start(member)
         if loss == "drop":
@@ -121,6 +124,10 @@ def connect(
     if on_trainer_loss not in (None, member.on_trainer_loss):
         raise ConfigError(
             f"this process is connected with on_trainer_loss={member.on_trainer_loss!r}, not {on_trainer_loss!r}"
+        )
+    if transport_encryption not in (None, member.encryption):
+        raise ConfigError(
+            f"this process is connected with transport_encryption={member.encryption!r}, not {transport_encryption!r}"
         )
     return member
 
@@ -144,7 +151,9 @@ def _check_same(role: Role, member: Membership) -> None:
         )
 
 
-def _connect(role: Role | None, deadline: float, patience: float, allow_remote: bool, loss: str) -> None:
+def _connect(
+    role: Role | None, deadline: float, patience: float, allow_remote: bool, encryption: str, loss: str
+) -> None:
     config: Any = jax.config
     if backends_started():
         raise ConfigError(
@@ -174,7 +183,9 @@ def _connect(role: Role | None, deadline: float, patience: float, allow_remote: 
             ) from e
         return
     check_own_endpoint(role.trainer_id, role.trainer_endpoints)
-    rendezvous(role.trainer_id, role.trainer_endpoints, deadline=deadline, allow_remote=allow_remote)
+    rendezvous(
+        role.trainer_id, role.trainer_endpoints, deadline=deadline, allow_remote=allow_remote, encryption=encryption
+    )
     first = role.trainer_endpoints[0]
     if "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         options["coordinator_bind_address"] = first  # JAX's default is every address of this machine

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Collection
 
 from dtrans.errors import ConfigError
+from dtrans.run.net.keys import Keys
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 
@@ -24,6 +25,7 @@ class Membership:
       patience: seconds without a sign of another process after which it counts as dead.
       on_trainer_loss: "abort" or "drop".
       allow_remote: whether processes may bind addresses that other hosts reach.
+      encryption: which of their connections are encrypted, as `transport_encryption`.
       run: a word that the trainers of this run share, and no other run has.
     """
 
@@ -35,11 +37,17 @@ class Membership:
     allow_remote: bool = False
     run: str = ""
     patience: float = PATIENCE
+    encryption: str = "auto"
 
     @property
     def trainers(self) -> int:
         """How many trainers there are."""
         return len(self.members)
+
+    @property
+    def keys(self) -> Keys:
+        """The keys of the job, as this process's environment has them."""
+        return Keys.from_environment(self.encryption)
 
     @property
     def name(self) -> str:

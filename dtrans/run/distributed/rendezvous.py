@@ -29,7 +29,8 @@ from dtrans.errors import ConfigError, DeadlineError, PeerError, WireError
 from dtrans.protocol import token, wire
 from dtrans.protocol.meeting import MeetingFirst, MeetingOther
 from dtrans.protocol.refusals import Refusals
-from dtrans.run.net.sockets import LINGER, Doorkeeper, check_host, new_socket, tcp_address
+from dtrans.run.net.keys import Keys
+from dtrans.run.net.sockets import LINGER, Doorkeeper, Handshakes, bind, check_host, connect, new_socket, tcp_address
 
 
 log = logging.getLogger("dtrans.rendezvous")
@@ -37,53 +38,69 @@ FIRST = "the first trainer"  # as whom it connects to the others
 AGAIN = 1.0  # seconds after which trainer 0 asks again, where somebody else has answered
 
 
-def rendezvous(trainer_id: int, endpoints: Sequence[str], *, deadline: float, allow_remote: bool = False) -> None:
+def rendezvous(
+    trainer_id: int, endpoints: Sequence[str], *, deadline: float, allow_remote: bool = False, encryption: str = "auto"
+) -> None:
     """Return when the trainers at all endpoints are there.
 
     Raises:
       ConfigError: this trainer's endpoint cannot be bound, or is not on loopback.
       DeadlineError: some did not come; the message names them.
-      PeerError: a trainer was told other endpoints.
+      PeerError: a trainer was told other endpoints, or has other keys.
     """
-    remedy = "dtrans.connect(allow_remote=True)"
-    check_host(f"trainer {trainer_id}", endpoints[trainer_id], remedy, allow_remote=allow_remote)
+    remedy, keys = "dtrans.connect(allow_remote=True)", Keys.from_environment(encryption)
+    check_host(f"trainer {trainer_id}", endpoints[trainer_id], remedy, keys, allow_remote=allow_remote)
     context: zmq.Context[Any] = zmq.Context()
     try:
         if trainer_id == 0:
-            _gather(context, endpoints, deadline)
+            _gather(context, endpoints, keys, deadline)
         else:
             with (
-                contextlib.closing(Doorkeeper(context, token.job_token(), (FIRST,))),
+                contextlib.closing(Doorkeeper(context, keys, {FIRST: "trainer 0"})),
                 contextlib.closing(new_socket(context, zmq.ROUTER)) as door,
             ):
-                _come(door, trainer_id, endpoints, deadline)
+                _come(door, trainer_id, endpoints, keys, deadline)
     finally:
         context.term()  # waits for last words, for as long as its sockets let them linger
 
 
-def _gather(context: zmq.Context[Any], endpoints: Sequence[str], deadline: float) -> None:
+def _gather(context: zmq.Context[Any], endpoints: Sequence[str], keys: Keys, deadline: float) -> None:
     """As trainer 0: ask all others."""
     limit = time.monotonic() + deadline
-    secret, refusals = token.job_token(), Refusals(log)
-    meeting = MeetingFirst(endpoints, secret, token.new_token())
+    refusals = Refusals(log)
+    meeting = MeetingFirst(endpoints, keys.secret, token.new_token())
     with _held(endpoints[0]), contextlib.ExitStack() as stack:
         poller = zmq.Poller()
         lines: dict[int, zmq.Socket[Any]] = {}
+        handshakes: dict[zmq.Socket[Any], tuple[int, Handshakes]] = {}
         for k, endpoint in enumerate(endpoints[1:], 1):
-            lines[k] = stack.enter_context(contextlib.closing(new_socket(context, zmq.DEALER, FIRST, secret)))
-            lines[k].connect(tcp_address(endpoint))  # ZeroMQ tries again until somebody is there
+            address = tcp_address(endpoint)
+            keys.check(f"trainer 0 connects to {endpoint}", address)
+            lines[k] = stack.enter_context(contextlib.closing(new_socket(context, zmq.DEALER)))
+            watched = stack.enter_context(contextlib.closing(Handshakes(lines[k], keys, address)))
+            handshakes[watched.monitor] = k, watched
+            connect(lines[k], address, keys, FIRST, "trainer 0")  # ZeroMQ tries again until somebody is there
             lines[k].send(meeting.question(k))
             poller.register(lines[k], zmq.POLLIN)
+            poller.register(watched.monitor, zmq.POLLIN)
         who = {line: k for k, line in lines.items()}
+        again = time.monotonic() + AGAIN
         try:
             while meeting.missing:
-                ready = poller.poll(_milliseconds(min(limit, time.monotonic() + AGAIN)))
-                if not ready and time.monotonic() >= limit:
+                ready = dict(poller.poll(_milliseconds(min(limit, again))))
+                for monitor in ready.keys() & handshakes.keys():
+                    k, watched = handshakes[monitor]
+                    if why := watched.take()[1]:
+                        meeting.barred(k, why)
+                answered = ready.keys() & who.keys()
+                if not answered and time.monotonic() >= limit:
                     raise meeting.late(deadline)
-                for k in () if ready else [*meeting.others]:
-                    with contextlib.suppress(zmq.Again):
-                        lines[k].send(meeting.question(k))  # another may be there by now
-                for line, _ in ready:
+                if time.monotonic() >= again:
+                    again = time.monotonic() + AGAIN
+                    for k in [*meeting.others]:
+                        with contextlib.suppress(zmq.Again):
+                            lines[k].send(meeting.question(k), zmq.NOBLOCK)  # another may be there by now
+                for line in answered:
                     k = who[line]
                     try:
                         meeting.heard(k, line.recv_multipart())
@@ -134,14 +151,14 @@ def _held(endpoint: str) -> Iterator[None]:
         yield
 
 
-def _come(door: zmq.Socket[Any], trainer_id: int, endpoints: Sequence[str], deadline: float) -> None:
+def _come(door: zmq.Socket[Any], trainer_id: int, endpoints: Sequence[str], keys: Keys, deadline: float) -> None:
     """As another trainer: wait to be asked, and for the word that all are there."""
     me = f"trainer {trainer_id}"
     try:
-        door.bind(tcp_address(endpoints[trainer_id]))
+        bind(door, tcp_address(endpoints[trainer_id]), keys)
     except zmq.ZMQError as e:
         raise ConfigError(f"{me} cannot listen at {endpoints[trainer_id]}: {zmq.strerror(e.errno or 0)}") from e
-    meeting = MeetingOther(trainer_id, endpoints, token.job_token(), deadline=deadline, now=time.monotonic())
+    meeting = MeetingOther(trainer_id, endpoints, keys.secret, deadline=deadline, now=time.monotonic())
     refusals = Refusals(log)
     while not meeting.met:
         if not door.poll(_milliseconds(meeting.limit)):

@@ -14,13 +14,14 @@ from typing import Any
 import zmq
 
 from dtrans.errors import ConfigError, WireError
-from dtrans.protocol import token, wire
+from dtrans.protocol import wire
 from dtrans.protocol.job_status import OBSERVER, StatusReporter
 from dtrans.protocol.presence import Trainer
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.roll import Doing, Roll
 from dtrans.protocol.tables.held_tables import HeldTables
-from dtrans.run.net.sockets import Doorkeeper, Speakers, check_host, limit, new_socket, tcp_address
+from dtrans.run.net.keys import STATUS, Keys
+from dtrans.run.net.sockets import Doorkeeper, Speakers, bind, check_host, limit, new_socket, tcp_address
 
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class StatusDoor:
 
     Args:
       trainers: whose status it is.
+      keys: of the job.
       allow_remote: bind an endpoint that is not loopback.
 
     Attributes:
@@ -102,21 +104,20 @@ class StatusDoor:
       ConfigError: the endpoint may not be, or cannot be bound.
     """
 
-    def __init__(self, trainers: WatchedTrainers, *, allow_remote: bool) -> None:
+    def __init__(self, trainers: WatchedTrainers, keys: Keys, *, allow_remote: bool) -> None:
         self._endpoint = trainers.endpoint
-        check_host(
-            f"{VARIABLE} of trainer 0", self._endpoint, "dtrans.connect(allow_remote=True)", allow_remote=allow_remote
-        )
+        remedy = "dtrans.connect(allow_remote=True)"
+        check_host(f"{VARIABLE} of trainer 0", self._endpoint, remedy, keys, allow_remote=allow_remote)
         self._refusals = Refusals(log)
         self.reporter = StatusReporter(trainers, trainers, self._refusals)
         self.reporter.barred = Refusals(log)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._doorkeeper = Doorkeeper(self._context, token.job_token(), (OBSERVER,))
+        self._doorkeeper = Doorkeeper(self._context, keys, {OBSERVER: STATUS})
         self.socket = new_socket(self._context, zmq.ROUTER)
         limit(self.socket, wire.HELLO, QUEUE)
         self._speakers = Speakers(self.socket, self._note_barred)
         try:
-            self.socket.bind(tcp_address(self._endpoint))
+            bind(self.socket, tcp_address(self._endpoint), keys)
         except zmq.ZMQError as e:
             self.close()
             raise ConfigError(f"{VARIABLE}={self._endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}") from e

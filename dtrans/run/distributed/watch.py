@@ -39,17 +39,17 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dtrans._jax import coordinator
-from dtrans.endpoints import is_loopback, split_endpoint
-from dtrans.errors import ConfigError, PeerError, WireError
+from dtrans.errors import PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.presence import RETRY
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.roll import GRACE, Doing, Ended, Roll
-from dtrans.run.distributed.address import Address, address_of, this_host
-from dtrans.run.distributed.board import shared_secret, told
+from dtrans.run.distributed.address import Address, address_of, may_bind, this_host
+from dtrans.run.distributed.board import shared_keys, told
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.status_door import VARIABLE as STATUS, StatusDoor, WatchedTrainers, status_endpoint
-from dtrans.run.net.sockets import Doorkeeper, Speakers, limit, new_socket, user_of
+from dtrans.run.net.keys import Keys, is_local
+from dtrans.run.net.sockets import Doorkeeper, Speakers, connect, limit, new_socket, user_of
 from dtrans.step_meter import steps_made
 
 
@@ -66,12 +66,6 @@ JAX = str(Path(jax.__file__).parent)
 HERE = str(Path(__file__).parents[2])  # of dtrans
 
 
-def is_local(reach: str) -> bool:
-    """Return True if an address, as ZeroMQ or a user writes it, is loopback."""
-    host = reach.removeprefix("tcp://")
-    return is_loopback(split_endpoint(host)[0] if host.rpartition(":")[2].isdigit() and host != reach else host)
-
-
 def is_by_peer(text: str) -> bool:
     """Whether an error of JAX, or a line of its log, is what the end of another process looks like."""
     return "Gloo" in text or "NCCL" in text or "distributed service detected fatal errors" in text
@@ -82,11 +76,11 @@ class Watch:
 
     Args:
       cluster: the job that it is connected to.
-      secret: of the job.
+      keys: of the job.
       at: where trainer 0 can be reached: an address to bind for itself, one to connect to for the others.
     """
 
-    def __init__(self, cluster: Membership, secret: str, at: Address | str) -> None:
+    def __init__(self, cluster: Membership, keys: Keys, at: Address | str) -> None:
         self.me, self._leads = cluster.name, cluster.trainer_id == 0
         self._number, self._count = cluster.trainer_id, cluster.trainers
         where = cluster.endpoints or [""] * self._count
@@ -94,20 +88,20 @@ class Watch:
         self._addresses: dict[bytes, int] = {}  # of the others, at trainer 0
         self._heard: dict[int, float] = {}  # when they said something last
         self._open = contextlib.ExitStack()
-        self._status = self._status_door(cluster.allow_remote) if self._leads and status_endpoint() else None
+        self._status = self._status_door(cluster) if self._leads and status_endpoint() else None
         self._context: zmq.Context[Any] = zmq.Context()
         reach = at.reach if isinstance(at, Address) else at
         # on one host nothing but the end of a process ends a connection
         self._retry = GRACE if is_local(reach) else max(GRACE, min(RETRY, cluster.patience))
         self._refusals = Refusals(log)
         if isinstance(at, Address):
-            self._bind(secret, at, cluster.patience)
+            self._bind(keys, at, cluster.patience)
         else:
-            self._socket = new_socket(self._context, zmq.DEALER, _user(self._number), secret, cluster.patience)
+            self._socket = new_socket(self._context, zmq.DEALER, cluster.patience)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._open.callback(self._monitor.close, linger=0)
             self._open.callback(self._socket.disable_monitor)
-            self._socket.connect(at)
+            connect(self._socket, at, keys, _user(self._number), cluster.name)
         self._wake = threading.Event()
         self._doing = 0  # operations that the process is in the middle of
         self._raised = False  # the process has been told by an error, and has itself in hand
@@ -123,19 +117,19 @@ class Watch:
         self._thread.start()
         atexit.register(self.close)
 
-    def _bind(self, secret: str, at: Address, patience: float) -> None:
-        users = [_user(k) for k in range(1, self._count)]
-        self._open.callback(Doorkeeper(self._context, secret, users).close)
-        self._socket = new_socket(self._context, zmq.ROUTER, patience=patience)
+    def _bind(self, keys: Keys, at: Address, patience: float) -> None:
+        users = {_user(k): f"trainer {k}" for k in range(1, self._count)}
+        self._open.callback(Doorkeeper(self._context, keys, users).close)
+        self._socket = new_socket(self._context, zmq.ROUTER, patience)
         limit(self._socket, wire.HELLO, 1000)
         self._speakers = Speakers(self._socket, self._note_refused)
         self._open.callback(self._speakers.close)
         self._monitor = self._speakers.monitor
-        self.address = at.at(self._socket.bind_to_random_port(at.bound))
+        self.address = at.bind_socket(self._socket, keys)
 
-    def _status_door(self, allow_remote: bool) -> StatusDoor:
+    def _status_door(self, cluster: Membership) -> StatusDoor:
         trainers = WatchedTrainers(status_endpoint(), self._count, self.roll, self._now_doing, self._awaited)
-        door = StatusDoor(trainers, allow_remote=allow_remote)
+        door = StatusDoor(trainers, cluster.keys, allow_remote=cluster.allow_remote)
         self._open.callback(door.close)
         self._heard = trainers.heard
         log.info("%s answers `dtrans status %s`", self.me, trainers.endpoint)
@@ -370,17 +364,13 @@ def start(cluster: Membership) -> None:
         if status_endpoint() and cluster.trainer_id == 0 and _watch is None:
             log.warning("%s is set, and nobody answers there: %s", STATUS, UNWATCHED)
         return
-    secret = shared_secret(cluster, "watch", MISSED)
-    hosts = told(cluster, "watch/hosts", this_host(), MISSED)
-    if cluster.trainer_id == 0:
-        place = None
-        with contextlib.suppress(ConfigError):
-            place = address_of(cluster, list(hosts.values()), coordinator())
-        if place is not None:
-            _watch = Watch(cluster, secret, place)
+    keys = shared_keys(cluster, "watch", MISSED)
+    hosts = [*told(cluster, "watch/hosts", this_host(), MISSED).values()]
+    if cluster.trainer_id == 0 and may_bind(cluster, hosts):
+        _watch = Watch(cluster, keys, address_of(cluster, hosts, coordinator()))
     at = told(cluster, "watch/at", "" if _watch is None else _watch.address, MISSED)[0]
     if cluster.trainer_id and at:
-        _watch = Watch(cluster, secret, at)
+        _watch = Watch(cluster, keys, at)
 
 
 def watch() -> Watch | None:

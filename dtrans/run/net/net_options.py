@@ -1,6 +1,8 @@
 """Options of connections, and the environment variables that are their defaults.
 
-    DTRANS_ALLOW_REMOTE   1 where a launcher was told of several hosts: processes may bind addresses that others reach
+DTRANS_ALLOW_REMOTE           1 where a launcher was told of several hosts: processes may bind addresses that others
+                              reach
+DTRANS_TRANSPORT_ENCRYPTION   required, auto or disabled; see `dtrans.run.net.keys`
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from dtrans.checks import check_one_of
 
 
 ALLOW_REMOTE = "DTRANS_ALLOW_REMOTE"
+ENCRYPTION = "DTRANS_TRANSPORT_ENCRYPTION"
+ENCRYPTIONS = ("required", "auto", "disabled")
 
 
 def allows_remote(given: bool | None) -> bool:
@@ -32,4 +36,20 @@ def allows_remote(given: bool | None) -> bool:
         found = os.environ.get(ALLOW_REMOTE, "").strip()
         check_one_of(ALLOW_REMOTE, found, ("1", "0", ""))
         return found == "1"
+    return given
+
+
+def encryption_of(given: str | None) -> str:
+    """Return which connections are encrypted: "required", "auto" or "disabled".
+
+    Args:
+      given: the user's `transport_encryption`; None leaves it to DTRANS_TRANSPORT_ENCRYPTION, else to "auto".
+
+    Raises:
+      ConfigError: it is another word.
+    """
+    check_one_of("transport_encryption", given, (*ENCRYPTIONS, None))
+    if given is None:
+        given = os.environ.get(ENCRYPTION, "").strip() or "auto"
+        check_one_of(ENCRYPTION, given, ENCRYPTIONS)
     return given

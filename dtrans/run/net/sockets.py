@@ -1,29 +1,38 @@
 """Sockets as this package makes them: on loopback unless told otherwise, with bounded queues of what lingers.
 
-A socket that is bound lets in who shows the password that is made of the job's token (`dtrans.protocol.token`), by the
-mechanism PLAIN of ZeroMQ. Before that nothing is read but a short greeting, so that no message of a stranger reaches
-this process, however long it is. ZeroMQ asks about each connection by a socket of its own, which a thread answers.
+A socket that is bound lets in who shows a key or the password of the job (`dtrans.run.net.keys`), and by a Unix socket
+only processes of the same user. Before that only a short greeting is read: no message of a stranger reaches this
+process, however long it is. ZeroMQ asks about each connection by a socket of its own, which a thread answers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import logging
+import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dtrans.endpoints import is_loopback, split_endpoint
+from dtrans.endpoints import split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.protocol import token, wire
+from dtrans.run.net.keys import Keys, is_local
 
 
+log = logging.getLogger(__name__)
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 LINGER = 5.0  # seconds that closing may take to hand over the last words
 ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks (RFC 27)
 PATIENCE = 30.0  # seconds without a sign of the other end's process after which a connection is given up
 HANDSHAKE = 10.0  # seconds that one may take
+BROKEN = 3  # handshakes in a row that the other end breaks off, after which it does not have the same keys
+CURVE_BYTES = 33  # that CURVE adds to a frame: a name, a nonce, a code of authentication and flags
 
 
 def tcp_address(endpoint: str) -> str:
@@ -32,14 +41,12 @@ def tcp_address(endpoint: str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def new_socket(
-    context: zmq.Context[Any], kind: int, user: str = "", secret: str = "", patience: float = PATIENCE
-) -> zmq.Socket[Any]:
-    """A socket with the limits that all of ours have. Who wants last words of it to go says so when closing it.
+def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE) -> zmq.Socket[Any]:
+    """Return a socket with the limits that all of ours have, for `bind` or `connect`.
+
+    Who wants last words of it to go says so when closing it.
 
     Args:
-      user: as whom it connects; without one it is to be bound, and a `Doorkeeper` says who may connect to it.
-      secret: the token that it shows something of.
       patience: seconds without a sign of the other end's process after which ZeroMQ ends a connection.
     """
     made = context.socket(kind)
@@ -57,15 +64,46 @@ def new_socket(
     if kind == zmq.ROUTER:
         # who comes again is who it was, also before the old connection has ended
         made.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    if user and kind == zmq.DEALER:
+    if kind == zmq.DEALER:
         made.setsockopt_string(zmq.ROUTING_ID, token.new_token())  # of this socket, whatever becomes of its connections
-    if user:
-        made.setsockopt_string(zmq.PLAIN_USERNAME, user)
-        made.setsockopt_string(zmq.PLAIN_PASSWORD, token.shown(secret, user))
-    else:
-        made.setsockopt(zmq.PLAIN_SERVER, 1)
-        made.setsockopt_string(zmq.ZAP_DOMAIN, "dtrans")
     return made
+
+
+def bind(made: zmq.Socket[Any], address: str, keys: Keys, reach: str = "") -> str:
+    """Bind a socket to which a `Doorkeeper` lets peers in. Returns the address with its port, as ZeroMQ names it.
+
+    Args:
+      address: `tcp://host:port`, where the port may be `*`, or `ipc://path`.
+      reach: the address that the others connect to, if it is another.
+    """
+    keys.guard(made, reach or address)
+    with _room_for_curve(made, keys, reach or address):
+        made.bind(address)
+    return str(made.get_string(zmq.LAST_ENDPOINT))
+
+
+def connect(made: zmq.Socket[Any], address: str, keys: Keys, user: str, role: str) -> None:
+    """Connect a socket.
+
+    Args:
+      user: as whom; the other end knows it by that.
+      role: of this process, whose key it shows where roles have keys of their own.
+    """
+    keys.show(made, address, user, role)
+    with _room_for_curve(made, keys, address):
+        made.connect(address)
+
+
+@contextlib.contextmanager
+def _room_for_curve(made: zmq.Socket[Any], keys: Keys, address: str) -> Iterator[None]:
+    """Let encrypted frames be as much larger as encryption makes them. ZeroMQ keeps a copy of the limit per address."""
+    limit = made.getsockopt(zmq.MAXMSGSIZE)
+    assert isinstance(limit, int)
+    made.setsockopt(zmq.MAXMSGSIZE, limit + CURVE_BYTES * keys.encrypts(address))
+    try:
+        yield
+    finally:
+        made.setsockopt(zmq.MAXMSGSIZE, limit)
 
 
 def limit(bound: zmq.Socket[Any], frame: int, messages: int) -> None:
@@ -81,21 +119,20 @@ def limit(bound: zmq.Socket[Any], frame: int, messages: int) -> None:
     bound.setsockopt(zmq.SNDHWM, messages)
 
 
-def check_host(who: str, endpoint: str, remedy: str, *, allow_remote: bool) -> None:
-    """Raise ConfigError for an endpoint that may not be bound: beyond loopback that takes leave, and a token.
+def check_host(who: str, endpoint: str, remedy: str, keys: Keys, *, allow_remote: bool) -> None:
+    """Raise ConfigError for an endpoint that may not be bound: beyond loopback that takes leave, and keys.
 
     Args:
       who: is to bind it, for the message.
       remedy: how users give leave.
     """
-    if is_loopback(split_endpoint(endpoint)[0]):
-        return
-    needs = [remedy] * (not allow_remote) + [token.NEEDED] * (not token.job_token())
-    if needs:
+    if not is_local(endpoint) and not allow_remote:
+        needs = [remedy] + [token.NEEDED] * (not keys.token and not keys.folder)
         raise ConfigError(
-            f"{who} is at {endpoint}, which is not on loopback; nothing that is sent is encrypted, so binding it needs "
+            f"{who} is at {endpoint}, which is not on loopback; to bind an address that other hosts reach needs "
             f"{' and '.join(needs)}"
         )
+    keys.check(f"{who} is at {endpoint}", endpoint)
 
 
 class Doorkeeper:
@@ -104,27 +141,25 @@ class Doorkeeper:
     Who has come in is known: `user_of` says as whom somebody connected who has sent a message.
 
     Args:
-      secret: the token of which they must show something.
-      users: as whom they may come; each shows something else.
+      keys: of the job.
+      users: as whom they may come, each with the role that alone may; an empty one lets every role come.
     """
 
-    def __init__(self, context: zmq.Context[Any], secret: str, users: Collection[str]) -> None:
+    def __init__(self, context: zmq.Context[Any], keys: Keys, users: Mapping[str, str]) -> None:
         self._context = context
         self._asked = context.socket(zmq.REP)
         self._asked.bind(ZAP)
-        self._thread = threading.Thread(
-            target=self._answer, args=(secret, users), name="dtrans doorkeeper", daemon=True
-        )
+        self._thread = threading.Thread(target=self._answer, args=(keys, users), name="dtrans doorkeeper", daemon=True)
         self._thread.start()
 
-    def _answer(self, secret: str, users: Collection[str]) -> None:
+    def _answer(self, keys: Keys, users: Mapping[str, str]) -> None:
         with contextlib.closing(self._asked):
             self._asked.linger = 0
             while len(asked := self._asked.recv_multipart()) > 1:
-                version, request, _, _, _, mechanism, *shown = asked
-                user, password = (x.decode(errors="replace") for x in (*shown, b"", b"")[:2])
-                ok = mechanism == b"PLAIN" and user in users and token.is_shown(password, secret, user)
-                self._asked.send_multipart([version, request, b"200" if ok else b"400", b"", user.encode(), b""])
+                version, request, _, origin, _, mechanism, *shown = asked
+                user = _user(keys, users, mechanism, shown) if _may_come(origin.decode(errors="replace")) else None
+                status = b"400" if user is None else b"200"
+                self._asked.send_multipart([version, request, status, b"", (user or "").encode(), b""])
             self._asked.unbind(ZAP)  # at once: another may be bound to it next
 
     def close(self) -> None:
@@ -136,12 +171,76 @@ class Doorkeeper:
             self._thread.join()
 
 
+def _may_come(origin: str) -> bool:
+    """Return False for who comes by a Unix socket and has another uid.
+
+    Args:
+      origin: what ZeroMQ says of where a connection comes from: the other host's number, or `name:uid:gid:pid`.
+    """
+    try:
+        ipaddress.ip_address(origin.partition("%")[0])
+    except ValueError:
+        return origin.rsplit(":", 3)[1:2] == [str(os.geteuid())]
+    return True
+
+
+def _user(keys: Keys, users: Mapping[str, str], mechanism: bytes, shown: list[bytes]) -> str | None:
+    """Return as whom somebody may come in, or None."""
+    if mechanism == b"CURVE":
+        try:
+            return keys.users_by_key(users).get(shown[0])
+        except ConfigError as e:  # a folder of keys whose files cannot be read
+            log.error("nobody is let in: %s", e)
+            return None
+    user, password = (x.decode(errors="replace") for x in (*shown, b"", b"")[:2])
+    is_right = mechanism == b"PLAIN" and user in users and token.is_shown(password, keys.secret, user)
+    return user if is_right else None
+
+
+class Handshakes:
+    """Events of a connecting socket: made and ended connections, and how the other end refuses it.
+
+    Args:
+      made: the socket, before it is connected.
+      keys, address: that it shows, and where it connects to.
+
+    Attributes:
+      monitor: to poll beside the socket.
+    """
+
+    def __init__(self, made: zmq.Socket[Any], keys: Keys, address: str) -> None:
+        self.monitor: zmq.Socket[Any] = made.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
+        )
+        self._made, self._keys, self._address = made, keys, address
+        self._broken = 0  # handshakes in a row that the other end broke off
+
+    def take(self) -> tuple[int, str]:
+        """Take the next event. Returns it, and what is wrong where the other end lets nobody in with such keys."""
+        found = recv_monitor_message(self.monitor)
+        event = int(found["event"])
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._broken = 0
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and found["value"] == _OTHER_MECHANISM:
+            return event, self._keys.other_mechanism(self._address)
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return event, self._keys.other_keys(self._address)
+        # of CURVE nobody is told that the server has another key: it breaks off. So does a server that has just ended
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._keys.encrypts(self._address):
+            self._broken += 1
+            if self._broken == BROKEN:
+                return event, self._keys.other_keys(self._address)
+        return event, ""
+
+    def close(self) -> None:
+        """Stop listening, before the socket is closed."""
+        self._made.disable_monitor()
+        self.monitor.close(linger=0)
+
+
 def user_of(frame: zmq.Frame) -> str:
     """As whom somebody connected who sent a frame."""
     return str(frame.get("User-Id"))
-
-
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class Speakers:

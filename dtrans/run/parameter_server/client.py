@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.endpoints import split_endpoint
 from dtrans.errors import PeerError, WireError
-from dtrans.protocol import token, wire
+from dtrans.protocol import wire
 from dtrans.protocol.presence import RETRY
 from dtrans.protocol.trainer import answered, greeted, left
 from dtrans.protocol.trainer_line import DOOR, TrainerLine
-from dtrans.run.net.sockets import LINGER, new_socket, tcp_address
+from dtrans.run.net.keys import Keys
+from dtrans.run.net.sockets import LINGER, Handshakes, connect, new_socket, tcp_address
 
 
 LONG = 3600.0  # seconds that a poll may take
@@ -38,6 +38,7 @@ class Connection:
       session: a word of this trainer's own, the same for all servers.
       sync_mode: whether it is in step with the others.
       plan: the parts of the fingerprint of its plan.
+      keys: of the job.
       deadline: seconds without a word from the server after which it is given up.
       patience: seconds without a sign of the server's process after which the connection ends.
       wait_port: wait for a server that is not there yet.
@@ -60,12 +61,13 @@ class Connection:
         session: str,
         sync_mode: bool,
         plan: Mapping[str, str],
+        keys: Keys,
         deadline: float,
         patience: float,
         wait_port: bool,
     ) -> None:
         self._context, self._patience = context, patience
-        self._secret = token.job_token()
+        self._keys = keys
         self.line = TrainerLine(
             endpoint,
             trainer_id,
@@ -73,19 +75,20 @@ class Connection:
             session=session,
             sync_mode=sync_mode,
             plan=plan,
-            secret=self._secret,
+            secret=keys.secret,
             deadline=deadline,
             say=self._say,
             retry=min(RETRY, patience),
         )
         self.line.before_it_speaks = self._note_events
+        address = tcp_address(endpoint)
+        keys.check(f"{self.line.me} connects to {endpoint}", address)
         host, port = split_endpoint(endpoint)
         if not wait_port:
             try:
                 socket.create_connection((host, port), timeout=deadline).close()
             except OSError as e:
                 raise PeerError(f"{self.line.me} finds no pserver at {endpoint}: {e.strerror or e}") from e
-        address = tcp_address(endpoint)
         self._open(address)
         try:
             local = answered(greeted(self.line), self.receive)
@@ -106,7 +109,7 @@ class Connection:
     @property
     def sockets(self) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
         """What to poll for `glance`."""
-        return self._socket, self._monitor
+        return self._socket, self._handshakes.monitor
 
     def glance(self, waiting_for: str) -> wire.Message | None:
         """The answer that is here, if one is. Raises PeerError as `receive` does."""
@@ -134,53 +137,49 @@ class Connection:
                     return message
             elif gone:
                 raise line.went_away()
-            elif self._monitor in ready:
+            elif self._handshakes.monitor in ready:
                 self._note_event()
             else:
                 line.look(time.monotonic())
 
     def _note_event(self) -> None:
-        """Take what the monitor reports. Raises PeerError where the server lets nobody in who has another token."""
-        event = recv_monitor_message(self._monitor)["event"]
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            raise self.line.barred()
+        """Take what the monitor reports. Raises PeerError where the server lets nobody in who has such keys."""
+        event, why = self._handshakes.take()
+        if why:
+            raise self.line.barred(why)
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.line.connected()
         elif event == zmq.EVENT_DISCONNECTED:
             self.line.broken(time.monotonic())
 
     def _note_events(self) -> None:
-        while self._monitor.poll(0):
+        while self._handshakes.monitor.poll(0):
             self._note_event()
 
     # -- connecting ------------------------------------------------------------------------------
 
     def _open(self, address: str) -> None:
         self.line.opened(local=address.startswith("ipc:"))
-        self._socket: zmq.Socket[Any] = new_socket(self._context, zmq.DEALER, DOOR, self._secret, self._patience)
+        self._socket: zmq.Socket[Any] = new_socket(self._context, zmq.DEALER, self._patience)
         self._socket.setsockopt(zmq.PROBE_ROUTER, 1)  # the server is told of a connection though this trainer computes
-        self._monitor: zmq.Socket[Any] = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
-        )
+        self._handshakes = Handshakes(self._socket, self._keys, address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._socket.connect(address)
+        self._poller.register(self._handshakes.monitor, zmq.POLLIN)
+        connect(self._socket, address, self._keys, DOOR, self.line.me)
 
     def _move(self, address: str) -> None:
         """Go on by another connection; the first is closed when the server knows of it, and does not miss it."""
-        socket, monitor = self._socket, self._monitor
+        socket, handshakes = self._socket, self._handshakes
         try:
             self._open(address)
             answered(greeted(self.line), self.receive)
         finally:
-            socket.disable_monitor()
-            monitor.close(linger=0)
+            handshakes.close()
             socket.close(linger=0)
 
     def _shut(self, linger: float = LINGER) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._handshakes.close()
         self._socket.close(linger=0 if self.line.gone else int(linger * 1000))
 
     def close(self, error: str | None) -> None:
@@ -203,5 +202,5 @@ class Connection:
             if self._socket in ready:
                 with contextlib.suppress(WireError):  # whatever it says, there is nothing to be done any more
                     self.line.gone = wire.parse(self._socket.recv_multipart(copy=False)).op == "goodbye"
-            elif self._monitor in ready:
+            elif self._handshakes.monitor in ready:
                 self._note_event()

@@ -28,6 +28,7 @@ is copied once, from ZeroMQ's frame into its parameter, which JAX takes without 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -61,6 +62,7 @@ from dtrans.protocol.tables.table_rows import put_in_place, unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
 from dtrans.protocol.trainer import Landing, LookedUp, TrainerSteps, Waiting, answered
 from dtrans.run.base.nonfinite import GradientWatch
+from dtrans.run.net.keys import Keys
 from dtrans.run.net.sockets import LINGER
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of, rows_wanted
 from dtrans.run.parameter_server.client import Connection
@@ -77,13 +79,21 @@ class EndpointFabric:
     """What one process needs to take part; see the module's docstring. Arguments are those of `Executor`."""
 
     def __init__(
-        self, *, deadline: float, patience: float, wait_port: bool, allow_remote: bool, watch: GradientWatch
+        self,
+        *,
+        deadline: float,
+        patience: float,
+        wait_port: bool,
+        allow_remote: bool,
+        encryption: str,
+        watch: GradientWatch,
     ) -> None:
         for name, seconds in (("deadline", deadline), ("patience", patience)):
             check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
         self.deadline, self.patience = deadline, patience
         self.wait_port = wait_port
         self.allow_remote = allow_remote
+        self._encryption = encryption
         self._watch = watch
         self._context: zmq.Context[Any] | None = None
         self._connections: dict[str, Connection] = {}
@@ -318,11 +328,16 @@ class EndpointFabric:
                 session=self._session,
                 sync_mode=self._steps.sync_mode,
                 plan=self._plan,
+                keys=self._keys,
                 deadline=self.deadline,
                 patience=self.patience,
                 wait_port=self.wait_port,
             )
         return self._connections[endpoint]
+
+    @functools.cached_property
+    def _keys(self) -> Keys:
+        return Keys.from_environment(self._encryption)
 
     def _zmq(self) -> zmq.Context[Any]:
         if self._context is None:
@@ -338,6 +353,7 @@ class EndpointFabric:
             deadline=self.deadline,
             patience=self.patience,
             allow_remote=self.allow_remote,
+            keys=self._keys,
             plan=self._plan,
             keep=self.keep,
             keep_last=self.keep_last,

@@ -19,7 +19,7 @@ from dtrans.checkpoint.assemble import copied
 from dtrans.checkpoint.runs import Mark, note
 from dtrans.ir.array_fns import is_key, words_type
 from dtrans.ir.cost import nbytes
-from dtrans.protocol import token, wire
+from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.job_status import OBSERVER
 from dtrans.protocol.presence import RETRY, Presence, log
@@ -27,6 +27,7 @@ from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.serving import Serving
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.net.ended_roles import ended_roles
+from dtrans.run.net.keys import Keys
 from dtrans.run.net.sockets import user_of
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.server_sockets import ServerSockets
@@ -47,6 +48,7 @@ class Server:
       deadline: seconds that trainers may keep the server, or each other, waiting.
       patience: seconds without a sign of another process after which it counts as dead.
       allow_remote: bind an endpoint that is not loopback.
+      keys: of the job.
       plan: the parts of the fingerprint of the plan, which trainers and other servers must have too.
       keep: saves a state, as `serve` returns it, under a name, with the mark of the run and step; None where there is
         no place for checkpoints.
@@ -66,13 +68,14 @@ class Server:
         deadline: float,
         patience: float,
         allow_remote: bool,
+        keys: Keys,
         plan: Mapping[str, str],
         keep: Keep | None = None,
         keep_last: KeepLast | None = None,
     ) -> None:
-        served, secret = update.served, token.job_token()
-        trainers = Presence(served, deadline=deadline, plan=plan, secret=secret, retry=min(RETRY, patience))
-        self._sockets = ServerSockets(context, update.endpoint, secret, wire.limits(_sizes(update)), patience)
+        served = update.served
+        trainers = Presence(served, deadline=deadline, plan=plan, secret=keys.secret, retry=min(RETRY, patience))
+        self._sockets = ServerSockets(context, update.endpoint, keys, wire.limits(_sizes(update)), patience)
         tables = {n for t in update.tables.values() if not t.whole for n in t.held}  # have memory of their own
         own = own_buffers({n: x for n, x in state.items() if n not in tables})
         self._sockets.counted = trainers.counted

@@ -21,8 +21,20 @@ from dtrans.protocol.presence import RETRY, log
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server_peers import ServerPeer, ServerPeers
 from dtrans.protocol.trainer_line import DOOR
+from dtrans.run.net.keys import SERVER, STATUS, Keys
 from dtrans.run.net.own_folder import OwnFolder
-from dtrans.run.net.sockets import LINGER, Doorkeeper, Speakers, check_host, limit, new_socket, tcp_address
+from dtrans.run.net.sockets import (
+    LINGER,
+    Doorkeeper,
+    Handshakes,
+    Speakers,
+    bind,
+    check_host,
+    connect,
+    limit,
+    new_socket,
+    tcp_address,
+)
 
 
 class PeerSocket:
@@ -34,15 +46,15 @@ class PeerSocket:
         me: str,
         peer: ServerPeer,
         greeting: Mapping[str, Any],
-        secret: str,
+        keys: Keys,
         patience: float,
     ) -> None:
-        self.line = PeerLine(me, peer, greeting, secret, self._say, min(RETRY, patience))
-        self.socket = new_socket(context, zmq.DEALER, DOOR, secret, patience)
-        self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
-        )
-        self.socket.connect(tcp_address(peer.endpoint))
+        self.line = PeerLine(me, peer, greeting, keys.secret, self._say, min(RETRY, patience))
+        address = tcp_address(peer.endpoint)
+        keys.check(f"pserver {me} connects to {peer.endpoint}", address)
+        self.socket = new_socket(context, zmq.DEALER, patience)
+        self.handshakes = Handshakes(self.socket, keys, address)
+        connect(self.socket, address, keys, DOOR, SERVER)
 
     def _say(self, frames: list[Any]) -> None:
         self.socket.send_multipart(frames, copy=False)
@@ -51,21 +63,21 @@ class PeerSocket:
         """Take what is here. Raises PeerError for a refusal."""
         events = []
         # the connection first: the last words of a peer come before its end
-        while self.monitor.poll(0):
-            events.append(recv_monitor_message(self.monitor)["event"])
+        while self.handshakes.monitor.poll(0):
+            events.append(self.handshakes.take())
         while self.socket.poll(0):
             self.line.heard(self.socket.recv_multipart(copy=False))
-        if zmq.EVENT_HANDSHAKE_FAILED_AUTH in events:
-            raise self.line.barred()
-        if zmq.EVENT_DISCONNECTED in events:
+        for why in (why for _, why in events if why):
+            raise self.line.barred(why)
+        seen = {event for event, _ in events}
+        if zmq.EVENT_DISCONNECTED in seen:
             self.line.broken(time.monotonic())
-        if zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
+        if zmq.EVENT_HANDSHAKE_SUCCEEDED in seen:
             self.line.connected()
 
     def close(self, *, failed: bool) -> None:
         """End it. Where the job has ended well, nobody waits for anything that was said here."""
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
+        self.handshakes.close()
         self.socket.close(linger=0 if failed or self.line.peer.gone else int(LINGER * 1000))
 
 
@@ -73,7 +85,7 @@ class ServerSockets:
     """The sockets of one server, none of which is there before `bind`.
 
     Args:
-      secret: the job's token.
+      keys: of the job.
       limits: the largest frame, and how many messages of one peer may wait (`dtrans.protocol.wire.limits`).
       patience: seconds without a sign of another process after which its connection ends.
 
@@ -83,10 +95,10 @@ class ServerSockets:
     """
 
     def __init__(
-        self, context: zmq.Context[Any], endpoint: str, secret: str, limits: tuple[int, int], patience: float
+        self, context: zmq.Context[Any], endpoint: str, keys: Keys, limits: tuple[int, int], patience: float
     ) -> None:
         self.endpoint = endpoint
-        self._secret = secret
+        self._keys = keys
         self._limits, self._patience = limits, patience
         self.barred = Refusals(log)
         self.counted: Callable[[bytes | str, str, Iterator[Any]], Iterator[Any]] = lambda to, op, messages: messages
@@ -99,18 +111,18 @@ class ServerSockets:
 
     def bind(self, *, allow_remote: bool) -> None:
         """Raises ConfigError for an endpoint that may not be, or cannot be bound."""
-        check_host("this pserver", self.endpoint, "Executor(allow_remote=True)", allow_remote=allow_remote)
-        self._socket = new_socket(self._context, zmq.ROUTER, patience=self._patience)
+        remedy = "Executor(allow_remote=True)"
+        check_host("this pserver", self.endpoint, remedy, self._keys, allow_remote=allow_remote)
+        self._socket = new_socket(self._context, zmq.ROUTER, self._patience)
         limit(self._socket, *self._limits)
         self._speakers = Speakers(self._socket, self._note_refused)
-        self._doorkeeper = Doorkeeper(self._context, self._secret, (DOOR, OBSERVER))
+        self._doorkeeper = Doorkeeper(self._context, self._keys, {DOOR: "", OBSERVER: STATUS})
         self._folder = OwnFolder()
         local = str(self._folder.path / "socket")
         try:
-            self._socket.bind(tcp_address(self.endpoint))
-            self._bound = self._socket.get_string(zmq.LAST_ENDPOINT)  # as ZeroMQ names it
+            self._bound = bind(self._socket, tcp_address(self.endpoint), self._keys)
             if len(os.fsencode(local)) <= zmq.IPC_PATH_MAX_LEN:
-                self._socket.bind(f"ipc://{local}")
+                bind(self._socket, f"ipc://{local}", self._keys)
                 self.local = local
         except zmq.ZMQError as e:
             self.close(failed=True)
@@ -120,9 +132,9 @@ class ServerSockets:
         """Open the lines to other servers, and listen to all."""
         for peer in peers.known.values():
             self._lines[peer.endpoint] = PeerSocket(
-                self._context, self.endpoint, peer, peers.greeting(peer), self._secret, self._patience
+                self._context, self.endpoint, peer, peers.greeting(peer), self._keys, self._patience
             )
-        lines = [s for line in self._lines.values() for s in (line.socket, line.monitor)]
+        lines = [s for line in self._lines.values() for s in (line.socket, line.handshakes.monitor)]
         for s in (self._socket, self._speakers.monitor, *lines):
             self._poller.register(s, zmq.POLLIN)
 
@@ -164,7 +176,7 @@ class ServerSockets:
 
     def _note_refused(self) -> None:
         self.barred.note(
-            "pserver %s refused a connection that does not speak the protocol, or has not the job's token",
+            "pserver %s refused a connection that does not speak the protocol, or has not the job's token or keys",
             self.endpoint,
         )
 

@@ -6,9 +6,9 @@ Sending never makes the sender wait: a thread has the sockets, waits for values 
 cuts them into messages (`dtrans.protocol.wire`). Receiving waits up to a deadline, and then says for whom.
 
 The processes know a secret that the first of them has put on the board, beside the job's token. Each link has a
-password that is made of it (`dtrans.run.net.sockets`), by which a process knows who sends: it hears nothing of others,
-and of a process it takes values of its own, of steps that are not over, each once, and of the type that the plan has
-there. What is not such a value is dropped and counted.
+key or a password that is made of it (`dtrans.run.net.keys`), by which a process knows who sends: it hears nothing of
+others, and of a process it takes values of its own, of steps that are not over, each once, and of the type that the
+plan has there. What is not such a value is dropped and counted.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dtrans.protocol import wire
 from dtrans.protocol.arrivals import Arrivals, ValueType
 from dtrans.protocol.refusals import Refusals
 from dtrans.run.distributed.address import address_of, this_host
-from dtrans.run.distributed.board import shared_secret, told
+from dtrans.run.distributed.board import shared_keys, told
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.watch import watch
-from dtrans.run.net.sockets import Doorkeeper, limit, new_socket, user_of
+from dtrans.run.net.sockets import Doorkeeper, connect, limit, new_socket, user_of
 
 
 logger = logging.getLogger(__name__)
@@ -55,17 +55,17 @@ class P2PChannels:
     def __init__(self, cluster: Membership, name: str) -> None:
         self.me, self.count, self.deadline = cluster.trainer_id, cluster.trainers, cluster.deadline
         self._context: zmq.Context[Any] = zmq.Context()
-        self._secret = shared_secret(cluster, f"links/{name}", MISSED, _look)
+        self._keys = shared_keys(cluster, f"links/{name}", MISSED, _look)
         others = [k for k in range(self.count) if k != self.me]
         self._links = {self._link(k, self.me): k for k in others}  # who speaks by each
-        self._doorkeeper = Doorkeeper(self._context, self._secret, self._links)
+        users = {link: f"trainer {k}" for link, k in self._links.items()}
+        self._doorkeeper = Doorkeeper(self._context, self._keys, users)
         self._in = new_socket(self._context, zmq.PULL)
         limit(self._in, wire.MESSAGE_BYTES, AHEAD)
         self._in.setsockopt(zmq.HEARTBEAT_IVL, 0)  # a process that does not read its messages is not dead
         hosts = told(cluster, f"links/{name}/hosts", this_host(), MISSED, _look)
         address = address_of(cluster, list(hosts.values()), coordinator())
-        port = self._in.bind_to_random_port(address.bound)
-        self._peers = told(cluster, f"links/{name}/at", address.at(port), MISSED, _look)
+        self._peers = told(cluster, f"links/{name}/at", address.bind_socket(self._in, self._keys), MISSED, _look)
         self.refusals = Refusals(logger)
         self._refused: dict[int, str] = {}  # what was dropped last of each process
         self._arrivals = Arrivals(self._refuse)
@@ -92,10 +92,10 @@ class P2PChannels:
             for k, address in self._peers.items():
                 if k == self.me:
                     continue
-                sockets[k] = new_socket(self._context, zmq.PUSH, self._link(self.me, k), self._secret)
+                sockets[k] = new_socket(self._context, zmq.PUSH)
                 sockets[k].setsockopt(zmq.HEARTBEAT_IVL, 0)
                 sockets[k].setsockopt(zmq.LINGER, int(LINGER * 1000))
-                sockets[k].connect(address)
+                connect(sockets[k], address, self._keys, self._link(self.me, k), f"trainer {self.me}")
             while (item := self._outbox.get()) is not None:
                 to, step, key, value = item
                 array, impl = on_host(value)

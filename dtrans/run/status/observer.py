@@ -13,15 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.errors import WireError
-from dtrans.protocol import token, wire
+from dtrans.protocol import wire
 from dtrans.protocol.job_status import OBSERVER, ServerStatus, TrainerStatus, read_report
-from dtrans.run.net.sockets import new_socket, tcp_address
-
-
-OTHER_TOKEN = f"it has another token: set {token.VARIABLE} to the one that the job's processes have"
+from dtrans.run.net.keys import STATUS, Keys
+from dtrans.run.net.net_options import encryption_of
+from dtrans.run.net.sockets import Handshakes, connect, new_socket, tcp_address
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +49,10 @@ class JobObserver:
     def __init__(self, endpoints: Sequence[str], timeout: float) -> None:
         self._timeout = timeout
         self._context: zmq.Context[Any] = zmq.Context()
-        secret = token.job_token()
-        self._lines = [_Line(self._context, ep, secret) for ep in endpoints]
+        keys = Keys.from_environment(encryption_of(None))
+        for ep in endpoints:
+            keys.check(f"dtrans status connects to {ep}", ep)
+        self._lines = [_Line(self._context, ep, keys) for ep in endpoints]
 
     def __enter__(self) -> JobObserver:
         return self
@@ -92,18 +92,19 @@ class _Line:
       answer: to the last request; None while there is none.
     """
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, secret: str) -> None:
+    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: Keys) -> None:
         self.endpoint = endpoint
         self.answer: Answer | None = None
-        self._context, self._secret = context, secret
+        self._context, self._keys = context, keys
         self._request, self._asked, self._barred = 0, False, False
         self._open()
 
     def _open(self) -> None:
-        self._socket = new_socket(self._context, zmq.DEALER, OBSERVER, self._secret)
+        address = tcp_address(self.endpoint)
+        self._socket = new_socket(self._context, zmq.DEALER)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # a request is sent on a connection that is there, or not at all
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        self._socket.connect(tcp_address(self.endpoint))
+        self._handshakes = Handshakes(self._socket, self._keys, address)
+        connect(self._socket, address, self._keys, OBSERVER, STATUS)
 
     def begin(self) -> None:
         """Begin another request."""
@@ -116,14 +117,13 @@ class _Line:
     def register(self, poller: zmq.Poller) -> None:
         """Wait for whatever lets this line go on."""
         poller.register(self._socket, zmq.POLLIN if self._asked else zmq.POLLIN | zmq.POLLOUT)
-        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._handshakes.monitor, zmq.POLLIN)
 
     def go_on(self, ready: dict[Any, int]) -> None:
         """Send the request, or take the answer, as far as that is possible now."""
         events = ready.get(self._socket, 0)
-        if self._monitor in ready:
-            recv_monitor_message(self._monitor)
-            self._barred, self.answer = True, Answer(self.endpoint, OTHER_TOKEN)
+        if self._handshakes.monitor in ready and (why := self._handshakes.take()[1]):
+            self._barred, self.answer = True, Answer(self.endpoint, f"it does not let dtrans status in: {why}")
         if events & zmq.POLLOUT and not self._asked:
             with contextlib.suppress(zmq.Again):  # the connection has ended since
                 self._socket.send(wire.header("status", request=self._request), zmq.NOBLOCK)
@@ -143,6 +143,5 @@ class _Line:
 
     def close(self) -> None:
         """Close the connection."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._handshakes.close()
         self._socket.close(linger=0)

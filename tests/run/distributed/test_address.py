@@ -21,6 +21,11 @@ def member(k: int = 1, **options: Any) -> Membership:
     return Membership(k, (0, 1), **{"allow_remote": True} | options)
 
 
+@pytest.fixture(autouse=True)
+def protected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRANS_TOKEN", "0123456789abcdef" * 4)
+
+
 def routed(monkeypatch: pytest.MonkeyPatch, own: str) -> list[tuple[str, int]]:
     """Have the way to any host begin at an address of this one; what was asked for."""
     asked: list[tuple[str, int]] = []
@@ -54,7 +59,7 @@ def test_endpoints_come_first() -> None:
 
 
 def test_other_hosts_must_be_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"the 2 trainers are on 2 hosts, .* needs dtrans\.connect\(allow"):
+    with pytest.raises(ConfigError, match=r"the 2 trainers are on 2 hosts: .* needs dtrans\.connect\(allow"):
         address_of(member(allow_remote=False), FAR, COORDINATOR)
 
 

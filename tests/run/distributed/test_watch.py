@@ -21,6 +21,7 @@ from dtrans.run.distributed import watch as watch_module
 from dtrans.run.distributed.address import Address
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.watch import Watch
+from dtrans.run.net.keys import Keys
 from dtrans.run.status.job_view import merge_trainers
 from dtrans.run.status.observer import JobObserver
 from dtrans.run.status.show_status import show_status
@@ -54,15 +55,15 @@ def test_the_other_says_who_has_ended(fate: str) -> None:
 # -- in one process --------------------------------------------------------------------------------
 
 
-SECRET = "of this job"
+KEYS = Keys("of this job")
 
 
 @pytest.fixture
 def three() -> Iterator[list[Watch]]:
     endpoints = free_endpoints(3)
     members = [Membership(k, (0, 1, 2), endpoints) for k in range(3)]
-    first = Watch(members[0], SECRET, Address("127.0.0.1", "127.0.0.1"))
-    made = [first, *(Watch(m, SECRET, first.address) for m in members[1:])]
+    first = Watch(members[0], KEYS, Address("127.0.0.1", "127.0.0.1"))
+    made = [first, *(Watch(m, KEYS, first.address) for m in members[1:])]
     with first.operation():
         pass
     until(lambda: len(first._addresses) == 2, "all to be here")
@@ -113,7 +114,7 @@ def test_one_speaks_for_itself_alone_and_noise_is_dropped(three: list[Watch]) ->
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.plain_username, line.plain_password = (
             b"watched trainer 1",
-            token.shown(SECRET, "watched trainer 1").encode(),
+            token.shown(KEYS.secret, "watched trainer 1").encode(),
         )
         line.connect(first.address)
         for noise in (b"noise", b"", wire.header("value"), wire.header("ended", trainer=2, operations=True, reason="")):
@@ -128,8 +129,8 @@ def test_who_waits_for_long_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(watch_module, "SAY", 0.05)
     monkeypatch.setattr(watch_module, "SLOW", 0.3)
     endpoints = free_endpoints(2)
-    first = Watch(Membership(0, (0, 1), endpoints), SECRET, Address("127.0.0.1", "127.0.0.1"))
-    second = Watch(Membership(1, (0, 1), endpoints), SECRET, first.address)
+    first = Watch(Membership(0, (0, 1), endpoints), KEYS, Address("127.0.0.1", "127.0.0.1"))
+    second = Watch(Membership(1, (0, 1), endpoints), KEYS, first.address)
     said = lambda: [r.getMessage() for r in caplog.records if " has waited " in r.getMessage()]
     try:
         with first.operation():
@@ -156,10 +157,10 @@ def test_trainer_0_answers_observers(monkeypatch: pytest.MonkeyPatch, capsys: py
     steps = [7]
     monkeypatch.setattr(watch_module, "steps_made", lambda: steps[0])
     members = [Membership(k, (0, 1, 2), tuple(endpoints)) for k in range(3)]
-    first = Watch(members[0], SECRET, Address("127.0.0.1", "127.0.0.1"))
+    first = Watch(members[0], KEYS, Address("127.0.0.1", "127.0.0.1"))
     with contextlib.ExitStack() as stack:
         stack.callback(first.close)
-        second = Watch(members[1], SECRET, first.address)
+        second = Watch(members[1], KEYS, first.address)
         stack.callback(second.close)
         observer = stack.enter_context(JobObserver([status], HANG))
 
@@ -176,7 +177,7 @@ def test_trainer_0_answers_observers(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert (zero.state, one.state, two.state) == ("present", "present", "not here yet")
         assert one.doing.startswith("operation 0, at ") and ".py:" in one.doing
         assert (one.bytes_in, one.bytes_out, one.staleness) == (None, None, None)
-        stack.callback(Watch(members[2], SECRET, first.address).close)
+        stack.callback(Watch(members[2], KEYS, first.address).close)
         steps[0] = 9
         until(lambda: rows(9) and rows(9)[0][0].server.doing == "training", "two more steps")
         assert show_status([status], timeout=HANG, interval=None, as_json=False)
@@ -215,4 +216,4 @@ def test_a_place_for_observers_that_cannot_be_is_named(
         own = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("DTRANS_STATUS_ENDPOINT", own if where == "taken" else where)
         with pytest.raises(ConfigError, match=message):
-            Watch(Membership(0, (0, 1), free_endpoints(2)), SECRET, Address("127.0.0.1", "127.0.0.1"))
+            Watch(Membership(0, (0, 1), free_endpoints(2)), KEYS, Address("127.0.0.1", "127.0.0.1"))

@@ -27,6 +27,7 @@ from dtrans.run.distributed.address import Address
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.rendezvous import FIRST, rendezvous
 from dtrans.run.distributed.watch import Watch
+from dtrans.run.net.keys import Keys
 from dtrans.run.net.sockets import Doorkeeper
 from dtrans.run.pipeline_parallel.p2p import P2PChannels
 
@@ -122,7 +123,7 @@ def attacked(at: str, user: str, secret: str, messages: Sequence[list[bytes]], c
     """Somebody says there what a member of the job might, in all ways but with its password."""
     password = token.shown(secret, user).encode()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as own, context.socket(zmq.DEALER) as client:
-        doorkeeper = Doorkeeper(context, secret, [user])  # of the attacker's own, to record it with
+        doorkeeper = Doorkeeper(context, Keys(secret), {user: ""})  # of the attacker's own, to record it with
         own.plain_server, own.zap_domain, own.linger, client.linger = True, b"dtrans", 0, 0
         tap = Tap(f"127.0.0.1:{own.bind_to_random_port('tcp://127.0.0.1')}")
         client.plain_username, client.plain_password = user.encode(), password
@@ -155,7 +156,7 @@ def test_a_link_of_a_pipeline_under_attack(channels: list[P2PChannels], count: i
     first, second = channels
     forged = [wire.header("value", **HEAD), np.full(4, np.nan, np.float32).tobytes()]
     before = memory_of(os.getpid())
-    attacked(second._peers[1], "process 0 to 1", second._secret, [forged] * 5, count)
+    attacked(second._peers[1], "process 0 to 1", second._keys.secret, [forged] * 5, count)
     assert memory_of(os.getpid()) - before < FLAT
     first.send(1, 1, 0, jnp.arange(4.0, dtype=jnp.float32))
     np.testing.assert_array_equal(second.receive(0, 1, 0, LINK, "a value"), np.arange(4.0))
@@ -165,8 +166,8 @@ def test_a_link_of_a_pipeline_under_attack(channels: list[P2PChannels], count: i
 @pytest.mark.parametrize("count", COUNTS)
 def test_the_line_by_which_ends_are_told_under_attack(count: int) -> None:
     endpoints, secret = free_endpoints(2), "of this job"
-    first = Watch(Membership(0, (0, 1), endpoints), secret, Address("127.0.0.1", "127.0.0.1"))
-    second = Watch(Membership(1, (0, 1), endpoints), secret, first.address)
+    first = Watch(Membership(0, (0, 1), endpoints), Keys(secret), Address("127.0.0.1", "127.0.0.1"))
+    second = Watch(Membership(1, (0, 1), endpoints), Keys(secret), first.address)
     lie = [wire.header("ended", trainer=1, operations=0, reason="I say so")]
     before = memory_of(os.getpid())
     attacked(first.address, "watched trainer 1", secret, [lie] * 5, count)

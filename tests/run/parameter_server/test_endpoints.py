@@ -900,15 +900,15 @@ def test_binding_another_address_than_loopback_has_to_be_allowed(endpoint: str) 
     with pytest.raises(ConfigError) as caught:
         serve(plan, endpoint, mlp_params())
     assert str(caught.value) == (
-        f"this pserver is at {endpoint}, which is not on loopback; nothing that is sent is encrypted, so binding it "
-        f"needs Executor(allow_remote=True) and {token.NEEDED}"
+        f"this pserver is at {endpoint}, which is not on loopback; to bind an address that other hosts reach needs "
+        f"Executor(allow_remote=True) and {token.NEEDED}"
     )
-    with pytest.raises(ConfigError, match="so binding it needs DTRANS_TOKEN, the same secret in all processes"):
+    with pytest.raises(ConfigError, match="not on loopback; that needs DTRANS_TOKEN, the same secret in all processes"):
         serve(plan, endpoint, mlp_params(), allow_remote=True)
 
 
 def test_an_address_that_is_not_this_machines_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTRANS_TOKEN", "a secret")
+    monkeypatch.setenv("DTRANS_TOKEN", token.new_token())
     plan = plan_for(("192.0.2.1:6174",), trainers=1)
     with pytest.raises(ConfigError, match="^pserver 192.0.2.1:6174 cannot be bound: "):
         serve(plan, "192.0.2.1:6174", mlp_params(), allow_remote=True)

@@ -101,7 +101,7 @@ def test_malformed_messages_of_a_process_are_dropped_and_counted(
     first, second = channels
     first.send(1, 1, 5, jnp.zeros(3))
     second.receive(0, 1, 5, THREE, "a value")
-    with stranger(second._peers[1], token.shown(first._secret, "process 0 to 1")) as line:
+    with stranger(second._peers[1], token.shown(first._keys.secret, "process 0 to 1")) as line:
         for parts in MALFORMED * 10:
             line.send_multipart(parts)
         line.send_multipart(forged(key=5))  # it was received already

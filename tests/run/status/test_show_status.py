@@ -237,7 +237,9 @@ def test_another_token_is_named(
         with JobObserver(job.endpoints[:1], HANG) as stranger:
             for _ in range(2):  # and again, on a new connection
                 (answer,) = stranger.ask()
-                assert answer.error.startswith("it has another token: set DTRANS_TOKEN")
+                assert answer.error.startswith(
+                    "it does not let dtrans status in: the two have not the same DTRANS_TOKEN"
+                )
         assert until(lambda: all(x.server.barred for x in asked(observer)[:1] if x.server), "a count")
     job.end()
 
