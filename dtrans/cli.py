@@ -1,4 +1,4 @@
-"""The command line: `dtrans launch`, `dtrans status`, `dtrans train`, `dtrans example` and `dtrans simulate`.
+"""The command line: `dtrans launch`, `dtrans status`, `dtrans keygen`, `dtrans train`, `dtrans example` and others.
 
 Errors of the package come out as one message without a traceback and exit code 1, usage errors with 2, and a
 failed role with that role's own exit code.
@@ -128,6 +128,30 @@ def status(
         show_metrics(servers, prometheus, timeout=timeout)
     elif not show_status(servers, timeout=timeout, interval=interval if watch else None, as_json=json):
         raise typer.Exit(1)
+
+
+@app.command()
+def keygen(
+    folder: Annotated[Path | None, typer.Argument(help="Write keys into this folder.", metavar="DIR")] = None,
+    trainers: Annotated[int, typer.Option(min=0, help="How many trainers get a key of their own.")] = 0,
+    token: Annotated[bool, typer.Option("--token", help="Print a token for DTRANS_TOKEN instead.")] = False,
+) -> None:
+    """Make the secrets of a job: one token for all of its processes, or separate keys that can be revoked.
+
+    With DIR: a key of servers, of each trainer, and of `dtrans status`, in files of mode 0600; keys that are there stay.
+    Processes find them by DTRANS_KEYS=DIR. Who connects is looked up in DIR/clients: remove a file there to revoke a key.
+    """
+    if token == (folder is not None):
+        raise ConfigError("dtrans keygen takes --token, or the folder of the keys")
+    if folder is None:
+        from dtrans.protocol.token import new_token
+
+        print(new_token())
+        return
+    from dtrans.run.net.keys import STATUS, make_folder
+
+    for path in make_folder(folder, [*(f"trainer {k}" for k in range(trainers)), STATUS]):
+        print(path)
 
 
 # which mode an option of `train` is for is checked: one that is ignored would mislead

@@ -470,3 +470,27 @@ def test_simulate_makes_a_wrong_schedule_small(
     *_, wrong, last = capsys.readouterr().out.strip().split("\n\n")
     assert "\nwrong\n  " in wrong
     assert re.match(r"\d+ of 60 schedules are as they must be", last)
+
+
+# -- keygen ----------------------------------------------------------------------------------------
+
+
+def test_keygen(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert command("keygen", "--token") == 0
+    assert re.fullmatch("[0-9a-f]{64}\n", capsys.readouterr().out)
+    assert command("keygen", str(tmp_path / "keys"), "--trainers", "2") == 0
+    made = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(p.name for p in made if p.suffix == ".secret") == [
+        "server.secret",
+        "status.secret",
+        "trainer-0.secret",
+        "trainer-1.secret",
+    ]
+    assert command("keygen", str(tmp_path / "keys"), "--trainers", "3") == 0  # adds one
+    assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == [
+        "trainer-2.secret",
+        "trainer-2.public",
+    ]
+    for arguments in ([], ["--token", str(tmp_path)]):
+        assert command("keygen", *arguments) == 1
+        assert "dtrans keygen takes --token, or the folder of the keys" in capsys.readouterr().err
