@@ -138,8 +138,8 @@ def keygen(
 ) -> None:
     """Make the secrets of a job: one token for all of its processes, or separate keys that can be revoked.
 
-    With DIR: a key of servers, of each trainer, and of `dtrans status`, in files of mode 0600; keys that are there stay.
-    Processes find them by DTRANS_KEYS=DIR. Who connects is looked up in DIR/clients: remove a file there to revoke a key.
+    With DIR: keys of servers, of each trainer, and of `dtrans status`, in files of mode 0600. Keys that are there stay.
+    Processes find them by DTRANS_KEYS=DIR. Remove a file of DIR/clients to revoke a key.
     """
     if token == (folder is not None):
         raise ConfigError("dtrans keygen takes --token, or the folder of the keys")
