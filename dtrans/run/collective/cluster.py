@@ -223,7 +223,8 @@ class SurvivingJob(Job):
 @realises(CollectivePlan, "cluster")
 def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignore") -> Job:
     """This process's trainers, as they run best on their platform."""
-    devices, drop = trainer_devices(), connected().on_trainer_loss == "drop"
+    drop = connected().on_trainer_loss == "drop"  # first: it finds a job that the user has connected
+    devices = trainer_devices()
     if drop and isinstance(plan, ShardingPlan):
         raise ConfigError(
             "a sharded job cannot go on without the ranks that are lost, whose slices nobody else has: connect "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -389,6 +391,28 @@ def test_a_stranger_without_the_token_cannot_end_a_trainer(
 
 
 # -- connecting ------------------------------------------------------------------------------------
+
+
+CONNECTED = """
+import sys, jax, jax.numpy as jnp, optax, dtrans
+
+jax.distributed.initialize(sys.argv[1], 1, 0)
+tx = optax.sgd(0.5)
+step = dtrans.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx)
+init = lambda: (w := jnp.ones(2), tx.init(w))
+main = dtrans.trace(step, *jax.eval_shape(init), jnp.eye(2))
+job = dtrans.nccl2(main, dtrans.trace(init), trainers=1).on_cluster()
+state, loss = job.step(job.init(), jnp.eye(2))
+print(float(loss), job.params(state).tolist())
+"""
+
+
+def test_a_job_that_the_user_has_connected() -> None:
+    """Ray Train connects its workers itself, for instance: `dtrans.connect()` is not needed."""
+    command = [sys.executable, "-c", CONNECTED, *free_endpoints(1)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout == "1.0 [0.5, 0.5]\n", done.stderr
 
 
 def test_jax_was_used_already(monkeypatch: pytest.MonkeyPatch) -> None:
