@@ -75,7 +75,8 @@ class RayJob(Job):
         of the plan. With fewer, each has several devices. Not with parameter servers.
       rows: of a trainer's batch, with a dataset.
       checkpoints: the folder of `job.save(path)`, which all nodes see. Parameter servers need it.
-      env: variables of the actors. They also get the driver's variables of JAX, XLA and dtrans.
+      env: variables of the actors. They also get the driver's variables of JAX, XLA and dtrans; a role
+        without a GPU or TPU computes on CPUs.
       deadline: seconds that any wait for another role may take, and for room on the cluster.
       patience: seconds without a sign of another role after which it is taken for dead.
 
@@ -123,7 +124,7 @@ class RayJob(Job):
         self._folder = None if checkpoints is None else Path(checkpoints).absolute()
         self._state: RayState | None = None
         self._steps = 0
-        environment = driver_environment(devices) | dict(env or {})
+        environment = lambda bundle: driver_environment(bundle, devices) | dict(env or {})
         grace = GRACE if servers and checkpoints is not None else 0.0
         self._group = RayGroup(ray, RoleActor, placed, environment, deadline, grace=grace)
         try:
@@ -310,7 +311,7 @@ class RayJob(Job):
             self._group.end()
 
 
-def _shape(plan: Any, processes: int | None) -> tuple[int, int | None]:
+def _shape(plan: Any, processes: int | None) -> tuple[int, int]:
     """Return the number of trainers' actors, and of devices that each has on CPUs."""
     if isinstance(plan, PServerPlan):
         if processes is not None:

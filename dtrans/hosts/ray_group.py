@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,11 +79,12 @@ def ray_of(address: str | None) -> Any:
     return ray
 
 
-def driver_environment(devices: int | None = None) -> dict[str, str]:
+def driver_environment(bundle: Mapping[str, float], devices: int) -> dict[str, str]:
     """Return the variables that roles get from this process: those of JAX, XLA and dtrans.
 
     Args:
-      devices: how many devices a role has on CPUs; as many as XLA makes by default.
+      bundle: the resources of a role.
+      devices: how many devices it has if it computes on CPUs.
     """
     found = {n: x for n, x in os.environ.items() if n.startswith(CARRIED) and n not in ITS_OWN}
     for name in SETTINGS:
@@ -91,10 +92,16 @@ def driver_environment(devices: int | None = None) -> dict[str, str]:
         if value is not None:
             found[name.upper()] = str(int(value)) if isinstance(value, bool) else str(value)
     flags = [x for x in found.get("XLA_FLAGS", "").split() if not x.startswith(DEVICE_COUNT)]
-    if devices is not None:  # a driver with virtual devices for on_mesh would give them to each role
-        found |= {"XLA_FLAGS": " ".join(flags), "JAX_NUM_CPU_DEVICES": str(devices)}
-    # a run of its own also keeps Ray from giving an actor a process in which JAX was used
-    return found | {RUN: new_run()}
+    # a driver with virtual devices for on_mesh would give them to each role
+    found |= {"XLA_FLAGS": " ".join(flags), "JAX_NUM_CPU_DEVICES": str(devices)}
+    if not has_accelerator(bundle):
+        found["JAX_PLATFORMS"] = "cpu"
+    return found
+
+
+def has_accelerator(bundle: Mapping[str, float]) -> bool:
+    """Return True if a role has a GPU or a TPU. Others would take memory on those that Ray gives to trainers."""
+    return not bundle.keys().isdisjoint(("GPU", "TPU"))
 
 
 def secret_environment() -> dict[str, str]:
@@ -145,7 +152,7 @@ class RayGroup:
       ray: the module, connected.
       actor: the class of the actors (`dtrans.hosts.ray_actor.RoleProcess`).
       placement: how many, and where.
-      environment: variables of their processes.
+      environment: gives the variables of a role's process, from its bundle.
       deadline: seconds to wait until there is room for all, and their processes have started.
       options: of Ray's for all actors.
       grace: seconds that servers get to end by themselves when the trainers have gone: they may
@@ -164,7 +171,7 @@ class RayGroup:
         ray: Any,
         actor: type,
         placement: RayPlacement,
-        environment: Mapping[str, str],
+        environment: Callable[[Mapping[str, float]], Mapping[str, str]],
         deadline: float,
         options: Mapping[str, Any] | None = None,
         grace: float = 0.0,
@@ -178,11 +185,14 @@ class RayGroup:
         self._started: dict[Any, str] = {}  # calls that return at the end of the job
         self._placement = placement
         limit = time.monotonic() + deadline
+        # it also keeps Ray from giving an actor a process in which JAX was used
+        run = {RUN: new_run()}
         try:
             for kind, count, bundle, strategy in placement.groups:
                 self._place(kind, count, bundle, strategy, limit)
             for kind, count, bundle, _ in placement.groups:
-                more = {"runtime_env": {"env_vars": dict(environment)}, "max_restarts": 0, **(options or {})}
+                variables = {**environment(bundle), **run}
+                more = {"runtime_env": {"env_vars": variables}, "max_restarts": 0, **(options or {})}
                 self._start(actor, kind, count, bundle, more)
             self._find_nodes(limit)
         except BaseException:

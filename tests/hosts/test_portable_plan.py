@@ -158,11 +158,13 @@ def test_actors_get_the_variables_of_the_driver(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=/tmp/x")
     monkeypatch.setenv("JAX_LOG_COMPILES", "0")
     with jax.enable_x64(True):
-        found = driver_environment(2)
+        found = driver_environment({"CPU": 1}, 2)
     assert not found.keys() & {"DTRANS_TOKEN", "DTRANS_ROLE", "JAX_LOCAL_DEVICE_IDS"}
     assert found["XLA_FLAGS"] == "--xla_dump_to=/tmp/x" and found["JAX_NUM_CPU_DEVICES"] == "2"
     assert found["JAX_LOG_COMPILES"] == "0" and found["JAX_ENABLE_X64"] == "1"
-    assert found["DTRANS_RUN"] != driver_environment(2)["DTRANS_RUN"]
+    assert found["JAX_PLATFORMS"] == "cpu"
+    on_gpu = driver_environment({"CPU": 1, "GPU": 1}, 1)
+    assert on_gpu.get("JAX_PLATFORMS") == jax.config.jax_platforms
     assert secret_environment()["DTRANS_TOKEN"] != secret_environment()["DTRANS_TOKEN"]
 
 
