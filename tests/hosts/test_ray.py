@@ -23,7 +23,8 @@ from dtrans.hosts.on_ray import RayState
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
-PATIENCE = 60.0  # seconds for what takes five on an idle machine
+PATIENCE = 120.0  # seconds for what takes five on an idle machine
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
