@@ -59,7 +59,7 @@ Source files, from the top; none imports one below it:
     assemble           an array out of slices of it
     pserver_state      what servers hold, and the pytrees of the step: without files
     collective_state   what trainers and ranks hold: without files
-    saved_rows         rows of tables, some at a time; table_files: their files
+    saved_rows         rows of tables, some at a time; table_files: their files; array_files: those of whole arrays
     orbax_io           one piece, and what pieces make up: the only file that knows orbax
     api                check, save, restore and load
 """

@@ -116,7 +116,7 @@ def save_serving(path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[
       As `save`.
     """
     check_plan(plan)
-    write(path, _layout(plan), endpoint, checked(plan, endpoint, state), mark, goes_on=not plan.sync_mode)
+    write(path, _layout(plan), endpoint, checked(plan, endpoint, state), mark, goes_on=not plan.sync_mode, serving=True)
 
 
 def check(path: Folder, job: Job) -> None:

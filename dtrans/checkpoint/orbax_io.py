@@ -1,6 +1,8 @@
 """Pieces of checkpoints, and what they make up: the only file that knows orbax.
 
     ckpt/300/pserver-0/arrays     what it holds, by name, as orbax keeps pytrees; arrays without elements left out
+    ckpt/300/pserver-0/dense      the same in files of NumPy's (`dtrans.checkpoint.array_files`), in the place of
+                                  `arrays`, where a server wrote them that was serving
     ckpt/300/pserver-0/rows       rows of tables, where not all of one are made (`dtrans.checkpoint.table_files`)
     ckpt/300/pserver-0/overview   JSON: of what these are which rows, the names and types of the step's arrays, which
                                   pieces there are to be, a hash of the plan, the run and step, and the user's tag
@@ -39,6 +41,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dtrans.checkpoint.array_files import read_arrays, write_arrays
 from dtrans.checkpoint.assemble import as_jax, as_numpy, by_origin, joined, overlap, same_values, type_of, whole
 from dtrans.checkpoint.runs import THIS_PROCESS, Mark, new_run
 from dtrans.checkpoint.saved_rows import ArrayLike, Begins, RowSegment, SavedTable, TableRows
@@ -51,7 +54,7 @@ from dtrans.rows.row_buckets import RowBuckets
 from dtrans.step.frozen import check_still
 
 
-FORMAT, OF_TABLES = 1, 2  # of a piece, and of one with rows of tables
+FORMAT, OF_TABLES, OF_FILES = 1, 2, 3  # of a piece, of one with rows of tables, and of one with files of arrays
 ORBAX_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # which orbax puts beside them
 
 Folder = str | os.PathLike[str]
@@ -283,7 +286,14 @@ def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], mark: Ma
 
 
 def write(
-    path: Folder, layout: PieceLayout, who: str, values: Mapping[str, Any], mark: Mark, *, goes_on: bool = False
+    path: Folder,
+    layout: PieceLayout,
+    who: str,
+    values: Mapping[str, Any],
+    mark: Mark,
+    *,
+    goes_on: bool = False,
+    serving: bool = False,
 ) -> None:
     """Write one piece: what one of those who save holds, by the names of its rows.
 
@@ -292,6 +302,7 @@ def write(
     Args:
       mark: of the run and step.
       goes_on: whether others of the job make steps while it is written, each by itself.
+      serving: whether the process has steps to make meanwhile, from which the writing should not take processors.
 
     Raises:
       ConfigError: another checkpoint is there. StateError: the folder cannot be used.
@@ -307,7 +318,7 @@ def write(
             _remove(piece)
         named = [path, *(p.parent for p in (path, *path.parents) if not p.exists())]
         path.mkdir(parents=True, exist_ok=True)
-        _save_piece(place, values, about)
+        _save_piece(place, values, about, serving=serving)
         for folder in named:
             _sync(folder)
 
@@ -326,17 +337,17 @@ def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
     }
 
 
-def _save_piece(place: Path, values: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+def _save_piece(place: Path, values: Mapping[str, Any], about: Mapping[str, Any], *, serving: bool = False) -> None:
     """Let orbax write a piece beside its place, and give it its name."""
     # orbax refuses arrays without elements: their type says all of them
-    alone = jax.process_count() == 1
+    alone = serving or jax.process_count() == 1
     tables = _tables_in(values)
     by_rows = {n for t in tables for n in t.names}
     whole = {n: x for n, x in values.items() if n not in by_rows and math.prod(x.shape)}
     arrays = {n: as_numpy(x) if alone else _as_shared(x) for n, x in whole.items()}
     ocp, (handler, args) = _orbax(), _piece_types()
     with _one_at_a_time, ocp.Checkpointer(handler(*_handlers()), multiprocessing_options=_alone()) as checkpointer:
-        checkpointer.save(place, args=args(arrays, tables, about))
+        checkpointer.save(place, args=args(arrays, tables, about, serving))
 
 
 def _tables_in(values: Mapping[str, Any]) -> list[TableRows]:
@@ -484,7 +495,7 @@ def _read_or_torn(piece: Path) -> dict[str, Any] | None:
     except StateError as e:
         torn = isinstance(e.__cause__, (FileNotFoundError, json.JSONDecodeError))
         # another process may have removed it meanwhile
-        if torn and _names(piece) <= {"overview", "arrays", *ORBAX_FILES}:
+        if torn and _names(piece) <= {"overview", "arrays", "dense", "rows", *ORBAX_FILES}:
             return None
         raise  # somebody's own, or the disk's fault
 
@@ -558,13 +569,17 @@ def _read_about(piece: Path) -> dict[str, Any]:
     """What a piece says of itself."""
     with _reading(piece), _one_at_a_time:
         about = _handlers()[1].restore(piece / "overview")
-        if about["format"] not in (FORMAT, OF_TABLES):
-            raise ValueError(f"its format is {about['format']}, and this dtrans reads {FORMAT} and {OF_TABLES}")
+        if about["format"] not in (FORMAT, OF_TABLES, OF_FILES):
+            raise ValueError(f"its format is {about['format']}, and this dtrans reads {FORMAT} to {OF_FILES}")
         return dict(about)
 
 
 def _read_arrays(piece: Path, names: Mapping[str, None]) -> dict[str, np.ndarray]:
     """Some of the arrays of a piece."""
+    types = _read_about(piece).get("dense")
+    if types is not None:
+        with _reading(piece):
+            return read_arrays(piece / "dense", types, names)
     ocp = _orbax()
     wanted = ocp.args.PyTreeRestore(
         item=dict.fromkeys(names, 0),
@@ -615,7 +630,8 @@ def _handlers() -> tuple[Any, Any]:
     )
     registry = kinds.create_type_handler_registry(
         (int, kinds.ScalarHandler()),  # in what says which arrays to read
-        (np.ndarray, kinds.NumpyHandler()),
+        # a save returns when all is written, so that nothing changes meanwhile: a copy would take memory and time
+        (np.ndarray, kinds.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, arrays),
     )
     return (
@@ -639,11 +655,18 @@ def _piece_types() -> tuple[Any, Any]:
             about = dict(args.overview)
             if args.tables:
                 about |= {"format": OF_TABLES, "tables": write_tables(Path(directory) / "rows", args.tables)}
+            arrays = args.arrays
+            if args.serving:
+                about |= {
+                    "format": max(about["format"], OF_FILES),
+                    "dense": write_arrays(Path(directory) / "dense", arrays),
+                }
+                arrays = {}
             (directory / "overview").mkdir()
             self.overview.save(directory / "overview", args=ocp.args.JsonSave(about))
-            if args.arrays:
+            if arrays:
                 (directory / "arrays").mkdir()
-                self.arrays.save(directory / "arrays", args=ocp.args.PyTreeSave(args.arrays))
+                self.arrays.save(directory / "arrays", args=ocp.args.PyTreeSave(arrays))
 
         def finalize(self, directory: Any) -> None:
             if (directory / "arrays").exists():
@@ -659,6 +682,7 @@ def _piece_types() -> tuple[Any, Any]:
         arrays: Mapping[str, Any]
         tables: Sequence[TableRows]
         overview: Mapping[str, Any]
+        serving: bool
 
     return Handler, Args
 

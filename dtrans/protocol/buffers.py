@@ -22,6 +22,9 @@ ALIGNMENT = 64  # what XLA:CPU asks of memory that it takes without a copy
 class BufferPool:
     """Aligned memory by key, handed out again when nothing refers to it any more.
 
+    Args:
+      alignment: of the first byte of each array, a power of two.
+
     Example:
       >>> from dtrans.protocol.buffers import BufferPool
       >>> pool = BufferPool()
@@ -30,7 +33,8 @@ class BufferPool:
       ((2, 3), 'float32', False)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alignment: int = ALIGNMENT) -> None:
+        self._alignment = alignment
         self._owners: dict[tuple[Any, ...], list[np.ndarray]] = {}
         self._starts: dict[int, int] = {}  # the first aligned byte of each owner, by its id
 
@@ -45,7 +49,7 @@ class BufferPool:
                 break
         else:
             i = len(owners)
-            owners.append(np.empty(nbytes + ALIGNMENT, np.uint8))
-            self._starts[id(owners[i])] = -owners[i].ctypes.data % ALIGNMENT
+            owners.append(np.empty(nbytes + self._alignment, np.uint8))
+            self._starts[id(owners[i])] = -owners[i].ctypes.data % self._alignment
         start = self._starts[id(owners[i])]
         return owners[i][start : start + nbytes].view(dtype).reshape(shape)

@@ -252,7 +252,8 @@ class TrainerJob(RoleJob):
     def save(self, name: str, *, wait: bool = True) -> None:
         """Let the servers save what they hold while the job goes on, each its piece of one checkpoint.
 
-        Servers take a snapshot, and write it beside the next steps. The first of these copies the optimizer's state.
+        Servers take a snapshot and write it during the next steps. They copy the optimizer's state while they wait for
+        gradients.
 
         It is as after the last step of this trainer: with synchronous trainers, that of all of them; with `dtrans.Geo`
         after its last push. The servers must

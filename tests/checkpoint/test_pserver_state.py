@@ -779,8 +779,8 @@ def test_a_disk_that_refuses_is_named_with_the_piece(saved: Any, tmp_path: Path,
 def test_a_format_of_a_later_version_is_told(saved: Any) -> None:
     path, plan, _ = saved
     (file,) = (path / "pserver-0" / "overview").glob("metadata*")
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 3}))
-    with pytest.raises(StateError, match="pserver-0 cannot be read .*: its format is 3, and this dtrans reads 1 and 2"):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 4}))
+    with pytest.raises(StateError, match="pserver-0 cannot be read .*: its format is 4, and this dtrans reads 1 to 3"):
         checkpoint.load(path, plan.main)
 
 

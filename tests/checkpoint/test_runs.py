@@ -187,7 +187,7 @@ def test_files_are_on_the_disk_before_a_piece_has_its_name(tmp_path: Path, monke
     save(path, plan, 0, 1, NEW)
     before = [at for at in synced if "orbax-checkpoint-tmp" in at]
     files = {p.relative_to(path / "pserver-0") for p in (path / "pserver-0" / "overview").rglob("*") if p.is_file()}
-    arrays = {p.relative_to(path / "pserver-0") for p in (path / "pserver-0" / "arrays").rglob("*") if p.is_file()}
+    arrays = {p.relative_to(path / "pserver-0") for p in (path / "pserver-0" / "dense").rglob("*") if p.is_file()}
     assert files and arrays
     assert {os.path.join(*Path(at).parts[3:]) for at in before if len(Path(at).parts) > 3} >= {
         *map(str, files | arrays)

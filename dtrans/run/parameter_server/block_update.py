@@ -39,6 +39,8 @@ class BlockUpdates:
       grads: the gradients that each block reads, by its name.
       state: the same, with tables in memory of their own.
       held: what there is of tables.
+      spent: the state whose memory an update gives to the new one, by name.
+      before: called before each update of a block.
 
     Raises:
       ConfigError: blocks that reduce over rows with other servers, which takes the gradients of all at once.
@@ -65,6 +67,8 @@ class BlockUpdates:
             name: [n for n in b.in_names if n in b.out_names and readers[n] == 1 and n not in params]
             for name, b in self._blocks.items()
         }
+        self.spent = frozenset(n for names in self._spent.values() for n in names)
+        self.before: Callable[[], object] = lambda: None
         self._tables = {n: t for t in update.tables.values() for n in t.gradients.values()}
         self._sized: dict[tuple[str, int], Callable[[State, State], dict[str, Any]]] = {}  # by block and rows
         self._compiled: dict[Any, Callable[..., Any]] = {}
@@ -94,6 +98,7 @@ class BlockUpdates:
 
         Waits until it is computed: the memory of gradients is written again with the next step.
         """
+        self.before()
         run = self._jitted[block]
         rows = next((n for n in self.grads[block] if n in self._tables), None)
         if rows is None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import zmq
 
@@ -93,9 +94,12 @@ class Server:
         self._protocol.status.barred = self._sockets.barred
         self._sockets.bind(allow_remote=allow_remote)
         self._keep_last = keep_last
-        self._writer = None if keep is None else StateWriter(keep)
+        self._writer: StateWriter | None = None
+        if keep is not None:
+            self._writer = StateWriter(keep, {n: x for n, x in own.items() if self._is_copied(n, x)})
         if self._writer is not None:
             self._protocol.keep = self._save
+            self._update.before = self._writer.wait_copied
             self._sockets.watch(self._writer.wake)
         self._protocol.local = self._sockets.local
 
@@ -142,10 +146,16 @@ class Server:
     def _save(self, name: str, made: int) -> int:
         """Begin to save what the server holds, as it is now, after so many steps; return the number of its blocks."""
         assert self._writer is not None
-        dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items()}
         tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
-        self._writer.begin(name, {**dense, **tables}, Mark(self._protocol.trainers.sessions, made))
-        return len({**dense, **tables})
+        dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items() if n not in tables}
+        spent = [n for n in dense if self._is_copied(n, self._protocol.kind.state[n])]
+        self._writer.begin(name, {**dense, **tables}, Mark(self._protocol.trainers.sessions, made), spent)
+        return len(dense) + len(tables)
+
+    def _is_copied(self, name: str, x: Any) -> bool:
+        """Return True if a snapshot would be a view of memory that an update donates: on CPU."""
+        is_lent = isinstance(x, jax.Array) and not is_key(x.dtype) and {d.platform for d in x.devices()} == {"cpu"}
+        return is_lent and name in self._update.spent
 
     def _save_last(self, failure: BaseException) -> None:
         """Save what the server holds when its job ends by an error, if it was trained; say where in log and error."""

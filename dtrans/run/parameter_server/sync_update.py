@@ -10,7 +10,7 @@ needs all rows of a table, the gradients of rows are put among zeros, and it is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
@@ -40,10 +40,14 @@ class SyncUpdate:
       values: the parameters as memory to send from.
       exchange: the one that the update waits for.
       held: what there is of tables.
+      spent: the state whose memory an update gives to the new one, by name.
+      before: called before each update.
     """
 
     def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: int) -> None:
         self.exchange: Exchange | None = None
+        self.spent = frozenset(n for phase in update.phases for n in phase.spent)
+        self.before: Callable[[], object] = lambda: None
         self._tables = memory_of(update, state)
         self._steps = 0
         self.held = ServerTables(
@@ -62,6 +66,7 @@ class SyncUpdate:
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
         """Make a step of the gradients of some of the trainers, as far as the first exchange; see `go_on`."""
+        self.before()
         compiled = lambda sizes: self._update_of(present, step, sizes)
         self._watched = {}
         self._run = self._by_rows.run(compiled, grads, present, self.state, self._watched)

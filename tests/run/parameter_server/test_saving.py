@@ -28,7 +28,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.trainer import TrainerSteps, answered
 from dtrans.protocol.trainer_line import TrainerLine
 from dtrans.run.distributed.role import Role
-from dtrans.run.parameter_server import checkpoints
+from dtrans.run.parameter_server import checkpoints, state_writer
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
 from dtrans.run.parameter_server.state_writer import StateWriter
 from dtrans.run.role_job import ServerJob, TrainerJob
@@ -475,6 +475,93 @@ def test_an_array_that_numpy_has_a_view_of_is_not_donated() -> None:
         y = update(y)
     np.testing.assert_array_equal(seen, np.arange(1 << 16) + 1)
     assert int(y[0]) == 16
+
+
+def test_what_a_snapshot_was_copied_of_is_donated() -> None:
+    """Its memory is written again while the copy, which is what the server held, waits to be written."""
+    update = jax.jit(lambda x: x * 2, donate_argnums=0)
+    go_on, written, places = threading.Event(), [], []
+
+    def keep(name: str, state: Any, mark: Mark) -> None:
+        go_on.wait(roles.HANG)
+        written.append({n: x.copy() for n, x in state.items()})
+        places.append(state["x"].ctypes.data)
+
+    writer, ended = StateWriter(keep), []
+    kept, x = np.ones(3), jax.numpy.arange(1 << 16)
+    for name in ("1", "2"):
+        held, at = np.asarray(x), x.unsafe_buffer_pointer()
+        writer.begin(name, {"x": held, "kept": kept}, Mark(step=5), ["x"])
+        del held
+        writer.wait_copied()
+        x = update(x)
+        assert x.unsafe_buffer_pointer() == at
+        go_on.set()
+        while len(ended) < int(name):
+            select.select([writer.wake], [], [], roles.HANG)
+            ended += writer.ended()
+        go_on.clear()
+    writer.close()
+    for k, of in enumerate(written):
+        np.testing.assert_array_equal(of["x"], np.arange(1 << 16) << k)
+        np.testing.assert_array_equal(of["kept"], 1)
+    assert places[0] == places[1]
+
+
+def test_memory_for_a_copy_is_there_before_a_save() -> None:
+    """From the start of the server: a save would wait for the system to give pages."""
+    spent = {"count": jax.numpy.int32(3), "mu": jax.numpy.ones((300, 5), "bfloat16")}
+    writer = StateWriter(lambda *_: None, spent)
+    writer._copier.submit(lambda: None).result()
+    pool = writer._pool
+    assert sorted(key for key, _ in pool._owners) == ["count", "mu"]
+    assert not pool.take("mu", (300, 5), "bfloat16").any()
+    writer.begin("1", {n: np.asarray(x) for n, x in spent.items()}, Mark(step=1), list(spent))
+    writer.close()
+    assert {len(owners) for owners in pool._owners.values()} == {1}
+
+
+@pytest.mark.parametrize("mode", [dtrans.Sync(), dtrans.Async()], ids=["sync", "async"])
+def test_a_save_lets_updates_donate_the_state(
+    role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """A snapshot that is still being copied delays the next update; the checkpoint is of one step."""
+    tx, given = optax.adam(0.1), batches(4)
+    plan = planned(tx, None, 1, 2, mode=mode)
+    places, may_copy, real = list[set[int]](), threading.Event(), state_writer._copied
+
+    def copied(state: Any, spent: Any, pool: Any) -> Any:
+        assert {n.split("/")[2] for n in spent} >= {"mu", "nu"} and all(n.startswith("opt_state") for n in spent)
+        may_copy.wait(roles.HANG)
+        places.append({x.ctypes.data for n, x in state.items() if n in spent})
+        return real(state, spent, pool)
+
+    def wait_copied(writer: StateWriter) -> None:
+        may_copy.set()
+        waits(writer)
+        may_copy.clear()
+
+    waits = StateWriter.wait_copied
+    monkeypatch.setattr(state_writer, "_copied", copied)
+    monkeypatch.setattr(StateWriter, "wait_copied", wait_copied)
+
+    def train() -> None:
+        role = Role("trainer", 1, tuple(plan.servers), trainer_id=0)
+        with TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+            state = job.init(KEY)
+            for at, batch in enumerate(given):
+                job.save(str(at), wait=False)
+                state, _ = job.step(state, *batch)
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, checkpoints=tmp_path)
+    role_threads.start("trainer 0", train)
+    role_threads.all()
+    for at in range(len(given)):
+        close(dtrans.checkpoint.load(tmp_path / str(at), plan.main)[0], one_device(tx, given[:at])[0])
+    assert len(places) == len(given) * len(plan.servers)
+    if plan.sync_mode:  # in the other mode XLA gives memory of the state to parameters, and the reverse
+        assert len(set.union(*places)) == len(places[0]) + len(places[1])  # no update has moved the state
 
 
 # -- when a job ends by an error -------------------------------------------------------------------
