@@ -51,6 +51,7 @@ from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured_if_marked
 from dtrans.step.cut import GRAD, Cut, Gradient, cut
 from dtrans.step.forward_backward import ready_order, refuse_across, refuse_nested, write_trainer_half
+from dtrans.step.handed_values import hand_over, runs_loops_of_forward
 from dtrans.step.observers import (
     FORWARD as READS_BATCH,
     RETURN_IT,
@@ -350,12 +351,16 @@ def _trained_together(
 ) -> dict[str, Atom]:
     """Write a step on reduced gradients; its outputs by name."""
     vars_of = step.program.invars
+    if o.num_micro_batch == 1 and runs_loops_of_forward(step, step.batch):
+        step = hand_over(step, step.batch)
     results = [n for n in step.results if n not in step.from_gradients]
     found = dict(outs)
+    given: dict[str, Atom] = dict(vars_of)
     values = reduced_values(step, o, merges)
     if o.num_micro_batch == 1:
         reducer = Reducer(b, values, o, outs.get(o.batch.example_count or ""), GRAD, kind)
-        write_trainer_half(b, step, results, reducer.made)
+        made = write_trainer_half(b, step, results, reducer.made)
+        given |= {n: made[n] for n in step.handed}
     else:
         made, grads = write_micro_steps(b, step, MicroSteps.of(step, o, merges), results)
         found |= made
@@ -367,8 +372,8 @@ def _trained_together(
 
     b.role = OPTIMIZE
     half = step.optimize
-    given = [reducer.means[n.leaf] if isinstance(n, Gradient) else vars_of[n] for n in half.in_names]
-    found |= zip(half.out_names, b.inline(half.jaxpr, *given), strict=True)
+    atoms = [reducer.means[n.leaf] if isinstance(n, Gradient) else given[n] for n in half.in_names]
+    found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
     found |= write_from_gradients(b, step, found, reducer.means)
     if o.trainers > 1:  # the values of each part alone are each trainer's own to call with
         call_once(b, o.over, 0 if o.shared is not None else begun)

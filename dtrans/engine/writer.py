@@ -45,28 +45,16 @@ from dtrans.engine.values import ShardValues
 from dtrans.ir.array_fns import converted
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
+from dtrans.ir.linear import ADDS, LINEAR, linear_operands
 from dtrans.ops import identity_of
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.scopes import has_local_scope, in_local_scope
 
 
 SAME_NUMBERS = frozenset({"transpose", "reshape", "squeeze", "convert_element_type", "broadcast_in_dim", "copy"})
-_LINEAR = frozenset({"neg", "reshape", "transpose", "squeeze", "reduce_sum", "copy"})
-_ADDS = frozenset({"add", "add_any", "sub"})
-_BILINEAR = frozenset({"mul", "dot_general", "conv_general_dilated"})
-# from which operand to which an equation is linear in all of them together; None: to the last
-_LINEAR_IN: Mapping[str, tuple[int, int | None]] = {
-    **dict.fromkeys(
-        (*_LINEAR, "expand_dims", "slice", "rev", "cumsum", "broadcast_in_dim", "split", "unstack"), (0, 1)
-    ),
-    **dict.fromkeys(("real", "imag", "conj", "div", "gather", "dynamic_slice", "name"), (0, 1)),
-    **dict.fromkeys((*_ADDS, "pad", "dynamic_update_slice", "complex"), (0, 2)),
-    **dict.fromkeys(("concatenate", "stack"), (0, None)),
-    "select_n": (1, None),
-}
 _GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}  # and from which operand
 # what makes an entry of one entry of each operand
-_BY_ENTRY = _ADDS | {
+_BY_ENTRY = ADDS | {
     "mul", "div", "neg", "select_n", "broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type",
 }  # fmt: skip
 _WITH_BODIES = frozenset({*REMAT, SCAN, WHILE, COND})
@@ -166,9 +154,9 @@ class SplitWriter(ShardValues):
         name = eqn.primitive.name
         if any(self._uses[a] != 1 for i in opens if isinstance(a := eqn.invars[i], Var)):
             return None
-        if name in _LINEAR:
+        if name in LINEAR:
             return opens
-        if name in _ADDS:
+        if name in ADDS:
             same = all(a.aval.shape == eqn.outvars[0].aval.shape for a in eqn.invars)
             return opens if same and len(opens) == len(ins) else None
         # by a known number only: a term of 0 times what may be infinite is not a number
@@ -378,22 +366,6 @@ def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = 
             linear = {i for together in linear_operands(eqn) for i in together}
             found.update(a for i, a in enumerate(eqn.invars) if i in linear and isinstance(a, Var))
     return found
-
-
-def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
-    """The operands that an equation is linear in: those of a tuple together, others being fixed."""
-    name, count = eqn.primitive.name, len(eqn.invars)
-    if name in _BILINEAR:
-        return [(0,), (1,)]
-    if name == "scatter-add":
-        return [(0, 2)]
-    if name == "convert_element_type":  # but for rounding
-        ends = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-        return [(0,)] if all(jnp.issubdtype(t, jnp.floating) for t in ends) else []
-    if name == "div" and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
-        return []
-    first, last = _LINEAR_IN.get(name, (0, 0))
-    return [tuple(range(first, count if last is None else last))] if last != 0 else []
 
 
 def _grows(eqn: JaxprEqn) -> bool:

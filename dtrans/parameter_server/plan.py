@@ -96,6 +96,8 @@ class PServerPlan(Plan):
       options: what the user has said, by the names of arguments: the same in all roles.
       sized_update: the update with its numbers of the size of the batch as inputs, which trainers send with each
         step; None where it has none.
+      sent_values: the user's lines that make values of the batch which trainers send for the update.
+      fixed_size: an output of the update that ties a plan to one size of the batch; empty where there is none.
     """
 
     main: Program
@@ -121,6 +123,8 @@ class PServerPlan(Plan):
 
     tables: Tables = dataclasses.field(default_factory=Tables, repr=False)
     sized_update: OptimizeHalf | None = dataclasses.field(default=None, repr=False)
+    sent_values: tuple[str, ...] = ()
+    fixed_size: str = ""
 
     _right, _code, _header = (1, 2), 0, ("block", "rows", "bytes", "endpoint")
 
@@ -412,6 +416,14 @@ class PServerPlan(Plan):
             notes.append(
                 "the update has numbers of the size of the batch, which trainers send with each step: those of the "
                 "batch that is given, whatever was traced"
+            )
+        if self.sent_values:
+            lines = ", ".join(dict.fromkeys(self.sent_values))
+            notes.append(f"the update reads values that trainers make of the batch and send with each step: {lines}")
+        if self.fixed_size and self.shared is not None:
+            notes.append(
+                f"the new {self.fixed_size} depends on the size of the batch: batches have {self.shared.rows} rows, "
+                f"which are those of {self.trainers} traced ones; for others trace the step with a trainer's part"
             )
         if self.frozen:
             notes.append(f"on the trainers only: {', '.join(self.frozen)}")

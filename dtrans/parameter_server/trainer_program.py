@@ -42,6 +42,7 @@ from dtrans.slicing.blocks import Block, Placement, argument
 from dtrans.step.batch_numbers import BatchNumbers
 from dtrans.step.cut import GRAD, Cut, check_same_update, cut
 from dtrans.step.forward_backward import HalfWriter, write_trainer_half
+from dtrans.step.handed_values import hand_over
 from dtrans.step.observers import FORWARD as READS_BATCH, GRADIENTS, call_once
 
 
@@ -63,6 +64,8 @@ class TrainerCommConfig:
       scale: by what trainers multiply gradients before they send them: by their number, where they have terms of a sum
         and servers average.
       numbers: numbers of the size of the batch in the update, which trainers send as they send arguments.
+      parts: the arrays of the batch that no server has. Trainers make the values of them that the
+        update reads, and send these as they send arguments; None where servers refuse such values.
     """
 
     trainers: int
@@ -77,10 +80,15 @@ class TrainerCommConfig:
     tables: tuple[str, ...] = ()
     calls_once: bool = False
     numbers: BatchNumbers = dataclasses.field(default_factory=BatchNumbers)
+    parts: tuple[str, ...] | None = None
+
+    def handed_over(self, step: Cut) -> Cut:
+        """Return the step with values of forward as inputs of its update."""
+        return step if self.parts is None else hand_over(step, self.parts, drawn=True)
 
     def update_of(self, step: Cut) -> Cut:
-        """Return the step with the update that servers carry out: of averages too, and given numbers of the batch."""
-        return averaged(self.numbers.taken_by(step), self.averages)
+        """Return the step with the update that servers carry out: of averages too, and given what trainers send."""
+        return averaged(self.numbers.taken_by(self.handed_over(step)), self.averages)
 
     @property
     def gradients_per_update(self) -> int:
@@ -103,7 +111,7 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
     rounds = in_rounds(placement.endpoints, trainer_id, wiring.trainers)
     made = write_trainer_half(b, step, step.results, wire.send, wire.on_rows(step), rounds)
     for n, servers in wiring.told.items():
-        value = b.constant(step.numbers[n]) if n in step.numbers else vars_of[n]
+        value = b.constant(step.numbers[n]) if n in step.numbers else made[n] if n in step.handed else vars_of[n]
         wire.tell(n, value, servers)
     new = wire.update([n for n in step.optimized if n not in wiring.tables])
     outs = {**outs_of, **made, **new, **none_of}

@@ -32,7 +32,7 @@ from dtrans._jax import Var, equations, jaxprs_in_params, line_of, without_mesh
 from dtrans.batch.shared import SharedStep, batch_axes, grown, share, share_alone
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import BatchError, ConfigError, GradientError, TraceError
-from dtrans.ir.dataflow import propagate
+from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.program import DIST, Program, is_communication
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.averaged_leaves import averages_of
@@ -57,14 +57,15 @@ from dtrans.step.batch_numbers import BatchNumbers, numbers_of_size
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, asks_for, check_same_update, cut
 from dtrans.step.forward_backward import refuse_across, refuse_nested
+from dtrans.step.handed_values import hand_over
 from dtrans.step.observers import GRADIENTS, UPDATE, callers_of, check_observers, refuse_observers
 from dtrans.step.startup import match_startup, of_two_parts
 
 
 TRAINERS_HAVE = "which only the trainers have"
 SYNC_TELLS = (
-    "With mode=dtrans.Sync() an update may read arguments that all trainers share, and a loss state of the optimizer "
-    "that no row enters"
+    "With mode=dtrans.Sync() an update may read arguments that all trainers share and values that forward makes of the "
+    "batch (a count of tokens, the loss), and a loss state of the optimizer that no row enters"
 )
 
 
@@ -143,21 +144,22 @@ def pserver(
     options |= {"trainers": trainers, "pservers": len(endpoints), "sparse": sparse}
     plain = cut(main)
     refuse_across(plain, TRAINERS_HAVE, told=isinstance(mode, Sync), remedy=SYNC_TELLS)
-    check_arguments(plain, batch, trainers, on_trainer_exit)
+    parts = sent_parts(plain, batch, trainers, mode)
+    check_arguments(plain, parts, batch, trainers, on_trainer_exit)
     check_callbacks(plain, trainers, mode, in_geo=sparse is None)
     shared = shared_by(plain, batch, trainers, mode)
     if isinstance(mode, Geo):
         planned = plan_geo_sgd(plain, startup, endpoints, trainers, mode, placement, sparse)
         return dataclasses.replace(planned, options=options)
     step = plain if shared is None or shared.proven else cut(shared.step.program)
-    refuse_exchange_in_update(step)
-    comm = trainer_comm(step, trainers, mode, batch)  # how trainers talk to servers
+    comm = dataclasses.replace(trainer_comm(step, trainers, mode, batch), parts=parts)  # how trainers talk to servers
+    refuse_exchange_in_update(comm.handed_over(step))
     summed: tuple[str, ...] = ()
     if shared is not None:
         summed = tuple(step.gradients) if shared.reduce == "sum" else ()
         on_trainer_exit = on_trainer_exit if shared.proven else refuse_exit(on_trainer_exit, shared)
     if comm.sync_mode and (shared is None or not shared.proven):
-        comm = dataclasses.replace(comm, numbers=numbers_of_batch(step, batch))
+        comm = dataclasses.replace(comm, numbers=numbers_of_batch(step, batch, comm))
     step = comm.update_of(step)
     check_step(step, comm, on_trainer_exit)
     analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
@@ -225,6 +227,8 @@ def pserver(
         local_note=lambda: local_note(plain, batch, trainers),
         for_whole=None if shared is None or not comm.sync_mode else of_whole,
         sized_update=step.optimize if step.numbers else None,
+        sent_values=() if trainers == 1 else tuple(source_line(step, n) for n in step.handed),
+        fixed_size=comm.numbers.fixed[0] if comm.numbers.fixed and trainers > 1 else "",
         tables=tables,
     )
 
@@ -268,15 +272,41 @@ def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> SharedStep 
     )
 
 
-def numbers_of_batch(step: Cut, batch: Batch) -> BatchNumbers:
-    """Find the numbers of the size of the batch that the update has: those that a batch of twice the rows changes."""
+def sent_parts(step: Cut, batch: Batch, trainers: int, mode: Mode) -> tuple[str, ...] | None:
+    """Return the arrays of the batch of which trainers send values that the update reads; None where they send none."""
+    exact = trainers == 1 or batch.exact
+    return tuple(batch_axes(step, batch)) if exact and isinstance(mode, Sync) else None
+
+
+def numbers_of_batch(step: Cut, batch: Batch, comm: TrainerCommConfig) -> BatchNumbers:
+    """Find the numbers of the size of the batch that the update has: those that a batch of twice the rows changes.
+
+    Raises:
+      GradientError: the update reads values of forward that have the rows of the batch.
+    """
     axes = batch_axes(step, batch)
     twice = [grown(t, axes.get(n), 2) for n, t in step.program.inputs.items()]
     try:
-        other = cut(step.program.specialize_flat(twice))
+        other = comm.handed_over(cut(step.program.specialize_flat(twice)))
     except TraceError:  # a step for one size of the batch alone is given no other
         return BatchNumbers()
-    return numbers_of_size(step, other)
+    given = comm.handed_over(step)
+    for n, a in given.handed.items():
+        grows = n in other.handed and other.handed[n].aval.shape != a.aval.shape
+        if comm.trainers > 1 and grows:
+            raise GradientError(
+                f"the update of {step.program.name} reads {a.aval.str_short()} with the rows of the batch "
+                f"({source_line(given, n)}), of which each trainer makes its own rows; reduce it before the update "
+                "reads it (a mean, a count), or take dtrans.nccl2 or dtrans.sharding, whose trainers have all rows"
+            )
+    return numbers_of_size(given, other)
+
+
+def source_line(step: Cut, handed: str) -> str:
+    """Return the line of the user that makes a value of forward."""
+    eqns = step.program.eqns
+    makers = [eqns[i] for i in backward_slice(eqns, [step.handed[handed]])[0]]
+    return next(filter(None, map(line_of, reversed(makers))), "an unknown line")
 
 
 def local_note(step: Cut, batch: Batch, trainers: int) -> str:
@@ -297,8 +327,12 @@ def refuse_exit(on_trainer_exit: str, shared: SharedStep) -> Literal["error"]:
     return "error"
 
 
-def check_arguments(step: Cut, batch: Batch, trainers: int, on_trainer_exit: str) -> None:
-    """Refuse updates that read arguments of which each trainer has its own part."""
+def check_arguments(step: Cut, parts: Sequence[str] | None, batch: Batch, trainers: int, on_trainer_exit: str) -> None:
+    """Refuse updates that read arguments of which each trainer has its own part.
+
+    Args:
+      parts: the arrays of the batch of which trainers send values.
+    """
     if not step.arguments or trainers == 1:
         return
     if on_trainer_exit == "paddle":
@@ -306,8 +340,9 @@ def check_arguments(step: Cut, batch: Batch, trainers: int, on_trainer_exit: str
             f"on_trainer_exit='paddle': {step.arguments[0]}, which the update reads, would count as zero of a trainer "
             "that left; say on_trainer_exit='drop'"
         )
+    left = step if parts is None else hand_over(step, parts)
     cut_ = batch_axes(step, batch)
-    if any(n in cut_ for n in step.arguments):
+    if any(n in cut_ for n in left.arguments):
         assert step.told is not None
         raise step.told.refused(TRAINERS_HAVE)
 

@@ -208,9 +208,9 @@ def plan_pipeline(
         o = dataclasses.replace(o, batch=dataclasses.replace(o.batch, axes=0, unsplit_inputs=shared_ones))
         main = with_rows_first(main, axes)
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()]
+    whole = captured(main)  # first, since loops over micro-batches have no rows of a smaller one
     plain = of_micro_batch(main, o, types)  # for what results are made of
     refuse_across(plain, "which stages have of each micro-batch alone", told=True)
-    whole = captured(main)
     refuse_loss_in_update(whole)
     _check_told(plain, o)
     shared, given = shared_by(main, whole, o, types)

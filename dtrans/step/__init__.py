@@ -5,6 +5,8 @@ marks              gradients, marked by identities: `value_and_grad`, `make_trai
 capture            the loss function as one equation, before it is differentiated
 gradients          which values are the gradients
 cut                the two halves of a step: forward and backward, and the update
+handed_values      values of forward that the update reads, made inputs of it
+batch_numbers      numbers of the size of the batch in an update, made inputs of it
 startup            which output of init is the first value of which input of the step
 batch_sharing      how a batch is shared: the record of options
 observers          host callbacks: what each reads, who calls it, and refusals

@@ -40,9 +40,11 @@ class BatchNumbers:
 
     Attributes:
       spots: name of each number to its places.
+      fixed: the outputs of the update that depend on the size of the batch in another way.
     """
 
     spots: Mapping[str, tuple[NumberPlace, ...]] = dataclasses.field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
 
     def taken_by(self, step: Cut) -> Cut:
         """Return the step with these numbers as inputs of its update.
@@ -84,11 +86,12 @@ def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
 
     None are found where the updates differ in anything else, as in the body of a branch.
     """
-    if not step.optimize.unlike(other.optimize):
+    fixed = tuple(step.optimize.unlike(other.optimize))
+    if not fixed:
         return BatchNumbers()
     mine, theirs = _operands(step.optimize), _operands(other.optimize)
     if [e.primitive for e in step.optimize.eqns] != [e.primitive for e in other.optimize.eqns]:
-        return BatchNumbers()
+        return BatchNumbers(fixed=fixed)
     spots: dict[Any, list[NumberPlace]] = {}
     for i, atoms in mine.items():
         for k, (a, b) in enumerate(zip(atoms, theirs[i], strict=True)):
@@ -102,7 +105,7 @@ def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
         named[name] = tuple(places)
     found = BatchNumbers(named)
     alike = named and not found.taken_by(step).optimize.unlike(found.taken_by(other).optimize)
-    return found if alike else BatchNumbers()
+    return found if alike else BatchNumbers(fixed=fixed)
 
 
 def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:

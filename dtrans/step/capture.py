@@ -54,6 +54,12 @@ def _types(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:
 value_and_grad_p = new_primitive("value_and_grad", types=_types, multiple_results=True)
 
 
+WHOLE_BATCH = (
+    "A pipeline takes the micro-batches itself (num_micro_batch): call dtrans.value_and_grad once, at "
+    "the top of the step, on the loss of the whole batch, and divide by counts of the batch inside of "
+    "the loss function"
+)
+
 _captures: Any = jax.make_user_context(False)
 
 
@@ -196,8 +202,9 @@ def refuse_loss_in_update(program: Program) -> None:
         line = next((line_of(e) for e in inner.eqns if value in e.invars), "")
         raise GradientError(
             f"the new {n} is made of what the loss function returns{f' ({line})' if line else ''}: in a pipeline the "
-            f"update of {program.name} reads gradients, state and arguments. Keep it out of the update, or take "
-            "dtrans.nccl2 or dtrans.sharding, whose trainers have both"
+            f"update of {program.name} reads gradients, state and arguments. Divide by a count inside of the "
+            "loss function; keep other values out of the update, or take dtrans.nccl2 or dtrans.sharding, "
+            "whose trainers have both"
         )
 
 
@@ -250,10 +257,12 @@ def loss_of(program: Program) -> JaxprEqn:
         )
     if len(found) > 1:
         raise GradientError(
-            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline is of one loss. Losses "
-            "that share no parameters can be added up, and their sum differentiated; of others dtrans.nccl2 and "
+            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline is of one loss. {WHOLE_BATCH}. "
+            "Losses that share no parameters can be added up, and their sum differentiated; of others dtrans.nccl2 and "
             "dtrans.sharding take each"
         )
+    if not any(e.primitive is value_and_grad_p for e in opened(inline_calls(program.jaxpr)).eqns):
+        raise GradientError(f"{program.name} takes its gradients in a loop or a branch. {WHOLE_BATCH}")
     return found[0]
 
 

@@ -11,7 +11,7 @@ boundary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,12 +24,16 @@ from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.fingerprint import number, of_values
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
-from dtrans.step.gradients import OpenStep, counts_rows, describe, inferred, marked, nested, open_step
+from dtrans.step.gradients import Gradients, OpenStep, counts_rows, describe, gradients_of, nested, open_step
 from dtrans.step.marks import mark_p
 from dtrans.step.observers import EARLY, Observer, observers_of
 
 
 GRAD = "@GRAD"
+ONE_GRADIENT = (
+    "take the gradient of the sum of all losses with one dtrans.value_and_grad, or take each with "
+    "dtrans.value_and_grad and add them up before anything else reads them"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Cut:
       optimize: the optimize half. Inputs: gradients, then parameters, then state, then arrays of the batch; outputs:
         optimized parameters, then state. Only what it uses.
       handed: values of forward that are inputs of the optimize half, behind all others, by name. Strategies whose
-        updates have slices of parameters add them (`dtrans.zero.forward_values`).
+        updates are carried out elsewhere, or on slices of parameters, add them (`dtrans.step.handed_values`).
       numbers: numbers of the size of the batch that are inputs of the optimize half, behind all others, by name
         (`dtrans.step.batch_numbers`).
     """
@@ -99,8 +103,8 @@ class Cut:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the step, beside its state, that the update reads, and numbers of the size of the batch."""
-        known = {*self.batch, *self.numbers}
+        """The inputs of the update beside state and gradients: arguments, values of forward, numbers of the batch."""
+        known = {*self.batch, *self.handed, *self.numbers}
         return tuple(n for n in self.optimize.in_names if isinstance(n, str) and n in known)
 
     def reason_not_optimized(self, name: str) -> str:
@@ -128,7 +132,7 @@ class Cut:
         b = Builder(self.program.jaxpr)
         b.invars += [*boundary, *self.program.inner.invars]
         for i in backward_slice(eqns, read, boundary)[0]:
-            b.keep(eqns[i])
+            b.keep(_beside(eqns[i], boundary))
         names: tuple[Name, ...] = (*map(Gradient, boundary.values()), *self.program.in_names)
         return OptimizeHalf(b.build(read), names, tuple(map(str, range(len(read)))))
 
@@ -168,6 +172,13 @@ class OptimizeHalf(NamedJaxpr):
         return [n for n, a in self.outvars.items() if written(mine, a) != new.get(n)]
 
 
+def _beside(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
+    """Return an equation under other names for what is an input: a loop that makes gradients may make more."""
+    if set(inputs).isdisjoint(eqn.outvars):
+        return eqn
+    return eqn.replace(outvars=[Var(v.aval) if v in inputs else v for v in eqn.outvars])
+
+
 def _results_half(step: Cut, names: Sequence[str]) -> OptimizeHalf:
     """Return what makes results of gradients, as an optimize half does new state."""
     program = step.program
@@ -175,7 +186,7 @@ def _results_half(step: Cut, names: Sequence[str]) -> OptimizeHalf:
     b = Builder(program.jaxpr)
     b.invars += [*step.boundary.values(), *program.inner.invars]
     for i in backward_slice(program.eqns, outs, step.boundary.values())[0]:
-        b.keep(program.eqns[i])
+        b.keep(_beside(program.eqns[i], step.boundary.values()))
     return OptimizeHalf(b.build(outs), (*map(Gradient, step.boundary), *program.in_names), tuple(names))
 
 
@@ -258,8 +269,8 @@ class _Cutter:
         self.asked: dict[str, str] = {}
 
     def cut(self) -> Cut:
-        by_mark = marked(self.s)
-        gradients = by_mark or inferred(self.s)
+        found = gradients_of(self.s)
+        gradients = found.of
         boundary = set(gradients.values())
         by_batch, by_gradient = 1, 2
         seeds = {self.s.vars[n]: by_batch for n in self.s.batch}
@@ -287,19 +298,18 @@ class _Cutter:
         self.check_frozen(gradients, made_here)
         optimize, used, kept = self.optimize_half(gradients, optimized, made_here)
         self.check_trainer_half(gradients, used, frozen)
+        # a loop that makes gradients belongs to the backward pass, whatever else of it the update reads
+        behind = set(self.s.derivatives_behind([self.s.outs[n] for n in (*optimized, *self.s.opt_state)], boundary))
+        kept = [i for i in kept if not self.s.derived[i] or i in behind]
         observers = observers_of(self.s, boundary, kept, self.asked)
         # the gradient proper is what the mark was put on
-        atoms: dict[str, Atom] = {
-            n: self.s.eqns[self.s.made_by[gradients[n]]].invars[0] if by_mark else gradients[n]
-            for n in self.s.params
-            if n in gradients
-        }
+        atoms: dict[str, Atom] = {n: self.unmarked(gradients[n]) for n in self.s.params if n in gradients}
         from_gradients = tuple(n for n in self.s.results if bits(self.s.outs[n]) & by_gradient)
         watched = [a for x in observers if x.calls for a in self.s.eqns[x.position].invars]
         seen = backward_slice(self.s.eqns, [*(self.s.outs[n] for n in from_gradients), *watched], boundary)[1]
         seen -= {gradients[n] for n in used}
         return Cut(
-            program=self.with_roles(kept),
+            program=self.with_roles(kept, found),
             params=self.s.params,
             opt_state=self.s.opt_state,
             batch=self.s.batch,
@@ -311,7 +321,7 @@ class _Cutter:
             results=self.s.results,
             from_gradients=from_gradients,
             observers=observers,
-            nested="" if by_mark else nested(self.s, gradients),
+            nested="" if found.marked else nested(self.s, found.terms),
             across=self.across,
             told=self.told,
             asked=self.asked,
@@ -330,19 +340,21 @@ class _Cutter:
         # an optimizer that evaluates the loss may differentiate it too: those derivatives are behind the gradients
         behind = propagate(self.s.eqns, {}, dict.fromkeys(gradients.values(), 1))
         is_behind = lambda e: any(isinstance(a, Var) and behind.get(a) for a in e.invars)
-        derived = [self.s.eqns[i] for i in kept if self.s.derived[i]]
+        derived = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
         around = [e for e in derived if not is_behind(e)]
         if hidden or around:
             first = None if around else self.s.vars[hidden[0]]
             culprit, what = self.who_uses(outs, out_names, gradients, first, around)
+            if around:
+                raise GradientError(
+                    f"{culprit} is updated with {what}, and nobody adds that up over the batch; {ONE_GRADIENT}"
+                )
             need = Need(
                 f"{culprit} is updated with {what}",
-                "an update may use gradients, parameters and optimizer state. If this is the gradient of something, "
-                "take it with dtrans.value_and_grad; if it is a schedule, "
-                "make it a function of a count in the optimizer state (optax.inject_hyperparams, optax schedules)",
+                "an update may use gradients, parameters and optimizer state. A count that gradients are "
+                "divided by may divide the loss, inside of the loss function; a schedule is a function of a "
+                "count in the optimizer state (optax.inject_hyperparams, optax schedules)",
             )
-            if around:
-                raise need.refused("and nobody adds that up over the batch")
             if loss or derived or not all(n in self.s.batch for n in hidden):
                 self.across = loss or need
             else:
@@ -360,7 +372,7 @@ class _Cutter:
             *(self.s.vars[n] for n in (*params, *self.s.opt_state, *batch)),
         ]
         for i in kept:
-            builder.keep(self.s.eqns[i])
+            builder.keep(_beside(self.s.eqns[i], gradients.values()))
         jaxpr = eliminate_dead(builder.build(outs))
         in_names: tuple[Name, ...] = (*map(Gradient, grad_names), *params, *self.s.opt_state, *batch)
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, kept
@@ -402,7 +414,7 @@ class _Cutter:
     def check_frozen(self, gradients: Mapping[str, Var], made_here: Sequence[str]) -> None:
         """What each trainer makes for itself may be a statistic of its batch, but not an update by its own gradient."""
         outs = [self.s.outs[n] for n in made_here]
-        around = [self.s.eqns[i] for i in backward_slice(self.s.eqns, outs, gradients.values())[0] if self.s.derived[i]]
+        around = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
         if around:
             culprit, what = self.who_uses(outs, made_here, gradients, None, around)
             raise GradientError(
@@ -413,12 +425,12 @@ class _Cutter:
 
     def check_trainer_half(self, gradients: Mapping[str, Var], used: set[str], frozen: Sequence[str]) -> None:
         """Note what needs the optimizer's state, or an update, which trainers of servers do not have."""
-        proper = {n: self.s.eqns[self.s.made_by[v]].invars[0] for n, v in gradients.items() if v in self.s.made_by}
+        proper = {n: self.unmarked(v) for n, v in gradients.items()}
         outputs: dict[Name, Atom] = {n: self.s.outs[n] for n in (*self.s.results, *frozen)}
-        outputs |= {Gradient(n): proper.get(n, gradients[n]) for n in used}
+        outputs |= {Gradient(n): proper[n] for n in used}
         state = {self.s.vars[n]: n for n in self.s.opt_state}
         boundary = set(gradients.values())
-        taken_at = {n: proper.get(n, gradients[n]) for n in sorted(used)}
+        taken_at = {n: proper[n] for n in sorted(used)}
         self.across = self.one_after_the_other(taken_at, boundary) or self.across
         enters = propagate(self.s.eqns, dict.fromkeys(state, 1), {})
         for name, atom in outputs.items():
@@ -448,13 +460,19 @@ class _Cutter:
                 )
         return None
 
-    def with_roles(self, optimize: Sequence[int]) -> Program:
+    def unmarked(self, gradient: Var) -> Atom:
+        """Return the gradient proper, that a mark was put on, if there is one."""
+        eqn = self.s.eqns[self.s.made_by[gradient]]
+        return eqn.invars[0] if eqn.primitive is mark_p else gradient
+
+    def with_roles(self, optimize: Sequence[int], gradients: Gradients) -> Program:
         """The whole step with exact roles: optimize by the cut, backward by what differentiation made."""
-        in_optimize = set(optimize)
+        in_optimize, boundary = set(optimize), set(gradients.of.values())
         roles = []
         for i, eqn in enumerate(self.s.eqns):
-            if i in in_optimize or eqn.primitive is mark_p:
+            added_later = eqn.primitive is mark_p and boundary.isdisjoint(eqn.outvars)
+            if i in in_optimize or (eqn.primitive is mark_p and not added_later):
                 roles.append(OPTIMIZE)
             else:
-                roles.append(BACKWARD if self.s.derived[i] else FORWARD)
+                roles.append(BACKWARD if self.s.derived[i] or added_later or i in gradients.sums else FORWARD)
         return dataclasses.replace(self.s.source, jaxpr=self.s.jaxpr, roles=tuple(roles), guessed=False)

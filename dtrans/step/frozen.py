@@ -120,7 +120,8 @@ def still_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, Any
     still = {n: held.get(n) for n in moving if n in held or folded.behind(outs[n]) is invars[n]}
     leaf_of = {invars[n]: n for n in params}
     marked = [e.invars for e in opened(jaxpr).eqns if e.primitive is mark_p]
-    zeros = [leaf_of[v] for g, v in marked if isinstance(v, Var) and v in leaf_of and folded.number(g) == 0]
+    others = {v for g, v in marked if isinstance(v, Var) and folded.number(g) != 0}  # one of several may be zeros
+    zeros = [leaf_of[v] for _, v in marked if isinstance(v, Var) and v in leaf_of and v not in others]
     return still, frozenset(zeros)
 
 

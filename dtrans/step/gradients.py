@@ -9,21 +9,45 @@ them by inference: the gradient of `params/w` is the value that
   - reaches the new `params/w` through equations that keep that shape; or, where none does (Muon
     multiplies matrices), through any equations.
 
-More than one such value is an error that lists them, and so is a loop that may have taken several steps:
-what it makes becomes the new parameter without the old one being read again.
+More than one such value, marked or found, is the gradient where the update reads their sum alone, as an accumulation
+over micro-batches that is written out: the first value that is linear in all of them stands for the gradient, and the
+sum belongs to the backward pass. Otherwise several values are an error that lists them, and so is a loop that may have
+taken several steps: what it makes becomes the new parameter without the old one being read again.
+
+A loop over micro-batches may carry more than gradients (a count of tokens, the loss). So it is each output of an
+equation that is made by differentiation, or is not (`derivatives`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
-from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Literal, Var, equations, jaxprs_in_params, scope_of
+from dtrans._jax import (
+    COND,
+    SCAN,
+    WHILE,
+    Atom,
+    ClosedJaxpr,
+    HoldsJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies,
+    equations,
+    jaxprs_in_params,
+    opened,
+    scan_counts,
+    scope_of,
+    while_counts,
+)
 from dtrans.errors import GradientError
-from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.dataflow import backward_slice, is_zero_array, propagate
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import inline_calls
+from dtrans.ir.linear import linear_operands
 from dtrans.ir.program import Program
 from dtrans.step.marks import mark_p
 
@@ -87,6 +111,18 @@ class OpenStep(HoldsJaxpr):
         """Whether differentiation made each equation."""
         return [_is_derivative(e) for e in self.eqns]
 
+    @cached_property
+    def derivatives(self) -> frozenset[Var]:
+        """The values that differentiation made."""
+        return frozenset(v for e in self.eqns for v, d in zip(e.outvars, _derived_outputs(e), strict=True) if d)
+
+    def derivatives_behind(self, outputs: Sequence[Atom], stop: Collection[Var] = ()) -> list[int]:
+        """Return the positions of equations that make the derivatives which `outputs` are made of."""
+        kept, _ = backward_slice(self.eqns, outputs, stop)
+        read = {a for a in (*outputs, *(a for i in kept for a in self.eqns[i].invars)) if isinstance(a, Var)}
+        wanted = (read & self.derivatives) - set(stop)
+        return [i for i in kept if not wanted.isdisjoint(self.eqns[i].outvars)]
+
 
 def open_step(program: Program) -> OpenStep:
     """Inline the calls of a step.
@@ -121,9 +157,35 @@ def open_step(program: Program) -> OpenStep:
     return step
 
 
-def marked(step: OpenStep) -> dict[str, Var]:
-    """Parameter to the output of its mark."""
-    found: dict[str, Var] = {}
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gradients:
+    """The gradients of a step.
+
+    Attributes:
+      of: parameter to the value that stands for its gradient: the output of its mark, if it has one; or a sum.
+      marked: True where the user has marked them.
+      terms: the values that differentiation made, where `of` has sums of them.
+      sums: the positions of the equations that add these up.
+    """
+
+    of: Mapping[str, Var]
+    marked: bool
+    terms: frozenset[Var]
+    sums: frozenset[int] = frozenset()
+
+
+def gradients_of(step: OpenStep) -> Gradients:
+    """Return the gradients that are marked; or else those that are found.
+
+    Raises:
+      GradientError: gradients that cannot be told.
+    """
+    return marked(step) or _inferred(step)
+
+
+def marked(step: OpenStep) -> Gradients | None:
+    """Return the gradients of a step that has marks."""
+    marks: dict[str, list[Var]] = {}
     for eqn in step.eqns:
         if eqn.primitive is not mark_p:
             continue
@@ -136,11 +198,6 @@ def marked(step: OpenStep) -> dict[str, Var]:
                 "what is computed from a leaf (a perturbed one) with jax.value_and_grad, which every strategy but a "
                 "pipeline finds by itself"
             )
-        if leaf in found:
-            raise GradientError(
-                f"{leaf} has two marked gradients in {step.source.name}: call dtrans.value_and_grad once, "
-                "on the total loss, or accumulate over micro-batches with jax.lax.scan and jax.value_and_grad"
-            )
         shape = step.vars[leaf].aval.shape
         if eqn.outvars[0].aval.shape != shape:
             raise GradientError(
@@ -148,8 +205,86 @@ def marked(step: OpenStep) -> dict[str, Var]:
                 f"where the leaf is {list(shape)}: gradients of single examples (dtrans.value_and_grad under vmap) "
                 "cannot be averaged over parts of the batch; take the gradient of the mean loss"
             )
-        found[leaf] = eqn.outvars[0]
-    return found
+        marks.setdefault(leaf, []).append(eqn.outvars[0])
+    if not marks:
+        return None
+    among = [v for own in marks.values() for v in own]
+    found: dict[str, Var] = {}
+    terms: set[Var] = set()
+    sums: set[int] = set()
+    for leaf, own in marks.items():
+        reach = _read_marks(step, leaf, own)
+        total = Total(reach[0], frozenset(reach)) if len(reach) == 1 else sum_of(step, leaf, reach, among)
+        if total is None:
+            raise GradientError(
+                f"{leaf} has {len(reach)} marked gradients in {step.source.name}, and its update does not read their "
+                f"sum alone; {ADD_UP}"
+            )
+        found[leaf] = total.value
+        terms |= total.terms
+        sums |= total.positions
+    return Gradients(found, True, frozenset(terms), frozenset(sums))
+
+
+ADD_UP = "add them up before anything else reads them (grads = jax.tree.map(jnp.add, first, second))"
+
+
+def _read_marks(step: OpenStep, leaf: str, own: Sequence[Var]) -> list[Var]:
+    """Return the marks of a leaf that its new value is made of; of a leaf that is not updated, those that are read."""
+    if len(own) == 1:
+        return list(own)
+    for outputs in ([step.outs[leaf]], step.inner.outvars):
+        met = backward_slice(step.eqns, outputs, own)[1]
+        if read := [v for v in own if v in met]:
+            return read
+    return list(own[:1])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Total:
+    """A sum of several gradients of one leaf: its value, its terms, and the positions of the equations that add up."""
+
+    value: Var
+    terms: frozenset[Var]
+    positions: frozenset[int] = frozenset()
+
+
+def sum_of(step: OpenStep, leaf: str, terms: Collection[Var], graded: Iterable[Var]) -> Total | None:
+    """Return the first value that is linear in all of several gradients of a leaf, and has nothing else in it.
+
+    Factors may be anything that no gradient enters, as one over a count of tokens.
+
+    Args:
+      terms: gradients of the leaf.
+      graded: the gradients of all leaves.
+    """
+    first_to_last = sorted(terms, key=step.made_by.__getitem__)
+    enters = {v: 1 << k for k, v in enumerate(first_to_last)}  # the terms of each value that is linear in them
+    all_terms = (1 << len(enters)) - 1
+    of_gradients = propagate(step.eqns, {}, dict.fromkeys([*terms, *graded], 1))
+    makers = {v: step.eqns[i] for v, i in step.made_by.items()}
+    is_fixed = lambda a: isinstance(a, Literal) or not of_gradients.get(a)
+    has_terms = lambda a: isinstance(a, Var) and a in enters
+    positions: set[int] = set()
+    for i, eqn in enumerate(step.eqns):
+        read = {k for k, a in enumerate(eqn.invars) if has_terms(a)}
+        if not read or not enters.keys().isdisjoint(eqn.outvars):
+            continue
+        for together in linear_operands(eqn):
+            added = all(k in read or is_zero_array(eqn.invars[k], makers) for k in together)
+            others = [a for k, a in enumerate(eqn.invars) if k not in together]
+            if not (added and read <= set(together) and all(map(is_fixed, others))):
+                continue
+            bits = 0
+            for a in eqn.invars:
+                bits |= enters.get(a, 0) if isinstance(a, Var) else 0
+            enters.update(dict.fromkeys(eqn.outvars, bits))
+            positions.add(i)
+            (out, *more) = eqn.outvars
+            if bits == all_terms and not more and out.aval.shape == step.vars[leaf].aval.shape:
+                needed, _ = backward_slice(step.eqns, [out], terms)
+                return Total(out, frozenset(terms), frozenset(positions & set(needed)))
+    return None
 
 
 def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
@@ -164,8 +299,8 @@ def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
     return name if name in step.params else None
 
 
-def inferred(step: OpenStep) -> dict[str, Var]:
-    """Parameter to the value that must be its gradient; see the module's docstring."""
+def _inferred(step: OpenStep) -> Gradients:
+    """Return the values that must be gradients; see the module's docstring."""
     candidates = crossing(step)
     of_shape: dict[tuple[int, ...], set[Var]] = {}
     for v in candidates:
@@ -174,6 +309,8 @@ def inferred(step: OpenStep) -> dict[str, Var]:
     from_batch = propagate(step.eqns, {step.vars[n]: 1 for n in step.batch}, dict.fromkeys(candidates, 0))
     reads_params = propagate(step.eqns, {step.vars[n]: 1 for n in step.params}, dict.fromkeys(candidates, 0))
     found: dict[str, Var] = {}
+    terms: set[Var] = set()
+    sums: set[int] = set()
     for name in step.params:
         out = step.outs[name]
         fits = of_shape.get(step.vars[name].aval.shape, set())
@@ -182,31 +319,38 @@ def inferred(step: OpenStep) -> dict[str, Var]:
             (candidate,) = reach
             _check_inferred(step, name, candidate, reads_params)
             found[name] = candidate
+            terms.add(candidate)
+            continue
+        if reach and (total := sum_of(step, name, reach, candidates)) is not None:
+            found[name] = total.value
+            terms |= total.terms
+            sums |= total.positions
             continue
         # no candidate is right for a leaf that never changes, or that the loss does not use: both are
         # told apart from a hidden gradient by whether the batch enters its update, through a derivative
-        if not reach and not (isinstance(out, Var) and from_batch.get(out) and _derivatives_enter(step, out)):
+        if not reach and not (isinstance(out, Var) and from_batch.get(out) and step.derivatives_behind([out])):
             continue
         listed = (
             "\n".join(f"  {describe(step, v)}" for v in sorted(reach or fits, key=step.made_by.__getitem__)) or "  none"
         )
+        several = f"if the gradient of {name} is the sum of several of these, {ADD_UP}; else " if reach else ""
         raise GradientError(
             f"cannot tell the gradient of {name} ({short_type(step.vars[name].aval)}) in "
             f"{step.source.name}; candidates:\n{listed}\n"
-            "take gradients with dtrans.value_and_grad in place of jax.value_and_grad, or build the step "
+            f"{several}take gradients with dtrans.value_and_grad in place of jax.value_and_grad, or build the step "
             "with dtrans.make_train_step"
         )
-    return found
+    return Gradients(found, False, frozenset(terms), frozenset(sums))
 
 
-def nested(step: OpenStep, gradients: Mapping[str, Var]) -> str:
-    """What lies between two derivatives, outside of both: the first equation of it, if there is one."""
-    kept, _ = backward_slice(step.eqns, gradients.values())
+def nested(step: OpenStep, gradients: Collection[Var]) -> str:
+    """Return the first equation between two derivatives, outside of both; empty where none is."""
+    kept, _ = backward_slice(step.eqns, gradients)
     inside: set[Var] = set()
     for i in kept:
         eqn = step.eqns[i]
         if step.derived[i]:
-            inside.update(eqn.outvars)
+            inside.update(v for v in eqn.outvars if v in step.derivatives)
         elif any(isinstance(a, Var) and a in inside for a in eqn.invars):
             if "jvp(" not in scope_of(eqn):
                 return f"{short_type(eqn.outvars[0].aval)} = {eqn.primitive.name}"
@@ -233,17 +377,11 @@ def candidates_for(step: OpenStep, name: str, among: Collection[Var], stop: Coll
     return met & fits
 
 
-def _derivatives_enter(step: OpenStep, out: Atom) -> bool:
-    """Whether anything that differentiation made enters a value; of statistics of the batch nothing does."""
-    return any(step.derived[i] for i in backward_slice(step.eqns, [out])[0])
-
-
 def crossing(step: OpenStep) -> set[Var]:
     """Values made by differentiation and used by something that was not."""
-    made = {v for e, d in zip(step.eqns, step.derived, strict=True) if d for v in e.outvars}
     used = {a for e, d in zip(step.eqns, step.derived, strict=True) if not d for a in e.invars if isinstance(a, Var)}
     used |= {a for a in step.inner.outvars if isinstance(a, Var)}
-    return made & used
+    return used & step.derivatives
 
 
 def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[Var]) -> set[Var]:
@@ -280,6 +418,55 @@ def describe(step: OpenStep, var: Var) -> str:
     """A value, and how it was made."""
     eqn = step.eqns[step.made_by[var]]
     return f"{short_type(var.aval)} = {eqn.primitive.name} ({scope_of(eqn) or 'no name stack'})"
+
+
+def _derived_outputs(eqn: JaxprEqn) -> list[bool]:
+    """Return for each output of an equation whether differentiation made it.
+
+    Of a loop or a branch around derivatives, those outputs that a derivative enters: a loop may carry others, too.
+    """
+    count, name = len(eqn.outvars), eqn.primitive.name
+    if "transpose(" in scope_of(eqn) or not _is_derivative(eqn):
+        return [_is_derivative(eqn)] * count
+    if name == COND:
+        of_branches = [_entered(opened(x), [False] * (len(eqn.invars) - 1)) for x in bodies(eqn)]
+        return [any(several) for several in zip(*of_branches, strict=True)]
+    if name == SCAN:
+        consts, carried = scan_counts(eqn)
+        (body,) = map(opened, bodies(eqn))
+        return _settled(body, consts, carried, len(body.invars) - consts - carried)
+    if name == WHILE:
+        of_cond, of_body = while_counts(eqn)
+        cond, body = map(opened, bodies(eqn))
+        carry = _settled(body, of_body, count, 0)
+        decides = _entered(cond, [False] * of_cond + carry)
+        return [True] * count if any(decides) else carry
+    inner = [opened(x) for x in jaxprs_in_params(eqn.params)]
+    if len(inner) == 1 and len(inner[0].outvars) == count:
+        return _entered(inner[0], [False] * len(inner[0].invars))
+    return [True] * count
+
+
+def _settled(body: Jaxpr, consts: int, carried: int, taken: int) -> list[bool]:
+    """Return the outputs of a loop's body that a derivative enters in any turn."""
+    carry = [False] * carried
+    while True:
+        made = _entered(body, [False] * consts + carry + [False] * taken)
+        joined = [a or b for a, b in zip(carry, made[:carried], strict=True)]
+        if joined == carry:
+            return made
+        carry = joined
+
+
+def _entered(body: Jaxpr, ins: Sequence[bool]) -> list[bool]:
+    """Return the outputs of a body that a derivative enters, from whether one enters each input."""
+    found = {v for v, entered in zip(body.invars, ins, strict=True) if entered}
+    for eqn in body.eqns:
+        if eqn.primitive is mark_p or any(isinstance(a, Var) and a in found for a in eqn.invars):
+            found.update(eqn.outvars)
+        else:
+            found.update(v for v, d in zip(eqn.outvars, _derived_outputs(eqn), strict=True) if d)
+    return [isinstance(a, Var) and a in found for a in body.outvars]
 
 
 def _is_derivative(eqn: JaxprEqn) -> bool:

@@ -73,7 +73,8 @@ def has_one_state(program: Program, startup: Program) -> bool:
     if _types(types) != _types(startup.out.unflatten([startup.outputs[n] for n in startup.out_names])):
         return False
     step = OpenStep(program, inline_calls(program.jaxpr))
-    read = _read_by_forward(step, set(marked(step).values()) or crossing(step), second)
+    gradients = marked(step)
+    read = _read_by_forward(step, gradients.of.values() if gradients else crossing(step), second)
     return all(n in read or step.outs[n] is step.vars[n] for n in second)
 
 
@@ -164,9 +165,9 @@ def kinds_of(step: OpenStep) -> dict[str, str]:
     """What each leaf of the first argument is for."""
     names = step.params
     gradients = marked(step)
-    of = set(gradients.values()) or crossing(step)
+    of = set(gradients.of.values()) if gradients else crossing(step)
     read = _read_by_forward(step, of, names)
-    parameters = set(gradients) or _parameters(step, of, read)
+    parameters = set(gradients.of) if gradients else _parameters(step, of, read)
     by_batch, by_gradient = 1, 2
     batch = [n for spec in step.source.args[1:] for n in spec.names]
     enters = propagate(step.eqns, {step.vars[n]: by_batch for n in batch}, dict.fromkeys(of, by_gradient))

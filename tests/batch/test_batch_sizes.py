@@ -109,7 +109,7 @@ def test_a_server_of_local_trainers_has_the_number_of_a_part(trainers: int) -> N
     assert job.opt_state(state)[1] == 18 / trainers
 
 
-@pytest.mark.parametrize("mode", ["nccl2", "sharding 1", "owners"])
+@pytest.mark.parametrize("mode", ["nccl2", "sharding 1", "owners", "pserver"])
 def test_a_count_of_a_mask_behind_the_gradient(mode: str) -> None:
     batches = [(rows(n, n), (jnp.arange(n) % 3 > 0) * 1.0) for n in (12, 13)]
     check(planned(mode, masked, *batches[0]).simulate(), masked, batches)
@@ -130,7 +130,9 @@ def test_results_of_gradients_have_the_size_of_the_whole_batch(mode: str) -> Non
 
 
 def test_a_number_in_a_branch_names_both_sizes_and_tracing_with_a_part_helps() -> None:
-    job = planned("pserver", in_branch, rows(12)).simulate()
+    plan = planned("pserver", in_branch, rows(12))
+    assert "opt_state/1 depends on the size of the batch: batches have 36 rows" in str(plan)
+    job = plan.simulate()
     with pytest.raises(BatchError, match=r"planned for x of shape \(12, 6\), which is \(4, 6\) now: trace in_branch"):
         job.step(job.init(jax.random.key(0)), rows(12))
     check(planned("pserver", in_branch, rows(4)).simulate(), in_branch, [(rows(12, 1),), (rows(12, 2),)])

@@ -53,6 +53,7 @@ VALUES: dict[str, Callable[..., jax.Array]] = {
     "loss times statistic": lambda loss, hidden, grads, x, y: loss * jnp.mean(hidden),
     "largest input": lambda loss, hidden, grads, x, y: x.max(),
     "rows times gradient": lambda loss, hidden, grads, x, y: jnp.mean((x @ grads["w"]) ** 2),
+    "activations times gradient": lambda loss, hidden, grads, x, y: jnp.mean((hidden @ grads["v"]) ** 2),
     "median of activations": lambda loss, hidden, grads, x, y: jnp.median(jnp.abs(hidden)),
     "loss over norm": lambda loss, hidden, grads, x, y: loss / (1.0 + jnp.sum(grads["w"] ** 2)),
 }
@@ -228,9 +229,46 @@ def test_groups_of_ranks_gather_rows_of_all_for_the_update(stage: int, value: st
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("value", ["mean of activations", "largest input"])
-def test_servers_refuse_random_rows_that_trainers_draw_in_parts(value: str) -> None:
+def test_trainers_send_what_the_update_reads_of_random_rows(value: str) -> None:
     """No row of the batch enters noise in an update, but each trainer draws its own rows of it."""
-    case, key = Case(value, "rate", marked=False, one_state=False, noisy=True), jax.random.key(0)
+    case = Case(value, "rate", marked=False, one_state=False, noisy=True)
+    assert check(case, "pserver", 2, 6) and check(case, "pserver", 3, 13)
+
+
+@pytest.mark.usefixtures("x64")
+def test_servers_refuse_rows_that_meet_gradients() -> None:
+    """The product needs rows of activations, which trainers have, and the gradient, which servers have."""
+    case, key = Case("activations times gradient", "rate", marked=False, one_state=False), jax.random.key(0)
     main, startup = dtrans.trace(case.step(), *init(key), *batch(6, 0)), dtrans.trace(init, key)
-    with pytest.raises(GradientError, match=r"update reads values with the rows of the batch \(test_forward_values"):
+    told = r"update reads float64\[12,6\] with the rows of the batch \(test_forward_values.py:\d+\), .* reduce it"
+    with pytest.raises(GradientError, match=told):
         STRATEGIES["pserver"](main, startup, 2)
+    assert all(check(case, other, 2, 12) for other in ("nccl2", "stage 2")), "which the error names"
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_plan_says_that_random_rows_in_an_update_are_those_of_one_batch() -> None:
+    case, key = Case("rows times gradient", "rate", marked=False, one_state=False, noisy=True), jax.random.key(0)
+    main, startup = dtrans.trace(case.step(), *init(key), *batch(6, 0)), dtrans.trace(init, key)
+    servers = ("127.0.0.1:1", "127.0.0.1:2")
+    plan = dtrans.pserver(main, startup, pservers=servers, trainers=2)
+    assert "depends on the size of the batch: batches have 12 rows, which are those of 2 traced ones" in str(plan)
+    job, alone = plan.simulate(), init(key)
+    state, _ = job.step(job.init(key), *batch(12, 0))
+    params, *_ = case.step()(*alone, *batch(12, 0))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), job.params(state), params)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("value", "use"), [("root of the loss", "rate"), ("count of rows", "state"), ("loss", "outer")]
+)
+def test_servers_are_sent_values_of_forward(value: str, use: str) -> None:
+    """The plan names the line that makes them; bytes are those of the values."""
+    case, key = Case(value, use, marked=True, one_state=False), jax.random.key(0)
+    assert check(case, "pserver", 2, 12) and check(case, "pserver", 3, 13)
+    main, startup = dtrans.trace(case.step(), *init(key), *batch(12, 0)), dtrans.trace(init, key)
+    servers, cut = ("127.0.0.1:1", "127.0.0.1:2"), dtrans.BlockPlacement(min_block_size=1)
+    plan = dtrans.pserver(main, startup, pservers=servers, trainers=2, placement=cut)
+    told = "the update reads values that trainers make of the batch and send with each step: test_forward_values.py:"
+    assert told in str(plan) and "forward/0" in plan.arguments

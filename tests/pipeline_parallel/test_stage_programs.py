@@ -517,8 +517,8 @@ def two_losses(params, state, x):
 STEPS = [
     (with_jax_grad, "with jax.grad, or with what calls it: .*only dtrans.value_and_grad lets it see"),
     (in_a_scan, "scan differentiates inside.*A step may take one update"),
-    (accumulated, "in a loop or a branch; a pipeline takes the micro-batches itself"),
-    (twice, "params/a has two marked gradients in twice: call dtrans.value_and_grad once, on the total loss"),
+    (accumulated, "in a loop or a branch. A pipeline takes the micro-batches itself"),
+    (twice, "params/a has 2 marked gradients in twice, and its update does not read their sum alone; add them up"),
     (two_losses, "two_losses calls dtrans.value_and_grad 2 times; a pipeline is of one loss"),
 ]
 

@@ -365,15 +365,14 @@ def test_a_gradient_hidden_beside_others_is_refused(grad):
     )
 
 
-def test_two_marks_on_one_leaf_are_refused():
+def test_two_marks_whose_sum_the_update_does_not_read_are_refused():
     def step(params, opt_state, x, y):
         loss, a = dtrans.value_and_grad(mlp_loss)(params, x, y)
         _, b = dtrans.value_and_grad(mlp_loss)(params, y, x)
         return jax.tree.map(lambda p, a, b: p - a - b, params, a, b), opt_state, loss
 
-    refused(
-        step, PARAMS, (), *BATCH, match="params/b1 has two marked gradients in step: call dtrans.value_and_grad once"
-    )
+    told = "params/b1 has 2 marked gradients in step, and its update does not read their sum alone; add them up before"
+    refused(step, PARAMS, (), *BATCH, match=told)
 
 
 def test_a_mark_on_something_that_is_no_leaf_is_refused():
