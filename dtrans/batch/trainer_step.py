@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var, closed, equations, line_of
+from dtrans._jax import LOOPS, Atom, JaxprEqn, Literal, Var, closed, equations, line_of
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, cut_along, nbytes
 from dtrans.engine.writer import SplitWriter, linear_terms, written
 from dtrans.errors import BatchError
@@ -111,7 +111,10 @@ def trainer_step(
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
     opened = [n for n in before if n in step.results or (open_state and n in ours)]
     are_values = lambda atoms: [a for a in atoms if isinstance(a, Var)]
-    added = linear_terms(inner.jaxpr, are_values([*terms, *(outs[n] for n in opened)]), are_values(terms))
+    # what a loop adds up in its turns is exchanged once, behind it
+    of_loops = {v for e in half if e.primitive.name in LOOPS for v in e.outvars}
+    ends = [*terms, *(outs[n] for n in opened), *(v for v in crossing if v in of_loops)]
+    added = linear_terms(inner.jaxpr, are_values(ends), are_values(terms))
 
     def lies(i: int, made: Placed) -> Placed:
         if i < len(terms):

@@ -34,7 +34,8 @@ def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
         return [(0, 2)]
     if name == "convert_element_type":  # but for rounding
         ends = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-        return [(0,)] if all(jnp.issubdtype(t, jnp.floating) for t in ends) else []
+        # a count that a loop carries may lose its weak type alone
+        return [(0,)] if ends[0] == ends[1] or all(jnp.issubdtype(t, jnp.floating) for t in ends) else []
     if name == "div" and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return []
     first, last = _LINEAR_IN.get(name, (0, 0))

@@ -189,6 +189,9 @@ def _timetable(given: str | Schedule, num_stages: int, num_micro_batch: int, chu
     return given
 
 
+STAGES_HAVE = "which stages have of each micro-batch alone"
+
+
 def plan_pipeline(
     main: Program, startup: Program, o: PipelineOptions, timetable: Schedule, *, auto: bool = False
 ) -> PipelinePlan:
@@ -200,6 +203,7 @@ def plan_pipeline(
     """
     refuse_collectives(main)
     as_given, axes = cut(main), {}
+    refuse_across(as_given, STAGES_HAVE, told=True)
     check_callbacks(as_given, o)
     if o.batch.exact:
         check_names(as_given.with_reported(), o.of_parts)
@@ -210,7 +214,7 @@ def plan_pipeline(
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()]
     whole = captured(main)  # first, since loops over micro-batches have no rows of a smaller one
     plain = of_micro_batch(main, o, types)  # for what results are made of
-    refuse_across(plain, "which stages have of each micro-batch alone", told=True)
+    refuse_across(plain, STAGES_HAVE, told=True)
     refuse_loss_in_update(whole)
     _check_told(plain, o)
     shared, given = shared_by(main, whole, o, types)

@@ -15,7 +15,9 @@ import optax
 import pytest
 
 import dtrans
+from dtrans._jax import equations
 from dtrans.errors import GradientError
+from dtrans.ir.program import is_communication
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -182,6 +184,9 @@ def test_parts_of_micro_batches_exchange_counts_and_no_rows(mode: str) -> None:
     batches = [tuple(x.reshape(MICRO, -1, TIME) for x in tokens(24, seed)) for seed in range(2)]
     plan = planned(mode, step, 2, batches[0], batch=dtrans.Batch(axes=1))
     assert {x.op for x in plan.shared.part.exchanged} == {"all_reduce"}
+    loops = [e for e in plan.shared.part.program.eqns if e.primitive.name == "scan"]
+    inside = [e for loop in loops for e in equations(loop.params["jaxpr"])]
+    assert loops and not any(map(is_communication, inside)), "sums are made once, behind the loop"
     check(plan.simulate(), step, batches)
 
 

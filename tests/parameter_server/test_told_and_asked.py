@@ -81,7 +81,7 @@ def test_arguments_go_with_the_gradients_to_the_servers_that_need_them() -> None
 def test_what_cannot_be_told_is_refused_by_name() -> None:
     def by_rows(params: Any, opt_state: Any, x: jax.Array) -> Any:
         loss, grads = dtrans.value_and_grad(loss_of)(params, x)
-        return {"w": params["w"] - jnp.abs(x).max() * grads["w"]}, opt_state, loss
+        return {"w": params["w"] - jnp.abs(x @ grads["w"]).max() * grads["w"]}, opt_state, loss
 
     with pytest.raises(GradientError, match="params/w is updated with x, which only the trainers have"):
         planned(by_rows, X[:6], batch=dtrans.Batch())
