@@ -18,10 +18,10 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dtrans.endpoints import split_endpoint
+from dtrans.endpoints import is_loopback, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.protocol import token, wire
-from dtrans.run.net.keys import Keys, is_local
+from dtrans.run.net.keys import Keys
 
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def check_host(who: str, endpoint: str, remedy: str, keys: Keys, *, allow_remote
       who: is to bind it, for the message.
       remedy: how users give leave.
     """
-    if not is_local(endpoint) and not allow_remote:
+    if not is_loopback(split_endpoint(endpoint)[0]) and not allow_remote:
         needs = [remedy] + [token.NEEDED] * (not keys.token and not keys.folder)
         raise ConfigError(
             f"{who} is at {endpoint}, which is not on loopback; to bind an address that other hosts reach needs "
