@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import sys
+import tracemalloc
 from typing import Any
 
-import msgpack
+import malformed_messages
 import numpy as np
 import pytest
+from malformed_messages import malformed
+from role_processes import memory_of
 
-from dtrans.errors import DtransError
+from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.presence import Presence
 from dtrans.protocol.refusals import Refusals
@@ -24,9 +29,10 @@ from dtrans.protocol.sync_server import SyncServer
 
 CASE = Case(seed=0, mode="sync", steps=(2, 2), servers=((5, 300),))
 (EP,) = CASE.endpoints
-NUMBERS = [None, True, -1, 0, 1, 2**63, 2**64 - 1, 1.5, float("nan")]
+FLAT = 20.0  # MiB that a process may have more than before
+KEPT, LARGEST = 20_000, 1_000_000  # bytes that a thousand messages may leave behind, and take at a time
 PIECES = [[["w", 0, 4]], [[[f"{EP}/w0", 0, 1 << 62]]], [[gradient_name(f"{EP}/w0", 0), 0, 20]]]
-VALUES: list[Any] = [*NUMBERS, *PIECES, "", "x" * 300, b"", [], [[]], {}, {"a": 1}, [["float32", [1 << 40], []]]]
+VALUES: list[Any] = [*malformed_messages.VALUES, *PIECES]
 
 
 class Server:
@@ -81,27 +87,6 @@ def recorded(server: Server) -> list[list[bytes]]:
     return [[bytes(f) for f in message] for message in proper]
 
 
-def malformed(r: random.Random, proper: list[list[bytes]]) -> list[bytes]:
-    """Noise, a header with any values, or a proper message with other bits."""
-    kind = r.randrange(3)
-    if kind == 0:
-        return [r.randbytes(r.randrange(60)) for _ in range(r.randrange(4))]
-    if kind == 1:
-        op = r.choice([*wire.FIELDS, "other", 7, None])
-        fields = {
-            n: r.choice(VALUES)
-            for n in [*wire.FIELDS.get(op, {}), *wire.OPTIONAL.get(op, {}), "then"]
-            if r.random() < 0.9
-        }
-        head = msgpack.packb({"v": r.choice([wire.VERSION, wire.VERSION, 0, "1"]), "op": op, **fields})
-        return [head, *(r.randbytes(r.randrange(40)) for _ in range(r.randrange(3)))]
-    frames = [bytearray(f) for f in r.choice(proper)]
-    for _ in range(r.randrange(1, 4)):
-        frame = r.choice(frames)
-        frame[r.randrange(len(frame))] ^= 1 << r.randrange(8)
-    return [bytes(f) for f in frames]
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(100))
 def test_ten_thousand_messages_of_strangers_change_nothing(seed: int) -> None:
@@ -110,7 +95,7 @@ def test_ten_thousand_messages_of_strangers_change_nothing(seed: int) -> None:
     server.take(0, "send", server.gradients(0, 0)[:1], step=0)
     before = server.shown()
     for i in range(10_000):
-        server.machine.take(b"stranger %d" % r.randrange(50), malformed(r, proper), 0.0)
+        server.machine.take(b"stranger %d" % r.randrange(50), malformed(r, proper, VALUES), 0.0)
         if i % 500 == 0:
             assert server.shown() == before
     assert server.shown() == before
@@ -140,7 +125,7 @@ def test_a_trainer_that_is_broken_ends_the_job_or_changes_nothing(seed: int) -> 
     for _ in range(1000):
         step, state = server.machine.kind.step, {n: x.tobytes() for n, x in server.update.state.items()}
         try:
-            server.machine.take(b"trainer 0", malformed(r, proper), 0.0)
+            server.machine.take(b"trainer 0", malformed(r, proper, VALUES), 0.0)
         except DtransError as e:
             assert "trainer 0" in str(e)
             ended, server = ended + 1, Server()
@@ -148,3 +133,40 @@ def test_a_trainer_that_is_broken_ends_the_job_or_changes_nothing(seed: int) -> 
         assert server.machine.kind.step == step
         assert {n: x.tobytes() for n, x in server.update.state.items()} == state
     assert ended < 500
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(50_000, id="by day"), pytest.param(1_000_000, id="a million", marks=pytest.mark.soak)]
+)
+def test_malformed_messages_are_counted_and_leave_nothing_behind(count: int) -> None:
+    """The parser refuses each with its own error, or reads a message of it; both keep no memory."""
+    r, refusals, read = random.Random(count), Refusals(quiet), 0
+    proper = recorded(Server())
+
+    def hear(messages: int) -> int:
+        found = 0
+        for _ in range(messages):
+            try:
+                wire.parse(malformed(r, proper, VALUES))
+            except WireError as e:
+                refusals.note("%s", e)
+            else:
+                found += 1
+        return found
+
+    read += hear(1000)  # what Python keeps once, for all that follow
+    resident = memory_of(os.getpid())
+    read += hear(count - 2000)
+    assert memory_of(os.getpid()) - resident < FLAT
+    tracemalloc.start()
+    try:
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        read += hear(1000)
+        gc.collect()
+        after, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < KEPT and most - before < LARGEST
+    assert refusals.count + read == count
+    assert refusals.count > count / 2

@@ -4,6 +4,7 @@ tests/protocol/test_malformed.py; what strangers without the token reach, in the
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ import zmq
 from helpers import assemble, mlp_loss, plain_run, plain_step, tree_close
 from lifecycle_job import TX, batch_of, params_of, plan_for
 from link_pair import two_links
+from malformed_messages import malformed
 from role_processes import Roles, memory_of, roles
-from role_threads import HANG, Peer, RoleThreads, free_endpoints, until
+from role_threads import HANG, Peer, RoleThreads, free_endpoints, serve, train, until
 from socket_attacks import Tap, flips, many_connections, replay
 
 from dtrans.protocol import token, wire
@@ -30,6 +32,7 @@ from dtrans.run.distributed.watch import Watch
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.sockets import Doorkeeper
 from dtrans.run.pipeline_parallel.p2p import P2PChannels
+from dtrans.run.status.observer import JobObserver
 
 
 FLAT = 40.0  # MiB that a process may have more than before; an attack that is kept has hundreds
@@ -111,6 +114,56 @@ def finished(started: Roles) -> dict[str, dict[str, np.ndarray]]:
     for k in range(2):
         started[f"trainer{k}"].go()
     return started.end()
+
+
+@pytest.mark.parametrize("encryption", ["required", "disabled"])
+def test_ten_thousand_malformed_messages_of_who_has_the_token(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, encryption: str
+) -> None:
+    """They go to a real server, in the middle of a job: counted, without effect, and nothing of them is kept."""
+    monkeypatch.setenv("DTRANS_TOKEN", token.new_token())
+    monkeypatch.setenv("DTRANS_TRANSPORT_ENCRYPTION", encryption)
+    (ep,), params, r = free_endpoints(1), params_of(), random.Random(0)
+    plan = plan_for([ep], 1)
+    way = [["float64", [2], ["all_reduce", "sum"]]]
+    framed = [
+        *wire.framed("send", [("params/layer0/w@GRAD.trainer_0", np.arange(6.0))], step=0),
+        *wire.framed("exchange", [("0", np.zeros(2))], step=0, round=0, values=way),
+        [wire.header("recv", step=9, blocks=[["params/layer0/w", [3, 2], "float64"]])],
+    ]
+    proper = [[bytes(f) for f in message] for message in framed]
+    grown: list[float] = []
+
+    def send(peer: Peer, count: int) -> None:
+        """Say so many, each of which is refused by name."""
+        for _ in range(count):
+            message = malformed(r, proper)
+            peer.say(*(message if any(message) else [b"noise"]))  # an empty one only says that a connection is made
+
+    def attack(step: int) -> None:
+        with JobObserver([ep], HANG) as observer, Peer(ep, encryption=encryption) as peer:
+            count = lambda: refused_by(observer)
+            begun = count()
+            send(peer, 1000)
+            until(lambda: count() >= begun + 1000, "the first refusals")
+            before = memory_of(os.getpid())
+            send(peer, 9000)
+            until(lambda: count() >= begun + 10_000, "all refusals")
+            assert count() == begun + 10_000
+            grown.append(memory_of(os.getpid()) - before)
+
+    role_threads.start(ep, serve, plan, ep, params)
+    role_threads.start("trainer", train, plan, 0, [batch_of(0, 1)], params, before=attack)
+    got, _ = role_threads.all()["trainer"]
+    want, *_ = plain_run(plain_step(mlp_loss, TX), params, TX.init(params), [batch_of(0, 1)])
+    tree_close(got, want, 1e-12)
+    assert len(grown) == 1 and grown[0] < FLAT
+
+
+def refused_by(observer: JobObserver) -> int:
+    (answer,) = observer.ask()
+    assert answer.server is not None, answer.error
+    return answer.server.refused
 
 
 # -- the sockets of collectives and pipelines, in this process ---------------------------------------
