@@ -169,6 +169,23 @@ def test_processes_that_trace_the_whole_and_a_part_plan_the_same_update(role_thr
 
 
 @pytest.mark.usefixtures("folder")
+def test_processes_send_the_count_of_all_their_parts(role_threads: RoleThreads) -> None:
+    """Each trainer has another count of its rows; servers are sent that of both."""
+    servers, mask = free_endpoints(2), (jnp.arange(12) % 5 > 1) * 1.0
+    plan = planned("pserver", masked, rows(6), mask[:6], trainers=2, servers=servers)
+    for ep in servers:
+        role_threads.start(ep, serve, plan, ep, jax.random.key(0))
+    batches = [(rows(12, seed), mask) for seed in range(2)]
+    for k in range(2):
+        role_threads.start(f"trainer {k}", train, plan, k, batches, jax.random.key(0))
+    ended = role_threads.all()
+    alone = init(jax.random.key(0))
+    for batch in batches:
+        *alone, _ = masked(*alone, *batch)
+    check_state(plan, [ended[ep] for ep in servers], *alone)
+
+
+@pytest.mark.usefixtures("folder")
 def test_processes_that_give_parts_of_different_sizes_are_named_with_both(role_threads: RoleThreads) -> None:
     servers = free_endpoints(1)
     plan = planned("pserver", counted, rows(12), trainers=2, servers=servers)
