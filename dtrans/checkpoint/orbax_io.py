@@ -609,6 +609,15 @@ def _orbax() -> Any:
     return orbax.checkpoint
 
 
+def load_orbax() -> None:
+    """Import orbax now: the first save would take a processor for as long as several steps.
+
+    Raises:
+      ConfigError: it is not installed.
+    """
+    _piece_types()
+
+
 _one_at_a_time = threading.Lock()  # orbax numbers its operations for the whole process
 
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from dtrans.batch.shared import SharedStep
+from dtrans.checkpoint.orbax_io import load_orbax
 from dtrans.checkpoint.pserver_state import TRAINER, check_plan, check_type, has_checkpoints, named, scatter
 from dtrans.checkpoint.runs import run_of
 from dtrans.checks import check_one_of
@@ -473,8 +474,9 @@ class ServerJob(RoleJob):
             them take no memory then, as in a job that begins, and others may be given up (`job.evict`).
 
         Raises:
-          ConfigError: on_failure="save" without a folder, or with a plan that has no checkpoints. DeadlineError,
-            PeerError: the job has ended by an error.
+          ConfigError: on_failure="save" without a folder, or with a plan that has no checkpoints; a folder, and orbax is
+            not installed.
+          DeadlineError, PeerError: the job has ended by an error.
         """
         self._check_open()
         check_one_of("on_failure", on_failure, (None, "save", "drop"))
@@ -483,6 +485,7 @@ class ServerJob(RoleJob):
         if checkpoints is None and on_failure == "save":
             raise ConfigError('on_failure="save" needs a place: say job.serve(state, checkpoints=folder)')
         if checkpoints is not None:
+            load_orbax()
             number = self.restored.name if self.restored is not None else ""
             begun = int(number) if number.isdecimal() else 0
             keeps = ServerCheckpoints(Path(checkpoints), self.plan, self.role.current_endpoint, begun)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import select
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -316,6 +317,16 @@ def test_a_run_that_follows_a_crash_in_a_save(
     run(other, {1: "2", 3: "4"}, latest)
     close(dtrans.checkpoint.load(tmp_path / "2", plan.main, plan.startup)[0], one_device(tx, [given[0], other[0]])[0])
     assert dtrans.checkpoint.latest(tmp_path) == tmp_path / "4"
+
+
+def test_a_server_with_a_place_needs_orbax_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first save would import it, and steps would wait."""
+    plan = planned(optax.sgd(0.1), None, 1, 1)
+    (ep,) = plan.servers
+    orbax_io._piece_types.cache_clear()
+    with monkeypatch.context() as m, pytest.raises(ConfigError, match="checkpoints need orbax: pip install"):
+        m.setitem(sys.modules, "orbax.checkpoint", None)
+        serve(plan, ep, checkpoints=tmp_path)
 
 
 def test_a_server_without_a_place_says_so(role_threads: RoleThreads) -> None:
