@@ -474,8 +474,8 @@ class ServerJob(RoleJob):
             them take no memory then, as in a job that begins, and others may be given up (`job.evict`).
 
         Raises:
-          ConfigError: on_failure="save" without a folder, or with a plan that has no checkpoints; a folder, and orbax is
-            not installed.
+          ConfigError: on_failure="save" without a folder, or with a plan that has no checkpoints; a folder without
+            orbax installed.
           DeadlineError, PeerError: the job has ended by an error.
         """
         self._check_open()
