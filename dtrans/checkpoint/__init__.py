@@ -25,7 +25,8 @@ device. Of several groups of ranks the first one saves. Pieces are written befor
 checkpoint is whole when every process has come so far, which `latest` finds out.
 
 A server is saved when it has ended: `exe.run(pserver, state)` returns its state when every trainer has closed, and a
-second job may go on from it, or from what was restored. A running server saves beside its steps (`job.save`).
+second job may go on from it, or from what was restored. A running server saves during its steps (`job.save`); its
+arrays are in files of NumPy's then (`array_files`), not in an orbax checkpoint.
 
 Source: `save_persistables` and `load_persistables` of python/paddle/fluid/io.py, `checkpoint_notify` and `recv_save` of
 paddle/fluid/operators/distributed_ops. There a parameter in blocks was joined by one trainer, state was joined where
