@@ -3,6 +3,8 @@
 Every child leads a session, and so a process group, of its own: a Ctrl-C on the terminal reaches the launcher
 alone, which then decides, and what a role starts itself is ended with it. Each output stream has a thread that
 reads lines; a further thread waits for the end. Nothing polls.
+
+This module loads without JAX: the agent of a remote host (`dtrans.hosts.remote_agent`) uses it as it is.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from dtrans.errors import LaunchError
 from dtrans.run.distributed import orphan_guard
-from dtrans.run.distributed.role import Role
+
+
+if TYPE_CHECKING:
+    from dtrans.run.distributed.role import Role
 
 
 TAIL = 60  # lines of standard error that are kept to say why a role failed
@@ -45,10 +50,14 @@ class Child:
 
     Attributes:
       tail: the last lines of its standard error.
+      where: ` on gpu1` where the role runs on a host that the user has named; else empty.
 
     Raises:
       LaunchError: the command cannot be started.
     """
+
+    gate: tuple[str, ...] = (sys.executable, "-I", "-S", orphan_guard.__file__)
+    where = ""
 
     def __init__(
         self,
@@ -65,7 +74,7 @@ class Child:
         self._emit = emit
         _check_command(role, command[0], env)
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", orphan_guard.__file__, *command],
+            [*self.gate, *command],
             env=dict(env),
             stdin=subprocess.PIPE,
             stdout=None if inherit_stdout else subprocess.PIPE,
@@ -85,14 +94,27 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id, which is also that of its group."""
+        """The process id, which is also that of its group; 0 where it is no process of this host."""
         return self.process.pid
+
+    @property
+    def returncode(self) -> int:
+        """The exit status of an ended role as `subprocess` gives it: -n for signal n."""
+        return int(self.process.returncode)
 
     @property
     def code(self) -> int:
         """The exit status of an ended role as a shell gives it: 128 + n for signal n."""
-        code = self.process.returncode
-        return 128 - code if code < 0 else code
+        return 128 - self.returncode if self.returncode < 0 else self.returncode
+
+    def how(self) -> str:
+        """Return how an ended role has failed: what stands after `failed with`."""
+        if self.returncode < 0:
+            return f"signal {signal.Signals(-self.returncode).name}"
+        return f"exit code {self.returncode}"
+
+    def tell_ended(self, role: str, how: str) -> None:
+        """Tell this role that another has ended. On this host a folder says so (`dtrans.run.net.ended_roles`)."""
 
     def signal(self, signum: int) -> None:
         """Send a signal to the role and to all that it started. Only before `reap`."""
@@ -122,10 +144,12 @@ class Child:
     def _read(self, name: str, stream: IO[bytes]) -> None:
         with stream:
             for raw in stream:
-                line = raw.decode(errors="replace").rstrip("\r\n")
-                if name == "stderr":
-                    self.tail.append(line)
-                self._emit(name, line)
+                self._said(name, raw.decode(errors="replace").rstrip("\r\n"))
+
+    def _said(self, name: str, line: str) -> None:
+        if name == "stderr":
+            self.tail.append(line)
+        self._emit(name, line)
 
     def _wait(self, events: SimpleQueue[Any]) -> None:
         if hasattr(os, "waitid"):
@@ -160,11 +184,13 @@ class Guard:
 
     def add(self, child: Child) -> None:
         """A role that has started."""
-        self._say(f"+{child.pid}\n")
+        if child.pid:
+            self._say(f"+{child.pid}\n")
 
     def remove(self, child: Child) -> None:
         """A role that has ended."""
-        self._say(f"-{child.pid}\n")
+        if child.pid:
+            self._say(f"-{child.pid}\n")
 
     def __enter__(self) -> Guard:
         return self

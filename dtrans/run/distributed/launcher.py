@@ -1,4 +1,4 @@
-"""Start the roles of a job on this host, as torchrun does.
+"""Start the roles of a job, on this host as torchrun does, or wherever a `Site` says.
 
     launch -> Child (one process per role) -> events -> launch
 
@@ -7,7 +7,9 @@ it. Signal handlers only put the number there, so no exception ever strikes betw
 noting that it was started.
 
 In nccl2 mode there are trainers only. What `jax.distributed` would do with SIGTERM, tell the program to save itself, it
-is told to leave, or a trainer could not be ended; and each trainer is shown one GPU of this host.
+is told to leave, or a trainer could not be ended; and each trainer is shown one GPU of its host.
+
+`Site` is the one place that knows where roles run; `dtrans.hosts` has those for other hosts.
 
 When a role fails, the others are told to end (SIGTERM), and are killed when they have not done so after a
 grace period. The error is that of the role that failed *first*. Roles tell each other of their failures, so a
@@ -32,14 +34,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TextIO
 
 from dtrans.checkpoint.runs import VARIABLE as RUN, new_run
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.protocol import token
-from dtrans.run.distributed.child_process import Child, Guard
+from dtrans.run.distributed.child_process import Child, Emit, Guard
 from dtrans.run.distributed.role import LOSS, VARIABLES, Role, roles_of, trainer_roles
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
 from dtrans.run.distributed.watch import is_by_peer
@@ -53,6 +56,34 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Event = Child | int  # a role that has ended, or a signal
 
 
+class Site:
+    """Where the roles of a job run: this host, unless a subclass says otherwise."""
+
+    def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
+        """Return every role of the job, with endpoints where they run."""
+        return roles_at(mode, trainers, free_endpoints(trainers if mode == "nccl2" else pservers))
+
+    def variables(self, role: Role) -> dict[str, str]:
+        """Return the variables of a role that hold where neither the user nor the launcher has set them."""
+        return jax_variables(role.trainer_id) if role.mode == "nccl2" else {}
+
+    def start(
+        self,
+        role: Role,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        events: SimpleQueue[Event],
+        emit: Emit,
+        *,
+        inherit_stdout: bool,
+    ) -> Child:
+        """Start a role, as `Child` does."""
+        return Child(role, command, env, events, emit, inherit_stdout=inherit_stdout)
+
+    def ended(self, child: Child, *, stopped: bool) -> None:
+        """Note that a role has ended: by itself, or because the launcher told it to."""
+
+
 def launch(
     command: Sequence[str],
     *,
@@ -64,6 +95,8 @@ def launch(
     grace: float = GRACE,
     env: Mapping[str, str] | None = None,
     inherit_stdout: bool = False,
+    log_dir: str | Path | None = None,
+    site: Site | None = None,
 ) -> None:
     """Run one command as every role of a job, and wait until all have ended.
 
@@ -83,6 +116,8 @@ def launch(
       env: variables to add to this process's environment for the roles.
       inherit_stdout: trainer 0 keeps this process's standard output as it is, so that what it draws on a
         terminal looks as it should.
+      log_dir: a folder for what the roles print, a file for each, `trainer-0.log` for instance. It has both streams.
+      site: where the roles run; this host by default.
 
     Raises:
       LaunchError: a role failed, or cannot be started; the message has its last words, and `code` its
@@ -111,23 +146,28 @@ def launch(
         token.VARIABLE: token.job_token() or token.new_token(),
         **(env or {}),
     }
+    where = site or Site()
+    roles = where.roles(mode, trainers, servers)
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
     drops = on_trainer_loss == "drop"
     if drops and mode == "nccl2":
         base[LOSS] = on_trainer_loss
-    with _signals_to(events), Guard(sys.executable) as guard, EndedRoles() as told:
-        job = _Job(events, grace, range(mode == "nccl2", trainers) if drops else (), told)
+    with (
+        _signals_to(events),
+        _logs(log_dir) as logged,
+        Guard(sys.executable) as guard,
+        EndedRoles() as told,
+    ):
+        job = _Job(events, grace, range(mode == "nccl2", trainers) if drops else (), told, where)
         base |= told.environment
         try:
-            roles = _roles(mode, trainers, servers)
             if token.job_token():  # whoever has it may watch
                 _say_where(roles[0].pserver_endpoints or base.get(STATUS, "").split())
             for role in roles:
                 keeps = inherit_stdout and role.name == "trainer 0"
-                emit = _prefixed(role.name)
-                its = _jax_variables(role) | base | role.environment()
-                child = Child(role, command, its, events, emit, inherit_stdout=keeps)
+                its = where.variables(role) | base | role.environment()
+                child = where.start(role, command, its, events, logged(role.name), inherit_stdout=keeps)
                 job.started(child, guard)
             signum = job.wait(limit)
         finally:
@@ -145,20 +185,17 @@ def launch(
 def _say_where(endpoints: Sequence[str]) -> None:
     """Say where the job answers observers, if it does."""
     if endpoints:
-        _prefixed("launcher")("stderr", f"this job answers: dtrans status {' '.join(endpoints)}")
+        say(f"this job answers: dtrans status {' '.join(endpoints)}")
 
 
-def _roles(mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
-    if mode == "nccl2":
-        return trainer_roles(free_endpoints(trainers))
-    return roles_of(trainers, free_endpoints(pservers))
+def roles_at(mode: str, trainers: int, endpoints: Sequence[str]) -> tuple[Role, ...]:
+    """Return every role of a job whose pservers, or trainers in nccl2 mode, are at these endpoints."""
+    return trainer_roles(endpoints) if mode == "nccl2" else roles_of(trainers, endpoints)
 
 
-def _jax_variables(role: Role) -> dict[str, str]:
-    """What JAX reads in a trainer of nccl2 mode, where the user has not set it."""
-    if role.mode != "nccl2":
-        return {}
-    return {"JAX_ENABLE_PREEMPTION_SERVICE": "0", "JAX_LOCAL_DEVICE_IDS": str(role.trainer_id)}
+def jax_variables(device: int) -> dict[str, str]:
+    """Return what JAX reads in a trainer of nccl2 mode that has one device of its host."""
+    return {"JAX_ENABLE_PREEMPTION_SERVICE": "0", "JAX_LOCAL_DEVICE_IDS": str(device)}
 
 
 def free_endpoints(count: int) -> list[str]:
@@ -179,8 +216,11 @@ def free_endpoints(count: int) -> list[str]:
 class _Job:
     """The roles that run, and what became of them."""
 
-    def __init__(self, events: SimpleQueue[Event], grace: float, may_go: Collection[int], told: EndedRoles) -> None:
+    def __init__(
+        self, events: SimpleQueue[Event], grace: float, may_go: Collection[int], told: EndedRoles, site: Site
+    ) -> None:
         self._told = told
+        self._site = site
         self.may_go = {f"trainer {k}" for k in may_go}  # those without whom the job goes on
         self.gone: set[str] = set()
         self.events = events
@@ -248,13 +288,17 @@ class _Job:
         guard = self.running.pop(child)
         child.reap()
         guard.remove(child)
-        self._told.note(child.role.name, _how(child))
+        how = child.how()
+        self._told.note(child.role.name, how)
+        for other in self.running:
+            other.tell_ended(child.role.name, how)
+        self._site.ended(child, stopped=self._ending)
         if child.code and not self._ending and child.role.name in self.may_go:
             self.gone.add(child.role.name)
             if child.role.trainers == len(self.gone):  # nobody is left
                 self.failed = self.failed or child
                 return
-            _prefixed("launcher")("stderr", f"{child.role.name} failed with {_how(child)}; the others go on")
+            say(f"{child.role.name}{child.where} failed with {child.how()}; the others go on")
         elif (
             child.code and not self._ending and (self.failed is None or (_by_peer(self.failed) and not _by_peer(child)))
         ):
@@ -270,33 +314,53 @@ def _by_peer(child: Child) -> bool:
     )
 
 
-def _how(child: Child) -> str:
-    """How a role has failed."""
-    if child.process.returncode < 0:
-        return f"signal {signal.Signals(-child.process.returncode).name}"
-    return f"exit code {child.code}"
-
-
 def _failure(child: Child) -> LaunchError:
     words = child.last_words()
     said = f"it said:\n{words}" if words else "it wrote nothing to standard error"
-    message = f"{child.role.name} failed with {_how(child)}, and the other roles were ended; {said}"
+    message = f"{child.role.name}{child.where} failed with {child.how()}, and the other roles were ended; {said}"
     return LaunchError(message, role=child.role.name, code=child.code)
 
 
 _output = threading.Lock()
 
 
-def _prefixed(name: str) -> Any:
-    """Writes the lines of one role, whole."""
+@contextlib.contextmanager
+def _logs(folder: str | Path | None) -> Iterator[Callable[[str], Emit]]:
+    """Give what takes the lines of a role: it writes them behind the role's name, and into the role's log."""
+    with contextlib.ExitStack() as files:
+
+        def logged(name: str) -> Emit:
+            if folder is None:
+                return _prefixed(name, None)
+            path = Path(folder) / f"{name.replace(' ', '-')}.log"
+            return _prefixed(name, files.enter_context(path.open("w", buffering=1)))
+
+        if folder is not None:
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise ConfigError(f"log_dir={str(folder)!r} cannot be made: {e.strerror}") from e
+        yield logged
+
+
+def _prefixed(name: str, log: TextIO | None) -> Emit:
+    """Return what writes the lines of one role, whole."""
 
     def emit(stream: str, line: str) -> None:
         out = sys.stdout if stream == "stdout" else sys.stderr
         with _output:
             out.write(f"[{name}] {line}\n")
             out.flush()
+            # what a role left behind in another session may write when all is over
+            if log is not None and not log.closed:
+                log.write(f"{line}\n")
 
     return emit
+
+
+def say(line: str) -> None:
+    """Write a line of the launcher's own to standard error."""
+    _prefixed("launcher", None)("stderr", line)
 
 
 @contextlib.contextmanager

@@ -133,6 +133,15 @@ def test_environment(script: Any, capsys: pytest.CaptureFixture[str], monkeypatc
     assert len(set(endpoints)) == 2 and all(e.startswith("127.0.0.1:") for e in endpoints)
 
 
+def test_a_folder_has_what_each_role_prints(script: Any, tmp_path: Path) -> None:
+    body = "print('hello'); print('careful', file=sys.stderr)"
+    launch(script(body), trainers=1, pservers=1, log_dir=tmp_path / "logs")
+    found = {file.name: set(file.read_text().splitlines()) for file in (tmp_path / "logs").iterdir()}
+    assert found == {f"{role}-0.log": {"hello", "careful"} for role in ("trainer", "pserver")}
+    with pytest.raises(ConfigError, match="log_dir=.* cannot be made"):
+        launch(script(body), log_dir=tmp_path / "logs" / "trainer-0.log")
+
+
 def test_a_token_of_the_environment_is_the_jobs(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
