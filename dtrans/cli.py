@@ -25,6 +25,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 
 Trainers = Annotated[int, typer.Option(min=1, help="How many trainers.")]
 PServers = Annotated[int | None, typer.Option(min=1, help="How many parameter servers; none in nccl2 mode.")]
+RAY = "On a Ray cluster"
 Mode = Annotated[str, typer.Option(help="`pserver`, or `nccl2`: trainers only, with collectives.")]
 
 
@@ -63,6 +64,7 @@ def options(
 # what follows the script is the script's
 @app.command(name="launch", context_settings={"allow_interspersed_args": False})
 def launch_command(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(help="The script that every role runs.", metavar="SCRIPT")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")] = None,
     trainers: Trainers = 1,
@@ -75,27 +77,68 @@ def launch_command(
     time_limit: Annotated[
         float | None, typer.Option(min=0, help="End the job when it takes more seconds than this.")
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(help="`ray`: on the nodes of a Ray cluster.", show_default="this host", rich_help_panel=RAY),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="The cluster: `auto`, or host:port of its head.",
+            show_default="RAY_ADDRESS, or a new cluster on this host",
+            rich_help_panel=RAY,
+        ),
+    ] = None,
+    trainers_on: Annotated[
+        str, typer.Option(help="`PACK`: on few nodes. `SPREAD`: on different ones.", rich_help_panel=RAY)
+    ] = "PACK",
+    trainer_resources: Annotated[
+        str, typer.Option(help="For each trainer, such as `CPU=4,GPU=1`.", rich_help_panel=RAY)
+    ] = "CPU=1",
+    server_resources: Annotated[str, typer.Option(help="For each server.", rich_help_panel=RAY)] = "CPU=1",
 ) -> None:
-    """Start the roles of a job on this host and wait for them.
+    """Start the roles of a job and wait for them: on this host, or with `--on ray` on the nodes of a Ray cluster.
 
     Each role finds out what it is from DTRANS_ROLE, DTRANS_TRAINER_ID, DTRANS_TRAINERS,
     DTRANS_PSERVER_ENDPOINTS (DTRANS_TRAINER_ENDPOINTS in nccl2 mode) and DTRANS_CURRENT_ENDPOINT;
     `dtrans.Role.from_env()` reads them, and so does `dtrans.connect()`. When one fails
     the others are ended, and its error and exit code are those of this command.
     """
+    from dtrans.hosts.ray_launch import launch_on_ray, resources
     from dtrans.run.distributed.launcher import launch
 
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"there is no script {script}", param_hint="SCRIPT")
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
-    launch(
+    options: dict[str, Any] = {
+        "trainers": trainers,
+        "pservers": pservers,
+        "mode": mode,
+        "on_trainer_loss": on_trainer_loss,
+        "deadline": time_limit,
+    }
+    check_one_of("--on", on, (None, "ray"))
+    if on is None:
+        _refuse_of_ray(context)
+        launch(command, **options)
+        return
+    launch_on_ray(
         command,
-        trainers=trainers,
-        pservers=pservers,
-        mode=mode,
-        on_trainer_loss=on_trainer_loss,
-        deadline=time_limit,
+        address=ray_address,
+        trainers_on=trainers_on,
+        trainer_resources=resources("--trainer-resources", trainer_resources),
+        server_resources=resources("--server-resources", server_resources),
+        **options,
     )
+
+
+def _refuse_of_ray(context: typer.Context) -> None:
+    """Refuse options of `--on ray` where the job runs on this host."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and getattr(parameter, "rich_help_panel", None) == RAY:
+            raise ConfigError(f"{parameter.opts[0]} is an option of --on ray; say so, or leave it out")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 host_list       the hosts that a user names, in a file or in short
 on_ray          a job as actors of a Ray cluster
 portable_plan   the way of a plan to another process
+ray_launch      a script per role on a Ray cluster: `dtrans launch --on ray`
 ray_group       actors for roles: where they run, waiting for them, and the role to blame
 ray_actor       a role as an actor
 """

@@ -39,7 +39,7 @@ GRACE = 10.0  # seconds in which servers save when the job fails, where they hav
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RayState:
-    """Handle of a state that actors hold. A job has one state at a time: that which it returned last."""
+    """Handle of a state that actors hold. A job has one at a time: the last that it returned."""
 
     number: int
 
@@ -213,7 +213,7 @@ class RayJob(Job):
         made = self._call("step", dict.fromkeys(self._group.trainers, (arrays,)))
         results = made["trainer 0"]
         if isinstance(self.plan, PServerPlan) and self.plan.shared is None:
-            results = jax.tree.map(lambda *xs: _of_each(xs), *made.values())
+            results = jax.tree.map(lambda *xs: of_each(xs), *made.values())
         return (self._newest(), *results)
 
     def _given(self, batch: Sequence[Any]) -> Any:
@@ -290,7 +290,7 @@ class RayJob(Job):
         raise ConfigError("actors compile the step: plan.on_mesh().lower(...), or plan.simulate().lower(...), shows it")
 
     def close(self) -> None:
-        """End the job: trainers say so to the servers, and the actors and their placement groups are removed."""
+        """End the job: trainers tell the servers, and actors and placement groups are removed."""
         if self._closed:
             return
         super().close()
@@ -336,7 +336,7 @@ def _arrays(specs: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _of_each(xs: Sequence[Any]) -> Any:
+def of_each(xs: Sequence[Any]) -> Any:
     """Return a result that each trainer has of its own part as one."""
     if not np.ndim(xs[0]) and np.issubdtype(np.asarray(xs[0]).dtype, np.floating):
         return np.mean(xs, dtype=np.asarray(xs[0]).dtype)

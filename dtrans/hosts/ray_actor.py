@@ -128,7 +128,7 @@ class RoleActor(RoleProcess):
     # -- trainers --------------------------------------------------------------------------------
 
     def step(self, arrays: Sequence[Any] | None) -> Any:
-        """Make a step on this trainer's rows of a global batch, or on its own next batch; return its results."""
+        """Make a step on this trainer's rows of a global batch, or on its own; return its results."""
         if arrays is not None:
             batch = self._job.shard_batch(*_trees(self._job.plan.main.args[2:], arrays))
         else:
@@ -152,7 +152,7 @@ class RoleActor(RoleProcess):
         return [on_host(x) for x in spec.flatten(found)] if wanted else None
 
     def save(self, path: str, tag: str | None) -> None:
-        """Save this process's pieces of a checkpoint; or let servers save theirs, in the folder that they know."""
+        """Save this process's pieces of a checkpoint; servers save theirs in their folder."""
         if isinstance(self._job.plan, PServerPlan):
             self._job.save(Path(path).name)
         else:

@@ -105,8 +105,8 @@ def has_accelerator(bundle: Mapping[str, float]) -> bool:
 
 
 def secret_environment() -> dict[str, str]:
-    """Return the variables that Ray is not told: it shows the others to whoever reads its dashboard."""
-    return {token.VARIABLE: token.new_token(), "DTRANS_ALLOW_REMOTE": "1"}
+    """Return the variables that Ray is not given, since its dashboard shows the others."""
+    return {token.VARIABLE: token.job_token() or token.new_token(), "DTRANS_ALLOW_REMOTE": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +276,7 @@ class RayGroup:
         return {n: found[n] for n in given}
 
     def start(self, method: str, args: Mapping[str, Sequence[Any]]) -> None:
-        """Call a method of some actors that returns at the end of the job; every wait raises its error."""
+        """Call a method of some actors that lasts until the job ends; waits raise its error."""
         for name, given in args.items():
             self._started[getattr(self.actors[name], method).remote(*given)] = name
 
@@ -320,7 +320,7 @@ class RayGroup:
         return None
 
     def _to_blame(self, first: RoleFailure, waiting: dict[Any, str]) -> Exception:
-        """Return the error to raise: the first, unless it names a role that fails a moment later."""
+        """Return the first error, unless it names a role that fails a moment later."""
         limit, failures = time.monotonic() + BLAME, [first]
         while waiting and all(x.is_by_peer for x in failures):
             done, _ = self._ray.wait([*waiting], num_returns=1, timeout=max(0.0, limit - time.monotonic()))

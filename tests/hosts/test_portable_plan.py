@@ -11,6 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen
@@ -18,6 +19,7 @@ from flax.training.train_state import TrainState
 
 import dtrans
 from dtrans.errors import ConfigError, PeerError
+from dtrans.hosts.on_ray import of_each
 from dtrans.hosts.portable_plan import PortablePlan, identity, pickled
 from dtrans.hosts.ray_group import RayPlacement, driver_environment, secret_environment
 
@@ -165,6 +167,8 @@ def test_actors_get_the_variables_of_the_driver(monkeypatch):
     assert found["JAX_PLATFORMS"] == "cpu"
     on_gpu = driver_environment({"CPU": 1, "GPU": 1}, 1)
     assert on_gpu.get("JAX_PLATFORMS") == jax.config.jax_platforms
+    assert secret_environment()["DTRANS_TOKEN"] == "mine"
+    monkeypatch.delenv("DTRANS_TOKEN")
     assert secret_environment()["DTRANS_TOKEN"] != secret_environment()["DTRANS_TOKEN"]
 
 
@@ -174,3 +178,10 @@ def test_trainers_are_placed_before_servers():
         ("trainer", 2, "SPREAD"),
         ("pserver", 1, "SPREAD"),
     ]
+
+
+def test_results_of_parts_become_one():
+    """A mean of numbers, and a row for each trainer of anything else."""
+    assert of_each([np.float32(1), np.float32(2)]) == np.float32(1.5)
+    assert of_each([np.int32(1), np.int32(2)]).tolist() == [1, 2]
+    assert of_each([np.ones(3), np.zeros(3)]).shape == (2, 3)

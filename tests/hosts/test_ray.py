@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import typer
 from helpers import distance
 from ray_cluster import RayCluster
 
 import dtrans
-from dtrans.errors import BatchError, ConfigError, DeadlineError, PeerError, StateError
+from dtrans import cli
+from dtrans.errors import BatchError, ConfigError, DeadlineError, LaunchError, PeerError, StateError
+from dtrans.examples import train as digits_job
+from dtrans.examples.job import DigitsSettings, Outcome
 from dtrans.hosts.on_ray import RayState
+from dtrans.hosts.ray_launch import launch_on_ray
 
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -61,6 +70,14 @@ def programs() -> tuple[Any, Any]:
     return dtrans.trace(STEP, *jax.eval_shape(init, KEY), X[0], Y[0]), dtrans.trace(init, KEY)
 
 
+def with_rate() -> tuple[Any, Any]:
+    """The same, with a learning rate that can be changed between steps."""
+    tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    step = dtrans.make_train_step(loss, tx)
+    begin = lambda key: (params := init(key)[0], tx.init(params))
+    return dtrans.trace(step, *jax.eval_shape(begin, KEY), X[0], Y[0]), dtrans.trace(begin, KEY)
+
+
 def servers(**options: Any) -> Any:
     return dtrans.pserver(
         *programs(),
@@ -73,7 +90,7 @@ def servers(**options: Any) -> Any:
 
 PLANS = {
     "pserver": servers,
-    "nccl2": lambda: dtrans.nccl2(*programs(), trainers=2),
+    "nccl2": lambda: dtrans.nccl2(*with_rate(), trainers=2),
     "sharding": lambda: dtrans.sharding(*programs(), degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)),
     "pipeline": lambda: dtrans.pipeline(*programs(), num_stages=2, num_micro_batch=2),
 }
@@ -127,12 +144,12 @@ def trained(job: Any, batches: Any = None, state: Any = None) -> tuple[Any, list
     return job.params(state), losses
 
 
-def check(found: tuple[Any, list[float]], wanted: tuple[Any, list[float]], folder: Path) -> None:
+def check(job: Any, found: tuple[Any, list[float]], wanted: tuple[Any, list[float]], folder: Path) -> None:
     """Compare with one device, also after the checkpoint; and look for what the job left."""
     assert apart(found[0], wanted[0]) < 1e-6
     np.testing.assert_allclose(found[1], wanted[1], rtol=1e-6)
-    params, opt_state = dtrans.checkpoint.load(folder / "2", *programs())
-    assert float(jax.jit(STEP)(params, opt_state, *BATCHES[2])[2]) == pytest.approx(wanted[1][2], rel=1e-6)
+    params, opt_state = dtrans.checkpoint.load(folder / "2", job.plan.main, job.plan.startup)
+    assert float(job.plan.main(params, opt_state, *BATCHES[2])[2]) == pytest.approx(wanted[1][2], rel=1e-6)
     assert is_clean()
 
 
@@ -149,7 +166,7 @@ def test_batches_of_the_driver(cluster, tmp_path, kind):
                 job.save(tmp_path / "other" / "2")
             with pytest.raises(StateError, match="serve already"):
                 job.init(KEY)
-    check(found, alone(), tmp_path)
+    check(job, found, alone(), tmp_path)
     with pytest.raises(StateError, match="closed"):
         job.save("3")
 
@@ -166,9 +183,11 @@ def test_batches_of_a_function_and_its_failure(cluster, tmp_path):
     found = trained(job)
     with pytest.raises(ConfigError, match="is there already"):
         dtrans.checkpoint.check(tmp_path / "2", job)
-    newest, value = job.step(dtrans.checkpoint.restore(tmp_path / "2", job))
-    params, opt_state = dtrans.checkpoint.load(tmp_path / "2", *programs())
-    assert float(value) == pytest.approx(float(jax.jit(STEP)(params, opt_state, *BATCHES[0])[2]), rel=1e-6)
+    restored = job.with_hyperparameters(dtrans.checkpoint.restore(tmp_path / "2", job), learning_rate=0.0)
+    params, opt_state = job.params(restored), job.opt_state(restored)
+    newest, value = job.step(restored)
+    assert float(value) == pytest.approx(float(job.plan.main(params, opt_state, *BATCHES[0])[2]), rel=1e-6)
+    assert apart(job.params(newest), params) == 0
     with pytest.raises(BatchError, match="batches of their own"):
         job.step(newest, *BATCHES[0])
     with pytest.raises(StateError, match="given to a step already"):
@@ -177,7 +196,7 @@ def test_batches_of_a_function_and_its_failure(cluster, tmp_path):
         job.step(newest)
     with pytest.raises(StateError, match="closed"):
         job.step(newest)
-    check(found, alone(), tmp_path)
+    check(job, found, alone(), tmp_path)
 
 
 # Ray sets options of its own that it has deprecated
@@ -192,13 +211,100 @@ def test_batches_of_a_dataset(cluster, tmp_path):
     np.testing.assert_allclose(found[1], wanted[1], rtol=1e-6)
 
 
-def test_a_cluster_without_room_is_named(cluster):
+# -- dtrans launch --on ray ------------------------------------------------------------------------
+
+
+def launched(*arguments: Any) -> None:
+    command = typer.main.get_command(cli.app)
+    command.main(["launch", "--on", "ray", *map(str, arguments)], standalone_mode=False)
+
+
+def test_launch_has_the_numbers_of_the_demo(cluster, tmp_path, capfd):
+    settings = DigitsSettings(epochs=5, deadline=PATIENCE)
+    roles = ("--trainers", 2, "--pservers", 2, "--trainers-on", "SPREAD")
+    launched(*roles, "-m", "dtrans.examples.train_role", tmp_path, *settings.arguments())
+    trainers = [Outcome.load(tmp_path / f"trainer-{k}.npz") for k in range(2)]
+    losses = np.mean([x.losses for x in trainers], axis=0)
+    assert digits_job._compare(settings, Outcome(losses, trainers[0].params), digits_job.single_device(settings))
+    assert "[trainer 0] " in capfd.readouterr().out
+    assert is_clean()
+
+
+ROLE = """
+import os, pathlib, sys, time
+role = os.environ["DTRANS_ROLE"] + os.environ.get("DTRANS_TRAINER_ID", "")
+pathlib.Path(sys.argv[1], f"{role}.new").write_text(str(os.getpid()))
+os.rename(f"{sys.argv[1]}/{role}.new", f"{sys.argv[1]}/{role}")
+print("token", len(os.environ["DTRANS_TOKEN"]), os.environ["DTRANS_ALLOW_REMOTE"])
+if role == sys.argv[2]:
+    time.sleep(0.1)
+    print("out of rows", file=sys.stderr)
+    sys.exit(3)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def role(tmp_path: Path) -> Path:
+    file = tmp_path / "role.py"
+    file.write_text(ROLE)
+    return file
+
+
+def until_begun(folder: Path, roles: Sequence[str]) -> None:
+    """Wait until all roles have written down their processes."""
+    limit = time.monotonic() + PATIENCE
+    while time.monotonic() < limit and not all((folder / name).exists() for name in roles):
+        time.sleep(0.05)
+
+
+def are_gone(folder: Path, *roles: str) -> bool:
+    """Return True when none of the processes that roles wrote down is there; those of a node may take a moment."""
+    limit = time.monotonic() + PATIENCE
+    pids = [(folder / name).read_text() for name in roles]
+    while any(Path("/proc", pid).exists() for pid in pids):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_role_that_fails_ends_the_launch(cluster, tmp_path, role, capfd):
+    with pytest.raises(LaunchError, match=r"trainer 0 on node .* failed with exit code 3.*\n.*out of rows") as e:
+        launched(role, tmp_path, "trainer0")
+    assert (e.value.role, e.value.code) == ("trainer 0", 3)
+    assert are_gone(tmp_path, "trainer0") and is_clean()
+    assert "[trainer 0] token 64 1" in capfd.readouterr().out
+
+
+def test_a_signal_ends_the_launch(cluster, tmp_path, role):
+    names = ("pserver", "trainer0")
+
+    def interrupt() -> None:
+        until_begun(tmp_path, names)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch_on_ray([sys.executable, str(role), str(tmp_path), "none"], deadline=PATIENCE)
+    thread.join()
+    assert are_gone(tmp_path, *names) and is_clean()
+
+
+def test_a_program_that_is_not_there_is_named(cluster, tmp_path):
+    with pytest.raises(LaunchError, match="cannot be started: /no/program: No such file or directory"):
+        launch_on_ray(["/no/program"], mode="nccl2")
+    with pytest.raises(ConfigError, match="--trainer-resources CPU is no list of resources"):
+        launched("--trainer-resources", "CPU", "-m", "json")
+    with pytest.raises(ConfigError, match="--on must be"):
+        launched("--on", "rya", "-m", "json")
     with pytest.raises(DeadlineError, match="waited 1 s for room for 1 trainer with .*'CPU': 99"):
         dtrans.nccl2(*programs(), trainers=1).on_ray(trainer_resources={"CPU": 99}, deadline=1)
     assert is_clean()
 
 
-# -- the end of a node: the last test, since the cluster is smaller behind it -------------------------
+# -- the end of a node: the last tests, since the cluster is smaller behind each ---------------------
 
 
 def test_a_node_that_goes_ends_the_job(cluster, tmp_path):
@@ -215,3 +321,20 @@ def test_a_node_that_goes_ends_the_job(cluster, tmp_path):
         while True:
             state, _ = job.step(state, *BATCHES[0])
     assert is_clean()
+
+
+def test_a_node_that_goes_ends_the_launch(cluster, tmp_path, role):
+    """Four roles fill the two nodes that are left."""
+    (node,) = [n["NodeID"] for n in ray.nodes() if n["Alive"] and "node:__internal_head__" not in n["Resources"]]
+    names = ("pserver", "trainer0", "trainer1", "trainer2")
+
+    def remove() -> None:
+        until_begun(tmp_path, names)
+        cluster.remove(node)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    with pytest.raises(LaunchError, match=rf"on node .* \({node[:8]}\) failed with the loss of its actor; Ray says: "):
+        launch_on_ray([sys.executable, str(role), str(tmp_path), "none"], trainers=3, deadline=PATIENCE)
+    thread.join()
+    assert are_gone(tmp_path, *names) and is_clean()
