@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,11 @@ BATCHES = list(zip(X, Y, strict=True))
 
 
 @functools.cache
-def alone(same: bool = False) -> tuple[Any, list[float]]:
+def alone(made: Callable[[], tuple[Any, Any]] = programs, same: bool = False) -> tuple[Any, list[float]]:
     """Parameters and losses of one device; on the first batch alone where it is the same for all steps."""
-    params, opt_state = init(KEY)
+    step, begin = made()
+    params, opt_state = begin(KEY)
     losses = []
-    step = jax.jit(STEP)
     for batch in BATCHES[:1] * 3 if same else BATCHES:
         params, opt_state, value = step(params, opt_state, *batch)
         losses.append(float(value))
@@ -196,7 +196,7 @@ def test_batches_of_a_function_and_its_failure(cluster, tmp_path):
         job.step(newest)
     with pytest.raises(StateError, match="closed"):
         job.step(newest)
-    check(job, found, alone(), tmp_path)
+    check(job, found, alone(with_rate), tmp_path)
 
 
 # Ray sets options of its own that it has deprecated
