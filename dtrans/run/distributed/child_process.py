@@ -4,7 +4,7 @@ Every child leads a session, and so a process group, of its own: a Ctrl-C on the
 alone, which then decides, and what a role starts itself is ended with it. Each output stream has a thread that
 reads lines; a further thread waits for the end. Nothing polls.
 
-This module loads without JAX: the agent of a remote host (`dtrans.hosts.remote_agent`) uses it as it is.
+This module loads without JAX, for agents on other hosts.
 """
 
 from __future__ import annotations
