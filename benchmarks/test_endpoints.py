@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import socket
 import subprocess
 import sys
@@ -31,20 +32,29 @@ def free_endpoints(count: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def endpoint_step(parameters: str, mode: str):
-    """A function that makes one step over two servers, synchronous ones or not."""
+def endpoint_step(parameters: str, mode: str, count: int = 2, encryption: str = "auto", **environment: str):
+    """A function that makes one step over servers, synchronous ones or not.
+
+    Args:
+      count: how many servers.
+      encryption: `transport_encryption` of all.
+      environment: variables of the servers.
+    """
     sizes, rows = SIZES[parameters]
     step, init, batch = mlp(sizes, rows)
-    endpoints = free_endpoints(2)
+    endpoints = free_endpoints(count)
+    env = {**os.environ, "DTRANS_TRANSPORT_ENCRYPTION": encryption, **environment}
     script = Path(__file__).with_name("serve.py")
     every = ",".join(endpoints)
-    servers = [subprocess.Popen([sys.executable, str(script), ep, every, parameters, mode]) for ep in endpoints]
+    servers = [
+        subprocess.Popen([sys.executable, str(script), ep, every, parameters, mode], env=env) for ep in endpoints
+    ]
     try:
         t = dtrans.DistributeTranspiler()
         main, startup = programs(step, init, batch)
         t.transpile(0, main, every, 1, sync_mode=mode == "sync", startup_program=startup)
         trainer = t.get_trainer_program()
-        with dtrans.Executor(deadline=60) as exe:
+        with dtrans.Executor(deadline=60, transport_encryption=encryption) as exe:
             box = [exe.run(t.get_trainer_startup_program(), jax.random.key(0))]
 
             def run():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -80,6 +81,25 @@ def bulletin_board() -> Any:
     client = _of_job("client")
     assert client is not None, "jax.distributed is not initialized"
     return client
+
+
+def detected_coordinator(timeout: int) -> str:
+    """Return where JAX's own detection of schedulers puts the coordinator, `host:port`; empty where it finds none.
+
+    JAX has no public way to ask before it connects.
+    """
+    utils: Any = multihost_utils
+    try:
+        detect = utils.distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
+    except AttributeError:
+        return ""
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    return str(given or detect(None, None, None, None, None, timeout)[0] or "")
+
+
+def has_coordinator_mtls() -> bool:
+    """Return True if this JAX can protect its coordinator by mutual TLS (JAX_MTLS_CERT_FILE and others)."""
+    return hasattr(jax.config, "jax_mtls_cert_file")
 
 
 def coordinator() -> str:

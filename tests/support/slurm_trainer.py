@@ -21,6 +21,13 @@ from dtrans.run.pipeline_parallel import p2p
 ROWS = 8
 
 
+def listening(port: str) -> list[str]:
+    """The addresses, as Linux writes them, at which a process of this host listens at a port."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    bound = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return [host for host, its in bound if int(its, 16) == int(port)]
+
+
 def main(folder: Path) -> None:
     me = int(os.environ["SLURM_PROCID"])
     p2p.this_host = lambda: f"node{me}"
@@ -31,6 +38,7 @@ def main(folder: Path) -> None:
     of = MODELS["mlp"].job(ROWS)
     plan = dtrans.pipeline(*of.traced(), num_stages=2, num_micro_batch=2)
     said = {"remote": refused(plan.on_cluster), "trainers": cluster.trainers, "endpoints": cluster.endpoints}
+    said["listens"] = listening(os.environ["JAX_COORDINATOR_PORT"])
     dtrans.connect(allow_remote=True)
     job = plan.on_cluster()
     said["peers"] = list(job.processes._links._peers.values())

@@ -44,7 +44,6 @@ def slurm_environment(k: int, tasks: int, port: int) -> dict[str, str]:
         "SLURM_PROCID": str(k),
         "SLURM_LOCALID": "0",
         "JAX_COORDINATOR_PORT": str(port),
-        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
     }
 
 

@@ -30,18 +30,20 @@ import contextlib
 import dataclasses
 import math
 import os
+import socket
 import sys
 from typing import Any
 
 import jax
 import numpy as np
 
-from dtrans._jax import backends_started
+from dtrans._jax import backends_started, detected_coordinator, has_coordinator_mtls
 from dtrans.checkpoint.runs import new_run
 from dtrans.checks import check_number, check_one_of
+from dtrans.endpoints import is_loopback, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import elastic, watch
-from dtrans.run.distributed.gloo import bind_gloo, check_own_endpoint
+from dtrans.run.distributed.gloo import bind_gloo, check_own_endpoint, resolved
 from dtrans.run.distributed.membership import Membership, current, join, known
 from dtrans.run.distributed.multihost import all_reduce_sum
 from dtrans.run.distributed.rendezvous import rendezvous
@@ -50,6 +52,7 @@ from dtrans.run.net.net_options import allows_remote, encryption_of
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 
+MTLS = "JAX_MTLS_CERT_FILE"  # JAX reads it, and its companions
 AFTER = 10  # seconds that JAX has more patience than the job: it ends processes with SIGABRT, and names nobody
 
 
@@ -155,6 +158,11 @@ def _connect(
     role: Role | None, deadline: float, patience: float, allow_remote: bool, encryption: str, loss: str
 ) -> None:
     config: Any = jax.config
+    if os.environ.get(MTLS) and not has_coordinator_mtls():
+        raise ConfigError(
+            f"{MTLS} is set, and jax {jax.__version__} has no mTLS: its coordinator would stay open to all who reach "
+            f"it; take a newer jax (0.12.0.1 has it), or leave {MTLS} out"
+        )
     if backends_started():
         raise ConfigError(
             "JAX was used already, and its devices cannot be connected any more: call dtrans.connect() before anything "
@@ -173,8 +181,11 @@ def _connect(
         "heartbeat_timeout_seconds": math.ceil(patience) + AFTER * (loss != "drop"),
         "shutdown_timeout_seconds": seconds,
     }
+    binds = "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ  # JAX's default is every address of this machine
     if role is None:
         try:
+            if binds and (address := bind_address(detected_coordinator(seconds))):
+                options["coordinator_bind_address"] = address
             jax.distributed.initialize(**options)
         except ValueError as e:
             raise ConfigError(
@@ -187,9 +198,34 @@ def _connect(
         role.trainer_id, role.trainer_endpoints, deadline=deadline, allow_remote=allow_remote, encryption=encryption
     )
     first = role.trainer_endpoints[0]
-    if "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-        options["coordinator_bind_address"] = first  # JAX's default is every address of this machine
+    if binds:
+        options["coordinator_bind_address"] = first
     jax.distributed.initialize(first, role.trainers, role.trainer_id, cluster_detection_method="deactivate", **options)
+
+
+def bind_address(coordinator: str) -> str:
+    """Return the one address that the coordinator of a scheduler's job binds; empty where that is not known.
+
+    Args:
+      coordinator: where JAX puts it, `host:port`. On its own host the name may be loopback, as on Debian, where no
+        other host could reach it.
+
+    Example:
+      >>> from dtrans.run.distributed.connect import bind_address
+      >>> bind_address("127.0.0.1:6174"), bind_address("192.0.2.1:6174")
+      ('127.0.0.1:6174', '')
+    """
+    if not coordinator:
+        return ""
+    host, port = split_endpoint(coordinator)
+    address = resolved(host)
+    if not address or (is_loopback(address) and not is_loopback(host)):
+        return ""
+    try:
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except OSError:  # another host's, or behind a translation of addresses
+        return ""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _first_word(member: Membership) -> str:

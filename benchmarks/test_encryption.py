@@ -1,0 +1,31 @@
+"""The cost of encryption: a step of one trainer and one server, with it and without.
+
+By TCP, as between hosts, and by a Unix socket, which only `transport_encryption="required"` encrypts. Both ends encrypt
+and decrypt on this machine, whose cores they share with the update.
+"""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import pytest
+from test_endpoints import endpoint_step
+
+from dtrans.protocol.token import new_token
+
+
+@pytest.mark.parametrize("way", ["TCP", "a Unix socket"])
+@pytest.mark.parametrize("parameters", ["10 k", "7.4 M"])
+def test_encrypted_step(benchmark, ratio, monkeypatch, tmp_path, parameters, way):
+    monkeypatch.setenv("DTRANS_TOKEN", new_token())
+    deep = tmp_path / ("d" * 100)  # no path of a socket fits there, and everything goes by TCP
+    deep.mkdir()
+    environment = {"TMPDIR": str(deep)} if way == "TCP" else {}
+    with (
+        endpoint_step(parameters, "sync", 1, "required", **environment) as encrypted,
+        endpoint_step(parameters, "sync", 1, "disabled", **environment) as plain,
+    ):
+        benchmark.pedantic(lambda: jax.block_until_ready(encrypted()), rounds=5, warmup_rounds=3)
+        name = f"encrypted step / plain step by {way}, {parameters} parameters (load {os.getloadavg()[0]:.1f})"
+        benchmark.extra_info["over plain"] = ratio(name, encrypted, plain, 30)
