@@ -36,13 +36,13 @@ class Board:
 
 
 @contextlib.contextmanager
-def two_links() -> Iterator[list[P2PChannels]]:
+def two_links(encryption: str = "auto") -> Iterator[list[P2PChannels]]:
     """The links of both, which have met."""
     board, made = Board(), dict[int, P2PChannels]()
     endpoints = free_endpoints(2)
 
     def make(k: int) -> None:
-        made[k] = P2PChannels(Membership(k, (0, 1), endpoints, deadline=HANG), "job")
+        made[k] = P2PChannels(Membership(k, (0, 1), endpoints, deadline=HANG, encryption=encryption), "job")
 
     with (
         mock.patch.object(board_module, "bulletin_board", lambda: board),
