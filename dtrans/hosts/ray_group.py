@@ -205,9 +205,13 @@ class RayGroup:
         group = placement_group([dict(bundle)] * count, strategy=strategy)
         self._groups.append(group)
         if not group.wait(max(0.0, limit - time.monotonic())):
+            every, idle = self._ray.cluster_resources(), self._ray.available_resources()
+            has = {n: every.get(n, 0.0) for n in bundle}
+            free = {n: idle.get(n, 0.0) for n in bundle}
             raise DeadlineError(
                 f"waited {self._deadline:g} s for room for {count} {kind}{'s' * (count > 1)} with {dict(bundle)} each; "
-                f"the Ray cluster has {self._ray.cluster_resources()}, and {self._ray.available_resources()} are free"
+                f"the Ray cluster has {has}, of which {free} are free: add nodes, or let roles have less, as "
+                f'{"server" if kind == PSERVER else kind}_resources={{"CPU": 0.5}}'
             )
 
     def _start(self, actor: type, kind: str, count: int, bundle: Mapping[str, float], more: Mapping[str, Any]) -> None:
