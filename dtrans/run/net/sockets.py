@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,7 +32,8 @@ LINGER = 5.0  # seconds that closing may take to hand over the last words
 ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks (RFC 27)
 PATIENCE = 30.0  # seconds without a sign of the other end's process after which a connection is given up
 HANDSHAKE = 10.0  # seconds that one may take
-BROKEN = 3  # handshakes in a row that the other end breaks off, after which it does not have the same keys
+BROKEN = 3  # handshakes in a row that the other end breaks off, after which it is asked whether it would encrypt
+GREETING = 1.0  # seconds that somebody may take to greet
 CURVE_BYTES = 33  # that CURVE adds to a frame: a name, a nonce, a code of authentication and flags
 
 
@@ -225,17 +227,36 @@ class Handshakes:
             return event, self._keys.other_mechanism(self._address)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return event, self._keys.other_keys(self._address)
-        # of CURVE nobody is told that the server has another key: it breaks off. So does a server that has just ended
+        # CURVE says nothing to who takes the server for one with another key: it breaks off. So does a tunnel with
+        # nobody behind it, and a process that is stopped says nothing either: neither greets
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._keys.encrypts(self._address):
             self._broken += 1
             if self._broken == BROKEN:
-                return event, self._keys.other_keys(self._address)
+                self._broken = 0
+                if offers_curve(self._address):
+                    return event, self._keys.other_keys(self._address)
         return event, ""
 
     def close(self) -> None:
         """Stop listening, before the socket is closed."""
         self._made.disable_monitor()
         self.monitor.close(linger=0)
+
+
+def offers_curve(address: str) -> bool:
+    """Return True if somebody at an address greets as a socket of ZeroMQ that encrypts (RFC 37)."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        if address.startswith("ipc:"):
+            line = stack.enter_context(socket.socket(socket.AF_UNIX))
+            line.settimeout(GREETING)
+            line.connect(address.removeprefix("ipc://"))
+        else:
+            where = split_endpoint(address.removeprefix("tcp://"))
+            line = stack.enter_context(socket.create_connection(where, GREETING))
+        line.sendall(greeting)
+        return line.makefile("rb").read(len(greeting))[12:32].rstrip(b"\0") == b"CURVE"
+    return False
 
 
 def user_of(frame: zmq.Frame) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,19 +17,31 @@ from typing import Any
 
 import pytest
 import zmq
+from role_processes import memory_of
 from role_threads import HANG, until
-from socket_attacks import Tap
+from socket_attacks import Tap, flips, replay
 
 from dtrans.errors import ConfigError, UnencryptedWarning
 from dtrans.protocol.token import new_token, shown
 from dtrans.run.net import keys as keys_module
 from dtrans.run.net.keys import Keys, check_libzmq, is_local, make_folder, public_key
 from dtrans.run.net.own_folder import OwnFolder
-from dtrans.run.net.sockets import Doorkeeper, Handshakes, Speakers, bind, limit, new_socket, user_of
+from dtrans.run.net.sockets import (
+    BROKEN,
+    Doorkeeper,
+    Handshakes,
+    Speakers,
+    bind,
+    limit,
+    new_socket,
+    offers_curve,
+    user_of,
+)
 
 
 TOKEN, OTHER = new_token(), new_token()
 FAR, NEAR, UNIX = "tcp://192.0.2.1:6174", "tcp://127.0.0.1:6174", "ipc:///tmp/socket"
+FLAT = 20.0  # MiB that this process may have more than before
 USERS = {"one": "trainer 0", "two": "trainer 1"}
 
 
@@ -235,6 +249,35 @@ def test_who_has_not_the_token_is_told_so_and_heard_by_nobody(encryption: str) -
             assert s.heard() == ("one", b"at last")
 
 
+def test_who_does_not_greet_is_waited_for() -> None:
+    """A tunnel with nobody behind it breaks off every connection: the server may come later."""
+    keys = Keys(TOKEN, "required")
+
+    def hang_up() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        at = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        tunnel = threading.Thread(target=hang_up, daemon=True)
+        tunnel.start()
+        with client(at, keys) as (_, watched):
+            failed = 0
+            while failed < 2 * BROKEN + 1:
+                assert watched.monitor.poll(HANG * 1000), "no event"
+                event, why = watched.take()
+                assert not why
+                failed += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        listener.shutdown(socket.SHUT_RDWR)
+        tunnel.join(HANG)
+    with server(keys) as s:
+        assert offers_curve(s.tcp) and offers_curve(s.unix)
+    with server(Keys(TOKEN, "disabled")) as s:
+        assert not offers_curve(s.tcp) and not offers_curve(s.unix)
+    assert not offers_curve(at)
+
+
 def test_a_word_makes_other_keys_of_one_token() -> None:
     """Links of a pipeline, and other jobs of one token, cannot be taken for one another."""
     with server(Keys(TOKEN, "required", word="links")) as s:
@@ -259,6 +302,28 @@ def test_nothing_can_be_read_on_the_way() -> None:
         seen = bytes(tap.recorded)
         assert (b"a gradient of this job" in seen) is readable
         assert TOKEN.encode() not in seen
+
+
+def test_a_recorded_connection_is_of_no_use() -> None:
+    """Who replays one that was encrypted, as it was or with other bits, is never heard, and nothing of it is kept."""
+    keys = Keys(TOKEN, "required")
+    with server(keys) as s:
+        tap = Tap(s.tcp.removeprefix("tcp://"))
+        with client(f"tcp://{tap.endpoint}", keys) as (line, _):
+            line.send(b"a gradient of this job")
+            assert s.heard() == ("one", b"a gradient of this job")
+        tap.close()
+        stream, at = bytes(tap.recorded), s.tcp.removeprefix("tcp://")
+        replay(at, stream)
+        before = memory_of(os.getpid())
+        flips(at, stream, seed=0, connections=300, each=3)
+        assert memory_of(os.getpid()) - before < FLAT
+        assert not s.socket.poll(0)
+        until(lambda: s.speakers.listen() or s.refused > 100, "those that the monitor reports")
+        with client(s.tcp, keys) as (line, _):
+            line.send(b"still here")
+            assert s.socket.poll(HANG * 1000)
+            assert s.socket.recv_multipart()[1] == b"still here"
 
 
 # -- separate keys -------------------------------------------------------------------------------------
