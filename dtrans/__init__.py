@@ -18,6 +18,7 @@ from dtrans.data_parallel.options import Reduce as Reduce
 from dtrans.data_parallel.plan import CollectivePlan as CollectivePlan
 from dtrans.data_parallel.transform import nccl2 as nccl2
 from dtrans.hosts.on_ray import RayJob as RayJob
+from dtrans.hosts.role_table import RoleEntry as RoleEntry, RoleTable as RoleTable, role_table as role_table
 from dtrans.ir.program import Op as Op, Program as Program
 from dtrans.ops import CommunicatorConfig as CommunicatorConfig
 from dtrans.paddle.config import DistributeTranspilerConfig as DistributeTranspilerConfig

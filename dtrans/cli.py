@@ -1,4 +1,4 @@
-"""The command line: `dtrans launch`, `dtrans status`, `dtrans keygen`, `dtrans train`, `dtrans example` and others.
+"""The command line: `dtrans launch`, `dtrans roles`, `dtrans status`, `dtrans keygen`, `dtrans train`, `dtrans example` and others.
 
 Errors of the package come out as one message without a traceback and exit code 1, usage errors with 2, and a
 failed role with that role's own exit code.
@@ -195,6 +195,39 @@ def keygen(
 
     for path in make_folder(folder, [*(f"trainer {k}" for k in range(trainers)), STATUS]):
         print(path)
+
+
+@app.command(name="roles", context_settings={"allow_interspersed_args": False})
+def roles_command(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="The script that every process runs.", metavar="SCRIPT")] = "",
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")] = None,
+    trainers: Trainers = 1,
+    pservers: PServers = None,
+    mode: Annotated[str, typer.Option(help="`pserver`, `nccl2`, `sharding` or `pipeline`.")] = "pserver",
+    plan: Annotated[
+        str | None, typer.Option(help="`module:plan`: a plan, or a function that returns one; in place of counts.")
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, with commands and variables.")] = False,
+) -> None:
+    """Show the processes of a job: role, endpoint, memory and bytes per step.
+
+    From counts, or from a plan, which also knows memory and bytes. Nothing is started.
+    """
+    from dtrans.hosts.named_plan import named_plan
+    from dtrans.hosts.role_table import role_table
+
+    command = ["python", *(["-m"] if module else []), script, *(arguments or [])] if script else []
+    if plan is None:
+        table = role_table(mode, trainers, pservers, command)
+    else:
+        for name in ("trainers", "pservers", "mode"):
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                raise ConfigError(f"--{name} does not go with --plan, which says it; leave it out")
+        table = named_plan(plan).roles(command)
+    print(table.to_json() if json else table)
 
 
 # which mode an option of `train` is for is checked: one that is ignored would mislead

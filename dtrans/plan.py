@@ -8,6 +8,8 @@ A plan is a value. It can be printed, compared and costed anywhere; it has a way
     "function"   the program of one trainer, as a pure function
     "ray"        the whole job as actors of a Ray cluster, driven from this process (`dtrans.hosts.on_ray`)
 
+and, as "roles", a table of the processes of its job.
+
 `dtrans.run` stands above all plans, so no plan imports it. It registers its realisers here, and is imported when the
 first plan is run: that is the one import that goes up.
 """
@@ -230,6 +232,33 @@ class Plan(abc.ABC):
           DeadlineError: the cluster has no room for the roles. PeerError: a role failed, or its node has gone.
         """
         return self._realised("ray", batches, **options)
+
+    def roles(self, command: Sequence[str] = (), **options: Any) -> Any:
+        """Return the processes of the job as a table: who they are, their variables, memory and bytes per step.
+
+        It starts nothing, and follows from the plan alone.
+
+        Args:
+          command: program and arguments of each process.
+          options: `env`, variables for all; `cores`, processors for each. With collectives and pipelines also
+            `processes`, where each has several devices, and `endpoints`; loopback from port 6174 by default.
+
+        Returns:
+          A `dtrans.RoleTable`.
+
+        Raises:
+          ConfigError: processes that do not divide the plan's trainers or stages, or other numbers of endpoints.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, dtrans
+          >>> tx, x = optax.sgd(0.5), jnp.ones((4, 2))
+          >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params) ** 2), tx)
+          >>> init = lambda: (p := jnp.ones(2), tx.init(p))
+          >>> plan = dtrans.nccl2(dtrans.trace(step, *init(), x), dtrans.trace(init), trainers=2)
+          >>> [(e.name, e.memory) for e in plan.roles(["python", "train.py"])]
+          [('trainer 0', 8), ('trainer 1', 8)]
+        """
+        return realiser(self, "roles")(self, command, **options)
 
     def _realised(self, way: str, *args: Any, **options: Any) -> Job:
         with within_mesh(None):
@@ -622,7 +651,7 @@ def realiser(plan: Any, way: str) -> Callable[..., Any]:
     for kind in type(plan).__mro__:
         if (kind, way) in _REALISERS:
             return _REALISERS[kind, way]
-    ways = sorted({w for kind, w in _REALISERS if isinstance(plan, kind)})
+    ways = sorted({w for kind, w in _REALISERS if isinstance(plan, kind)} - {"roles"})
     raise ConfigError(
         f"nothing runs a {type(plan).__name__} by {way!r}" + (f"; it runs by {', '.join(ways)}" if ways else "")
     )

@@ -496,3 +496,33 @@ def test_keygen(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
     for arguments in ([], ["--token", str(tmp_path)]):
         assert command("keygen", *arguments) == 1
         assert "dtrans keygen takes --token, or the folder of the keys" in capsys.readouterr().err
+
+
+# -- roles -----------------------------------------------------------------------------------------
+
+
+def test_roles_of_counts(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("roles", "--trainers", "2", "--pservers", "2", "train.py", "--trainers", "9") == 0
+    shown = capsys.readouterr().out
+    assert shown == f"{dtrans.role_table('pserver', 2, 2, ['python', 'train.py', '--trainers', '9'])}\n"
+    assert command("roles", "--mode", "nccl2", "--json", "-m", "train") == 0
+    assert json.loads(capsys.readouterr().out)["roles"][0]["argv"] == ["python", "-m", "train"]
+
+
+def test_roles_of_a_plan(
+    command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plan_of_roles.py").write_text(
+        "import jax.numpy as jnp, optax, dtrans\n"
+        "tx, x = optax.sgd(0.5), jnp.ones((4, 2))\n"
+        "step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params) ** 2), tx)\n"
+        "init = lambda: (p := jnp.ones(2), tx.init(p))\n"
+        "plan = lambda: dtrans.nccl2(dtrans.trace(step, *init(), x), dtrans.trace(init), trainers=2)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert command("roles", "--plan", "plan_of_roles:plan", "--json", "train.py") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(r["name"], r["memory"]) for r in found["roles"]] == [("trainer 0", 8), ("trainer 1", 8)]
+    assert command("roles", "--plan", "plan_of_roles:plan", "--trainers", "2") == 1
+    assert "--trainers does not go with --plan" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Several hosts: where the roles of a job run, and how they are started there.
 
+role_table      every process of a job, and a host for each
+named_plan      a plan that the command line names
 host_list       the hosts that a user names, in a file or in short
 on_ray          a job as actors of a Ray cluster
 portable_plan   the way of a plan to another process
