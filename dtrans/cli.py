@@ -1,4 +1,4 @@
-"""The command line: `dtrans launch`, `dtrans roles`, `dtrans status`, `dtrans keygen`, `dtrans train`, `dtrans example` and others.
+"""The command line: `dtrans launch`, `dtrans roles`, `dtrans status`, `dtrans keygen`, `dtrans train` and others.
 
 Errors of the package come out as one message without a traceback and exit code 1, usage errors with 2, and a
 failed role with that role's own exit code.

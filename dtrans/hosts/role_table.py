@@ -8,9 +8,9 @@
 A table is a value: nothing is started, and no port is asked for. Whatever starts the processes (ssh, Slurm, Kubernetes,
 TorchX, Ray) reads it. It holds no secret: `DTRANS_TOKEN` reaches the processes in another way.
 
-Placement is a question of bandwidth. Let each of n trainers send M bytes to k servers, of which each has a share. A host
-carries what its trainers exchange with servers elsewhere, and what its servers exchange with trainers
-elsewhere. The busiest link bounds the step:
+Placement is a question of bandwidth. Let each of n trainers send M bytes to k servers, a share to each.
+A host carries what its trainers exchange with servers elsewhere, and what its servers exchange with
+trainers elsewhere. The busiest link bounds the step:
 
     all on hosts of their own                   max(M, n M / k)
     k = n, a server beside each trainer         2 (n - 1) M / n
