@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 
 Trainers = Annotated[int, typer.Option(min=1, help="How many trainers.")]
 PServers = Annotated[int | None, typer.Option(min=1, help="How many parameter servers; none in nccl2 mode.")]
-RAY = "On a Ray cluster"
+RAY, HOSTS = "On a Ray cluster", "On several hosts"
 Mode = Annotated[str, typer.Option(help="`pserver`, or `nccl2`: trainers only, with collectives.")]
 
 
@@ -96,14 +96,42 @@ def launch_command(
         str, typer.Option(help="For each trainer, such as `CPU=4,GPU=1`.", rich_help_panel=RAY)
     ] = "CPU=1",
     server_resources: Annotated[str, typer.Option(help="For each server.", rich_help_panel=RAY)] = "CPU=1",
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="A file with a host on each line, or a list such as `gpu1:2,gpu2:2`: start the roles there, by ssh.",
+            show_default="this host",
+            rich_help_panel=HOSTS,
+        ),
+    ] = None,
+    rsh: Annotated[
+        str, typer.Option(help="The command that reaches a host, such as `ssh -p 2222`.", rich_help_panel=HOSTS)
+    ] = "ssh",
+    python: Annotated[
+        str | None,
+        typer.Option(help="Python of the hosts.", show_default="the path of this one", rich_help_panel=HOSTS),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A variable of this environment that roles get too, beside DTRANS_*, JAX_*, XLA_*, NCCL_* and such.",
+            metavar="NAME",
+            rich_help_panel=HOSTS,
+        ),
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Write what roles print into files of this folder too, one for each.")
+    ] = None,
 ) -> None:
-    """Start the roles of a job and wait for them: on this host, or with `--on ray` on the nodes of a Ray cluster.
+    """Start the roles of a job and wait for them: on this host, with `--hosts` on others, or with `--on ray`.
 
     Each role finds out what it is from DTRANS_ROLE, DTRANS_TRAINER_ID, DTRANS_TRAINERS,
     DTRANS_PSERVER_ENDPOINTS (DTRANS_TRAINER_ENDPOINTS in nccl2 mode) and DTRANS_CURRENT_ENDPOINT;
     `dtrans.Role.from_env()` reads them, and so does `dtrans.connect()`. When one fails
     the others are ended, and its error and exit code are those of this command.
     """
+    from dtrans.hosts.host_list import read_hosts
+    from dtrans.hosts.on_hosts import launch_on_hosts
     from dtrans.hosts.ray_launch import launch_on_ray, resources
     from dtrans.run.distributed.launcher import launch
 
@@ -116,10 +144,20 @@ def launch_command(
         "mode": mode,
         "on_trainer_loss": on_trainer_loss,
         "deadline": time_limit,
+        "log_dir": log_dir,
     }
     check_one_of("--on", on, (None, "ray"))
     if on is None:
-        _refuse_of_ray(context)
+        _refuse_options(context, RAY, "--on ray")
+    if hosts is None:
+        _refuse_options(context, HOSTS, "--hosts")
+    elif on is not None:
+        raise ConfigError("--hosts and --on ray are two ways to reach other hosts; give one of them")
+    if hosts is not None:
+        where = read_hosts(hosts)
+        launch_on_hosts(command, where, rsh=rsh, python=python or sys.executable, carried=env or (), **options)
+        return
+    if on is None:
         launch(command, **options)
         return
     launch_on_ray(
@@ -132,13 +170,13 @@ def launch_command(
     )
 
 
-def _refuse_of_ray(context: typer.Context) -> None:
-    """Refuse options of `--on ray` where the job runs on this host."""
+def _refuse_options(context: typer.Context, panel: str, way: str) -> None:
+    """Refuse options of a way to reach other hosts that the user has not chosen."""
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         given = source is not None and source.name == "COMMANDLINE"
-        if given and getattr(parameter, "rich_help_panel", None) == RAY:
-            raise ConfigError(f"{parameter.opts[0]} is an option of --on ray; say so, or leave it out")
+        if given and getattr(parameter, "rich_help_panel", None) == panel:
+            raise ConfigError(f"{parameter.opts[0]} is an option of {way}; say so, or leave it out")
 
 
 @app.command()

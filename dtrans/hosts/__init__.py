@@ -3,6 +3,12 @@
 role_table      every process of a job, and a host for each
 named_plan      a plan that the command line names
 host_list       the hosts that a user names, in a file or in short
+on_hosts        a script per role on these hosts: `dtrans launch --hosts`
+host_check      they are asked for their versions and free ports before a job starts
+connection      the command that reaches one: ssh, or another
+remote_child    a role on another host, as the launcher sees it
+remote_agent    a role on another host, as that host sees it
+role_states     the table of roles and their states
 on_ray          a job as actors of a Ray cluster
 portable_plan   the way of a plan to another process
 ray_launch      a script per role on a Ray cluster: `dtrans launch --on ray`

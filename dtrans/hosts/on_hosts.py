@@ -1,0 +1,164 @@
+"""Launching on several hosts: `dtrans launch --hosts`.
+
+The launcher is `dtrans.run.distributed.launcher`; `SeveralHosts` says where its roles run. Hosts are asked first
+(`dtrans.hosts.host_check`). Then each role gets an agent on its host (`dtrans.hosts.remote_child`).
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from dtrans.endpoints import is_loopback
+from dtrans.errors import ConfigError
+from dtrans.hosts.connection import connection
+from dtrans.hosts.host_check import FoundHost, look_at
+from dtrans.hosts.host_list import HostEntry
+from dtrans.hosts.remote_child import RemoteChild
+from dtrans.hosts.role_states import RoleStates
+from dtrans.run.distributed.child_process import Child, Emit
+from dtrans.run.distributed.launcher import Site, jax_variables, launch, roles_at
+from dtrans.run.distributed.role import Role
+
+
+# what this process was told of JAX and its libraries holds for roles too; the rest is the host's own
+CARRIED = ("DTRANS_", "JAX_", "XLA_", "TF_", "NCCL_", "GLOO_", "TPU_", "LIBTPU_", "OMP_", "MKL_", "PYTHON")
+AT_ONCE = 8  # connections to a host that are being made; sshd drops some beyond ten
+
+
+def launch_on_hosts(
+    command: Sequence[str],
+    hosts: Sequence[HostEntry],
+    *,
+    rsh: str = "ssh",
+    python: str = sys.executable,
+    carried: Sequence[str] = (),
+    **options: Any,
+) -> None:
+    """Run one command as every role of a job, on several hosts, and wait until all have ended.
+
+    Args:
+      command: program and arguments; this process's Python stands for the one of each host.
+      hosts: where roles may run.
+      rsh: the command that reaches a host: `ssh`, or another that takes a host and a command.
+      python: the interpreter of hosts that have none of their own.
+      carried: names of variables of this process's environment that roles get too.
+      **options: those of `dtrans.run.distributed.launcher.launch`.
+
+    Raises:
+      LaunchError: hosts cannot take part, or a role failed.
+      ConfigError: there are more roles than slots.
+    """
+    with RoleStates() as states:
+        site = SeveralHosts(hosts, states, rsh=rsh, python=python, carried=carried, script=_script(command))
+        launch(command, site=site, **options)
+
+
+def _script(command: Sequence[str]) -> str:
+    """Return the script of a command of Python; empty for a module or another program."""
+    runs_script = len(command) > 1 and command[0] == sys.executable and not command[1].startswith("-")
+    return command[1] if runs_script else ""
+
+
+class SeveralHosts(Site):
+    """Roles of a job on several hosts."""
+
+    def __init__(
+        self,
+        hosts: Sequence[HostEntry],
+        states: RoleStates,
+        *,
+        rsh: str,
+        python: str,
+        carried: Sequence[str],
+        script: str,
+    ) -> None:
+        self._hosts, self._states = hosts, states
+        self._rsh, self._python, self._carried, self._script = rsh, python, carried, script
+        self._places: dict[str, FoundHost] = {}
+        self._children: dict[str, list[RemoteChild]] = collections.defaultdict(list)
+
+    def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
+        """Return every role of the job, with endpoints on the hosts where they run."""
+        kinds = ["trainer"] * trainers if mode == "nccl2" else ["pserver"] * pservers + ["trainer"] * trainers
+        found = look_at(self._hosts, self._rsh, self._python, script=self._script, ports=len(kinds))
+        places = [found[i] for i in _spread(len(kinds), self._hosts)]
+        listens = "trainer" if mode == "nccl2" else "pserver"
+        ports = {f.host.name: iter(f.ports) for f in found}
+        endpoints = [
+            place.endpoint(next(ports[place.host.name]))
+            for kind, place in zip(kinds, places, strict=True)
+            if kind == listens
+        ]
+        roles = roles_at(mode, trainers, endpoints)
+        self._places = {role.name: place for role, place in zip(roles, places, strict=True)}
+        self._states.begin((name, place.host.name) for name, place in self._places.items())
+        return roles
+
+    def variables(self, role: Role) -> dict[str, str]:
+        """Return what lets roles meet over the network, and which device of its host a trainer has."""
+        place = self._places[role.name]
+        remote = {} if is_loopback(place.address) else {"DTRANS_ALLOW_REMOTE": "1"}
+        if role.mode != "nccl2":
+            return remote
+        there = [name for name, other in self._places.items() if other is place]
+        return remote | jax_variables(there.index(role.name))
+
+    def start(
+        self,
+        role: Role,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        events: SimpleQueue[Any],
+        emit: Emit,
+        *,
+        inherit_stdout: bool,
+    ) -> Child:
+        """Start a role on its host."""
+        place = self._places[role.name]
+        name, beside = place.host.name, self._children[place.host.name]
+        unsettled = [child for child in beside if not child.settled.is_set()]
+        if len(unsettled) >= AT_ONCE:
+            unsettled[0].settled.wait()
+        program = place.python if command[0] == sys.executable else command[0]
+        order = {
+            "command": [program, *command[1:]],
+            "environment": self._environment(env),
+            "directory": os.getcwd(),
+        }
+        agent = connection(self._rsh, place.host, [place.python, "-I", "-S", place.agent])
+        child = RemoteChild(role, name, agent, order, events, emit, self._running, inherit_stdout=inherit_stdout)
+        beside.append(child)
+        return child
+
+    def ended(self, child: Child, *, stopped: bool) -> None:
+        """Show that a role has ended."""
+        state = "stopped" if stopped else f"failed with {child.how()}" if child.code else "ended"
+        self._states.change(child.role.name, state)
+
+    def _running(self, child: RemoteChild) -> None:
+        self._states.change(child.role.name, "running", child.remote_pid)
+
+    def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that a role gets beside those of its host."""
+        told = {k: v for k, v in env.items() if os.environ.get(k) != v or k.startswith(CARRIED) or k in self._carried}
+        path = [os.path.abspath(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
+        return told | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
+
+
+def _spread(count: int, hosts: Sequence[HostEntry]) -> list[int]:
+    """Return the host of each role: in turn, as long as a host has a free slot."""
+    slots = [host.slots if host.slots is not None else count for host in hosts]
+    if sum(slots) < count:
+        raise ConfigError(f"the job has {count} roles, and the hosts have {sum(slots)} slots; add hosts, or slots=N")
+    found: list[int] = []
+    while len(found) < count:
+        turn = [i for i, free in enumerate(slots) if free]
+        for i in turn[: count - len(found)]:
+            found.append(i)
+            slots[i] -= 1
+    return found

@@ -1,0 +1,159 @@
+"""One role on another host: a child whose process here is the connection to its agent there.
+
+    launcher  <- this process: `ssh HOST python hosts/remote_agent.py` ->  agent  ->  role
+
+What the launcher does with a child goes to the agent as a line of JSON; what the agent says of the role comes back on
+standard error. The connection's own end, without a word of the role's, is a failure: of the host, or of the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from dtrans.run.distributed.child_process import Child, Emit
+
+
+if TYPE_CHECKING:
+    from dtrans.run.distributed.role import Role
+
+
+START = 60.0  # seconds for an agent to say that it has started its role
+BEAT = 5.0  # seconds between two signs of the launcher's life
+SILENCE = 60.0  # seconds without one, after which an agent ends its role
+LAST_WORDS = 2.0  # seconds for an agent to kill its role before the connection is cut
+LOST = 255  # the exit code of a role whose connection was lost: that of ssh
+
+
+class RemoteChild(Child):
+    """A role on another host.
+
+    Args:
+      role: what it is.
+      host: the name of its host.
+      connection: the command that runs the agent there.
+      order: for the agent: the role's command, environment and working directory.
+      running: called with this object when the role has started.
+
+    Attributes:
+      remote_pid: the role's process there; None until it has started.
+      settled: set when the role has started, or will not.
+    """
+
+    gate = ()  # the agent starts nothing before it has its order
+
+    def __init__(
+        self,
+        role: Role,
+        host: str,
+        connection: Sequence[str],
+        order: Mapping[str, Any],
+        events: SimpleQueue[Any],
+        emit: Emit,
+        running: Callable[[RemoteChild], None],
+        *,
+        inherit_stdout: bool = False,
+    ) -> None:
+        self.host = host
+        self.where = f" on {host}"
+        self.remote_pid: int | None = None
+        self.settled = threading.Event()
+        self._over = threading.Event()
+        self._ended: int | None = None
+        self._refused = ""
+        self._late = False
+        self._mark = secrets.token_hex(16)
+        self._order = {**order, "mark": self._mark, "role": role.name, "silence": SILENCE}
+        self._program = os.path.basename(connection[0])
+        self._running = running
+        self._speaking = threading.Lock()
+        super().__init__(role, connection, os.environ, events, emit, inherit_stdout=inherit_stdout)
+        self._thread(self._attend)
+
+    def begin(self) -> None:
+        """Give the agent its order."""
+        self._say(self._order)
+
+    @property
+    def returncode(self) -> int:
+        """The exit status of the role, as its agent said."""
+        return LOST if self._ended is None else self._ended
+
+    def how(self) -> str:
+        """Return how an ended role has failed: what stands after `failed with`."""
+        if self._ended is not None:
+            return super().how()
+        if self._refused:
+            return f"an error of its agent: {self._refused}"
+        if self._late:
+            return f"no answer from host {self.host} within {START:g} s"
+        ended = f"`{self._program}` ended with exit code {self.process.returncode}"
+        if self.remote_pid is None:
+            return f"no connection to host {self.host} ({ended})"
+        return f"a lost connection to host {self.host} ({ended})"
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the role and to all that it started there."""
+        if self._over.is_set() or not self.settled.is_set():
+            super().signal(signum)  # to the connection, with which an agent ends
+        elif signum == signal.SIGKILL:
+            self._thread(self._kill)
+        else:
+            self._say({"signal": int(signum)})
+
+    def tell_ended(self, role: str, how: str) -> None:
+        """Tell this role that another has ended."""
+        self._say({"ended": [role, how]})
+
+    def reap(self) -> None:
+        """Collect the connection of an ended role."""
+        self._over.set()
+        self.settled.set()
+        super().reap()
+        assert self.process.stdin is not None
+        with self._speaking, contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        stdin = self.process.stdin
+        assert stdin is not None
+        # where the connection has ended, or is closed, that is an event of its own
+        with self._speaking, contextlib.suppress(OSError, ValueError):
+            stdin.write(json.dumps(message).encode() + b"\n")
+
+    def _said(self, name: str, line: str) -> None:
+        if name != "stderr" or not line.startswith(self._mark):
+            super()._said(name, line)
+            return
+        note = json.loads(line.removeprefix(self._mark))
+        if "pid" in note:
+            self.remote_pid = note["pid"]
+            self._running(self)
+            self.settled.set()
+        self._refused = note.get("refused", "")
+        self._ended = note.get("ended")
+
+    def _attend(self) -> None:
+        """End a connection by which nothing comes; then let the agent know that the launcher is there."""
+        if not self.settled.wait(START):
+            self._late = True
+            self._cut()
+        while not self._over.wait(BEAT):
+            self._say({})
+
+    def _kill(self) -> None:
+        """Let the agent kill the role; without its answer cut the connection, with which the role ends as well."""
+        self._say({"signal": int(signal.SIGKILL)})
+        if not self._over.wait(LAST_WORDS):
+            self._cut()
+
+    def _cut(self) -> None:
+        if self.process.returncode is None:  # not reaped: the process group is still the connection's
+            super().signal(signal.SIGKILL)
