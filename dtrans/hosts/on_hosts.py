@@ -14,14 +14,14 @@ from queue import SimpleQueue
 from typing import Any
 
 from dtrans.endpoints import is_loopback
-from dtrans.errors import ConfigError
 from dtrans.hosts.connection import connection
 from dtrans.hosts.host_check import FoundHost, look_at
 from dtrans.hosts.host_list import HostEntry
 from dtrans.hosts.remote_child import RemoteChild
 from dtrans.hosts.role_states import RoleStates
+from dtrans.hosts.role_table import place, role_table
 from dtrans.run.distributed.child_process import Child, Emit
-from dtrans.run.distributed.launcher import Site, jax_variables, launch, roles_at
+from dtrans.run.distributed.launcher import Site, jax_variables, launch, roles_at, say
 from dtrans.run.distributed.role import Role
 
 
@@ -84,28 +84,32 @@ class SeveralHosts(Site):
 
     def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
         """Return every role of the job, with endpoints on the hosts where they run."""
-        kinds = ["trainer"] * trainers if mode == "nccl2" else ["pserver"] * pservers + ["trainer"] * trainers
-        found = look_at(self._hosts, self._rsh, self._python, script=self._script, ports=len(kinds))
-        places = [found[i] for i in _spread(len(kinds), self._hosts)]
-        listens = "trainer" if mode == "nccl2" else "pserver"
-        ports = {f.host.name: iter(f.ports) for f in found}
-        endpoints = [
-            place.endpoint(next(ports[place.host.name]))
-            for kind, place in zip(kinds, places, strict=True)
-            if kind == listens
-        ]
-        roles = roles_at(mode, trainers, endpoints)
-        self._places = {role.name: place for role, place in zip(roles, places, strict=True)}
-        self._states.begin((name, place.host.name) for name, place in self._places.items())
+        table = role_table(mode, trainers, pservers if mode == "pserver" else None)
+        named = place(table, zip([host.name for host in self._hosts], _slots(len(table), self._hosts), strict=True))
+        counts = collections.Counter(named)
+        used = [host for host in self._hosts if host.name in counts]
+        found = {
+            f.host.name: f
+            for f in look_at(used, self._rsh, self._python, script=self._script, ports=max(counts.values()))
+        }
+        for name, at in found.items():
+            if counts[name] > at.cores:
+                say(f"host {name} has {at.cores} cores for {counts[name]} roles")
+        ports = {name: iter(at.ports) for name, at in found.items()}
+        listening = [name for name, entry in zip(named, table, strict=True) if entry.endpoint]
+        roles = roles_at(mode, trainers, [found[name].endpoint(next(ports[name])) for name in listening])
+        places = [found[name] for name in named]
+        self._places = {role.name: at for role, at in zip(roles, places, strict=True)}
+        self._states.begin((name, at.host.name) for name, at in self._places.items())
         return roles
 
     def variables(self, role: Role) -> dict[str, str]:
         """Return what lets roles meet over the network, and which device of its host a trainer has."""
-        place = self._places[role.name]
-        remote = {} if is_loopback(place.address) else {"DTRANS_ALLOW_REMOTE": "1"}
+        own = self._places[role.name]
+        remote = {} if is_loopback(own.address) else {"DTRANS_ALLOW_REMOTE": "1"}
         if role.mode != "nccl2":
             return remote
-        there = [name for name, other in self._places.items() if other is place]
+        there = [name for name, other in self._places.items() if other is own]
         return remote | jax_variables(there.index(role.name))
 
     def start(
@@ -119,18 +123,18 @@ class SeveralHosts(Site):
         inherit_stdout: bool,
     ) -> Child:
         """Start a role on its host."""
-        place = self._places[role.name]
-        name, beside = place.host.name, self._children[place.host.name]
+        at = self._places[role.name]
+        name, beside = at.host.name, self._children[at.host.name]
         unsettled = [child for child in beside if not child.settled.is_set()]
         if len(unsettled) >= AT_ONCE:
             unsettled[0].settled.wait()
-        program = place.python if command[0] == sys.executable else command[0]
+        program = at.python if command[0] == sys.executable else command[0]
         order = {
             "command": [program, *command[1:]],
             "environment": self._environment(env),
             "directory": os.getcwd(),
         }
-        agent = connection(self._rsh, place.host, [place.python, "-I", "-S", place.agent])
+        agent = connection(self._rsh, at.host, [at.python, "-I", "-S", at.agent])
         child = RemoteChild(role, name, agent, order, events, emit, self._running, inherit_stdout=inherit_stdout)
         beside.append(child)
         return child
@@ -150,15 +154,9 @@ class SeveralHosts(Site):
         return told | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
 
 
-def _spread(count: int, hosts: Sequence[HostEntry]) -> list[int]:
-    """Return the host of each role: in turn, as long as a host has a free slot."""
-    slots = [host.slots if host.slots is not None else count for host in hosts]
-    if sum(slots) < count:
-        raise ConfigError(f"the job has {count} roles, and the hosts have {sum(slots)} slots; add hosts, or slots=N")
-    found: list[int] = []
-    while len(found) < count:
-        turn = [i for i, free in enumerate(slots) if free]
-        for i in turn[: count - len(found)]:
-            found.append(i)
-            slots[i] -= 1
-    return found
+def _slots(count: int, hosts: Sequence[HostEntry]) -> list[int]:
+    """Return the slots of each host; those that the user has not given share the remaining roles evenly."""
+    free = [host for host in hosts if host.slots is None]
+    rest = count - sum(host.slots or 0 for host in hosts)
+    share = max(1, -(-rest // len(free))) if free else 0
+    return [share if host.slots is None else host.slots for host in hosts]
