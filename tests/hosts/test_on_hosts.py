@@ -15,15 +15,14 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from paths import ROOT
 from rich.console import Console
+from role_scripts import PATIENCE, assert_gone, came
 
 from dtrans import cli
 from dtrans.errors import ConfigError, LaunchError
@@ -32,22 +31,6 @@ from dtrans.hosts.host_check import FoundHost
 from dtrans.hosts.host_list import HostEntry, read_hosts
 from dtrans.hosts.on_hosts import launch_on_hosts
 from dtrans.hosts.role_states import RoleStates
-
-
-PATIENCE = 60.0  # seconds for something that takes milliseconds on an idle machine
-
-PRELUDE = """
-import json, os, signal, socket, sys, threading
-index = os.environ.get("DTRANS_TRAINER_ID") or str(
-    os.environ["DTRANS_PSERVER_ENDPOINTS"].split(",").index(os.environ["DTRANS_CURRENT_ENDPOINT"]))
-name = os.environ["DTRANS_ROLE"] + " " + index
-
-def report():
-    # the test sees this connection end when the process does
-    s = socket.create_connection(("127.0.0.1", int(os.environ["TEST_PORT"])))
-    s.sendall(f"{name}\\n".encode())
-    return s
-"""
 
 
 @pytest.fixture
@@ -72,42 +55,6 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     monkeypatch.setattr(on_hosts, "look_at", look_at)
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Any:
-    def write(body: str) -> list[str]:
-        path = tmp_path / "script.py"
-        path.write_text(PRELUDE + textwrap.dedent(body))
-        return [sys.executable, str(path)]
-
-    return write
-
-
-@pytest.fixture
-def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        made.settimeout(PATIENCE)
-        monkeypatch.setenv("TEST_PORT", str(made.getsockname()[1]))
-        yield made
-
-
-def came(listener: socket.socket) -> tuple[str, socket.socket]:
-    """Return the next role that reports, and its connection."""
-    connection, _ = listener.accept()
-    connection.settimeout(PATIENCE)
-    return connection.makefile().readline().strip(), connection
-
-
-def assert_gone(*connections: socket.socket) -> None:
-    for connection in connections:
-        try:
-            while connection.recv(100):  # a timeout is the failure
-                continue
-        except ConnectionResetError:  # killed with unread input: gone as well
-            continue
-        finally:
-            connection.close()
 
 
 HOSTS = (HostEntry("one"), HostEntry("two"))

@@ -1,0 +1,74 @@
+"""An ssh server of a test's own, on a port that the system chooses, with keys that nobody else has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+SEPARATION = Path("/run/sshd")  # sshd asks for this folder, which Debian makes when it starts a server
+PATIENCE = 30.0
+
+
+def why_not() -> str:
+    """Return why no server can be started here; empty where it can."""
+    missing = [program for program in ("ssh", "ssh-keygen") if shutil.which(program) is None]
+    if missing or sshd() is None:
+        return f"there is no {missing[0] if missing else 'sshd'} (Debian: openssh-server)"
+    return "" if os.geteuid() == 0 else "sshd needs root"
+
+
+def sshd() -> str | None:
+    """Return the path of sshd, which insists on an absolute one."""
+    return shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"]))
+
+
+@contextlib.contextmanager
+def own_sshd(folder: Path, host: str = "127.0.0.1", wrap: Sequence[str] = ()) -> Iterator[str]:
+    """Run a server, and give the command that reaches it, as `--rsh` takes it.
+
+    The server knows the key `user`, and not the key `stranger`.
+
+    Args:
+      folder: for its keys and its log.
+      host: the address that it binds.
+      wrap: a command that runs it, `ip netns exec NAME` for instance.
+    """
+    folder.mkdir(exist_ok=True)
+    for key in ("host", "user", "stranger"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    public = (folder / "host.pub").read_text().split()[:2]
+    (folder / "known_hosts").write_text(f"[{host}]:{port} {' '.join(public)}\n")
+    (folder / "config").write_text(
+        f"ListenAddress {host}:{port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nPidFile none\n"
+        "StrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
+        "KbdInteractiveAuthentication no\n"
+    )
+    made = not SEPARATION.exists()
+    SEPARATION.mkdir(exist_ok=True)
+    server = subprocess.Popen(
+        [*wrap, sshd() or "sshd", "-D", "-e", "-f", folder / "config"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        with server:
+            assert server.stderr is not None
+            said = [server.stderr.readline()]
+            assert "Server listening" in said[0], said
+            try:
+                yield (
+                    f"ssh -F none -p {port} -i {folder}/user -o IdentitiesOnly=yes -o StrictHostKeyChecking=yes "
+                    f"-o UserKnownHostsFile={folder}/known_hosts"
+                )
+            finally:
+                server.kill()
+    finally:
+        if made:
+            SEPARATION.rmdir()

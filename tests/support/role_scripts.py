@@ -1,0 +1,39 @@
+"""Scripts of roles that do not import dtrans, and so start in milliseconds; how a test sees that they have ended."""
+
+from __future__ import annotations
+
+import socket
+
+
+PATIENCE = 60.0  # seconds for something that takes milliseconds on an idle machine
+
+PRELUDE = """
+import json, os, signal, socket, sys, threading
+index = os.environ.get("DTRANS_TRAINER_ID") or str(
+    os.environ["DTRANS_PSERVER_ENDPOINTS"].split(",").index(os.environ["DTRANS_CURRENT_ENDPOINT"]))
+name = os.environ["DTRANS_ROLE"] + " " + index
+
+def report():
+    # the test sees this connection end when the process does
+    s = socket.create_connection(("127.0.0.1", int(os.environ["TEST_PORT"])))
+    s.sendall(f"{name}\\n".encode())
+    return s
+"""
+
+
+def came(listener: socket.socket) -> tuple[str, socket.socket]:
+    """Return the next role that reports, and its connection."""
+    connection, _ = listener.accept()
+    connection.settimeout(PATIENCE)
+    return connection.makefile().readline().strip(), connection
+
+
+def assert_gone(*connections: socket.socket) -> None:
+    for connection in connections:
+        try:
+            while connection.recv(100):  # a timeout is the failure
+                continue
+        except ConnectionResetError:  # killed with unread input: gone as well
+            continue
+        finally:
+            connection.close()
