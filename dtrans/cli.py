@@ -122,8 +122,15 @@ def launch_command(
     log_dir: Annotated[
         Path | None, typer.Option(help="Write what roles print into files of this folder too, one for each.")
     ] = None,
+    emit: Annotated[
+        str | None,
+        typer.Option(help="Start nothing; print the job for `slurm`, `jobset`, `torchx`, or `hosts` (ssh)."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write what --emit prints to this file.")] = None,
 ) -> None:
     """Start the roles of a job and wait for them: on this host, with `--hosts` on others, or with `--on ray`.
+
+    With `--emit` nothing is started: the job is printed for what starts it.
 
     Each role finds out what it is from DTRANS_ROLE, DTRANS_TRAINER_ID, DTRANS_TRAINERS,
     DTRANS_PSERVER_ENDPOINTS (DTRANS_TRAINER_ENDPOINTS in nccl2 mode) and DTRANS_CURRENT_ENDPOINT;
@@ -135,6 +142,11 @@ def launch_command(
     from dtrans.hosts.ray_launch import launch_on_ray, resources
     from dtrans.run.distributed.launcher import launch
 
+    if emit is not None:
+        _emit(context, emit, [*(["-m"] if module else []), script, *(arguments or [])])
+        return
+    if output is not None:
+        raise ConfigError("--output is for --emit; say which, or leave it out")
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"there is no script {script}", param_hint="SCRIPT")
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
@@ -168,6 +180,30 @@ def launch_command(
         server_resources=resources("--server-resources", server_resources),
         **options,
     )
+
+
+_EMITTED = ("script", "arguments", "trainers", "pservers", "mode", "module", "emit", "output")
+
+
+def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
+    """Print or write a job for a scheduler: `dtrans launch --emit`."""
+    from dtrans.hosts.emit import EMITTERS, IN_IMAGE
+    from dtrans.hosts.role_table import role_table
+
+    check_one_of("--emit", name, tuple(EMITTERS))
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and parameter.name not in _EMITTED:
+            raise ConfigError(f"{parameter.opts[0]} does not go with --emit; leave it out")
+    values = context.params
+    python = "python" if name in IN_IMAGE else sys.executable
+    table = role_table(values["mode"], values["trainers"], values["pservers"], [python, *arguments])
+    text = EMITTERS[name](table)
+    if values["output"] is None:
+        print(text, end="")
+    else:
+        values["output"].write_text(text)
 
 
 def _refuse_options(context: typer.Context, panel: str, way: str) -> None:

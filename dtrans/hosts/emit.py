@@ -1,0 +1,20 @@
+"""A job as text for what starts it: `dtrans launch --emit NAME`. Each emitter is a pure function of a role table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dtrans.hosts.emit_jobset import emit_jobset
+from dtrans.hosts.emit_slurm import emit_slurm
+from dtrans.hosts.emit_ssh import emit_ssh
+from dtrans.hosts.emit_torchx import emit_torchx
+from dtrans.hosts.role_table import RoleTable
+
+
+EMITTERS: dict[str, Callable[[RoleTable], str]] = {
+    "hosts": emit_ssh,
+    "slurm": emit_slurm,
+    "jobset": emit_jobset,
+    "torchx": emit_torchx,
+}
+IN_IMAGE = ("jobset", "torchx")  # the interpreter is the image's own, not this one

@@ -1,0 +1,130 @@
+"""A role table as a POSIX shell script that starts the roles by ssh.
+
+Standard input of each remote role stays open while the script runs. When the script ends, in whatever way, that
+input ends, and the remote shell ends its role. The token is the first line of it.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from dtrans.hosts.emit_parts import parts_of
+from dtrans.hosts.role_table import PORT, RoleTable
+
+
+_REMOTE = """\
+IFS= read -r DTRANS_TOKEN; export DTRANS_TOKEN
+exec 3<&0
+"$@" </dev/null 3<&- & role=$!
+{ cat <&3; kill "$role"; sleep 10; kill -9 "$role"; } >/dev/null 2>&1 & watch=$!
+wait "$role"; code=$?
+kill "$watch" 2>/dev/null
+exit "$code"\
+"""
+
+_SCRIPT = """\
+#!/bin/sh
+# {title}
+# usage: sh THIS HOST... <TOKEN     or with DTRANS_TOKEN_FILE; the first role is on the first host
+#        RSH is the program that reaches a host (ssh); hosts are taken again where there are fewer
+set -u
+[ $# -gt 0 ] || {{ echo "usage: sh $0 HOST... <TOKEN" >&2; exit 2; }}
+if [ -n "${{DTRANS_TOKEN_FILE:-}}" ]; then exec <"$DTRANS_TOKEN_FILE"; fi
+IFS= read -r token || :
+[ -n "$token" ] || {{ echo "no token: dtrans keygen --token" >&2; exit 2; }}
+
+dir=$(mktemp -d) || exit 1
+mkfifo "$dir/alive" "$dir/ended" || exit 1
+exec 3<>"$dir/alive" 4<>"$dir/ended"
+trap 'exec 3>&-; wait; rm -rf "$dir"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+quote() {{ printf "%s" "$1" | sed "s/'/'\\\\\\\\''/g; 1s/^/'/; \\$s/\\$/'/"; }}
+
+# a host for each of {count} roles
+hosts=''
+i=0
+while [ "$i" -lt {count} ]; do
+  for host; do
+    [ "$i" -lt {count} ] || break
+    hosts="$hosts $host"
+    i=$((i + 1))
+  done
+done
+# ssh takes user@host; others connect to host
+endpoints=''
+i=0
+for host in $hosts; do
+  [ "$i" -lt {bound} ] || break
+  endpoints="$endpoints,${{host#*@}}:$(({port} + i))"
+  i=$((i + 1))
+done
+endpoints=${{endpoints#,}}
+
+remote={remote}
+start() {{ # name, host, variables
+  name=$1 host=$2; shift 2
+  line="cd $(quote "$PWD") && exec env $* sh -c $(quote "$remote") dtrans"
+  (
+    # opened before 3 is closed: a pipe without a writer blocks whoever opens it
+    exec 5<"$dir/alive" 3>&-
+    {{ printf '%s\\n' "$token"; exec cat <&5; }} | {{
+      ${{RSH:-ssh}} "$host" "$line "{command}
+      echo "$? $name" >&4
+    }}
+  ) &
+}}
+
+i=0
+for host in $hosts; do
+  own=${{host#*@}}:$(({port} + i))
+  shared={shared}
+{choose}
+  i=$((i + 1))
+done
+
+# the first role that fails ends the script, and with it all others
+left={count}
+while [ "$left" -gt 0 ]; do
+  read -r code name <&4
+  [ "$code" -eq 0 ] || {{ echo "$name failed: exit code $code" >&2; exit "$code"; }}
+  left=$((left - 1))
+done
+"""
+
+
+def emit_ssh(table: RoleTable) -> str:
+    """Return a shell script that starts the roles on the hosts that are its arguments.
+
+    Args:
+      table: of `role_table` or `plan.roles`, with a command.
+    """
+    parts = parts_of(table)
+    own = [f"{k}={shlex.quote(v)}" for k, v in parts.environment.items()]
+    own += ["DTRANS_ALLOW_REMOTE=1", f"DTRANS_TRAINERS={parts.trainers}"]
+    shared = f'{shlex.quote(" ".join(own))}" {parts.variable}=$endpoints"'
+    trainer = lambda index, more: (
+        f'start "trainer {index}" "$host" "$shared" DTRANS_ROLE=trainer "DTRANS_TRAINER_ID={index}"{more}'
+    )
+    bound = ' "DTRANS_CURRENT_ENDPOINT=$own"'
+    if parts.servers:
+        index = f"$((i - {parts.servers}))"
+        choose = [
+            f'if [ "$i" -lt {parts.servers} ]; then',
+            f'  start "pserver $i" "$host" "$shared" DTRANS_ROLE=pserver{bound}',
+            "else",
+            f"  {trainer(index, '')}",
+            "fi",
+        ]
+    else:
+        choose = [trainer("$i", bound)]
+    return _SCRIPT.format(
+        title=table.title,
+        count=len(table),
+        bound=parts.servers or parts.trainers,
+        port=PORT,
+        remote=shlex.quote(_REMOTE),
+        command=shlex.quote(shlex.join(parts.argv)),
+        shared=shared,
+        choose="\n".join(f"  {line}" for line in choose),
+    )

@@ -1,0 +1,114 @@
+"""A role table as a TorchX component: a Python file whose function returns an `AppDef`.
+
+TorchX fills in `${replica_id}` and `${app_id}` when it starts a replica. A pattern with `{i}` names
+the host of server i, since each scheduler names the hosts of replicas in its own way.
+"""
+
+from __future__ import annotations
+
+from dtrans.hosts.emit_parts import parts_of
+from dtrans.hosts.role_table import PORT, RoleTable
+
+
+IMAGE = "dtrans-job:latest"
+
+_FILE = '''\
+"""{title}
+
+torchx run -s local_cwd THIS:job
+torchx run -s docker THIS:job --hosts '${{app_id}}-{bound}-{{i}}' --token_file /run/token \\
+    --mounts type=bind,src=/run/token,dst=/run/token,readonly
+torchx run -s kubernetes THIS:job --hosts '${{app_id}}-{bound}-{{i}}-0.${{app_id}}' --token_file ...
+"""
+
+from typing import List, Optional
+
+import torchx.specs as specs
+
+COMMAND = {command!r}
+ENVIRONMENT = {environment!r}
+
+
+def job(
+    image: str = {image!r},
+    hosts: str = "127.0.1.{{i}}",
+    port: int = {port},
+    token_file: str = "",
+    cpu: int = {cores},
+    mounts: Optional[List[str]] = None,
+) -> specs.AppDef:
+    """Describe the processes of the job.
+
+    Args:
+        image: container image with dtrans and the script
+        hosts: host of {bound} {{i}}, counted from 0; the default is for one machine with Linux
+        port: port of every {bound}
+        token_file: path of the token inside each process; by default DTRANS_TOKEN is inherited
+        cpu: processors for each process
+        mounts: as in dist.ddp, for instance of the token
+    """
+    at = lambda i: hosts.replace("{{i}}", str(i)) + f":{{port}}"
+    shared = {{
+        **ENVIRONMENT,
+        "DTRANS_ALLOW_REMOTE": "1",
+        "DTRANS_TRAINERS": "{trainers}",
+        "{variable}": ",".join(at(i) for i in range({count})),
+    }}
+    if token_file:
+        shared["DTRANS_TOKEN_FILE"] = token_file
+
+    def role(name, count, own):
+        return specs.Role(
+            name=name,
+            image=image,
+            entrypoint=COMMAND[0],
+            args=COMMAND[1:],
+            env={{**shared, "DTRANS_ROLE": name, **own}},
+            num_replicas=count,
+            max_retries=0,
+            port_map={{"dtrans": port}},
+            resource=specs.Resource(cpu=cpu, gpu=0, memMB=1024 * cpu),
+            mounts=specs.parse_mounts(mounts) if mounts else [],
+        )
+
+    current = {{"DTRANS_CURRENT_ENDPOINT": at(specs.macros.replica_id)}}
+    index = {{"DTRANS_TRAINER_ID": specs.macros.replica_id}}
+    return specs.AppDef(
+        name={name!r},
+        roles=[
+{roles}
+        ],
+    )
+'''
+
+
+def emit_torchx(table: RoleTable, image: str = IMAGE) -> str:
+    """Return a Python file with a TorchX component.
+
+    Args:
+      table: of `role_table` or `plan.roles`, with a command.
+      image: the container image with dtrans and the script.
+    """
+    parts = parts_of(table)
+    if parts.servers:
+        roles = [
+            f'role("pserver", {parts.servers}, current),',
+            f'role("trainer", {parts.trainers}, index),',
+        ]
+    else:
+        roles = [f'role("trainer", {parts.trainers}, {{**current, **index}}),']
+    return _FILE.format(
+        title=table.title,
+        bound="pserver" if parts.servers else "trainer",
+        # `$` begins a macro of TorchX
+        command=[a.replace("$", "$$") for a in parts.argv],
+        environment={k: v.replace("$", "$$") for k, v in parts.environment.items()},
+        image=image,
+        port=PORT,
+        cores=parts.cores or 1,
+        trainers=parts.trainers,
+        variable=parts.variable,
+        count=parts.servers or parts.trainers,
+        name=parts.name[:15].rstrip("-"),  # its Docker scheduler cuts names of hosts
+        roles="\n".join(f"            {line}" for line in roles),
+    )

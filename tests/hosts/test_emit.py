@@ -1,0 +1,374 @@
+"""Emitted jobs: their text, and that each process they start gets the role that the table has."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from paths import ROOT
+
+from dtrans.errors import ConfigError
+from dtrans.hosts.emit import EMITTERS
+from dtrans.hosts.emit_jobset import INDEX
+from dtrans.hosts.role_table import RoleTable, role_table
+from dtrans.run.distributed.role import VARIABLES, Role
+
+
+HERE = Path(__file__).parent
+TOKEN = "0123456789abcdef" * 4
+COUNTS = {"pserver": (2, 2), "nccl2": (3, None)}
+SUFFIX = {"slurm": "sh", "jobset": "yaml", "torchx": "py.txt", "hosts": "sh"}
+EXTRA = {"EXTRA": "it's $(HOME) $x"}
+modes = pytest.mark.parametrize("mode", COUNTS)
+
+
+def table_of(mode: str, *command: str) -> RoleTable:
+    trainers, pservers = COUNTS[mode]
+    return role_table(mode, trainers, pservers, command or ("python", "train.py", "it's"), env=EXTRA)
+
+
+@modes
+@pytest.mark.parametrize("name", EMITTERS)
+def test_golden(name: str, mode: str) -> None:
+    """`DTRANS_WRITE_GOLDEN=1 pytest tests/hosts/test_emit.py` writes the files again."""
+    text = EMITTERS[name](table_of(mode))
+    golden = HERE / "golden" / f"{name}_{mode}.{SUFFIX[name]}"
+    if os.environ.get("DTRANS_WRITE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+    assert max(len(line) for line in text.splitlines()) < 200
+
+
+@pytest.mark.parametrize("name", EMITTERS)
+def test_what_cannot_be_written_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"have no command; give role_table\(command=\.\.\.\)"):
+        EMITTERS[name](role_table("pserver", 2, 1))
+
+
+def same_roles(got: Sequence[Mapping[str, str]], table: RoleTable) -> None:
+    """Compare the environments of processes with a table on the endpoints that they were given."""
+    roles = [Role.from_env(env) for env in got]
+    endpoints = roles[0].pserver_endpoints or roles[0].trainer_endpoints
+    wanted = {e.name: dict(e.environment) for e in table.with_endpoints(endpoints)}
+    found = {}
+    for role, env in zip(roles, got, strict=True):
+        names = (*VARIABLES, "DTRANS_ALLOW_REMOTE", *EXTRA)
+        found[role.name] = {k: env[k] for k in names if k in env}
+    assert found == wanted
+
+
+# -- processes that say what they were given -------------------------------------------------------
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+SAY = """
+import json, os, sys
+with open(os.path.join(sys.argv[1], f"{os.getpid()}.json"), "w") as f:
+    json.dump({"argv": sys.argv[2:], "env": dict(os.environ)}, f)
+"""
+
+
+def said(folder: Path) -> list[dict[str, str]]:
+    found = [json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))]
+    assert all(f["argv"] == ["it's"] for f in found)
+    return [f["env"] for f in found]
+
+
+def clean_env(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS", "SLURM"))} | more
+
+
+# -- Slurm -----------------------------------------------------------------------------------------
+
+
+# both programs of Slurm as the script uses them: a list of names, and a process on each node
+SCONTROL = "#!/bin/sh\necho \"$3\" | tr , '\\n'\n"
+SRUN = """#!{python}
+import os, subprocess, sys
+arguments = [a for a in sys.argv[1:] if a != "--kill-on-bad-exit=1"]
+components = [[]]
+for a in arguments:
+    components.append([]) if a == ":" else components[-1].append(a)
+running = []
+for component in components:
+    group = ""
+    if component[0].startswith("--het-group="):
+        group = "_HET_GROUP_" + component.pop(0).partition("=")[2]
+    for node in os.environ["SLURM_JOB_NODELIST" + group].split(","):
+        running.append(subprocess.Popen(component, env={{**os.environ, "SLURMD_NODENAME": node}}))
+sys.exit(max(p.wait() for p in running))
+"""
+
+
+@modes
+@pytest.mark.parametrize("token", [None, "file"])
+def test_processes_of_slurm_have_the_roles_of_the_table(mode: str, token: str | None, tmp_path: Path) -> None:
+    program(tmp_path / "srun", SRUN.format(python=sys.executable))
+    program(tmp_path / "scontrol", SCONTROL)
+    say = tmp_path / "say.py"
+    say.write_text(SAY)
+    table = table_of(mode, sys.executable, str(say), str(tmp_path), "it's")
+    lists = {"": "n1,n2,n3", "_HET_GROUP_0": "s1,s2", "_HET_GROUP_1": "t1,t2"}
+    env = clean_env(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    env |= {f"SLURM_JOB_NODELIST{k}": v for k, v in lists.items()}
+    if token:
+        (tmp_path / "token").write_text(TOKEN)
+        env["DTRANS_TOKEN_FILE"] = str(tmp_path / "token")
+    subprocess.run(["bash", "-c", EMITTERS["slurm"](table)], env=env, check=True, timeout=60, cwd=tmp_path)
+    got = said(tmp_path)
+    same_roles(got, table)
+    role = Role.from_env(got[0])
+    names = role.pserver_endpoints or role.trainer_endpoints
+    assert names == (("s1:6174", "s2:6174") if mode == "pserver" else ("n1:6174", "n2:6174", "n3:6174"))
+    tokens = {e["DTRANS_TOKEN"] for e in got}
+    assert len(tokens) == 1
+    assert (tokens == {TOKEN}) == bool(token)
+    assert re.fullmatch("[0-9a-f]{64}", tokens.pop())
+
+
+# -- Kubernetes ------------------------------------------------------------------------------------
+
+
+def schema() -> Any:
+    return yaml.safe_load((HERE / "jobset_schema.yaml").read_text())
+
+
+def jobset(mode: str) -> Any:
+    return yaml.safe_load(EMITTERS["jobset"](table_of(mode)))
+
+
+@modes
+def test_the_jobset_is_valid(mode: str) -> None:
+    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.validate(jobset(mode), schema())
+
+
+def test_typos_in_the_jobset_are_noticed() -> None:
+    """Each key of the document counts: one letter more, and it is not valid any more."""
+    document, validator = jobset("pserver"), jsonschema.Draft202012Validator(schema())
+    paths: list[tuple[Any, ...]] = []
+
+    def walk(node: Any, path: tuple[Any, ...]) -> None:
+        for key in node if isinstance(node, dict) else range(len(node) if isinstance(node, list) else 0):
+            if isinstance(key, str):
+                paths.append((*path, key))
+            walk(node[key], (*path, key))
+
+    walk(document, ())
+    assert len(paths) > 90
+    for *above, last in paths:
+        wrong = copy.deepcopy(document)
+        node = wrong
+        for key in above:
+            node = node[key]
+        node[last + "s"] = node.pop(last)
+        assert not validator.is_valid(wrong), (above, last)
+
+
+def pods(document: Any) -> list[dict[str, str]]:
+    """Return the variables of each pod, as Kubernetes gives them: in order, `$(NAME)` of earlier ones."""
+    found = []
+    for job in document["spec"]["replicatedJobs"]:
+        spec = job["template"]["spec"]
+        assert job["replicas"] == 1 and spec["completions"] == spec["parallelism"]
+        (container,) = spec["template"]["spec"]["containers"]
+        for index in range(spec["completions"]):
+            env: dict[str, str] = {}
+            for variable in container["env"]:
+                source = variable.get("valueFrom", {})
+                if "secretKeyRef" in source:
+                    value = TOKEN
+                elif "fieldRef" in source:
+                    assert source["fieldRef"] == {"fieldPath": INDEX}
+                    value = str(index)
+                else:
+                    expand = lambda m, env=env: m[0][1:] if m[1] else env.get(m[2], m[0])
+                    value = re.sub(r"(\$)?\$\(([^)]*)\)", expand, variable["value"])
+                env[variable["name"]] = value
+            found.append(env)
+    return found
+
+
+@modes
+def test_pods_have_the_roles_of_the_table(mode: str) -> None:
+    document = jobset(mode)
+    got = pods(document)
+    same_roles(got, table_of(mode))
+    assert all(env["DTRANS_TOKEN"] == TOKEN for env in got)
+    name, network = document["metadata"]["name"], document["spec"]["network"]
+    assert network == {"enableDNSHostnames": True, "subdomain": name}
+    # JobSet's names of pods: jobset, replicated job, index of the job, index of the pod
+    job, count = ("server", 2) if mode == "pserver" else ("trainer", 3)
+    role = Role.from_env(got[0])
+    hosts = tuple(f"{name}-{job}-0-{i}.{name}:6174" for i in range(count))
+    assert (role.pserver_endpoints or role.trainer_endpoints) == hosts
+
+
+def test_each_role_of_the_jobset_has_a_failure_rule() -> None:
+    spec = jobset("pserver")["spec"]
+    targets = [r["targetReplicatedJobs"] for r in spec["failurePolicy"]["rules"]]
+    assert targets == [[j["name"]] for j in spec["replicatedJobs"]] == [["server"], ["trainer"]]
+
+
+# -- ssh -------------------------------------------------------------------------------------------
+
+
+# a host that is this one: ssh gives its arguments to a shell, as one line
+RSH = '#!/bin/sh\necho "$1" >>"$HOSTS_SEEN"; shift; exec sh -c "$*"\n'
+
+
+def run_ssh(tmp_path: Path, table: RoleTable, *hosts: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "job.sh"
+    script.write_text(EMITTERS["hosts"](table))
+    rsh = program(tmp_path / "rsh", RSH)
+    env = clean_env(RSH=rsh, HOSTS_SEEN=str(tmp_path / "seen"))
+    return subprocess.run(
+        ["sh", str(script), *hosts],
+        env=env,
+        input=TOKEN + "\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+
+
+@modes
+def test_processes_of_ssh_have_the_roles_of_the_table(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "say.py").write_text(SAY)
+    table = table_of(mode, sys.executable, "say.py", str(tmp_path), "it's")
+    done = run_ssh(tmp_path, table, "alice@h1", "h2", "h3")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    got = said(tmp_path)
+    same_roles(got, table)
+    assert all(env["DTRANS_TOKEN"] == TOKEN for env in got)
+    count = len(table)
+    assert sorted((tmp_path / "seen").read_text().split()) == sorted(["alice@h1", "h2", "h3", "alice@h1"][:count])
+    role = Role.from_env(got[0])
+    names = ("h1:6174", "h2:6175", "h3:6176")
+    assert (role.pserver_endpoints or role.trainer_endpoints) == names[: 2 if mode == "pserver" else 3]
+
+
+FAIL = """
+import os, sys, time
+from pathlib import Path
+here = Path(sys.argv[1])
+(here / f"{os.getpid()}.pid").touch()
+if os.environ["DTRANS_ROLE"] == "trainer" and os.environ["DTRANS_TRAINER_ID"] == "1":
+    while len(list(here.glob("*.pid"))) < 4:
+        time.sleep(0.01)
+    sys.exit(7)
+time.sleep(600)
+"""
+
+
+def test_a_role_that_fails_ends_all_by_ssh(tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(FAIL)
+    done = run_ssh(tmp_path, table_of("pserver", sys.executable, "fail.py", str(tmp_path)), "h1")
+    assert done.returncode == 7
+    assert done.stderr.startswith("trainer 1 failed: exit code 7\n")
+    processes = [int(p.stem) for p in tmp_path.glob("*.pid")]
+    assert len(processes) == 4
+    until = time.monotonic() + 20
+    while any(Path(f"/proc/{p}").exists() for p in processes) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [p for p in processes if Path(f"/proc/{p}").exists()] == []
+
+
+def test_ssh_asks_for_hosts_and_a_token(tmp_path: Path) -> None:
+    done = run_ssh(tmp_path, table_of("pserver"))
+    assert done.returncode == 2 and "HOST..." in done.stderr
+
+
+# -- TorchX ----------------------------------------------------------------------------------------
+
+
+class _Specs:
+    """Names of `torchx.specs` that the component uses; with what was handed over as it was."""
+
+    class macros:
+        replica_id = "${replica_id}"
+
+    AppDef = staticmethod(lambda **given: given)
+    Role = staticmethod(lambda **given: given)
+    Resource = staticmethod(lambda **given: given)
+
+
+@modes
+def test_replicas_of_torchx_have_the_roles_of_the_table(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("torchx")
+    module.specs = _Specs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchx", module)
+    monkeypatch.setitem(sys.modules, "torchx.specs", _Specs)
+    names: dict[str, Any] = {}
+    exec(EMITTERS["torchx"](table_of(mode)), names)
+    app = names["job"](hosts="${app_id}-x-{i}", token_file="/run/token")
+    got = []
+    for role in app["roles"]:
+        for replica in range(role["num_replicas"]):
+            macros = {"${replica_id}": str(replica), "${app_id}": "job-1", "$$": "$"}
+            fill = lambda m, macros=macros: macros[m[0]]
+            pattern = r"\$\$|\$\{replica_id\}|\$\{app_id\}"
+            got.append({k: re.sub(pattern, fill, v) for k, v in role["env"].items()})
+    same_roles(got, table_of(mode))
+    assert all(env["DTRANS_TOKEN_FILE"] == "/run/token" for env in got)
+    role = Role.from_env(got[0])
+    assert (role.pserver_endpoints or role.trainer_endpoints)[1] == "job-1-x-1:6174"
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def dtrans(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dtrans", *arguments]
+    env = clean_env(PYTHONPATH=str(ROOT))
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+
+
+def test_launch_emits(tmp_path: Path) -> None:
+    path = tmp_path / "job.sbatch"
+    done = dtrans("launch", "--trainers", "2", "--emit", "slurm", "--output", str(path), "train.py", "--x")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    table = role_table("pserver", 2, 1, [sys.executable, "train.py", "--x"])
+    assert path.read_text() == EMITTERS["slurm"](table)
+    assert shlex.quote(sys.executable) in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--emit", "cloud"], "it is 'cloud'"),
+        (["--output", "x"], "--output is for --emit"),
+        (["--emit", "slurm", "--time-limit", "3"], "--time-limit does not go with --emit"),
+        (["--emit", "slurm", "--trainers-on", "SPREAD"], "--trainers-on does not go with --emit"),
+    ],
+)
+def test_what_launch_does_not_emit(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from dtrans import cli
+
+    monkeypatch.setattr(sys, "argv", ["dtrans", "launch", *arguments, "-m", "json.tool"])
+    with pytest.raises(SystemExit) as e:
+        cli.main()
+    assert e.value.code == 1
+    assert message in capsys.readouterr().err
