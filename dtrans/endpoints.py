@@ -57,6 +57,26 @@ def parse_endpoints(endpoints: str | Sequence[str], of: str = "pserver") -> tupl
     return parsed
 
 
+def host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
+    """Return the hosts of a list such as `gpu1:2,gpu2`, each with its number of slots, None if not given.
+
+    Args:
+      where: the list's own name, for errors.
+
+    Raises:
+      ConfigError: a number of slots that is not a number.
+    """
+    hosts: list[tuple[str, int | None]] = []
+    for item in text.split(","):
+        name, colon, slots = item.strip().partition(":")
+        if colon and not slots.isdecimal():
+            raise ConfigError(
+                f"{where} {text} has {slots!r} for the number of slots; write a number, such as gpu1:2 or slots=2"
+            )
+        hosts.append((name, int(slots) if colon else None))
+    return hosts
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine's loopback."""
     if host == "localhost":

@@ -16,7 +16,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from dtrans.endpoints import ANY_ADDRESS
+from dtrans.endpoints import ANY_ADDRESS, host_slots
 from dtrans.errors import ConfigError
 
 
@@ -99,11 +99,7 @@ def _from_file(path: Path) -> list[HostEntry]:
 
 
 def _from_list(text: str) -> list[HostEntry]:
-    hosts = []
-    for item in text.split(","):
-        name, colon, slots = item.strip().partition(":")
-        hosts.append(HostEntry(name, _number(f"--hosts {text}", slots) if colon else None))
-    return hosts
+    return [HostEntry(name, slots) for name, slots in host_slots(text, "--hosts")]
 
 
 def _number(where: str, text: str) -> int:

@@ -1,6 +1,7 @@
 """Processes: who they are, how they find one another, and what happens when one ends.
 
 role            what a launched process knows of itself
+schedulers      the same, from the variables of Slurm, Open MPI, torchrun, JobSet and Paddle
 rendezvous      the trainers of nccl2 mode find one another
 connect         they become one job of `jax.distributed`
 gloo            where Gloo of each process is reached

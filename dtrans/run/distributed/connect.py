@@ -48,6 +48,7 @@ from dtrans.run.distributed.membership import Membership, current, join, known
 from dtrans.run.distributed.multihost import all_reduce_sum
 from dtrans.run.distributed.rendezvous import rendezvous
 from dtrans.run.distributed.role import LOSS, Role
+from dtrans.run.distributed.schedulers import is_told
 from dtrans.run.net.net_options import allows_remote, encryption_of
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
@@ -68,8 +69,9 @@ def connect(
     """Connect the trainers of an nccl2 job. Call it before anything that makes JAX look for its devices.
 
     Who this process is comes from the environment, as `dtrans launch --mode nccl2` sets it (see `Role`); without that,
-    from JAX's own detection: Slurm, Open MPI, Kubernetes, TPU. Trainer 0's endpoint becomes the coordinator of
-    `jax.distributed`. A second call changes nothing, but that it may allow other hosts.
+    from JAX's own detection: Slurm, Open MPI, Kubernetes, TPU. Set DTRANS_PSERVERS=0 to take endpoints from
+    variables of the scheduler instead. Trainer 0's endpoint becomes the coordinator of `jax.distributed`. A second call
+    changes nothing, but that it may allow other hosts.
 
     Args:
       role: who this process is; from the environment by default.
@@ -98,7 +100,7 @@ def connect(
     encryption = encryption_of(transport_encryption)
     loss = os.environ.get(LOSS, "abort") if on_trainer_loss is None else on_trainer_loss
     check_one_of("on_trainer_loss", loss, ("abort", "drop"))
-    if role is None and _is_told():
+    if role is None and is_told(os.environ):
         role = Role.from_env()
     if role is not None and not role.trainer_endpoints:
         raise ConfigError(f"this is {role.name} of a job with pservers; dtrans.connect() is for mode='nccl2'")
@@ -138,10 +140,6 @@ def connect(
 def connected() -> Membership:
     """The job that this process is connected to, by `connect` or by the user. Raises ConfigError when there is none."""
     return connect() if known() is None and jax.distributed.is_initialized() else current()
-
-
-def _is_told() -> bool:
-    return "DTRANS_ROLE" in os.environ or "DTRANS_TRAINER_ENDPOINTS" in os.environ
 
 
 def _check_same(role: Role, member: Membership) -> None:

@@ -16,7 +16,8 @@
 
 `dtrans launch` sets them; so can any scheduler. The mode is told by whose endpoints there are. They are Paddle's
 (TRAINING_ROLE, PADDLE_TRAINER_ID, ...; python/paddle/distributed/launch_ps.py), under names of our own.
-`Role.environment` and `Role.from_env` are each other's inverse, and nothing else knows the names.
+`Role.environment` and `Role.from_env` are each other's inverse. `dtrans.run.distributed.schedulers` derives the names
+above from the variables of Slurm, Open MPI, torchrun, JobSet and Paddle.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Literal
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.plan import check_trainer_endpoint, check_trainer_id
+from dtrans.run.distributed.schedulers import role_variables
 
 
 TRAINER, PSERVER = "trainer", "pserver"
@@ -150,7 +152,7 @@ class Role:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Role:
-        """The role of this process.
+        """Return the role of this process, from DTRANS_* variables or from those of a scheduler.
 
         Args:
           environ: `os.environ` by default.
@@ -158,7 +160,7 @@ class Role:
         Raises:
           ConfigError: a variable that is missing or has a value that cannot be.
         """
-        env = os.environ if environ is None else environ
+        env = role_variables(os.environ if environ is None else environ)
         kind = _read(env, "DTRANS_ROLE")
         trainers = _number(env, "DTRANS_TRAINERS")
         if kind not in (TRAINER, PSERVER):
