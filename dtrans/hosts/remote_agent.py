@@ -18,6 +18,7 @@ Read `dtrans.hosts.remote_child` next, which gives the orders.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -84,13 +85,12 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions that all hosts of a job have in common."""
     import jax
-    import jaxlib
 
     import dtrans
 
     python = ".".join(platform.python_version_tuple()[:2])
-    libraries = {module.__name__: module.__version__ for module in (jax, jaxlib, dtrans)}
-    return {"Python": python, **libraries}
+    libraries = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
+    return {"Python": python, **libraries, "dtrans": dtrans.__version__}
 
 
 def _own_address(name: str) -> str:
