@@ -28,6 +28,7 @@ class DigitsSettings:
       min_block_size: the fewest elements worth a block, with parameter servers.
       sharding_stage: 1, 2 or 3 in sharding mode; 0 in the others.
       deadline: seconds that a role may wait for another.
+      stages: of a pipeline, one on each trainer; 0 for no pipeline.
 
     Example:
       >>> from dtrans.examples.job import DigitsSettings
@@ -45,6 +46,7 @@ class DigitsSettings:
     min_block_size: int = 8192
     sharding_stage: int = 0
     deadline: float = 60.0
+    stages: int = 0
 
     def arguments(self) -> list[str]:
         """The settings as command-line arguments."""

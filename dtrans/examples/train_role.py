@@ -5,12 +5,18 @@ Written as a user of Paddle's interface would. Started by `dtrans train --engine
     dtrans launch --trainers 2 --pservers 2 -m dtrans.examples.train_role runs/digits --optimizer adam
     dtrans launch --mode nccl2 --trainers 2 -m dtrans.examples.train_role runs/digits --optimizer adam
     dtrans launch --mode nccl2 --trainers 2 -m dtrans.examples.train_role runs/digits --sharding-stage 3
+
+or on several hosts, which may share no folder: `-` in its place prints the accuracy instead.
+
+    dtrans launch --hosts gpu1,gpu2 --mode nccl2 --trainers 2 -m dtrans.examples.train_role - --stages 2
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +26,14 @@ from dtrans.examples import digits, report
 from dtrans.examples.job import DigitsSettings, Outcome, train, training
 
 
+MICRO_BATCHES = 4
+
+
 def main() -> None:
-    """Be the role that the environment says, and leave what a trainer saw as `trainer-K.npz` in a directory."""
+    """Be the role that the environment says, and leave what a trainer saw as `trainer-K.npz` in a directory.
+
+    With `-` for the directory trainer 0 prints how well the parameters do on images that it was not trained on.
+    """
     directory, *rest = sys.argv[1:]
     settings = DigitsSettings.parse(rest)
     role = dtrans.Role.from_env()
@@ -39,15 +51,15 @@ def main() -> None:
     first = role.trainer_id == 0
     # without pservers each has the loss of all
     bar = report.progress(settings, what="loss of trainer 0" if role.mode == "pserver" else "loss", shown=first)
-    file = Path(directory) / f"trainer-{role.trainer_id}.npz"
+    leave = _leave(directory, role.trainer_id, data)
 
-    if settings.sharding_stage:
-        plan = dtrans.sharding(program, startup, degree=role.trainers, stage=settings.sharding_stage)
-        if first:
+    if settings.sharding_stage or settings.stages:
+        plan = _collective_plan(settings, program, startup, role.trainers)
+        if first and settings.sharding_stage:
             report.show_plan(plan)
         with plan.on_cluster() as job, bar as advance:
             whole = lambda epoch: digits.batches(data, settings.seed, epoch, settings.batch_size)
-            train(job, settings, lambda epoch: (job.shard_batch(*x) for x in whole(epoch)), advance).save(file)
+            leave(train(job, settings, lambda epoch: (job.shard_batch(*x) for x in whole(epoch)), advance))
         return
 
     config = dtrans.DistributeTranspilerConfig(mode=role.mode, min_block_size=settings.min_block_size)
@@ -80,7 +92,26 @@ def main() -> None:
                 *state, loss = exe.run(trainer, *state, x, y)
                 losses.append(float(loss))
                 advance(epoch, losses[-1])
-    Outcome(np.array(losses), state[0]).save(file)
+    leave(Outcome(np.array(losses), state[0]))
+
+
+def _collective_plan(settings: DigitsSettings, program: dtrans.Program, startup: dtrans.Program, trainers: int) -> Any:
+    if settings.sharding_stage:
+        return dtrans.sharding(program, startup, degree=trainers, stage=settings.sharding_stage)
+    return dtrans.pipeline(program, startup, num_stages=settings.stages, num_micro_batch=MICRO_BATCHES)
+
+
+def _leave(directory: str, trainer: int, data: digits.Digits) -> Callable[[Outcome], None]:
+    """Return what takes the outcome of a trainer."""
+    if directory != "-":
+        return lambda outcome: outcome.save(Path(directory) / f"trainer-{trainer}.npz")
+
+    def show(outcome: Outcome) -> None:
+        if trainer == 0:
+            accuracy = digits.accuracy(outcome.params, data.test_x, data.test_y)
+            print(f"test accuracy {accuracy:.4f} on {len(data.test_y)} images")
+
+    return show
 
 
 if __name__ == "__main__":

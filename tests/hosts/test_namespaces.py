@@ -1,0 +1,139 @@
+"""Whole jobs on four hosts, as network namespaces that share nothing but the file system."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import own_sshd
+import pytest
+from own_namespaces import Namespaces, namespaces, why_not
+from paths import ROOT
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
+PATIENCE = 240.0
+COLLECTIVE = ("--mode", "nccl2", "--trainers", "4")
+PSERVER = ("--trainers", "2", "--pservers", "2")
+DIGITS = ("-m", "dtrans.examples.train_role", "-")
+ACCURACY = 0.95  # of the demo
+
+
+@pytest.fixture
+def hosts() -> Iterator[Namespaces]:
+    with namespaces(4) as made:
+        yield made
+
+
+def start(hosts: Sequence[str], *arguments: str, **env: str) -> subprocess.Popen[str]:
+    """Start `dtrans launch` on hosts."""
+    command = [sys.executable, "-m", "dtrans", "launch", "--hosts", ",".join(hosts), "--rsh", "ip netns exec"]
+    its = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", **env}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, *arguments], env=its, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+
+def accuracy(hosts: Namespaces, *arguments: str, **env: str) -> float:
+    """Run a job to its end, and return what it prints of its accuracy. No process is left on any host."""
+    with start(hosts.names, *arguments, **env) as job:
+        out, err = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0, err
+    assert {name for name in hosts.names if f" on {name}: ended\n" in err} == {*hosts.names}
+    assert hosts.processes() == []
+    return float(re.search(r"^\[trainer 0\] test accuracy (\S+) on 360 images$", out, re.M)[1])
+
+
+def test_two_servers_and_two_trainers(hosts: Namespaces) -> None:
+    """Encrypted, for two epochs."""
+    found = accuracy(hosts, *PSERVER, *DIGITS, "--epochs", "2", DTRANS_TRANSPORT_ENCRYPTION="required")
+    assert found > 0.8
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*PSERVER, *DIGITS),
+        (*COLLECTIVE, *DIGITS),
+        (*COLLECTIVE, *DIGITS, "--sharding-stage", "3"),
+        (*COLLECTIVE, *DIGITS, "--stages", "4"),
+    ],
+    ids=["pserver", "nccl2", "sharding", "pipeline"],
+)
+def test_the_demo_on_four_hosts(hosts: Namespaces, arguments: tuple[str, ...]) -> None:
+    assert accuracy(hosts, *arguments, DTRANS_TRANSPORT_ENCRYPTION="required") >= ACCURACY
+
+
+def test_a_host_that_is_missing(hosts: Namespaces) -> None:
+    with start((*hosts.names[:3], "dt-missing"), *PSERVER, *DIGITS) as job:
+        _, err = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 1
+    assert "dtrans: 1 of 4 hosts cannot take part, and nothing was started" in err
+    assert re.search(
+        r"host dt-missing cannot be reached: `ip` ended with exit code \d+: Cannot open network names", err
+    )
+    assert hosts.processes() == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("gone", [0, 2], ids=["a trainer's host", "a server's host"])
+@pytest.mark.parametrize("arguments", [(*PSERVER, *DIGITS), (*COLLECTIVE, *DIGITS)], ids=["pserver", "nccl2"])
+def test_a_host_that_is_cut_off(hosts: Namespaces, arguments: tuple[str, ...], gone: int, tmp_path: Path) -> None:
+    """In the middle of the job every role ends with an error that names another."""
+    logs = ("--log-dir", str(tmp_path))
+    with start(hosts.names, *logs, *arguments, "--epochs", "2000", "--deadline", "10") as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            if re.search(r"\[trainer 0\] training: step \d+ of", line):
+                break
+        hosts.cut(gone)
+        _, err = job.communicate(timeout=PATIENCE)
+    assert job.returncode != 0
+    assert re.search(r"^dtrans: (trainer|pserver) \d on \S+ failed with ", err, re.M), err
+    assert hosts.processes() == []
+    said = {file.stem: file.read_text() for file in tmp_path.iterdir()}
+    assert len(said) == 4
+    named = re.compile(r"(trainer|pserver) \d|10\.77\.0\.1\d")
+    blamed = [name for name, text in said.items() if "Error" in text and named.search(text)]
+    assert blamed, said
+
+
+DRIVER = """
+import sys
+from dtrans.hosts import remote_child
+from dtrans.hosts.host_list import HostEntry
+from dtrans.hosts.on_hosts import launch_on_hosts
+remote_child.BEAT, remote_child.SILENCE = 0.5, 5.0
+rsh, script, host = sys.argv[1:]
+launch_on_hosts([sys.executable, script], [HostEntry(host)], rsh=rsh)
+"""
+WAITS = "import threading; print('here'); threading.Event().wait()"
+
+
+@pytest.mark.skipif(bool(own_sshd.why_not()), reason=own_sshd.why_not() or "sshd runs")
+def test_a_host_that_ssh_loses(hosts: Namespaces, tmp_path: Path) -> None:
+    """The launcher names it. Its roles, whom nobody tells anything any more, end as well."""
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    far, near = (["ip", "netns", "exec", name] for name in hosts.names[:2])
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with own_sshd.own_sshd(tmp_path / "ssh", hosts.address(0), far) as ssh:
+        rsh = f"{ssh} -o ServerAliveInterval=1 -o ServerAliveCountMax=3"
+        command = [*near, sys.executable, "-c", DRIVER, rsh, str(script), hosts.address(0)]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+            assert job.stdout is not None
+            assert sorted(job.stdout.readline() for _ in range(2)) == ["[pserver 0] here\n", "[trainer 0] here\n"]
+            assert sum(str(script) in line for line in hosts.processes()) > 2
+            hosts.cut(0)
+            _, err = job.communicate(timeout=PATIENCE)
+        lost = f"failed with a lost connection to host {hosts.address(0)} \\(`ssh` ended with exit code 255\\)"
+        assert re.search(f"(trainer|pserver) 0 on {hosts.address(0)} {lost}", err), err
+        limit = time.monotonic() + PATIENCE
+        while any(str(script) in line for line in hosts.processes()):
+            assert time.monotonic() < limit
+            time.sleep(0.1)

@@ -1,0 +1,104 @@
+"""Hosts of a test's own: network namespaces on one switch, that share nothing but the file system.
+
+Each resolves its own name and localhost, and no other host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+
+OWN_FILES = Path(
+    "/etc/netns"
+)  # `ip netns exec NAME` puts the files of a folder NAME here in the place of those of /etc
+NET = "10.77.0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Namespaces:
+    """Hosts that are up.
+
+    Attributes:
+      names: of the namespaces.
+      switch: the namespace that connects them.
+    """
+
+    names: tuple[str, ...]
+    switch: str
+
+    def address(self, i: int) -> str:
+        """Return the address of a host."""
+        return f"{NET}.{10 + i}"
+
+    def cut(self, i: int) -> None:
+        """Let nothing through to a host any more, and nothing from it. Nobody is told."""
+        _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "nomaster")
+
+    def processes(self) -> list[str]:
+        """Return the command lines of processes on these hosts."""
+        pids = [pid for name in self.names for pid in _ip("netns", "pids", name).split()]
+        found = []
+        for pid in pids:
+            with contextlib.suppress(FileNotFoundError):
+                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
+
+
+def why_not() -> str:
+    """Return why no namespaces can be made here; empty where they can."""
+    if shutil.which("ip") is None:
+        return "there is no ip (Debian: iproute2)"
+    made = subprocess.run(["ip", "netns", "add", f"dt{os.getpid()}try"], capture_output=True, text=True)
+    if made.returncode:
+        return f"network namespaces cannot be made: {made.stderr.strip()}"
+    _ip("netns", "del", f"dt{os.getpid()}try")
+    return ""
+
+
+@contextlib.contextmanager
+def namespaces(count: int) -> Iterator[Namespaces]:
+    """Give so many hosts, and remove them at the end, with what still runs there."""
+    prefix = f"dt{os.getpid()}"
+    hosts = Namespaces(tuple(f"{prefix}h{i}" for i in range(count)), f"{prefix}sw")
+    had_files = OWN_FILES.exists()
+    with contextlib.ExitStack() as stack:
+        if not had_files:
+            stack.callback(lambda: OWN_FILES.exists() and OWN_FILES.rmdir())
+        _add(hosts.switch, stack)
+        _ip("-n", hosts.switch, "link", "add", "sw0", "type", "bridge")
+        _ip("-n", hosts.switch, "link", "set", "dev", "sw0", "up")
+        for i, name in enumerate(hosts.names):
+            _add(name, stack)
+            files = OWN_FILES / name
+            files.mkdir(parents=True)
+            stack.callback(shutil.rmtree, files)
+            (files / "hosts").write_text(f"127.0.0.1 localhost\n{hosts.address(i)} {name}\n")
+            _ip("link", "add", "e", "netns", name, "type", "veth", "peer", "name", f"p{i}", "netns", hosts.switch)
+            _ip("-n", name, "addr", "add", f"{hosts.address(i)}/24", "dev", "e")
+            for device in ("e", "lo"):
+                _ip("-n", name, "link", "set", device, "up")
+            _ip("-n", hosts.switch, "link", "set", f"p{i}", "master", "sw0")
+            _ip("-n", hosts.switch, "link", "set", f"p{i}", "up")
+        yield hosts
+
+
+def _add(name: str, stack: contextlib.ExitStack) -> None:
+    _ip("netns", "add", name)
+    stack.callback(_remove, name)
+
+
+def _remove(name: str) -> None:
+    for pid in _ip("netns", "pids", name).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), 9)
+    _ip("netns", "del", name)
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
