@@ -82,7 +82,7 @@ def connect(
       allow_remote: let endpoints be on other machines, and stages of a pipeline that a scheduler has put on several
         hosts send each other values. By default True where DTRANS_ALLOW_REMOTE is 1, else False. It takes DTRANS_TOKEN
         too, the same secret in all processes. The connections of JAX itself know no token and are not encrypted: only
-        on a network where everybody may train with everybody (docs/hosts.md).
+        on a network where everybody may train with everybody (docs/keys.md).
       transport_encryption: "auto" encrypts dtrans's own connections to other hosts, "required" also those on loopback,
         "disabled" none; the same in all processes. By default DTRANS_TRANSPORT_ENCRYPTION, else "auto".
       on_trainer_loss: "abort" ends all trainers when one ends before its time; "drop" lets `plan.on_cluster()` go on
