@@ -24,6 +24,7 @@ LAYERS = (
     ("_jax", "errors", "checks"),
     ("ir", "ops", "endpoints", "nn", "optimizers"),
     ("protocol",),
+    ("verify",),
     ("step",),
     ("rows",),
     ("slicing",),
@@ -49,7 +50,7 @@ RUN_LAYERS = (
     ("collective", "parameter_server"),
     ("pipeline_parallel",),
     ("executor",),
-    ("role_job",),
+    ("role_job", "verified"),
     ("realisers",),
 )
 

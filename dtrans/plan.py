@@ -42,6 +42,8 @@ from dtrans.ir.program import Program
 from dtrans.step import one_state
 from dtrans.step.batch_sharing import part_of
 from dtrans.step_meter import JobReport, StepMeter
+from dtrans.verify.check import STEPS, Comparison, random_arguments
+from dtrans.verify.report import Report
 
 
 if TYPE_CHECKING:
@@ -259,6 +261,52 @@ class Plan(abc.ABC):
           [('trainer 0', 8), ('trainer 1', 8)]
         """
         return realiser(self, "roles")(self, command, **options)
+
+    def verify(self, *batch: Any, points: Sequence[int] = STEPS, seed: int = 0) -> Report:
+        """Check that the job computes the step: both are evaluated in a finite field, without a tolerance.
+
+        The traced step of the whole job is compared with the step of one device, at random points (docs/verify.md).
+        Nothing is compiled for devices, and none is needed.
+
+        Args:
+          batch: arrays, or types of arrays (`jax.ShapeDtypeStruct`), of a global batch: what `step` takes behind the
+            state. By default those that the step was traced with.
+          points: states are compared after so many steps of one device.
+          seed: of the points.
+
+        Returns:
+          A report: `report.equal`, `report.complete`, and the names of outputs that differ.
+
+        Raises:
+          ConfigError: the plan is asynchronous, and computes no step of one device.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, dtrans
+          >>> step = dtrans.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx := optax.adam(0.1))
+          >>> init = lambda: (jnp.ones(2), tx.init(jnp.ones(2)))
+          >>> plan = dtrans.nccl2(dtrans.trace(step, *init(), jnp.ones((12, 2))), dtrans.trace(init), trainers=3)
+          >>> report = plan.verify()
+          >>> report.equal, report.complete
+          (True, True)
+        """
+        main, specs = self.main, self.main.args[2:]
+        typed = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x) if jnp.isscalar(x) else x.dtype)
+        if not batch:
+            batch = tuple(spec.unflatten([main.inputs[n] for n in spec.names]) for spec in specs)
+        if len(batch) != len(specs):
+            raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+        types = jax.tree.map(typed, batch)
+        flat = {
+            n: t for spec, b in zip(specs, types, strict=True) for n, t in zip(spec.names, spec.flatten(b), strict=True)
+        }
+        state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
+        traced: Any = self._realised("verify", types)
+        whole = main.specialize_flat([*state, *flat.values()])
+        comparison = Comparison(whole, traced, flat)
+        startup: Program = self.startup  # type: ignore[attr-defined]
+        made = startup.compiled(*random_arguments(startup.inputs, seed))
+        start = dict(zip(comparison.leaf_types, made, strict=True))
+        return comparison.check(repr(self)[1:-1], start, points=points, seed=seed)
 
     def _realised(self, way: str, *args: Any, **options: Any) -> Job:
         with within_mesh(None):

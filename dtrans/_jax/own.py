@@ -11,6 +11,7 @@ from dtrans._jax.imports import Primitive, ad, batching, mlir
 
 
 OWN: set[Primitive] = set()
+IDENTITIES: set[Primitive] = set()  # those of them whose output is their first operand
 
 
 def new_primitive(
@@ -65,6 +66,7 @@ def new_identity(
         batch=batch or batched,
         transpose=transpose,
     )
+    IDENTITIES.add(primitive)
     return primitive
 
 

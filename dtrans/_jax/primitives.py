@@ -7,6 +7,7 @@ that finds neither raises `TraceError` by name. What no table knows is treated a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ import jax
 from dtrans._jax.imports import Atom, ClosedJaxpr, JaxprEqn, Var
 from dtrans._jax.jaxprs import opened
 from dtrans._jax.origins import line_of
-from dtrans._jax.own import OWN
+from dtrans._jax.own import IDENTITIES, OWN
 from dtrans.errors import TraceError, UnknownPrimitiveWarning
 
 
@@ -75,6 +76,11 @@ _KNOWN = ELEMENTWISE | _OTHERS | {SCAN, WHILE, COND, *REMAT, *CALLS, *CUSTOM_RUL
 def is_known(eqn: JaxprEqn) -> bool:
     """Whether a table here knows the primitive of an equation, or it is one of this package."""
     return eqn.primitive.name in _KNOWN or eqn.primitive in OWN
+
+
+def is_identity(eqn: JaxprEqn) -> bool:
+    """Return True if an equation is a mark of this package, whose output is its first operand."""
+    return eqn.primitive in IDENTITIES
 
 
 def warn_if_unknown(eqn: JaxprEqn, effect: str) -> None:
@@ -242,3 +248,33 @@ def axes_of(eqn: JaxprEqn) -> list[Any]:
     """What a collective of JAX communicates over; of a reduction within an array its axes, which are numbers."""
     each = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
     return [n for axes in each for n in (axes if isinstance(axes, (tuple, list)) else (axes,))]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardMap:
+    """The parameters of a `shard_map` equation.
+
+    Attributes:
+      axes: name to size of the axes of the mesh.
+      manual: those over which the body communicates by itself.
+      in_specs, out_specs: where operands and results lie on the mesh.
+      body: the program of one device.
+    """
+
+    axes: dict[str, int]
+    manual: frozenset[str]
+    in_specs: tuple[Any, ...]
+    out_specs: tuple[Any, ...]
+    body: Any
+
+
+def shard_map_of(eqn: JaxprEqn) -> ShardMap:
+    """Return the parameters of a `shard_map` equation."""
+    key = "manual_axes" if "manual_axes" in eqn.params else "newly_manual_axes"
+    return ShardMap(
+        dict(param(eqn, "mesh").shape),
+        frozenset(param(eqn, key)),
+        tuple(param(eqn, "in_specs")),
+        tuple(param(eqn, "out_specs")),
+        param(eqn, "jaxpr"),
+    )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dtrans._jax import is_traced
 from dtrans.errors import BatchError
 from dtrans.ir.pytree import TreeSpec, as_array
 
@@ -53,7 +54,7 @@ def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping
 
 def on_one_device(x: Any) -> Any:
     """Return an array where one device computes: arrays of a mesh, or of another device, are moved."""
-    if not isinstance(x, jax.Array) or not x.committed:
+    if not isinstance(x, jax.Array) or is_traced(x) or not x.committed:
         return x
     one = jax.local_devices()[0]
     return x if x.devices() == {one} else jax.device_put(x, one)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from dtrans._jax import is_traced
 from dtrans.errors import StateError
 
 
@@ -20,7 +21,8 @@ def check_arrays(held: Iterable[tuple[str, Any]], *, donates: bool) -> None:
     """Raises StateError for arrays whose memory was given away, or would be given away twice."""
     seen: dict[int, str] = {}
     for n, x in held:
-        if not isinstance(x, jax.Array):  # NumPy's, if the state comes from a checkpoint
+        # NumPy's, if the state comes from a checkpoint; a step that is traced has no memory yet
+        if not isinstance(x, jax.Array) or is_traced(x):
             continue
         if x.is_deleted():  # JAX would look for its memory, and not always find out
             raise StateError(

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
-from dtrans._jax import JaxprEqn
+from dtrans._jax import JaxprEqn, is_traced
 from dtrans.checkpoint.assemble import by_origin
 from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
 from dtrans.checkpoint.runs import THIS_PROCESS
@@ -500,7 +500,9 @@ def _finite(xs: Sequence[Any], own: Sequence[bool]) -> list[jax.Array]:
 
 
 def _shards(x: jax.Array) -> list[jax.Array]:
-    """The parts of a stacked array, in the order of the trainers."""
+    """Return the parts of a stacked array, in the order of the trainers; of a step that is traced there is one."""
+    if is_traced(x):
+        return [x]
     return [s.data for s in sorted(x.addressable_shards, key=lambda s: s.index[0].start or 0)]
 
 
@@ -530,6 +532,8 @@ def _put(x: Any, where: Sharding) -> Any:
     """`jax.device_put`, without its cost where there is nothing to do."""
     if isinstance(x, list):
         return jax.device_put(x, where)
+    if is_traced(x):
+        return x
     return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
 
 

@@ -1,0 +1,100 @@
+"""Traced steps of jobs: what `plan.verify()` evaluates is what `job.step` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from dtrans.data_parallel.plan import CollectivePlan
+from dtrans.ir.program import Program
+from dtrans.plan import Job, Plan, realises
+from dtrans.run.base.platforms import as_run_on
+from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout
+from dtrans.run.collective.mesh import MeshTrainers
+from dtrans.verify.check import TracedStep
+
+
+class _AbstractTrainers(MeshTrainers):
+    """Trainers on a mesh without devices: their step is traced, and nothing runs.
+
+    Args:
+      axes: name to size.
+    """
+
+    def __init__(self, axes: Sequence[tuple[str, int]]) -> None:
+        names, sizes = [n for n, _ in axes], [s for _, s in axes]
+        super().__init__(AbstractMesh(tuple(sizes), tuple(names)))  # type: ignore[arg-type]
+
+    def everywhere(self, xs: Sequence[Any]) -> list[Any]:
+        return list(xs)
+
+    def state(self, x: Any, axis: int | None) -> Any:
+        return x
+
+    def batch(self, arrays: Sequence[Any], shares: Sequence[Any]) -> list[Any]:
+        return list(arrays)
+
+    def told(self, x: Any, way: str, axis: int | None) -> Any:
+        return jnp.asarray(x)[None] if way == "each" else x
+
+    def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
+        # of what only the first rank has right, every rank gives a row: other outputs must agree
+        ways = tuple(("each", None) if way == "first" else (way, axis) for way, axis in layout.ways)
+        run = super().mapped(program, dataclasses.replace(layout, ways=ways))
+
+        def step(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+            made = run(held, batch)
+            return [x[0] if way == "first" else x for x, (way, _) in zip(made, layout.ways, strict=True)]
+
+        return step
+
+
+@realises(CollectivePlan, "verify")
+def traced_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
+    """Trace the step of trainers on a mesh."""
+    run_on = as_run_on(plan, "cpu")
+    job = CollectiveJob(run_on, _AbstractTrainers(plan.axes), donate=False)
+    return traced_step(job, batch, placed_by=run_on.simulate())
+
+
+@realises(Plan, "verify")
+def traced_simulation(plan: Plan, batch: Sequence[Any]) -> TracedStep:
+    """Trace the step of a simulated job."""
+    return traced_step(plan.simulate(), batch)
+
+
+def traced_step(job: Job, batch: Sequence[Any], placed_by: Job | None = None) -> TracedStep:
+    """Trace the step of a job.
+
+    Args:
+      placed_by: a job whose states are like those of this one, and have arrays; this one by default.
+      batch: types of what `job.step` takes behind the state: pytrees of `jax.ShapeDtypeStruct`.
+    """
+    main = job.plan.main
+    specs = main.args[:2]
+    names = [n for spec in specs for n in spec.names]
+    made: dict[str, Any] = {}
+
+    def state_of(leaves: Mapping[str, Any]) -> list[Any]:
+        trees = [spec.unflatten([leaves[n] for n in spec.names]) for spec in specs]
+        state = (placed_by or job).state_of(*trees)
+        made["state"] = state
+        return jax.tree.leaves(state)
+
+    zeros = {n: _zeros(main.inputs[n]) for n in names}
+    state_of(zeros)
+    state = made["state"]
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(state)]
+    jaxpr: Any = jax.make_jaxpr(lambda state, *batch: job.step(state, *batch))(state, *batch)
+    return TracedStep(jaxpr, paths, state_of)
+
+
+def _zeros(t: Any) -> Any:
+    if jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), t.shape) if t.shape else jax.random.key(0)
+    return jnp.zeros(t.shape, t.dtype)

@@ -1,0 +1,377 @@
+"""Compare the traced step of a job with the one-device step, at random points of the field.
+
+points     states that occur: those after 0, 1, 2 and 5 steps of one device, floats perturbed
+placement  where a job keeps each number of a leaf: the job itself is asked, by `state_of`
+check      both are evaluated, and every output is compared
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import ClosedJaxpr, opened
+from dtrans.ir.program import Program
+from dtrans.verify import field, values
+from dtrans.verify.collectives import mapped
+from dtrans.verify.evaluate import World
+from dtrans.verify.field import Array
+from dtrans.verify.report import Difference, Report
+from dtrans.verify.rules import shadow_of
+from dtrans.verify.values import NearTie, Real, Replicas, Unknown, same
+
+
+STEPS = (0, 1, 2, 5)  # of one device, before the states that are compared
+TRIES = 5  # points that are drawn again after a near tie
+DIGITS = 14  # digits 1 to 14 are exact in every dtype of JAX but bool
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """The step of a whole job, as one jaxpr.
+
+    Attributes:
+      jaxpr: takes the arrays of the state and of the batch; returns those of the new state, and results.
+      held: a name for each array of the state.
+      state_of: makes the flat arrays of a state from the leaves of a one-device state, by name.
+    """
+
+    jaxpr: ClosedJaxpr
+    held: Sequence[str]
+    state_of: Callable[[Mapping[str, Any]], Sequence[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a job keeps the numbers of leaves.
+
+    Attributes:
+      where: for each array of the state, the place of each of its numbers among those of all leaves,
+        one behind the other; -1 for a number that is of no leaf.
+      fixed: for each array, what stands there otherwise.
+    """
+
+    where: Sequence[Array]
+    fixed: Sequence[Any]
+
+
+def find_placement(leaves: Mapping[str, Any], state_of: Callable[[Mapping[str, Any]], Sequence[Any]]) -> Placement:
+    """Ask a job where it keeps each number: its state is made of leaves whose entries count themselves.
+
+    Numbers are given digit by digit, so that every dtype can hold them. Each digit is given twice, as d
+    and as 15 - d: what stays the same is of no leaf.
+
+    Args:
+      leaves: name to type.
+      state_of: see `TracedStep`.
+    """
+    sizes = [int(np.prod(t.shape)) for t in leaves.values()]
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    base = 2 if any(t.dtype == bool for t in leaves.values()) else DIGITS
+    total, power = max(int(starts[-1]), 1), 1
+    found: list[Array] | None = None
+    fixed: list[Any] = []
+    moves: list[Array] = []
+    while power < total or found is None:
+        both = []
+        for turned in (False, True):
+            given = {}
+            for (name, t), start, size in zip(leaves.items(), starts, sizes, strict=False):
+                digit = (start + np.arange(size)) // power % base
+                digit = base - 1 - digit if turned else digit
+                coded = digit if base == 2 else digit + 1
+                given[name] = _coded(coded.reshape(t.shape), t)
+            both.append([x if values.is_key(x) else np.asarray(x) for x in state_of(given)])
+        if found is None:
+            found = [np.zeros(np.shape(x), np.int64) for x in both[0]]
+            fixed = both[0]
+            moves = [np.zeros(np.shape(x), bool) for x in both[0]]
+        for k, (x, y) in enumerate(zip(*both, strict=True)):
+            if values.is_key(x):
+                continue
+            moves[k] |= x != y
+            digit = np.where(x != y, x.astype(np.float64), 0).astype(np.int64) - (base != 2)
+            found[k] += np.where(x != y, digit, 0) * power
+        power *= base
+    assert found is not None
+    where = [np.where(m, f, -1) for m, f in zip(moves, found, strict=True)]
+    return Placement(where, fixed)
+
+
+def _coded(digits: Array, t: Any) -> Any:
+    if jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), t.shape) if t.shape else jax.random.key(0)
+    return jnp.asarray(digits.astype(np.int32)).astype(t.dtype)
+
+
+# -- points ----------------------------------------------------------------------------------------
+
+
+def _random_point(
+    types: Mapping[str, Any], real_values: Mapping[str, Any], fixed: frozenset[str], rng: np.random.Generator
+) -> dict[str, Any]:
+    """Return a value for each input: floats are random elements whose shadows are near the real values.
+
+    Args:
+      types: name to type.
+      real_values: arrays of a real run.
+      fixed: names of leaves that keep their values: frozen ones, of which a plan may know the value.
+    """
+    point: dict[str, Any] = {}
+    for name, t in types.items():
+        x = real_values[name]
+        if not values.is_float(t.dtype) or name in fixed:
+            point[name] = values.lifted(x, t.dtype)
+            continue
+        noise = rng.uniform(0.5, 1, t.shape)
+        shadow = np.asarray(x, np.float64) * (1 + 1e-3 * noise) + 1e-3 * noise
+        point[name] = Real(field.random_elements(rng, t.shape), shadow)
+    return point
+
+
+def _random_batch(types: Mapping[str, Any], rng: np.random.Generator, *, positive: bool) -> dict[str, Any]:
+    """Draw arrays of a batch."""
+    batch: dict[str, Any] = {}
+    for name, t in types.items():
+        if values.is_float(t.dtype):
+            drawn = rng.uniform(0.2, 1, t.shape) if positive else rng.normal(size=t.shape)
+            batch[name] = np.asarray(drawn)
+        elif jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
+            keys = jax.random.key(int(rng.integers(1 << 30)))
+            batch[name] = jax.random.split(keys, t.shape) if t.shape else keys
+        elif t.dtype == bool:
+            batch[name] = rng.integers(0, 2, t.shape).astype(bool)
+        else:
+            batch[name] = rng.integers(0, 4, t.shape).astype(t.dtype)
+    return batch
+
+
+# -- comparison ------------------------------------------------------------------------------------
+
+
+def _flat_values(leaves: Mapping[str, Any]) -> tuple[Array, Array, Array]:
+    """Return elements, shadows and integers of all leaves, one behind the other."""
+    elements, shadows, integers = [], [], []
+    for x in leaves.values():
+        size = int(np.prod(np.shape(x) if not isinstance(x, (Real, Unknown)) else getattr(x, "shape", ())))
+        if isinstance(x, Real):
+            elements.append(x.elements.ravel())
+            shadows.append(x.shadow.ravel())
+            integers.append(np.zeros(size, np.int64))
+            continue
+        elements.append(np.zeros(size, np.uint64))
+        shadows.append(np.zeros(size))
+        plain = np.zeros(size, np.int64) if values.is_key(x) else np.asarray(x).astype(np.int64).ravel()
+        integers.append(plain)
+    return np.concatenate(elements), np.concatenate(shadows), np.concatenate(integers)
+
+
+def _placed(placement: Placement, leaves: Mapping[str, Any], types: Sequence[Any], held: Sequence[str]) -> list[Any]:
+    """Return the arrays of a job's state that hold the values of leaves."""
+    elements, shadows, integers = _flat_values(leaves)
+    found = []
+    for where, fixed, t, name in zip(placement.where, placement.fixed, types, held, strict=True):
+        if values.is_key(fixed):
+            found.append(_key_leaf(leaves, name, fixed))
+        elif values.is_float(t.dtype):
+            rest = values.lifted(fixed, t.dtype)
+            there = where >= 0
+            at = np.maximum(where, 0)
+            found.append(Real(np.where(there, elements[at], rest.elements), np.where(there, shadows[at], rest.shadow)))
+        else:
+            found.append(np.where(where >= 0, integers[np.maximum(where, 0)], fixed).astype(t.dtype))
+    return found
+
+
+def _key_leaf(leaves: Mapping[str, Any], name: str, fixed: Any) -> Any:
+    """Return the key of the leaf that an array of the state holds, for each trainer that has one."""
+    plain = name.partition("@")[0]
+    found = next((x for n, x in leaves.items() if values.is_key(x) and plain.endswith(n)), fixed)
+    return jnp.broadcast_to(found, fixed.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A step of one device, and the traced step of a job that must compute it.
+
+    Attributes:
+      main: the step, for the whole batch.
+      traced: the step of the job.
+      batch_types: name to type of the arrays of the batch.
+      frozen: leaves whose floats keep their values: a plan may know them.
+    """
+
+    main: Program
+    traced: TracedStep
+    batch_types: Mapping[str, Any]
+    frozen: frozenset[str] = frozenset()
+
+    @cached_property
+    def leaf_types(self) -> dict[str, Any]:
+        """Name to type of the leaves of the one-device state."""
+        names = [n for spec in self.main.args[:2] for n in spec.names]
+        return {n: self.main.inputs[n] for n in names}
+
+    @cached_property
+    def result_names(self) -> list[str]:
+        """The outputs of the step beside its state."""
+        return [n for n in self.main.out_names if n not in self.leaf_types]
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the job keeps each number."""
+        return find_placement(self.leaf_types, self.traced.state_of)
+
+    def check(self, title: str, start: Mapping[str, Any], *, points: Sequence[int] = STEPS, seed: int = 0) -> Report:
+        """Compare both at random points.
+
+        Args:
+          title: names the plan.
+          start: a one-device state, name to array.
+          points: after how many steps of one device states are compared.
+          seed: of the points.
+
+        Returns:
+          A report. Rounding is the cause of none of its differences.
+        """
+        begun = time.monotonic()
+        found = Findings()
+        with np.errstate(all="ignore"):
+            for positive in (False, True):
+                found.not_finite = False
+                self._walk(found, start, points, np.random.default_rng(seed), positive=positive)
+                # logarithms and roots of a batch with both signs: positive numbers say more
+                if not found.not_finite:
+                    break
+        return found.report(title, time.monotonic() - begun)
+
+    def _walk(
+        self,
+        found: Findings,
+        start: Mapping[str, Any],
+        points: Sequence[int],
+        rng: np.random.Generator,
+        *,
+        positive: bool,
+    ) -> None:
+        """Compare the states that one device comes to, one step behind the other."""
+        state = dict(start)
+        batch = _random_batch(self.batch_types, rng, positive=positive)
+        for made in range(max(points) + 1):
+            for _ in range(TRIES):
+                point = _random_point(self.leaf_types, state, self.frozen, rng)
+                point |= _random_point(self.batch_types, batch, frozenset(), rng)
+                try:
+                    wanted = self._one_device(found, point)
+                    if made in points:
+                        self._compare(found, point, wanted)
+                    break
+                except NearTie:
+                    continue
+            else:
+                found.unfollowed["a near tie at every point that was tried"] = None
+                return
+            if found.differences or any(isinstance(wanted[n], Unknown) for n in self.leaf_types):
+                return
+            state = {n: shadow_of(wanted[n]) for n in self.leaf_types}
+
+    def _one_device(self, found: Findings, point: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what one device makes at a point."""
+        world = World(unknown=found.unfollowed)
+        outs = world.run(self.main.jaxpr, [(point[n],) for n in self.main.inputs])
+        return dict(zip(self.main.out_names, (x for (x,) in outs), strict=True))
+
+    def _compare(self, found: Findings, point: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        """Compare the job's step with what one device makes at a point."""
+        held, count = self.traced.held, len(self.traced.held)
+        types = [v.aval for v in opened(self.traced.jaxpr).invars[:count]]
+        arrays = _placed(self.placement, {n: point[n] for n in self.leaf_types}, types, held)
+        batch = [point[n] for n in self.batch_types]
+        world = World(unknown=found.unfollowed)
+        made = [x for (x,) in world.run(self.traced.jaxpr, [(x,) for x in (*arrays, *batch)])]
+        found.points += 1
+
+        new = {n: wanted[n] for n in self.leaf_types}
+        lost = {n for n, x in new.items() if isinstance(x, Unknown)}
+        known = {n: point[n] if n in lost else x for n, x in new.items()}
+        expected = _placed(self.placement, known, types, held)
+        for name, x, y, where in zip(held, made, expected, self.placement.where, strict=False):
+            y = Unknown("") if any(name.endswith(n) for n in lost) else y
+            found.note(name, x, y, where >= 0)
+        for name, x in zip(self.result_names, made[count:], strict=True):
+            found.note(name, x, wanted[name])
+
+
+@dataclasses.dataclass
+class Findings:
+    """Outcome of the points that were compared until now."""
+
+    differences: dict[str, Difference] = dataclasses.field(default_factory=dict)
+    compared: dict[str, None] = dataclasses.field(default_factory=dict)
+    skipped: dict[str, None] = dataclasses.field(default_factory=dict)
+    unfollowed: dict[str, None] = dataclasses.field(default_factory=dict)
+    points: int = 0
+    not_finite: bool = False
+
+    def note(self, name: str, x: Any, y: Any, there: Array | None = None) -> None:
+        """Compare one output of the job with what it must be.
+
+        Args:
+          there: where a number of a leaf is; everywhere by default.
+        """
+        if isinstance(x, Replicas):
+            self.differences[name] = Difference(name, (1, 1), "ranks hold copies that differ")
+            return
+        if isinstance(x, Unknown) or isinstance(y, Unknown):
+            self.skipped[name] = None
+            return
+        self.compared[name] = None
+        if isinstance(y, Real):
+            self.not_finite |= not np.isfinite(y.shadow).all()
+        if not same(_masked(x, there), _masked(y, there)):
+            self.differences.setdefault(name, Difference(name, _count(x, y, there)))
+
+    def report(self, title: str, seconds: float) -> Report:
+        """Return the report."""
+        compared = tuple(n for n in self.compared if n not in self.skipped)
+        return Report(
+            title,
+            tuple(self.differences.values()),
+            compared,
+            tuple(self.unfollowed),
+            tuple(self.skipped),
+            self.points,
+            seconds,
+        )
+
+
+def _masked(x: Any, there: Array | None) -> Any:
+    if there is None or values.is_key(x):
+        return x
+    return mapped(lambda a: np.where(there, a, np.zeros((), a.dtype)), x)
+
+
+def _count(x: Any, y: Any, there: Array | None) -> tuple[int, int]:
+    """Return how many entries differ, and how many are compared."""
+    size = int(np.prod(np.shape(shadow_of(y)) if not values.is_key(y) else y.shape))
+    if not isinstance(x, Real) or not isinstance(y, Real) or x.shape != y.shape:
+        return size, size
+    differs = x.elements != y.elements
+    if there is None:
+        return int(differs.sum()), size
+    return int((differs & there).sum()), int(there.sum())
+
+
+def random_arguments(types: Mapping[str, Any], seed: int) -> list[Any]:
+    """Draw arguments of an init function."""
+    drawn = _random_batch(types, np.random.default_rng(seed), positive=True)
+    return [
+        x if values.is_key(x) else jnp.asarray(x, t.dtype) for x, t in zip(drawn.values(), types.values(), strict=True)
+    ]

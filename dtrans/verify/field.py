@@ -1,0 +1,184 @@
+"""Arithmetic in the field of integers modulo the prime p = 2**61 - 1, on NumPy arrays.
+
+Two programs that compute the same rational function agree at every point of the field. Two that
+differ agree at a random point with probability degree / p at most (Schwartz, Zippel). An element
+is a `uint64` below p; all functions take and return arrays of elements.
+
+Read next: `rationals` (floats as elements), `values` (an element with its shadow).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+Array = np.ndarray[Any, Any]
+Operand = Array | np.unsignedinteger[Any]
+
+P = (1 << 61) - 1
+_P = np.uint64(P)
+_61, _31, _30 = np.uint64(61), np.uint64(31), np.uint64(30)
+_LOW31, _LOW30, _LOW32 = np.uint64((1 << 31) - 1), np.uint64((1 << 30) - 1), np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+LIMB = 21  # bits; three limbs hold an element
+SHORT = 16  # bits of limbs whose products are added up more often: 2**19 times
+# products of limbs have 42 bits: float64 adds three times this many of them exactly
+LONGEST = 1 << 9
+
+
+def _folded(x: Operand) -> Array:
+    """Reduce numbers below 2**64 to elements."""
+    x = (x & _P) + (x >> _61)
+    return np.where(x >= _P, x - _P, x)
+
+
+def add(x: Operand, y: Operand) -> Array:
+    """Return x + y."""
+    z = x + y
+    return np.where(z >= _P, z - _P, z)
+
+
+def negative(x: Operand) -> Array:
+    """Return -x."""
+    return np.where(x == 0, x, _P - x)
+
+
+def subtract(x: Operand, y: Operand) -> Array:
+    """Return x - y."""
+    return np.where(x >= y, x - y, x + (_P - y))
+
+
+def multiply(x: Operand, y: Operand) -> Array:
+    """Return x * y: by halves of 31 and 30 bits, whose products fit into 64 bits."""
+    x1, x0 = x >> _31, x & _LOW31
+    y1, y0 = y >> _31, y & _LOW31
+    middle = x1 * y0 + x0 * y1
+    # 2**62 is 2, and 2**61 is 1
+    high = ((x1 * y1) << np.uint64(1)) + (middle >> _30) + ((middle & _LOW30) << _31)
+    return _folded(high + x0 * y0)
+
+
+def power(x: Array, n: int) -> Array:
+    """Return x**n for an integer, by squaring. A negative power of zero is as `inverse` says."""
+    if n < 0:
+        return power(inverse(x), -n)
+    found = np.ones_like(x)
+    while n:
+        if n & 1:
+            found = multiply(found, x)
+        n >>= 1
+        if n:
+            x = multiply(x, x)
+    return found
+
+
+def inverse(x: Array) -> Array:
+    """Return 1 / x; zero for zero, which the shadow shows as infinite."""
+    flat = x.ravel()
+    found = _inverses(np.where(flat == 0, np.uint64(1), flat))
+    return np.where(flat == 0, np.uint64(0), found).reshape(x.shape)
+
+
+def _inverses(x: Array) -> Array:
+    """Invert a vector without zeros: pairs are multiplied until few are left (Montgomery)."""
+    if x.size <= 64:
+        return np.array([pow(int(v), -1, P) for v in x], np.uint64)
+    half = x.size // 2
+    first, second, rest = x[:half], x[half : 2 * half], x[2 * half :]
+    found = _inverses(np.concatenate([multiply(first, second), rest]))
+    pairs = found[:half]
+    return np.concatenate([multiply(pairs, second), multiply(pairs, first), found[half:]])
+
+
+def total(x: Array, axes: Sequence[int]) -> Array:
+    """Return the sum over some axes."""
+    axes = tuple(axes)
+    # halves: 2**31 elements could be added before one overflows
+    low = np.sum(x & _LOW32, axis=axes, dtype=np.uint64)
+    high = np.sum(x >> _32, axis=axes, dtype=np.uint64)
+    return add(_folded(low), multiply(_folded(high), np.uint64(1 << 32)))
+
+
+def cumulative_total(x: Array, axis: int) -> Array:
+    """Return the sums of everything up to each place of an axis."""
+    low = np.cumsum(x & _LOW32, axis=axis, dtype=np.uint64)
+    high = np.cumsum(x >> _32, axis=axis, dtype=np.uint64)
+    return add(_folded(low), multiply(_folded(high), np.uint64(1 << 32)))
+
+
+def limbs(x: Array, bits: int = LIMB) -> list[Array]:
+    """Return an element as numbers of so many bits, in float64, the lowest first."""
+    mask = np.uint64((1 << bits) - 1)
+    shifts = [np.uint64(k) for k in range(0, 61, bits)]
+    return [((x >> s) & mask).astype(np.float64) for s in shifts]
+
+
+def from_limbs(sums: Sequence[Array], bits: int = LIMB) -> Array:
+    """Return the sum over k of sums[k] * 2**(bits * k): integers below 2**53, in float64."""
+    found: Array = np.zeros(np.shape(sums[0]), np.uint64)
+    for k, s in enumerate(sums):
+        scale = np.uint64(pow(2, bits * k, P))
+        found = add(found, multiply(_folded(np.rint(s).astype(np.uint64)), scale))
+    return found
+
+
+def matrix_product(x: Array, y: Array) -> Array:
+    """Return x @ y for stacks of matrices: products of limbs in float64, which are exact."""
+    inner = x.shape[-1]
+    found: Array | None = None
+    for start in range(0, max(inner, 1), LONGEST):
+        end = min(start + LONGEST, inner)
+        left, right = limbs(x[..., start:end]), limbs(y[..., start:end, :])
+        sums = [_diagonal(left, right, k) for k in range(2 * len(left) - 1)]
+        part = from_limbs(sums)
+        found = part if found is None else add(found, part)
+    assert found is not None
+    return found
+
+
+def _diagonal(left: Sequence[Array], right: Sequence[Array], k: int) -> Array:
+    """Return the sum of the products of limbs whose numbers add up to k."""
+    pairs = [(i, k - i) for i in range(len(left)) if 0 <= k - i < len(right)]
+    return np.sum([left[i] @ right[j] for i, j in pairs], axis=0)
+
+
+def add_at(size: int, where: Array, x: Array) -> Array:
+    """Return `size` sums: element k of x is added at where[k]."""
+    assert x.size < 1 << 32, "a sum of limbs would not be exact"
+    sums = [np.bincount(where, weights=limb, minlength=size) for limb in limbs(x)]
+    return from_limbs(sums)
+
+
+def _mixed(h: Array) -> Array:
+    """Scramble 64 bits: the finalizer of splitmix64."""
+    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return h ^ (h >> np.uint64(31))
+
+
+def key_of(name: object) -> int:
+    """Return 64 bits that stand for a name."""
+    return int.from_bytes(hashlib.blake2b(repr(name).encode(), digest_size=8).digest(), "little")
+
+
+def hashed(name: object, *xs: Array) -> Array:
+    """Return a keyed hash of each tuple of elements.
+
+    A function that the field lacks, such as `exp`, becomes a random function of its arguments:
+    equal arguments give equal results, and nothing else is known of it.
+    """
+    h: Array = np.asarray(np.uint64(key_of(name)))
+    with np.errstate(over="ignore"):
+        for x in xs:
+            h = _mixed((h * np.uint64(0x9E3779B97F4A7C15)) ^ x)
+        # one more round: without it, results for one argument would differ by a bijection only
+        return _folded(_mixed(h + np.uint64(0x632BE59BD9B4E019)))
+
+
+def random_elements(generator: np.random.Generator, shape: Sequence[int]) -> Array:
+    """Draw uniform elements."""
+    return generator.integers(0, P, tuple(shape), np.uint64)

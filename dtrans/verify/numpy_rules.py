@@ -1,0 +1,156 @@
+"""Primitives of JAX on NumPy arrays: what each computes, without compiling anything.
+
+Integers, booleans and shadows (`dtrans.verify.values`) are computed by these. Each rule takes the
+parameters of the equation, its operands and the type of its first output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
+    **{n: getattr(np, n) for n in ("sin", "cos", "tanh", "exp", "log", "sqrt", "square")},
+    **{n: getattr(np, n) for n in ("abs", "sign", "floor", "ceil")},
+    **{"add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative},
+    **{"max": np.maximum, "min": np.minimum, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high)},
+    **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
+    **{"gt": np.greater, "ge": np.greater_equal},
+    **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert},
+    "is_finite": np.isfinite,
+    "div": lambda x, y: x / y if np.issubdtype(y.dtype, np.inexact) else np.trunc(x / y),
+    "rem": np.fmod,
+    "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
+    "copy": lambda x: x,
+    "stop_gradient": lambda x: x,
+}  # fmt: skip
+
+
+def _slices(start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Of a dynamic slice: clamped."""
+    first = [min(max(int(s), 0), n - k) for s, k, n in zip(start, sizes, shape, strict=True)]
+    return tuple(slice(s, s + k) for s, k in zip(first, sizes, strict=True))
+
+
+def _broadcast_in_dim(p: Any, operands: Any, out: Any) -> list[Any]:
+    shape = [1] * len(p["shape"])
+    for size, d in zip(operands[0].shape, p["broadcast_dimensions"], strict=True):
+        shape[d] = size
+    return [np.broadcast_to(operands[0].reshape(shape), p["shape"])]
+
+
+def _reshape(p: Any, operands: Any, out: Any) -> list[Any]:
+    x = operands[0] if p.get("dimensions") is None else operands[0].transpose(p["dimensions"])
+    return [x.reshape(p["new_sizes"])]
+
+
+def _dynamic_update_slice(p: Any, operands: Any, out: Any) -> list[Any]:
+    new = np.array(operands[0])
+    new[_slices(operands[2:], operands[1].shape, new.shape)] = operands[1]
+    return [new]
+
+
+def _dot_general(p: Any, operands: Any, out: Any) -> list[Any]:
+    (contract, batch), (a, b) = p["dimension_numbers"], operands
+    names = iter("abcdefghijklmnop")
+    left = [next(names) for _ in a.shape]
+    right = [next(names) for _ in b.shape]
+    for pairs in (contract, batch):
+        for i, j in zip(*pairs, strict=True):
+            right[j] = left[i]
+    free = [n for i, n in enumerate(left) if i not in contract[0] and i not in batch[0]]
+    free += [n for j, n in enumerate(right) if j not in contract[1] and j not in batch[1]]
+    to = [*(left[i] for i in batch[0]), *free]
+    return [np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(to)}", a.astype(out.dtype), b.astype(out.dtype))]
+
+
+def _integer_pow(p: Any, operands: Any, out: Any) -> list[Any]:
+    return [operands[0] ** p["y"]]
+
+
+def _round(p: Any, operands: Any, out: Any) -> list[Any]:
+    (x,) = operands
+    if p["rounding_method"] == jax.lax.RoundingMethod.TO_NEAREST_EVEN:
+        return [np.rint(x)]
+    return [np.sign(x) * np.floor(np.abs(x) + 0.5)]
+
+
+def _sort(p: Any, operands: Any, out: Any) -> list[Any]:
+    axis = p["dimension"]
+    if p["num_keys"] == 1:
+        order = np.argsort(operands[0], axis, kind="stable")
+        return [np.take_along_axis(x, order, axis) for x in operands]
+    return [np.asarray(x) for x in jax.lax.sort(operands, dimension=axis, num_keys=p["num_keys"])]
+
+
+def _split(p: Any, operands: Any, out: Any) -> list[Any]:
+    return np.split(operands[0], np.cumsum(p["sizes"])[:-1], p["axis"])
+
+
+def _iota(p: Any, operands: Any, out: Any) -> list[Any]:
+    shape = [1] * len(p["shape"])
+    shape[p["dimension"]] = -1
+    return [np.broadcast_to(np.arange(p["shape"][p["dimension"]]).reshape(shape), p["shape"])]
+
+
+def _slice(p: Any, operands: Any, out: Any) -> list[Any]:
+    strides = p["strides"] or (1,) * operands[0].ndim
+    index = zip(p["start_indices"], p["limit_indices"], strides, strict=True)
+    return [operands[0][tuple(slice(*i) for i in index)]]
+
+
+def _reduction(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
+    return lambda p, operands, out: [fn(operands[0], axis=tuple(p["axes"]))]
+
+
+def _cumulative(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
+    def run(p: Any, operands: Any, out: Any) -> list[Any]:
+        turn = (lambda x: np.flip(x, p["axis"])) if p["reverse"] else (lambda x: x)
+        return [turn(fn(turn(operands[0]), axis=p["axis"]))]
+
+    return run
+
+
+def _unstack(p: Any, operands: Any, out: Any) -> list[Any]:
+    return list(np.moveaxis(operands[0], p["axis"], 0))
+
+
+def _pad(p: Any, operands: Any, out: Any) -> list[Any]:
+    new = np.full(out.shape, operands[1])
+    new[_slices([low for low, _, _ in p["padding_config"]], operands[0].shape, out.shape)] = operands[0]
+    return [new]
+
+
+OTHERS: Mapping[str, Callable[..., list[Any]]] = {
+    "convert_element_type": lambda p, operands, out: [operands[0].astype(out.dtype)],
+    "broadcast_in_dim": _broadcast_in_dim,
+    "reshape": _reshape,
+    "transpose": lambda p, operands, out: [operands[0].transpose(p["permutation"])],
+    "squeeze": lambda p, operands, out: [operands[0].squeeze(tuple(p["dimensions"]))],
+    "concatenate": lambda p, operands, out: [np.concatenate(operands, p["dimension"])],
+    "stack": lambda p, operands, out: [np.stack(operands, p["axis"])],
+    "unstack": _unstack,
+    "split": _split,
+    "rev": lambda p, operands, out: [np.flip(operands[0], p["dimensions"])],
+    "slice": _slice,
+    "pad": _pad,
+    "iota": _iota,
+    "dynamic_slice": lambda p, x, out: [x[0][_slices(x[1:], p["slice_sizes"], x[0].shape)]],
+    "dynamic_update_slice": _dynamic_update_slice,
+    "integer_pow": _integer_pow,
+    "round": _round,
+    "dot_general": _dot_general,
+    "sort": _sort,
+    **{f"reduce_{n}": _reduction(getattr(np, n)) for n in ("sum", "max", "min", "prod")},
+    "reduce_and": _reduction(np.bitwise_and.reduce),
+    "reduce_or": _reduction(np.bitwise_or.reduce),
+    "argmax": lambda p, operands, out: [np.argmax(operands[0], p["axes"][0])],
+    "argmin": lambda p, operands, out: [np.argmin(operands[0], p["axes"][0])],
+    "cumsum": _cumulative(np.cumsum),
+    "cummax": _cumulative(np.maximum.accumulate),
+    "optimization_barrier": lambda p, operands, out: list(operands),
+}

@@ -1,0 +1,81 @@
+"""Floats as rational numbers: a rounded constant stands for the simplest number that rounds to it.
+
+`1/12` in a step and `1/3` of `1/4` in a plan are other floats, and the same rational. So a float of
+some dtype is lifted to the fraction with the least denominator in its rounding interval.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dtrans.verify.field import Array, P, key_of
+
+
+def simplest_between(low: Fraction, high: Fraction) -> Fraction:
+    """Return the fraction with the least denominator in the closed interval (Stern and Brocot).
+
+    Example:
+      >>> from fractions import Fraction
+      >>> from dtrans.verify.rationals import simplest_between
+      >>> simplest_between(Fraction(33, 100), Fraction(34, 100))
+      Fraction(1, 3)
+    """
+    if low > high:
+        raise ValueError(f"no number is between {low} and {high}")
+    if low <= 0 <= high:
+        return Fraction(0)
+    if high < 0:
+        return -simplest_between(-high, -low)
+    whole = math.ceil(low)
+    if whole <= high:
+        return Fraction(whole)
+    # both have the same whole part: the simplest number between is that plus 1 / (the simplest between)
+    floor = whole - 1
+    return floor + 1 / simplest_between(1 / (high - floor), 1 / (low - floor))
+
+
+@functools.lru_cache(1 << 16)
+def rational_of(value: float, dtype: str) -> Fraction:
+    """Return the simplest rational that rounds to a finite float of a dtype.
+
+    Example:
+      >>> from dtrans.verify.rationals import rational_of
+      >>> rational_of(0.10000000149011612, "float32")
+      Fraction(1, 10)
+    """
+    exact = Fraction(value)
+    if exact.denominator == 1 and abs(exact.numerator) < 1 << 20:
+        return exact
+    bits = ml_dtypes.finfo(dtype).nmant
+    _, exponent = math.frexp(value)
+    # half of the distance to the neighbours, and a little less: the borders round to even
+    half = Fraction(2) ** (exponent - 2 - bits) * Fraction(1023, 1024)
+    return simplest_between(exact - half, exact + half)
+
+
+@functools.lru_cache(1 << 16)
+def element_of(value: float, dtype: str) -> int:
+    """Return the field's element for a float: of its rational, or a fixed one for infinities and NaN."""
+    if not math.isfinite(value):
+        return key_of(f"not finite: {value}") % P
+    found = rational_of(value, dtype)
+    return found.numerator * pow(found.denominator, -1, P) % P
+
+
+def elements_of(x: Any, dtype: Any) -> Array:
+    """Lift an array of integers, booleans or floats of a dtype."""
+    x = np.asarray(x)
+    if x.dtype.kind in "biu":
+        if x.dtype == np.uint64:
+            return np.asarray(x % np.uint64(P))
+        return np.asarray(np.mod(x.astype(np.int64), P).astype(np.uint64))
+    name = np.dtype(dtype).name
+    different, places = np.unique(x.astype(np.float64), return_inverse=True)
+    found = np.array([element_of(float(v), name) for v in different], np.uint64)
+    return found[places].reshape(x.shape)

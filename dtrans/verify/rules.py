@@ -1,0 +1,603 @@
+"""Rules of primitives on `Real` values: arithmetic in the field, decisions by the shadow.
+
+    ARITHMETIC   sums, products, quotients, contractions: exact in the field
+    STRUCTURE    what moves elements, and computes nothing
+    DECISIONS    what depends on the order of floats
+    HASHED       transcendental functions: keyed hashes of their arguments
+
+A rule takes an equation and its operands, and returns a list of outputs. A primitive without a rule
+makes its outputs `Unknown`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dtrans._jax import JaxprEqn
+from dtrans.verify import field, values
+from dtrans.verify.field import Array
+from dtrans.verify.numpy_rules import ELEMENTWISE, OTHERS
+from dtrans.verify.rationals import elements_of
+from dtrans.verify.values import NearTie, Real, choose, from_integers, parted, real
+
+
+Rule = Callable[[JaxprEqn, list[Any]], list[Any]]
+
+
+def shadow_of(x: Any) -> Any:
+    """Return what NumPy computes with: the shadow of floats, anything else as it is."""
+    return x.shadow if isinstance(x, Real) else x
+
+
+def elements_in(x: Any) -> Array:
+    """Return the elements of floats, or of integers as floats."""
+    return x.elements if isinstance(x, Real) else elements_of(x, np.int64)
+
+
+def _shadow_type(eqn: JaxprEqn) -> Any:
+    return jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, np.dtype(np.float64))
+
+
+def by_jax(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
+    """Carry out a primitive with JAX, in 64 bits where operands are shadows."""
+    with jax.enable_x64(True):
+        bound = eqn.primitive.get_bind_params({**eqn.params, **params})
+        out = eqn.primitive.bind(*operands, **bound)
+        made = list(out) if eqn.primitive.multiple_results else [out]
+        return [x if values.is_key(x) else np.asarray(x) for x in made]
+
+
+def _shadows(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
+    """Return the shadow of the first output of an equation."""
+    name, given = eqn.primitive.name, [shadow_of(x) for x in operands]
+    with np.errstate(all="ignore"):
+        if name in ELEMENTWISE:
+            return ELEMENTWISE[name](*given)
+        if name in OTHERS:
+            return OTHERS[name](eqn.params, given, _shadow_type(eqn))[0]
+    return by_jax(eqn, given)[0]
+
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+
+def _exactly(fn: Callable[..., Array]) -> Rule:
+    """Make the rule of an elementwise operation of the field."""
+
+    def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return [real(fn(*map(elements_in, operands)), _shadows(eqn, operands))]
+
+    return rule
+
+
+def _divide(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x, y = map(elements_in, operands)
+    if y.ndim and y.strides and not any(y.strides):  # one number, broadcast
+        inverse = np.broadcast_to(field.inverse(y.reshape(-1)[:1])[0], y.shape)
+    else:
+        inverse = field.inverse(y)
+    return [real(field.multiply(x, inverse), _shadows(eqn, operands))]
+
+
+def _integer_pow(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,) = operands
+    with np.errstate(all="ignore"):
+        return [real(field.power(x.elements, eqn.params["y"]), x.shadow ** float(eqn.params["y"]))]
+
+
+def _dot_general(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (contract, batch), (x, y) = eqn.params["dimension_numbers"], operands
+    left = _as_matrices(elements_in(x), batch[0], contract[0], last=True)
+    right = _as_matrices(elements_in(y), batch[1], contract[1], last=False)
+    made = field.matrix_product(left, right).reshape(eqn.outvars[0].aval.shape)
+    left, right = (
+        _as_matrices(np.asarray(shadow_of(a), np.float64), batch[k], contract[k], last=not k)
+        for k, a in enumerate((x, y))
+    )
+    with np.errstate(all="ignore"):
+        return [real(made, (left @ right).reshape(made.shape))]
+
+
+def _as_matrices(x: Array, batch: Sequence[int], contract: Sequence[int], *, last: bool) -> Array:
+    """Return an operand as a stack of matrices, whose last (or first) dimension is contracted."""
+    free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
+    order = (*batch, *free, *contract) if last else (*batch, *contract, *free)
+    moved = x.transpose(order)
+    sizes = [int(np.prod([x.shape[d] for d in dims])) for dims in (free, contract)]
+    stack = [x.shape[d] for d in batch]
+    return moved.reshape(*stack, *(sizes if last else sizes[::-1]))
+
+
+def _reduce_sum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,), axes = operands, tuple(eqn.params["axes"])
+    return [real(field.total(x.elements, axes), x.shadow.sum(axes))]
+
+
+def _turned(fn: Callable[[Array, int], Array], x: Array, eqn: JaxprEqn) -> Array:
+    """Apply a cumulative operation in the direction of an equation."""
+    axis = eqn.params["axis"]
+    if not eqn.params["reverse"]:
+        return fn(x, axis)
+    return np.flip(fn(np.flip(x, axis), axis), axis)
+
+
+def _cumsum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,) = operands
+    elements = _turned(field.cumulative_total, x.elements, eqn)
+    return [real(elements, _turned(np.cumsum, x.shadow, eqn))]
+
+
+def _cumulative_product(x: Array, axis: int) -> Array:
+    found = np.moveaxis(x.copy(), axis, 0)
+    for k in range(1, len(found)):
+        found[k] = field.multiply(found[k - 1], found[k])
+    return np.moveaxis(found, 0, axis)
+
+
+def _cumprod(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,) = operands
+    elements = _turned(_cumulative_product, x.elements, eqn)
+    return [real(elements, _turned(np.cumprod, x.shadow, eqn))]
+
+
+def _reduce_prod(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,), axes = operands, tuple(eqn.params["axes"])
+    kept = [d for d in range(len(x.shape)) if d not in axes]
+    flat = x.elements.transpose(*kept, *axes).reshape(*(x.shape[d] for d in kept), -1)
+    found = np.ones(flat.shape[:-1], np.uint64)
+    for k in range(flat.shape[-1]):
+        found = field.multiply(found, flat[..., k])
+    return [real(found, x.shadow.prod(axes))]
+
+
+def _convolution(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Convolve limbs of 16 bits in float64, which is exact, and put them together."""
+    params = {"preferred_element_type": np.dtype(np.float64)}
+    limbs = [field.limbs(elements_in(x), field.SHORT) for x in operands]
+    convolve = lambda a, b: by_jax(eqn, [a, b], **params)[0]
+    sums = []
+    for k in range(2 * len(limbs[0]) - 1):
+        pairs = [(i, k - i) for i in range(len(limbs[0])) if 0 <= k - i < len(limbs[1])]
+        sums.append(sum(convolve(limbs[0][i], limbs[1][j]) for i, j in pairs))
+    shadow = convolve(*(np.asarray(shadow_of(x), np.float64) for x in operands))
+    return [real(field.from_limbs(sums, field.SHORT), shadow)]
+
+
+# -- structure -------------------------------------------------------------------------------------
+
+
+def _structure(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Move elements and shadows alike, with the rule of NumPy."""
+    rule, out = OTHERS[eqn.primitive.name], eqn.outvars[0].aval
+    elements = rule(eqn.params, [_moved_part(x, "elements") for x in operands], out)
+    shadows = rule(eqn.params, [_moved_part(x, "shadow") for x in operands], out)
+    return [Real(np.asarray(e), np.asarray(s)) for e, s in zip(elements, shadows, strict=True)]
+
+
+def _moved_part(x: Any, part: str) -> Any:
+    return getattr(x, part) if isinstance(x, Real) else x
+
+
+def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Let JAX move the places of elements instead of the elements."""
+    x, *rest = operands
+    places = np.arange(x.shadow.size, dtype=np.int64).reshape(x.shape)
+    others = [np.asarray(-1, np.int64) if isinstance(r, Real) else r for r in rest]
+    params = {"fill_value": -1} if "fill_value" in eqn.params else {}
+    (found,) = by_jax(eqn, [places, *others], **params)
+    fill = _fill_of(eqn, rest)
+    flat = Real(np.append(x.elements.ravel(), fill.elements), np.append(x.shadow.ravel(), fill.shadow))
+    return [values.take(flat, found)]
+
+
+def _fill_of(eqn: JaxprEqn, rest: Sequence[Any]) -> Real:
+    """Return what stands where there is no element: the padding, or what a gather fills in."""
+    given = [r for r in rest if isinstance(r, Real)]
+    if given:
+        return given[0]
+    fill = eqn.params.get("fill_value")
+    nothing = np.nan if fill is None else float(fill)
+    return values.lifted(np.asarray(nothing), np.float64)
+
+
+def _select(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    which, *cases = operands
+    which = np.broadcast_to(np.asarray(which).astype(int), cases[0].shape)
+    elements = np.choose(which, [elements_in(c) for c in cases])
+    return [Real(elements, np.choose(which, [shadow_of(c) for c in cases]))]
+
+
+def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,), wanted = operands, np.dtype(eqn.outvars[0].aval.dtype)
+    if values.is_float(wanted):
+        return [x if isinstance(x, Real) else from_integers(x)]
+    if wanted.kind == "b":
+        return [x.shadow != 0]
+    return [np.trunc(_settled(x).shadow).astype(wanted)]
+
+
+def _settled(x: Real) -> Real:
+    """Return floats whose shadows are integers wherever their elements are the integers beside them."""
+    nearest = np.rint(x.shadow)
+    with np.errstate(invalid="ignore"):
+        close = np.abs(x.shadow - nearest) <= values.NEAR * np.maximum(np.abs(nearest), 1)
+    small = np.isfinite(x.shadow) & (np.abs(x.shadow) < 2.0**62)
+    integers = np.where(small, nearest, 0).astype(np.int64)
+    whole = close & (x.elements == elements_of(integers, np.int64))
+    if np.any(close & small & ~whole):
+        raise NearTie
+    return Real(x.elements, np.where(whole, nearest, x.shadow))
+
+
+def _bitcast(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,), out = operands, eqn.outvars[0].aval
+    if isinstance(x, Real):
+        raise NotImplementedError("the bits of a float")
+    return [values.lifted(by_jax(eqn, [x])[0], out.dtype)]
+
+
+def _scatter_places(eqn: JaxprEqn, x: Any, indices: Any, updates: Any) -> Array:
+    """Return for each element of the updates of a scatter its place in the flat operand, or -1."""
+    d = eqn.params["dimension_numbers"]
+    window = iter(updates.shape[k] for k in d.update_window_dims)
+    taken = (*d.inserted_window_dims, *getattr(d, "operand_batching_dims", ()))
+    sizes = [1 if k in taken else next(window) for k in range(len(x.shape))]
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=d.update_window_dims,
+        collapsed_slice_dims=d.inserted_window_dims,
+        start_index_map=d.scatter_dims_to_operand_dims,
+        operand_batching_dims=getattr(d, "operand_batching_dims", ()),
+        start_indices_batching_dims=getattr(d, "scatter_indices_batching_dims", ()),
+    )
+    places = np.arange(int(np.prod(x.shape)), dtype=np.int64).reshape(x.shape)
+    mode = eqn.params["mode"]
+    with jax.enable_x64(True):
+        found = jax.lax.gather(places, indices, numbers, tuple(sizes), mode=mode, fill_value=-1)
+    return np.asarray(found)
+
+
+def _scatter_add(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x, indices, updates = operands
+    places = _scatter_places(eqn, x, indices, updates).ravel()
+    kept = places >= 0
+    where, size = places[kept], x.shadow.size
+    sums = field.add_at(size, where, elements_in(updates).ravel()[kept]).reshape(x.shape)
+    added = np.bincount(where, shadow_of(updates).ravel()[kept], size).reshape(x.shape)
+    if eqn.primitive.name == "scatter-sub":
+        return [real(field.subtract(x.elements, sums), x.shadow - added)]
+    return [real(field.add(x.elements, sums), x.shadow + added)]
+
+
+def _scatter(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x, indices, updates = operands
+    places = _scatter_places(eqn, x, indices, updates).ravel()
+    kept = places >= 0
+    elements, shadow = x.elements.ravel().copy(), x.shadow.ravel().copy()
+    elements[places[kept]] = elements_in(updates).ravel()[kept]
+    shadow[places[kept]] = shadow_of(updates).ravel()[kept]
+    return [Real(elements.reshape(x.shape), shadow.reshape(x.shape))]
+
+
+def _windows(eqn: JaxprEqn, shape: Sequence[int]) -> Array:
+    """Return for each place of a windowed reduction the flat places of its window; -1 for padding."""
+    p = eqn.params
+    dims, strides, padding = p["window_dimensions"], p["window_strides"], p["padding"]
+    dilated = [p.get(k) or (1,) * len(shape) for k in ("base_dilation", "window_dilation")]
+    if any(d != 1 for ds in dilated for d in ds):
+        raise NotImplementedError("dilated windows")
+    places = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
+    padded = np.pad(places, [(int(a), int(b)) for a, b in padding], constant_values=-1)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, tuple(dims))
+    kept = windows[tuple(slice(None, None, s) for s in strides)]
+    return kept.reshape(*kept.shape[: len(shape)], -1)
+
+
+def _window_sum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,) = operands
+    places = _windows(eqn, x.shape)
+    rows = values.take(Real(np.append(x.elements.ravel(), np.uint64(0)), np.append(x.shadow.ravel(), 0.0)), places)
+    return [real(field.total(rows.elements, (-1,)), rows.shadow.sum(-1))]
+
+
+def _best_in_window(eqn: JaxprEqn, x: Real, sign: int) -> Array:
+    """Return the flat place of the largest (sign 1) or smallest number of each window."""
+    places = _windows(eqn, x.shape)
+    flat = Real(np.append(x.elements.ravel(), np.uint64(0)), np.append(x.shadow.ravel(), -sign * np.inf))
+    rows = values.take(flat, places)
+    best = np.argmax(sign * rows.shadow, -1)[..., None]
+    _one_of_equals(rows, best)
+    return np.take_along_axis(places, best, -1)[..., 0]
+
+
+def _one_of_equals(rows: Real, best: Array) -> None:
+    """Raise NearTie where rounding alone parts the best number of a row from another."""
+    shape = rows.shape
+    pick = lambda a: np.broadcast_to(np.take_along_axis(a, best, -1), shape)
+    parted(Real(pick(rows.elements), pick(rows.shadow)), rows)
+
+
+def _window_extreme(sign: int) -> Rule:
+    def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        (x,) = operands
+        flat = Real(x.elements.ravel(), x.shadow.ravel())
+        return [values.take(flat, _best_in_window(eqn, x, sign))]
+
+    return rule
+
+
+def _select_and_scatter_add(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    source, x = operands
+    name = eqn.params["select_prim"].name
+    if name not in ("ge", "le"):
+        raise NotImplementedError(f"windows that are selected by {name}")
+    where = _best_in_window(eqn, x, 1 if name == "ge" else -1).ravel()
+    size = x.shadow.size
+    sums = field.add_at(size, where, source.elements.ravel()).reshape(x.shape)
+    return [real(sums, np.bincount(where, source.shadow.ravel(), size).reshape(x.shape))]
+
+
+def _psum_of_axes(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Sum over dimensions of arrays: a collective whose axis was mapped by `vmap`."""
+    axes = tuple(eqn.params["axes"])
+    return [real(field.total(x.elements, axes), x.shadow.sum(axes)) for x in operands]
+
+
+# -- decisions -------------------------------------------------------------------------------------
+
+
+def _compare(decide: Callable[[Array, Array, Array], Array]) -> Rule:
+    """Make the rule of a comparison: of where two values are equal, less, and no numbers."""
+
+    def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        x, y = (a if isinstance(a, Real) else from_integers(a) for a in operands)
+        equal, less = parted(x, y)
+        return [decide(equal, less, np.isnan(x.shadow) | np.isnan(y.shadow))]
+
+    return rule
+
+
+def _larger(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x, y = operands
+    _, less = parted(x, y)
+    return [choose((less | np.isnan(y.shadow)) & ~np.isnan(x.shadow), y, x)]
+
+
+def _smaller(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x, y = operands
+    equal, less = parted(x, y)
+    return [choose((less | equal | np.isnan(x.shadow)) & ~np.isnan(y.shadow), x, y)]
+
+
+def _clamp(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    low, x, high = operands
+    (raised,) = _larger(eqn, [x, low])
+    return _smaller(eqn, [raised, high])
+
+
+def _extreme(sign: int, *, place: bool) -> Rule:
+    """Make the rule of a maximum (sign 1) or minimum over axes, or of its place."""
+
+    def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        (x,), axes = operands, tuple(eqn.params["axes"])
+        kept = [d for d in range(len(x.shape)) if d not in axes]
+        shape = [x.shape[d] for d in kept]
+        flat = lambda a: a.transpose(*kept, *axes).reshape(*shape, -1)
+        moved = Real(flat(x.elements), flat(x.shadow))
+        order = np.where(np.isnan(moved.shadow), np.inf, sign * moved.shadow)
+        # elements that are equal have shadows that rounding has parted: the first of them counts
+        best = np.argmax(order, -1)[..., None]
+        top = Real(*(np.take_along_axis(a, best, -1) for a in (moved.elements, moved.shadow)))
+        widened = Real(*(np.broadcast_to(a, moved.shape) for a in (top.elements, top.shadow)))
+        equal, _ = parted(widened, moved)
+        first = np.argmax(equal | np.isnan(moved.shadow), -1)
+        if place:
+            return [first.astype(eqn.outvars[0].aval.dtype)]
+        return [values.take(top, (..., 0))]
+
+    return rule
+
+
+def _cumulative_extreme(sign: int) -> Rule:
+    def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        (x,), axis = operands, eqn.params["axis"]
+        step = -1 if eqn.params["reverse"] else 1
+        moved = [np.moveaxis(a, axis, 0)[::step] for a in (x.elements, x.shadow)]
+        rows = [Real(moved[0][0], moved[1][0])] if len(moved[0]) else []
+        better = _larger if sign > 0 else _smaller
+        for k in range(1, len(moved[0])):
+            rows += better(eqn, [rows[-1], Real(moved[0][k], moved[1][k])])
+        back = lambda parts: np.moveaxis(np.stack(parts)[::step], 0, axis)
+        if not rows:
+            return [x]
+        return [Real(back([r.elements for r in rows]), back([r.shadow for r in rows]))]
+
+    return rule
+
+
+def _sort(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    axis, count = eqn.params["dimension"], eqn.params["num_keys"]
+    keys = [shadow_of(x) for x in operands[:count]]
+    order = np.lexsort([_nan_last(k) for k in reversed(keys)], axis)
+    pick = lambda a: np.take_along_axis(a, order, axis)
+    made = [Real(pick(x.elements), pick(x.shadow)) if isinstance(x, Real) else pick(x) for x in operands]
+    _check_order(made[:count], axis)
+    return made
+
+
+def _nan_last(x: Array) -> Array:
+    return np.where(np.isnan(x), np.inf, x) if x.dtype.kind == "f" else x
+
+
+def _check_order(keys: Sequence[Any], axis: int) -> None:
+    """Raise NearTie where neighbours in the order are parted by rounding alone."""
+    for key in keys:
+        if isinstance(key, Real):
+            moved = [np.moveaxis(a, axis, 0) for a in (key.elements, key.shadow)]
+            parted(Real(moved[0][:-1], moved[1][:-1]), Real(moved[0][1:], moved[1][1:]))
+
+
+def _top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,), k, axis = operands, eqn.params["k"], eqn.params.get("axis", -1)
+    order = np.argsort(-x.shadow, axis, kind="stable")
+    pick = lambda a: np.take_along_axis(a, order, axis)
+    ordered = Real(pick(x.elements), pick(x.shadow))
+    _check_order([ordered], axis)
+    first = [slice(None)] * len(x.shape)
+    first[axis] = slice(0, k)
+    places = order[tuple(first)].astype(eqn.outvars[1].aval.dtype)
+    return [values.take(ordered, tuple(first)), places]
+
+
+def _absolute(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,) = operands
+    negative = x.shadow < 0
+    return [Real(np.where(negative, field.negative(x.elements), x.elements), np.abs(x.shadow))]
+
+
+def _to_integer(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Round to an integer, or to a sign."""
+    (x,) = operands
+    settled = _settled(x) if eqn.primitive.name != "sign" else x
+    shadow = np.asarray(_shadows(eqn, [settled]))
+    return [real(elements_of(shadow, np.float64), shadow)]
+
+
+# -- functions that the field lacks ----------------------------------------------------------------
+
+
+def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    kind = {k: v for k, v in eqn.params.items() if k != "accuracy"}
+    shadow = _shadows(eqn, operands)
+    return [values.hashed((eqn.primitive.name, sorted(kind.items())), *operands, shadow=shadow)]
+
+
+def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Hash each matrix of a stack as a whole: every number of the outputs depends on all of it."""
+    shadows = by_jax(eqn, [shadow_of(x) for x in operands])
+    sums = []
+    for x in operands:
+        matrix = elements_in(x)
+        place = np.arange(int(np.prod(matrix.shape[-2:])), dtype=np.uint64)
+        weights = field.hashed("place in a matrix", place).reshape(matrix.shape[-2:])
+        sums.append(field.total(field.hashed("entry", field.multiply(matrix, weights)), (-2, -1)))
+    made = []
+    for number, (v, shadow) in enumerate(zip(eqn.outvars, shadows, strict=True)):
+        if not values.is_float(v.aval.dtype):
+            made.append(shadow.astype(v.aval.dtype))
+            continue
+        inner = shadow.shape[sums[0].ndim :]
+        place = np.arange(int(np.prod(inner)), dtype=np.uint64).reshape(inner)
+        of = [s.reshape(*s.shape, *[1] * len(inner)) for s in sums]
+        key = (eqn.primitive.name, number, str(sorted(eqn.params.items())))
+        elements = np.broadcast_to(field.hashed(key, *of, place), shadow.shape)
+        made.append(real(elements, shadow))
+    return made
+
+
+def _copy(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    return list(operands)
+
+
+REAL: Mapping[str, Rule] = {
+    **dict.fromkeys(("add", "add_any"), _exactly(field.add)),
+    "sub": _exactly(field.subtract),
+    "mul": _exactly(field.multiply),
+    "neg": _exactly(field.negative),
+    "square": _exactly(lambda x: field.multiply(x, x)),
+    "one_minus_square": _exactly(lambda x: field.subtract(np.uint64(1), field.multiply(x, x))),
+    "div": _divide,
+    "integer_pow": _integer_pow,
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    "reduce_sum": _reduce_sum,
+    "psum": _psum_of_axes,
+    "reduce_window_sum": _window_sum,
+    "reduce_window_max": _window_extreme(1),
+    "reduce_window_min": _window_extreme(-1),
+    "select_and_scatter_add": _select_and_scatter_add,
+    "reduce_prod": _reduce_prod,
+    "cumsum": _cumsum,
+    "cumprod": _cumprod,
+    "scatter-add": _scatter_add,
+    "scatter-sub": _scatter_add,
+    "scatter": _scatter,
+    "select_n": _select,
+    "convert_element_type": _convert,
+    "bitcast_convert_type": _bitcast,
+    **dict.fromkeys(("copy", "copy_p", "reduce_precision", "optimization_barrier", "name", "stop_gradient"), _copy),
+    **dict.fromkeys(("sharding_constraint", "device_put", "pvary", "pbroadcast", "gradient"), _copy),
+    **dict.fromkeys(
+        (
+            "broadcast_in_dim", "reshape", "transpose", "squeeze", "concatenate", "stack", "unstack", "split", "rev",
+            "slice", "dynamic_slice", "dynamic_update_slice",
+        ),
+        _structure,
+    ),
+    **dict.fromkeys(("gather", "pad", "expand_dims", "tile"), _by_index),
+    "eq": _compare(lambda equal, less, nan: equal & ~nan),
+    "ne": _compare(lambda equal, less, nan: ~equal | nan),
+    "lt": _compare(lambda equal, less, nan: less & ~nan),
+    "le": _compare(lambda equal, less, nan: (less | equal) & ~nan),
+    "gt": _compare(lambda equal, less, nan: ~less & ~equal & ~nan),
+    "ge": _compare(lambda equal, less, nan: ~less & ~nan),
+    "max": _larger,
+    "min": _smaller,
+    "clamp": _clamp,
+    "reduce_max": _extreme(1, place=False),
+    "reduce_min": _extreme(-1, place=False),
+    "argmax": _extreme(1, place=True),
+    "argmin": _extreme(-1, place=True),
+    "cummax": _cumulative_extreme(1),
+    "cummin": _cumulative_extreme(-1),
+    "sort": _sort,
+    "top_k": _top_k,
+    "abs": _absolute,
+    **dict.fromkeys(("sign", "floor", "ceil", "round"), _to_integer),
+    "is_finite": lambda eqn, operands: [np.isfinite(operands[0].shadow)],
+    **dict.fromkeys(
+        (
+            "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "cos",
+            "cosh", "cumlogsumexp", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "igamma",
+            "igamma_grad_a", "igammac", "lgamma", "log", "log1p", "log2", "logistic", "nextafter", "polygamma", "pow",
+            "random_gamma_grad", "regularized_incomplete_beta", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
+            "zeta",
+        ),
+        _hash,
+    ),
+    **dict.fromkeys(
+        ("cholesky", "eigh", "householder_product", "geqrf", "lu", "qr", "svd", "triangular_solve"), _hash_matrices
+    ),
+}  # fmt: skip
+
+
+def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Carry out an equation whose operands are integers, booleans or keys."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
+    if any(map(values.is_key, operands)):
+        made = by_jax(eqn, operands)
+    elif name in ELEMENTWISE:
+        made = [ELEMENTWISE[name](*operands)]
+    elif name in OTHERS:
+        made = OTHERS[name](eqn.params, operands, out)
+    else:
+        made = by_jax(eqn, operands)
+    return [_as_type(x, v.aval) for x, v in zip(made, eqn.outvars, strict=True)]
+
+
+def _as_type(x: Any, aval: Any) -> Any:
+    if values.is_key(x):
+        return x
+    if values.is_float(aval.dtype):
+        return values.lifted(np.asarray(x, np.float64), aval.dtype)
+    return np.asarray(x).astype(aval.dtype).reshape(aval.shape)
+
+
+@functools.cache
+def has_rule(name: str) -> bool:
+    """Return True if floats can be followed through a primitive."""
+    return name in REAL

@@ -1,0 +1,154 @@
+"""Values of a program that is verified: floats as field elements with shadows, all else as it is.
+
+    Real        an array of floats: elements of the field, and a float64 shadow of a real run
+    Unknown     a value that could not be followed, and why
+    np.ndarray  integers and booleans, which are exact; random keys are arrays of JAX
+
+Elements decide whether two values are equal. Shadows decide everything that depends on an order:
+comparisons, maxima, sorts, branches and loops. Where a decision is a matter of rounding, `NearTie`
+asks for another point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans.verify import field
+from dtrans.verify.field import Array
+from dtrans.verify.rationals import elements_of
+
+
+NEAR = 1e-9  # relative distance of two shadows that rounding may have parted
+
+
+class NearTie(Exception):
+    """A decision between two values that differ, but not by more than rounding."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Real:
+    """An array of floats.
+
+    Invariant: where the shadow is not finite, the element is the fixed one of that infinity or NaN.
+
+    Attributes:
+      elements: of the field, uint64.
+      shadow: float64 of the same shape.
+    """
+
+    elements: Array
+    shadow: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.shadow.shape
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unknown:
+    """A value that could not be followed.
+
+    Attributes:
+      why: the primitive that has no rule, with the user's line.
+    """
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Replicas(Unknown):
+    """Copies of one value that ranks hold and that differ, where they must agree.
+
+    Attributes:
+      copies: that of each rank.
+    """
+
+    copies: tuple[Any, ...] = ()
+
+
+def real(elements: Array, shadow: Any) -> Real:
+    """Return a value whose elements are the fixed ones where the shadow is not finite."""
+    shadow = np.asarray(shadow, np.float64)
+    finite = np.isfinite(shadow)
+    if not finite.all():
+        elements = np.where(finite, elements, _not_finite(shadow))
+    return Real(elements, shadow)
+
+
+def _not_finite(shadow: Array) -> Array:
+    plus, minus, nan = (elements_of(x, np.float64) for x in (np.inf, -np.inf, np.nan))
+    return np.where(np.isnan(shadow), nan, np.where(shadow > 0, plus, minus))
+
+
+def lifted(x: Any, dtype: Any) -> Any:
+    """Return an array of a program as a value: `Real`, if its dtype is one of floats."""
+    if not hasattr(x, "dtype"):
+        x = np.asarray(x, dtype)
+    if not is_float(dtype):
+        return x if is_key(x) else np.asarray(x)
+    shadow = np.asarray(x).astype(np.float64)
+    return Real(elements_of(np.asarray(x), dtype), shadow)
+
+
+def from_integers(x: Array) -> Real:
+    """Return integers or booleans as floats."""
+    return Real(elements_of(x, np.int64), np.asarray(x).astype(np.float64))
+
+
+def is_float(dtype: Any) -> bool:
+    """Return True for the dtypes of floats, narrow ones included."""
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def is_key(x: Any) -> bool:
+    """Return True for an array of random keys."""
+    return bool(jnp.issubdtype(getattr(x, "dtype", np.dtype(int)), jax.dtypes.prng_key))
+
+
+def same(x: Any, y: Any) -> bool:
+    """Return True if two values are equal: floats as elements of the field, everything else bit for bit."""
+    if isinstance(x, Real) and isinstance(y, Real):
+        return x.shape == y.shape and bool(np.array_equal(x.elements, y.elements))
+    if is_key(x) or is_key(y):
+        return is_key(x) and is_key(y) and same(*(np.asarray(jax.random.key_data(k)) for k in (x, y)))
+    if isinstance(x, (Real, Unknown)) or isinstance(y, (Real, Unknown)):
+        return False
+    return x.shape == y.shape and bool(np.array_equal(x, y))
+
+
+def parted(x: Real, y: Real) -> tuple[Array, Array]:
+    """Return where two values are equal, and where the first is less.
+
+    Raises:
+      NearTie: they differ, and their shadows do not.
+    """
+    equal = (x.elements == y.elements) & ~np.isnan(x.shadow) & ~np.isnan(y.shadow)
+    with np.errstate(invalid="ignore"):
+        scale = np.maximum(np.abs(x.shadow), np.abs(y.shadow))
+        close = np.isfinite(scale) & (np.abs(x.shadow - y.shadow) <= NEAR * scale)
+        less = (x.shadow < y.shadow) & ~equal
+    if np.any(close & ~equal):
+        raise NearTie
+    return equal, less
+
+
+def take(x: Real, where: Any) -> Real:
+    """Return a part of an array, by an index of NumPy."""
+    return Real(np.asarray(x.elements[where]), np.asarray(x.shadow[where]))
+
+
+def choose(condition: Array, x: Real, y: Real) -> Real:
+    """Return x where the condition holds, else y."""
+    return Real(np.where(condition, x.elements, y.elements), np.where(condition, x.shadow, y.shadow))
+
+
+def hashed(name: object, *xs: Any, shadow: Any) -> Real:
+    """Return a function that the field lacks: a keyed hash of its arguments, whose shadow is given."""
+    arguments = [x.elements if isinstance(x, Real) else elements_of(x, np.int64) for x in xs]
+    return real(np.broadcast_to(field.hashed(name, *arguments), np.shape(shadow)), shadow)
