@@ -43,7 +43,7 @@ from dtrans.step import one_state
 from dtrans.step.batch_sharing import part_of
 from dtrans.step_meter import JobReport, StepMeter
 from dtrans.verify.check import STEPS, Comparison, random_arguments
-from dtrans.verify.report import Report
+from dtrans.verify.outcome import Report
 
 
 if TYPE_CHECKING:

@@ -2,13 +2,13 @@
 
     field        arithmetic modulo 2**61 - 1, on NumPy arrays
     rationals    floats as the simplest rational numbers that round to them
-    values       floats as elements with shadows
+    field_values floats as elements with shadows
     numpy_rules  primitives of JAX on NumPy arrays
     rules        primitives on floats: exact arithmetic, decisions by shadows, hashes of the rest
-    collectives  collectives of JAX on the values of all ranks
+    rank_collectives  collectives of JAX on the values of all ranks
     evaluate     a jaxpr, for all ranks in lock step
     check        points, placement of state, comparison
-    report       the outcome
+    outcome      the outcome
 
 The traced step of a job comes from `dtrans.run.verified`: what is evaluated is what `job.step` runs.
 docs/verify.md says what a report proves.

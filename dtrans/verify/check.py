@@ -19,13 +19,13 @@ import numpy as np
 
 from dtrans._jax import ClosedJaxpr, opened
 from dtrans.ir.program import Program
-from dtrans.verify import field, values
-from dtrans.verify.collectives import mapped
+from dtrans.verify import field, field_values as values
 from dtrans.verify.evaluate import World
 from dtrans.verify.field import Array
-from dtrans.verify.report import Difference, Report
+from dtrans.verify.field_values import NearTie, Real, Replicas, Unknown, same
+from dtrans.verify.outcome import Difference, Report
+from dtrans.verify.rank_collectives import mapped
 from dtrans.verify.rules import shadow_of
-from dtrans.verify.values import NearTie, Real, Replicas, Unknown, same
 
 
 STEPS = (0, 1, 2, 5)  # of one device, before the states that are compared
@@ -49,7 +49,7 @@ class TracedStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class StatePlacement:
     """Where a job keeps the numbers of leaves.
 
     Attributes:
@@ -62,7 +62,7 @@ class Placement:
     fixed: Sequence[Any]
 
 
-def find_placement(leaves: Mapping[str, Any], state_of: Callable[[Mapping[str, Any]], Sequence[Any]]) -> Placement:
+def find_placement(leaves: Mapping[str, Any], state_of: Callable[[Mapping[str, Any]], Sequence[Any]]) -> StatePlacement:
     """Ask a job where it keeps each number: its state is made of leaves whose entries count themselves.
 
     Numbers are given digit by digit, so that every dtype can hold them. Each digit is given twice, as d
@@ -102,7 +102,7 @@ def find_placement(leaves: Mapping[str, Any], state_of: Callable[[Mapping[str, A
         power *= base
     assert found is not None
     where = [np.where(m, f, -1) for m, f in zip(moves, found, strict=True)]
-    return Placement(where, fixed)
+    return StatePlacement(where, fixed)
 
 
 def _coded(digits: Array, t: Any) -> Any:
@@ -173,7 +173,9 @@ def _flat_values(leaves: Mapping[str, Any]) -> tuple[Array, Array, Array]:
     return np.concatenate(elements), np.concatenate(shadows), np.concatenate(integers)
 
 
-def _placed(placement: Placement, leaves: Mapping[str, Any], types: Sequence[Any], held: Sequence[str]) -> list[Any]:
+def _placed(
+    placement: StatePlacement, leaves: Mapping[str, Any], types: Sequence[Any], held: Sequence[str]
+) -> list[Any]:
     """Return the arrays of a job's state that hold the values of leaves."""
     elements, shadows, integers = _flat_values(leaves)
     found = []
@@ -225,7 +227,7 @@ class Comparison:
         return [n for n in self.main.out_names if n not in self.leaf_types]
 
     @cached_property
-    def placement(self) -> Placement:
+    def placement(self) -> StatePlacement:
         """Where the job keeps each number."""
         return find_placement(self.leaf_types, self.traced.state_of)
 

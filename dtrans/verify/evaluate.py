@@ -3,7 +3,7 @@
 The value of a variable is a tuple with one value for each rank. Ranks that hold the same object are
 computed once: a program of one device has one rank, and a `shard_map` in it opens a world of more.
 
-Read first: `values`. The rules are in `rules` and `collectives`.
+Read first: `field_values`. The rules are in `rules` and `rank_collectives`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from dtrans._jax import (
     shard_map_of,
     while_counts,
 )
-from dtrans.verify import values
-from dtrans.verify.collectives import GROUPS, groups_of, joined, mapped
+from dtrans.verify import field_values as values
+from dtrans.verify.field_values import Real, Replicas, Unknown, same
+from dtrans.verify.rank_collectives import GROUPS, groups_of, joined, mapped
 from dtrans.verify.rules import REAL, plain
-from dtrans.verify.values import Real, Replicas, Unknown, same
 
 
 Ranked = tuple[Any, ...]  # the value of each rank

@@ -4,7 +4,7 @@ Two programs that compute the same rational function agree at every point of the
 differ agree at a random point with probability degree / p at most (Schwartz, Zippel). An element
 is a `uint64` below p; all functions take and return arrays of elements.
 
-Read next: `rationals` (floats as elements), `values` (an element with its shadow).
+Read next: `rationals` (floats as elements), `field_values` (an element with its shadow).
 """
 
 from __future__ import annotations

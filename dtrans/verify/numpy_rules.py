@@ -1,6 +1,6 @@
 """Primitives of JAX on NumPy arrays: what each computes, without compiling anything.
 
-Integers, booleans and shadows (`dtrans.verify.values`) are computed by these. Each rule takes the
+Integers, booleans and shadows (`dtrans.verify.field_values`) are computed by these. Each rule takes the
 parameters of the equation, its operands and the type of its first output.
 """
 
@@ -109,7 +109,7 @@ def _reduction(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
 
 def _cumulative(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
     def run(p: Any, operands: Any, out: Any) -> list[Any]:
-        turn = (lambda x: np.flip(x, p["axis"])) if p["reverse"] else (lambda x: x)
+        turn = (lambda x: np.flip(x, p["axis"])) if p.get("reverse") else (lambda x: x)
         return [turn(fn(turn(operands[0]), axis=p["axis"]))]
 
     return run

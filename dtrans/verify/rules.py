@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtrans._jax import JaxprEqn
-from dtrans.verify import field, values
+from dtrans._jax import JaxprEqn, is_reversed
+from dtrans.verify import field, field_values as values
 from dtrans.verify.field import Array
+from dtrans.verify.field_values import NearTie, Real, choose, from_integers, parted, real
 from dtrans.verify.numpy_rules import ELEMENTWISE, OTHERS
 from dtrans.verify.rationals import elements_of
-from dtrans.verify.values import NearTie, Real, choose, from_integers, parted, real
 
 
 Rule = Callable[[JaxprEqn, list[Any]], list[Any]]
@@ -121,7 +121,7 @@ def _reduce_sum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _turned(fn: Callable[[Array, int], Array], x: Array, eqn: JaxprEqn) -> Array:
     """Apply a cumulative operation in the direction of an equation."""
     axis = eqn.params["axis"]
-    if not eqn.params["reverse"]:
+    if not is_reversed(eqn):
         return fn(x, axis)
     return np.flip(fn(np.flip(x, axis), axis), axis)
 
@@ -405,7 +405,7 @@ def _extreme(sign: int, *, place: bool) -> Rule:
 def _cumulative_extreme(sign: int) -> Rule:
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         (x,), axis = operands, eqn.params["axis"]
-        step = -1 if eqn.params["reverse"] else 1
+        step = -1 if is_reversed(eqn) else 1
         moved = [np.moveaxis(a, axis, 0)[::step] for a in (x.elements, x.shadow)]
         rows = [Real(moved[0][0], moved[1][0])] if len(moved[0]) else []
         better = _larger if sign > 0 else _smaller

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans.verify import field
-from dtrans.verify.values import Real, choose, is_key, parted, real
+from dtrans.verify.field_values import Real, choose, is_key, parted, real
 
 
 Group = Callable[[list[Any], Mapping[str, Any]], list[Any]]
@@ -26,7 +26,7 @@ def groups_of(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:
     """Return the groups of ranks that a collective over some axes joins.
 
     Example:
-      >>> from dtrans.verify.collectives import groups_of
+      >>> from dtrans.verify.rank_collectives import groups_of
       >>> groups_of({"a": 2, "b": 2}, ("b",)), groups_of({"a": 2, "b": 2}, ("a",))
       ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
