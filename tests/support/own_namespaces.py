@@ -1,6 +1,7 @@
 """Hosts of a test's own: network namespaces on one switch, that share nothing but the file system.
 
-Each resolves its own name and localhost, and no other host.
+Each has a name, and resolves that and localhost, but no other host. Each has a folder of its own for temporary files, in
+one place for all: so the path of a Unix socket on one host is no socket on another.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ import dataclasses
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 
-OWN_FILES = Path(
-    "/etc/netns"
-)  # `ip netns exec NAME` puts the files of a folder NAME here in the place of those of /etc
+OWN_FILES = Path("/etc/netns")  # where `ip netns exec` looks for a host's own files of /etc
 NET = "10.77.0"
+RSH = """#!/bin/sh
+name=$1
+shift
+export TMPDIR={private}
+exec ip netns exec "$name" unshare --mount --uts \\
+  sh -ec 'hostname "$0"; mount -t tmpfs tmpfs "$TMPDIR"; exec "$@"' "$name" "$@"
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +34,12 @@ class Namespaces:
     Attributes:
       names: of the namespaces.
       switch: the namespace that connects them.
+      rsh: the command that runs another one on a host.
     """
 
     names: tuple[str, ...]
     switch: str
+    rsh: str
 
     def address(self, i: int) -> str:
         """Return the address of a host."""
@@ -65,9 +74,15 @@ def why_not() -> str:
 def namespaces(count: int) -> Iterator[Namespaces]:
     """Give so many hosts, and remove them at the end, with what still runs there."""
     prefix = f"dt{os.getpid()}"
-    hosts = Namespaces(tuple(f"{prefix}h{i}" for i in range(count)), f"{prefix}sw")
     had_files = OWN_FILES.exists()
     with contextlib.ExitStack() as stack:
+        # a short path: Unix sockets have room for 107 characters
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="t")))
+        (folder / "private").mkdir()
+        rsh = folder / "rsh"
+        rsh.write_text(RSH.format(private=folder / "private"))
+        rsh.chmod(0o755)
+        hosts = Namespaces(tuple(f"{prefix}h{i}" for i in range(count)), f"{prefix}sw", str(rsh))
         if not had_files:
             stack.callback(lambda: OWN_FILES.exists() and OWN_FILES.rmdir())
         _add(hosts.switch, stack)
