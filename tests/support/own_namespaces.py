@@ -1,7 +1,7 @@
 """Hosts of a test's own: network namespaces on one switch, that share nothing but the file system.
 
-Each has a name, and resolves that and localhost, but no other host. Each has a folder of its own for temporary files, in
-one place for all: so the path of a Unix socket on one host is no socket on another.
+Each has a name, and resolves that and localhost, but no other host. Each has a folder of its own for temporary files,
+in one place for all: so the path of a Unix socket on one host is no socket on another.
 """
 
 from __future__ import annotations
