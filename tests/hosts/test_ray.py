@@ -284,10 +284,15 @@ def test_a_signal_ends_the_launch(cluster, tmp_path, role):
         until_begun(tmp_path, names)
         os.kill(os.getpid(), signal.SIGINT)
 
+    # a shell lets what it runs in the background ignore the signal, and the launcher leaves it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        launch_on_ray([sys.executable, str(role), str(tmp_path), "none"], deadline=PATIENCE)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch_on_ray([sys.executable, str(role), str(tmp_path), "none"], deadline=PATIENCE)
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     assert are_gone(tmp_path, *names) and is_clean()
 
