@@ -160,28 +160,15 @@ def _slurm(env: Mapping[str, str]) -> _World | None:
     if not env.get("SLURM_PROCID"):
         return None
     why = "srun sets SLURM_PROCID and SLURM_NTASKS in every process"
-    rank = _integer(env, "SLURM_PROCID", why)
-    groups = _integer(env, "SLURM_HET_SIZE", "Slurm sets it") if env.get("SLURM_HET_SIZE") else 1
+    rank, size = (_integer(env, name, why) for name in ("SLURM_PROCID", "SLURM_NTASKS"))
     hosts: list[str] = []
-    if env.get("DTRANS_HOSTS"):
-        size = _integer(env, "SLURM_NTASKS", why)
-    elif groups == 1:
-        size = _integer(env, "SLURM_NTASKS", why)
-        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-        tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
-        hosts = _per_task(nodes, tasks, size)
-    else:
-        # one step over all groups numbers its tasks through them, in their order
-        for group in range(groups):
-            nodes = env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", "")
-            tasks = env.get(f"SLURM_TASKS_PER_NODE_HET_GROUP_{group}", "")
-            if not nodes:
-                raise ConfigError(
-                    f"SLURM_HET_SIZE is {groups}, and SLURM_JOB_NODELIST_HET_GROUP_{group} is not "
-                    "set; set the DTRANS_* variables of this process"
-                )
-            hosts += _per_task(nodes, tasks, None)
-        size = len(hosts)
+    if not env.get("DTRANS_HOSTS"):
+        hosts = _of_groups(env)
+        # a step over one group of several has the tasks of that group alone
+        if len(hosts) != size:
+            nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+            tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
+            hosts = _per_task(nodes, tasks, size)
     own = env.get("SLURMD_NODENAME", "")
     if hosts and own and rank < size and hosts[rank] != own:
         raise ConfigError(
@@ -189,6 +176,21 @@ def _slurm(env: Mapping[str, str]) -> _World | None:
             "one step with `srun --distribution=block`, or set DTRANS_HOSTS"
         )
     return _World("Slurm", rank, size, tuple(hosts))
+
+
+def _of_groups(env: Mapping[str, str]) -> list[str]:
+    """Return the hosts of a heterogeneous job; a step over all groups numbers its tasks through them."""
+    hosts: list[str] = []
+    groups = _integer(env, "SLURM_HET_SIZE", "Slurm sets it") if env.get("SLURM_HET_SIZE") else 0
+    for group in range(groups):
+        nodes = env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", "")
+        if not nodes:
+            raise ConfigError(
+                f"SLURM_HET_SIZE is {groups}, and SLURM_JOB_NODELIST_HET_GROUP_{group} is not "
+                "set; set the DTRANS_* variables of this process"
+            )
+        hosts += _per_task(nodes, env.get(f"SLURM_TASKS_PER_NODE_HET_GROUP_{group}", ""), None)
+    return hosts
 
 
 def _per_task(nodes: str, tasks: str, size: int | None) -> list[str]:

@@ -59,6 +59,15 @@ def test_servers_are_the_first_processes(rank: str, env: dict[str, str], endpoin
     assert found == list(roles_of(2, endpoints.split(",")))
 
 
+def test_a_step_over_one_group_of_a_heterogeneous_job() -> None:
+    """Slurm 22.05 names all groups in it, and counts the tasks of the step."""
+    step = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "s1", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    role = Role.from_env(HET | step | {"SLURM_PROCID": "1", "DTRANS_PSERVERS": "1"})
+    assert (role.name, role.trainers, role.pserver_endpoints) == ("trainer 0", 1, ("s1:6174",))
+    with pytest.raises(ConfigError, match="tasks 3, which do not fit; set DTRANS_HOSTS"):
+        Role.from_env(HET | step | {"SLURM_NTASKS": "3", "SLURM_PROCID": "1", "DTRANS_PSERVERS": "1"})
+
+
 @pytest.mark.parametrize(
     "rank, env, endpoints",
     [
