@@ -11,7 +11,9 @@ import json
 from typing import Any
 
 from dtrans.hosts.emit_parts import EmitParts, parts_of
-from dtrans.hosts.role_table import PORT, RoleTable
+from dtrans.hosts.role_table import RoleTable
+from dtrans.run.distributed.schedulers import PORT
+from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -81,7 +83,7 @@ def _variables(parts: EmitParts, kind: str) -> list[dict[str, Any]]:
     plain = {
         # a $(NAME) of the user's stays as it is
         **{k: v.replace("$(", "$$(") for k, v in parts.environment.items()},
-        "DTRANS_ALLOW_REMOTE": "1",
+        ALLOW_REMOTE: "1",
         "DTRANS_ROLE": kind,
         "DTRANS_TRAINERS": str(parts.trainers),
         parts.variable: ",".join(at(i) for i in range(count)),

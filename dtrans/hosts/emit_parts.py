@@ -10,8 +10,9 @@ import dataclasses
 import re
 
 from dtrans.errors import ConfigError
-from dtrans.hosts.role_table import ALLOW_REMOTE, RoleTable
+from dtrans.hosts.role_table import RoleTable
 from dtrans.run.distributed.role import PSERVER, VARIABLES
+from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import shlex
 
 from dtrans.hosts.emit_parts import parts_of
-from dtrans.hosts.role_table import PORT, RoleTable
+from dtrans.hosts.role_table import RoleTable
+from dtrans.run.distributed.schedulers import PORT
 
 
 _REMOTE = """\

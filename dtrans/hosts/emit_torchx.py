@@ -7,7 +7,8 @@ the host of server i, since each scheduler names the hosts of replicas in its ow
 from __future__ import annotations
 
 from dtrans.hosts.emit_parts import parts_of
-from dtrans.hosts.role_table import PORT, RoleTable
+from dtrans.hosts.role_table import RoleTable
+from dtrans.run.distributed.schedulers import PORT
 
 
 IMAGE = "dtrans-job:latest"

@@ -23,6 +23,7 @@ from dtrans.hosts.role_table import place, role_table
 from dtrans.run.distributed.child_process import Child, Emit
 from dtrans.run.distributed.launcher import Site, jax_variables, launch, roles_at, say
 from dtrans.run.distributed.role import Role
+from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
 # what this process was told of JAX and its libraries holds for roles too; the rest is the host's own
@@ -106,7 +107,7 @@ class SeveralHosts(Site):
     def variables(self, role: Role) -> dict[str, str]:
         """Return what lets roles meet over the network, and which device of its host a trainer has."""
         own = self._places[role.name]
-        remote = {} if is_loopback(own.address) else {"DTRANS_ALLOW_REMOTE": "1"}
+        remote = {} if is_loopback(own.address) else {ALLOW_REMOTE: "1"}
         if role.mode != "nccl2":
             return remote
         there = [name for name, other in self._places.items() if other is own]

@@ -25,6 +25,7 @@ from dtrans.protocol import token
 from dtrans.run.distributed.role import LOSS, PSERVER, TRAINER, VARIABLES, Role, roles_of, trainer_roles
 from dtrans.run.distributed.watch import is_by_peer
 from dtrans.run.net import ended_roles
+from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
 BLAME = 5.0  # seconds that an error which names another role waits for that role's own
@@ -106,7 +107,7 @@ def has_accelerator(bundle: Mapping[str, float]) -> bool:
 
 def secret_environment() -> dict[str, str]:
     """Return the variables that Ray is not given, since its dashboard shows the others."""
-    return {token.VARIABLE: token.job_token() or token.new_token(), "DTRANS_ALLOW_REMOTE": "1"}
+    return {token.VARIABLE: token.job_token() or token.new_token(), ALLOW_REMOTE: "1"}
 
 
 @dataclasses.dataclass(frozen=True)

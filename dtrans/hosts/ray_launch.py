@@ -29,6 +29,7 @@ from dtrans.run.distributed.child_process import TAIL, Child, Emit, Guard
 from dtrans.run.distributed.launcher import Site, launch
 from dtrans.run.distributed.role import Role
 from dtrans.run.net.ended_roles import EndedRoles
+from dtrans.run.net.net_options import ALLOW_REMOTE
 from dtrans.run.net.sockets import DEADLINE
 
 
@@ -265,7 +266,7 @@ class OnRay(Site):
         """Return what lets roles meet over the network; Ray has shown each its GPUs, if it has any."""
         placed = self._placement
         bundle = placed.trainer_resources if role.is_trainer else placed.server_resources
-        found = {"DTRANS_ALLOW_REMOTE": "1"}
+        found = {ALLOW_REMOTE: "1"}
         found |= {} if has_accelerator(bundle) else {"JAX_PLATFORMS": "cpu"}
         return found | {"JAX_ENABLE_PREEMPTION_SERVICE": "0"} if role.mode == "nccl2" else found
 

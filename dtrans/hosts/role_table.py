@@ -39,11 +39,11 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
 from dtrans.run.distributed.role import PSERVER, TRAINER, Role, roles_of, trainer_roles
+from dtrans.run.distributed.schedulers import PORT
+from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
-PORT = 6174  # of the first endpoint on a host; those that follow take the next ones
 MODES = ("pserver", "nccl2", "sharding", "pipeline")
-ALLOW_REMOTE = "DTRANS_ALLOW_REMOTE"
 
 
 @dataclasses.dataclass(frozen=True)

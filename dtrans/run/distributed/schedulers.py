@@ -20,7 +20,7 @@ from dtrans.endpoints import host_slots, parse_endpoints
 from dtrans.errors import ConfigError
 
 
-PORT = 6174
+PORT = 6174  # Paddle's; of the first endpoint on a host, and those that follow take the next ones
 PADDLE = {  # set by python/paddle/distributed/launch_ps.py and launch.py
     "DTRANS_ROLE": "TRAINING_ROLE",
     "DTRANS_TRAINERS": "PADDLE_TRAINERS_NUM",
