@@ -278,7 +278,8 @@ class Plan(abc.ABC):
           A report: `report.equal`, `report.complete`, and the names of outputs that differ.
 
         Raises:
-          ConfigError: the plan is asynchronous, and computes no step of one device.
+          ConfigError: the plan is asynchronous or has local steps, so that one device takes no such step; or it has
+            tables, which are looked up on the host.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -302,7 +303,7 @@ class Plan(abc.ABC):
         state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
         traced: Any = self._realised("verify", types)
         whole = main.specialize_flat([*state, *flat.values()])
-        comparison = Comparison(whole, traced, flat)
+        comparison = Comparison(whole, traced, flat, main.still)
         startup: Program = self.startup  # type: ignore[attr-defined]
         made = startup.compiled(*random_arguments(startup.inputs, seed))
         start = dict(zip(comparison.leaf_types, made, strict=True))

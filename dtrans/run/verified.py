@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from dtrans.data_parallel.plan import CollectivePlan
+from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
+from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Job, Plan, realises
 from dtrans.run.base.platforms import as_run_on
 from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout
@@ -56,10 +58,39 @@ class _AbstractTrainers(MeshTrainers):
 
 @realises(CollectivePlan, "verify")
 def traced_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of trainers on a mesh."""
+    """Trace the step of trainers on a mesh.
+
+    Raises:
+      ConfigError: trainers take steps of their own, which one device does not take.
+    """
+    if plan.options.local_sgd is not None:
+        raise ConfigError(
+            "plan.verify(): with local_sgd trainers take steps of their own and average parameters, "
+            "which no step of one device does; verify the plan without local_sgd"
+        )
     run_on = as_run_on(plan, "cpu")
     job = CollectiveJob(run_on, _AbstractTrainers(plan.axes), donate=False)
     return traced_step(job, batch, placed_by=run_on.simulate())
+
+
+@realises(PServerPlan, "verify")
+def traced_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
+    """Trace the step of a simulated job of parameter servers.
+
+    Raises:
+      ConfigError: an asynchronous mode, or tables.
+    """
+    if not plan.sync_mode:
+        raise ConfigError(
+            "plan.verify(): trainers of an asynchronous mode take steps of their own, which no step of "
+            "one device does; verify the plan with mode=dtrans.Sync()"
+        )
+    if plan.tables.of:
+        raise ConfigError(
+            f"plan.verify(): rows of {', '.join(plan.tables.of)} are looked up on the host, where "
+            "they cannot be followed; verify the plan without sparse="
+        )
+    return traced_simulation(plan, batch)
 
 
 @realises(Plan, "verify")
@@ -86,15 +117,14 @@ def traced_step(job: Job, batch: Sequence[Any], placed_by: Job | None = None) ->
         made["state"] = state
         return jax.tree.leaves(state)
 
-    zeros = {n: _zeros(main.inputs[n]) for n in names}
-    state_of(zeros)
+    state_of({n: _full(main.inputs[n], main.still.get(n, 0)) for n in names})
     state = made["state"]
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(state)]
     jaxpr: Any = jax.make_jaxpr(lambda state, *batch: job.step(state, *batch))(state, *batch)
     return TracedStep(jaxpr, paths, state_of)
 
 
-def _zeros(t: Any) -> Any:
+def _full(t: Any, value: Any) -> Any:
     if jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), t.shape) if t.shape else jax.random.key(0)
-    return jnp.zeros(t.shape, t.dtype)
+    return jnp.full(t.shape, value, t.dtype)

@@ -54,7 +54,7 @@ class StatePlacement:
 
     Attributes:
       where: for each array of the state, the place of each of its numbers among those of all leaves,
-        one behind the other; -1 for a number that is of no leaf.
+        one behind the other; -1 for a number that belongs to no leaf.
       fixed: for each array, what stands there otherwise.
     """
 
@@ -62,15 +62,20 @@ class StatePlacement:
     fixed: Sequence[Any]
 
 
-def find_placement(leaves: Mapping[str, Any], state_of: Callable[[Mapping[str, Any]], Sequence[Any]]) -> StatePlacement:
+def find_placement(
+    leaves: Mapping[str, Any],
+    state_of: Callable[[Mapping[str, Any]], Sequence[Any]],
+    still: Mapping[str, float],
+) -> StatePlacement:
     """Ask a job where it keeps each number: its state is made of leaves whose entries count themselves.
 
     Numbers are given digit by digit, so that every dtype can hold them. Each digit is given twice, as d
-    and as 15 - d: what stays the same is of no leaf.
+    and as 15 - d. Entries that stay the same belong to no leaf.
 
     Args:
       leaves: name to type.
       state_of: see `TracedStep`.
+      still: leaves that have one value for ever, which a job insists on.
     """
     sizes = [int(np.prod(t.shape)) for t in leaves.values()]
     starts = np.concatenate([[0], np.cumsum(sizes)])
@@ -84,6 +89,9 @@ def find_placement(leaves: Mapping[str, Any], state_of: Callable[[Mapping[str, A
         for turned in (False, True):
             given = {}
             for (name, t), start, size in zip(leaves.items(), starts, sizes, strict=False):
+                if name in still:
+                    given[name] = jnp.full(t.shape, still[name], t.dtype)
+                    continue
                 digit = (start + np.arange(size)) // power % base
                 digit = base - 1 - digit if turned else digit
                 coded = digit if base == 2 else digit + 1
@@ -122,7 +130,7 @@ def _random_point(
     Args:
       types: name to type.
       real_values: arrays of a real run.
-      fixed: names of leaves that keep their values: frozen ones, of which a plan may know the value.
+      fixed: names of leaves that keep their values, since a plan may know them.
     """
     point: dict[str, Any] = {}
     for name, t in types.items():
@@ -194,9 +202,13 @@ def _placed(
 
 def _key_leaf(leaves: Mapping[str, Any], name: str, fixed: Any) -> Any:
     """Return the key of the leaf that an array of the state holds, for each trainer that has one."""
-    plain = name.partition("@")[0]
-    found = next((x for n, x in leaves.items() if values.is_key(x) and plain.endswith(n)), fixed)
+    found = next((x for n, x in leaves.items() if values.is_key(x) and _holds(name, n)), fixed)
     return jnp.broadcast_to(found, fixed.shape)
+
+
+def _holds(held: str, leaf: str) -> bool:
+    """Return True if an array of a job's state has the name of a leaf; `count@1` is a copy of `count`."""
+    return held.partition("@")[0].endswith(leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,13 +219,13 @@ class Comparison:
       main: the step, for the whole batch.
       traced: the step of the job.
       batch_types: name to type of the arrays of the batch.
-      frozen: leaves whose floats keep their values: a plan may know them.
+      still: leaves that have one value for ever, and that value: a plan may use it.
     """
 
     main: Program
     traced: TracedStep
     batch_types: Mapping[str, Any]
-    frozen: frozenset[str] = frozenset()
+    still: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def leaf_types(self) -> dict[str, Any]:
@@ -229,7 +241,21 @@ class Comparison:
     @cached_property
     def placement(self) -> StatePlacement:
         """Where the job keeps each number."""
-        return find_placement(self.leaf_types, self.traced.state_of)
+        return find_placement(self.leaf_types, self.traced.state_of, self.still)
+
+    @cached_property
+    def leaves_of(self) -> list[set[str]]:
+        """The leaves whose numbers each array of the job's state holds."""
+        names = list(self.leaf_types)
+        starts = np.cumsum([0, *(int(np.prod(t.shape)) for t in self.leaf_types.values())])
+        found = []
+        for name, where in zip(self.traced.held, self.placement.where, strict=True):
+            places = np.unique(where[where >= 0])
+            of = {names[int(k)] for k in np.searchsorted(starts, places, "right") - 1}
+            # random keys, and leaves that have one value, cannot count themselves
+            uncounted = [n for n, t in self.leaf_types.items() if n in self.still or values.is_key(t)]
+            found.append(of | {n for n in uncounted if _holds(name, n)})
+        return found
 
     def check(self, title: str, start: Mapping[str, Any], *, points: Sequence[int] = STEPS, seed: int = 0) -> Report:
         """Compare both at random points.
@@ -252,6 +278,8 @@ class Comparison:
                 # logarithms and roots of a batch with both signs: positive numbers say more
                 if not found.not_finite:
                     break
+            else:
+                found.unfollowed["infinities and NaN, which are equal wherever they stand"] = None
         return found.report(title, time.monotonic() - begun)
 
     def _walk(
@@ -268,7 +296,7 @@ class Comparison:
         batch = _random_batch(self.batch_types, rng, positive=positive)
         for made in range(max(points) + 1):
             for _ in range(TRIES):
-                point = _random_point(self.leaf_types, state, self.frozen, rng)
+                point = _random_point(self.leaf_types, state, frozenset(self.still), rng)
                 point |= _random_point(self.batch_types, batch, frozenset(), rng)
                 try:
                     wanted = self._one_device(found, point)
@@ -304,9 +332,13 @@ class Comparison:
         lost = {n for n, x in new.items() if isinstance(x, Unknown)}
         known = {n: point[n] if n in lost else x for n, x in new.items()}
         expected = _placed(self.placement, known, types, held)
-        for name, x, y, where in zip(held, made, expected, self.placement.where, strict=False):
-            y = Unknown("") if any(name.endswith(n) for n in lost) else y
-            found.note(name, x, y, where >= 0)
+        placed = zip(held, made, expected, self.placement.where, self.leaves_of, strict=False)
+        for name, x, y, where, leaves in placed:
+            y = Unknown("") if leaves & lost else y
+            found.note(name, x, y, None if leaves & self.still.keys() else where >= 0)
+        for name in self.leaf_types:
+            if not any(name in leaves for leaves in self.leaves_of):
+                found.skipped[name] = None
         for name, x in zip(self.result_names, made[count:], strict=True):
             found.note(name, x, wanted[name])
 

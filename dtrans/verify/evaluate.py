@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,18 +49,16 @@ class World:
 
     Args:
       axes: the size of each axis by name; none for a program of one device.
-      watch: is given each equation that was evaluated, its operands and its outputs.
+      unknown: gets the reason for each equation that cannot be followed.
     """
 
     def __init__(
         self,
         axes: Mapping[str, int] | None = None,
-        watch: Callable[[JaxprEqn, list[Ranked], list[Ranked], World], None] | None = None,
         unknown: dict[str, None] | None = None,
     ) -> None:
         self.axes = dict(axes or {})
         self.count = math.prod(self.axes.values())
-        self.watch = watch
         self.unknown: dict[str, None] = {} if unknown is None else unknown
         self._made = 0
 
@@ -85,8 +83,6 @@ class World:
         for eqn in inner.eqns:
             operands = [read(a) for a in eqn.invars]
             made = self._equation(eqn, operands)
-            if self.watch is not None:
-                self.watch(eqn, operands, made, self)
             env.update(zip(eqn.outvars, made, strict=True))
         return [read(a) for a in inner.outvars]
 
@@ -199,7 +195,7 @@ class World:
         found = shard_map_of(eqn)
         if found.manual != set(found.axes):
             raise NotImplementedError("some axes of the mesh are not manual")
-        world = World(found.axes, self.watch, self.unknown)
+        world = World(found.axes, self.unknown)
         world._made = self._made
         given = [world.cut(x, spec) for (x,), spec in zip(operands, found.in_specs, strict=True)]
         made = world.run(found.body, given)
@@ -219,7 +215,7 @@ class World:
             for ranks in groups_of(self.axes, over):
                 for k, r in enumerate(ranks):
                     pieces[r] = mapped(functools.partial(_part, count=parts, axis=d, number=k), pieces[r])
-        return _shared(pieces, [spec_key(self.axes, spec, r) for r in range(self.count)])
+        return _shared(pieces, [_spec_key(self.axes, spec, r) for r in range(self.count)])
 
     def put_together(self, x: Ranked, spec: Any) -> Any:
         """Return the array whose pieces ranks have; `Replicas`, where copies that must agree differ."""
@@ -316,7 +312,7 @@ class World:
 
     def _alone(self, count: int) -> World:
         """Return a world of ranks that do not communicate."""
-        world = World({"alone": count}, self.watch, self.unknown)
+        world = World({"alone": count}, self.unknown)
         world._made = self._made
         return world
 
@@ -371,7 +367,7 @@ def _names(names: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def spec_key(axes: Mapping[str, int], spec: Any, rank: int) -> tuple[int, ...]:
+def _spec_key(axes: Mapping[str, int], spec: Any, rank: int) -> tuple[int, ...]:
     """Return the coordinates of a rank on the axes of a spec: ranks with the same have the same piece."""
     place = np.unravel_index(rank, [*axes.values()])
     used = {n for names in spec for n in _names(names)}

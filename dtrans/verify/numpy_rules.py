@@ -13,6 +13,12 @@ import jax
 import numpy as np
 
 
+def _quotient(x: Any, y: Any) -> Any:
+    """Divide integers and round toward zero; of 64 bits a quotient of floats would lose some."""
+    floor = x // y
+    return floor + ((floor < 0) & (floor * y != x)).astype(floor.dtype)
+
+
 ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     **{n: getattr(np, n) for n in ("sin", "cos", "tanh", "exp", "log", "sqrt", "square")},
     **{n: getattr(np, n) for n in ("abs", "sign", "floor", "ceil")},
@@ -22,7 +28,7 @@ ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     **{"gt": np.greater, "ge": np.greater_equal},
     **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert},
     "is_finite": np.isfinite,
-    "div": lambda x, y: x / y if np.issubdtype(y.dtype, np.inexact) else np.trunc(x / y),
+    "div": lambda x, y: x / y if np.issubdtype(y.dtype, np.inexact) else _quotient(x, y),
     "rem": np.fmod,
     "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
     "copy": lambda x: x,
@@ -120,9 +126,15 @@ def _unstack(p: Any, operands: Any, out: Any) -> list[Any]:
 
 
 def _pad(p: Any, operands: Any, out: Any) -> list[Any]:
-    new = np.full(out.shape, operands[1])
-    new[_slices([low for low, _, _ in p["padding_config"]], operands[0].shape, out.shape)] = operands[0]
-    return [new]
+    x, fill = operands
+    config = p["padding_config"]
+    spread = [n + max(n - 1, 0) * inner for n, (_, _, inner) in zip(x.shape, config, strict=True)]
+    new = np.full(spread, fill)
+    new[tuple(slice(None, None, inner + 1) for _, _, inner in config)] = x
+    # negative padding takes away
+    kept = [slice(max(-low, 0), n - max(-high, 0)) for n, (low, high, _) in zip(spread, config, strict=True)]
+    widths = [(max(low, 0), max(high, 0)) for low, high, _ in config]
+    return [np.pad(new[tuple(kept)], widths, constant_values=np.asarray(fill).item())]
 
 
 OTHERS: Mapping[str, Callable[..., list[Any]]] = {

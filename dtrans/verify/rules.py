@@ -11,7 +11,6 @@ makes its outputs `Unknown`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -534,11 +533,11 @@ REAL: Mapping[str, Rule] = {
     **dict.fromkeys(
         (
             "broadcast_in_dim", "reshape", "transpose", "squeeze", "concatenate", "stack", "unstack", "split", "rev",
-            "slice", "dynamic_slice", "dynamic_update_slice",
+            "slice", "dynamic_slice", "dynamic_update_slice", "pad",
         ),
         _structure,
     ),
-    **dict.fromkeys(("gather", "pad", "expand_dims", "tile"), _by_index),
+    **dict.fromkeys(("gather", "expand_dims", "tile"), _by_index),
     "eq": _compare(lambda equal, less, nan: equal & ~nan),
     "ne": _compare(lambda equal, less, nan: ~equal | nan),
     "lt": _compare(lambda equal, less, nan: less & ~nan),
@@ -595,9 +594,3 @@ def _as_type(x: Any, aval: Any) -> Any:
     if values.is_float(aval.dtype):
         return values.lifted(np.asarray(x, np.float64), aval.dtype)
     return np.asarray(x).astype(aval.dtype).reshape(aval.shape)
-
-
-@functools.cache
-def has_rule(name: str) -> bool:
-    """Return True if floats can be followed through a primitive."""
-    return name in REAL

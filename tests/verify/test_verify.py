@@ -14,7 +14,7 @@ import step_zoo
 from jax.sharding import AbstractMesh, PartitionSpec as P
 
 import dtrans
-from dtrans.errors import BatchError, DtransError
+from dtrans.errors import BatchError, ConfigError, DtransError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.run.base import lowering
 from dtrans.step.batch_sharing import Batch
@@ -78,6 +78,36 @@ def test_plans_compute_the_step(strategy: str) -> None:
 def test_batches_that_ranks_do_not_divide(strategy: str) -> None:
     plan = STRATEGIES[strategy](*_programs(CLIPPED))
     assert plan.verify(jnp.ones((11, 4)), jax.ShapeDtypeStruct((11, 1), jnp.float64))
+
+
+OTHERS = {
+    "whole leaves": lambda *of: dtrans.sharding(*of, degree=3, stage=2, slices=dtrans.Slicing(partition="greedy_even")),
+    "groups of ranks": lambda *of: dtrans.sharding(*of, degree=3, replicas=2, stage=3, slices=SMALL),
+    "bf16": lambda *of: dtrans.sharding(*of, degree=3, stage=3, slices=SMALL, precision="bf16"),
+    "a scaled loss": lambda *of: dtrans.sharding(*of, degree=3, stage=2, slices=SMALL, precision="fp16"),
+    "micro-steps": lambda *of: dtrans.nccl2(*of, trainers=3, num_micro_batch=2),
+    "parts of each trainer": lambda *of: dtrans.pserver(*of, pservers=SERVERS, trainers=3, batch="local"),
+    "replicas": lambda *of: dtrans.pipeline(*of, num_stages=2, num_micro_batch=2, replicas=3),
+    "backward in two": lambda *of: dtrans.pipeline(*of, num_stages=2, num_micro_batch=3, schedule="ZeroBubble"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_plans_compute_the_step(name: str) -> None:
+    with jax.enable_x64(False):  # as most users compute
+        assert (report := OTHERS[name](*_programs(optax.adam(1e-2))).verify()), str(report)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_leaves_that_have_one_value_for_ever(strategy: str) -> None:
+    """A leaf without a gradient: its moments are zero, which plans use, and jobs insist on."""
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return _loss({**params, "w1": jax.lax.stop_gradient(params["w1"])}, x, y)
+
+    report = STRATEGIES[strategy](*_programs(optax.adam(1e-2), loss=loss)).verify()
+    assert report, str(report)
+    assert any(name.endswith("mu/w1") for name in report.compared)
 
 
 @pytest.mark.sampled(15)
@@ -168,10 +198,27 @@ def test_a_wrong_slice_is_seen(primitive: Any, fault: Any, monkeypatch: pytest.M
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def test_an_asynchronous_plan_is_refused() -> None:
-    plan = dtrans.pserver(*_programs(optax.sgd(0.1)), pservers=SERVERS, trainers=2, mode=dtrans.Async())
-    with pytest.raises(DtransError, match="asynchronous"):
-        plan.verify()
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (
+            lambda *of: dtrans.pserver(*of, pservers=SERVERS, trainers=2, mode=dtrans.Async()),
+            r"plan.verify\(\): trainers of an asynchronous mode .* mode=dtrans.Sync\(\)",
+        ),
+        (lambda *of: dtrans.nccl2(*of, trainers=2, local_sgd=2), r"plan.verify\(\): with local_sgd"),
+        (
+            lambda *of: dtrans.pserver(*of, pservers=SERVERS, trainers=2, sparse={"params/w1": dtrans.Rows("dense")}),
+            r"plan.verify\(\): rows of params/w1 are looked up on the host",
+        ),
+    ],
+)
+def test_what_is_no_step_of_one_device_is_refused(plan: Any, words: str) -> None:
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        rows = params["w1"][x[:, 0].astype(int)]
+        return jnp.mean((rows @ params["w2"] - y) ** 2) + (params["b1"] ** 2).sum()
+
+    with pytest.raises(ConfigError, match=words):
+        plan(*_programs(optax.sgd(0.1), loss=loss)).verify()
 
 
 def test_a_batch_of_another_structure_is_refused() -> None:
