@@ -1,7 +1,7 @@
 """Cost of a checkpoint that a server writes during its steps: the stall of steps, memory, time and disk.
 
     python saving.py [PARAMETERS]     a dense leaf with Adam
-    python saving.py rows [ROWS...]   a table of 4,000,000 rows of 16 floats with Adam, of which so many are made
+    python saving.py rows [ROWS...]   a table of 4,000,000 rows of 16 floats with Adam; ROWS of them are made
 
 One trainer and one server, as processes, train and save. Steps while a save runs are counted until its piece has its
 name. The stall is the time of these steps and of `job.save(wait=False)`, less as many median steps of the window
@@ -48,7 +48,7 @@ class ServerMemory:
         self._place = Path("/proc", (folder / "pid").read_text())
 
     def now(self) -> float:
-        """What it has, from which on the peak is taken."""
+        """Return the memory now, and begin to measure the peak."""
         (self._place / "clear_refs").write_text("5")
         return self._field("VmRSS")
 
@@ -123,7 +123,7 @@ def run_dense(parameters: int) -> None:
         yield f"stall of a save: {in_copies(statistics.median(stalls))} (median of {SAVES}; the first save " + (
             f"{in_copies(stalls[0])}), over {statistics.median(counts):g} steps"
         )
-        yield f"of which the step behind job.save: {in_copies(statistics.median(firsts))}"
+        yield f"its first step, behind job.save: {in_copies(statistics.median(firsts))}"
         peak, before = max(most)
         yield f"memory of the server: {before:.0f} MB before a save, {peak:.0f} MB at most during it"
 

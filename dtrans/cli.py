@@ -250,7 +250,7 @@ def status(
 @app.command()
 def keygen(
     folder: Annotated[Path | None, typer.Argument(help="Write keys into this folder.", metavar="DIR")] = None,
-    trainers: Annotated[int, typer.Option(min=0, help="How many trainers get a key of their own.")] = 0,
+    trainers: Annotated[int, typer.Option(min=0, help="How many trainers get a separate key.")] = 0,
     token: Annotated[bool, typer.Option("--token", help="Print a token for DTRANS_TOKEN instead.")] = False,
 ) -> None:
     """Make the secrets of a job: one token for all of its processes, or separate keys that can be revoked.

@@ -63,7 +63,7 @@ def _write(path: Path, header: bytes, data: np.ndarray, room: np.ndarray) -> Non
     """Write a new file: direct output takes whole pages, from memory that begins with a page.
 
     Args:
-      room: such memory, by way of which other data goes.
+      room: such memory; other data is copied into it first.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:

@@ -22,7 +22,7 @@ _TARGET = {"pserver": "server", "trainer": "trainer"}
 
 
 def emit_jobset(table: RoleTable, image: str = IMAGE) -> str:
-    """Return the YAML of a JobSet that starts the roles, each in a pod of its own.
+    """Return the YAML of a JobSet that starts each role in a pod.
 
     Args:
       table: of `role_table` or `plan.roles`, with a command.
@@ -81,7 +81,7 @@ def _variables(parts: EmitParts, kind: str) -> list[dict[str, Any]]:
     at = lambda index: f"{parts.name}-{_TARGET[bound]}-0-{index}.{parts.name}:{PORT}"
     count = parts.servers or parts.trainers
     plain = {
-        # a $(NAME) of the user's stays as it is
+        # Kubernetes would expand a $(NAME) of the user
         **{k: v.replace("$(", "$$(") for k, v in parts.environment.items()},
         ALLOW_REMOTE: "1",
         "DTRANS_ROLE": kind,

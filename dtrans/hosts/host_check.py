@@ -58,7 +58,7 @@ def look_at(
     """Ask all hosts at once, and return what each is.
 
     Args:
-      python: the interpreter on hosts that have none of their own.
+      python: the interpreter on hosts that name none.
       script: a path that has to be on every host; empty for none. So has the working directory.
       ports: how many free ports each host chooses.
 

@@ -27,7 +27,7 @@ def named_plan(name: str) -> Plan:
         found = importlib.import_module(module)
     except ModuleNotFoundError as e:
         if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-            raise  # the module is there, and an import of its own fails
+            raise  # the module is there, and one of its imports fails
         raise ConfigError(f"--plan is {name!r}; there is no module {e.name} in {os.getcwd()} or installed") from e
     if not hasattr(found, attribute):
         raise ConfigError(f"--plan is {name!r}; the module {module} has no {attribute}")

@@ -46,7 +46,7 @@ def launch_on_hosts(
       command: program and arguments; this process's Python stands for the one of each host.
       hosts: where roles may run.
       rsh: the command that reaches a host: `ssh`, or another that takes a host and a command.
-      python: the interpreter of hosts that have none of their own.
+      python: the interpreter of hosts that name none.
       carried: names of variables of this process's environment that roles get too.
       **options: those of `dtrans.run.distributed.launcher.launch`.
 

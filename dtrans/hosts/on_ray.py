@@ -50,10 +50,10 @@ class RayState:
 class RayJob(Job):
     """A plan, running as actors of a Ray cluster.
 
-    `step` takes the global batch, of which each trainer gets its rows; or no batch, where `batches`
-    says what trainers step on. Results come to the driver, which has numbers of all trainers: those
-    that each trainer has of its own part alone (`batch="local"` and asynchronous modes of parameter
-    servers) are averaged if they are floating-point scalars, and get a leading axis otherwise.
+    `step` takes the global batch, and each trainer gets its rows. Where `batches` says what trainers
+    step on, it takes no batch. Results come to the driver. With `batch="local"`, and in asynchronous
+    modes of parameter servers, each trainer has results of its part. The driver averages
+    floating-point scalars of these, and gives all others a leading axis.
 
     An error of an actor ends the job, with all actors. A role or a node that has gone is a
     `PeerError` that names both.
@@ -63,7 +63,7 @@ class RayJob(Job):
         endpoints of its servers only say how many there are.
       batches: a function (trainer, step) -> the arguments of the step behind its state, which runs
         in the trainer's actor; or a dataset of Ray Data, whose columns have the names of these
-        arguments. Trainers get equally many of its rows (`streaming_split`), and begin anew at its
+        arguments. Trainers get equally many of its rows (`streaming_split`), and begin again at its
         end.
       address: of the cluster, as `ray.init` takes it. By default the cluster that this process is
         connected to, or the one that RAY_ADDRESS names, or a new one on this machine.
@@ -197,14 +197,17 @@ class RayJob(Job):
         if not isinstance(state, RayState):
             raise StateError(f"this job takes the state that init or step returned, not {type(state).__name__}")
         if state is not self._state:
-            raise StateError("this state was given to a step already, or is of another job: take the newest one")
+            raise StateError(
+                "this state was given to a step already, or another job returned it; give the "
+                "state that the last step returned"
+            )
 
     @metered
     def step(self, state: RayState, *batch: Any) -> tuple[Any, ...]:
         """One step of all trainers: (state, loss[, aux]).
 
         Raises:
-          BatchError: a batch where trainers have batches of their own, none where they have none,
+          BatchError: a batch where `batches` says what trainers step on, or none where nothing says it,
             or rows that they cannot share.
           StateError: no state, or one that was stepped from.
         """
@@ -220,7 +223,7 @@ class RayJob(Job):
         """Return the global batch in Ray's store; None where trainers have their own."""
         if self._has_batches:
             if batch:
-                raise BatchError("trainers take batches of their own (on_ray(batches)): call job.step(state) alone")
+                raise BatchError("on_ray(batches) says what trainers step on; call job.step(state) without a batch")
             return None
         specs = self.plan.main.args[2:]
         if len(batch) != len(specs):
@@ -337,7 +340,7 @@ def _arrays(specs: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
 
 
 def of_each(xs: Sequence[Any]) -> Any:
-    """Return a result that each trainer has of its own part as one."""
+    """Merge the results that trainers have of their parts."""
     if not np.ndim(xs[0]) and np.issubdtype(np.asarray(xs[0]).dtype, np.floating):
         return np.mean(xs, dtype=np.asarray(xs[0]).dtype)
     return np.stack([np.asarray(x) for x in xs])

@@ -1,12 +1,12 @@
 """Actors for the roles of a job on a Ray cluster: where they run, waiting for them, and the role to blame.
 
-Servers are spread over nodes; trainers are packed or spread. Each role has a bundle of its own, in
-a placement group for each of the two kinds, since a group knows one strategy. The groups and the
+Servers are spread over nodes; trainers are packed or spread. Each role has a bundle, and each of the
+two kinds a placement group, since a group knows one strategy. The groups and the
 actors end with this object, or with the driver: Ray ends what a driver leaves.
 
 Every wait ends when an actor does. Roles notice each other's end, so the first error may be a
-`PeerError` of a role that is in order. Such an error waits a moment for a failure with a reason of
-its own, as in `dtrans launch`.
+`PeerError` of a role that is in order. Such an error waits a moment for the failure that caused it,
+as in `dtrans launch`.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class RayGroup:
             free = {n: idle.get(n, 0.0) for n in bundle}
             raise DeadlineError(
                 f"waited {self._deadline:g} s for room for {count} {kind}{'s' * (count > 1)} with {dict(bundle)} each; "
-                f"the Ray cluster has {has}, of which {free} are free: add nodes, or let roles have less, as "
+                f"the Ray cluster has {has}, and {free} are free; add nodes, or let roles have less, as "
                 f'{"server" if kind == PSERVER else kind}_resources={{"CPU": 0.5}}'
             )
 

@@ -5,8 +5,8 @@ an actor, as in `plan.on_ray()`, and the actor starts the role's process on its 
 script, with the same variables, as on one host. Lines that the process prints come back as they are
 printed.
 
-A process ends with its actor, and an actor with the driver: Ray sees to the second, and
-`dtrans.run.distributed.orphan_guard`, on the node, to the first.
+Ray ends an actor with the driver. `dtrans.run.distributed.orphan_guard`, on the node, ends a process
+with its actor.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def resources(option: str, text: str) -> dict[str, float]:
 
 
 class ScriptActor(RoleProcess):
-    """Actor of a role in a process of its own; `signal` and `tell_ended` come while it runs."""
+    """Actor that starts a role as a process; `signal` and `tell_ended` come while it runs."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

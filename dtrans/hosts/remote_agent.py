@@ -1,7 +1,7 @@
 """Agent of the launcher on another host: it looks at the host, or starts one role there and ends it.
 
     RSH HOST PYTHON -m dtrans.hosts.remote_agent       looks; it imports dtrans, as a role will
-    RSH HOST PYTHON -I -S hosts/remote_agent.py        starts a role; without JAX, of which each agent would load a copy
+    RSH HOST PYTHON -I -S hosts/remote_agent.py        starts a role; it does not load JAX
 
 The first line of its standard input is an order as JSON. The environment of a role, with the job's secret, comes by
 this way and never by argv. Each further line is a message: a signal for the role, another role that has ended, or

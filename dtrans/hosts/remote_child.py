@@ -124,7 +124,7 @@ class RemoteChild(Child):
     def _say(self, message: Mapping[str, Any]) -> None:
         stdin = self.process.stdin
         assert stdin is not None
-        # where the connection has ended, or is closed, that is an event of its own
+        # the end of the connection is another event
         with self._speaking, contextlib.suppress(OSError, ValueError):
             stdin.write(json.dumps(message).encode() + b"\n")
 

@@ -12,10 +12,10 @@ Placement is a question of bandwidth. Let each of n trainers send M bytes to k s
 A host carries what its trainers exchange with servers elsewhere, and what its servers exchange with
 trainers elsewhere. The busiest link bounds the step:
 
-    all on hosts of their own                   max(M, n M / k)
+    all on separate hosts                       max(M, n M / k)
     k = n, a server beside each trainer         2 (n - 1) M / n
 
-These are the bounds of BytePS (Jiang et al., OSDI 2020), whose rule follows: servers get hosts of their own, with at
+These are the bounds of BytePS (Jiang et al., OSDI 2020), whose rule follows: servers get separate hosts, with at
 least the bandwidth of the trainers in total, where that is less. With two trainers, or two servers, it is not.
 """
 
@@ -446,7 +446,7 @@ def _traffic(received: int | None, sent: int | None) -> Traffic:
 
 
 def servers_stand_alone(trainers: int, servers: Sequence[Traffic]) -> bool:
-    """Return True if steps are faster with servers on hosts of their own than beside trainers.
+    """Return True if steps are faster with servers on separate hosts than beside trainers.
 
     Example:
       >>> from dtrans.hosts.role_table import servers_stand_alone

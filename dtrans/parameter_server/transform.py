@@ -273,7 +273,7 @@ def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> SharedStep 
 
 
 def sent_parts(step: Cut, batch: Batch, trainers: int, mode: Mode) -> tuple[str, ...] | None:
-    """Return the arrays of the batch of which trainers send values that the update reads; None where they send none."""
+    """Return the batch arrays whose values trainers send for the update; None where they send none."""
     exact = trainers == 1 or batch.exact
     return tuple(batch_axes(step, batch)) if exact and isinstance(mode, Sync) else None
 
@@ -296,7 +296,7 @@ def numbers_of_batch(step: Cut, batch: Batch, comm: TrainerCommConfig) -> BatchN
         if comm.trainers > 1 and grows:
             raise GradientError(
                 f"the update of {step.program.name} reads {a.aval.str_short()} with the rows of the batch "
-                f"({source_line(given, n)}), of which each trainer makes its own rows; reduce it before the update "
+                f"({source_line(given, n)}), and each trainer makes some of the rows; reduce it before the update "
                 "reads it (a mean, a count), or take dtrans.nccl2 or dtrans.sharding, whose trainers have all rows"
             )
     return numbers_of_size(given, other)
@@ -328,10 +328,10 @@ def refuse_exit(on_trainer_exit: str, shared: SharedStep) -> Literal["error"]:
 
 
 def check_arguments(step: Cut, parts: Sequence[str] | None, batch: Batch, trainers: int, on_trainer_exit: str) -> None:
-    """Refuse updates that read arguments of which each trainer has its own part.
+    """Refuse updates that read arguments whose parts differ between trainers.
 
     Args:
-      parts: the arrays of the batch of which trainers send values.
+      parts: the batch arrays whose values trainers send.
     """
     if not step.arguments or trainers == 1:
         return

@@ -257,7 +257,7 @@ def loss_of(program: Program) -> JaxprEqn:
         )
     if len(found) > 1:
         raise GradientError(
-            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline is of one loss. {WHOLE_BATCH}. "
+            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline takes one loss. {WHOLE_BATCH}. "
             "Losses that share no parameters can be added up, and their sum differentiated; of others dtrans.nccl2 and "
             "dtrans.sharding take each"
         )

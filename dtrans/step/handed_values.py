@@ -76,7 +76,7 @@ def _made_by_forward(step: Cut, parts: Collection[str], drawn: bool = False) -> 
 
 
 def _is_drawn(eqn: JaxprEqn) -> bool:
-    """Return True if an equation makes something of its own for each trainer, or exchanges it."""
+    """Return True if an equation makes another value on each trainer, or exchanges values."""
     inside = (e for body in jaxprs_in_params(eqn.params) for e in equations(body))
     return is_communication(eqn) or any(map(is_communication, inside))
 

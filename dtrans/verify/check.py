@@ -50,7 +50,7 @@ class TracedStep:
 
 @dataclasses.dataclass(frozen=True)
 class StatePlacement:
-    """Where a job keeps the numbers of leaves.
+    """Places of the numbers of leaves in the state of a job.
 
     Attributes:
       where: for each array of the state, the place of each of its numbers among those of all leaves,
@@ -240,7 +240,7 @@ class Comparison:
 
     @cached_property
     def placement(self) -> StatePlacement:
-        """Where the job keeps each number."""
+        """The place of each number in the job's state."""
         return find_placement(self.leaf_types, self.traced.state_of, self.still)
 
     @cached_property

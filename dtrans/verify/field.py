@@ -111,7 +111,7 @@ def cumulative_total(x: Array, axis: int) -> Array:
 
 
 def limbs(x: Array, bits: int = LIMB) -> list[Array]:
-    """Return an element as numbers of so many bits, in float64, the lowest first."""
+    """Split elements into numbers of a given size in bits, in float64, the lowest first."""
     mask = np.uint64((1 << bits) - 1)
     shifts = [np.uint64(k) for k in range(0, 61, bits)]
     return [((x >> s) & mask).astype(np.float64) for s in shifts]

@@ -1,4 +1,4 @@
-"""Values of a program that is verified: floats as field elements with shadows, all else as it is.
+"""Values of a program that is verified: floats as field elements with shadows, other arrays unchanged.
 
     Real        an array of floats: elements of the field, and a float64 shadow of a real run
     Unknown     a value that could not be followed, and why

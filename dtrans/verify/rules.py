@@ -29,7 +29,7 @@ Rule = Callable[[JaxprEqn, list[Any]], list[Any]]
 
 
 def shadow_of(x: Any) -> Any:
-    """Return what NumPy computes with: the shadow of floats, anything else as it is."""
+    """Return what NumPy computes with: the shadow of floats, other arrays unchanged."""
     return x.shadow if isinstance(x, Real) else x
 
 

@@ -14,7 +14,7 @@ from dtrans.examples.libraries.run import run
 STRATEGIES = (("nccl2", 3), ("sharding", 1), ("sharding", 2), ("sharding", 3), ("pserver", 3), ("pipeline", 3))
 REFUSED = {
     "nnx_mlp": "has values of the whole batch",
-    "gan": "calls dtrans.value_and_grad 2 times; a pipeline is of one loss",
+    "gan": "calls dtrans.value_and_grad 2 times; a pipeline takes one loss",
 }
 CHEAP = {"nnx_mlp": ("pserver", 3), "lora": ("pipeline", 3)}
 

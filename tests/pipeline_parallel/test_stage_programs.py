@@ -519,7 +519,7 @@ STEPS = [
     (in_a_scan, "scan differentiates inside.*A step may take one update"),
     (accumulated, "in a loop or a branch. A pipeline takes the micro-batches itself"),
     (twice, "params/a has 2 marked gradients in twice, and its update does not read their sum alone; add them up"),
-    (two_losses, "two_losses calls dtrans.value_and_grad 2 times; a pipeline is of one loss"),
+    (two_losses, "two_losses calls dtrans.value_and_grad 2 times; a pipeline takes one loss"),
 ]
 
 

@@ -31,7 +31,7 @@ REFUSED = {  # what they are refused for
     "pipeline": {
         **dict.fromkeys(("flax_batch_norm_dropout", "meta_gradient"), "has values of the whole batch"),
         "sharpness_aware": "dtrans.value_and_grad was taken with respect to .*, which is not a leaf of `state`",
-        "gan": "calls dtrans.value_and_grad 2 times; a pipeline is of one loss",
+        "gan": "calls dtrans.value_and_grad 2 times; a pipeline takes one loss",
         **dict.fromkeys(("gan_in_order", "actor_critic"), ORDER),
     },
 }
@@ -39,7 +39,7 @@ WHY = {  # in a few words
     ORDER: "a gradient is taken at a parameter that the step has just updated",
     "has values of the whole batch": "rows meet after parameters",
     "which is not a leaf of": "a gradient at perturbed parameters",
-    "a pipeline is of one loss": "two losses",
+    "a pipeline takes one loss": "two losses",
 }
 
 HEAD = f"""# Steps of other libraries

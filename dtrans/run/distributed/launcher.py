@@ -57,7 +57,7 @@ Event = Child | int  # a role that has ended, or a signal
 
 
 class Site:
-    """Where the roles of a job run: this host, unless a subclass says otherwise."""
+    """Place of a job's roles: this host, unless a subclass says otherwise."""
 
     def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
         """Return every role of the job, with endpoints where they run."""

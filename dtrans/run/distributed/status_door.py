@@ -1,6 +1,6 @@
 """The socket by which trainer 0 of collectives answers observers (`dtrans status`), where the user has said where.
 
-It has a context of its own: observers show the job's token alone, and the trainers' line a secret that only they know.
+Observers show the job's token alone, and trainers another secret, so the door has a separate ZeroMQ context.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class Keys:
     # -- sockets ---------------------------------------------------------------------------------
 
     def guard(self, bound: zmq.Socket[Any], address: str) -> None:
-        """Let a socket, as it is bound next, ask for keys or for a password: ZeroMQ keeps the answer per address."""
+        """Let a socket ask for keys or for a password at the address that it binds next."""
         bound.setsockopt_string(zmq.ZAP_DOMAIN, "dtrans")
         if self.encrypts(address):
             bound.setsockopt(zmq.CURVE_SERVER, 1)
@@ -185,7 +185,7 @@ class Keys:
             bound.setsockopt(zmq.PLAIN_SERVER, 1)
 
     def show(self, connecting: zmq.Socket[Any], address: str, user: str, role: str) -> None:
-        """Let a socket show, as it is connected next, the key or the password of a user."""
+        """Let a socket show a user's key or password to the address that it connects to next."""
         if self.encrypts(address):
             secret = self.client_secret(user, role)
             connecting.setsockopt(zmq.CURVE_SERVERKEY, self.server_public())

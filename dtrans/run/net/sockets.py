@@ -2,7 +2,7 @@
 
 A socket that is bound lets in who shows a key or the password of the job (`dtrans.run.net.keys`), and by a Unix socket
 only processes of the same user. Before that only a short greeting is read: no message of a stranger reaches this
-process, however long it is. ZeroMQ asks about each connection by a socket of its own, which a thread answers.
+process, however long it is. ZeroMQ asks about each connection by another socket, which a thread answers.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def connect(made: zmq.Socket[Any], address: str, keys: Keys, user: str, role: st
 
     Args:
       user: as whom; the other end knows it by that.
-      role: of this process, whose key it shows where roles have keys of their own.
+      role: of this process, whose key it shows where roles have separate keys.
     """
     keys.show(made, address, user, role)
     with _room_for_curve(made, keys, address):

@@ -144,7 +144,7 @@ class Server:
         return {**self._protocol.kind.state, **self._update.tables()}
 
     def _save(self, name: str, made: int) -> int:
-        """Begin to save what the server holds, as it is now, after so many steps; return the number of its blocks."""
+        """Begin to save the server's present state under a name; return the number of its blocks."""
         assert self._writer is not None
         tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
         dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items() if n not in tables}

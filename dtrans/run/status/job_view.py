@@ -1,6 +1,6 @@
 """The status of a job: that of its servers, and that of each trainer over all servers.
 
-Servers are asked one after the other, so that their counts are of nearly one time, not of one step.
+Servers are asked one after the other. Their counts belong to nearly one time, and may differ by a step.
 """
 
 from __future__ import annotations
