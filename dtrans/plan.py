@@ -700,7 +700,7 @@ def realiser(plan: Any, way: str) -> Callable[..., Any]:
     for kind in type(plan).__mro__:
         if (kind, way) in _REALISERS:
             return _REALISERS[kind, way]
-    ways = sorted({w for kind, w in _REALISERS if isinstance(plan, kind)} - {"roles"})
+    ways = sorted({w for kind, w in _REALISERS if isinstance(plan, kind)} - {"roles", "verify"})
     raise ConfigError(
         f"nothing runs a {type(plan).__name__} by {way!r}" + (f"; it runs by {', '.join(ways)}" if ways else "")
     )

@@ -230,8 +230,11 @@ def test_a_connection_that_ends_is_a_failure_of_its_host(
     """The role ends too: first it is asked to."""
     (tmp_path / "rsh.py").write_text(CUTTABLE)
     command = script("""
+        # the test cuts the connection as soon as it hears of the role, which must be ready then
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         s = report()
         signal.signal(signal.SIGTERM, lambda *_: (s.sendall(b"asked"), sys.exit(0)))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         threading.Event().wait()
     """)
     children = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -150,7 +151,10 @@ def test_slurm_runs_the_emitted_files(cluster: Path, tmp_path: Path) -> None:
     codes = [job.wait(100) for *_, job in jobs]
 
     for (folder, table, fails, _), code in zip(jobs, codes, strict=True):
-        assert code == (7 if fails else 0), (folder / "out").read_text()
+        out = (folder / "out").read_text()
+        # srun ends with the highest code, which may be that of a process that it has ended itself
+        assert code in ((7, 128 + signal.SIGTERM) if fails else (0,)), out
+        assert not fails or f"{fails}: task 0: Exited with exit code 7" in out, out
         got = [json.loads((folder / f"{n}.json").read_text()) for n in ("n1", "n2")]
         names = ["n1:6174"] if table.mode == "pserver" else ["n1:6174", "n2:6174"]
         wanted = [e.role for e in table.with_endpoints(names)]
