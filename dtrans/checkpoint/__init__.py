@@ -11,7 +11,7 @@
     ckpt/300/trainer-0     of a job of `dtrans.nccl2`: everything
 
 Each process writes its own *pieces*, without a word to any other: all they share is the folder. A piece is there or is
-not, since orbax writes it beside its place and renames it. Each says which pieces there are to be, and of which run and
+not, since it is written beside its place and renamed. Each says which pieces there are to be, and of which run and
 step it is: pieces of two runs, or of two steps, are never put together. A whole checkpoint is never written over: save
 each step to a folder of its own, and take up the last that is whole (`latest`). Pieces that a crash has left of a save
 are replaced when a later run saves under the same name.

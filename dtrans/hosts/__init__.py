@@ -13,11 +13,11 @@ on_ray          a job as actors of a Ray cluster
 portable_plan   the way of a plan to another process
 ray_launch      a script per role on a Ray cluster: `dtrans launch --on ray`
 ray_group       actors for roles: where they run, waiting for them, and the role to blame
+ray_actor       a role as an actor
 emit            a job as text for what starts it: `dtrans launch --emit`
 emit_parts      values of a role table that every emitter writes
 emit_slurm      an sbatch file
 emit_jobset     a Kubernetes JobSet
 emit_torchx     a TorchX component
 emit_ssh        a shell script with ssh
-ray_actor       a role as an actor
 """

@@ -1,4 +1,4 @@
-"""Realisers: what turns plans and programs into something that runs. The only layer that does anything.
+"""Realisers: what turns plans and programs into something that runs.
 
     executor            `Executor.run`: any one program of a job
     role_job            a job of parameter servers, as one of its processes has it
@@ -8,7 +8,9 @@
     collective          nccl2 mode and sharding: on a mesh, simulated, or as processes
     pipeline_parallel   pipelines: on a mesh, simulated, or as processes
     distributed         processes: who they are, and how they find one another
+    status              watching a running job from outside
+    verified            the traced step of a job, which `plan.verify()` evaluates
 
-A new realiser takes a plan, or programs, and asks `base.segments` for the parts to compile. No other layer imports from
+A new realiser takes a plan, or programs, and asks `base.segments` for the parts to compile. No layer below imports from
 here: plans find their realisers by `dtrans.plan`.
 """

@@ -9,7 +9,10 @@ elastic         those left of it go on
 address         where they reach each other, beside what JAX connects
 status_door     trainer 0 answers `dtrans status`
 multihost       what they hold together and agree on
-launcher        starts the processes of a job on this host
+membership      the job that this process is in
+board           words that processes read from each other, by JAX's coordinator
+watch           each process sees how another ends
+launcher        starts the processes of a job, here or where a `Site` says
 child_process   its processes, and what they print
 orphan_guard    ends them when the launcher itself is killed
 """

@@ -6,8 +6,8 @@ All that can happen (a role has ended, a signal has come, time is up) arrives at
 it. Signal handlers only put the number there, so no exception ever strikes between starting a process and
 noting that it was started.
 
-In nccl2 mode there are trainers only. What `jax.distributed` would do with SIGTERM, tell the program to save itself, it
-is told to leave, or a trainer could not be ended; and each trainer is shown one GPU of its host.
+In nccl2 mode there are trainers only. Each is shown one GPU of its host. JAX's preemption service is off: it takes
+SIGTERM for a request to save, and such a trainer could not be ended.
 
 `Site` is the one place that knows where roles run; `dtrans.hosts` has those for other hosts.
 
