@@ -306,7 +306,7 @@ def test_a_program_that_is_not_there_is_named(cluster, tmp_path):
         launched("--on", "rya", "-m", "json")
     with pytest.raises(
         DeadlineError,
-        match="room for 1 trainer with {'CPU': 99} each; the Ray cluster has {'CPU': 6.0}, of which {'CPU': ",
+        match="room for 1 trainer with {'CPU': 99} each; the Ray cluster has {'CPU': 6.0}, and {'CPU': ",
     ):
         dtrans.nccl2(*programs(), trainers=1).on_ray(trainer_resources={"CPU": 99}, deadline=1)
     assert is_clean()
