@@ -58,11 +58,16 @@ NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
 PartitionName=all Nodes=n1,n2 Default=YES State=UP
 """
 
+# srun ends all tasks as soon as one fails, also those that have not started: the failing one is the last
 SAY = """
-import json, os, sys
-with open(os.path.join(sys.argv[1], os.environ["SLURMD_NODENAME"] + ".json"), "w") as f:
+import json, os, sys, time
+folder, node, fails = sys.argv[1], os.environ["SLURMD_NODENAME"], sys.argv[2:]
+with open(os.path.join(folder, node + ".tmp"), "w") as f:
     json.dump(dict(os.environ), f)
-sys.exit(7 if sys.argv[2:] == [os.environ["SLURMD_NODENAME"]] else 0)
+os.replace(f.name, os.path.join(folder, node + ".json"))
+while fails == [node] and not os.path.exists(os.path.join(folder, "n1.json")):
+    time.sleep(0.05)
+sys.exit(7 if fails == [node] else 0)
 """
 
 
