@@ -24,7 +24,7 @@ LAYERS = (
     ("_jax", "errors", "checks"),
     ("ir", "ops", "endpoints", "nn", "optimizers"),
     ("protocol",),
-    ("verify",),
+    ("verification",),
     ("step",),
     ("rows",),
     ("slicing",),

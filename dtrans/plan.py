@@ -42,8 +42,8 @@ from dtrans.ir.program import Program
 from dtrans.step import one_state
 from dtrans.step.batch_sharing import part_of
 from dtrans.step_meter import JobReport, StepMeter
-from dtrans.verify.check import STEPS, Comparison, random_arguments
-from dtrans.verify.outcome import Report
+from dtrans.verification.check import STEPS, Comparison, random_arguments
+from dtrans.verification.outcome import Report
 
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dtrans._jax import JaxprEqn, Literal, constants, opened, scan_counts, while_counts
-from dtrans.verify.numpy_rules import ELEMENTWISE, OTHERS
+from dtrans.verification.numpy_rules import ELEMENTWISE, OTHERS
 
 
 def interpret(jaxpr: Any, *args: Any) -> list[Any]:

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 
 from dtrans._jax import JaxprEqn, is_reversed
-from dtrans.verify import field, field_values as values
-from dtrans.verify.field import Array
-from dtrans.verify.field_values import NearTie, Real, choose, from_integers, parted, real
-from dtrans.verify.numpy_rules import ELEMENTWISE, OTHERS
-from dtrans.verify.rationals import elements_of
+from dtrans.verification import field, field_values as values
+from dtrans.verification.field import Array
+from dtrans.verification.field_values import NearTie, Real, choose, from_integers, parted, real
+from dtrans.verification.numpy_rules import ELEMENTWISE, OTHERS
+from dtrans.verification.rationals import elements_of
 
 
 Rule = Callable[[JaxprEqn, list[Any]], list[Any]]

@@ -1,6 +1,6 @@
 """Primitives of JAX on NumPy arrays: what each computes, without compiling anything.
 
-Integers, booleans and shadows (`dtrans.verify.field_values`) are computed by these. Each rule takes the
+Integers, booleans and shadows (`dtrans.verification.field_values`) are computed by these. Each rule takes the
 parameters of the equation, its operands and the type of its first output.
 """
 

@@ -18,8 +18,8 @@ from dtrans.errors import BatchError, ConfigError, DtransError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.run.base import lowering
 from dtrans.step.batch_sharing import Batch
-from dtrans.verify.evaluate import World
-from dtrans.verify.field_values import Replicas, Unknown, lifted, same
+from dtrans.verification.evaluate import World
+from dtrans.verification.field_values import Replicas, Unknown, lifted, same
 
 
 ROWS = 12  # 1 / 12, and thirds of it, are rounded

@@ -34,10 +34,10 @@ from dtrans._jax import (
     shard_map_of,
     while_counts,
 )
-from dtrans.verify import field_values as values
-from dtrans.verify.field_values import Real, Replicas, Unknown, same
-from dtrans.verify.rank_collectives import GROUPS, groups_of, joined, mapped
-from dtrans.verify.rules import REAL, plain
+from dtrans.verification import field_values as values
+from dtrans.verification.field_values import Real, Replicas, Unknown, same
+from dtrans.verification.rank_collectives import GROUPS, groups_of, joined, mapped
+from dtrans.verification.rules import REAL, plain
 
 
 Ranked = tuple[Any, ...]  # the value of each rank

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dtrans.verify import field
-from dtrans.verify.rationals import element_of, elements_of, rational_of, simplest_between
+from dtrans.verification import field
+from dtrans.verification.rationals import element_of, elements_of, rational_of, simplest_between
 
 
 EDGES = np.array([0, 1, 2, field.P - 1, field.P - 2, 1 << 31, (1 << 31) - 1, 1 << 60], np.uint64)

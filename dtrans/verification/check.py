@@ -19,13 +19,13 @@ import numpy as np
 
 from dtrans._jax import ClosedJaxpr, opened
 from dtrans.ir.program import Program
-from dtrans.verify import field, field_values as values
-from dtrans.verify.evaluate import World
-from dtrans.verify.field import Array
-from dtrans.verify.field_values import NearTie, Real, Replicas, Unknown, same
-from dtrans.verify.outcome import Difference, Report
-from dtrans.verify.rank_collectives import mapped
-from dtrans.verify.rules import shadow_of
+from dtrans.verification import field, field_values as values
+from dtrans.verification.evaluate import World
+from dtrans.verification.field import Array
+from dtrans.verification.field_values import NearTie, Real, Replicas, Unknown, same
+from dtrans.verification.outcome import Difference, Report
+from dtrans.verification.rank_collectives import mapped
+from dtrans.verification.rules import shadow_of
 
 
 STEPS = (0, 1, 2, 5)  # of one device, before the states that are compared

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dtrans.verify.field import Array, P, key_of
+from dtrans.verification.field import Array, P, key_of
 
 
 def simplest_between(low: Fraction, high: Fraction) -> Fraction:
@@ -22,7 +22,7 @@ def simplest_between(low: Fraction, high: Fraction) -> Fraction:
 
     Example:
       >>> from fractions import Fraction
-      >>> from dtrans.verify.rationals import simplest_between
+      >>> from dtrans.verification.rationals import simplest_between
       >>> simplest_between(Fraction(33, 100), Fraction(34, 100))
       Fraction(1, 3)
     """
@@ -45,7 +45,7 @@ def rational_of(value: float, dtype: str) -> Fraction:
     """Return the simplest rational that rounds to a finite float of a dtype.
 
     Example:
-      >>> from dtrans.verify.rationals import rational_of
+      >>> from dtrans.verification.rationals import rational_of
       >>> rational_of(0.10000000149011612, "float32")
       Fraction(1, 10)
     """

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans.verify import field
-from dtrans.verify.field import Array
-from dtrans.verify.rationals import elements_of
+from dtrans.verification import field
+from dtrans.verification.field import Array
+from dtrans.verification.rationals import elements_of
 
 
 NEAR = 1e-9  # relative distance of two shadows that rounding may have parted

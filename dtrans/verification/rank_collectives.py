@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans.verify import field
-from dtrans.verify.field_values import Real, choose, is_key, parted, real
+from dtrans.verification import field
+from dtrans.verification.field_values import Real, choose, is_key, parted, real
 
 
 Group = Callable[[list[Any], Mapping[str, Any]], list[Any]]
@@ -26,7 +26,7 @@ def groups_of(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:
     """Return the groups of ranks that a collective over some axes joins.
 
     Example:
-      >>> from dtrans.verify.rank_collectives import groups_of
+      >>> from dtrans.verification.rank_collectives import groups_of
       >>> groups_of({"a": 2, "b": 2}, ("b",)), groups_of({"a": 2, "b": 2}, ("a",))
       ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
