@@ -303,8 +303,8 @@ class Plan(abc.ABC):
         state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
         traced: Any = self._realised("verify", types)
         whole = main.specialize_flat([*state, *flat.values()])
-        comparison = Comparison(whole, traced, flat, main.still)
         startup: Program = self.startup  # type: ignore[attr-defined]
+        comparison = Comparison(whole, traced, flat, main.still, startup)
         made = startup.compiled(*random_arguments(startup.inputs, seed))
         start = dict(zip(comparison.leaf_types, made, strict=True))
         return comparison.check(repr(self)[1:-1], start, points=points, seed=seed)

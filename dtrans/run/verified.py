@@ -121,7 +121,14 @@ def traced_step(job: Job, batch: Sequence[Any], placed_by: Job | None = None) ->
     state = made["state"]
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(state)]
     jaxpr: Any = jax.make_jaxpr(lambda state, *batch: job.step(state, *batch))(state, *batch)
-    return TracedStep(jaxpr, paths, state_of)
+    return TracedStep(jaxpr, paths, state_of, _traced_init(placed_by or job))
+
+
+def _traced_init(job: Job) -> Any:
+    """Trace the init of a job: the startup programs of its roles, and where they put what they make."""
+    startup: Program = job.plan.startup
+    types = [spec.unflatten([startup.inputs[n] for n in spec.names]) for spec in startup.args]
+    return jax.make_jaxpr(lambda *args: job.init(*args))(*types)
 
 
 def _full(t: Any, value: Any) -> Any:

@@ -41,11 +41,13 @@ class TracedStep:
       jaxpr: takes the arrays of the state and of the batch; returns those of the new state, and results.
       held: a name for each array of the state.
       state_of: makes the flat arrays of a state from the leaves of a one-device state, by name.
+      init: makes the arrays of the first state from the arguments of `init`; None where that is not compared.
     """
 
     jaxpr: ClosedJaxpr
     held: Sequence[str]
     state_of: Callable[[Mapping[str, Any]], Sequence[Any]]
+    init: ClosedJaxpr | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,12 +222,14 @@ class Comparison:
       traced: the step of the job.
       batch_types: name to type of the arrays of the batch.
       still: leaves that have one value for ever, and that value: a plan may use it.
+      startup: the program that makes the one-device state; None where the first state is not compared.
     """
 
     main: Program
     traced: TracedStep
     batch_types: Mapping[str, Any]
     still: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    startup: Program | None = None
 
     @cached_property
     def leaf_types(self) -> dict[str, Any]:
@@ -272,6 +276,7 @@ class Comparison:
         begun = time.monotonic()
         found = Findings()
         with np.errstate(all="ignore"):
+            self._compare_first_state(found, np.random.default_rng(seed))
             for positive in (False, True):
                 found.not_finite = False
                 self._walk(found, start, points, np.random.default_rng(seed), positive=positive)
@@ -281,6 +286,35 @@ class Comparison:
             else:
                 found.unfollowed["infinities and NaN, which are equal wherever they stand"] = None
         return found.report(title, time.monotonic() - begun)
+
+    def _compare_first_state(self, found: Findings, rng: np.random.Generator) -> None:
+        """Compare what the job's init makes with what the one-device init makes, padding included."""
+        startup, init = self.startup, self.traced.init
+        if startup is None or init is None:
+            return
+        names = [f"init/{name}" for name in self.traced.held]
+        for _ in range(TRIES):
+            drawn = _random_batch(startup.inputs, rng, positive=True)
+            given = [(x,) for x in _random_point(startup.inputs, drawn, frozenset(), rng).values()]
+            try:
+                world = World(unknown=found.unfollowed)
+                wanted = [x for (x,) in world.run(startup.jaxpr, given)]
+                made = [x for (x,) in World(unknown=found.unfollowed).run(init, given)]
+                break
+            except NearTie:
+                continue
+        else:
+            found.unfollowed["a near tie in init at every point that was tried"] = None
+            found.skipped |= dict.fromkeys(names)
+            return
+        leaves = dict(zip(self.leaf_types, wanted, strict=True))
+        lost = {n for n, x in leaves.items() if isinstance(x, Unknown)}
+        types = [v.aval for v in opened(init).outvars]
+        # what could not be followed is not compared: zeros stand for it
+        zeros = {n: values.lifted(np.zeros(self.leaf_types[n].shape), self.leaf_types[n].dtype) for n in lost}
+        expected = _placed(self.placement, leaves | zeros, types, self.traced.held)
+        for name, x, y, of in zip(names, made, expected, self.leaves_of, strict=True):
+            found.note(name, x, Unknown("") if of & lost else y)
 
     def _walk(
         self,

@@ -20,7 +20,7 @@ import numpy as np
 
 from dtrans.verification import field
 from dtrans.verification.field import Array
-from dtrans.verification.rationals import elements_of
+from dtrans.verification.rationals import elements_of, exact_elements
 
 
 NEAR = 1e-9  # relative distance of two shadows that rounding may have parted
@@ -94,6 +94,14 @@ def lifted(x: Any, dtype: Any) -> Any:
         return x if is_key(x) else np.asarray(x)
     shadow = np.asarray(x).astype(np.float64)
     return Real(elements_of(np.asarray(x), dtype), shadow)
+
+
+def exact(x: Array, dtype: Any) -> Any:
+    """Return an array as a value whose floats stand for themselves, not for numbers that round to them."""
+    if not is_float(dtype):
+        return x
+    shadow = x.astype(np.float64)
+    return real(exact_elements(shadow), shadow)
 
 
 def from_integers(x: Array) -> Real:

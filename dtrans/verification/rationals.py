@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dtrans.verification.field import Array, P, key_of
+from dtrans.verification.field import Array, P, key_of, multiply, negative
 
 
 def simplest_between(low: Fraction, high: Fraction) -> Fraction:
@@ -52,6 +52,8 @@ def rational_of(value: float, dtype: str) -> Fraction:
     exact = Fraction(value)
     if exact.denominator == 1 and abs(exact.numerator) < 1 << 20:
         return exact
+    if exact.numerator == 1 and (exact.denominator & (exact.denominator - 1)) == 0:
+        return exact  # a power of two, which programs make by shifting bits
     bits = ml_dtypes.finfo(dtype).nmant
     _, exponent = math.frexp(value)
     # half of the distance to the neighbours, and a little less: the borders round to even
@@ -66,6 +68,24 @@ def element_of(value: float, dtype: str) -> int:
         return key_of(f"not finite: {value}") % P
     found = rational_of(value, dtype)
     return found.numerator * pow(found.denominator, -1, P) % P
+
+
+def exact_elements(x: Array) -> Array:
+    """Lift float64 numbers to the elements of the dyadic fractions that they are; zero where not finite.
+
+    Example:
+      >>> import numpy as np
+      >>> from dtrans.verification.rationals import element_of, exact_elements
+      >>> int(exact_elements(np.array([0.375]))[0]) == element_of(0.375, "float64")
+      True
+    """
+    finite = np.isfinite(x)
+    mantissas, exponents = np.frexp(np.where(finite, x, 0.0))
+    whole = np.abs(np.ldexp(mantissas, 53)).astype(np.uint64)
+    # 2**61 is one: powers of two repeat
+    scale = np.uint64(1) << ((exponents - 53) % 61).astype(np.uint64)
+    found = multiply(whole, scale)
+    return np.where(mantissas < 0, negative(found), found)
 
 
 def elements_of(x: Any, dtype: Any) -> Array:

@@ -17,6 +17,7 @@ import dtrans
 from dtrans.errors import BatchError, ConfigError, DtransError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.run.base import lowering
+from dtrans.run.collective import job as collective_job
 from dtrans.step.batch_sharing import Batch
 from dtrans.verification.evaluate import World
 from dtrans.verification.field_values import Replicas, Unknown, lifted, same
@@ -72,6 +73,8 @@ def test_plans_compute_the_step(strategy: str) -> None:
     assert report.equal and report.complete and report, str(report)
     assert report.points == 4
     assert any("w1" in name for name in report.compared) and "loss" in report.compared
+    states = {name for name in report.compared if name.partition("/")[0] not in ("init", "loss")}
+    assert {f"init/{name}" for name in states} <= {*report.compared}
 
 
 @pytest.mark.parametrize("strategy", ["nccl2", "stage 3", "pserver"])
@@ -193,6 +196,34 @@ def test_a_wrong_slice_is_seen(primitive: Any, fault: Any, monkeypatch: pytest.M
     monkeypatch.setitem(lowering.OVER_AXIS, primitive, fault)
     report = STRATEGIES["stage 3"](*_programs(CLIPPED)).verify()
     assert not report.equal, str(report)
+
+
+def _padded_with_ones(x: Any, axis: int, size: int) -> Any:
+    rows = [size - n if k == axis else n for k, n in enumerate(x.shape)]
+    return jnp.concatenate([x, jnp.ones(rows, x.dtype)], axis)
+
+
+def test_the_padding_of_the_first_state_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_job, "padded_to", _padded_with_ones)
+    report = STRATEGIES["stage 3"](*_programs(CLIPPED)).verify()
+    assert {d.output.partition("/")[0] for d in report.differences} == {"init"}, str(report)
+
+
+def test_a_server_that_makes_other_rows_is_seen() -> None:
+    main, startup = _programs(CLIPPED)
+    other = dtrans.trace(lambda key: jax.tree.map(lambda x: x * 2, _init_of(startup)(key)), jax.random.key(0))
+    plan, wrong = (STRATEGIES["pserver"](main, made) for made in (startup, other))
+    servers = dict(plan.servers)
+    last = list(servers)[-1]
+    servers[last] = dataclasses.replace(servers[last], startup=wrong.servers[last].startup)
+    report = dataclasses.replace(plan, servers=servers).verify()
+    differing = [d.output for d in report.differences]
+    assert differing and all(name.startswith((f"init/servers/{last}", "init/params")) for name in differing)
+
+
+def _init_of(startup: Any) -> Any:
+    """Return a function that makes (params, opt_state) by a startup program."""
+    return lambda key: startup(key)
 
 
 # -- parts -----------------------------------------------------------------------------------------
