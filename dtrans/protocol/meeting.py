@@ -8,33 +8,38 @@ What they agree on is the list of endpoints, which says who is who. Both sides s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.protocol import token, wire
+from dtrans.protocol.wait_reminder import WaitReminder
 
 
+log = logging.getLogger("dtrans.rendezvous")
 GRACE = 5.0  # seconds that the others give the first to tell them that time is up
 
 
 class MeetingFirst:
-    """What trainer 0 knows.
+    """Trainer 0's side of the rendezvous.
 
     Args:
-      endpoints: of all trainers.
+      endpoints: endpoints of all trainers.
       secret: the job's token.
-      nonce: a word of this meeting, of which the others show something.
+      nonce: a word of this rendezvous; the answers of the others prove the token with it.
+      now: the time at which it begins.
 
     Attributes:
-      missing: the numbers of those that are not there yet.
-      here: of those that are.
+      missing: numbers of the trainers that have not answered yet.
+      here: numbers of those that have.
+      reminder: the times at which trainer 0 logs for whom it waits.
 
     Example:
       >>> from dtrans.protocol import wire
       >>> from dtrans.protocol.meeting import MeetingFirst, MeetingOther
       >>> endpoints = ("a:1", "b:2")
-      >>> first = MeetingFirst(endpoints, "secret", "nonce")
+      >>> first = MeetingFirst(endpoints, "secret", "nonce", now=0)
       >>> other = MeetingOther(1, endpoints, "secret", deadline=60, now=0)
       >>> answer = other.heard(b"it", [first.question(1)], now=1)
       >>> first.heard(1, [answer])
@@ -42,11 +47,13 @@ class MeetingFirst:
       ([], None, True)
     """
 
-    def __init__(self, endpoints: Sequence[str], secret: str, nonce: str) -> None:
+    def __init__(self, endpoints: Sequence[str], secret: str, nonce: str, *, now: float) -> None:
         self._endpoints, self._secret, self._nonce = endpoints, secret, nonce
         self.missing = list(range(1, len(endpoints)))
         self.here: list[int] = []
         self.others: dict[int, str] = {}  # what was said, that is not of this job, where somebody is missing
+        self.reminder = WaitReminder()
+        self.reminder.begin(now)
 
     def question(self, k: int) -> bytes:
         """What trainer k is asked."""
@@ -84,25 +91,36 @@ class MeetingFirst:
             raise WireError(f"it says `{message.op}`, and has not the job's token")
         return message
 
+    def say_that_it_waits(self, now: float) -> None:
+        """Log for whom trainer 0 waits, where it is time to."""
+        waited = self.reminder.due(now)
+        if waited:
+            log.warning("trainer 0 has waited %.0f s for %s", waited, self._absent())
+
     def late(self, deadline: float) -> DeadlineError:
-        """What is wrong where time is up."""
+        """Return the error for a deadline that has passed; it names the missing trainers."""
+        return DeadlineError(f"trainer 0 waited {deadline:g} s for {self._absent()}")
+
+    def _absent(self) -> str:
         absent = " and ".join(f"trainer {k} ({self._endpoints[k]})" for k in self.missing)
-        return DeadlineError(f"trainer 0 waited {deadline:g} s for {absent} to come{''.join(self.others.values())}")
+        return f"{absent} to come{''.join(self.others.values())}"
 
 
 class MeetingOther:
-    """What another trainer knows.
+    """Another trainer's side of the rendezvous.
 
     Args:
       trainer: its number.
-      endpoints: of all trainers, as it was told.
+      endpoints: endpoints of all trainers, as this one knows them.
       secret: the job's token.
       deadline: seconds to wait for trainer 0, and again for the others.
+      now: the time at which it begins.
 
     Attributes:
-      limit: the time until when it waits.
-      met: all are there.
+      limit: the time at which it gives up.
+      met: True once all trainers have answered.
       refused: why it has refused trainer 0, if it has.
+      reminder: the times at which it logs for whom it waits.
     """
 
     def __init__(self, trainer: int, endpoints: Sequence[str], secret: str, *, deadline: float, now: float) -> None:
@@ -111,6 +129,13 @@ class MeetingOther:
         self.limit = now + deadline
         self.met = False
         self.refused = ""
+        self.reminder = WaitReminder()
+        self.reminder.begin(now)
+
+    @property
+    def wakes(self) -> float:
+        """The time at which to look again: to say that it waits, or to give up."""
+        return min(self.limit, self.reminder.next)
 
     def heard(self, sender: bytes, parts: Sequence[Any], now: float) -> bytes | None:
         """Take a message; what to answer, if anything.
@@ -140,10 +165,17 @@ class MeetingOther:
             self._asked, self.limit = sender, now + self._deadline + GRACE
         return wire.header("here", proof=token.shown(self._secret, f"here {nonce}"))
 
+    def say_that_it_waits(self, now: float) -> None:
+        """Log for whom this trainer waits, where it is time to."""
+        waited = self.reminder.due(now)
+        if waited:
+            log.warning("trainer %d has waited %.0f s %s", self._trainer, waited, self._awaited())
+
     def late(self) -> DeadlineError:
-        """What is wrong where time is up."""
-        waited, what = (self._deadline + GRACE, "to find the others") if self._asked else (self._deadline, "to come")
-        return DeadlineError(
-            f"trainer {self._trainer} waited {waited:g} s at {self._endpoints[self._trainer]} for trainer 0 "
-            f"({self._endpoints[0]}) {what}"
-        )
+        """Return the error for a deadline that has passed; it says what trainer 0 has not done."""
+        waited = self._deadline + (GRACE if self._asked else 0.0)
+        return DeadlineError(f"trainer {self._trainer} waited {waited:g} s {self._awaited()}")
+
+    def _awaited(self) -> str:
+        here, first = self._endpoints[self._trainer], self._endpoints[0]
+        return f"at {here} for trainer 0 ({first}) {'to find the others' if self._asked else 'to come'}"

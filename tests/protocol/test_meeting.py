@@ -27,7 +27,7 @@ NOISE = [
 
 
 def first() -> MeetingFirst:
-    return MeetingFirst(ENDPOINTS, SECRET, "nonce")
+    return MeetingFirst(ENDPOINTS, SECRET, "nonce", now=0.0)
 
 
 def other(k: int) -> MeetingOther:
@@ -96,3 +96,32 @@ def test_time_is_up() -> None:
         one.heard(3, [b"what?"])
     assert str(one.late(5.0)).startswith("trainer 0 waited 5 s for trainer 1 (b:2) and trainer 2 (c:3) and trainer 3")
     assert "; at d:4 is something that is not of this job: a message whose header is not msgpack" in str(one.late(5.0))
+
+
+def test_who_waits_says_for_whom_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    one, waiting = first(), other(1)
+    one.heard(1, [answer_of(1, one)])
+    assert one.reminder.next == waiting.wakes == 10.0
+    for now in range(25):
+        one.say_that_it_waits(float(now))
+    told = "trainer 0 has waited {} s for trainer 2 (c:3) and trainer 3 (d:4) to come".format
+    assert caplog.messages == [told(10), told(20)]
+    caplog.clear()
+    waiting.say_that_it_waits(11.0)
+    waiting.heard(b"the first", [one.question(1)], 12.0)
+    waiting.say_that_it_waits(20.0)
+    waiting.say_that_it_waits(21.0)
+    told = "trainer 1 has waited {} s at b:2 for trainer 0 (a:1) {}".format
+    assert caplog.messages == [told(11, "to come"), told(21, "to find the others")]
+
+
+def test_who_waits_looks_again_at_its_deadline() -> None:
+    waiting = MeetingOther(1, ENDPOINTS, SECRET, deadline=5.0, now=0.0)
+    assert waiting.wakes == waiting.limit == 5.0
+
+
+def answer_of(k: int, one: MeetingFirst) -> bytes:
+    """Return trainer k's answer to trainer 0."""
+    answer = other(k).heard(b"the first", [one.question(k)], 1.0)
+    assert answer is not None
+    return answer

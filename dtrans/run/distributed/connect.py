@@ -16,9 +16,9 @@ What fails, and what the others see:
     a trainer is too slow       nothing, while it is alive; where parts of the batch get another shape, and at the end
                                 of the job, all wait for it, up to the deadline
 
-Where trainers may not bind addresses that other hosts reach, JAX's own heartbeats are all there is: ten seconds after
-`patience` it ends processes with SIGABRT, and some lines of C++ log. Trainer 0 is JAX's coordinator: when it is killed,
-JAX may end the others before they have said anything.
+Where trainers may not bind addresses that other hosts reach, JAX's own heartbeats are all there is: later than
+`patience` it ends processes with SIGABRT, and some lines of C++ log (`heartbeat_timeout`). Trainer 0 is JAX's
+coordinator: when it is killed, JAX may end the others before they have said anything.
 
 With `on_trainer_loss="drop"` those left go on instead: see `dtrans.run.distributed.elastic`.
 """
@@ -55,6 +55,7 @@ from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 MTLS = "JAX_MTLS_CERT_FILE"  # JAX reads it, and its companions
 AFTER = 10  # seconds that JAX has more patience than the job: it ends processes with SIGABRT, and names nobody
+BEATS = 2  # heartbeats that a process sends within JAX's timeout
 
 
 def connect(
@@ -176,7 +177,7 @@ def _connect(
         elastic.prepare(seconds)
     options: dict[str, Any] = {
         "initialization_timeout": seconds,
-        "heartbeat_timeout_seconds": math.ceil(patience) + AFTER * (loss != "drop"),
+        "heartbeat_timeout_seconds": heartbeat_timeout(patience, loss),
         "shutdown_timeout_seconds": seconds,
     }
     binds = "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ  # JAX's default is every address of this machine
@@ -199,6 +200,26 @@ def _connect(
     if binds:
         options["coordinator_bind_address"] = first
     jax.distributed.initialize(first, role.trainers, role.trainer_id, cluster_detection_method="deactivate", **options)
+
+
+def heartbeat_timeout(patience: float, loss: str) -> int:
+    """Return JAX's heartbeat timeout in seconds.
+
+    JAX's coordinator counts from the last heartbeat, which may have come half of the timeout before a process or its
+    network fell silent; and a process ends itself where a heartbeat has no answer for half of the timeout. So that half
+    is longer than `patience`, after which the job itself names who is silent. With "drop" these heartbeats say who is
+    left: the timeout is `patience`, and a pause of half of it may be a loss.
+
+    Args:
+      patience: seconds without a sign of another process after which it counts as dead.
+      loss: "abort" or "drop", as `on_trainer_loss`.
+
+    Example:
+      >>> from dtrans.run.distributed.connect import heartbeat_timeout
+      >>> heartbeat_timeout(30.0, "abort"), heartbeat_timeout(30.0, "drop")
+      (80, 30)
+    """
+    return math.ceil(patience) if loss == "drop" else BEATS * (math.ceil(patience) + AFTER)
 
 
 def bind_address(coordinator: str) -> str:

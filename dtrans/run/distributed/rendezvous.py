@@ -68,7 +68,7 @@ def _gather(context: zmq.Context[Any], endpoints: Sequence[str], keys: Keys, dea
     """As trainer 0: ask all others."""
     limit = time.monotonic() + deadline
     refusals = Refusals(log)
-    meeting = MeetingFirst(endpoints, keys.secret, token.new_token())
+    meeting = MeetingFirst(endpoints, keys.secret, token.new_token(), now=time.monotonic())
     with _held(endpoints[0]), contextlib.ExitStack() as stack:
         poller = zmq.Poller()
         lines: dict[int, zmq.Socket[Any]] = {}
@@ -95,6 +95,7 @@ def _gather(context: zmq.Context[Any], endpoints: Sequence[str], keys: Keys, dea
                 answered = ready.keys() & who.keys()
                 if not answered and time.monotonic() >= limit:
                     raise meeting.late(deadline)
+                meeting.say_that_it_waits(time.monotonic())  # it looks once in AGAIN seconds at least
                 if time.monotonic() >= again:
                     again = time.monotonic() + AGAIN
                     for k in [*meeting.others]:
@@ -161,8 +162,11 @@ def _come(door: zmq.Socket[Any], trainer_id: int, endpoints: Sequence[str], keys
     meeting = MeetingOther(trainer_id, endpoints, keys.secret, deadline=deadline, now=time.monotonic())
     refusals = Refusals(log)
     while not meeting.met:
-        if not door.poll(_milliseconds(meeting.limit)):
-            raise meeting.late()
+        if not door.poll(_milliseconds(meeting.wakes)):
+            if time.monotonic() >= meeting.limit:
+                raise meeting.late()
+            meeting.say_that_it_waits(time.monotonic())
+            continue
         sender, *parts = door.recv_multipart()
         try:
             answer = meeting.heard(sender, parts, time.monotonic())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from trainer_processes import ROOT, started
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LaunchError, PeerError
+from dtrans.protocol import wait_reminder
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.rendezvous import FIRST, rendezvous
 from dtrans.run.distributed.role import trainer_roles
@@ -239,6 +241,20 @@ def test_trainers_that_do_not_come_are_named_to_all_that_did(role_threads: RoleT
     message = f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) and trainer 3 ({endpoints[3]}) to come"
     assert isinstance(found[0], DeadlineError) and str(found[0]) == message
     assert isinstance(found[2], DeadlineError) and str(found[2]) == f"trainer 2 was told to give up: {message}"
+
+
+def test_trainers_that_wait_for_others_say_so(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wait_reminder, "SAY", 0.5)
+    endpoints = free_endpoints(3)
+    found = meeting(role_threads, [0, 2], endpoints, 4.0)
+    assert all(isinstance(e, DeadlineError) for e in found.values())
+    told = [re.sub(r"waited \d+ s", "waited N s", message) for message in caplog.messages]
+    absent = f"trainer 0 has waited N s for trainer 1 ({endpoints[1]}) to come"
+    assert told.count(absent) >= 2
+    awaited = f"trainer 2 has waited N s at {endpoints[2]} for trainer 0 ({endpoints[0]}) to find the others"
+    assert told.count(awaited) >= 2
 
 
 def test_trainer_0_that_does_not_come(role_threads: RoleThreads) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import pytest
 from role_threads import free_endpoints
 
@@ -40,6 +43,17 @@ def test_schedulers_say_where_the_coordinator_is(monkeypatch: pytest.MonkeyPatch
     assert detected_coordinator(1) == "node3:61440"
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:7")
     assert detected_coordinator(1) == "10.0.0.1:7"
+
+
+@pytest.mark.parametrize(("loss", "seconds"), [("abort", 2 * (7 + 10)), ("drop", 7)])
+def test_heartbeats_of_jax_outlast_the_patience(monkeypatch: pytest.MonkeyPatch, loss: str, seconds: int) -> None:
+    """Two heartbeats fit into the timeout: half of it is longer than the job's own patience."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(connect_module, "backends_started", lambda: False)
+    monkeypatch.setattr(connect_module.elastic, "prepare", lambda seconds: None)
+    connect_module._connect(None, 60.0, 6.5, False, "auto", loss)
+    assert given["heartbeat_timeout_seconds"] == seconds
 
 
 @pytest.mark.skipif(has_coordinator_mtls(), reason="this JAX has mTLS")
