@@ -126,6 +126,14 @@ def launch_command(
         str | None,
         typer.Option(help="Start nothing; print the job for `slurm`, `jobset`, `torchx`, or `hosts` (ssh)."),
     ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --emit slurm: servers and trainers share this number of nodes, in one allocation.",
+            show_default="a node for each process",
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write what --emit prints to this file.")] = None,
 ) -> None:
     """Start the roles of a job and wait for them: on this host, with `--hosts` on others, or with `--on ray`.
@@ -145,8 +153,9 @@ def launch_command(
     if emit is not None:
         _emit(context, emit, [*(["-m"] if module else []), script, *(arguments or [])])
         return
-    if output is not None:
-        raise ConfigError("--output is for --emit; say which, or leave it out")
+    for option, given in (("--output", output), ("--nodes", nodes)):
+        if given is not None:
+            raise ConfigError(f"{option} is for --emit; say which, or leave it out")
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"there is no script {script}", param_hint="SCRIPT")
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
@@ -182,7 +191,17 @@ def launch_command(
     )
 
 
-_EMITTED = ("script", "arguments", "trainers", "pservers", "mode", "module", "emit", "output")
+_EMITTED = (
+    "script",
+    "arguments",
+    "trainers",
+    "pservers",
+    "mode",
+    "module",
+    "emit",
+    "output",
+    "nodes",
+)
 
 
 def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
@@ -199,7 +218,12 @@ def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
     values = context.params
     python = "python" if name in IN_IMAGE else sys.executable
     table = role_table(values["mode"], values["trainers"], values["pservers"], [python, *arguments])
-    text = EMITTERS[name](table)
+    shared: dict[str, int] = {}
+    if values["nodes"] is not None:
+        if name != "slurm":
+            raise ConfigError(f"--nodes is an option of --emit slurm; leave it out with --emit {name}")
+        shared = {"nodes": values["nodes"]}
+    text = EMITTERS[name](table, **shared)
     if values["output"] is None:
         print(text, end="")
     else:

@@ -8,10 +8,9 @@ from dtrans.hosts.emit_jobset import emit_jobset
 from dtrans.hosts.emit_slurm import emit_slurm
 from dtrans.hosts.emit_ssh import emit_ssh
 from dtrans.hosts.emit_torchx import emit_torchx
-from dtrans.hosts.role_table import RoleTable
 
 
-EMITTERS: dict[str, Callable[[RoleTable], str]] = {
+EMITTERS: dict[str, Callable[..., str]] = {
     "hosts": emit_ssh,
     "slurm": emit_slurm,
     "jobset": emit_jobset,

@@ -1,15 +1,24 @@
-"""A role table as an `sbatch` file: one heterogeneous job for servers, or plain `srun`.
+"""A role table as an `sbatch` file.
 
-Servers and trainers are components of the job, with one process on each node. Each process finds
-its index by its node's place in `scontrol show hostnames`: `SLURM_PROCID` counts over components.
+    emit_slurm(table)           a node for each process: a heterogeneous job of servers and
+                                trainers, or plain `srun` where all processes are trainers
+    emit_slurm(table, nodes=2)  servers and trainers share two nodes: `srun --multi-prog`
+
+In a heterogeneous job, servers and trainers are components with one process on each node. Each
+process finds its index by its node's place in `scontrol show hostnames`: `SLURM_PROCID` counts over
+components. On shared nodes one list gives each task its role, and another its node; `place` of the
+role table decides.
 """
 
 from __future__ import annotations
 
+import collections
 import shlex
 
-from dtrans.hosts.emit_parts import parts_of
-from dtrans.hosts.role_table import RoleTable
+from dtrans.checks import check_int
+from dtrans.errors import ConfigError
+from dtrans.hosts.emit_parts import EmitParts, parts_of
+from dtrans.hosts.role_table import RoleTable, place
 from dtrans.run.distributed.schedulers import PORT
 
 
@@ -45,31 +54,53 @@ exec "$@"
 _OWN = "export DTRANS_CURRENT_ENDPOINT=$node:$port"
 _ID = "export DTRANS_TRAINER_ID=$index"
 
+# Slurm appends the command to each line; it does not read quotes or % in what it appends
+_MULTI_PROG = """\
+# tasks and their roles; the nodes of these tasks
+lists=$(mktemp -d)
+trap 'rm -r "$lists"' EXIT
+cat >"$lists/roles" <<END
+ROLES
+END
+export SLURM_HOSTFILE=$lists/nodes
+printf '%s\\n' NODES >"$SLURM_HOSTFILE"
+unset SLURM_NTASKS_PER_NODE  # the second list says it
+"""
 
-def emit_slurm(table: RoleTable) -> str:
-    """Return an `sbatch` file that starts the roles, one on each node.
+
+def emit_slurm(table: RoleTable, nodes: int | None = None) -> str:
+    """Return an `sbatch` file that starts the roles.
 
     Args:
       table: of `role_table` or `plan.roles`, with a command.
+      nodes: servers and trainers share this number of nodes, in one allocation; fewer where `place`
+        leaves some empty. By default each process has a node.
+
+    Raises:
+      ConfigError: the table has no command or no servers, or too few processes for the nodes.
+
+    Example:
+      >>> import dtrans
+      >>> from dtrans.hosts.emit_slurm import emit_slurm
+      >>> table = dtrans.role_table("pserver", 2, 1, ["python", "train.py"])
+      >>> print(emit_slurm(table, nodes=1).splitlines()[-1])
+      srun --kill-on-bad-exit=1 --ntasks=3 --distribution=arbitrary --multi-prog "$lists/roles" python train.py
     """
     parts = parts_of(table)
-    cores = "" if parts.cores is None else f" --cpus-per-task={parts.cores}"
-    ask = lambda count: f"#SBATCH --nodes={count} --ntasks={count} --ntasks-per-node=1{cores}"
-    lines = ["#!/bin/bash", f"# {table.title}", f"#SBATCH --job-name={parts.name}"]
-    if parts.servers:
-        lines += [ask(parts.servers), "#SBATCH hetjob"]
-    lines += [ask(parts.trainers), "set -euo pipefail", ""]
-    lines += _TOKEN.replace("PYTHON", shlex.quote(parts.argv[0])).splitlines()
+    if nodes is None:
+        return _node_for_each(table, parts)
+    return _shared_nodes(table, parts, nodes)
 
-    # variables that all roles share
-    lines += [f"export {k}={shlex.quote(v)}" for k, v in parts.environment.items()]
-    lines += [
-        "export DTRANS_ALLOW_REMOTE=1",
-        f"export DTRANS_TRAINERS={parts.trainers}",
-        f"export port=${{DTRANS_PORT:-{PORT}}}",
-        "",
-    ]
-    groups = {"pserver": "_HET_GROUP_0", "trainer": "_HET_GROUP_1"} if parts.servers else {"trainer": ""}
+
+def _node_for_each(table: RoleTable, parts: EmitParts) -> str:
+    ask = lambda n: f"#SBATCH --nodes={n} --ntasks={n} --ntasks-per-node=1{_cores(parts)}"
+    asks = [ask(parts.trainers)]
+    if parts.servers:
+        asks = [ask(parts.servers), "#SBATCH hetjob", *asks]
+    lines = _head(table.title, parts, asks)
+    groups = {"trainer": ""}
+    if parts.servers:
+        groups = {"pserver": "_HET_GROUP_0", "trainer": "_HET_GROUP_1"}
     for kind, group in groups.items():
         lines += [
             f'{kind}_nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST{group}")',
@@ -90,9 +121,74 @@ def emit_slurm(table: RoleTable) -> str:
         body = f"{_OWN}\n{_ID}"
     lines += _TASK.replace("BODY", body).splitlines()
     command = shlex.join(parts.argv)
-    start = lambda kind: f'bash -c "$task" dtrans {kind} {command}'
+    start = lambda kind: f'{_cores(parts)} bash -c "$task" dtrans {kind} {command}'
     if parts.servers:
-        run = f"--het-group=0 {start('pserver')} \\\n  : --het-group=1 {start('trainer')}"
+        run = f" --het-group=0{start('pserver')} \\\n  : --het-group=1{start('trainer')}"
     else:
         run = start("trainer")
-    return "\n".join([*lines, f"srun --kill-on-bad-exit=1 {run}", ""])
+    return "\n".join([*lines, f"srun --kill-on-bad-exit=1{run}", ""])
+
+
+def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
+    check_int("nodes", nodes, "a number of nodes", least=1)
+    if not parts.servers:
+        raise ConfigError(f"nodes={nodes} is for jobs with servers, and these are {table.title}; leave it out")
+    if nodes > len(table):
+        raise ConfigError(f"nodes={nodes} is more than the {table.title}; give at most {len(table)}, or leave it out")
+    slots = -(-len(table) // nodes)
+    places = [int(p) for p in place(table, [(str(n), slots) for n in range(nodes)])]
+    used = {p: i for i, p in enumerate(sorted(set(places)))}
+    node = [f"${{node[{used[p]}]}}" for p in places]
+
+    # a job of one node stays on loopback
+    alone = len(used) == 1
+    taken: collections.Counter[str] = collections.Counter()
+    endpoints = []
+    for name in node[: parts.servers]:
+        endpoints.append(f"{'127.0.0.1' if alone else name}:$((port + {taken[name]}))")
+        taken[name] += 1
+
+    # servers are the first tasks
+    roles = [f"{i} env DTRANS_ROLE=pserver DTRANS_CURRENT_ENDPOINT={endpoint}" for i, endpoint in enumerate(endpoints)]
+    last = len(table) - 1
+    tasks = f"{parts.servers}-{last}" if parts.trainers > 1 else f"{last}"
+    roles.append(f"{tasks} env DTRANS_ROLE=trainer DTRANS_TRAINER_ID=%o")
+
+    most = max(collections.Counter(node).values())
+    ask = f"#SBATCH --nodes={len(used)} --ntasks-per-node={most}{_cores(parts)}"
+    lists = _MULTI_PROG.replace("ROLES", "\n".join(roles)).replace("NODES", " ".join(node))
+    lines = [
+        *_head(table.title, parts, [ask], remote=not alone),
+        'node=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))',
+        f"export {parts.variable}={','.join(endpoints)}",
+        "",
+        *lists.splitlines(),
+        f"srun --kill-on-bad-exit=1{_cores(parts)} --ntasks={len(table)} --distribution=arbitrary "
+        f'--multi-prog "$lists/roles" {shlex.join(parts.argv)}',
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _head(title: str, parts: EmitParts, asks: list[str], *, remote: bool = True) -> list[str]:
+    """Return what a file asks Slurm for, and the variables that all roles share."""
+    token = _TOKEN.replace("PYTHON", shlex.quote(parts.argv[0]))
+    return [
+        "#!/bin/bash",
+        f"# {title}",
+        f"#SBATCH --job-name={parts.name}",
+        *asks,
+        "set -euo pipefail",
+        "",
+        *token.splitlines(),
+        *(f"export {k}={shlex.quote(v)}" for k, v in parts.environment.items()),
+        *(["export DTRANS_ALLOW_REMOTE=1"] if remote else []),
+        f"export DTRANS_TRAINERS={parts.trainers}",
+        f"export port=${{DTRANS_PORT:-{PORT}}}",
+        "",
+    ]
+
+
+def _cores(parts: EmitParts) -> str:
+    """Return the option of `sbatch` and of `srun`, which since 22.05 does not take it from `sbatch`."""
+    return "" if parts.cores is None else f" --cpus-per-task={parts.cores}"

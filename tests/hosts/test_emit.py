@@ -44,13 +44,21 @@ def table_of(mode: str, *command: str) -> RoleTable:
 @modes
 @pytest.mark.parametrize("name", EMITTERS)
 def test_golden(name: str, mode: str) -> None:
+    compare(f"{name}_{mode}.{SUFFIX[name]}", EMITTERS[name](table_of(mode)))
+
+
+def compare(file: str, text: str) -> None:
     """`DTRANS_WRITE_GOLDEN=1 pytest tests/hosts/test_emit.py` writes the files again."""
-    text = EMITTERS[name](table_of(mode))
-    golden = HERE / "golden" / f"{name}_{mode}.{SUFFIX[name]}"
+    golden = HERE / "golden" / file
     if os.environ.get("DTRANS_WRITE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text()
     assert max(len(line) for line in text.splitlines()) < 200
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_golden_on_shared_nodes(nodes: int) -> None:
+    compare(f"slurm_pserver_on_{nodes}.sh", EMITTERS["slurm"](table_of("pserver"), nodes=nodes))
 
 
 @pytest.mark.parametrize("name", EMITTERS)
@@ -100,7 +108,8 @@ def clean_env(**more: str) -> dict[str, str]:
 # -- Slurm -----------------------------------------------------------------------------------------
 
 
-# both programs of Slurm as the script uses them: a list of names, and a process on each node
+# both programs of Slurm as the script uses them: a list of names, and a process on each node, or the
+# tasks of `--multi-prog`, whose lines get the rest of the command
 SCONTROL = "#!/bin/sh\necho \"$3\" | tr , '\\n'\n"
 SRUN = """#!{python}
 import os, subprocess, sys
@@ -109,12 +118,26 @@ components = [[]]
 for a in arguments:
     components.append([]) if a == ":" else components[-1].append(a)
 running = []
+
+def start(command, node):
+    running.append(subprocess.Popen(command, env={{**os.environ, "SLURMD_NODENAME": node}}))
+
+if arguments[1:3] == ["--distribution=arbitrary", "--multi-prog"]:
+    nodes = open(os.environ["SLURM_HOSTFILE"]).read().split()
+    assert arguments[0] == f"--ntasks={{len(nodes)}}"
+    for line in open(arguments[3]):
+        ranks, *command = line.split()
+        first, _, last = ranks.partition("-")
+        for rank in range(int(first), int(last or first) + 1):
+            offset = str(rank - int(first))
+            start([a.replace("%o", offset) for a in command] + arguments[4:], nodes[rank])
+    components = []
 for component in components:
     group = ""
     if component[0].startswith("--het-group="):
         group = "_HET_GROUP_" + component.pop(0).partition("=")[2]
     for node in os.environ["SLURM_JOB_NODELIST" + group].split(","):
-        running.append(subprocess.Popen(component, env={{**os.environ, "SLURMD_NODENAME": node}}))
+        start(component, node)
 sys.exit(max(p.wait() for p in running))
 """
 
@@ -143,6 +166,58 @@ def test_processes_of_slurm_have_the_roles_of_the_table(mode: str, token: str | 
     assert len(tokens) == 1
     assert (tokens == {TOKEN}) == bool(token)
     assert re.fullmatch("[0-9a-f]{64}", tokens.pop())
+
+
+@pytest.mark.parametrize("nodes, counts", [(1, [4]), (2, [2, 2]), (3, [2, 1, 1])])
+def test_tasks_on_shared_nodes_have_the_roles_of_the_table(nodes: int, counts: list[int], tmp_path: Path) -> None:
+    """Servers go where links carry the fewest bytes, as `place` has it."""
+    program(tmp_path / "srun", SRUN.format(python=sys.executable))
+    program(tmp_path / "scontrol", SCONTROL)
+    say = tmp_path / "say.py"
+    say.write_text(SAY)
+    table = table_of("pserver", sys.executable, str(say), str(tmp_path), "it's")
+    used = [f"n{i}" for i in range(len(counts))]
+    env = clean_env(PATH=f"{tmp_path}:{os.environ['PATH']}", TMPDIR=str(tmp_path), DTRANS_PORT="7000")
+    env["SLURM_JOB_NODELIST"] = ",".join(used)
+    text = EMITTERS["slurm"](table, nodes=nodes)
+    subprocess.run(["bash", "-c", text], env=env, check=True, timeout=60, cwd=tmp_path)
+    got = said(tmp_path)
+    same_roles(got, table)
+    assert f"#SBATCH --nodes={len(counts)} --ntasks-per-node={max(counts)}\n" in text
+
+    # a server listens at its own node, and both lists are gone
+    assert [sum(env["SLURMD_NODENAME"] == n for env in got) for n in used] == counts
+    role = Role.from_env(got[0])
+    hosts = [e.partition(":")[0] for e in role.pserver_endpoints]
+    if nodes == 1:
+        assert role.pserver_endpoints == ("127.0.0.1:7000", "127.0.0.1:7001")
+    else:
+        servers = {env["DTRANS_CURRENT_ENDPOINT"]: env for env in got if env["DTRANS_ROLE"] == "pserver"}
+        assert [servers[e]["SLURMD_NODENAME"] for e in role.pserver_endpoints] == hosts
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith("tmp.")]
+
+
+@pytest.mark.parametrize(
+    "mode, nodes, message",
+    [
+        ("nccl2", 2, "nodes=2 is for jobs with servers, and these are roles of a nccl2 job: 3 trainers"),
+        ("pserver", 5, "nodes=5 is more than the roles of a pserver job: 2 pservers, 2 trainers; give at most 4"),
+        ("pserver", 0, "nodes"),
+    ],
+)
+def test_shared_nodes_that_cannot_be(mode: str, nodes: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EMITTERS["slurm"](table_of(mode), nodes=nodes)
+
+
+def test_slurm_gives_each_process_its_cores() -> None:
+    """`srun` has the option too: since 22.05 it does not take that of `sbatch`."""
+    table = role_table("pserver", 2, 2, ["python", "train.py"], cores=3)
+    for text in (EMITTERS["slurm"](table), EMITTERS["slurm"](table, nodes=2)):
+        lines = text.splitlines()
+        assert sum(li.startswith("#SBATCH") and "--cpus-per-task=3" in li for li in lines) == text.count("--nodes=")
+        start = "".join(lines[lines.index(next(li for li in lines if li.startswith("srun"))) :])
+        assert start.count("--cpus-per-task=3") == 1 + start.count("--het-group=1")
 
 
 # -- Kubernetes ------------------------------------------------------------------------------------
@@ -358,6 +433,8 @@ def test_launch_emits(tmp_path: Path) -> None:
     [
         (["--emit", "cloud"], "it is 'cloud'"),
         (["--output", "x"], "--output is for --emit"),
+        (["--nodes", "1"], "--nodes is for --emit"),
+        (["--emit", "jobset", "--nodes", "1"], "--nodes is an option of --emit slurm; leave it out"),
         (["--emit", "slurm", "--time-limit", "3"], "--time-limit does not go with --emit"),
         (["--emit", "slurm", "--trainers-on", "SPREAD"], "--trainers-on does not go with --emit"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from dtrans.hosts.emit_slurm import emit_slurm
-from dtrans.hosts.role_table import role_table
+from dtrans.hosts.role_table import RoleTable, role_table
 from dtrans.run.distributed.role import Role
 
 
@@ -49,23 +50,25 @@ SelectType=select/cons_tres
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1
 ReturnToService=2
+SlurmdParameters=config_overrides
 MpiDefault=none
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
 PartitionName=all Nodes=n1,n2 Default=YES State=UP
 """
 
 # srun ends all tasks as soon as one fails, also those that have not started: the failing one is the last
 SAY = """
 import json, os, sys, time
-folder, node, fails = sys.argv[1], os.environ["SLURMD_NODENAME"], sys.argv[2:]
-with open(os.path.join(folder, node + ".tmp"), "w") as f:
-    json.dump(dict(os.environ), f)
-os.replace(f.name, os.path.join(folder, node + ".json"))
-while fails == [node] and not os.path.exists(os.path.join(folder, "n1.json")):
+folder, node, fails = sys.argv[1], os.environ["SLURMD_NODENAME"], [a for a in sys.argv[2:3] if a]
+name = f"{os.environ['DTRANS_ROLE']}-{os.environ['SLURM_PROCID']}"
+with open(os.path.join(folder, name + ".tmp"), "w") as f:
+    json.dump({"argv": sys.argv[3:], "env": dict(os.environ)}, f)
+os.replace(f.name, os.path.join(folder, name + ".json"))
+while fails == [node] and not os.path.exists(os.path.join(folder, "pserver-0.json")):
     time.sleep(0.05)
 sys.exit(7 if fails == [node] else 0)
 """
@@ -133,36 +136,70 @@ def cluster() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-CASES = [("pserver", "n2"), ("nccl2", "")]  # which node fails
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A job that says what its processes are given.
+
+    Attributes:
+      table: its roles; `command` and endpoints are the test's.
+      endpoints: those that its processes have to find.
+      on: node of each process, servers first.
+      nodes: argument of `emit_slurm`.
+      fails: node whose process fails.
+    """
+
+    mode: str
+    trainers: int
+    pservers: int | None
+    endpoints: tuple[str, ...]
+    on: tuple[str, ...]
+    nodes: int | None = None
+    fails: str = ""
+
+    def table(self, *command: str) -> RoleTable:
+        return role_table(self.mode, self.trainers, self.pservers, command)
+
+
+CASES = [
+    Case("pserver", 1, 1, ("n1:6174",), ("n1", "n2"), fails="n2"),
+    Case("nccl2", 2, None, ("n1:6174", "n2:6174"), ("n1", "n2")),
+    Case("pserver", 2, 2, ("127.0.0.1:6174", "127.0.0.1:6175"), ("n1",) * 4, nodes=1),
+    Case("pserver", 2, 1, ("n1:6174",), ("n1", "n1", "n2"), nodes=2),
+]
+WORDS = ["it's", "a b", '%t "$HOME" \\']  # a shell, or Slurm, would read some of it
+
+
+def submit(cluster: Path, folder: Path, text: str) -> subprocess.Popen[bytes]:
+    """Submit a file; the process ends with the job."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS")}
+    env["SLURM_CONF"] = str(cluster / "slurm.conf")
+    (folder / "job.sbatch").write_text(text)
+    return subprocess.Popen(["sbatch", "--wait", "-o", "out", "job.sbatch"], env=env, cwd=folder)
 
 
 def test_slurm_runs_the_emitted_files(cluster: Path, tmp_path: Path) -> None:
     """Submit all jobs at once: `sbatch --wait` asks every ten seconds whether a job has ended."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS")}
-    env["SLURM_CONF"] = str(cluster / "slurm.conf")
     jobs = []
-    for mode, fails in CASES:
-        folder = tmp_path / f"{mode}{fails}"
+    for i, case in enumerate(CASES):
+        folder = tmp_path / str(i)
         folder.mkdir()
         (folder / "say.py").write_text(SAY)
-        command = [sys.executable, str(folder / "say.py"), str(folder), *([fails] if fails else [])]
-        if mode == "pserver":
-            table = role_table(mode, 1, 1, command)
-        else:
-            table = role_table(mode, 2, None, command)
-        (folder / "job.sbatch").write_text(emit_slurm(table))
-        submit = ["sbatch", "--wait", "-o", "out", "job.sbatch"]
-        jobs.append((folder, table, fails, subprocess.Popen(submit, env=env, cwd=folder)))
+        command = [sys.executable, str(folder / "say.py"), str(folder), case.fails, *WORDS]
+        text = emit_slurm(case.table(*command), nodes=case.nodes)
+        jobs.append((folder, case, submit(cluster, folder, text)))
     codes = [job.wait(100) for *_, job in jobs]
 
-    for (folder, table, fails, _), code in zip(jobs, codes, strict=True):
+    for (folder, case, _), code in zip(jobs, codes, strict=True):
         out = (folder / "out").read_text()
         # srun ends with the highest code, which may be that of a process that it has ended itself
-        assert code in ((7, 128 + signal.SIGTERM) if fails else (0,)), out
-        assert not fails or f"{fails}: task 0: Exited with exit code 7" in out, out
-        got = [json.loads((folder / f"{n}.json").read_text()) for n in ("n1", "n2")]
-        names = ["n1:6174"] if table.mode == "pserver" else ["n1:6174", "n2:6174"]
-        wanted = [e.role for e in table.with_endpoints(names)]
-        assert [Role.from_env(e) for e in got] == wanted
-        assert len({e["DTRANS_TOKEN"] for e in got}) == 1
-        assert all(e["DTRANS_ALLOW_REMOTE"] == "1" for e in got)
+        assert code in ((7, 128 + signal.SIGTERM) if case.fails else (0,)), out
+        assert not case.fails or f"{case.fails}: task 0: Exited with exit code 7" in out, out
+        said = [json.loads(p.read_text()) for p in folder.glob("*.json")]
+        assert all(s["argv"] == WORDS for s in said)
+        got = {Role.from_env(s["env"]): s["env"] for s in said}
+        wanted = [e.role for e in case.table().with_endpoints(case.endpoints)]
+        assert set(got) == set(wanted) and len(said) == len(wanted)
+        assert tuple(got[role]["SLURMD_NODENAME"] for role in wanted) == case.on
+        assert len({e["DTRANS_TOKEN"] for e in got.values()}) == 1
+        remote = {e.get("DTRANS_ALLOW_REMOTE") for e in got.values()}
+        assert remote == {None if case.nodes == 1 else "1"}

@@ -1,0 +1,33 @@
+#!/bin/bash
+# roles of a pserver job: 2 pservers, 2 trainers
+#SBATCH --job-name=dtrans-train
+#SBATCH --nodes=1 --ntasks-per-node=4
+set -euo pipefail
+
+# the secret of the job: of a file, of the environment, or a new one; never an argument
+if [ -n "${DTRANS_TOKEN_FILE:-}" ]; then
+  DTRANS_TOKEN=$(cat "$DTRANS_TOKEN_FILE")
+  unset DTRANS_TOKEN_FILE
+elif [ -z "${DTRANS_TOKEN:-}" ] && [ -z "${DTRANS_KEYS:-}" ]; then
+  DTRANS_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
+fi
+if [ -n "${DTRANS_TOKEN:-}" ]; then export DTRANS_TOKEN; fi
+export EXTRA='it'"'"'s $(HOME) $x'
+export DTRANS_TRAINERS=2
+export port=${DTRANS_PORT:-6174}
+
+node=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+export DTRANS_PSERVER_ENDPOINTS=127.0.0.1:$((port + 0)),127.0.0.1:$((port + 1))
+
+# tasks and their roles; the nodes of these tasks
+lists=$(mktemp -d)
+trap 'rm -r "$lists"' EXIT
+cat >"$lists/roles" <<END
+0 env DTRANS_ROLE=pserver DTRANS_CURRENT_ENDPOINT=127.0.0.1:$((port + 0))
+1 env DTRANS_ROLE=pserver DTRANS_CURRENT_ENDPOINT=127.0.0.1:$((port + 1))
+2-3 env DTRANS_ROLE=trainer DTRANS_TRAINER_ID=%o
+END
+export SLURM_HOSTFILE=$lists/nodes
+printf '%s\n' ${node[0]} ${node[0]} ${node[0]} ${node[0]} >"$SLURM_HOSTFILE"
+unset SLURM_NTASKS_PER_NODE  # the second list says it
+srun --kill-on-bad-exit=1 --ntasks=4 --distribution=arbitrary --multi-prog "$lists/roles" python train.py 'it'"'"'s'
