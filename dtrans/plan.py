@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dtrans._jax import within_mesh, without_mesh
+from dtrans._jax import ShapedArray, within_mesh, without_mesh
 from dtrans.checks import check_int
 from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ir import display
@@ -269,8 +269,9 @@ class Plan(abc.ABC):
         Nothing is compiled for devices, and none is needed.
 
         Args:
-          batch: arrays, or types of arrays (`jax.ShapeDtypeStruct`), of a global batch: what `step` takes behind the
-            state. By default those that the step was traced with.
+          batch: the global batch, as `step` takes it behind the state: arrays, or their types
+            (`jax.ShapeDtypeStruct`). Integers and keys of arrays are used unchanged, and floats vary around the
+            given ones. By default, the types with which the step was traced.
           points: states are compared after so many steps of one device.
           seed: of the points.
 
@@ -297,14 +298,17 @@ class Plan(abc.ABC):
         if len(batch) != len(specs):
             raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
         types = jax.tree.map(typed, batch)
-        flat = {
-            n: t for spec, b in zip(specs, types, strict=True) for n, t in zip(spec.names, spec.flatten(b), strict=True)
-        }
+        flat: dict[str, Any] = {}
+        given: dict[str, Any] = {}
+        for spec, tree, structure in zip(specs, batch, types, strict=True):
+            flat.update(zip(spec.names, spec.flatten(structure), strict=True))
+            given.update(zip(spec.names, spec.flatten(tree), strict=True))
+        given = {n: x for n, x in given.items() if not isinstance(x, (jax.ShapeDtypeStruct, ShapedArray))}
         state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
         traced: Any = self._realised("verify", types)
         whole = main.specialize_flat([*state, *flat.values()])
         startup: Program = self.startup  # type: ignore[attr-defined]
-        comparison = Comparison(whole, traced, flat, main.still, startup)
+        comparison = Comparison(whole, traced, flat, main.still, startup, given)
         made = startup.compiled(*random_arguments(startup.inputs, seed))
         start = dict(zip(comparison.leaf_types, made, strict=True))
         return comparison.check(repr(self)[1:-1], start, points=points, seed=seed)

@@ -141,17 +141,40 @@ def _random_point(
             point[name] = values.lifted(x, t.dtype)
             continue
         noise = rng.uniform(0.5, 1, t.shape)
-        shadow = np.asarray(x, np.float64) * (1 + 1e-3 * noise) + 1e-3 * noise
+        near = np.asarray(x, np.float64)
+        # towards zero: a decay that the state keeps, 0.999, must stay below one
+        shadow = np.where(near == 0, 1e-3 * noise, near * (1 - 1e-3 * noise))
         point[name] = Real(field.random_elements(rng, t.shape), shadow)
     return point
 
 
-def _random_batch(types: Mapping[str, Any], rng: np.random.Generator, *, positive: bool) -> dict[str, Any]:
-    """Draw arrays of a batch."""
+@dataclasses.dataclass(frozen=True)
+class BatchRange:
+    """Range of the numbers that are drawn for a batch.
+
+    Attributes:
+      positive: True if floats are positive, as logarithms and roots need them.
+      labels: integers are drawn from 0 up to this number, which is left out.
+    """
+
+    positive: bool
+    labels: int
+
+
+# Labels above the number of classes select NaN; two is the smallest number of classes.
+RANGES = (BatchRange(False, 4), BatchRange(False, 2), BatchRange(True, 2))
+
+
+def _random_batch(
+    types: Mapping[str, Any], rng: np.random.Generator, range_: BatchRange, given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Draw the arrays of a batch that are not given."""
     batch: dict[str, Any] = {}
     for name, t in types.items():
-        if values.is_float(t.dtype):
-            drawn = rng.uniform(0.2, 1, t.shape) if positive else rng.normal(size=t.shape)
+        if given is not None and name in given:
+            batch[name] = given[name] if values.is_key(given[name]) else np.asarray(given[name])
+        elif values.is_float(t.dtype):
+            drawn = rng.uniform(0.2, 1, t.shape) if range_.positive else rng.normal(size=t.shape)
             batch[name] = np.asarray(drawn)
         elif jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
             keys = jax.random.key(int(rng.integers(1 << 30)))
@@ -159,7 +182,7 @@ def _random_batch(types: Mapping[str, Any], rng: np.random.Generator, *, positiv
         elif t.dtype == bool:
             batch[name] = rng.integers(0, 2, t.shape).astype(bool)
         else:
-            batch[name] = rng.integers(0, 4, t.shape).astype(t.dtype)
+            batch[name] = rng.integers(0, range_.labels, t.shape).astype(t.dtype)
     return batch
 
 
@@ -223,6 +246,8 @@ class Comparison:
       batch_types: name to type of the arrays of the batch.
       still: leaves that have one value for ever, and that value: a plan may use it.
       startup: the program that makes the one-device state; None where the first state is not compared.
+      batch_values: arrays of the batch that are given: integers and keys are used unchanged, and floats
+        vary around them. The remaining ones are drawn.
     """
 
     main: Program
@@ -230,6 +255,7 @@ class Comparison:
     batch_types: Mapping[str, Any]
     still: Mapping[str, float] = dataclasses.field(default_factory=dict)
     startup: Program | None = None
+    batch_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def leaf_types(self) -> dict[str, Any]:
@@ -277,10 +303,11 @@ class Comparison:
         found = Findings()
         with np.errstate(all="ignore"):
             self._compare_first_state(found, np.random.default_rng(seed))
-            for positive in (False, True):
+            ranges = RANGES if self.batch_values.keys() != self.batch_types.keys() else RANGES[:1]
+            for range_ in ranges:
                 found.not_finite = False
-                self._walk(found, start, points, np.random.default_rng(seed), positive=positive)
-                # logarithms and roots of a batch with both signs: positive numbers say more
+                self._walk(found, start, points, np.random.default_rng(seed), range_)
+                # infinities hide differences: a narrower range says more
                 if not found.not_finite:
                     break
             else:
@@ -294,7 +321,7 @@ class Comparison:
             return
         names = [f"init/{name}" for name in self.traced.held]
         for _ in range(TRIES):
-            drawn = _random_batch(startup.inputs, rng, positive=True)
+            drawn = _random_batch(startup.inputs, rng, RANGES[-1])
             given = [(x,) for x in _random_point(startup.inputs, drawn, frozenset(), rng).values()]
             try:
                 world = World(unknown=found.unfollowed)
@@ -322,12 +349,11 @@ class Comparison:
         start: Mapping[str, Any],
         points: Sequence[int],
         rng: np.random.Generator,
-        *,
-        positive: bool,
+        range_: BatchRange,
     ) -> None:
         """Compare the states that one device comes to, one step behind the other."""
         state = dict(start)
-        batch = _random_batch(self.batch_types, rng, positive=positive)
+        batch = _random_batch(self.batch_types, rng, range_, self.batch_values)
         for made in range(max(points) + 1):
             for _ in range(TRIES):
                 point = _random_point(self.leaf_types, state, frozenset(self.still), rng)
@@ -439,7 +465,7 @@ def _count(x: Any, y: Any, there: Array | None) -> tuple[int, int]:
 
 def random_arguments(types: Mapping[str, Any], seed: int) -> list[Any]:
     """Draw arguments of an init function."""
-    drawn = _random_batch(types, np.random.default_rng(seed), positive=True)
+    drawn = _random_batch(types, np.random.default_rng(seed), BatchRange(True, 4))
     return [
         x if values.is_key(x) else jnp.asarray(x, t.dtype) for x, t in zip(drawn.values(), types.values(), strict=True)
     ]

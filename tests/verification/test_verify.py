@@ -226,6 +226,31 @@ def _init_of(startup: Any) -> Any:
     return lambda key: startup(key)
 
 
+def test_labels_of_a_given_batch_are_used() -> None:
+    """Only the label seven, which is never drawn, shows this fault."""
+
+    def loss_of(weight: float) -> Any:
+        def loss(params: Any, x: Any, y: Any) -> Any:
+            rows = (x @ params["w1"]).sum(1)
+            return jnp.mean(rows * jnp.where(y == 7, weight, 1.0))
+
+        return loss
+
+    def programs(weight: float) -> Any:
+        params = {"w1": jnp.ones((4, 6))}
+        init = lambda: (params, optax.sgd(0.1).init(params))
+        step = dtrans.make_train_step(loss_of(weight), optax.sgd(0.1))
+        labels = jnp.zeros(ROWS, int)
+        return dtrans.trace(step, *init(), jnp.ones((ROWS, 4)), labels), dtrans.trace(init)
+
+    wrong = dtrans.nccl2(*programs(2.0), trainers=3)
+    plan = dataclasses.replace(wrong, main=programs(3.0)[0])
+    x, labels = jnp.ones((ROWS, 4)), jnp.arange(ROWS)
+    assert plan.verify()
+    assert wrong.verify(x, labels)
+    assert not plan.verify(x, labels).equal
+
+
 # -- parts -----------------------------------------------------------------------------------------
 
 

@@ -31,27 +31,29 @@ def planned(name: str, dtype: Any, layers: int = LAYERS, width: int = WIDTH, **o
     return flat_options.sharding(main, startup, **options), step, x
 
 
-def check(name: str, **options: Any) -> None:
-    """Two steps are those of one device."""
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", SHAPES)
+def test_plans_compute_the_step(name: str) -> None:
+    plan, *_ = planned(name, jnp.float32)  # slices of 6 entries over 4 ranks are padded
+    assert (report := plan.verify()), str(report)
+
+
+JOBS = ["a scan", "two stacks, a layer of each a turn"]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_numbers_are_those_of_one_device(name: str) -> None:
     with jax.enable_x64(True):
-        plan, step, x = planned(name, jnp.float64, **options)
+        plan, step, x = planned(name, jnp.float64)
         job = plan.simulate()
-        state, want = job.init(), (SHAPES[name].params(LAYERS, WIDTH, jnp.float64),)
-        want = (*want, ADAM.init(*want))
+        state, params = job.init(), SHAPES[name].params(LAYERS, WIDTH, jnp.float64)
+        alone = params, ADAM.init(params)
         for _ in range(2):
             state, *_, loss = job.step(state, x)
-            *want, by_one = jax.jit(step)(*want, x)
-            rtol = 2e-2 if SHAPES[name].low else 1e-12
-            np.testing.assert_allclose(loss, by_one, rtol=rtol)
-        if not SHAPES[name].low:
-            for n, x in job.params(state).items():
-                np.testing.assert_allclose(x, want[0][n], rtol=1e-12, atol=1e-12, err_msg=n)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_numbers_are_those_of_one_device(name: str) -> None:
-    check(name)  # slices of 6 entries over 4 ranks are padded
+            *alone, by_one = jax.jit(step)(*alone, x)
+            np.testing.assert_allclose(loss, by_one, rtol=1e-12)
+        for n, x in job.params(state).items():
+            np.testing.assert_allclose(x, alone[0][n], rtol=1e-12, atol=1e-12, err_msg=n)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -64,11 +66,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("option", list(OPTIONS))
-@pytest.mark.parametrize("name", [n for n, s in SHAPES.items() if not s.low])
-def test_with_options_too(name: str, option: str) -> None:
-    check(name, **OPTIONS[option])
+@pytest.mark.parametrize("name", SHAPES)
+def test_plans_with_options_compute_the_step(name: str, option: str) -> None:
+    plan, *_ = planned(name, jnp.float32, **OPTIONS[option])
+    assert (report := plan.verify()), str(report)
 
 
 @pytest.mark.parametrize("name", SHAPES)
