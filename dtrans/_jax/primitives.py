@@ -73,6 +73,11 @@ _OTHERS = frozenset(
 _KNOWN = ELEMENTWISE | _OTHERS | {SCAN, WHILE, COND, *REMAT, *CALLS, *CUSTOM_RULES, *_JIT}
 
 
+def known_primitives() -> frozenset[str]:
+    """Return the names of JAX's primitives that a table here knows."""
+    return _KNOWN
+
+
 def is_known(eqn: JaxprEqn) -> bool:
     """Whether a table here knows the primitive of an equation, or it is one of this package."""
     return eqn.primitive.name in _KNOWN or eqn.primitive in OWN
@@ -212,6 +217,19 @@ def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, A
     jaxpr = jax.make_jaxpr(loop)([0.0] * consts, [0.0] * carried, [jax.numpy.zeros(1)] * taken)
     (eqn,) = (e for e in opened(jaxpr).eqns if e.primitive.name == SCAN)
     return {key: eqn.params[key] for key in ("ft_in", "ft_out")}
+
+
+def linear_solve(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the jaxpr that solves the system of a `custom_linear_solve`, and its operands."""
+    lengths, jaxprs = param(eqn, "const_lengths"), param(eqn, "jaxprs")
+    counts = [int(n) for n in lengths]  # of matvec, vecmat, solve, transpose_solve
+    first = sum(counts[:2])
+    return jaxprs.solve, [*operands[first : first + counts[2]], *operands[sum(counts) :]]
+
+
+def combiner_of(eqn: JaxprEqn) -> Any:
+    """Return the jaxpr of a `reduce` that combines two numbers."""
+    return param(eqn, "jaxpr")
 
 
 # -- callbacks -------------------------------------------------------------------------------------

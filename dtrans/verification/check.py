@@ -22,7 +22,7 @@ from dtrans.ir.program import Program
 from dtrans.verification import field, field_values as values
 from dtrans.verification.evaluate import World
 from dtrans.verification.field import Array
-from dtrans.verification.field_values import NearTie, Real, Replicas, Unknown, same
+from dtrans.verification.field_values import Complex, NearTie, Real, Replicas, Unknown, same
 from dtrans.verification.outcome import Difference, Report
 from dtrans.verification.rank_collectives import mapped
 from dtrans.verification.rules import shadow_of
@@ -107,7 +107,7 @@ def find_placement(
             if values.is_key(x):
                 continue
             moves[k] |= x != y
-            digit = np.where(x != y, x.astype(np.float64), 0).astype(np.int64) - (base != 2)
+            digit = np.where(x != y, np.real(x).astype(np.float64), 0).astype(np.int64) - (base != 2)
             found[k] += np.where(x != y, digit, 0) * power
         power *= base
     assert found is not None
@@ -137,8 +137,14 @@ def _random_point(
     point: dict[str, Any] = {}
     for name, t in types.items():
         x = real_values[name]
-        if not values.is_float(t.dtype) or name in fixed:
+        moves = values.is_float(t.dtype) or values.is_complex(t.dtype)
+        if not moves or name in fixed:
             point[name] = values.lifted(x, t.dtype)
+            continue
+        if values.is_complex(t.dtype):
+            part = jax.ShapeDtypeStruct(t.shape, np.dtype(np.float64))
+            both = {"real": np.real(x), "imag": np.imag(x)}
+            point[name] = Complex(**_random_point(dict.fromkeys(both, part), both, frozenset(), rng))
             continue
         noise = rng.uniform(0.5, 1, t.shape)
         near = np.asarray(x, np.float64)
@@ -176,6 +182,8 @@ def _random_batch(
         elif values.is_float(t.dtype):
             drawn = rng.uniform(0.2, 1, t.shape) if range_.positive else rng.normal(size=t.shape)
             batch[name] = np.asarray(drawn)
+        elif values.is_complex(t.dtype):
+            batch[name] = rng.normal(size=t.shape) + 1j * rng.normal(size=t.shape)
         elif jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
             keys = jax.random.key(int(rng.integers(1 << 30)))
             batch[name] = jax.random.split(keys, t.shape) if t.shape else keys
@@ -193,7 +201,7 @@ def _flat_values(leaves: Mapping[str, Any]) -> tuple[Array, Array, Array]:
     """Return elements, shadows and integers of all leaves, one behind the other."""
     elements, shadows, integers = [], [], []
     for x in leaves.values():
-        size = int(np.prod(np.shape(x) if not isinstance(x, (Real, Unknown)) else getattr(x, "shape", ())))
+        size = int(np.prod(getattr(x, "shape", ())))
         if isinstance(x, Real):
             elements.append(x.elements.ravel())
             shadows.append(x.shadow.ravel())
@@ -210,19 +218,33 @@ def _placed(
     placement: StatePlacement, leaves: Mapping[str, Any], types: Sequence[Any], held: Sequence[str]
 ) -> list[Any]:
     """Return the arrays of a job's state that hold the values of leaves."""
-    elements, shadows, integers = _flat_values(leaves)
+    elements, shadows, integers = _flat_values({n: _part(x, "real") for n, x in leaves.items()})
+    if any(isinstance(x, Complex) for x in leaves.values()):
+        imaginary = {n: _part(x, "imag") for n, x in leaves.items()}
+        parts = [_flat_values(imaginary)[:2], (elements, shadows)]
     found = []
     for where, fixed, t, name in zip(placement.where, placement.fixed, types, held, strict=True):
         if values.is_key(fixed):
             found.append(_key_leaf(leaves, name, fixed))
         elif values.is_float(t.dtype):
+            found.append(_filled(where, values.lifted(fixed, t.dtype), elements, shadows))
+        elif values.is_complex(t.dtype):
             rest = values.lifted(fixed, t.dtype)
-            there = where >= 0
-            at = np.maximum(where, 0)
-            found.append(Real(np.where(there, elements[at], rest.elements), np.where(there, shadows[at], rest.shadow)))
+            imag, real = (_filled(where, x, *flat) for x, flat in zip((rest.imag, rest.real), parts, strict=True))
+            found.append(Complex(real, imag))
         else:
             found.append(np.where(where >= 0, integers[np.maximum(where, 0)], fixed).astype(t.dtype))
     return found
+
+
+def _filled(where: Array, rest: Real, elements: Array, shadows: Array) -> Real:
+    """Return an array of numbers of leaves, and of the rest where none belongs."""
+    there, at = where >= 0, np.maximum(where, 0)
+    return Real(np.where(there, elements[at], rest.elements), np.where(there, shadows[at], rest.shadow))
+
+
+def _part(x: Any, part: str) -> Any:
+    return getattr(x, part) if isinstance(x, Complex) else x
 
 
 def _key_leaf(leaves: Mapping[str, Any], name: str, fixed: Any) -> Any:
@@ -427,7 +449,7 @@ class Findings:
             self.skipped[name] = None
             return
         self.compared[name] = None
-        if isinstance(y, Real):
+        if isinstance(y, (Real, Complex)):
             self.not_finite |= not np.isfinite(y.shadow).all()
         if not same(_masked(x, there), _masked(y, there)):
             self.differences.setdefault(name, Difference(name, _count(x, y, there)))
@@ -455,6 +477,8 @@ def _masked(x: Any, there: Array | None) -> Any:
 def _count(x: Any, y: Any, there: Array | None) -> tuple[int, int]:
     """Return how many entries differ, and how many are compared."""
     size = int(np.prod(np.shape(shadow_of(y)) if not values.is_key(y) else y.shape))
+    if isinstance(x, Complex) and isinstance(y, Complex) and x.shape == y.shape:
+        return max(_count(x.real, y.real, there), _count(x.imag, y.imag, there))
     if not isinstance(x, Real) or not isinstance(y, Real) or x.shape != y.shape:
         return size, size
     differs = x.elements != y.elements

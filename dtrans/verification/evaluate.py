@@ -24,10 +24,12 @@ from dtrans._jax import (
     Literal,
     axes_of,
     bodies,
+    combiner_of,
     constants,
     is_identity,
     is_reversed,
     line_of,
+    linear_solve,
     opened,
     scan_counts,
     scan_length,
@@ -35,7 +37,9 @@ from dtrans._jax import (
     while_counts,
 )
 from dtrans.verification import field_values as values
-from dtrans.verification.field_values import Real, Replicas, Unknown, same
+from dtrans.verification.complex_rules import COMPLEX, is_of_complex
+from dtrans.verification.field_values import Complex, Real, Replicas, Unknown, same
+from dtrans.verification.matrix_rules import MATRICES
 from dtrans.verification.rank_collectives import GROUPS, groups_of, joined, mapped
 from dtrans.verification.rules import REAL, plain
 
@@ -112,6 +116,10 @@ class World:
                 return self._axis_index(eqn)
             if name in CALLBACKS or name == "pure_callback":
                 return self._unknown(eqn, f"{name} calls a function of the host")
+            if name == "reduce" and any(isinstance(v, Real) for x in operands for v in x):
+                return self._reduce(eqn, operands)
+            if name == "custom_linear_solve":
+                return self.run(*linear_solve(eqn, operands))
             if name in CALLS:
                 return self.run(*_opened_call(eqn, operands))
             return self.each(eqn, operands)
@@ -133,12 +141,18 @@ class World:
                 return [x] * len(eqn.outvars)
         if is_identity(eqn):
             return operands[:1]
-        if any(getattr(v.aval.dtype, "kind", "") == "c" for v in eqn.outvars):
-            raise NotImplementedError("complex numbers are not followed")
         if getattr(eqn.primitive, "communicates", False):
             raise NotImplementedError("nothing carries it out here")
-        if not any(isinstance(x, Real) for x in operands):
+        if eqn.primitive.name in NOT_REPEATABLE:
+            raise NotImplementedError("it gives other numbers each time")
+        if eqn.primitive.name in COMPLEX and is_of_complex(eqn, operands):
+            return COMPLEX[eqn.primitive.name](eqn, operands)
+        if not any(isinstance(x, (Real, Complex)) for x in operands):
             return self._plain(eqn, operands)
+        if eqn.primitive.name in MATRICES:
+            return MATRICES[eqn.primitive.name](eqn, operands)
+        if is_of_complex(eqn, operands):
+            raise NotImplementedError("no rule follows complex numbers through it")
         rule = REAL.get(eqn.primitive.name)
         if rule is None:
             raise NotImplementedError("no rule follows floats through it")
@@ -275,6 +289,26 @@ class World:
         made = {id(v): _row(v, t) for v in {id(v): v for v in x}.values()}
         return tuple(made[id(v)] for v in x)
 
+    def _reduce(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
+        """Combine rows one after the other: the program of two numbers is elementwise, so rows will do."""
+        half, axes, body = len(operands) // 2, eqn.params["dimensions"], combiner_of(eqn)
+        rows = [self._moved(x, axes) for x in operands[:half]]
+        first = rows[0][0]
+        found = list(operands[half:])
+        for t in range(0 if isinstance(first, Unknown) else first.shape[0]):
+            found = self.run(body, [*found, *(self._row(x, t) for x in rows)], consts=())
+        return found
+
+    def _moved(self, x: Ranked, axes: Sequence[int]) -> Ranked:
+        """Return each rank's array with the dimensions that are reduced as one, in front."""
+
+        def move(a: Any) -> Any:
+            kept = [d for d in range(a.ndim) if d not in axes]
+            return a.transpose(*axes, *kept).reshape(-1, *(a.shape[d] for d in kept))
+
+        made = {id(v): v if isinstance(v, Unknown) else mapped(move, v) for v in x}
+        return tuple(made[id(v)] for v in x)
+
     def _while(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         n, m = while_counts(eqn)
         condition, body = bodies(eqn)
@@ -317,6 +351,9 @@ class World:
         return world
 
 
+# besides those of `REAL`, `COMPLEX`, `MATRICES` and `GROUPS`
+HANDLED = (SCAN, *LOOPS, COND, "shard_map", "axis_index", "custom_linear_solve", "reduce")
+NOT_REPEATABLE = ("rng_uniform", "empty", "empty2")
 TO_FLOATS = ("convert_element_type", "bitcast_convert_type")
 CALLS = (
     "jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", "remat2", "remat",

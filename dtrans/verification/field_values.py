@@ -1,6 +1,7 @@
 """Values of a program that is verified: floats as field elements with shadows, other arrays unchanged.
 
     Real        an array of floats: elements of the field, and a float64 shadow of a real run
+    Complex     an array of complex numbers: a pair of those
     Unknown     a value that could not be followed, and why
     np.ndarray  integers and booleans, which are exact; random keys are arrays of JAX
 
@@ -51,6 +52,30 @@ class Real:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Complex:
+    """An array of complex numbers: elements of GF(p**2), since -1 has no square root modulo p.
+
+    Attributes:
+      real, imag: the parts, of one shape.
+    """
+
+    real: Real
+    imag: Real
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.real.shape
+
+    @property
+    def shadow(self) -> Array:
+        """The shadows of both parts, as complex numbers."""
+        made: Array = self.real.shadow.astype(np.complex128)
+        made.imag = self.imag.shadow
+        return made
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Unknown:
     """A value that could not be followed.
 
@@ -90,6 +115,10 @@ def lifted(x: Any, dtype: Any) -> Any:
     """Return an array of a program as a value: `Real`, if its dtype is one of floats."""
     if not hasattr(x, "dtype"):
         x = np.asarray(x, dtype)
+    if is_complex(dtype):
+        x = np.asarray(x)
+        part = np.float32 if np.dtype(dtype) == np.complex64 else np.float64
+        return Complex(lifted(x.real, part), lifted(x.imag, part))
     if not is_float(dtype):
         return x if is_key(x) else np.asarray(x)
     shadow = np.asarray(x).astype(np.float64)
@@ -114,6 +143,11 @@ def is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
+def is_complex(dtype: Any) -> bool:
+    """Return True for the dtypes of complex numbers."""
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+
+
 def is_key(x: Any) -> bool:
     """Return True for an array of random keys."""
     return bool(jnp.issubdtype(getattr(x, "dtype", np.dtype(int)), jax.dtypes.prng_key))
@@ -123,9 +157,11 @@ def same(x: Any, y: Any) -> bool:
     """Return True if two values are equal: floats as elements of the field, everything else bit for bit."""
     if isinstance(x, Real) and isinstance(y, Real):
         return x.shape == y.shape and bool(np.array_equal(x.elements, y.elements))
+    if isinstance(x, Complex) and isinstance(y, Complex):
+        return same(x.real, y.real) and same(x.imag, y.imag)
     if is_key(x) or is_key(y):
         return is_key(x) and is_key(y) and same(*(np.asarray(jax.random.key_data(k)) for k in (x, y)))
-    if isinstance(x, (Real, Unknown)) or isinstance(y, (Real, Unknown)):
+    if isinstance(x, (Real, Complex, Unknown)) or isinstance(y, (Real, Complex, Unknown)):
         return False
     return x.shape == y.shape and bool(np.array_equal(x, y))
 

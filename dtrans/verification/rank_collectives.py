@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans.verification import field
-from dtrans.verification.field_values import Real, choose, is_key, parted, real
+from dtrans.verification.field_values import Complex, Real, choose, is_key, parted, real
 
 
 Group = Callable[[list[Any], Mapping[str, Any]], list[Any]]
@@ -40,6 +40,8 @@ def groups_of(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:
 
 def summed(parts: Sequence[Any]) -> Any:
     """Return the sum of the values of a group, in the order of its ranks."""
+    if isinstance(parts[0], Complex):
+        return Complex(summed([p.real for p in parts]), summed([p.imag for p in parts]))
     if isinstance(parts[0], Real):
         elements = functools.reduce(field.add, [p.elements for p in parts])
         return real(elements, sum(p.shadow for p in parts))
@@ -66,6 +68,8 @@ def _smaller(x: Any, y: Any) -> Any:
 
 def mapped(fn: Callable[..., Any], *xs: Any) -> Any:
     """Apply a function that moves elements to values of one kind."""
+    if isinstance(xs[0], Complex):
+        return Complex(mapped(fn, *(x.real for x in xs)), mapped(fn, *(x.imag for x in xs)))
     if isinstance(xs[0], Real):
         return Real(fn(*(x.elements for x in xs)), fn(*(x.shadow for x in xs)))
     if is_key(xs[0]):

@@ -20,7 +20,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn, is_reversed
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
-from dtrans.verification.field_values import NearTie, Real, choose, from_integers, parted, real
+from dtrans.verification.field_values import Complex, NearTie, Real, choose, from_integers, parted, real
 from dtrans.verification.numpy_rules import ELEMENTWISE, OTHERS
 from dtrans.verification.rationals import elements_of
 
@@ -30,7 +30,7 @@ Rule = Callable[[JaxprEqn, list[Any]], list[Any]]
 
 def shadow_of(x: Any) -> Any:
     """Return what NumPy computes with: the shadow of floats, other arrays unchanged."""
-    return x.shadow if isinstance(x, Real) else x
+    return x.shadow if isinstance(x, (Real, Complex)) else x
 
 
 def elements_in(x: Any) -> Array:
@@ -283,6 +283,44 @@ def _scatter(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     return [Real(elements.reshape(x.shape), shadow.reshape(x.shape))]
 
 
+def _rounds(places: Array) -> list[Array]:
+    """Return numbers of updates in rounds: no place occurs twice in one."""
+    order = np.argsort(places, kind="stable")
+    ordered = places[order]
+    first = np.searchsorted(ordered, ordered, "left")
+    turn = np.arange(len(ordered)) - first
+    found = [order[turn == k] for k in range(int(turn.max(initial=-1)) + 1)]
+    return [r[places[r] >= 0] for r in found]
+
+
+def _scatter_by(combine: Callable[[Real, Real], Real]) -> Rule:
+    """Make the rule of a scatter that combines what is at a place with each update of it."""
+
+    def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        x, indices, updates = operands
+        places = _scatter_places(eqn, x, indices, updates).ravel()
+        found = Real(elements_in(x).ravel().copy(), np.asarray(shadow_of(x), np.float64).ravel().copy())
+        given = Real(elements_in(updates).ravel(), np.asarray(shadow_of(updates), np.float64).ravel())
+        for turn in _rounds(places):
+            where = places[turn]
+            new = combine(values.take(found, where), values.take(given, turn))
+            found.elements[where], found.shadow[where] = new.elements, new.shadow
+        return [Real(found.elements.reshape(x.shape), found.shadow.reshape(x.shape))]
+
+    return rule
+
+
+_scatter_mul = _scatter_by(lambda x, y: real(field.multiply(x.elements, y.elements), x.shadow * y.shadow))
+
+
+def _scatter_extreme(sign: int) -> Rule:
+    def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        better = _larger if sign > 0 else _smaller
+        return _scatter_by(lambda x, y: better(eqn, [x, y])[0])(eqn, operands)
+
+    return rule
+
+
 def _windows(eqn: JaxprEqn, shape: Sequence[int]) -> Array:
     """Return for each place of a windowed reduction the flat places of its window; -1 for padding."""
     p = eqn.params
@@ -357,6 +395,17 @@ def _compare(decide: Callable[[Array, Array, Array], Array]) -> Rule:
         x, y = (a if isinstance(a, Real) else from_integers(a) for a in operands)
         equal, less = parted(x, y)
         return [decide(equal, less, np.isnan(x.shadow) | np.isnan(y.shadow))]
+
+    return rule
+
+
+def _total_order(name: str) -> Rule:
+    """Make the rule of a comparison that gives NaN a place, for operands without one."""
+
+    def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        if any(np.isnan(shadow_of(x)).any() for x in operands):
+            raise NotImplementedError("the place of NaN in an order")
+        return REAL[name](eqn, operands)
 
     return rule
 
@@ -453,6 +502,18 @@ def _top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     return [values.take(ordered, tuple(first)), places]
 
 
+def _approx_top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Return the largest or smallest numbers: all of them, as CPUs do."""
+    (x,), axis = operands, eqn.params["reduction_dimension"]
+    size = eqn.outvars[0].aval.shape[axis]
+    sign = 1 if eqn.params["is_max_k"] else -1
+    order = np.argsort(-sign * x.shadow, axis, kind="stable")
+    ordered = Real(*(np.take_along_axis(a, order, axis) for a in (x.elements, x.shadow)))
+    _check_order([ordered], axis)
+    first = tuple(slice(0, size) if d == axis % x.shadow.ndim else slice(None) for d in range(x.shadow.ndim))
+    return [values.take(ordered, first), order[first].astype(eqn.outvars[1].aval.dtype)]
+
+
 def _absolute(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
     negative = x.shadow < 0
@@ -476,27 +537,28 @@ def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     return [values.hashed((eqn.primitive.name, sorted(kind.items())), *operands, shadow=shadow)]
 
 
-def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash each matrix of a stack as a whole: every number of the outputs depends on all of it."""
-    shadows = by_jax(eqn, [shadow_of(x) for x in operands])
-    sums = []
-    for x in operands:
-        matrix = elements_in(x)
-        place = np.arange(int(np.prod(matrix.shape[-2:])), dtype=np.uint64)
-        weights = field.hashed("place in a matrix", place).reshape(matrix.shape[-2:])
-        sums.append(field.total(field.hashed("entry", field.multiply(matrix, weights)), (-2, -1)))
-    made = []
-    for number, (v, shadow) in enumerate(zip(eqn.outvars, shadows, strict=True)):
-        if not values.is_float(v.aval.dtype):
-            made.append(shadow.astype(v.aval.dtype))
-            continue
-        inner = shadow.shape[sums[0].ndim :]
-        place = np.arange(int(np.prod(inner)), dtype=np.uint64).reshape(inner)
-        of = [s.reshape(*s.shape, *[1] * len(inner)) for s in sums]
-        key = (eqn.primitive.name, number, str(sorted(eqn.params.items())))
-        elements = np.broadcast_to(field.hashed(key, *of, place), shadow.shape)
-        made.append(real(elements, shadow))
-    return made
+def _running_hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Hash everything up to each place of an axis."""
+    (x,) = operands
+
+    def running(elements: Array, axis: int) -> Array:
+        rows = np.moveaxis(elements, axis, 0)
+        found: list[Array] = []
+        for row in rows:
+            found.append(field.hashed(eqn.primitive.name, *found[-1:], row))
+        return np.moveaxis(np.stack(found), 0, axis) if found else elements
+
+    return [real(_turned(running, x.elements, eqn), by_jax(eqn, [x.shadow])[0])]
+
+
+def _random_gamma(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Hash the key of each number with its parameter."""
+    keys, x = operands
+    words = np.asarray(jax.random.key_data(keys)).astype(np.uint64)
+    each = [words[..., k] for k in range(words.shape[-1])]
+    (shadow,) = by_jax(eqn, [keys, shadow_of(x)])
+    name = (eqn.primitive.name, eqn.params["log_space"])
+    return [real(field.hashed(name, *each, elements_in(x)), shadow)]
 
 
 def _copy(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -526,6 +588,9 @@ REAL: Mapping[str, Rule] = {
     "scatter-add": _scatter_add,
     "scatter-sub": _scatter_add,
     "scatter": _scatter,
+    "scatter-mul": _scatter_mul,
+    "scatter-max": _scatter_extreme(1),
+    "scatter-min": _scatter_extreme(-1),
     "select_n": _select,
     "convert_element_type": _convert,
     "bitcast_convert_type": _bitcast,
@@ -543,6 +608,7 @@ REAL: Mapping[str, Rule] = {
     "ne": _compare(lambda equal, less, nan: ~equal | nan),
     "lt": _compare(lambda equal, less, nan: less & ~nan),
     "le": _compare(lambda equal, less, nan: (less | equal) & ~nan),
+    **{f"{n}_to": _total_order(n) for n in ("eq", "lt", "le")},
     "gt": _compare(lambda equal, less, nan: ~less & ~equal & ~nan),
     "ge": _compare(lambda equal, less, nan: ~less & ~nan),
     "max": _larger,
@@ -556,21 +622,21 @@ REAL: Mapping[str, Rule] = {
     "cummin": _cumulative_extreme(-1),
     "sort": _sort,
     "top_k": _top_k,
+    "approx_top_k": _approx_top_k,
+    "cumlogsumexp": _running_hash,
+    "random_gamma": _random_gamma,
     "abs": _absolute,
     **dict.fromkeys(("sign", "floor", "ceil", "round"), _to_integer),
     "is_finite": lambda eqn, operands: [np.isfinite(operands[0].shadow)],
     **dict.fromkeys(
         (
             "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "cos",
-            "cosh", "cumlogsumexp", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "igamma",
+            "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "igamma",
             "igamma_grad_a", "igammac", "lgamma", "log", "log1p", "log2", "logistic", "nextafter", "polygamma", "pow",
             "random_gamma_grad", "regularized_incomplete_beta", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
             "zeta",
         ),
         _hash,
-    ),
-    **dict.fromkeys(
-        ("cholesky", "eigh", "householder_product", "geqrf", "lu", "qr", "svd", "triangular_solve"), _hash_matrices
     ),
 }  # fmt: skip
 
@@ -594,4 +660,6 @@ def _as_type(x: Any, aval: Any) -> Any:
         return x
     if values.is_float(aval.dtype):
         return values.lifted(np.asarray(x, np.float64), aval.dtype)
+    if values.is_complex(aval.dtype):
+        return values.lifted(np.asarray(x, np.complex128), aval.dtype)
     return np.asarray(x).astype(aval.dtype).reshape(aval.shape)

@@ -1,0 +1,296 @@
+"""Rules of primitives on complex numbers: pairs of `Real` values, with the arithmetic of GF(p**2).
+
+Modulo p = 2**61 - 1 no square is -1, so pairs a + bi are a field. Conjugation is exact there. `exp`,
+`abs` and `log` are written with hashes of real numbers; other functions are hashes of both parts.
+
+An fft is a linear map with a keyed random matrix for each dimension: the field lacks roots of unity of
+most orders. So it is linear, and each row of a batch has its own; that it has an inverse is not known.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans._jax import JaxprEqn
+from dtrans.verification import field, field_values as values
+from dtrans.verification.field import Array
+from dtrans.verification.field_values import Complex, Real, choose, from_integers, real
+from dtrans.verification.rules import REAL, Rule, by_jax, shadow_of
+
+
+def is_of_complex(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
+    """Return True if an equation takes or makes complex numbers."""
+    made = any(values.is_complex(getattr(v.aval, "dtype", np.dtype(int))) for v in eqn.outvars)
+    return made or any(isinstance(x, Complex) for x in operands)
+
+
+def as_complex(x: Any) -> Complex:
+    """Return a value as complex numbers."""
+    if isinstance(x, Complex):
+        return x
+    x = x if isinstance(x, Real) else from_integers(x)
+    return Complex(x, _zeros(x.shape))
+
+
+def _zeros(shape: Sequence[int]) -> Real:
+    return Real(np.zeros(shape, np.uint64), np.zeros(shape))
+
+
+def _add(x: Real, y: Real) -> Real:
+    return real(field.add(x.elements, y.elements), x.shadow + y.shadow)
+
+
+def _subtract(x: Real, y: Real) -> Real:
+    return real(field.subtract(x.elements, y.elements), x.shadow - y.shadow)
+
+
+def _multiply(x: Real, y: Real) -> Real:
+    return real(field.multiply(x.elements, y.elements), x.shadow * y.shadow)
+
+
+def _inverse(x: Real) -> Real:
+    return real(field.inverse(x.elements), 1 / x.shadow)
+
+
+def _negative(x: Real) -> Real:
+    return real(field.negative(x.elements), -x.shadow)
+
+
+def _product(x: Complex, y: Complex) -> Complex:
+    along = _subtract(_multiply(x.real, y.real), _multiply(x.imag, y.imag))
+    return Complex(along, _add(_multiply(x.real, y.imag), _multiply(x.imag, y.real)))
+
+
+def _squared_length(x: Complex) -> Real:
+    return _add(_multiply(x.real, x.real), _multiply(x.imag, x.imag))
+
+
+def _hashed(name: str, *xs: Real, shadow: Array) -> Real:
+    """Return a function of real numbers, as the rule of that primitive hashes it."""
+    return values.hashed((name, []), *xs, shadow=shadow)
+
+
+def _length(x: Complex) -> Real:
+    return _hashed("sqrt", _squared_length(x), shadow=np.abs(x.shadow))
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+
+def _by_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Apply the rule of real numbers to each part: sums, and what moves elements."""
+    rule = REAL[eqn.primitive.name]
+    made = [rule(eqn, [getattr(x, p) if isinstance(x, Complex) else x for x in operands]) for p in ("real", "imag")]
+    return [
+        Complex(re, im) if values.is_complex(v.aval.dtype) else re for v, re, im in zip(eqn.outvars, *made, strict=True)
+    ]
+
+
+def _bilinear(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Contract two operands: four contractions of real numbers."""
+    rule, (x, y) = REAL[eqn.primitive.name], map(as_complex, operands)
+    product = lambda a, b: rule(eqn, [a, b])[0]
+    along = _subtract(product(x.real, y.real), product(x.imag, y.imag))
+    across = _add(product(x.real, y.imag), product(x.imag, y.real))
+    return [Complex(along, across)]
+
+
+def _mul(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x, y = map(as_complex, operands)
+    return [_product(x, y)]
+
+
+def _square(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x = as_complex(operands[0])
+    return [_product(x, x)]
+
+
+def _reciprocal(x: Complex) -> Complex:
+    scale = _inverse(_squared_length(x))
+    return Complex(_multiply(x.real, scale), _negative(_multiply(x.imag, scale)))
+
+
+def _div(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x, y = map(as_complex, operands)
+    return [_product(x, _reciprocal(y))]
+
+
+def _integer_pow(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x, n = as_complex(operands[0]), eqn.params["y"]
+    x = _reciprocal(x) if n < 0 else x
+    one = Complex(from_integers(np.ones(x.shape, np.int64)), _zeros(x.shape))
+    return [functools.reduce(_product, [x] * abs(n), one)]
+
+
+def _conj(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x = as_complex(operands[0])
+    return [Complex(x.real, _negative(x.imag))]
+
+
+def _abs(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    return [_length(as_complex(operands[0]))]
+
+
+def _sign(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x = as_complex(operands[0])
+    scale = _inverse(_length(x))
+    zero = x.shadow == 0
+    parts = [choose(zero, _zeros(x.shape), _multiply(p, scale)) for p in (x.real, x.imag)]
+    return [Complex(*parts)]
+
+
+def _exp(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x = as_complex(operands[0])
+    size = _hashed("exp", x.real, shadow=np.exp(x.real.shadow))
+    parts = [_hashed(n, x.imag, shadow=getattr(np, n)(x.imag.shadow)) for n in ("cos", "sin")]
+    return [Complex(*(_multiply(size, p) for p in parts))]
+
+
+def _log(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x = as_complex(operands[0])
+    size = _length(x)
+    angle = _hashed("atan2", x.imag, x.real, shadow=np.angle(x.shadow))
+    return [Complex(_hashed("log", size, shadow=np.log(size.shadow)), angle)]
+
+
+def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Hash both parts of all operands, once for each part of the result."""
+    xs = [*map(as_complex, operands)]
+    (shadow,) = by_jax(eqn, [x.shadow for x in xs])
+    parts = [part for x in xs for part in (x.real, x.imag)]
+    name = f"complex {eqn.primitive.name}"
+    return [
+        Complex(
+            values.hashed((name, "real"), *parts, shadow=shadow.real),
+            values.hashed((name, "imag"), *parts, shadow=shadow.imag),
+        )
+    ]
+
+
+def _compare(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x, y = map(as_complex, operands)
+    ((first,), (second,)) = (REAL[eqn.primitive.name](eqn, [getattr(a, p) for a in (x, y)]) for p in ("real", "imag"))
+    return [first & second if eqn.primitive.name == "eq" else first | second]
+
+
+def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,), wanted = operands, eqn.outvars[0].aval.dtype
+    if values.is_complex(wanted):
+        return [as_complex(x)]
+    if np.dtype(wanted).kind == "b":
+        return [shadow_of(x) != 0]
+    return REAL["convert_element_type"](eqn, [as_complex(x).real])
+
+
+def _product_along(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    x, axes = as_complex(operands[0]), tuple(eqn.params["axes"])
+    kept = [d for d in range(len(x.shape)) if d not in axes]
+    flat = lambda a: a.transpose(*kept, *axes).reshape(*(x.shape[d] for d in kept), -1)
+    parts = [Real(flat(p.elements), flat(p.shadow)) for p in (x.real, x.imag)]
+    count = parts[0].shape[-1]
+    each = [Complex(*(values.take(p, (..., k)) for p in parts)) for k in range(count)]
+    return [functools.reduce(_product, each)]
+
+
+# -- fft -------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(64)
+def _random_matrix(name: str, rows: int, columns: int) -> Array:
+    """Return a keyed random matrix of elements."""
+    numbers = np.arange(rows * columns, dtype=np.uint64).reshape(rows, columns)
+    return field.hashed(("fft", name, rows, columns), numbers)
+
+
+def _mapped(x: Array, matrix: Array, axis: int) -> Array:
+    """Multiply one dimension of an array by a matrix."""
+    moved = np.moveaxis(x, axis, -1)
+    made = field.matrix_product(moved.reshape(-1, moved.shape[-1]), matrix)
+    return np.moveaxis(made.reshape(*moved.shape[:-1], -1), -1, axis)
+
+
+def _complex_map(parts: tuple[Array, Array], name: str, size: int, axis: int) -> tuple[Array, Array]:
+    """Multiply one dimension of complex numbers by a complex matrix."""
+    along, across = (_random_matrix(f"{name} {p}", size, size) for p in ("real", "imag"))
+    re, im = parts
+    first = field.subtract(_mapped(re, along, axis), _mapped(im, across, axis))
+    return first, field.add(_mapped(re, across, axis), _mapped(im, along, axis))
+
+
+def _fft(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,), lengths = operands, tuple(eqn.params["fft_lengths"])
+    parts: tuple[Array, Array]
+    rest: tuple[int, ...]
+    kind = getattr(eqn.params["fft_type"], "name", str(eqn.params["fft_type"])).upper()
+    axes = tuple(range(len(x.shape) - len(lengths), len(x.shape)))
+    x = x if isinstance(x, (Real, Complex)) else from_integers(x)
+    with np.errstate(all="ignore"):
+        shadow = _fft_shadow(kind, shadow_of(x), lengths, axes)
+    if kind == "RFFT" and isinstance(x, Real):
+        matrices = (_random_matrix(f"rfft {p}", lengths[-1], lengths[-1] // 2 + 1) for p in ("real", "imag"))
+        first, second = (_mapped(x.elements, m, axes[-1]) for m in matrices)
+        parts, rest = (first, second), axes[:-1]
+    else:
+        x = as_complex(x)
+        parts, rest = (x.real.elements, x.imag.elements), axes[:-1] if kind == "IRFFT" else axes
+    name = "ifft" if kind.startswith("I") else "fft"
+    for axis in rest:
+        parts = _complex_map(parts, name, lengths[axis - axes[0]], axis)
+    if kind == "IRFFT":
+        size = lengths[-1] // 2 + 1
+        matrices = (_random_matrix(f"irfft {p}", size, lengths[-1]) for p in ("real", "imag"))
+        both = [_mapped(part, m, axes[-1]) for part, m in zip(parts, matrices, strict=True)]
+        return [real(field.add(*both), shadow)]
+    return [Complex(real(parts[0], shadow.real), real(parts[1], shadow.imag))]
+
+
+def _fft_shadow(kind: str, x: Array, lengths: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    functions: Mapping[str, Any] = {
+        "FFT": np.fft.fftn,
+        "IFFT": np.fft.ifftn,
+        "RFFT": np.fft.rfftn,
+        "IRFFT": np.fft.irfftn,
+    }
+    return np.asarray(functions[kind](x, s=lengths, axes=axes))
+
+
+COMPLEX: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        (
+            "add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "scatter-add", "scatter-sub", "scatter", "psum",
+            "select_n", "copy", "copy_p", "optimization_barrier", "name", "stop_gradient", "sharding_constraint",
+            "device_put", "pvary", "pbroadcast", "gradient", "reduce_precision", "broadcast_in_dim", "reshape",
+            "transpose", "squeeze", "concatenate", "stack", "unstack", "split", "rev", "slice", "dynamic_slice",
+            "dynamic_update_slice", "pad", "gather", "expand_dims", "tile", "reduce_window_sum",
+        ),
+        _by_parts,
+    ),
+    **dict.fromkeys(("dot_general", "conv_general_dilated"), _bilinear),
+    **dict.fromkeys(("eq", "ne"), _compare),
+    **dict.fromkeys(
+        (
+            "acos", "acosh", "asin", "asinh", "atan", "atanh", "cbrt", "cos", "cosh", "exp2", "expm1", "log1p", "log2",
+            "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
+        ),
+        _hash,
+    ),
+    "mul": _mul,
+    "square": _square,
+    "div": _div,
+    "integer_pow": _integer_pow,
+    "reduce_prod": _product_along,
+    "complex": lambda eqn, operands: [Complex(*operands)],
+    "real": lambda eqn, operands: [as_complex(operands[0]).real],
+    "imag": lambda eqn, operands: [as_complex(operands[0]).imag],
+    "conj": _conj,
+    "abs": _abs,
+    "sign": _sign,
+    "exp": _exp,
+    "log": _log,
+    "convert_element_type": _convert,
+    "fft": _fft,
+}  # fmt: skip

@@ -1,0 +1,172 @@
+"""Rules of linear algebra: systems are solved in the field, decompositions are hashes of each matrix.
+
+A solution is linear in the right-hand side, and plans use that: a partial sum may go through a solve.
+A decomposition is not. Each matrix of a stack has its own hash, so that a plan may cut the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans._jax import JaxprEqn
+from dtrans.verification import field, field_values as values
+from dtrans.verification.field import Array
+from dtrans.verification.field_values import Complex, real
+from dtrans.verification.rules import Rule, by_jax, elements_in, shadow_of
+
+
+def _parts_of(x: Any) -> list[Array]:
+    """Return the elements of an array: one array, or two of complex numbers."""
+    if isinstance(x, Complex):
+        return [x.real.elements, x.imag.elements]
+    return [elements_in(x)]
+
+
+def _digest(x: Array) -> Array:
+    """Return a hash of each matrix of a stack."""
+    place = np.arange(int(np.prod(x.shape[-2:])), dtype=np.uint64)
+    weights = field.hashed("place in a matrix", place).reshape(x.shape[-2:])
+    return field.total(field.hashed("entry", field.multiply(x, weights)), (-2, -1))
+
+
+def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Hash each matrix of a stack as a whole: every number of the outputs depends on all of it."""
+    shadows = by_jax(eqn, [shadow_of(x) for x in operands])
+    stack = operands[0].shape[:-2]
+    sums = []
+    for x in operands:
+        # vectors of a stack of matrices, as those of `householder_product`
+        whole = lambda a: a.reshape(*stack, -1, 1) if a.ndim == len(stack) + 1 else a
+        sums += [_digest(whole(part)) for part in _parts_of(x)]
+    made: list[Any] = []
+    for number, (v, shadow) in enumerate(zip(eqn.outvars, shadows, strict=True)):
+        key = (eqn.primitive.name, number, str(sorted(eqn.params.items())))
+        place = np.arange(int(np.prod(shadow.shape[len(stack) :])), dtype=np.uint64)
+        place = place.reshape(shadow.shape[len(stack) :])
+        of = [s.reshape(*stack, *[1] * place.ndim) for s in sums]
+        part = lambda name, shadow, key=key, of=of, place=place: real(
+            np.broadcast_to(field.hashed((*key, name), *of, place), shadow.shape), shadow
+        )
+        if values.is_complex(v.aval.dtype):
+            made.append(Complex(part("real", shadow.real), part("imag", shadow.imag)))
+        elif values.is_float(v.aval.dtype):
+            made.append(part("real", shadow))
+        else:
+            made.append(shadow.astype(v.aval.dtype))
+    return made
+
+
+def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Solve a triangular system, row by row."""
+    a, b = operands
+    if isinstance(a, Complex) or isinstance(b, Complex):
+        raise NotImplementedError("complex systems")
+    (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
+    p, turned = eqn.params, lambda x: np.swapaxes(x, -1, -2)
+    left, right, lower = elements_in(a), elements_in(b), bool(p["lower"])
+    if p["unit_diagonal"]:
+        count = left.shape[-1]
+        left = np.where(np.eye(count, dtype=bool), np.uint64(1), left)
+    # x a = b is a^T x^T = b^T; an upper triangle is a lower one, from the last row on
+    if bool(p["transpose_a"]) == bool(p["left_side"]):
+        left, lower = turned(left), not lower
+    right = right if p["left_side"] else turned(right)
+    if not lower:
+        left, right = left[..., ::-1, ::-1], right[..., ::-1, :]
+    found = _forward(left, right)
+    found = found if lower else found[..., ::-1, :]
+    return [real(found if p["left_side"] else turned(found), shadow)]
+
+
+def _forward(lower: Array, right: Array) -> Array:
+    """Return x with lower @ x = right, for stacks of lower triangles."""
+    found = np.zeros_like(right)
+    scale = field.inverse(np.diagonal(lower, axis1=-2, axis2=-1))
+    for k in range(lower.shape[-1]):
+        rest = right[..., k, :]
+        if k:
+            known = field.matrix_product(lower[..., k : k + 1, :k], found[..., :k, :])
+            rest = field.subtract(rest, known[..., 0, :])
+        found[..., k, :] = field.multiply(rest, scale[..., k, None])
+    return found
+
+
+def _tridiagonal_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Solve a tridiagonal system: each row is freed of the number below the diagonal (Thomas)."""
+    if any(isinstance(x, Complex) for x in operands):
+        raise NotImplementedError("complex systems")
+    (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
+    below, diagonal, above, right = (elements_in(x) for x in operands)
+    count = diagonal.shape[-1]
+    over: list[Array] = []
+    rows: list[Array] = []
+    for k in range(count):
+        pivot, rest = diagonal[..., k], right[..., k, :]
+        if k:
+            pivot = field.subtract(pivot, field.multiply(below[..., k], over[-1]))
+            rest = field.subtract(rest, field.multiply(below[..., k, None], rows[-1]))
+        scale = field.inverse(pivot)
+        over.append(field.multiply(above[..., k], scale))
+        rows.append(field.multiply(rest, scale[..., None]))
+    for k in range(count - 2, -1, -1):
+        rows[k] = field.subtract(rows[k], field.multiply(over[k][..., None], rows[k + 1]))
+    return [real(np.stack(rows, -2), shadow)]
+
+
+def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Contract groups of rows, each with a matrix of its own, or into one of its own."""
+    x, y, sizes = operands
+    p = eqn.params["ragged_dot_dimension_numbers"]
+    ((contract, batch), ragged, group) = (
+        p.dot_dimension_numbers,
+        p.lhs_ragged_dimensions,
+        p.rhs_group_dimensions,
+    )
+    if any(map(len, batch)) or np.ndim(sizes) != 1 or len(ragged) != 1 or len(contract[0]) != 1:
+        raise NotImplementedError("ragged products of batches")
+    (shadow,) = by_jax(eqn, [shadow_of(a) for a in operands], preferred_element_type=np.dtype(np.float64))
+    (row,), ends = ragged, np.cumsum(sizes)
+    starts = ends - sizes
+    left, right = elements_in(x), elements_in(y)
+    if row in contract[0]:  # sums over the rows of each group
+        pieces = [
+            field.matrix_product(
+                np.moveaxis(np.take(left, np.arange(a, b), row), row, -1),
+                np.moveaxis(np.take(right, np.arange(a, b), contract[1][0]), contract[1][0], 0),
+            )
+            for a, b in zip(starts, ends, strict=True)
+        ]
+        return [real(np.stack(pieces), shadow)]
+    (of_groups,) = group
+    made = np.zeros(shadow.shape, np.uint64)
+    (inner,) = contract[0]
+    for k, (a, b) in enumerate(zip(starts, ends, strict=True)):
+        matrix = np.take(right, k, of_groups)
+        axis = contract[1][0] - (of_groups < contract[1][0])
+        rows = np.moveaxis(np.take(left, np.arange(a, b), row), inner, -1)
+        made[a:b] = field.matrix_product(rows, np.moveaxis(matrix, axis, 0))
+    return [real(made, shadow)]
+
+
+def _symmetric_product(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Return alpha a a^T + beta c, for stacks of matrices."""
+    (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
+    a, c = map(elements_in, operands)
+    alpha, beta = (values.lifted(np.asarray(eqn.params[k]), np.float64).elements for k in ("alpha", "beta"))
+    squares = field.multiply(field.matrix_product(a, np.swapaxes(a, -1, -2)), alpha)
+    return [real(field.add(squares, field.multiply(c, beta)), shadow)]
+
+
+DECOMPOSITIONS: Sequence[str] = (
+    "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd", "tridiagonal",
+)  # fmt: skip
+MATRICES: Mapping[str, Rule] = {
+    **dict.fromkeys(DECOMPOSITIONS, _hash_matrices),
+    "triangular_solve": _triangular_solve,
+    "tridiagonal_solve": _tridiagonal_solve,
+    "ragged_dot_general": _ragged_dot,
+    "symmetric_product": _symmetric_product,
+}
