@@ -43,8 +43,9 @@ compat: ## run the suite on the newest JAX, core tests on those between (needs P
 	.venv-between/bin/python -m pip install --quiet 'jax==0.11.*' 'jaxlib==0.11.*'
 	$(MAKE) core PYTHON=$(NEWEST) VENV=.venv-between LOCK=requirements-newest.lock
 
-fuzz: $(STAMP) ## slice 2,000 random updates (takes minutes)
+fuzz: $(STAMP) ## slice 2,000 random updates, verify plans of 10,000 random steps (takes hours)
 	DTRANS_EXAMPLES=2000 $(BIN)/python -m pytest tests/slicing/test_any_update.py
+	DTRANS_EXAMPLES=10000 $(BIN)/python -m pytest -rP -n auto --dist load tests/verification/test_random_steps.py
 
 soak: $(STAMP) ## run the tests that take minutes: jobs of four processes, some of which die
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m soak

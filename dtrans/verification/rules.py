@@ -531,10 +531,33 @@ def _to_integer(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 # -- functions that the field lacks ----------------------------------------------------------------
 
 
+# functions of one operand: what they are of 0, and of 1, where that is rational
+AT_ZERO: Mapping[str, int] = {
+    **dict.fromkeys(("asin", "asinh", "atan", "atanh", "cbrt", "erf", "erf_inv", "expm1", "log1p"), 0),
+    **dict.fromkeys(("sin", "sinh", "sqrt", "tan", "tanh"), 0),
+    **dict.fromkeys(("bessel_i0e", "cos", "cosh", "erfc", "exp", "exp2"), 1),
+}
+AT_ONE: Mapping[str, int] = {
+    **dict.fromkeys(("cbrt", "rsqrt", "sqrt"), 1),
+    **dict.fromkeys(("acos", "acosh", "log", "log2"), 0),
+    "exp2": 2,
+}
+
+
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Hash the operands; at 0 and 1 many functions have a value in the field.
+
+    A norm of zeros is zero then: optimizers ask for that.
+    """
+    name, shadow = eqn.primitive.name, np.asarray(_shadows(eqn, operands))
     kind = {k: v for k, v in eqn.params.items() if k != "accuracy"}
-    shadow = _shadows(eqn, operands)
-    return [values.hashed((eqn.primitive.name, sorted(kind.items())), *operands, shadow=shadow)]
+    made = values.hashed((name, sorted(kind.items())), *operands, shadow=shadow)
+    for at, known in ((0, AT_ZERO), (1, AT_ONE)):
+        if name in known:
+            there = elements_in(operands[0]) == np.uint64(at)
+            exact = np.full(shadow.shape, known[name])
+            made = choose(there, Real(exact.astype(np.uint64), exact.astype(np.float64)), made)
+    return [made]
 
 
 def _running_hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

@@ -559,9 +559,7 @@ class RandomStep:
         return dtrans.trace(self.step(), *alone, *make_batch(rows)), dtrans.trace(self.init)
 
 
-def draw_steps(
-    *, longest: int = 6, marked: bool = False, most_readings: int = 2
-) -> st.SearchStrategy[RandomStep]:
+def draw_steps(*, longest: int = 6, marked: bool = False, most_readings: int = 2) -> st.SearchStrategy[RandomStep]:
     """Return the strategy that draws a step.
 
     Args:

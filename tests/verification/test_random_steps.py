@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 import pytest
-from hypothesis import given, note, seed, settings, strategies as st
+from hypothesis import given, seed, settings, strategies as st
 from random_steps import RandomStep, draw_steps, make_batch
 
 import dtrans
 from dtrans.errors import DtransError
+from dtrans.verification.check import STEPS
 
 
 FINEST = dtrans.Slicing(min_slice_size=0)
@@ -27,6 +28,7 @@ SERVERS = "127.0.0.1:1,127.0.0.1:2"
 FINE_BLOCKS = dtrans.BlockPlacement(min_block_size=1)
 EXAMPLES = int(os.environ.get("DTRANS_EXAMPLES", 0))
 BY_DAY = 200
+POINTS = STEPS if EXAMPLES else (0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,8 @@ class Case:
         with jax.enable_x64(self.wide):
             main, startup = self.step.trace(self.rows)
             try:
-                report = STRATEGIES[self.strategy].plan(main, startup, self.ranks).verify(*make_batch(self.given))
+                plan = STRATEGIES[self.strategy].plan(main, startup, self.ranks)
+                report = plan.verify(*make_batch(self.given), points=POINTS)
             except DtransError as error:
                 assert str(error)
                 return "refused"

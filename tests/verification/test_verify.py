@@ -101,14 +101,18 @@ def test_other_plans_compute_the_step(name: str) -> None:
         assert (report := OTHERS[name](*_programs(optax.adam(1e-2))).verify()), str(report)
 
 
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.lamb(1e-2)], ids=["adam", "lamb"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_leaves_that_have_one_value_for_ever(strategy: str) -> None:
-    """A leaf without a gradient: its moments are zero, which plans use, and jobs insist on."""
+def test_leaves_that_have_one_value_for_ever(strategy: str, tx: Any) -> None:
+    """A leaf without a gradient: its moments are zero, which plans use, and jobs insist on.
+
+    LAMB asks whether the norm of what they make is zero.
+    """
 
     def loss(params: Any, x: Any, y: Any) -> Any:
         return _loss({**params, "w1": jax.lax.stop_gradient(params["w1"])}, x, y)
 
-    report = STRATEGIES[strategy](*_programs(optax.adam(1e-2), loss=loss)).verify()
+    report = STRATEGIES[strategy](*_programs(tx, loss=loss)).verify()
     assert report, str(report)
     assert any(name.endswith("mu/w1") for name in report.compared)
 
