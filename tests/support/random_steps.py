@@ -491,7 +491,7 @@ class RandomStep:
         # a loss that no parameter enters would be refused
         loss = LOSSES[name](writer, number) + jnp.mean(writer.pools["rows"][2])
         if self.gradient != "marked":
-            loss += sum(jnp.sum(p) for name, p in params.items() if name != "w")
+            loss += 0.1 * sum(jnp.sum(jnp.sin(p)) for name, p in params.items() if name != "w")
         read = [writer.pick(r.source, r.number) for r in self.readings if r.source in KINDS]
         return loss, read
 
@@ -572,7 +572,7 @@ def draw_steps(*, longest: int = 6, marked: bool = False, most_readings: int = 2
     reading = st.builds(
         Reading, st.sampled_from(SOURCES), small, st.integers(0, len(REDUCED) - 1), st.sampled_from(USES)
     )
-    gradients = ("marked",) if marked else ("marked", "plain", "marked", "plain", "twice", "by row")
+    gradients = ("marked",) if marked else ("marked", "plain", "marked", "plain", "marked", "twice", "by row")
     return st.builds(
         RandomStep,
         leaves=st.lists(st.sampled_from(sorted(SHAPES.keys() - {"w"})), max_size=2, unique=True).map(tuple),

@@ -64,7 +64,7 @@ class Merge:
     """How a result of all trainers, stacked, becomes one.
 
     Attributes:
-      way: "mean", "sum", "same" or "concat".
+      way: "mean", "sum", "same", "concat", or "joined" for rows of the batch, which lie behind each other already.
       axis: the dimension along which they are joined.
       rows: how many of all are real ones; None where all are.
     """
@@ -74,8 +74,10 @@ class Merge:
     rows: int | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.way == "concat":
-            joined = jax.lax.collapse(jnp.moveaxis(x, 0, self.axis), self.axis, self.axis + 2)
+        if self.way in ("concat", "joined"):
+            joined = x
+            if self.way == "concat":
+                joined = jax.lax.collapse(jnp.moveaxis(x, 0, self.axis), self.axis, self.axis + 2)
             return joined if self.rows is None else jax.lax.slice_in_dim(joined, 0, self.rows, axis=self.axis)
         if self.way == "same":
             return x[0]
@@ -217,10 +219,10 @@ class MeshTrainerPrograms:
         params = set(self.param_names)
         self.result_names = [n for n in self.outs if n not in params]
         stacked = [n for n in self.result_names if self.is_stacked(self.outs[n])]
+        if merges is not None:
+            return _merging([self._merge_of(n, merges[n]) for n in self.result_names])
         if not stacked:
             return None
-        if merges is not None:
-            return _merging([merges[n] if n in stacked else None for n in self.result_names])
         local = {n: self.outs[n].aval for n in stacked}
         whole: Mapping[str, Any] = local
         if any(t.ndim for t in local.values()):
@@ -242,6 +244,14 @@ class MeshTrainerPrograms:
                 how.append(Merge("mean") if jnp.issubdtype(local[n].dtype, jnp.inexact) else None)
 
         return _merging(how)
+
+    def _merge_of(self, name: str, merge: Merge) -> Merge | None:
+        """Return the merge of a result by where it lies: stacked, as rows of the batch, or one for all trainers."""
+        atom = self.outs[name]
+        kind = self.kinds.get(atom) if isinstance(atom, Var) else None
+        if kind == "split":
+            return dataclasses.replace(merge, way="joined")
+        return merge if kind == "stacked" else None
 
     def results(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """What the step returns beside its state, merged, in the structure it had."""
