@@ -26,7 +26,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 Trainers = Annotated[int, typer.Option(min=1, help="How many trainers.")]
 PServers = Annotated[int | None, typer.Option(min=1, help="How many parameter servers; none in nccl2 mode.")]
 RAY, HOSTS = "On a Ray cluster", "On several hosts"
-Mode = Annotated[str, typer.Option(help="`pserver`, or `nccl2`: trainers only, with collectives.")]
+Mode = Annotated[str, typer.Option(help="`pserver`, or `nccl2`: trainers only, also for sharding and pipelines.")]
 
 
 def main() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import socket
 from collections.abc import Sequence
 
 from dtrans.errors import ConfigError
@@ -86,3 +88,10 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         return False
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
+def resolved(host: str) -> str:
+    """Return the first address that a name resolves to here; empty where it resolves to nothing."""
+    with contextlib.suppress(OSError):
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    return ""

@@ -81,7 +81,7 @@ def test_launch_in_nccl2_mode(command: Any, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--mode", "nccl"], "mode must be 'pserver' or 'nccl2', it is 'nccl'"),
+        (["--mode", "nccl"], "mode must be 'pserver', or 'nccl2' (also for sharding and pipelines), it is 'nccl'"),
         (["--mode", "nccl2", "--pservers", "1"], "there are no pservers in mode='nccl2', pservers=1"),
         (["--ray-address", "auto"], "--ray-address is an option of --on ray; say so, or leave it out"),
         (["--on", "ray", "--trainers-on", "NEAR"], "trainers_on must be 'PACK' or 'SPREAD', it is 'NEAR'"),

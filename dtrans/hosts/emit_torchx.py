@@ -17,7 +17,7 @@ _FILE = '''\
 """{title}
 
 torchx run -s local_cwd THIS:job
-torchx run -s docker THIS:job --hosts '${{app_id}}-{bound}-{{i}}' --token_file /run/token \\
+torchx run -s local_docker THIS:job --hosts '${{app_id}}-{bound}-{{i}}' --token_file /run/token \\
     --mounts type=bind,src=/run/token,dst=/run/token,readonly
 torchx run -s kubernetes THIS:job --hosts '${{app_id}}-{bound}-{{i}}-0.${{app_id}}' --token_file ...
 """

@@ -25,6 +25,7 @@ from dtrans.hosts.host_list import HostEntry
 
 
 LIMIT = 60.0  # seconds for a host to answer; it imports JAX meanwhile
+NO_COMMAND = (126, 127)  # how a shell, and ssh after it, ends where the command cannot be run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,12 @@ class _Question:
             if "No module named" in last:
                 return f"host {name} cannot run dtrans with {self.python}: {last}; install it there, or say --python"
             code = self.process.returncode
-            return f"host {name} cannot be reached: `{rsh_name(self.rsh)}` ended with exit code {code}: {last}"
+            if code in NO_COMMAND:
+                return f"host {name} cannot run {self.python}: {last}; say --python, or python= in the file of hosts"
+            return (
+                f"host {name} cannot be reached: `{rsh_name(self.rsh)}` ended with exit code {code}: {last}; "
+                f"`{self.rsh} {name} true` has to work here without a password"
+            )
         return self._checked(json.loads(answers[-1]))
 
     def _checked(self, found: dict[str, Any]) -> FoundHost | str:

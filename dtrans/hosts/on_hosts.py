@@ -89,6 +89,9 @@ class SeveralHosts(Site):
         named = place(table, zip([host.name for host in self._hosts], _slots(len(table), self._hosts), strict=True))
         counts = collections.Counter(named)
         used = [host for host in self._hosts if host.name in counts]
+        idle = [host.name for host in self._hosts if host.name not in counts]
+        if idle:
+            say(f"no role is placed on {', '.join(idle)}, and nothing is asked there")
         found = {
             f.host.name: f
             for f in look_at(used, self._rsh, self._python, script=self._script, ports=max(counts.values()))

@@ -202,8 +202,9 @@ class RoleTable:
             found.append(f"each runs: {shlex.join(self.entries[0].argv)}")
         servers, trainers = self.of(PSERVER), self.of(TRAINER)
         if 0 < len(servers) < len(trainers):
+            have = "servers have" if len(servers) > 1 else "server has"
             found.append(
-                f"{len(servers)} servers have less bandwidth than {len(trainers)} trainers; "
+                f"{len(servers)} {have} less bandwidth than {len(trainers)} trainers; "
                 f"{len(trainers)} servers would not hold up a step"
             )
         return found

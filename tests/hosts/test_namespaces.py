@@ -12,7 +12,7 @@ from pathlib import Path
 
 import own_sshd
 import pytest
-from own_namespaces import Namespaces, namespaces, why_not
+from own_namespaces import OWN_FILES, Namespaces, namespaces, why_not
 from paths import ROOT
 
 
@@ -104,6 +104,31 @@ def test_a_host_that_is_cut_off(hosts: Namespaces, arguments: tuple[str, ...], g
     # JAX's own SIGABRT may come as soon as an error of the role's; its log names the lost one in any case
     lines = [line for text in said.values() for line in text.splitlines() if "Error: " in line or "has ended" in line]
     assert [line for line in lines if re.search(who, line)], "\n".join([*lines, err])
+
+
+LISTENS = """
+import sys, threading, zmq
+from dtrans.run.net.keys import Keys
+from dtrans.run.parameter_server.server_sockets import ServerSockets
+sockets = ServerSockets(zmq.Context(), sys.argv[1], Keys.from_environment("auto"), (1000, 10), 5.0)
+sockets.bind(allow_remote=True)
+print("bound", flush=True)
+threading.Event().wait()
+"""
+CONNECTS = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 10)"
+
+
+def test_a_server_whose_host_resolves_its_own_name_to_loopback(hosts: Namespaces) -> None:
+    """As Debian does with 127.0.1.1: other hosts resolve the name to an address, and reach the server there."""
+    name, other = hosts.names[:2]
+    (OWN_FILES / name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DTRANS_TOKEN": 32 * "ab"}
+    inside = ["ip", "netns", "exec", name, sys.executable, "-c", LISTENS, f"{name}:6174"]
+    with subprocess.Popen(inside, env=env, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline() == "bound\n"
+        where = (hosts.address(0), "6174")
+        subprocess.run(["ip", "netns", "exec", other, sys.executable, "-c", CONNECTS, *where], check=True)
+        server.terminate()
 
 
 DRIVER = """

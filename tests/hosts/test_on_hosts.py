@@ -341,10 +341,11 @@ runpy.run_module(sys.argv[1], run_name="__main__")' "$@"
         launch_on_hosts(command, hosts, rsh=rsh, trainers=4)
     first, *lines = str(e.value).splitlines()
     assert first == "5 of 5 hosts cannot take part, and nothing was started"
-    assert lines[0] == "  host down cannot be reached: `rsh` ended with exit code 255: no route to down"
+    unreachable = "  host down cannot be reached: `rsh` ended with exit code 255: no route to down"
+    assert lines[0] == f"{unreachable}; `{rsh} down true` has to work here without a password"
     assert re.search(r"host old has jax 0\.0\.1 \(here [\d.]+\) in .*python; install the same versions", lines[1])
     assert re.search(r"host bare cannot run dtrans with .*bare: .*No module named .*install it there", lines[2])
-    assert re.search(r"host gone cannot be reached: .*exit code 127: env: .*gone.*: No such file", lines[3])
+    assert re.search(r"host gone cannot run .*gone: env: .*gone.*: No such file.*; say --python", lines[3])
     assert "host far cannot listen at 192.0.2.1: Cannot assign requested address; write `far address=A`" in lines[4]
 
 

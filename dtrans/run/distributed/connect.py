@@ -40,10 +40,10 @@ import numpy as np
 from dtrans._jax import backends_started, detected_coordinator, has_coordinator_mtls
 from dtrans.checkpoint.runs import new_run
 from dtrans.checks import check_number, check_one_of
-from dtrans.endpoints import is_loopback, split_endpoint
+from dtrans.endpoints import is_loopback, resolved, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import elastic, watch
-from dtrans.run.distributed.gloo import bind_gloo, check_own_endpoint, resolved
+from dtrans.run.distributed.gloo import bind_gloo, check_own_endpoint
 from dtrans.run.distributed.membership import Membership, current, join, known
 from dtrans.run.distributed.multihost import all_reduce_sum
 from dtrans.run.distributed.rendezvous import rendezvous

@@ -11,7 +11,6 @@ On Debian that is 127.0.1.1, which no other host can reach: all processes end wi
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import jax
 
 from dtrans._jax import backends_started, coordinator, job_size, let_gloo_bind
-from dtrans.endpoints import is_loopback, split_endpoint
+from dtrans.endpoints import is_loopback, resolved, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed.address import route_to_coordinator, this_host
 from dtrans.run.distributed.board import told
@@ -40,7 +39,8 @@ def check_own_endpoint(trainer_id: int, endpoints: Sequence[str]) -> None:
     how = f"whose name {own} resolves to {address} on this host" if own != address else "which is loopback"
     raise ConfigError(
         f"trainer {trainer_id} is at {endpoints[trainer_id]}, {how}, and {elsewhere[0]} is on another host, which "
-        "cannot reach it: write an address of this host that the others reach in DTRANS_TRAINER_ENDPOINTS, everywhere"
+        "cannot reach it: write an address of this host that the others reach in DTRANS_TRAINER_ENDPOINTS, everywhere, "
+        f"or beside the name in {HOSTS} of this host"
     )
 
 
@@ -106,10 +106,3 @@ def check_own_name(me: int) -> None:
         f"address beside {name} in its {HOSTS}, or call dtrans.connect() before JAX is used, with endpoints "
         "(DTRANS_TRAINER_ENDPOINTS) that are addresses of the hosts"
     )
-
-
-def resolved(host: str) -> str:
-    """Return the first address that a name resolves to here; empty where it resolves to nothing."""
-    with contextlib.suppress(OSError):
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    return ""

@@ -129,7 +129,7 @@ def launch(
     if not command:
         raise ConfigError("launch was given no command")
     if mode not in ("pserver", "nccl2"):
-        raise ConfigError(f"mode must be 'pserver' or 'nccl2', it is {mode!r}")
+        raise ConfigError(f"mode must be 'pserver', or 'nccl2' (also for sharding and pipelines), it is {mode!r}")
     if mode == "nccl2" and pservers is not None:
         raise ConfigError(f"there are no pservers in mode='nccl2', pservers={pservers}")
     if on_trainer_loss not in ("abort", "drop"):

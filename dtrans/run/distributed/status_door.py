@@ -21,7 +21,7 @@ from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.roll import Doing, Roll
 from dtrans.protocol.tables.held_tables import HeldTables
 from dtrans.run.net.keys import STATUS, Keys
-from dtrans.run.net.sockets import Doorkeeper, Speakers, bind, check_host, limit, new_socket, tcp_address
+from dtrans.run.net.sockets import Doorkeeper, Speakers, bind, bound_address, check_host, limit, new_socket, tcp_address
 
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class StatusDoor:
         limit(self.socket, wire.HELLO, QUEUE)
         self._speakers = Speakers(self.socket, self._note_barred)
         try:
-            bind(self.socket, tcp_address(self._endpoint), keys)
+            bind(self.socket, bound_address(self._endpoint), keys, tcp_address(self._endpoint))
         except zmq.ZMQError as e:
             self.close()
             raise ConfigError(f"{VARIABLE}={self._endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}") from e

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dtrans.endpoints import is_loopback, split_endpoint
+from dtrans.endpoints import is_loopback, resolved, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.protocol import token, wire
 from dtrans.run.net.keys import Keys
@@ -41,6 +41,22 @@ def tcp_address(endpoint: str) -> str:
     """An endpoint as ZeroMQ writes it."""
     host, port = split_endpoint(endpoint)
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def bound_address(endpoint: str) -> str:
+    """Return what ZeroMQ binds for an endpoint of this process.
+
+    That is the endpoint itself. It is every address of this host where the host's name is loopback on it: Debian
+    resolves a host's own name to 127.0.1.1, while other hosts resolve it to an address that they reach.
+
+    Example:
+      >>> from dtrans.run.net.sockets import bound_address
+      >>> bound_address("10.0.0.2:6174"), bound_address("127.0.0.1:6174")
+      ('tcp://10.0.0.2:6174', 'tcp://127.0.0.1:6174')
+    """
+    host, port = split_endpoint(endpoint)
+    is_own_name = not is_loopback(host) and is_loopback(resolved(host))
+    return f"tcp://*:{port}" if is_own_name else tcp_address(endpoint)
 
 
 def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE) -> zmq.Socket[Any]:

@@ -29,6 +29,7 @@ from dtrans.run.net.sockets import (
     Handshakes,
     Speakers,
     bind,
+    bound_address,
     check_host,
     connect,
     limit,
@@ -120,7 +121,7 @@ class ServerSockets:
         self._folder = OwnFolder()
         local = str(self._folder.path / "socket")
         try:
-            self._bound = bind(self._socket, tcp_address(self.endpoint), self._keys)
+            self._bound = bind(self._socket, bound_address(self.endpoint), self._keys, tcp_address(self.endpoint))
             if len(os.fsencode(local)) <= zmq.IPC_PATH_MAX_LEN:
                 bind(self._socket, f"ipc://{local}", self._keys)
                 self.local = local

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from trainer_processes import started
 
+from dtrans.endpoints import resolved
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import gloo
-from dtrans.run.distributed.gloo import check_own_endpoint, check_own_name, reachable, resolved
+from dtrans.run.distributed.gloo import check_own_endpoint, check_own_name, reachable
 
 
 PATIENCE = 120.0

@@ -512,7 +512,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
         launch(["true"], trainers=0)
     with pytest.raises(ConfigError, match="at least one of pservers, pservers=0"):
         launch(["true"], pservers=0)
-    with pytest.raises(ConfigError, match="mode must be 'pserver' or 'nccl2', it is 'nccl'"):
+    with pytest.raises(
+        ConfigError, match=r"mode must be 'pserver', or 'nccl2' \(also for sharding and pipelines\), it is 'nccl'"
+    ):
         launch(["true"], mode="nccl")
     with pytest.raises(ConfigError, match="there are no pservers in mode='nccl2', pservers=2"):
         launch(["true"], mode="nccl2", pservers=2)
