@@ -23,6 +23,7 @@ from dtrans.verification import field, field_values as values
 from dtrans.verification.evaluate import World
 from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, NearTie, Real, Replicas, Unknown, same
+from dtrans.verification.naming import find_causes
 from dtrans.verification.outcome import Difference, Report
 from dtrans.verification.rank_collectives import mapped
 from dtrans.verification.rules import shadow_of
@@ -423,6 +424,18 @@ class Comparison:
                 found.skipped[name] = None
         for name, x in zip(self.result_names, made[count:], strict=True):
             found.note(name, x, wanted[name])
+        if found.differences:
+            self._name(found, point, (*arrays, *batch))
+
+    def _name(self, found: Findings, point: Mapping[str, Any], arguments: Sequence[Any]) -> None:
+        """Give each difference its cause."""
+        names = [*self.traced.held, *self.result_names]
+        outputs = [names.index(name) for name in found.differences]
+        inputs = {n: point[n] for n in self.main.inputs}
+        causes = find_causes((self.main.jaxpr, inputs), (self.traced.jaxpr, arguments), outputs)
+        for k, cause in causes.items():
+            difference = found.differences[names[k]]
+            found.differences[names[k]] = dataclasses.replace(difference, cause=cause)
 
 
 @dataclasses.dataclass

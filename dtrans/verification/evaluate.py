@@ -42,6 +42,7 @@ from dtrans.verification.field_values import Complex, Real, Replicas, Unknown, s
 from dtrans.verification.matrix_rules import MATRICES
 from dtrans.verification.rank_collectives import GROUPS, groups_of, joined, mapped
 from dtrans.verification.rules import REAL, plain
+from dtrans.verification.value_log import ValueLog
 
 
 Ranked = tuple[Any, ...]  # the value of each rank
@@ -54,14 +55,17 @@ class World:
     Args:
       axes: the size of each axis by name; none for a program of one device.
       unknown: gets the reason for each equation that cannot be followed.
+      log: gets each equation with its operands and outputs.
     """
 
     def __init__(
         self,
         axes: Mapping[str, int] | None = None,
         unknown: dict[str, None] | None = None,
+        log: ValueLog | None = None,
     ) -> None:
         self.axes = dict(axes or {})
+        self.log = log
         self.count = math.prod(self.axes.values())
         self.unknown: dict[str, None] = {} if unknown is None else unknown
         self._made = 0
@@ -111,7 +115,7 @@ class World:
             if name == COND:
                 return self._cond(eqn, operands)
             if name in GROUPS and self._over(eqn):
-                return self._collective(eqn, operands)
+                return self._noted(eqn, operands, self._collective(eqn, operands))
             if name == "axis_index":
                 return self._axis_index(eqn)
             if name in CALLBACKS or name == "pure_callback":
@@ -122,9 +126,15 @@ class World:
                 return self.run(*linear_solve(eqn, operands))
             if name in CALLS:
                 return self.run(*_opened_call(eqn, operands))
-            return self.each(eqn, operands)
+            return self._noted(eqn, operands, self.each(eqn, operands))
         except NotImplementedError as e:
             return self._unknown(eqn, f"{name}: {e}")
+
+    def _noted(self, eqn: JaxprEqn, operands: Sequence[Ranked], made: list[Ranked]) -> list[Ranked]:
+        """Return outputs of an equation, or values that it moved, which the log notes."""
+        if self.log is not None:
+            self.log.note(eqn, operands, made, self.axes)
+        return made
 
     def each(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         """Evaluate an equation that does not communicate, once for ranks that have the same operands."""
@@ -209,12 +219,17 @@ class World:
         found = shard_map_of(eqn)
         if found.manual != set(found.axes):
             raise NotImplementedError("some axes of the mesh are not manual")
-        world = World(found.axes, self.unknown)
+        world = World(found.axes, self.unknown, self.log)
         world._made = self._made
-        given = [world.cut(x, spec) for (x,), spec in zip(operands, found.in_specs, strict=True)]
+        given = []
+        for x, spec in zip(operands, found.in_specs, strict=True):
+            given += world._noted(eqn, [x], [world.cut(x[0], spec)])
         made = world.run(found.body, given)
         self._made = world._made
-        return [(world.put_together(x, spec),) for x, spec in zip(made, found.out_specs, strict=True)]
+        whole = []
+        for pieces, spec in zip(made, found.out_specs, strict=True):
+            whole += self._noted(eqn, [pieces], [(world.put_together(pieces, spec),)])
+        return whole
 
     def cut(self, x: Any, spec: Any) -> Ranked:
         """Return the piece of each rank of an array that lies on the mesh as a spec says."""
@@ -261,13 +276,16 @@ class World:
         fixed, carry, taken = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
         turns: list[list[Ranked]] = []
         for t in range(length)[:: -1 if is_reversed(eqn) else 1]:
-            rows = [self._row(x, t) for x in taken]
+            rows = [self._noted(eqn, [x], [self._row(x, t)])[0] for x in taken]
             outs = self.run(body, [*fixed, *carry, *rows])
             carry = outs[:carried]
             turns.append(outs[carried:])
         if is_reversed(eqn):
             turns.reverse()
-        stacks = [self._stacked([turn[i] for turn in turns], v.aval) for i, v in enumerate(eqn.outvars[carried:])]
+        stacks = []
+        for i, v in enumerate(eqn.outvars[carried:]):
+            rows = [turn[i] for turn in turns]
+            stacks += self._noted(eqn, rows, [self._stacked(rows, v.aval)])
         return [*carry, *stacks]
 
     def _stacked(self, rows: Sequence[Ranked], aval: Any) -> Ranked:
@@ -346,7 +364,7 @@ class World:
 
     def _alone(self, count: int) -> World:
         """Return a world of ranks that do not communicate."""
-        world = World({"alone": count}, self.unknown)
+        world = World({"alone": count}, self.unknown, self.log)
         world._made = self._made
         return world
 

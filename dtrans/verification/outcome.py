@@ -6,6 +6,42 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
+class Cause:
+    """First equation whose value is wrong, on the way to an output that differs.
+
+    An equation is named if its operands are constants, copies, pieces or partial sums of values of
+    the step, and its value is not, or is so many times what it should be.
+
+    Attributes:
+      primitive: of the equation; "" if the output is an argument that no equation changes.
+      line: the user's line, `model.py:12`; "" if the equation comes from no line of the user.
+      origin: who wrote an equation without a line: `optax.scale_by_adam`; "" if that is unknown.
+      value: a noun phrase for the value: `no piece, partial sum or copy of a value of the step`.
+      operands: a noun phrase for each operand of floats: `a copy of tanh (model.py:12)`.
+      behind: the next collective that depends on the value, with its line; "" if there is none.
+    """
+
+    primitive: str
+    line: str
+    origin: str
+    value: str
+    operands: tuple[str, ...] = ()
+    behind: str = ""
+
+    @property
+    def equation(self) -> str:
+        """The primitive with its place: `psum (model.py:12)`."""
+        place = self.line or self.origin
+        return f"{self.primitive} ({place})" if place else self.primitive
+
+    def __str__(self) -> str:
+        text = f"{self.equation or 'an argument'}: {self.value}"
+        if self.operands:
+            text += f"; made of {' and '.join(self.operands)}"
+        return text + (f"; next collective: {self.behind}" if self.behind else "")
+
+
+@dataclasses.dataclass(frozen=True)
 class Difference:
     """One output of a plan that is not what the step computes.
 
@@ -13,11 +49,13 @@ class Difference:
       output: its name, as `params/w1`.
       entries: how many of its numbers differ, and how many there are.
       detail: further facts: copies of ranks that differ.
+      cause: the first equation whose value is wrong; None where the program is too large to look.
     """
 
     output: str
     entries: tuple[int, int]
     detail: str = ""
+    cause: Cause | None = None
 
     def __str__(self) -> str:
         count, size = self.entries
@@ -64,7 +102,12 @@ class Report:
     def __str__(self) -> str:
         head = "computes the step" if self.equal else "does not compute the step"
         lines = [f"{self.title}: {head} ({len(self.compared)} outputs at {self.points} points, {self.seconds:.1f} s)"]
-        lines += [f"  {d}" for d in self.differences]
+        said: set[Cause | None] = {None}
+        for difference in self.differences:
+            lines.append(f"  {difference}")
+            if difference.cause not in said:
+                lines.append(f"    first wrong value: {difference.cause}")
+            said.add(difference.cause)
         lines += [f"  not followed: {why}" for why in self.unfollowed]
         if self.skipped:
             lines.append(f"  not compared: {', '.join(self.skipped)}")

@@ -663,6 +663,8 @@ REAL: Mapping[str, Rule] = {
     ),
 }  # fmt: skip
 
+MOVES = frozenset(name for name, rule in REAL.items() if rule in (_structure, _by_index))  # and compute nothing
+
 
 def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Carry out an equation whose operands are integers, booleans or keys."""

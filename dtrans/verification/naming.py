@@ -1,0 +1,214 @@
+"""Names of faults: the first value of a job, on the way to a wrong output, that is wrong.
+
+A step and a job are evaluated at one point, with logs. Each value of the job gets its meaning in
+terms of the step. From an output that differs the walk goes back through values without a meaning.
+It ends at equations all of whose operands have one. The first of them, in the order of the job, is
+the cause.
+
+    causes = find_causes((step_jaxpr, step_inputs), (job_jaxpr, job_arguments), [0, 3])
+    causes[0]   # a `Cause`, or None where the programs are too large for logs
+
+Not each value of a right job has a meaning: a sum over the first micro-batch of all ranks is no sum
+of consecutive rows. Such a value recovers: something with a meaning is computed from it. It is passed
+by, as far as another cause is found.
+
+A multiple of a step value, such as the sum of three means, is right if it is divided later. Where the
+walk ends at an equation that uses one, it goes on to the equation that multiplies by this factor, or
+else to the first copy that is a multiple: the reduction behind which nothing divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from dtrans._jax import axes_of
+from dtrans.verification.evaluate import World
+from dtrans.verification.meanings import Kind, Meaning, Meanings
+from dtrans.verification.outcome import Cause
+from dtrans.verification.rank_collectives import GROUPS
+from dtrans.verification.rules import MOVES
+from dtrans.verification.step_values import StepValues
+from dtrans.verification.value_log import Computation, ValueLog
+
+
+MOVEMENTS = ("shard_map", "scan")  # of pieces and of rows
+
+
+def find_causes(
+    step: tuple[Any, Mapping[str, Any]], job: tuple[Any, Sequence[Any]], outputs: Sequence[int]
+) -> dict[int, Cause | None]:
+    """Name the cause of each output of a job that differs.
+
+    Args:
+      step: the jaxpr of one device, and name to value of its inputs, in their order.
+      job: the jaxpr of the job, and its arguments at the same point.
+      outputs: numbers of the job's outputs that differ.
+
+    Returns:
+      For each number the cause; None if the programs are too large for logs.
+    """
+    step_log, job_log = ValueLog(), ValueLog()
+    jaxpr, inputs = step
+    World(log=step_log).run(jaxpr, [(x,) for x in inputs.values()])
+    jaxpr, arguments = job
+    made = World(log=job_log).run(jaxpr, [(x,) for x in arguments])
+    if step_log.overflows or job_log.overflows:
+        return dict.fromkeys(outputs)
+    walk = _Walk(job_log, Meanings(StepValues(inputs, step_log)))
+    return {k: walk.cause(made[k]) for k in outputs}
+
+
+class _Walk:
+    """Walk back from wrong outputs.
+
+    Args:
+      log: of the job.
+      meanings: in terms of the step.
+    """
+
+    def __init__(self, log: ValueLog, meanings: Meanings) -> None:
+        self._log = log
+        self._meanings = meanings
+        self._users: dict[int, list[int]] = {}
+        for number, made in enumerate(log.computations):
+            for source in {s for x in made.operands for s in log.sources(x)}:
+                self._users.setdefault(source, []).append(number)
+
+    def cause(self, output: Sequence[Any]) -> Cause:
+        """Return the cause of an output that differs."""
+        sources = self._log.sources(output)
+        if not sources:
+            return Cause("", "", "", f"{self._meaning(output, {}).text} is handed on unchanged")
+        last = sources[-1]
+        if self._is_multiple(last):
+            return self._told(self._cause_of_multiple(last))
+        region = self._region(last)
+        ends = [n for n in region if region.isdisjoint(self._sources(n))]
+        found = [n for n in ends if not self._recovers(n)] or ends
+        return self._told(self._before_use(min(found)))
+
+    # -- the region of values without a meaning --------------------------------------------------
+
+    def _region(self, last: int) -> set[int]:
+        """Return a computation, and those without a meaning that lead to it through such ones only."""
+        found = {last}
+        waiting = self._sources(last)
+        while waiting:
+            number = waiting.pop()
+            if number not in found and not self._has_meaning(number):
+                found.add(number)
+                waiting += self._sources(number)
+        return found
+
+    def _recovers(self, number: int) -> bool:
+        """Return True if something with a meaning is computed from a value without one."""
+        waiting, seen = [number], set()
+        while waiting:
+            one = waiting.pop()
+            for user in self._users.get(one, []):
+                if user in seen:
+                    continue
+                seen.add(user)
+                if not self._has_meaning(user):
+                    waiting.append(user)
+                elif any(m.of is not None for m in self._meanings_of(user)):
+                    return True
+        return False
+
+    # -- multiples -------------------------------------------------------------------------------
+
+    def _before_use(self, number: int) -> int:
+        """Return the cause of the multiple that an equation uses; the equation itself, if it uses none."""
+        name = self._log.computations[number].name
+        if name in MOVES or name in GROUPS or name in MOVEMENTS:
+            return number  # a multiple stays one
+        for source in self._sources(number):
+            if self._is_multiple(source):
+                return self._cause_of_multiple(source)
+        return number
+
+    def _is_multiple(self, number: int) -> bool:
+        """Return True if a value is a copy or a piece, times a number."""
+        return any(m.kind is Kind.EXACT and m.factor != 1 for m in self._meanings_of(number))
+
+    def _cause_of_multiple(self, number: int) -> int:
+        """Return the computation that makes a copy a multiple.
+
+        Factors of which one undoes the other, as of a sum of means and its division, cancel out. The
+        first that is left is the cause.
+        """
+        chain = [number]
+        while before := [s for s in self._sources(chain[0]) if self._is_multiple(s)]:
+            chain.insert(0, before[0])
+        left: list[tuple[int, Fraction]] = []
+        of, last = -1, Fraction(1)
+        for one in chain:
+            of, factor = self._factor(one, of, last)
+            ratio, last = factor / last, factor
+            undone = next((pair for pair in left if pair[1] * ratio == 1), None)
+            if undone is not None:
+                left.remove(undone)
+            elif ratio != 1:
+                left.append((one, ratio))
+        return left[0][0] if left else chain[0]
+
+    def _factor(self, number: int, of: int, last: Fraction) -> tuple[int, Fraction]:
+        """Return of which step value an output is a multiple, and the factor.
+
+        Several step values may be multiples of each other. One with the same factor as before comes
+        first, since the equation is then one of the step; then the same step value as before.
+        """
+        (value,) = self._log.computations[number].outputs[:1]
+        factors = self._meanings.factors_of(value)
+        unchanged = [n for n, factor in factors.items() if factor == last and of >= 0]
+        if unchanged:
+            return unchanged[0], last
+        if of in factors:
+            return of, factors[of]
+        return next(iter(factors.items()), (of, last))
+
+    # -- computations ----------------------------------------------------------------------------
+
+    def _sources(self, number: int) -> list[int]:
+        operands = self._log.computations[number].operands
+        return sorted({s for x in operands for s in self._log.sources(x)})
+
+    def _meaning(self, value: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
+        return self._meanings.of(value, axes)
+
+    def _meanings_of(self, number: int) -> list[Meaning]:
+        made = self._log.computations[number]
+        return [self._meaning(x, made.axes) for x in made.outputs]
+
+    def _has_meaning(self, number: int) -> bool:
+        return all(m.kind is not Kind.NONE for m in self._meanings_of(number))
+
+    # -- words -----------------------------------------------------------------------------------
+
+    def _told(self, number: int) -> Cause:
+        made = self._log.computations[number]
+        meanings = self._meanings_of(number)
+        value = next((m for m in meanings if m.kind is Kind.NONE), meanings[0]).text
+        operands = []
+        for x in made.operands:
+            sources = self._log.sources(x)
+            axes = self._log.computations[sources[0]].axes if sources else made.axes
+            meaning = self._meaning(x, axes)
+            operands += [meaning.text] if meaning.of is not None else []
+        behind = self._next_collective(number)
+        text = "" if behind is None else str(behind)
+        return Cause(made.name, made.line, made.origin, value, tuple(dict.fromkeys(operands)), text)
+
+    def _next_collective(self, number: int) -> Computation | None:
+        """Return the first collective, in the order of the job, that depends on a computation."""
+        reached = {number}
+        for later in range(number + 1, len(self._log.computations)):
+            if reached.isdisjoint(self._sources(later)):
+                continue
+            reached.add(later)
+            made = self._log.computations[later]
+            if made.name in GROUPS and any(isinstance(a, str) for a in axes_of(made.eqn)):
+                return made
+        return None
