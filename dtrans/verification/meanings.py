@@ -29,8 +29,11 @@ from dtrans.verification.step_values import Match, StepValue, StepValues, tellin
 
 MOST_RATIONAL = 1 << 34  # numerator times denominator of a constant, such as 1e-8
 MOST_PARTS = 64  # rows of a stack that are looked at one by one
-_FRACTIONS = {Fraction(n, d) for n in range(1, 65) for d in range(1, 65)} - {Fraction(1)}
-FACTORS = sorted(_FRACTIONS, key=lambda f: (f.numerator * f.denominator, f))  # simple ones first
+# of means of parts, and of scaled losses
+_WHOLE = (*range(1, 65), *(1 << k for k in range(7, 17)))
+_FRACTIONS = {Fraction(n, d) for n in range(1, 17) for d in range(1, 17)}
+_FRACTIONS |= {Fraction(n) for n in _WHOLE} | {Fraction(1, n) for n in _WHOLE}
+FACTORS = sorted(_FRACTIONS - {1}, key=lambda f: (f.numerator * f.denominator, f))  # simple ones first
 INVERSES = np.array([f.denominator * pow(f.numerator, -1, P) % P for f in FACTORS], np.uint64)
 
 
@@ -99,15 +102,17 @@ class Meanings:
             self._found[key] = self._meaning(value, axes)
         return self._found[key]
 
-    def factors_of(self, value: Sequence[Any]) -> dict[int, Fraction]:
-        """Return how many times each step value a value is, by number of the step value."""
+    def factors_of(self, value: Sequence[Any]) -> list[tuple[StepValue, Fraction]]:
+        """Return each step value that a value is a multiple of, and the factor; simple factors come first."""
         telling_ones = [x.elements for x in value if isinstance(x, Real) and telling(x.elements).any()]
-        found: dict[int, Fraction] = {}
+        found: dict[int, tuple[StepValue, Fraction]] = {}
         for first in telling_ones[:1]:
             for factor in self._factors(first):
-                for match in self._values.matches(_divided(first, factor), partial=False):
-                    found.setdefault(match.value.number, factor)
-        return found
+                scaled = _divided(first, factor)
+                for partial in (False, True):
+                    for match in self._values.matches(scaled, partial=partial):
+                        found.setdefault(match.value.number, (match.value, factor))
+        return [*found.values()]
 
     def _meaning(self, value: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
         if any(type(x) is Unknown for x in value):
@@ -156,7 +161,7 @@ class Meanings:
         """Return the meaning of rows that are parts of one value each, as those of trainers are."""
         if not x.ndim or not 1 < len(x) <= MOST_PARTS:
             return None
-        return self._of_parts([*x], _evenly, "the first dimension")
+        return self._of_parts([*x], _evenly, "the first dimension", ways=(True,))
 
     def _of_ranks(self, ranks: Sequence[Array], axes: Mapping[str, int]) -> Meaning:
         in_order = lambda starts, size: _ordered_on_mesh(starts, size, axes)
@@ -168,12 +173,18 @@ class Meanings:
         in_order: InOrder,
         over: str,
         axes: Mapping[str, int] | None = None,
+        ways: Sequence[bool] = (False, True),
     ) -> Meaning | None:
-        """Return the meaning of parts that are pieces of one value, or partial sums."""
+        """Return the meaning of parts of one value.
+
+        Args:
+          in_order: tells from their starts if parts follow each other.
+          ways: False for pieces, True for partial sums.
+        """
         first = next((x for x in parts if telling(x).any()), parts[0])
         for factor in self._factors(first):
             scaled = [_divided(x, factor) for x in parts]
-            for partial in (False, True):
+            for partial in ways:
                 found = self._pieces(scaled, in_order, partial=partial)
                 if found is None:
                     continue
@@ -211,7 +222,7 @@ class Meanings:
 
 
 def _starts(parts: Sequence[Array], matches: Sequence[Match | None]) -> tuple[list[float], int]:
-    """Return where parts of one value begin, infinity for padding behind its end, and the size of one.
+    """Return where parts of one value begin, infinity for what is behind its end, and the size of one.
 
     Parts of a sum begin at rows; they have one place in the value. There is no start, if one is no part.
     """
@@ -223,15 +234,12 @@ def _starts(parts: Sequence[Array], matches: Sequence[Match | None]) -> tuple[li
     ended = False
     for x, match in zip(parts, matches, strict=True):
         if match is None:
-            if not (ended or not x.any()):
+            if not ended:
                 return [], 0
             starts.append(np.inf)
             continue
-        first = match.start
-        if match.value.rows is not None:
-            first = match.value.rows[0]
-        starts.append(first)
-        ended = match.ends and not partial
+        starts.append(match.start if match.value.rows is None else match.value.rows[0])
+        ended = match.value.ends if partial else match.ends
     rows = known[0].value.rows
     return starts, known[0].size if rows is None else rows[1] - rows[0]
 

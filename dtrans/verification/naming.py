@@ -33,7 +33,14 @@ from dtrans.verification.step_values import StepValues
 from dtrans.verification.value_log import Computation, ValueLog
 
 
-MOVEMENTS = ("shard_map", "scan")  # of pieces and of rows
+# equations that make a multiple of a multiple of one operand; `shard_map` and `scan` move pieces and rows
+HOMOGENEOUS = frozenset(
+    {
+        "shard_map", "scan", "mul", "div", "neg", "abs", "integer_pow", "sqrt", "rsqrt", "square", "reduce_sum", "cumsum",
+        "dot_general", "conv_general_dilated",
+    }
+)  # fmt: skip
+ADDS = ("add", "add_any", "sub", "max", "min", "select_n")
 
 
 def find_causes(
@@ -121,26 +128,29 @@ class _Walk:
 
     def _before_use(self, number: int) -> int:
         """Return the cause of the multiple that an equation uses; the equation itself, if it uses none."""
-        name = self._log.computations[number].name
-        if name in MOVES or name in GROUPS or name in MOVEMENTS:
-            return number  # a multiple stays one
-        for source in self._sources(number):
-            if self._is_multiple(source):
-                return self._cause_of_multiple(source)
-        return number
+        made = self._log.computations[number]
+        if made.name in HOMOGENEOUS or made.name in MOVES or made.name in GROUPS:
+            return number  # of a multiple, these make a multiple
+        meanings = [(s, m) for s in self._sources(number) for m in self._meanings_of(s) if m.of is not None]
+        if made.name in ADDS and len({m.factor for _, m in meanings}) == 1 and len(meanings) > 1:
+            return number
+        multiples = [s for s, m in meanings if m.kind is Kind.EXACT and m.factor != 1]
+        return self._cause_of_multiple(multiples[0]) if multiples else number
 
-    def _is_multiple(self, number: int) -> bool:
-        """Return True if a value is a copy or a piece, times a number."""
-        return any(m.kind is Kind.EXACT and m.factor != 1 for m in self._meanings_of(number))
+    def _is_multiple(self, number: int, kinds: Sequence[Kind] = (Kind.EXACT,)) -> bool:
+        """Return True if a value is a step value, of one of some kinds, times a number."""
+        return any(m.kind in kinds and m.factor != 1 for m in self._meanings_of(number))
 
     def _cause_of_multiple(self, number: int) -> int:
         """Return the computation that makes a copy a multiple.
 
         Factors of which one undoes the other, as of a sum of means and its division, cancel out. The
-        first that is left is the cause.
+        first that is left is the cause. If it belongs to parts and is a whole number, parts are means
+        that nothing averages: the cause is where they become a copy.
         """
         chain = [number]
-        while before := [s for s in self._sources(chain[0]) if self._is_multiple(s)]:
+        anything = (Kind.EXACT, Kind.PARTIAL)
+        while before := [s for s in self._sources(chain[0]) if self._is_multiple(s, anything)]:
             chain.insert(0, before[0])
         left: list[tuple[int, Fraction]] = []
         of, last = -1, Fraction(1)
@@ -152,22 +162,35 @@ class _Walk:
                 left.remove(undone)
             elif ratio != 1:
                 left.append((one, ratio))
-        return left[0][0] if left else chain[0]
+        copies = [n for n in chain if self._is_copy(n)]
+        if not left:
+            return copies[0] if copies else chain[0]
+        first, ratio = left[0]
+        behind = [n for n in copies if n >= first]
+        return behind[0] if ratio.denominator == 1 and behind else first
+
+    def _is_copy(self, number: int) -> bool:
+        """Return True if all ranks have one value, which is exact but for a factor."""
+        (value,) = self._log.computations[number].outputs[:1]
+        return len(set(map(id, value))) == 1 and self._is_multiple(number)
 
     def _factor(self, number: int, of: int, last: Fraction) -> tuple[int, Fraction]:
         """Return of which step value an output is a multiple, and the factor.
 
         Several step values may be multiples of each other. One with the same factor as before comes
-        first, since the equation is then one of the step; then the same step value as before.
+        first, since the equation is then one of the step; then one that such an equation makes in the
+        step; then the same step value as before.
         """
-        (value,) = self._log.computations[number].outputs[:1]
-        factors = self._meanings.factors_of(value)
-        unchanged = [n for n, factor in factors.items() if factor == last and of >= 0]
-        if unchanged:
-            return unchanged[0], last
-        if of in factors:
-            return of, factors[of]
-        return next(iter(factors.items()), (of, last))
+        made = self._log.computations[number]
+        factors = self._meanings.factors_of(made.outputs[0])
+        told = [(m.of, m.factor) for m in self._meanings_of(number) if m.of is not None]
+        choices = [
+            *((x, f) for x, f in factors if f == last and of >= 0),
+            *((x, f) for x, f in factors if x.title.partition(" ")[0] == made.name),
+            *((x, f) for x, f in factors if x.number == of),
+            *told,
+        ]
+        return (choices[0][0].number, choices[0][1]) if choices else (of, last)
 
     # -- computations ----------------------------------------------------------------------------
 

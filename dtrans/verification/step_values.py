@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class StepValue:
       title: its name, or its primitive and the user's line.
       elements: without dimensions along which it repeats itself.
       rows: the rows (first, last + 1) that a partial sum has; None for a whole value.
+      ends: True for a partial sum that has the last row.
       number: of the value in the order of the step; partial sums have that of the whole.
     """
 
@@ -53,6 +55,7 @@ class StepValue:
     elements: Array
     number: int
     rows: tuple[int, int] | None = None
+    ends: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,17 +91,14 @@ class Match:
       start: place of the first number.
       size: how many numbers an array has; those behind the end of the value are padding.
       turned: the order of dimensions, by its number.
+      whole: True if the array has all numbers of the value.
     """
 
     value: StepValue
     start: int
     size: int
     turned: int
-
-    @property
-    def whole(self) -> bool:
-        """True if the array has all numbers of the value."""
-        return self.start <= 0 and self.start + self.size >= self.value.elements.size
+    whole: bool
 
     @property
     def ends(self) -> bool:
@@ -183,14 +183,21 @@ class StepValues:
 
     # -- values and partial sums -----------------------------------------------------------------
 
-    def _add(self, title: str, elements: Array, rows: tuple[int, int] | None = None, number: int = -1) -> int:
+    def _add(
+        self,
+        title: str,
+        elements: Array,
+        rows: tuple[int, int] | None = None,
+        number: int = -1,
+        *,
+        ends: bool = False,
+    ) -> None:
         elements = compressed(elements)
         key = (elements.shape, elements.tobytes())
         if key not in self._known and telling(elements).any():
             self._known.add(key)
             number = len(self.values) if number < 0 else number
-            self.values.append(StepValue(title, elements, number, rows))
-        return len(self.values) - 1
+            self.values.append(StepValue(title, elements, number, rows, ends))
 
     def _add_computation(self, made: Computation) -> None:
         for (x,) in made.outputs:
@@ -208,7 +215,7 @@ class StepValues:
         self._terms[id(whole)] = terms
         number = len(self.values)
         for first, end, x in terms.ranges():
-            self._add(str(made), x.elements, (first, end), number)
+            self._add(str(made), x.elements, (first, end), number, ends=end == terms.bounds[-1])
 
     def _propagated(self, made: Computation) -> Terms | None:
         """Return the terms of an output that is linear in operands with terms."""
@@ -286,48 +293,71 @@ def _cuts(size: int) -> list[int]:
 def _match(x: Array, value: StepValue) -> Match | None:
     """Return the slice of a value that an array is."""
     for turned, (one, other) in enumerate(_orders(x, value.elements)):
-        start = _start(one.ravel(), other.ravel())
+        row = other.size // max(len(other), 1) if other.ndim else 1
+        # sums over rows have no rows of a batch, behind which there might be padding
+        start = _start(one.ravel(), other.ravel(), 0 if value.rows else row)
         if start is not None:
-            return Match(value, start, x.size, turned)
+            whole = start <= 0 and np.array_equal(one.ravel()[-start : other.size - start], other.ravel())
+            return Match(value, start, x.size, turned, whole)
     return None
 
 
 def _orders(x: Array, y: Array) -> Iterator[tuple[Array, Array]]:
     """Return both arrays with their dimensions in the orders that are compared."""
-    yield x, y
-    if x.ndim > 1:
+    if _nested(x.shape, y.shape):
+        yield x, y
+    if x.ndim > 1 and _nested(x.T.shape, y.shape):
         yield x.T, y
-    if y.ndim > 1:
+    if y.ndim > 1 and _nested(x.shape, y.T.shape):
         yield x, y.T
     if x.ndim == y.ndim:
         for d in range(1, x.ndim):
-            yield np.moveaxis(x, d, 0), np.moveaxis(y, d, 0)
+            one, other = np.moveaxis(x, d, 0), np.moveaxis(y, d, 0)
+            if one.shape[1:] == other.shape[1:]:
+                yield one, other
 
 
-def _start(x: Array, y: Array) -> int | None:
-    """Return the place in y from which x follows it.
+def _nested(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return True if arrays of two shapes, of which one may be cut, differ by split or merged dimensions only.
 
-    Zeros around a slice, and all that is behind the end of y, are padding.
+    Otherwise, as for (6, 4) and (4, 6), rows of one would be no rows of the other.
+    """
+    ends = [{*itertools.accumulate(reversed(shape[1:]), operator.mul)} - {1} for shape in (one, other)]
+    return ends[0] <= ends[1] or ends[1] <= ends[0]
+
+
+def _start(x: Array, y: Array, row: int) -> int | None:
+    """Return the place in y, whose rows have a size, from which x follows it.
+
+    Zeros around a slice, and rows behind the end of y, are padding.
     """
     known = np.flatnonzero(telling(x))
-    if not known.size:
-        return None
     for k in known[:1]:
         for at in np.flatnonzero(y == x[k]):
             start = int(at - k)
-            if _follows(x, y, start):
+            if _follows(x, y, start) and _is_padding(x[max(y.size - start, 0) :], y, start % x.size, row):
                 return start
     return None
 
 
+def _is_padding(tail: Array, y: Array, offset: int, row: int) -> bool:
+    """Return True if what is behind the end of y is padding.
+
+    Pieces of one size begin at multiples of it. Padding is zeros, or anything but rows of y before
+    the last, which a batch may be padded with.
+    """
+    if not tail.any():
+        return True
+    return row > 0 and offset == 0 and tail.size < y.size and not np.isin(tail[telling(tail)], y[:-row]).any()
+
+
 def _follows(x: Array, y: Array, start: int) -> bool:
     low, high = max(0, -start), min(x.size, y.size - start)
-    # pieces of one size have padding behind the last row; an array that merely begins like the end has not
-    if x[:low].any() or (x[high:].any() and start % x.size):
-        return False
     inner, there = x[low:high], y[start + low : start + high]
+    if x[:low].any():
+        return False
     if np.array_equal(inner, there):
         return True
-    set_ = np.flatnonzero(inner)
-    first, end = int(set_[0]), int(set_[-1]) + 1
+    nonzero = np.flatnonzero(inner)
+    first, end = int(nonzero[0]), int(nonzero[-1]) + 1
     return np.array_equal(inner[first:end], there[first:end])
