@@ -365,6 +365,8 @@ class Comparison:
         expected = _placed(self.placement, leaves | zeros, types, self.traced.held)
         for name, x, y, of in zip(names, made, expected, self.leaves_of, strict=True):
             found.note(name, x, Unknown("") if of & lost else y)
+        drawn = {n: x for n, (x,) in zip(startup.inputs, given, strict=True)}
+        found.name_causes(names, (startup.jaxpr, drawn), (init, [x for (x,) in given]))
 
     def _walk(
         self,
@@ -424,18 +426,9 @@ class Comparison:
                 found.skipped[name] = None
         for name, x in zip(self.result_names, made[count:], strict=True):
             found.note(name, x, wanted[name])
-        if found.differences:
-            self._name(found, point, (*arrays, *batch))
-
-    def _name(self, found: Findings, point: Mapping[str, Any], arguments: Sequence[Any]) -> None:
-        """Give each difference its cause."""
-        names = [*self.traced.held, *self.result_names]
-        outputs = [names.index(name) for name in found.differences]
         inputs = {n: point[n] for n in self.main.inputs}
-        causes = find_causes((self.main.jaxpr, inputs), (self.traced.jaxpr, arguments), outputs)
-        for k, cause in causes.items():
-            difference = found.differences[names[k]]
-            found.differences[names[k]] = dataclasses.replace(difference, cause=cause)
+        names = [*held, *self.result_names]
+        found.name_causes(names, (self.main.jaxpr, inputs), (self.traced.jaxpr, (*arrays, *batch)))
 
 
 @dataclasses.dataclass
@@ -466,6 +459,20 @@ class Findings:
             self.not_finite |= not np.isfinite(y.shadow).all()
         if not same(_masked(x, there), _masked(y, there)):
             self.differences.setdefault(name, Difference(name, _count(x, y, there)))
+
+    def name_causes(
+        self, names: Sequence[str], step: tuple[Any, Mapping[str, Any]], job: tuple[Any, Sequence[Any]]
+    ) -> None:
+        """Give each difference among some outputs its cause.
+
+        Args:
+          names: of the job's outputs.
+          step, job: see `find_causes`.
+        """
+        differing = [k for k, name in enumerate(names) if name in self.differences]
+        causes = find_causes(step, job, differing) if differing else {}
+        for k, cause in causes.items():
+            self.differences[names[k]] = dataclasses.replace(self.differences[names[k]], cause=cause)
 
     def report(self, title: str, seconds: float) -> Report:
         """Return the report."""

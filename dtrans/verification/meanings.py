@@ -25,6 +25,7 @@ from dtrans.verification.field import Array, P
 from dtrans.verification.field_values import Real, Unknown
 from dtrans.verification.rank_collectives import groups_of, summed
 from dtrans.verification.step_values import Match, StepValue, StepValues, telling
+from dtrans.verification.value_log import elements_of_value
 
 
 MOST_RATIONAL = 1 << 34  # numerator times denominator of a constant, such as 1e-8
@@ -104,7 +105,8 @@ class Meanings:
 
     def factors_of(self, value: Sequence[Any]) -> list[tuple[StepValue, Fraction]]:
         """Return each step value that a value is a multiple of, and the factor; simple factors come first."""
-        telling_ones = [x.elements for x in value if isinstance(x, Real) and telling(x.elements).any()]
+        ranks = [e for x in value if (e := elements_of_value(x)) is not None]
+        telling_ones = [e for e in ranks if telling(e).any()]
         found: dict[int, tuple[StepValue, Fraction]] = {}
         for first in telling_ones[:1]:
             for factor in self._factors(first):
@@ -119,9 +121,9 @@ class Meanings:
             return NOT_FOLLOWED
         if any(isinstance(x, Unknown) for x in value):
             return COPIES
-        if not all(isinstance(x, Real) for x in value):
+        ranks = [e for x in value if (e := elements_of_value(x)) is not None]
+        if len(ranks) != len(value):
             return NO_FLOATS
-        ranks = [x.elements for x in value]
         if all(_is_constant(x) for x in ranks):
             return CONSTANT
         if len(set(map(id, value))) == 1:
@@ -205,7 +207,7 @@ class Meanings:
         seen = dict.fromkeys(m.value.number for found in of_parts for m in found)
         for number in seen:
             chosen = [next((m for m in found if m.value.number == number), None) for found in of_parts]
-            starts, size = _starts(parts, chosen)
+            starts, size = _starts(chosen)
             if starts and in_order(starts, size):
                 return next(m.value for m in chosen if m is not None)
         return None
@@ -221,7 +223,7 @@ class Meanings:
         return [Fraction(1), *(FACTORS[k] for k in np.flatnonzero(found))]
 
 
-def _starts(parts: Sequence[Array], matches: Sequence[Match | None]) -> tuple[list[float], int]:
+def _starts(matches: Sequence[Match | None]) -> tuple[list[float], int]:
     """Return where parts of one value begin, infinity for what is behind its end, and the size of one.
 
     Parts of a sum begin at rows; they have one place in the value. There is no start, if one is no part.
@@ -232,7 +234,7 @@ def _starts(parts: Sequence[Array], matches: Sequence[Match | None]) -> tuple[li
         return [], 0
     starts: list[float] = []
     ended = False
-    for x, match in zip(parts, matches, strict=True):
+    for match in matches:
         if match is None:
             if not ended:
                 return [], 0

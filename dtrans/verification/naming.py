@@ -34,11 +34,9 @@ from dtrans.verification.value_log import Computation, ValueLog
 
 
 # equations that make a multiple of a multiple of one operand; `shard_map` and `scan` move pieces and rows
-HOMOGENEOUS = frozenset(
-    {
-        "shard_map", "scan", "mul", "div", "neg", "abs", "integer_pow", "sqrt", "rsqrt", "square", "reduce_sum", "cumsum",
-        "dot_general", "conv_general_dilated",
-    }
+HOMOGENEOUS = (
+    "shard_map", "scan", "mul", "div", "neg", "abs", "integer_pow", "sqrt", "rsqrt", "square", "reduce_sum",
+    "cumsum", "dot_general", "conv_general_dilated",
 )  # fmt: skip
 ADDS = ("add", "add_any", "sub", "max", "min", "select_n")
 

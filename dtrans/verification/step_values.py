@@ -22,7 +22,7 @@ from dtrans.verification.field import Array, P
 from dtrans.verification.field_values import Real, take
 from dtrans.verification.rank_collectives import summed
 from dtrans.verification.rules import REAL
-from dtrans.verification.value_log import Computation, ValueLog
+from dtrans.verification.value_log import Computation, ValueLog, elements_of_value
 
 
 SMALL = 1 << 20  # elements below it, and their negatives, are integers rather than random
@@ -133,8 +133,7 @@ class StepValues:
         self._terms: dict[int, Terms] = {}
         self._size = 0
         for name, x in inputs.items():
-            if isinstance(x, Real):
-                self._add(f"input {name}", x.elements)
+            self._add(f"input {name}", elements_of_value(x))
         for made in log.computations:
             self._add_computation(made)
         self._make_table()
@@ -186,12 +185,14 @@ class StepValues:
     def _add(
         self,
         title: str,
-        elements: Array,
+        elements: Array | None,
         rows: tuple[int, int] | None = None,
         number: int = -1,
         *,
         ends: bool = False,
     ) -> None:
+        if elements is None:
+            return
         elements = compressed(elements)
         key = (elements.shape, elements.tobytes())
         if key not in self._known and telling(elements).any():
@@ -201,8 +202,7 @@ class StepValues:
 
     def _add_computation(self, made: Computation) -> None:
         for (x,) in made.outputs:
-            if isinstance(x, Real):
-                self._add(str(made), x.elements)
+            self._add(str(made), elements_of_value(x))
         if len(made.outputs) != 1 or made.name not in REAL:
             return
         ((whole,),) = made.outputs

@@ -13,8 +13,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dtrans._jax import JaxprEqn, line_of, origin_of
-from dtrans.verification.field_values import Real
+from dtrans.verification.field import Array
+from dtrans.verification.field_values import Complex, Real
 
 
 MOST_NUMBERS = 1 << 25  # that a log keeps: 0.5 GiB with their shadows
@@ -47,6 +50,13 @@ class Computation:
         return f"{self.name} ({place})" if place else self.name
 
 
+def elements_of_value(x: Any) -> Array | None:
+    """Return the elements of floats; of complex numbers those of both parts, side by side; None of others."""
+    if isinstance(x, Real):
+        return x.elements
+    return np.stack([x.real.elements, x.imag.elements], -1) if isinstance(x, Complex) else None
+
+
 class ValueLog:
     """Computations in the order of a program.
 
@@ -71,7 +81,7 @@ class ValueLog:
     ) -> None:
         """Add a computation."""
         distinct = {id(x): x for output in outputs for x in output}
-        self._numbers += sum(x.shadow.size for x in distinct.values() if isinstance(x, Real))
+        self._numbers += sum(x.shadow.size for x in distinct.values() if isinstance(x, (Real, Complex)))
         if self._numbers > MOST_NUMBERS:
             self.overflows = True
             return
