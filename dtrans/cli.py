@@ -243,7 +243,7 @@ def _refuse_options(context: typer.Context, panel: str, way: str) -> None:
 def status(
     endpoints: Annotated[
         list[str],
-        typer.Argument(help="The job's parameter servers, or its DTRANS_STATUS_ENDPOINT.", metavar="ENDPOINT..."),
+        typer.Argument(help="Where the job answers, as `dtrans launch` prints it.", metavar="ENDPOINT..."),
     ],
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Ask again and again, until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two requests of --watch.")] = 1.0,
@@ -256,9 +256,10 @@ def status(
 ) -> None:
     """Show a running job: its servers, its trainers, and what each does.
 
-    DTRANS_TOKEN, or DTRANS_TOKEN_FILE, must be that of the job. Parameter servers answer at their endpoints. With
-    collectives trainer 0 answers, at the host:port that DTRANS_STATUS_ENDPOINT names in its environment. The exit code
-    is 1 if one does not answer.
+    `dtrans launch` prints where its job answers. Parameter servers answer at their endpoints; with collectives trainer
+    0 answers, at the host:port that DTRANS_STATUS_ENDPOINT names in its environment. DTRANS_TOKEN, or
+    DTRANS_TOKEN_FILE, must be that of the job. It is not needed for your own jobs on this host. The exit code is 1
+    if one does not answer.
     """
     from dtrans.run.status.show_status import show_metrics, show_status
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -81,6 +81,7 @@ class SeveralHosts(Site):
         self._hosts, self._states = hosts, states
         self._rsh, self._python, self._carried, self._script = rsh, python, carried, script
         self._places: dict[str, FoundHost] = {}
+        self._ports: dict[str, Iterator[int]] = {}
         self._children: dict[str, list[RemoteChild]] = collections.defaultdict(list)
 
     def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
@@ -92,20 +93,25 @@ class SeveralHosts(Site):
         idle = [host.name for host in self._hosts if host.name not in counts]
         if idle:
             say(f"no role is placed on {', '.join(idle)}, and nothing is asked there")
-        found = {
-            f.host.name: f
-            for f in look_at(used, self._rsh, self._python, script=self._script, ports=max(counts.values()))
-        }
+        needed = max(counts.values()) + 1  # one for observers of collectives
+        answers = look_at(used, self._rsh, self._python, script=self._script, ports=needed)
+        found = {f.host.name: f for f in answers}
         for name, at in found.items():
             if counts[name] > at.cores:
                 say(f"host {name} has {at.cores} cores for {counts[name]} roles")
-        ports = {name: iter(at.ports) for name, at in found.items()}
+        self._ports = {name: iter(at.ports) for name, at in found.items()}
         listening = [name for name, entry in zip(named, table, strict=True) if entry.endpoint]
-        roles = roles_at(mode, trainers, [found[name].endpoint(next(ports[name])) for name in listening])
+        endpoints = [found[name].endpoint(next(self._ports[name])) for name in listening]
+        roles = roles_at(mode, trainers, endpoints)
         places = [found[name] for name in named]
         self._places = {role.name: at for role, at in zip(roles, places, strict=True)}
         self._states.begin((name, at.host.name) for name, at in self._places.items())
         return roles
+
+    def status_endpoint(self, roles: Sequence[Role]) -> str:
+        """Return an endpoint on the host of trainer 0."""
+        at = self._places[roles[0].name]
+        return at.endpoint(next(self._ports[at.host.name]))
 
     def variables(self, role: Role) -> dict[str, str]:
         """Return what lets roles meet over the network, and which device of its host a trainer has."""

@@ -36,7 +36,7 @@ class RoleProcess:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._port: socket.socket | None = None
+        self._ports: list[socket.socket] = []
 
     def __repr__(self) -> str:
         return self._name
@@ -53,15 +53,16 @@ class RoleProcess:
         The port stays bound until `release`, so that two roles on one node never get the same.
         """
         is_v6 = ":" in address
-        self._port = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM)
-        self._port.bind((address, 0))
+        port = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM)
+        self._ports.append(port)
+        port.bind((address, 0))
         host = f"[{address}]" if is_v6 else address
-        return f"{host}:{self._port.getsockname()[1]}"
+        return f"{host}:{port.getsockname()[1]}"
 
     def release(self) -> None:
-        """Give the port back, for the role to bind it."""
-        if self._port is not None:
-            self._port.close()
+        """Give the ports back, for the role to bind them."""
+        for port in self._ports:
+            port.close()
 
 
 class RoleActor(RoleProcess):

@@ -245,6 +245,10 @@ class RayGroup:
         roles = roles_of(placed.trainers, endpoints) if placed.pservers else trainer_roles(endpoints)
         return {role.name: role for role in roles}
 
+    def another_endpoint(self, name: str) -> str:
+        """Return one more endpoint of an actor, on a port that its node chooses."""
+        return str(self.all("endpoint", {name: (self._addresses[name],)})[name])
+
     @property
     def trainers(self) -> list[str]:
         """The names of the trainers."""

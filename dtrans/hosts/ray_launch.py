@@ -262,6 +262,11 @@ class OnRay(Site):
         found = self._group.roles()
         return tuple(sorted(found.values(), key=lambda role: role.is_trainer))
 
+    def status_endpoint(self, roles: Sequence[Role]) -> str:
+        """Return an endpoint on the node of trainer 0."""
+        assert self._group is not None
+        return self._group.another_endpoint(roles[0].name)
+
     def variables(self, role: Role) -> dict[str, str]:
         """Return what lets roles meet over the network; Ray has shown each its GPUs, if it has any."""
         placed = self._placement

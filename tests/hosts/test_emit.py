@@ -20,6 +20,7 @@ import jsonschema
 import pytest
 import yaml
 from paths import ROOT
+from role_scripts import ROLE_OF_PROCESS
 
 from dtrans.errors import ConfigError
 from dtrans.hosts.emit import EMITTERS
@@ -228,7 +229,11 @@ def schema() -> Any:
 
 
 def jobset(mode: str) -> Any:
-    return yaml.safe_load(EMITTERS["jobset"](table_of(mode)))
+    return document_of(table_of(mode))
+
+
+def document_of(table: RoleTable) -> Any:
+    return yaml.safe_load(EMITTERS["jobset"](table))
 
 
 @modes
@@ -267,7 +272,7 @@ def pods(document: Any) -> list[dict[str, str]]:
         assert job["replicas"] == 1 and spec["completions"] == spec["parallelism"]
         (container,) = spec["template"]["spec"]["containers"]
         for index in range(spec["completions"]):
-            env: dict[str, str] = {}
+            env = {"JOB_COMPLETION_INDEX": str(index), "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
             for variable in container["env"]:
                 source = variable.get("valueFrom", {})
                 if "secretKeyRef" in source:
@@ -296,6 +301,32 @@ def test_pods_have_the_roles_of_the_table(mode: str) -> None:
     role = Role.from_env(got[0])
     hosts = tuple(f"{name}-{job}-0-{i}.{name}:6174" for i in range(count))
     assert (role.pserver_endpoints or role.trainer_endpoints) == hosts
+
+
+@pytest.mark.parametrize("counts", [(1, 1), pytest.param((2, None), marks=pytest.mark.soak)], ids=["pserver", "nccl2"])
+def test_processes_of_pods_have_the_roles_of_the_table(counts: tuple[int, int | None]) -> None:
+    """Their environment is that of a pod, and nothing else."""
+    mode = "nccl2" if counts[1] is None else "pserver"
+    command = (sys.executable, "-c", ROLE_OF_PROCESS, "")
+    table = role_table(mode, *counts, command, env=EXTRA)
+    document = document_of(table)
+    jobs = document["spec"]["replicatedJobs"]
+    for job in jobs:
+        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        assert container["command"] == list(command)
+    started = []
+    for env in pods(document):
+        # the folder is the image's, where Python finds dtrans
+        process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        started.append((env, process))
+    roles = []
+    for env, process in started:
+        out, _ = process.communicate(timeout=120)
+        (variables,) = json.loads(out)
+        assert variables.items() <= env.items()
+        roles.append(Role.from_env(variables))
+    endpoints = roles[0].pserver_endpoints or roles[0].trainer_endpoints
+    assert roles == [e.role for e in table.with_endpoints(endpoints)]
 
 
 def test_each_role_of_the_jobset_has_a_failure_rule() -> None:

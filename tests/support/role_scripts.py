@@ -21,6 +21,19 @@ def report():
 """
 
 
+# this one does import dtrans, and prints the variables of its role in each mode that is an argument
+ROLE_OF_PROCESS = """
+import json, os, sys
+from dtrans.run.distributed.role import Role
+found = []
+for servers in sys.argv[1:]:
+    if servers:
+        os.environ["DTRANS_PSERVERS"] = servers
+    found.append(Role.from_env().environment())
+print(json.dumps(found), flush=True)
+"""
+
+
 def came(listener: socket.socket) -> tuple[str, socket.socket]:
     """Return the next role that reports, and its connection."""
     connection, _ = listener.accept()

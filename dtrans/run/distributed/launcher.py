@@ -47,6 +47,7 @@ from dtrans.run.distributed.role import LOSS, VARIABLES, Role, roles_of, trainer
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
 from dtrans.run.distributed.watch import is_by_peer
 from dtrans.run.net.ended_roles import EndedRoles
+from dtrans.run.net.started_jobs import announce_job
 
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -62,6 +63,16 @@ class Site:
     def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
         """Return every role of the job, with endpoints where they run."""
         return roles_at(mode, trainers, free_endpoints(trainers if mode == "nccl2" else pservers))
+
+    def status_endpoint(self, roles: Sequence[Role]) -> str:
+        """Return where trainer 0 of collectives can answer `dtrans status`; empty where nobody knows a port.
+
+        Args:
+          roles: every role of the job, from `roles`.
+        """
+        taken = {role.current_endpoint for role in roles}
+        # one more than there are roles: at least one is nobody's
+        return next(e for e in free_endpoints(len(taken) + 1) if e not in taken)
 
     def variables(self, role: Role) -> dict[str, str]:
         """Return the variables of a role that hold where neither the user nor the launcher has set them."""
@@ -153,17 +164,21 @@ def launch(
     drops = on_trainer_loss == "drop"
     if drops and mode == "nccl2":
         base[LOSS] = on_trainer_loss
+
+    # collectives have no endpoint that observers could know
+    if mode == "nccl2" and trainers > 1 and not drops and not base.get(STATUS):
+        base[STATUS] = where.status_endpoint(roles)
+    answers_at = roles[0].pserver_endpoints or base.get(STATUS, "").split()
     with (
         _signals_to(events),
         _logs(log_dir) as logged,
         Guard(sys.executable) as guard,
         EndedRoles() as told,
+        _announced(answers_at, base[token.VARIABLE]),
     ):
         job = _Job(events, grace, range(mode == "nccl2", trainers) if drops else (), told, where)
         base |= told.environment
         try:
-            if token.job_token():  # whoever has it may watch
-                _say_where(roles[0].pserver_endpoints or base.get(STATUS, "").split())
             for role in roles:
                 keeps = inherit_stdout and role.name == "trainer 0"
                 its = where.variables(role) | base | role.environment()
@@ -182,10 +197,15 @@ def launch(
         raise _failure(job.failed)
 
 
-def _say_where(endpoints: Sequence[str]) -> None:
-    """Say where the job answers observers, if it does."""
-    if endpoints:
-        say(f"this job answers: dtrans status {' '.join(endpoints)}")
+@contextlib.contextmanager
+def _announced(endpoints: Sequence[str], secret: str) -> Iterator[None]:
+    """Say where the job answers observers, if it does; let this user's find a token that the launcher made."""
+    with contextlib.ExitStack() as stack:
+        if endpoints:
+            if not token.job_token():  # it is not the user's, who could set it
+                stack.enter_context(announce_job(endpoints, secret))
+            say(f"this job answers: dtrans status {' '.join(endpoints)}")
+        yield
 
 
 def roles_at(mode: str, trainers: int, endpoints: Sequence[str]) -> tuple[Role, ...]:

@@ -9,7 +9,7 @@
     DTRANS_ON_TRAINER_LOSS      nccl2 mode: abort or drop; see `dtrans.connect`
     DTRANS_TOKEN                a secret of the job, the same in all processes; see `dtrans.protocol.token`
     DTRANS_TOKEN_FILE           the path of a file that holds it, where DTRANS_TOKEN is not set
-    DTRANS_STATUS_ENDPOINT      collectives: where trainer 0 answers `dtrans status`
+    DTRANS_STATUS_ENDPOINT      collectives: where trainer 0 answers `dtrans status`; chosen by `dtrans launch` if unset
     DTRANS_KEYS                 a folder of separate keys, in the place of a token; see `dtrans.run.net.keys`
     DTRANS_TRANSPORT_ENCRYPTION required, auto or disabled; the same in all processes; see there
     DTRANS_ALLOW_REMOTE         1 allows addresses that other hosts reach; see `dtrans.run.net.net_options`

@@ -1,4 +1,6 @@
-"""The socket by which trainer 0 of collectives answers observers (`dtrans status`), where the user has said where.
+"""The socket by which trainer 0 of collectives answers observers (`dtrans status`).
+
+The launcher, or the user, says where in DTRANS_STATUS_ENDPOINT.
 
 Observers show the job's token alone, and trainers another secret, so the door has a separate ZeroMQ context.
 """

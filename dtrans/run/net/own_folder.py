@@ -48,6 +48,13 @@ class OwnFolder:
         os.close(self._held)
 
 
+def living_folders() -> list[Path]:
+    """Return the folders of this host whose processes live; remove those of others."""
+    among = Path(tempfile.gettempdir())
+    _sweep(among)
+    return [lock.parent for lock in sorted(among.glob(f"{PREFIX}*/{LOCK}"))]
+
+
 def _sweep(among: Path) -> None:
     """Remove the folders of processes that are gone."""
     for lock in among.glob(f"{PREFIX}*/{LOCK}"):

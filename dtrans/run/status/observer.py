@@ -20,6 +20,7 @@ from dtrans.protocol.job_status import OBSERVER, ServerStatus, TrainerStatus, re
 from dtrans.run.net.keys import STATUS, Keys
 from dtrans.run.net.net_options import encryption_of
 from dtrans.run.net.sockets import Handshakes, connect, new_socket, tcp_address
+from dtrans.run.net.started_jobs import token_of_job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Answer:
 class JobObserver:
     """Connections to the servers of a job, to ask for their status.
 
+    The token is that of the environment. Without one it is that of the job here that answers at these
+    endpoints (`dtrans.run.net.started_jobs`).
+
     Args:
       endpoints: of the servers.
       timeout: seconds that their answers may take.
@@ -50,6 +54,8 @@ class JobObserver:
         self._timeout = timeout
         self._context: zmq.Context[Any] = zmq.Context()
         keys = Keys.from_environment(encryption_of(None))
+        if not keys.token and not keys.folder:
+            keys = dataclasses.replace(keys, token=token_of_job(endpoints))
         for ep in endpoints:
             keys.check(f"dtrans status connects to {ep}", ep)
         self._lines = [_Line(self._context, ep, keys) for ep in endpoints]

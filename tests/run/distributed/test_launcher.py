@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -18,11 +21,16 @@ from typing import Any
 
 import pytest
 from paths import ROOT
+from role_threads import until
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.run.distributed.launcher import free_endpoints, launch
 from dtrans.run.distributed.role import VARIABLES, roles_of, trainer_roles
+from dtrans.run.net.started_jobs import announce_job, token_of_job
+from dtrans.run.status.job_view import merge_trainers
+from dtrans.run.status.observer import JobObserver
+from dtrans.run.status.show_status import show_status
 
 
 PATIENCE = 30.0  # seconds for something that takes milliseconds on an idle machine
@@ -156,9 +164,80 @@ def test_a_token_of_the_environment_is_the_jobs(
     monkeypatch.setenv("DTRANS_STATUS_ENDPOINT", "127.0.0.1:6190")
     launch(script("pass"), trainers=2, mode="nccl2")
     assert capsys.readouterr().err == "[launcher] this job answers: dtrans status 127.0.0.1:6190\n"
-    monkeypatch.delenv("DTRANS_TOKEN")  # a token of the launcher's own, which nobody else has
-    launch(script("pass"), trainers=2, mode="nccl2")
-    assert capsys.readouterr().err == ""
+
+
+def test_the_launcher_chooses_where_collectives_answer(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DTRANS_STATUS_ENDPOINT", raising=False)
+    body = "print(os.environ.get('DTRANS_STATUS_ENDPOINT'), os.environ['DTRANS_TRAINER_ENDPOINTS'])"
+    launch(script(body), trainers=2, mode="nccl2")
+    out, err = capsys.readouterr()
+    ((status, endpoints),) = {tuple(line.split("] ")[1].split()) for line in out.splitlines()}
+    assert err == f"[launcher] this job answers: dtrans status {status}\n"
+    assert status.startswith("127.0.0.1:") and status not in endpoints.split(",")
+
+    # jobs where nobody answers, as their logs say
+    for options in ({"trainers": 1}, {"trainers": 2, "on_trainer_loss": "drop"}):
+        launch(script(body), mode="nccl2", **options)
+        out, err = capsys.readouterr()
+        assert {line.split()[2] for line in out.splitlines()} == {"None"} and err == ""
+
+
+TRAINS = """
+import dtrans
+cluster = dtrans.connect()
+import jax
+from jax.experimental import multihost_utils
+
+with report() as s:
+    s.recv(1)  # until the test has seen the job
+    multihost_utils.sync_global_devices("both are here")
+"""
+
+
+def test_status_finds_a_job_that_runs(
+    watch: Watch, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the endpoint that the launcher prints, and no variable; once the job has ended, nobody answers."""
+    for name in ("DTRANS_STATUS_ENDPOINT", "DTRANS_TOKEN", "DTRANS_TOKEN_FILE", "DTRANS_KEYS"):
+        monkeypatch.delenv(name, raising=False)
+    script = tmp_path / "trains.py"
+    script.write_text(PRELUDE + TRAINS)
+    env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    options = {"trainers": 2, "mode": "nccl2", "env": env, "deadline": 4 * PATIENCE}
+    job = threading.Thread(target=launch, args=([sys.executable, str(script)],), kwargs=options)
+    job.start()
+    try:
+        watch.listener.settimeout(4 * PATIENCE)  # JAX is imported first
+        watch.wait_for(2)
+        said = capsys.readouterr().err
+        endpoint = re.search(r"^\[launcher\] this job answers: dtrans status (\S+)$", said, re.M)[1]
+        assert "DTRANS_TOKEN" not in os.environ
+        with JobObserver([endpoint], PATIENCE) as observer:
+            states = lambda: [t.state for t in merge_trainers(observer.ask())]
+            until(lambda: states() == ["present", "present"], "trainer 1 to say something")
+        assert show_status([endpoint], timeout=PATIENCE, interval=None, as_json=False)
+        assert capsys.readouterr().out.startswith("collective job, 2 of 2 trainers here")
+    finally:
+        watch.close()
+        job.join()
+    assert token_of_job([endpoint]) == ""
+    assert not show_status([endpoint], timeout=0.2, interval=None, as_json=True)
+
+
+def test_tokens_of_jobs_come_from_private_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with announce_job(["127.0.0.1:1", "127.0.0.1:2"], "one"), announce_job(["127.0.0.1:3"], "two"):
+        assert [token_of_job([f"127.0.0.1:{k}"]) for k in (1, 2, 3, 4)] == ["one", "one", "two", ""]
+        assert token_of_job(["127.0.0.1:2", "127.0.0.1:1"]) == "one"
+        assert token_of_job(["127.0.0.1:1", "127.0.0.1:3"]) == ""
+        folders = list(tmp_path.iterdir())
+        assert [stat.S_IMODE(f.stat().st_mode) for f in folders] == [0o700, 0o700]
+        for folder in folders:
+            folder.chmod(0o755)  # others could read it: it is not a launcher's
+        assert token_of_job(["127.0.0.1:1"]) == ""
+    assert not list(tmp_path.iterdir())
 
 
 def test_roles_of_round_trip() -> None:
@@ -196,7 +275,7 @@ def test_environment_in_nccl2_mode(
         role = dtrans.Role.from_env(found)
         runs.add(found.pop("DTRANS_RUN"))
         tokens.add(found.pop("DTRANS_TOKEN"))
-        del found["DTRANS_ENDED_ROLES"]
+        del found["DTRANS_ENDED_ROLES"], found["DTRANS_STATUS_ENDPOINT"]
         assert (f"[{role.name}", found) == (prefix, role.environment())
         assert of_jax == ["1", str(role.trainer_id)]
         assert (role.trainers, len(set(role.trainer_endpoints))) == (3, 3)
@@ -288,7 +367,7 @@ def test_output_by_line(script: Any, capsys: pytest.CaptureFixture[str]) -> None
     launch(command)
     out, err = capsys.readouterr()
     assert out == "[trainer 0] one\n[trainer 0] two\n[trainer 0] no newline\n"
-    assert err == "[trainer 0] not � utf-8\n"
+    assert err.splitlines()[1:] == ["[trainer 0] not � utf-8"]  # the first says where the job answers
 
 
 def test_output_comes_when_it_is_printed(script: Any, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:

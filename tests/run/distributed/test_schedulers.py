@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
+from paths import ROOT
+from role_scripts import ROLE_OF_PROCESS
 
 import dtrans
 from dtrans.errors import ConfigError
@@ -197,3 +205,29 @@ def test_a_scheduler_alone_is_left_to_jax() -> None:
     assert not is_told(SLURM | HET | MPI | TORCHRUN | {"SLURM_PROCID": "1", "JOB_COMPLETION_INDEX": "0"})
     for name in ("DTRANS_ROLE", "DTRANS_PSERVERS", "DTRANS_HOSTS", "TRAINING_ROLE"):
         assert is_told(SLURM | {name: "1"})
+
+
+# -- processes that they start ---------------------------------------------------------------------
+
+
+def free_environment(*prefixes: str) -> dict[str, str]:
+    """Return the environment without variables that say a role."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", *prefixes))}
+    return env | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun (Debian: openmpi-bin)")
+def test_mpirun_starts_each_role() -> None:
+    """Two processes, with no server and with one."""
+    command = ["mpirun", "-n", "2", "--oversubscribe"]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    command += [sys.executable, "-c", ROLE_OF_PROCESS, "0", "1"]
+    env = free_environment("OMPI_", "PMIX_", "SLURM_")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    ports = [f"127.0.0.1:{port}" for port in (6174, 6175)]
+    for i, roles in enumerate((trainer_roles(ports), roles_of(1, ports[:1]))):
+        found = sorted((variables[i] for variables in said), key=str)
+        assert found == sorted((role.environment() for role in roles), key=str)
