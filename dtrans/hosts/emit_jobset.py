@@ -56,7 +56,7 @@ def _job(parts: EmitParts, kind: str, image: str) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "role",
         "image": image,
-        "command": list(parts.argv),
+        "command": [_literal(a) for a in parts.argv],
         "env": _variables(parts, kind),
     }
     if kind == "pserver" or not parts.servers:
@@ -76,13 +76,17 @@ def _job(parts: EmitParts, kind: str, image: str) -> dict[str, Any]:
     return {"name": _TARGET[kind], "replicas": 1, "template": {"spec": job}}
 
 
+def _literal(text: str) -> str:
+    """Return what Kubernetes reads as a text: in commands and variables it expands `$(NAME)` and `$$`."""
+    return text.replace("$", "$$")
+
+
 def _variables(parts: EmitParts, kind: str) -> list[dict[str, Any]]:
     bound = "pserver" if parts.servers else "trainer"
     at = lambda index: f"{parts.name}-{_TARGET[bound]}-0-{index}.{parts.name}:{PORT}"
     count = parts.servers or parts.trainers
     plain = {
-        # Kubernetes would expand a $(NAME) of the user
-        **{k: v.replace("$(", "$$(") for k, v in parts.environment.items()},
+        **{k: _literal(v) for k, v in parts.environment.items()},
         ALLOW_REMOTE: "1",
         "DTRANS_ROLE": kind,
         "DTRANS_TRAINERS": str(parts.trainers),

@@ -240,6 +240,8 @@ def document_of(table: RoleTable) -> Any:
 def test_the_jobset_is_valid(mode: str) -> None:
     jsonschema.Draft202012Validator.check_schema(schema())
     jsonschema.validate(jobset(mode), schema())
+    cores = role_table(mode, *COUNTS[mode], ("python", "train.py"), cores=2)
+    jsonschema.validate(document_of(cores), schema())
 
 
 def test_typos_in_the_jobset_are_noticed() -> None:
@@ -264,6 +266,12 @@ def test_typos_in_the_jobset_are_noticed() -> None:
         assert not validator.is_valid(wrong), (above, last)
 
 
+def expanded(text: str, env: Mapping[str, str]) -> str:
+    """Return a text as Kubernetes expands it: `$(NAME)` where it knows the variable, and `$$` to `$`."""
+    value = lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0])
+    return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
+
+
 def pods(document: Any) -> list[dict[str, str]]:
     """Return the variables of each pod, as Kubernetes gives them: in order, `$(NAME)` of earlier ones."""
     found = []
@@ -281,8 +289,7 @@ def pods(document: Any) -> list[dict[str, str]]:
                     assert source["fieldRef"] == {"fieldPath": INDEX}
                     value = str(index)
                 else:
-                    expand = lambda m, env=env: m[0][1:] if m[1] else env.get(m[2], m[0])
-                    value = re.sub(r"(\$)?\$\(([^)]*)\)", expand, variable["value"])
+                    value = expanded(variable["value"], env)
                 env[variable["name"]] = value
             found.append(env)
     return found
@@ -310,14 +317,15 @@ def test_processes_of_pods_have_the_roles_of_the_table(counts: tuple[int, int | 
     command = (sys.executable, "-c", ROLE_OF_PROCESS, "")
     table = role_table(mode, *counts, command, env=EXTRA)
     document = document_of(table)
-    jobs = document["spec"]["replicatedJobs"]
-    for job in jobs:
+    for job in document["spec"]["replicatedJobs"]:
         (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
-        assert container["command"] == list(command)
+        words = container["command"]
     started = []
     for env in pods(document):
         # the folder is the image's, where Python finds dtrans
-        process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [expanded(w, env) for w in words], env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
         started.append((env, process))
     roles = []
     for env, process in started:
@@ -327,6 +335,16 @@ def test_processes_of_pods_have_the_roles_of_the_table(counts: tuple[int, int | 
         roles.append(Role.from_env(variables))
     endpoints = roles[0].pserver_endpoints or roles[0].trainer_endpoints
     assert roles == [e.role for e in table.with_endpoints(endpoints)]
+
+
+def test_kubernetes_expands_nothing_of_the_user() -> None:
+    """`$(DTRANS_ROLE)` in an argument or a variable is the user's text, and so is `$$`."""
+    words, text = ["python", "train.py", "$(DTRANS_ROLE) $$x"], "$(DTRANS_ROLE) $$(A) $b"
+    document = document_of(role_table("pserver", 1, 1, words, env={"TEXT": text}))
+    for job, env in zip(document["spec"]["replicatedJobs"], pods(document), strict=True):
+        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        assert [expanded(w, env) for w in container["command"]] == words
+        assert env["TEXT"] == text
 
 
 def test_each_role_of_the_jobset_has_a_failure_rule() -> None:

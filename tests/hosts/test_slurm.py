@@ -15,7 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from helpers import tree_close
+from paths import ROOT, SUPPORT
+from scheduled_training import plain
 
 from dtrans.hosts.emit_slurm import emit_slurm
 from dtrans.hosts.role_table import RoleTable, role_table
@@ -28,6 +32,20 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: no {', '.join(MISSING)}"),
     pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of Slurm start as root only"),
 ]
+
+HOSTS = "127.0.0.1 localhost\n127.0.0.2 n1\n127.0.0.3 n2\n"
+
+
+def why_no_mounts() -> str:
+    """Return why a process cannot have its own /etc/hosts here; empty where it can."""
+    if MISSING or os.geteuid() != 0:
+        return "Slurm does not run here"
+    command = ["unshare", "--mount", "mount", "--bind", "/dev/null", "/etc/hosts"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return f"no process can have its own /etc/hosts: {done.stderr.strip()}" if done.returncode else ""
+
+
+NO_MOUNTS = why_no_mounts()
 
 CONF = """\
 ClusterName=dtrans
@@ -105,6 +123,13 @@ def cluster() -> Iterator[Path]:
     started: list[subprocess.Popen[bytes]] = []
     log = (folder / "daemons.log").open("wb")
 
+    # each node resolves both names, to addresses of loopback that differ
+    (folder / "hosts").write_text(HOSTS)
+    as_node = []
+    if not NO_MOUNTS:
+        bind = f"mount --bind {folder}/hosts /etc/hosts"
+        as_node = ["unshare", "--mount", "sh", "-ec", f'{bind}; exec "$@"', "sh"]
+
     def start(*command: str) -> None:
         started.append(subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log))
 
@@ -123,8 +148,8 @@ def cluster() -> Iterator[Path]:
         start("munged", "--foreground", "--force", *munge)
         until((folder / "munge.sock").exists)
         start("slurmctld", "-D")
-        start("slurmd", "-D", "-N", "n1")
-        start("slurmd", "-D", "-N", "n2")
+        start(*as_node, "slurmd", "-D", "-N", "n1")
+        start(*as_node, "slurmd", "-D", "-N", "n2")
         until(idle)
         yield folder
     finally:
@@ -169,10 +194,10 @@ CASES = [
 WORDS = ["it's", "a b", '%t "$HOME" \\']  # a shell, or Slurm, would read some of it
 
 
-def submit(cluster: Path, folder: Path, text: str) -> subprocess.Popen[bytes]:
+def submit(cluster: Path, folder: Path, text: str, **variables: str) -> subprocess.Popen[bytes]:
     """Submit a file; the process ends with the job."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS")}
-    env["SLURM_CONF"] = str(cluster / "slurm.conf")
+    env |= {"SLURM_CONF": str(cluster / "slurm.conf"), **variables}
     (folder / "job.sbatch").write_text(text)
     return subprocess.Popen(["sbatch", "--wait", "-o", "out", "job.sbatch"], env=env, cwd=folder)
 
@@ -203,3 +228,33 @@ def test_slurm_runs_the_emitted_files(cluster: Path, tmp_path: Path) -> None:
         assert len({e["DTRANS_TOKEN"] for e in got.values()}) == 1
         remote = {e.get("DTRANS_ALLOW_REMOTE") for e in got.values()}
         assert remote == {None if case.nodes == 1 else "1"}
+
+
+TRAININGS = [
+    pytest.param(Case("pserver", 1, 1, (), ("n1", "n2")), id="pserver"),
+    pytest.param(Case("nccl2", 2, None, (), ("n1", "n2")), id="nccl2", marks=pytest.mark.soak),
+    pytest.param(Case("pserver", 2, 2, (), ("n1", "n2") * 2, nodes=2), id="multi-prog", marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.skipif(bool(NO_MOUNTS), reason=NO_MOUNTS or "nodes have their own /etc/hosts")
+@pytest.mark.parametrize("case", TRAININGS)
+def test_slurm_trains(cluster: Path, tmp_path: Path, case: Case) -> None:
+    """Both nodes are this host: a free port holds for all of their addresses.
+
+    Connections go to other addresses of loopback, and are encrypted all the same.
+    """
+    saved = tmp_path / "params.npz"
+    command = (sys.executable, str(SUPPORT / "scheduled_training.py"), str(saved))
+    (port, *_) = free_ports(1)
+    variables = {
+        "DTRANS_PORT": str(port),
+        "DTRANS_TRANSPORT_ENCRYPTION": "required",
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+    }
+    text = emit_slurm(case.table(*command), nodes=case.nodes)
+    code = submit(cluster, tmp_path, text, **variables).wait(240)
+    assert code == 0, (tmp_path / "out").read_text()
+    with np.load(saved) as found:
+        tree_close(dict(found), plain(), 1e-6)
