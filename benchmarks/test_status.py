@@ -10,6 +10,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from test_processes import running_job
@@ -44,10 +45,19 @@ def test_steps_while_somebody_watches(benchmark, report):
             observer.stdin.close()
             observer.wait(timeout=120)
             observer.stdout.close()
-    share = statistics.median((before + after) / 2 / seen for before, seen, _, after in windows)
-    noise = statistics.median(before / after for before, _, _, after in windows)
+    shares = [(before + after) / 2 / seen for before, seen, _, after in windows]
+    noises = [before / after for before, _, _, after in windows]
+    share, noise = statistics.median(shares), statistics.median(noises)
     before, seen, polls, after = (statistics.median(t) for t in zip(*windows, strict=True))
     benchmark.extra_info |= {"of unwatched": share, "of itself": noise, "polls in a window": polls}
     load = f"load {os.getloadavg()[0]:.1f}"
-    report(f"sync: steps/s watched / not ({polls:.0f} polls a window, {load})", share, STEPS / seen, STEPS / after)
-    report(f"sync: steps/s not watched / the same again ({load})", noise, STEPS / after, STEPS / before)
+    among = f"{polls:.0f} polls a window, half of windows {spread(shares)}, {load}"
+    report(f"sync: steps/s watched / not ({among})", share, STEPS / seen, STEPS / after)
+    among = f"half of windows {spread(noises)}, {load}"
+    report(f"sync: steps/s not watched / the same again ({among})", noise, STEPS / after, STEPS / before)
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """Return the quartiles between which half of the ratios lie."""
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{low:.2f} to {high:.2f}"
