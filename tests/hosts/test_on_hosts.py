@@ -87,6 +87,9 @@ def test_roles_and_logs(
         found, arguments, directory, told = json.loads(line)
         assert (arguments, directory, told) == (["a b"], os.getcwd(), True)
         assert found["WANTED"] == found["JAX_OF_THE_TEST"] == "goes along"
+        status = found["DTRANS_STATUS_ENDPOINT"]
+        assert status.startswith("127.0.0.1:") and status not in found["DTRANS_TRAINER_ENDPOINTS"]
+        assert f"this job answers: dtrans status {status}\n" in err
         tokens.add(found["DTRANS_TOKEN"])
         devices[prefix] = found["JAX_LOCAL_DEVICE_IDS"]
         assert not Path(found["DTRANS_ENDED_ROLES"]).exists()  # any more

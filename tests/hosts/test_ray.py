@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import sys
 import threading
@@ -297,9 +298,11 @@ def test_a_signal_ends_the_launch(cluster, tmp_path, role):
     assert are_gone(tmp_path, *names) and is_clean()
 
 
-def test_a_program_that_is_not_there_is_named(cluster, tmp_path):
+def test_a_program_that_is_not_there_is_named(cluster, tmp_path, capfd):
     with pytest.raises(LaunchError, match="cannot be started: /no/program: No such file or directory"):
-        launch_on_ray(["/no/program"], mode="nccl2")
+        launch_on_ray(["/no/program"], mode="nccl2", trainers=2)
+    said = capfd.readouterr().err
+    assert re.search(r"^\[launcher\] this job answers: dtrans status \S+:\d+$", said, re.M)
     with pytest.raises(ConfigError, match="--trainer-resources CPU is no list of resources"):
         launched("--trainer-resources", "CPU", "-m", "json")
     with pytest.raises(ConfigError, match="--on must be"):
