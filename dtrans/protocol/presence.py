@@ -44,6 +44,7 @@ class Trainer:
     cut_off: str = ""  # what was on its way when its connection broke
     done: bool = False
     failed: bool = False  # done, and not because it said so
+    parted: bool = False  # done, and it has heard the goodbye, or cannot hear it any more
 
 
 class Presence:
@@ -102,6 +103,11 @@ class Presence:
         return len(self.known) == self.count and all(t.done for t in self.known.values())
 
     @property
+    def parted(self) -> bool:
+        """Return True if all have left, and nobody may come back for a goodbye that was lost."""
+        return self.served and all(t.parted or t.failed or t.local for t in self.known.values())
+
+    @property
     def bytes_sent(self) -> int:
         """Return the bytes of all that was said to trainers and other servers."""
         return self.to_servers + sum(t.sent for t in self.known.values())
@@ -138,7 +144,7 @@ class Presence:
                 f"trainer {k} is {modes[not self._sync_mode]}, pserver {self.endpoint} {modes[self._sync_mode]}: "
                 "every role must plan the same mode"
             )
-        if known is not None and known.done:
+        if known is not None and known.done and not _comes_for_goodbye(known, message):
             if known.failed or known.session == message["session"]:
                 raise WireError(f"trainer {k} has left, and cannot come back to this job")
             # it is of the next job on this endpoint: this server's end breaks its connection, and it says hello anew
@@ -162,7 +168,8 @@ class Presence:
                 raise WireError(f"trainer {k} was in a job of pserver {self.endpoint} that has ended")
             self.known[k] = Trainer(message["session"], address, local=local)
         else:  # it moves to the Unix socket, or its connection is made again
-            self._check_nothing_lost(k, known, message)
+            if not known.done:
+                self._check_nothing_lost(k, known, message)
             del self.by_address[known.address]
             known.address, known.lost, known.local = address, None, local
         self.by_address[address] = k
@@ -205,12 +212,18 @@ class Presence:
     def lose(self, address: bytes, now: float) -> None:
         """Note that a connection has ended. What came by it may still be waiting to be read."""
         k = self.by_address.get(address)
-        if k is not None and not self.known[k].done:
+        if k is not None:
             self.known[k].lost = now
 
     def died(self, k: int, how: str, now: float) -> None:
         """Note that the process of a trainer has ended. What it said last may still be waiting to be read."""
         self._dead.setdefault(k, (now, how))
+
+    def part(self, k: int) -> None:
+        """Note that a trainer has heard the goodbye. Raises WireError where there was none."""
+        if not self.known[k].done:
+            raise WireError(f"a `goodbye` message of trainer {k}, which has not said `complete`")
+        self.known[k].parted = True
 
     def speaker(self, address: bytes, message: wire.Message) -> int:
         """Who says something. Raises WireError where nobody may."""
@@ -229,6 +242,12 @@ class Presence:
         gone = [k for k in self.present if self._is_lost(self.known[k], now)]
         cut_off = {k: t.cut_off for k, t in self.known.items() if t.cut_off and not t.done}
         return {k: why.format(k, self.endpoint) for k in gone} | self._ended(now) | cut_off
+
+    def look(self, now: float) -> None:
+        """Note who cannot hear a goodbye any more: its connection was not made again in time, or its process ended."""
+        for k, t in self.known.items():
+            ended = k in self._dead and now - self._dead[k][0] > GRACE
+            t.parted = t.parted or (t.done and (ended or self._is_lost(t, now)))
 
     def _is_lost(self, t: Trainer, now: float) -> bool:
         return t.lost is not None and now - t.lost > (GRACE if t.local else self._retry)
@@ -264,6 +283,12 @@ class Presence:
                 f"pserver {self.endpoint} waited {now - self.started:.1f} s for {named(absent)} to say hello{why}"
             )
         return absent
+
+
+def _comes_for_goodbye(known: Trainer, message: wire.Message) -> bool:
+    """Return True if this is the trainer that has left, on a connection that was made again."""
+    leaves: bool = message.fields.get("leaves", False)
+    return leaves and not known.failed and known.session == message["session"]
 
 
 def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Message) -> None:

@@ -64,8 +64,8 @@ class Serving:
 
     @property
     def ended(self) -> bool:
-        """Whether all trainers have come and left, and no other server may still greet this one."""
-        return self.trainers.served and not self.kind.peers.unsettled
+        """Return True if all trainers have come and left for good, and no other server may still greet this one."""
+        return self.trainers.parted and not self.kind.peers.unsettled
 
     def take(self, address: bytes, frames: Sequence[Any], now: float) -> None:
         """Take a message of who speaks from `address`. One that is malformed, or out of turn, is refused.
@@ -111,6 +111,7 @@ class Serving:
     def look(self, now: float) -> None:
         """Look who is late. Raises DeadlineError for whom the job does not wait any longer."""
         self.status.look(now)
+        self.trainers.look(now)
         self.kind.look(now)
         for name, (_, asked) in self._saves.items():
             for k in {k for k, _ in asked}.intersection(self.trainers.present):
@@ -145,8 +146,10 @@ class Serving:
         if message.op == "hello":
             self._hello(address, message)
         elif not self.kind.take_peer(address, message):
+            if self._parts(address, message):
+                return
             k = self.trainers.speaker(address, message)
-            self.trainers.known[k].heard += 1
+            self.trainers.known[k].heard += message.op not in wire.UNCOUNTED
             if message.op not in TRAINER_OPS:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
             if message.op in ("save", "tables", "changed_since"):
@@ -158,6 +161,14 @@ class Serving:
                 if take is None:
                     raise WireError(f"a `{part.op}` message, which {self.kind.word} servers do not take")
                 take(k, part)
+
+    def _parts(self, address: bytes, message: wire.Message) -> bool:
+        """Take the answer to a goodbye; return False for anything else."""
+        k = self.trainers.by_address.get(address)
+        if k is None or message.op != "goodbye":
+            return False
+        self.trainers.part(k)
+        return True
 
     def _tell(self, address: bytes, message: wire.Message) -> None:
         """Save what the server holds, as it is between two steps of a trainer, or tell what it has of tables."""
@@ -204,8 +215,13 @@ class Serving:
         before = self.trainers.hello(address, message, self.kind.peers.name(address))
         if before:
             self._say(address, "waiting", reason=before)
-        else:
-            self._say(address, "welcome", **self.trainers.welcome(message, self.kind.step, self.local))
+            return
+        self._say(address, "welcome", **self.trainers.welcome(message, self.kind.step, self.local))
+        k = message["trainer"]
+        if self.trainers.known[k].done:
+            self._say(address, "goodbye")  # the first was lost
+        elif message.fields.get("leaves", False):
+            self.kind.complete(k, message)  # its `complete` was lost
 
     def _who(self, address: bytes) -> str:
         """Who speaks from there, for the log."""

@@ -457,7 +457,8 @@ class SyncServer:
         if not waiting:
             self._saving.clear()
             # at the end servers wait for each other only where one has not heard yet that the other is there
-            self._late_since = (self._late_since or now) if self._trainers.served else None
+            ends = self._trainers.served and self.peers.unsettled
+            self._late_since = (self._late_since or now) if ends else None
             if self._late_since is not None and now - self._late_since > deadline:
                 raise DeadlineError(
                     f"pserver {self.endpoint}, whose trainers have closed, waited {now - self._late_since:.1f} s for "

@@ -65,6 +65,7 @@ def left(line: TrainerLine) -> Waiting[None]:
     line.tell("complete")
     while (yield line, "its goodbye").op != "goodbye":
         pass
+    line.answer_goodbye()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -5,7 +5,8 @@ hear. Where a connection is made again in time, `hello` tells the server these n
 is missing; else it ends, since a step cannot be completed as if nothing had happened. A Unix socket ends with its
 process only, and is not waited for. Until the server's welcome there is nothing to lose: `hello` is said on every
 connection that is made, since the first may be to a server that is about to end, and whose process serves the next job
-on the same endpoint.
+on the same endpoint. A trainer that has said `complete` has nothing to lose either: `leaves` in the `hello` says it
+again.
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ class TrainerLine:
         self._secret, self._deadline, self._say_now, self._retry = secret, deadline, say, retry
         self._lost: float | None = None  # since when the connection is
         self._sent = self._heard = 0
+        self._leaves = False  # it has said that it has done
         self._aborts = False  # it has said why it ends, and only waits until that is heard
-        self._held: list[list[Any]] = []  # what is to be said when the connection is made again
+        # what is to be said when the connection is made again, as `_say` is given it
+        self._held: list[tuple[list[Any], str]] = []
         self.before_it_speaks: Callable[[], object] | None = None
         self._since, self._waits_for, self._told = 0.0, "", ""
         self.reminder = WaitReminder()
@@ -110,7 +113,8 @@ class TrainerLine:
         if not self.welcomed or self._lost is not None:
             back = self._lost is not None
             counts = {"sent": self._sent, "heard": self._heard, "back": back}
-            self._say_now([wire.header("hello", **self._hello, **counts)])
+            leaves = {"leaves": True} if self._leaves else {}
+            self._say_now([wire.header("hello", **self._hello, **counts, **leaves)])
 
     def broken(self, now: float) -> None:
         """Note that an established connection has ended: what was on its way is lost."""
@@ -133,14 +137,19 @@ class TrainerLine:
         """Take the server for gone where its connection was not made again in time."""
         self.gone = self.gone or now >= self.retries_until
 
-    def _say(self, frames: list[Any]) -> None:
-        """Say something, now or when the connection is made again."""
+    def _say(self, frames: list[Any], op: str = "") -> None:
+        """Say something, now or when the connection is made again.
+
+        Args:
+          op: of the message, where it may be one that is not counted.
+        """
         if self.before_it_speaks is not None:
             self.before_it_speaks()
         if self._lost is not None:
-            self._held.append(frames)
+            self._held.append((frames, op))
             return
-        self._sent += 1
+        self._sent += op not in wire.UNCOUNTED
+        self._leaves |= op == "complete"
         self._say_now(frames)
 
     def barred(self, why: str) -> PeerError:
@@ -152,7 +161,12 @@ class TrainerLine:
     def tell(self, op: str, **fields: Any) -> None:
         """Send a message that needs no answer."""
         self._aborts |= op == "abort"
-        self._say([wire.header(op, **fields)])
+        self._say([wire.header(op, **fields)], op)
+
+    def answer_goodbye(self) -> None:
+        """Let the server end. By a Unix socket nothing is lost: there it has ended already."""
+        if not self._hello["local"]:
+            self.tell("goodbye")
 
     def ask(self, op: str, **fields: Any) -> int:
         """Send a request, and return its number, which the answer repeats."""
@@ -255,8 +269,8 @@ class TrainerLine:
         self._check_proof(message)
         self._lost = None
         held, self._held = self._held, []
-        for frames in held:
-            self._say(frames)
+        for frames, op in held:
+            self._say(frames, op)
 
     def went_away(self, what: str = "") -> PeerError:
         """What is wrong where the server has gone."""

@@ -4,7 +4,8 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local
-                   [, sync_mode, plan, nonce]                    [, proof]
+                   [, sync_mode, plan, nonce,                    [, proof]
+                   leaves]
     send           step, pieces + frames[, steps]      blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
     recv           step[, blocks, changed]             refuse    reason[, last]
@@ -25,6 +26,7 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
                                                                  [, request]
     evict          step, table, unused_for[, request]  evicted   table, count, error[, request]
     complete                                           goodbye
+    goodbye
     abort          reason
 
     observer to server, or to trainer 0 (collectives)  and back
@@ -51,6 +53,10 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
 `plan` has the parts of the plan's fingerprint (`dtrans.ir.fingerprint`), by which those who plan something else are
 refused; `proof` is made of `nonce` and the job's token (`dtrans.protocol.token`), and shows who welcomes.
+
+A trainer that has said `complete` waits for the server's `goodbye`, and answers it with its own: servers end when they
+have heard it, or when nobody has come back in time by a connection that was lost. Where a connection is made again
+before, `leaves` in the `hello` stands for the `complete`, and the server says `goodbye` once more.
 
 What a trainer says at the end of a step goes in one message: `then` names what follows, `send_barrier` and `recv`, with
 the fields that these have; the step of that `recv` is the next.
@@ -150,7 +156,10 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 # the fields it may have beside, with their types
 OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "hello": {"sync_mode": bool, "plan": dict, "nonce": str, "sent": int, "heard": int, "back": bool, "local": bool},
+    "hello": {
+        **{"sync_mode": bool, "plan": dict, "nonce": str, "sent": int, "heard": int},
+        **{"back": bool, "local": bool, "leaves": bool},
+    },
     "send": {"steps": int, "blocks": list},
     "send_barrier": {"blocks": list},
     "recv": {"blocks": list, "changed": bool},
@@ -166,8 +175,8 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "here": {"proof": str},
 }
 
-# the messages that may be lost with a connection
-UNCOUNTED = ("hello", "welcome", "waiting", "refuse")
+# the messages that may be lost with a connection: those that are said again, or that nobody needs
+UNCOUNTED = ("hello", "welcome", "waiting", "refuse", "complete", "goodbye")
 
 # the messages that others may follow, in `then`
 FOLLOWED = ("send", "send_barrier")

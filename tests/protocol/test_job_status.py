@@ -234,6 +234,7 @@ def test_observers_do_not_count_and_delay_no_end() -> None:
     assert len(job.trainers.known) == 2
     for k in range(2):
         job.take(k, "complete")
+        job.take(k, "goodbye")
     assert job.machine.ended
 
 

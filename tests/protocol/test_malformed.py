@@ -112,6 +112,7 @@ def finished(server: Server, sent: int) -> None:
         np.testing.assert_array_equal(server.update.state[n], x)
     for k in range(2):
         server.take(k, "complete")
+        server.take(k, "goodbye")
     assert server.machine.ended
 
 

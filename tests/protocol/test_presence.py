@@ -18,6 +18,8 @@ from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.protocol import presence as presence_module, token, wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.presence import Presence, named
+from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.serving import Serving
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.protocol.trainer_line import TrainerLine
 from dtrans.run.parameter_server.block_update import BlockUpdates
@@ -263,6 +265,71 @@ def test_who_comes_back_must_have_missed_nothing() -> None:
 def test_who_comes_back_to_another_server_is_refused() -> None:
     with pytest.raises(WireError, match="trainer 0 was in a job of pserver 127.0.0.1:1 that has ended"):
         Job(2).hello(0, back=True)
+
+
+def ends_of(job: Job) -> Serving:
+    """The protocol of a job's server, whose only trainer is there."""
+    job.hello(0)
+    return Serving(job.server, job.trainers, job.say, Refusals(presence_module.log))
+
+
+def say(serving: Serving, op: str, **fields: Any) -> None:
+    serving.take(b"0", [wire.header(op, **fields)], 1.0)
+
+
+def hello_again(job: Job, serving: Serving) -> list[str]:
+    """Let the trainer say hello on a connection that was made again, and return what it is told."""
+    job.trainers.lose(b"0", 1.0)
+    job.said.clear()
+    say(serving, "hello", trainer=0, trainers=1, session="", order=sys.byteorder, back=True, sent=0, leaves=True)
+    return [op for _, op, _ in job.said]
+
+
+def test_a_server_ends_when_its_goodbye_is_answered() -> None:
+    serving = ends_of(job := Job(1))
+    say(serving, "goodbye")
+    assert job.said[0][1] == "refuse" and "trainer 0, which has not said `complete`" in job.said[0][2]["reason"]
+    say(serving, "complete")
+    assert (job.said[-1][1], serving.ended) == ("goodbye", False)
+    say(serving, "goodbye")
+    assert serving.ended
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["complete is lost", "goodbye is lost"])
+def test_who_comes_back_for_its_goodbye_is_told_it(heard: bool) -> None:
+    serving = ends_of(job := Job(1))
+    if heard:
+        say(serving, "complete")
+    assert hello_again(job, serving) == ["welcome", "goodbye"]
+    say(serving, "goodbye")
+    assert serving.ended
+
+
+def test_who_does_not_come_back_for_its_goodbye_is_not_waited_for() -> None:
+    serving = ends_of(job := Job(1))
+    say(serving, "complete")
+    job.trainers.lose(b"0", 1.0)
+    serving.look(5.9)
+    assert not serving.ended
+    serving.look(6.1)
+    assert serving.ended
+
+
+def test_by_a_unix_socket_no_goodbye_is_lost() -> None:
+    job = Job(1)
+    job.hello(0, local=True)
+    serving = Serving(job.server, job.trainers, job.say, Refusals(presence_module.log))
+    say(serving, "complete")
+    assert serving.ended
+
+
+def test_who_left_after_a_message_was_lost_is_refused() -> None:
+    """What was sent before the `complete` is missing, and so is a part of what was trained."""
+    serving = ends_of(job := Job(1))
+    job.trainers.lose(b"0", 1.0)
+    say(serving, "hello", trainer=0, trainers=1, session="", order=sys.byteorder, back=True, sent=1, leaves=True)
+    assert job.said[-1][1] == "refuse" and "1 messages are lost" in job.said[-1][2]["reason"]
+    assert not serving.ended
 
 
 def test_a_trainer_holds_what_it_says_until_its_connection_is_made_again() -> None:

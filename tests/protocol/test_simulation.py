@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from dtrans.protocol.peer_line import PeerLine
 from dtrans.protocol.presence import RETRY, Presence
 from dtrans.protocol.simulation.case import Case, Event, drawn
 from dtrans.protocol.simulation.updates import InNumpy
-from dtrans.protocol.simulation.verdict import reduced, simulated, smaller, verdicts
+from dtrans.protocol.simulation.verdict import Verdict, reduced, simulated, smaller, verdicts
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.protocol.tables.changed_rows import CHANGED, UnseenChanges
 from dtrans.protocol.tables.row_requests import RowRequests
@@ -97,6 +97,26 @@ def test_a_connection_that_breaks_with_nothing_on_its_way_goes_on(mode: str) -> 
         ends.add(well)
         assert well or "127.0.0.1:1" in str(found.ends)
     assert True in ends
+
+
+def broken_at_the_end(mode: str) -> Iterator[Verdict]:
+    """Break each connection at moments between its trainer's `complete` and the end of the job."""
+    case = dataclasses.replace(PLAIN, mode=mode)
+    for line, at in simulated(case).left_at.items():
+        for i in range(1, 30):
+            yield simulated(dataclasses.replace(case, events=(Event("cut", at + 0.0004 * i, line, 0.5),)))
+
+
+@pytest.mark.parametrize("mode", ["sync", "exchange", "async", "communicator", "half_async", "geo"])
+def test_a_connection_that_breaks_at_the_end_of_a_job_is_made_again(mode: str) -> None:
+    for found in broken_at_the_end(mode):
+        assert not found.faults, str(found)
+        assert {*found.ends.values()} == {"well"}, str(found)
+
+
+def test_a_server_that_waits_for_no_answer_to_its_goodbye_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Presence, "parted", Presence.served)
+    assert any("and nothing had happened" in str(found.faults) for found in broken_at_the_end("sync"))
 
 
 def test_a_verdict_is_told() -> None:

@@ -175,6 +175,13 @@ class Peer:
         """Be gone when all that was said has been sent."""
         self._context.destroy(linger=int(HANG * 1000))
 
+    def leave(self) -> None:
+        """Leave as a trainer that has done, and be gone."""
+        self.tell("complete")
+        assert self.hear().op == "goodbye"
+        self.tell("goodbye")
+        self.end()
+
     def say(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 

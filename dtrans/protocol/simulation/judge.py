@@ -1,7 +1,8 @@
 """What a job must have done.
 
 - Every role ends in time: well, or with an error of dtrans.
-- Where nothing happens that a job may notice, all end well, and whoever leaves early does as `on_trainer_exit` says.
+- Where nothing happens that a job may notice, all end well, and whoever leaves early does as `on_trainer_exit` says. A
+  connection that breaks for a moment when its trainer has said that it has done is such a thing.
 - Whoever ends well has done all of its work: a trainer its steps, a server the steps of all trainers.
 - Parameters that a trainer received are those of one device, bit for bit, whatever happened later. They are computed
   here anew, so that a gradient that counts twice, or not at all, or in another order, shows.
@@ -23,8 +24,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from dtrans.errors import DtransError
+from dtrans.protocol.presence import RETRY
 from dtrans.protocol.served import RowGradient
-from dtrans.protocol.simulation.case import COMMUNICATING, Case
+from dtrans.protocol.simulation.case import COMMUNICATING, Case, Event
 from dtrans.protocol.simulation.process import Process
 from dtrans.protocol.simulation.server_role import SimulatedServer
 from dtrans.protocol.simulation.trainer_role import GeoSgdTrainer, SimulatedTrainer
@@ -50,7 +52,8 @@ def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[Si
     for role in (*servers.values(), *trainers):
         yield from _of_role(role)
     uneven = len(set(case.steps)) > 1 and case.sync_mode and case.on_trainer_exit == "error"
-    if case.harmless and not uneven:
+    harmless = case.harmless or (case.events and all(_breaks_at_the_end(case, e, trainers) for e in case.events))
+    if harmless and not uneven:
         for role in (*servers.values(), *trainers):
             if role.error is not None:
                 yield f"{role.name} ended, and nothing had happened: {role.error}"
@@ -85,8 +88,16 @@ def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[Si
             yield from _of_blocks(case, server, trainers)
     if case.mode == "geo" and case.trainers == 1 and trainers[0].error is None and trainers[0].ended is not None:
         yield from _of_geo(case, servers)
-    if uneven and case.harmless and all(t.error is None for t in trainers):
+    if uneven and harmless and all(t.error is None for t in trainers):
         yield "trainers made different numbers of steps with on_trainer_exit='error', and nobody said so"
+
+
+def _breaks_at_the_end(case: Case, event: Event, trainers: list[SimulatedTrainer]) -> bool:
+    """Return True for a connection that breaks when its trainer has left, and is made again in time."""
+    left_at = {name: at for t in trainers for name, at in t.left_at.items()}
+    if event.kind != "cut" or event.seconds > RETRY / 2 or case.moves:
+        return False
+    return event.who in left_at and event.time >= left_at[event.who]
 
 
 def _of_role(role: Process) -> Iterator[str]:

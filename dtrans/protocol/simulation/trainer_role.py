@@ -69,6 +69,7 @@ class SimulatedTrainer(Process):
       pushed: what it has sent of each block, or would have sent, in this order.
       reduced: what came of each round.
       looked_up: for each step, the numbers of rows of the table, and what it received as these.
+      left_at: connection to when it said there that it had done.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class SimulatedTrainer(Process):
         self.pushed: dict[str, list[np.ndarray]] = {}
         self.reduced: list[np.ndarray] = []
         self.looked_up: list[tuple[np.ndarray, np.ndarray]] = []
+        self.left_at: dict[str, float] = {}
         self._lines: dict[str, _Line] = {}
         self._steps = TrainerSteps(lambda ep: self._lines[ep].line)
         self._steps.sync_mode = case.sync_mode
@@ -103,6 +105,8 @@ class SimulatedTrainer(Process):
         if reason is None and self._steps.in_step:
             reason = "it closed in the middle of a step"
         for line in reversed(list(self._lines.values())):  # each is closed, whatever the others say
+            if reason is None:
+                self.left_at[f"{self.name} pserver {line.line.endpoint}"] = self.clock.now
             try:
                 yield from left(line.line) if reason is None else self._abort(line, reason)
             except DtransError as e:

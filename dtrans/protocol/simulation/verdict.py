@@ -26,12 +26,14 @@ class Verdict:
       faults: what the job did that it must not have done; empty, where it held.
       ends: role to how it ended.
       seconds: of virtual time, until the last role had ended.
+      left_at: connection of a trainer to when it said there that it had done.
     """
 
     case: Case
     faults: tuple[str, ...]
     ends: dict[str, str]
     seconds: float
+    left_at: dict[str, float]
 
     def __str__(self) -> str:
         ends = "".join(f"\n  {name}: {how}" for name, how in self.ends.items())
@@ -87,7 +89,8 @@ def _simulated(case: Case) -> Verdict:
     # long enough for one wait after another of what may have to give up
     clock.run(10 * max(case.deadline, 30.0) + 400.0, over)
     ends = {name: "killed" if r.killed else _end(r) for name, r in roles.items()}
-    return Verdict(case, tuple(faults(case, servers, trainers)), ends, clock.now)
+    left_at = {name: at for t in trainers for name, at in t.left_at.items()}
+    return Verdict(case, tuple(faults(case, servers, trainers)), ends, clock.now, left_at)
 
 
 def _end(role: Process) -> str:

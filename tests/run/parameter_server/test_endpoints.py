@@ -990,8 +990,7 @@ def strange_server(role_threads: RoleThreads) -> Iterator[str]:
         peer.hello()
         assert peer.hear().op == "welcome"
         one_right_step(peer)
-        peer.tell("complete")
-        assert peer.hear().op == "goodbye"
+        peer.leave()
     (final,) = role_threads.all().values()
     tree_equal(final, {"params/w": jnp.asarray(START - 0.5 * GRAD)})
 
@@ -1092,8 +1091,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
         peer.tell("send", noise, step=0, pieces=[[[NAME, 0, 32]]])
         assert peer.refused() == f"`send` of step 0, pserver {ep} is at 1"
         one_right_step(peer, 1)
-        peer.tell("complete")
-        assert peer.hear().op == "goodbye"
+        peer.leave()
     (final,) = role_threads.all().values()
     tree_equal(final, {"params/w": jnp.asarray(START - GRAD)})
 

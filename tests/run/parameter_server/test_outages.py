@@ -19,6 +19,8 @@ from role_threads import HANG, RoleThreads, free_endpoints, serve, train
 import dtrans
 from dtrans.errors import PeerError
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.trainer_line import TrainerLine
 from dtrans.run.parameter_server import client
 
 
@@ -27,6 +29,7 @@ class Relay:
 
     Attributes:
       connections: how many were made.
+      swallowed: is set where something was lost, from when it is there until connections are cut.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -35,6 +38,7 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections = 0
+        self.swallowed: threading.Event | None = None
         self._flows = threading.Event()
         self._flows.set()
         self._open: list[socket.socket] = []
@@ -60,7 +64,10 @@ class Relay:
         with contextlib.suppress(OSError):
             while data := origin.recv(1 << 16):
                 self._flows.wait()
-                target.sendall(data)
+                if self.swallowed is None:
+                    target.sendall(data)
+                else:
+                    self.swallowed.set()
         for s in (origin, target):
             with contextlib.suppress(OSError):
                 s.shutdown(socket.SHUT_RDWR)
@@ -71,7 +78,8 @@ class Relay:
         threading.Timer(seconds, self._flows.set).start()
 
     def cut(self) -> None:
-        """Break all connections."""
+        """Break all connections; what comes by those that are made again is not lost."""
+        self.swallowed = None
         broken, self._open = self._open, []
         for s in broken:
             with contextlib.suppress(OSError):
@@ -177,3 +185,32 @@ def test_a_connection_that_is_not_made_again_ends_the_job_by_name(role_threads: 
         assert isinstance(error, PeerError) and str(error).startswith(
             f"pserver {ep} went away while trainer {k} waited"
         )
+
+
+def test_a_job_whose_last_words_are_lost_has_ended_well(
+    role_threads: RoleThreads, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The `complete` of trainer 0 is lost with its connection, and then the goodbye to the last trainer."""
+    relay, tells, completes = job[2], TrainerLine.tell, SyncServer.complete
+    all_have_trained = threading.Barrier(2)
+
+    def lose_complete(line: TrainerLine, op: str, **fields: Any) -> None:
+        is_first = op == "complete" and line.me == "trainer 0"
+        if op == "complete":
+            all_have_trained.wait(HANG)
+        if is_first:
+            relay.swallowed = swallowed = threading.Event()
+        tells(line, op, **fields)
+        if is_first:
+            assert swallowed.wait(HANG)
+            relay.cut()
+
+    def lose_goodbye(server: SyncServer, k: int, message: Any) -> None:
+        if len(server._trainers.left) == 1:
+            relay.cut()
+        completes(server, k, message)
+
+    monkeypatch.setattr(TrainerLine, "tell", lose_complete)
+    monkeypatch.setattr(SyncServer, "complete", lose_goodbye)
+    check_numbers(run(role_threads, job, None, patience=10.0))
+    assert relay.connections > 2
