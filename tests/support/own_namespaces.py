@@ -49,6 +49,10 @@ class Namespaces:
         """Let nothing through to a host any more, and nothing from it. Nobody is told."""
         _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "nomaster")
 
+    def mend(self, i: int) -> None:
+        """Let everything through again."""
+        _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "master", "sw0")
+
     def processes(self) -> list[str]:
         """Return the command lines of processes on these hosts."""
         pids = [pid for name in self.names for pid in _ip("netns", "pids", name).split()]
