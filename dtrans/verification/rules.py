@@ -428,6 +428,16 @@ def _clamp(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     return _smaller(eqn, [raised, high])
 
 
+def _taken(x: Real, places: Array) -> Real:
+    """Return one number of each row, with a last dimension of 1."""
+    return Real(np.take_along_axis(x.elements, places, -1), np.take_along_axis(x.shadow, places, -1))
+
+
+def _like(x: Real, other: Real) -> Real:
+    """Return a value broadcast to the shape of another."""
+    return Real(np.broadcast_to(x.elements, other.shape), np.broadcast_to(x.shadow, other.shape))
+
+
 def _extreme(sign: int, *, place: bool) -> Rule:
     """Make the rule of a maximum (sign 1) or minimum over axes, or of its place."""
 
@@ -440,9 +450,13 @@ def _extreme(sign: int, *, place: bool) -> Rule:
         order = np.where(np.isnan(moved.shadow), np.inf, sign * moved.shadow)
         # elements that are equal have shadows that rounding has parted: the first of them counts
         best = np.argmax(order, -1)[..., None]
-        top = Real(*(np.take_along_axis(a, best, -1) for a in (moved.elements, moved.shadow)))
-        widened = Real(*(np.broadcast_to(a, moved.shape) for a in (top.elements, top.shadow)))
-        equal, _ = parted(widened, moved)
+        top = _taken(moved, best)
+        equal, beats = parted(_like(top, moved), moved) if sign > 0 else parted(moved, _like(top, moved))
+        if beats.any():  # near ties, which elements decide
+            key = np.where(beats, moved.elements, np.uint64(0) if sign > 0 else ~np.uint64(0))
+            winner = (np.argmax if sign > 0 else np.argmin)(key, -1)[..., None]
+            top = _taken(moved, np.where(beats.any(-1, keepdims=True), winner, best))
+            equal = moved.elements == top.elements
         first = np.argmax(equal | np.isnan(moved.shadow), -1)
         if place:
             return [first.astype(eqn.outvars[0].aval.dtype)]

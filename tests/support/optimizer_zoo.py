@@ -125,8 +125,8 @@ class Case:
         if not self.pair:
             return dtrans.make_train_step(loss, tx)
 
-        def step(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, Any, Any]:
-            value, grads = dtrans.value_and_grad(loss)(params.fast, x)
+        def step(params: Any, opt_state: Any, *batch: jax.Array) -> tuple[Any, Any, Any]:
+            value, grads = dtrans.value_and_grad(loss)(params.fast, *batch)
             updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, value
 

@@ -43,6 +43,8 @@ class StepCase:
       batch_axes: for each array of a batch the axis that has the rows, or None if all rows share it. None for all:
         axis 0, and arrays without axes are shared.
       what: is special about it.
+      params: makes the params of a key, where a loss is trained.
+      loss: that is trained, of params and a batch; None for a step that is written by hand, or has further results.
     """
 
     name: str
@@ -51,6 +53,8 @@ class StepCase:
     batch: Callable[..., tuple[Any, ...]]
     batch_axes: tuple[int | None, ...] | None = None
     what: str = ""
+    params: Callable[[jax.Array], Tree] | None = None
+    loss: Callable[..., Any] | None = None
 
 
 _CASES: list[StepCase] = []
@@ -77,7 +81,8 @@ def _trained(
 
     def add(loss: Any) -> Any:
         step = dtrans.make_train_step(loss, tx, has_aux=has_aux)
-        _CASES.append(StepCase(loss.__name__, init, step, batch, batch_axes, inspect.getdoc(loss) or ""))
+        trained = (params, None if has_aux else loss)
+        _CASES.append(StepCase(loss.__name__, init, step, batch, batch_axes, inspect.getdoc(loss) or "", *trained))
         return loss
 
     return add

@@ -1,0 +1,82 @@
+"""Plans of the steps and optimizers of the zoos, verified."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+import optax.contrib
+import optimizer_zoo
+from step_zoo import StepCase
+
+import dtrans
+from dtrans.errors import DtransError
+from dtrans.step.batch_sharing import Batch
+from dtrans.verification.outcome import Report
+
+
+ROWS = 12  # 1 / 12, and thirds of it, are rounded
+SMALL = dtrans.Slicing(min_slice_size=1)
+SERVERS = "127.0.0.1:1,127.0.0.1:2"
+STRATEGIES: Mapping[str, Callable[..., Any]] = {
+    "nccl2": lambda main, startup, **o: dtrans.nccl2(main, startup, trainers=3, **o),
+    "stage 1": lambda main, startup, **o: dtrans.sharding(main, startup, degree=3, stage=1, slices=SMALL, **o),
+    "stage 3": lambda main, startup, **o: dtrans.sharding(main, startup, degree=3, stage=3, slices=SMALL, **o),
+    "pserver": lambda main, startup, **o: dtrans.pserver(main, startup, pservers=SERVERS, trainers=3, **o),
+    "pipeline": lambda main, startup, **o: dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=3, **o),
+}
+# the steps that every optimizer of the zoo takes: a mask, statistics of the batch, a loop over time
+STEPS = ("masked_mean_and_penalty", "batch_norm_by_hand", "rnn_time_major")
+# one optimizer of each class, for all losses of the zoo
+CLASSES: Mapping[str, Callable[[], Any]] = {
+    "no state": lambda: optax.sgd(0.1),
+    "moments": lambda: optax.adamw(1e-2),
+    "a norm of all leaves": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
+    "a norm of each leaf": lambda: optax.lamb(1e-2),
+    "rows and columns": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9),
+    "products of matrices": lambda: optax.contrib.muon(1e-2),
+    "random numbers": lambda: optax.noisy_sgd(1e-2, key=0),
+    "every second step": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+    "a schedule": lambda: optax.inject_hyperparams(optax.sgd)(optax.cosine_decay_schedule(0.1, 4), momentum=0.9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a plan.
+
+    Attributes:
+      report: of the plan; None where the step is refused.
+      refusal: the error.
+    """
+
+    report: Report | None
+    refusal: str = ""
+
+
+def verify(case: StepCase, strategy: str) -> Outcome:
+    """Verify the plan of a step."""
+    key = jax.random.key(0)
+    main = dtrans.trace(case.step, *jax.eval_shape(case.init, key), *case.batch(ROWS))
+    batch = Batch(axes=0 if case.batch_axes is None else case.batch_axes)
+    try:
+        plan = STRATEGIES[strategy](main, dtrans.trace(case.init, key), batch=batch)
+    except DtransError as error:
+        return Outcome(None, str(error))
+    return Outcome(plan.verify())
+
+
+def train(case: StepCase, optimizer: optimizer_zoo.Case) -> StepCase:
+    """Return a step of the zoo whose loss another optimizer trains."""
+    assert case.params is not None and case.loss is not None
+    params = case.params
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        made = params(key)
+        made = optax.LookaheadParams.init_synced(made) if optimizer.pair else made
+        return made, optimizer.make().init(made)
+
+    return dataclasses.replace(case, init=init, step=optimizer.step(case.loss))

@@ -1,0 +1,46 @@
+"""Plans of the zoos of steps and of optimizers compute the step, completely compared, or are refused."""
+
+from __future__ import annotations
+
+import jax
+import optimizer_zoo
+import pytest
+import step_zoo
+from verified_table import CLASSES, STEPS, STRATEGIES, Outcome, train, verify
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def _check(found: Outcome) -> None:
+    """Fail if a plan differs; skip where the step is refused."""
+    if found.report is None:
+        pytest.skip(f"refused: {found.refusal}")
+    assert found.report, str(found.report)
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", [case.name for case in step_zoo.CASES])
+def test_every_step_is_computed(name: str, strategy: str) -> None:
+    _check(verify(step_zoo.by_name(name), strategy))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("optimizer", optimizer_zoo.CASES)
+def test_every_optimizer_trains_three_losses(optimizer: str, name: str, strategy: str) -> None:
+    _check(verify(train(step_zoo.by_name(name), optimizer_zoo.CASES[optimizer]), strategy))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("name", [case.name for case in step_zoo.CASES if case.loss is not None])
+def test_each_loss_is_trained_by_an_optimizer_of_each_class(name: str, kind: str, strategy: str) -> None:
+    case = train(step_zoo.by_name(name), optimizer_zoo.Case(CLASSES[kind]))
+    _check(verify(case, strategy))
