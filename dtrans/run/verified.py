@@ -18,7 +18,7 @@ from dtrans.plan import Job, Plan, realises
 from dtrans.run.base.platforms import as_run_on
 from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout
 from dtrans.run.collective.mesh import MeshTrainers
-from dtrans.verification.check import TracedStep
+from dtrans.verification.state_placement import TracedStep
 
 
 class _AbstractTrainers(MeshTrainers):

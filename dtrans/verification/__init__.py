@@ -7,11 +7,12 @@
     rules        primitives on floats: exact arithmetic, decisions by shadows, hashes of the rest
     rank_collectives  collectives of JAX on the values of all ranks
     evaluate     a jaxpr, for all ranks in lock step
-    check        points, placement of state, comparison
+    state_placement  where the state of a job keeps each number of the one-device state
     value_log    the values of an evaluation, and the equations that compute them
     step_values  an index of the values of a step, and of partial sums
     meanings     values of a job in terms of the step: copies, pieces, partial sums
     naming       the first wrong value on the way to an output that differs
+    check        points, comparison
     outcome      the outcome
 
 The traced step of a job comes from `dtrans.run.verified`: what is evaluated is what `job.step` runs.

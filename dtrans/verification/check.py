@@ -1,8 +1,7 @@
 """Compare the traced step of a job with the one-device step, at random points of the field.
 
-points     states that occur: those after 0, 1, 2 and 5 steps of one device, floats perturbed
-placement  where a job keeps each number of a leaf: the job itself is asked, by `state_of`
-check      both are evaluated, and every output is compared
+Points are states that occur: those after 0, 1, 2 and 5 steps of one device, floats perturbed. Both steps
+are evaluated there, and every output is compared, number by number (`state_placement`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import ClosedJaxpr, opened
+from dtrans._jax import opened
 from dtrans.ir.program import Program
 from dtrans.verification import field, field_values as values
 from dtrans.verification.evaluate import World
@@ -28,99 +27,11 @@ from dtrans.verification.naming import find_causes
 from dtrans.verification.outcome import Difference, Report
 from dtrans.verification.rank_collectives import mapped
 from dtrans.verification.rules import shadow_of
+from dtrans.verification.state_placement import StatePlacement, TracedStep, find_placement, holds_leaf, place_leaves
 
 
 STEPS = (0, 1, 2, 5)  # of one device, before the states that are compared
 TRIES = 5  # points that are drawn again after a near tie
-DIGITS = 14  # digits 1 to 14 are exact in every dtype of JAX but bool
-
-
-@dataclasses.dataclass(frozen=True)
-class TracedStep:
-    """The step of a whole job, as one jaxpr.
-
-    Attributes:
-      jaxpr: takes the arrays of the state and of the batch; returns those of the new state, and results.
-      held: a name for each array of the state.
-      state_of: makes the flat arrays of a state from the leaves of a one-device state, by name.
-      init: makes the arrays of the first state from the arguments of `init`; None where that is not compared.
-    """
-
-    jaxpr: ClosedJaxpr
-    held: Sequence[str]
-    state_of: Callable[[Mapping[str, Any]], Sequence[Any]]
-    init: ClosedJaxpr | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class StatePlacement:
-    """Places of the numbers of leaves in the state of a job.
-
-    Attributes:
-      where: for each array of the state, the place of each of its numbers among those of all leaves,
-        one behind the other; -1 for a number that belongs to no leaf.
-      fixed: for each array, what stands there otherwise.
-    """
-
-    where: Sequence[Array]
-    fixed: Sequence[Any]
-
-
-def find_placement(
-    leaves: Mapping[str, Any],
-    state_of: Callable[[Mapping[str, Any]], Sequence[Any]],
-    still: Mapping[str, float],
-) -> StatePlacement:
-    """Ask a job where it keeps each number: its state is made of leaves whose entries count themselves.
-
-    Numbers are given digit by digit, so that every dtype can hold them. Each digit is given twice, as d
-    and as 15 - d. Entries that stay the same belong to no leaf.
-
-    Args:
-      leaves: name to type.
-      state_of: see `TracedStep`.
-      still: leaves that have one value for ever, which a job insists on.
-    """
-    sizes = [int(np.prod(t.shape)) for t in leaves.values()]
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    base = 2 if any(t.dtype == bool for t in leaves.values()) else DIGITS
-    total, power = max(int(starts[-1]), 1), 1
-    found: list[Array] | None = None
-    fixed: list[Any] = []
-    moves: list[Array] = []
-    while power < total or found is None:
-        both = []
-        for turned in (False, True):
-            given = {}
-            for (name, t), start, size in zip(leaves.items(), starts, sizes, strict=False):
-                if name in still:
-                    given[name] = jnp.full(t.shape, still[name], t.dtype)
-                    continue
-                digit = (start + np.arange(size)) // power % base
-                digit = base - 1 - digit if turned else digit
-                coded = digit if base == 2 else digit + 1
-                given[name] = _coded(coded.reshape(t.shape), t)
-            both.append([x if values.is_key(x) else np.asarray(x) for x in state_of(given)])
-        if found is None:
-            found = [np.zeros(np.shape(x), np.int64) for x in both[0]]
-            fixed = both[0]
-            moves = [np.zeros(np.shape(x), bool) for x in both[0]]
-        for k, (x, y) in enumerate(zip(*both, strict=True)):
-            if values.is_key(x):
-                continue
-            moves[k] |= x != y
-            digit = np.where(x != y, np.real(x).astype(np.float64), 0).astype(np.int64) - (base != 2)
-            found[k] += np.where(x != y, digit, 0) * power
-        power *= base
-    assert found is not None
-    where = [np.where(m, f, -1) for m, f in zip(moves, found, strict=True)]
-    return StatePlacement(where, fixed)
-
-
-def _coded(digits: Array, t: Any) -> Any:
-    if jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), t.shape) if t.shape else jax.random.key(0)
-    return jnp.asarray(digits.astype(np.int32)).astype(t.dtype)
 
 
 # -- points ----------------------------------------------------------------------------------------
@@ -199,67 +110,6 @@ def _random_batch(
 # -- comparison ------------------------------------------------------------------------------------
 
 
-def _flat_values(leaves: Mapping[str, Any]) -> tuple[Array, Array, Array]:
-    """Return elements, shadows and integers of all leaves, one behind the other."""
-    elements, shadows, integers = [], [], []
-    for x in leaves.values():
-        size = int(np.prod(getattr(x, "shape", ())))
-        if isinstance(x, Real):
-            elements.append(x.elements.ravel())
-            shadows.append(x.shadow.ravel())
-            integers.append(np.zeros(size, np.int64))
-            continue
-        elements.append(np.zeros(size, np.uint64))
-        shadows.append(np.zeros(size))
-        plain = np.zeros(size, np.int64) if values.is_key(x) else np.asarray(x).astype(np.int64).ravel()
-        integers.append(plain)
-    return np.concatenate(elements), np.concatenate(shadows), np.concatenate(integers)
-
-
-def _placed(
-    placement: StatePlacement, leaves: Mapping[str, Any], types: Sequence[Any], held: Sequence[str]
-) -> list[Any]:
-    """Return the arrays of a job's state that hold the values of leaves."""
-    elements, shadows, integers = _flat_values({n: _part(x, "real") for n, x in leaves.items()})
-    if any(isinstance(x, Complex) for x in leaves.values()):
-        imaginary = {n: _part(x, "imag") for n, x in leaves.items()}
-        parts = [_flat_values(imaginary)[:2], (elements, shadows)]
-    found = []
-    for where, fixed, t, name in zip(placement.where, placement.fixed, types, held, strict=True):
-        if values.is_key(fixed):
-            found.append(_key_leaf(leaves, name, fixed))
-        elif values.is_float(t.dtype):
-            found.append(_filled(where, values.lifted(fixed, t.dtype), elements, shadows))
-        elif values.is_complex(t.dtype):
-            rest = values.lifted(fixed, t.dtype)
-            imag, real = (_filled(where, x, *flat) for x, flat in zip((rest.imag, rest.real), parts, strict=True))
-            found.append(Complex(real, imag))
-        else:
-            found.append(np.where(where >= 0, integers[np.maximum(where, 0)], fixed).astype(t.dtype))
-    return found
-
-
-def _filled(where: Array, rest: Real, elements: Array, shadows: Array) -> Real:
-    """Return an array of numbers of leaves, and of the rest where none belongs."""
-    there, at = where >= 0, np.maximum(where, 0)
-    return Real(np.where(there, elements[at], rest.elements), np.where(there, shadows[at], rest.shadow))
-
-
-def _part(x: Any, part: str) -> Any:
-    return getattr(x, part) if isinstance(x, Complex) else x
-
-
-def _key_leaf(leaves: Mapping[str, Any], name: str, fixed: Any) -> Any:
-    """Return the key of the leaf that an array of the state holds, for each trainer that has one."""
-    found = next((x for n, x in leaves.items() if values.is_key(x) and _holds(name, n)), fixed)
-    return jnp.broadcast_to(found, fixed.shape)
-
-
-def _holds(held: str, leaf: str) -> bool:
-    """Return True if an array of a job's state has the name of a leaf; `count@1` is a copy of `count`."""
-    return held.partition("@")[0].endswith(leaf)
-
-
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """A step of one device, and the traced step of a job that must compute it.
@@ -308,7 +158,7 @@ class Comparison:
             of = {names[int(k)] for k in np.searchsorted(starts, places, "right") - 1}
             # random keys, and leaves that have one value, cannot count themselves
             uncounted = [n for n, t in self.leaf_types.items() if n in self.still or values.is_key(t)]
-            found.append(of | {n for n in uncounted if _holds(name, n)})
+            found.append(of | {n for n in uncounted if holds_leaf(name, n)})
         return found
 
     def check(self, title: str, start: Mapping[str, Any], *, points: Sequence[int] = STEPS, seed: int = 0) -> Report:
@@ -363,7 +213,7 @@ class Comparison:
         types = [v.aval for v in opened(init).outvars]
         # what could not be followed is not compared: zeros stand for it
         zeros = {n: values.lifted(np.zeros(self.leaf_types[n].shape), self.leaf_types[n].dtype) for n in lost}
-        expected = _placed(self.placement, leaves | zeros, types, self.traced.held)
+        expected = place_leaves(self.placement, leaves | zeros, types, self.traced.held)
         for name, x, y, of in zip(names, made, expected, self.leaves_of, strict=True):
             found.note(name, x, Unknown("") if of & lost else y)
         drawn = {n: x for n, (x,) in zip(startup.inputs, given, strict=True)}
@@ -442,7 +292,7 @@ class Comparison:
         """Compare the job's step with what one device makes at a point."""
         held, count = self.traced.held, len(self.traced.held)
         types = [v.aval for v in opened(self.traced.jaxpr).invars[:count]]
-        arrays = _placed(self.placement, {n: point[n] for n in self.leaf_types}, types, held)
+        arrays = place_leaves(self.placement, {n: point[n] for n in self.leaf_types}, types, held)
         batch = [point[n] for n in self.batch_types]
         world = World(unknown=found.unfollowed)
         made = [x for (x,) in world.run(self.traced.jaxpr, [(x,) for x in (*arrays, *batch)])]
@@ -451,7 +301,7 @@ class Comparison:
         new = {n: wanted[n] for n in self.leaf_types}
         lost = {n for n, x in new.items() if isinstance(x, Unknown)}
         known = {n: point[n] if n in lost else x for n, x in new.items()}
-        expected = _placed(self.placement, known, types, held)
+        expected = place_leaves(self.placement, known, types, held)
         placed = zip(held, made, expected, self.placement.where, self.leaves_of, strict=False)
         for name, x, y, where, leaves in placed:
             y = Unknown("") if leaves & lost else y
