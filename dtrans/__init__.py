@@ -62,6 +62,7 @@ from dtrans.step.marks import make_train_step as make_train_step, value_and_grad
 from dtrans.step.scopes import local as local, replicate as replicate, split as split
 from dtrans.step.trace import trace as trace
 from dtrans.step_meter import JobReport as JobReport
+from dtrans.verification.by_hand import verify as verify
 from dtrans.zero.options import LossScaling as LossScaling, Precision as Precision, Slicing as Slicing
 from dtrans.zero.plan import ShardingPlan as ShardingPlan
 from dtrans.zero.transform import sharding as sharding

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 
 class UnknownPrimitiveWarning(UserWarning):
@@ -81,6 +82,18 @@ class StateError(DtransError, RuntimeError):
 
 class NonfiniteError(DtransError, FloatingPointError):
     """Gradients of a trainer that are not finite, where `on_nonfinite="error"` was said."""
+
+
+class VerifyError(DtransError, AssertionError):
+    """A distributed step, given to `dtrans.verify`, that computes something else than the step.
+
+    Attributes:
+      report: the outcome, whose text is that of the error: the outputs that differ, and the faults that were found.
+    """
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(str(report))
+        self.report = report
 
 
 class WireError(DtransError, ValueError):

@@ -75,7 +75,7 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     counting = _with_counts(args, result[-1][0])
     if counting is not None:
         return trace(fn, *counting, name=name)
-    out, ambiguous_outputs = _result_spec(result[-1][1], args, roots)
+    out, ambiguous_outputs = name_result(result[-1][1], args, roots)
     leaves = zip(out.leaves, jax.tree.leaves(result[-1][0]), strict=True)
     numbers = {n: x for n, x in leaves if isinstance(n, str) and isinstance(x, NUMBERS)}
     called = name or getattr(fn, "__name__", type(fn).__name__).strip("<>")
@@ -149,8 +149,8 @@ def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
     return tuple(roles)
 
 
-def _result_spec(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[TreeSpec, str]:
-    """Name the parts of a result (see `trace`), and say why that is a guess, where it is."""
+def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[TreeSpec, str]:
+    """Name the parts of a result (see `trace`); the second value says why that is a guess, where it is."""
     parts = children(out)
     if args and not jax.tree_util.treedef_is_leaf(jax.tree.structure(out)) and _alike(out, args[0]):
         return TreeSpec.of(out, roots[0]), ""

@@ -1,4 +1,4 @@
-"""Verification without tolerance: does a job compute the step? `plan.verify()` asks.
+"""Verification without tolerance: does a job compute the step? `plan.verify()` and `dtrans.verify` ask.
 
     field        arithmetic modulo 2**61 - 1, on NumPy arrays
     rationals    floats as the simplest rational numbers that round to them
@@ -14,6 +14,9 @@
     naming       the first wrong value on the way to an output that differs
     check        points, comparison
     outcome      the outcome
+    by_hand      `dtrans.verify`: steps that users wrote with `shard_map`
+    relations    words for how a wrong value is related to the right one
+    repairs      the collective whose change makes outputs right
 
 The traced step of a job comes from `dtrans.run.verified`: what is evaluated is what `job.step` runs.
 docs/verify.md says what a report proves.

@@ -37,7 +37,7 @@ TRIES = 5  # points that are drawn again after a near tie
 # -- points ----------------------------------------------------------------------------------------
 
 
-def _random_point(
+def random_point(
     types: Mapping[str, Any], real_values: Mapping[str, Any], fixed: frozenset[str], rng: np.random.Generator
 ) -> dict[str, Any]:
     """Return a value for each input: floats are random elements whose shadows are near the real values.
@@ -57,7 +57,7 @@ def _random_point(
         if values.is_complex(t.dtype):
             part = jax.ShapeDtypeStruct(t.shape, np.dtype(np.float64))
             both = {"real": np.real(x), "imag": np.imag(x)}
-            point[name] = Complex(**_random_point(dict.fromkeys(both, part), both, frozenset(), rng))
+            point[name] = Complex(**random_point(dict.fromkeys(both, part), both, frozenset(), rng))
             continue
         noise = rng.uniform(0.5, 1, t.shape)
         near = np.asarray(x, np.float64)
@@ -84,10 +84,10 @@ class BatchRange:
 RANGES = (BatchRange(False, 4), BatchRange(False, 2), BatchRange(True, 2))
 
 
-def _random_batch(
+def random_arrays(
     types: Mapping[str, Any], rng: np.random.Generator, range_: BatchRange, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Draw the arrays of a batch that are not given."""
+    """Draw an array for each type that no array is given for."""
     batch: dict[str, Any] = {}
     for name, t in types.items():
         if given is not None and name in given:
@@ -195,8 +195,8 @@ class Comparison:
             return
         names = [f"init/{name}" for name in self.traced.held]
         for _ in range(TRIES):
-            drawn = _random_batch(startup.inputs, rng, RANGES[-1])
-            given = [(x,) for x in _random_point(startup.inputs, drawn, frozenset(), rng).values()]
+            drawn = random_arrays(startup.inputs, rng, RANGES[-1])
+            given = [(x,) for x in random_point(startup.inputs, drawn, frozenset(), rng).values()]
             try:
                 world = World(unknown=found.unfollowed)
                 wanted = [x for (x,) in world.run(startup.jaxpr, given)]
@@ -229,7 +229,7 @@ class Comparison:
     ) -> None:
         """Compare the states that one device comes to, one step behind the other."""
         state = dict(start)
-        batch = _random_batch(self.batch_types, rng, range_, self.batch_values)
+        batch = random_arrays(self.batch_types, rng, range_, self.batch_values)
         for made in range(max(points) + 1):
             wanted = self._one_step(found, state, batch, rng, compared=made in points)
             if wanted is None:
@@ -275,8 +275,8 @@ class Comparison:
         compared: bool,
     ) -> dict[str, Any]:
         """Return what one device makes at a point near a state; the job's step is compared with that."""
-        point = _random_point(self.leaf_types, state, frozenset(self.still), rng)
-        point |= _random_point(self.batch_types, batch, frozenset(), rng)
+        point = random_point(self.leaf_types, state, frozenset(self.still), rng)
+        point |= random_point(self.batch_types, batch, frozenset(), rng)
         wanted = self._one_device(found, point)
         if compared:
             self._compare(found, point, wanted)
@@ -334,7 +334,8 @@ class Findings:
           there: where a number of a leaf is; everywhere by default.
         """
         if isinstance(x, Replicas):
-            self.differences[name] = Difference(name, (1, 1), "ranks hold copies that differ")
+            size = int(np.prod(np.shape(shadow_of(y)))) if not isinstance(y, Unknown) else 1
+            self.differences.setdefault(name, Difference(name, (size, size), "ranks hold copies that differ"))
             return
         if isinstance(x, Unknown) or isinstance(y, Unknown):
             self.skipped[name] = None
@@ -394,7 +395,7 @@ def _count(x: Any, y: Any, there: Array | None) -> tuple[int, int]:
 
 def random_arguments(types: Mapping[str, Any], seed: int) -> list[Any]:
     """Draw arguments of an init function."""
-    drawn = _random_batch(types, np.random.default_rng(seed), BatchRange(True, 4))
+    drawn = random_arrays(types, np.random.default_rng(seed), BatchRange(True, 4))
     return [
         x if values.is_key(x) else jnp.asarray(x, t.dtype) for x, t in zip(drawn.values(), types.values(), strict=True)
     ]

@@ -98,6 +98,11 @@ class World:
         """Return a value that all ranks have."""
         return (x,) * self.count
 
+    @property
+    def evaluated(self) -> int:
+        """The number of equations that were evaluated until now."""
+        return self._made
+
     # -- equations -------------------------------------------------------------------------------
 
     def _equation(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
@@ -186,12 +191,12 @@ class World:
         return [a for a in axes_of(eqn) if isinstance(a, str)]
 
     def _collective(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        if eqn.params.get("axis_index_groups") is not None:
-            raise NotImplementedError("axis_index_groups")
         within = [a for a in axes_of(eqn) if not isinstance(a, str)]
         if within:
             raise NotImplementedError("axes of the mesh and of the array at once")
         rule, groups = GROUPS[eqn.primitive.name], groups_of(self.axes, self._over(eqn))
+        if (parts := eqn.params.get("axis_index_groups")) is not None:
+            groups = [[ranks[k] for k in part] for ranks in groups for part in parts]
         found = []
         for x in operands:
             made: list[Any] = [None] * self.count
@@ -217,9 +222,8 @@ class World:
         if self.count != 1:
             raise NotImplementedError("a shard_map within another")
         found = shard_map_of(eqn)
-        if found.manual != set(found.axes):
-            raise NotImplementedError("some axes of the mesh are not manual")
-        world = World(found.axes, self.unknown, self.log)
+        # over other axes XLA shards what has one meaning for all of their ranks
+        world = self.inner({name: size for name, size in found.axes.items() if name in found.manual})
         world._made = self._made
         given = []
         for x, spec in zip(operands, found.in_specs, strict=True):
@@ -230,6 +234,10 @@ class World:
         for pieces, spec in zip(made, found.out_specs, strict=True):
             whole += self._noted(eqn, [pieces], [(world.put_together(pieces, spec),)])
         return whole
+
+    def inner(self, axes: Mapping[str, int]) -> World:
+        """Return the world of the ranks of a mesh, inside of this one."""
+        return World(axes, self.unknown, self.log)
 
     def cut(self, x: Any, spec: Any) -> Ranked:
         """Return the piece of each rank of an array that lies on the mesh as a spec says."""
@@ -265,7 +273,7 @@ class World:
                     whole[r] = one
             pieces = whole
         if any(p is not pieces[0] and not same(p, pieces[0]) for p in pieces):
-            return Replicas("ranks hold copies that differ", tuple(pieces))
+            return Replicas("ranks hold copies that differ", tuple(pieces), self.axes)
         return pieces[0]
 
     # -- loops and branches ----------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -112,9 +112,11 @@ class Replicas(Unknown):
 
     Attributes:
       copies: that of each rank.
+      axes: name to size of the axes of the mesh; ranks are in row-major order.
     """
 
     copies: tuple[Any, ...] = ()
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def real(elements: Array, shadow: Any) -> Real:

@@ -48,7 +48,7 @@ class Difference:
     Attributes:
       output: its name, as `params/w1`.
       entries: how many of its numbers differ, and how many there are.
-      detail: further facts: copies of ranks that differ.
+      detail: how its value is related to the step's: scaled, rows of another rank, copies that differ.
       cause: the first equation whose value is wrong; None where the program is too large to look.
     """
 
@@ -65,17 +65,18 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Outcome of `plan.verify()`.
+    """Outcome of `plan.verify()` or `dtrans.verify()`.
 
     Attributes:
-      title: the plan.
-      differences: outputs that differ; none where the plan computes the step.
+      title: the plan, or the name of the distributed step.
+      differences: outputs that differ; none where the step is computed.
       compared: names of the outputs that were compared as elements of the field.
       unfollowed: equations that could not be followed, with their lines; what they reach is not
         compared.
       skipped: names of outputs that were not compared.
       points: how many random points were compared.
       seconds: how long it took.
+      faults: collectives that explain differences, with the user's lines and remedies.
     """
 
     title: str
@@ -85,6 +86,7 @@ class Report:
     skipped: tuple[str, ...]
     points: int
     seconds: float
+    faults: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -108,6 +110,7 @@ class Report:
             if difference.cause not in said:
                 lines.append(f"    first wrong value: {difference.cause}")
             said.add(difference.cause)
+        lines += [f"  fault: {fault}" for fault in self.faults]
         lines += [f"  not followed: {why}" for why in self.unfollowed]
         if self.skipped:
             lines.append(f"  not compared: {', '.join(self.skipped)}")

@@ -103,11 +103,15 @@ def _reduce_scatter(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
 
 
 def _all_to_all(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
-    if not params["tiled"]:
-        raise NotImplementedError("all_to_all(tiled=False)")
+    # with tiled=False `jax.lax.all_to_all` adds and removes dimensions of its own, beside the primitive
     cut, to = params["split_axis"], params["concat_axis"]
     pieces = [[mapped(lambda x, k=k: np.split(x, len(parts), cut)[k], p) for p in parts] for k in range(len(parts))]
     return [joined(row, to) for row in pieces]
+
+
+def _broadcast(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
+    # before JAX 0.7 this was the name of pvary, which has no source
+    return [parts[params["source"]]] * len(parts) if "source" in params else parts
 
 
 def _permute(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
@@ -127,4 +131,5 @@ GROUPS: Mapping[str, Group] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "ppermute": _permute,
+    "pbroadcast": _broadcast,
 }

@@ -602,6 +602,9 @@ def _copy(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     return list(operands)
 
 
+# they say where an array is, or on which axes it varies, and compute nothing
+PLACES = ("sharding_constraint", "reshard", "mesh_cast", "device_put", "pvary")
+
 REAL: Mapping[str, Rule] = {
     **dict.fromkeys(("add", "add_any"), _exactly(field.add)),
     "sub": _exactly(field.subtract),
@@ -632,7 +635,7 @@ REAL: Mapping[str, Rule] = {
     "convert_element_type": _convert,
     "bitcast_convert_type": _bitcast,
     **dict.fromkeys(("copy", "copy_p", "reduce_precision", "optimization_barrier", "name", "stop_gradient"), _copy),
-    **dict.fromkeys(("sharding_constraint", "device_put", "pvary", "pbroadcast", "gradient"), _copy),
+    **dict.fromkeys((*PLACES, "gradient"), _copy),
     **dict.fromkeys(
         (
             "broadcast_in_dim", "reshape", "transpose", "squeeze", "concatenate", "stack", "unstack", "split", "rev",
@@ -683,6 +686,8 @@ MOVES = frozenset(name for name, rule in REAL.items() if rule in (_structure, _b
 def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Carry out an equation whose operands are integers, booleans or keys."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
+    if name in PLACES:
+        return operands
     if any(map(values.is_key, operands)):
         made = by_jax(eqn, operands)
     elif name in ELEMENTWISE:

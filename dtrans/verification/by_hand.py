@@ -1,0 +1,253 @@
+"""`dtrans.verify`: a step that its user wrote with `jax.shard_map`, against the step of one device.
+
+Both are functions of the same global arguments, and return the same global values. They are traced,
+evaluated at random points of the field, and compared leaf by leaf. Faults are put into words by
+`relations` (of one output) and `repairs` (of a collective).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dtrans._jax import ClosedJaxpr, equations, plain_type, shard_map_of
+from dtrans.errors import ConfigError, TraceError, VerifyError
+from dtrans.ir.pytree import TreeSpec, as_array, is_array
+from dtrans.step.trace import argument_names, name_result
+from dtrans.verification.check import RANGES, TRIES, BatchRange, Findings, random_arrays, random_point
+from dtrans.verification.evaluate import World
+from dtrans.verification.field_values import NearTie
+from dtrans.verification.outcome import Report
+from dtrans.verification.relations import relation
+from dtrans.verification.repairs import find_faults
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPair:
+    """A distributed step and the step of one device that it must compute.
+
+    Attributes:
+      title: the name of the distributed step.
+      distributed, step: their jaxprs, of the same flat inputs.
+      inputs: name to type of the inputs.
+      outputs: names of the outputs: that of an input where an output is its new value.
+    """
+
+    title: str
+    distributed: ClosedJaxpr
+    step: ClosedJaxpr
+    inputs: Mapping[str, Any]
+    outputs: Sequence[str]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Name to size of the axes of the distributed step's meshes."""
+        found: dict[str, int] = {}
+        for mapped in _shard_maps(self.distributed):
+            found |= {name: size for name, size in mapped.axes.items() if name in mapped.manual}
+        return found
+
+
+def verify(
+    distributed_step: Callable[..., Any], step: Callable[..., Any], *args: Any, points: int = 3, seed: int = 0
+) -> Report:
+    """Check a step written with `jax.shard_map` against the step of one device, without a tolerance.
+
+    Both functions take the same global arguments and return the same structure. They are traced,
+    and evaluated in a finite field for all ranks (docs/verify.md). Nothing is compiled. A mesh may
+    have more devices than there are (`jax.sharding.AbstractMesh`).
+
+    Args:
+      distributed_step: the function under test; its collectives are in one `shard_map`, or several.
+      step: the function for one device.
+      *args: global arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`. Floats are drawn
+        near those of an array. Integers and keys of an array stay. Of a type, all are drawn.
+      points: number of points.
+      seed: seed of the points.
+
+    Returns:
+      A report in which nothing differs. `report.complete` is False if an output was not compared.
+
+    Raises:
+      VerifyError: outputs differ. The message names them and the fault; `error.report` has more.
+      ConfigError: `distributed_step` has no `shard_map`, as a function that `jax.jit` shards.
+      TraceError: the functions return different structures.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, dtrans
+      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> grad = jax.grad(lambda w, x: jnp.mean((x @ w) ** 2))
+      >>> def step(w, x):
+      ...     return w - 0.1 * grad(w, x)
+      >>> def rank_step(w, x):
+      ...     return w - 0.1 * jax.lax.psum(grad(w, x), "data")  # should be pmean
+      >>> mesh = AbstractMesh((4,), ("data",))
+      >>> specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+      >>> parallel = jax.shard_map(rank_step, mesh=mesh, **specs)
+      >>> try:
+      ...     dtrans.verify(parallel, step, jnp.ones(2), jnp.ones((8, 2)))
+      ... except dtrans.errors.VerifyError as e:
+      ...     print("use jax.lax.pmean" in str(e))
+      True
+    """
+    begun = time.monotonic()
+    args = tuple(as_array(a) for a in args)
+    pair = trace_pair(distributed_step, step, args)
+    given = [x for a in args for x in jax.tree.leaves(a) if is_array(x)]
+    given_values = {n: x for n, x in zip(pair.inputs, given, strict=True) if not isinstance(x, jax.ShapeDtypeStruct)}
+    comparison = _HandComparison(pair, given_values)
+    with np.errstate(all="ignore"):
+        comparison.check(points, seed)
+    found = comparison.found.report(pair.title, time.monotonic() - begun)
+    report = dataclasses.replace(found, faults=comparison.faults)
+    if not report.equal:
+        raise VerifyError(report)
+    return report
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+
+def trace_pair(distributed_step: Callable[..., Any], step: Callable[..., Any], args: Sequence[Any]) -> StepPair:
+    """Trace a distributed step and the step of one device.
+
+    Raises:
+      ConfigError: the distributed step has no `shard_map`.
+      TraceError: the structures that they return are not the same.
+    """
+    roots = argument_names(step, len(args))
+    specs = [TreeSpec.of(a, root) for a, root in zip(args, roots, strict=True)]
+    names = [n for spec in specs for n in spec.names]
+    leaves = [x for a in args for x in jax.tree.leaves(a) if is_array(x)]
+    types = [plain_type(x) for x in leaves]
+    title = _name_of(distributed_step)
+    distributed, given = _traced(distributed_step, specs, types)
+    one_device, wanted = _traced(step, specs, types)
+    if not _shard_maps(distributed):
+        raise ConfigError(_no_shard_map(title, distributed))
+    mine: Any = jax.tree.structure(given)
+    right: Any = jax.tree.structure(wanted)
+    if mine != right:
+        raise TraceError(
+            f"{title} returns {mine}, {_name_of(step)} returns {right}; "
+            "let both return the same structure of global arrays"
+        )
+    outputs = name_result(wanted, args, roots)[0].names
+    if len(outputs) == 1 and is_array(wanted) and wanted.shape == getattr(args[0], "shape", None):
+        outputs = (roots[0],)  # a function of one array and others returns its new value
+    return StepPair(title, distributed, one_device, dict(zip(names, types, strict=True)), outputs)
+
+
+def _traced(fn: Callable[..., Any], specs: Sequence[TreeSpec], types: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
+    """Return the jaxpr of a function of flat arrays, and what the function returns."""
+    result: list[Any] = []
+
+    def on_arrays(*arrays: Any) -> list[Any]:
+        it = iter(arrays)
+        made = fn(*(s.unflatten([next(it) for _ in s.names]) for s in specs))
+        result.append(jax.tree.map(as_array, made))
+        return [x for x in jax.tree.leaves(result[-1]) if is_array(x)]
+
+    jaxpr: Any = jax.make_jaxpr(on_arrays)(*types)
+    return jaxpr, result[-1]
+
+
+def _shard_maps(jaxpr: Any) -> list[Any]:
+    return [shard_map_of(eqn) for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"]
+
+
+def _no_shard_map(title: str, jaxpr: Any) -> str:
+    """Say why a program without `shard_map` is refused, and which shardings it names."""
+    marks = [eqn.primitive.name for eqn in equations(jaxpr) if _names_shardings(eqn)]
+    shards = f" XLA shards it by {' and '.join(dict.fromkeys(marks))}." if marks else ""
+    return (
+        f"{title} has no shard_map in its jaxpr.{shards} XLA adds the collectives of such a program "
+        "when it compiles, so that there is nothing to compare; write the step of a rank with "
+        "jax.shard_map, or let dtrans.nccl2 or dtrans.sharding write it and call plan.verify()"
+    )
+
+
+def _names_shardings(eqn: Any) -> bool:
+    if eqn.primitive.name in ("sharding_constraint", "reshard", "mesh_cast"):
+        return True
+    each = [s for key in ("in_shardings", "out_shardings") for s in eqn.params.get(key, ())]
+    return any(isinstance(s, jax.sharding.Sharding) for s in each)
+
+
+def _name_of(fn: Any) -> str:
+    return str(getattr(fn, "__name__", type(fn).__name__)).strip("<>")
+
+
+# -- comparison ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _HandComparison:
+    """Comparison of two steps at random points.
+
+    Attributes:
+      pair: the steps.
+      given: name to array of those inputs that have values.
+      found: the outcome.
+      faults: faults that were found.
+    """
+
+    pair: StepPair
+    given: Mapping[str, Any]
+    found: Findings = dataclasses.field(default_factory=Findings)
+    faults: tuple[str, ...] = ()
+
+    def check(self, points: int, seed: int) -> None:
+        """Compare at random points, until something differs."""
+        drawn = len(self.given) < len(self.pair.inputs)
+        # infinities hide differences: a narrower range says more
+        for range_ in RANGES if drawn else RANGES[:1]:
+            self.found.not_finite = False
+            rng = np.random.default_rng(seed)
+            for _ in range(points):
+                if not self.found.differences:
+                    self._compare(rng, range_)
+            if not self.found.not_finite:
+                return
+        self.found.unfollowed["infinities and NaN, which are equal wherever they stand"] = None
+
+    def _compare(self, rng: np.random.Generator, range_: BatchRange) -> None:
+        """Compare both steps at one point, which is drawn again after a near tie."""
+        inputs = self.pair.inputs
+        for _ in range(TRIES):
+            arrays = random_arrays(inputs, rng, range_, self.given)
+            point = random_point(inputs, arrays, frozenset(), rng)
+            try:
+                made = self._evaluated(self.pair.distributed, point)
+                wanted = self._evaluated(self.pair.step, point)
+            except NearTie:
+                continue
+            self.found.points += 1
+            for name, x, y in zip(self.pair.outputs, made, wanted, strict=True):
+                self.found.note(name, x, y)
+            if self.found.differences:
+                self._explain(point, made, wanted)
+            return
+        self.found.unfollowed["a near tie at every point that was tried"] = None
+
+    def _evaluated(self, jaxpr: ClosedJaxpr, point: Mapping[str, Any]) -> list[Any]:
+        world = World(unknown=self.found.unfollowed)
+        return [x for (x,) in world.run(jaxpr, [(x,) for x in point.values()])]
+
+    def _explain(self, point: Mapping[str, Any], made: Sequence[Any], wanted: Sequence[Any]) -> None:
+        """Put the differences of a point into words."""
+        pair, differences = self.pair, self.found.differences
+        for name, x, y in zip(pair.outputs, made, wanted, strict=True):
+            if name in differences:
+                detail = relation(x, y, point.get(name), pair.axes)
+                differences[name] = dataclasses.replace(differences[name], detail=detail)
+        arguments = [*point.values()]
+        self.faults, left = find_faults(pair.distributed, arguments, wanted, pair.outputs)
+        # a fault says more than the first wrong value does: that is for outputs that no change mends
+        names = [name if k in left else "" for k, name in enumerate(pair.outputs)]
+        self.found.name_causes(names, (pair.step, point), (pair.distributed, arguments))

@@ -1,0 +1,187 @@
+"""Relations between a wrong value and the right one: scaled, not updated, rows of another rank.
+
+`relation` puts the first that holds into words. It looks at two arrays, and not at programs:
+`repairs` finds the collective that is the cause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from dtrans.verification import field
+from dtrans.verification.field import Array, P
+from dtrans.verification.field_values import Real, Replicas, Unknown, from_integers, is_key, same
+
+
+def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
+    """Put into words how a value is related to the right one; "" where no relation is found.
+
+    Args:
+      x: the value of an output of the distributed step.
+      y: that of the step.
+      before: the value of the input that the output replaces, or None.
+      axes: name to size of the axes of meshes.
+
+    Example:
+      >>> import numpy as np
+      >>> from dtrans.verification.field_values import from_integers
+      >>> from dtrans.verification.relations import relation
+      >>> relation(from_integers(np.array([4, 8])), from_integers(np.array([1, 2])), None, {"data": 4})
+      "it is the step's value times 4, the size of axis 'data': summed where it should be averaged"
+    """
+    if isinstance(x, Replicas):
+        where = axes_in_words(varying_axes(x))
+        return f"ranks hold copies that differ along {where}, where out_specs has one"
+    if isinstance(x, Unknown) or isinstance(y, Unknown) or is_key(x) or is_key(y):
+        return ""
+    if np.shape(x) != np.shape(y):
+        return f"its shape is {np.shape(x)}, the step's is {np.shape(y)}"
+    if isinstance(x, Real) != isinstance(y, Real):
+        return "only one of both is an array of floats"
+    if not isinstance(x, (Real, np.ndarray)):
+        return ""
+    x, y = _as_real(x), _as_real(y)
+    if found := _scaled(x, y, axes, "it is the step's value"):
+        return found
+    if before is not None and np.shape(before) == x.shape:
+        found = _relation_of_changes(x, y, _as_real(before), axes)
+    return found or _moved(x, y, axes, "its", "the step's") or _partly_right(x, y, axes)
+
+
+def _relation_of_changes(x: Real, y: Real, before: Real, axes: Mapping[str, int]) -> str:
+    """Relate what is added to an input by the distributed step and by the step."""
+    if same(x, before):
+        return "it is not updated"
+    change, right = _minus(x, before), _minus(y, before)
+    return (
+        _scaled(change, right, axes, "it changes by the step's change")
+        or _moved(change, right, axes, "its change's", "the step's change's")
+        or _moved(_minus(x, right), before, axes, "the right change is added to its pieces: its", "the input's")
+    )
+
+
+def _minus(x: Real, y: Real) -> Real:
+    return Real(field.subtract(x.elements, y.elements), x.shadow - y.shadow)
+
+
+def _as_real(x: Any) -> Real:
+    return x if isinstance(x, Real) else from_integers(x)
+
+
+def axes_in_words(axes: Mapping[str, int]) -> str:
+    """Name axes with their sizes.
+
+    Example:
+      >>> from dtrans.verification.relations import axes_in_words
+      >>> axes_in_words({"data": 4}), axes_in_words({"data": 4, "model": 2})
+      ("axis 'data' (size 4)", "axes 'data' and 'model' (sizes 4 and 2)")
+    """
+    names = " and ".join(map(repr, axes))
+    sizes = " and ".join(str(size) for size in axes.values())
+    return f"axis {names} (size {sizes})" if len(axes) == 1 else f"axes {names} (sizes {sizes})"
+
+
+def subsets(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield the sets of axes that are not empty, those of few axes first."""
+    for count in range(1, len(axes) + 1):
+        for names in itertools.combinations(axes, count):
+            yield {name: axes[name] for name in names}
+
+
+def varying_axes(x: Replicas) -> dict[str, int]:
+    """Return the axes along which copies differ."""
+    copies: Array = np.empty(len(x.copies), object)
+    copies[:] = x.copies
+    grid = copies.reshape([*x.axes.values()])
+    return {name: size for k, (name, size) in enumerate(x.axes.items()) if _differs_along(grid, k)}
+
+
+def _differs_along(grid: Array, dimension: int) -> bool:
+    first, *others = np.moveaxis(grid, dimension, 0).reshape(grid.shape[dimension], -1)
+    return any(not same(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+# -- scaled ----------------------------------------------------------------------------------------
+
+
+def scaled(x: Real, factor: Fraction) -> Real:
+    """Return a multiple of an array."""
+    element = factor.numerator * pow(factor.denominator, -1, P) % P
+    return Real(field.multiply(x.elements, np.uint64(element)), x.shadow * float(factor))
+
+
+def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
+    """Say that a value is the right one times or divided by a number of ranks."""
+    for over in subsets(axes):
+        size = math.prod(over.values())
+        if size == 1:
+            continue
+        sizes = " times ".join(f"the size of axis {name!r}" for name in over)
+        if same(x, scaled(y, Fraction(size))):
+            return f"{what} times {size}, {sizes}: summed where it should be averaged"
+        if same(x, scaled(y, Fraction(1, size))):
+            return f"{what} divided by {size}, {sizes}: averaged where it should be summed"
+    if same(x, scaled(y, Fraction(-1))):
+        return f"{what} with the other sign"
+    if not x.elements.any():
+        return f"{what} times zero"
+    return ""
+
+
+# -- moved -----------------------------------------------------------------------------------------
+
+
+def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> str:
+    """Say that rows of a value are those of the right one in another order."""
+    for dimension in range(len(x.shape)):
+        order = _order_of_rows(x, y, dimension)
+        if order is None:
+            continue
+        for count in _block_counts(axes, len(order)):
+            if blocks := _order_of_blocks(order, count):
+                numbers = ", ".join(map(str, blocks))
+                pieces = f"{mine} {count} blocks along dimension {dimension}"
+                return f"{pieces} are {right} blocks {numbers}: other ranks'"
+        return f"{mine} rows along dimension {dimension} are {right} in another order"
+    return ""
+
+
+def _order_of_rows(x: Real, y: Real, dimension: int) -> list[int] | None:
+    """Return for each row of x the row of y that it equals; None if there is not one for each."""
+    rows = [np.moveaxis(v.elements, dimension, 0) for v in (x, y)]
+    place = {row.tobytes(): k for k, row in enumerate(rows[1])}
+    order = [place.get(row.tobytes()) for row in rows[0]]
+    found = [k for k in order if k is not None]
+    return found if len(place) == len(rows[1]) > 1 and len(found) == len(order) else None
+
+
+def _order_of_blocks(order: Sequence[int], count: int) -> list[int]:
+    """Return the order of blocks of equal size, or nothing where rows move within blocks too."""
+    size = len(order) // count
+    starts = [order[k] for k in range(0, len(order), size)]
+    wanted = [start + k for start in starts for k in range(size)]
+    return [s // size for s in starts] if wanted == list(order) and not any(s % size for s in starts) else []
+
+
+def _block_counts(axes: Mapping[str, int], length: int) -> list[int]:
+    """Return the numbers of ranks by which a dimension can be sharded, the smallest first."""
+    counts = {math.prod(over.values()) for over in subsets(axes)}
+    return sorted(n for n in counts if n > 1 and length % n == 0)
+
+
+def _partly_right(x: Real, y: Real, axes: Mapping[str, int]) -> str:
+    """Say which pieces of ranks differ, if others are right."""
+    wrong = x.elements != y.elements
+    for dimension, length in enumerate(x.shape):
+        rows = np.moveaxis(wrong, dimension, 0).reshape(length, -1).any(1)
+        for count in _block_counts(axes, length):
+            blocks = np.flatnonzero(rows.reshape(count, -1).any(1))
+            if len(blocks) < count:
+                return f"only blocks {', '.join(map(str, blocks))} of {count} along dimension {dimension} differ"
+    return ""
