@@ -5,7 +5,8 @@
     jaxprs       jaxprs, open and closed
     own          how primitives of this package are made
     origins      where an equation comes from
-    primitives   primitives by kind, and the parameters of loops, branches, calls and collectives
+    primitives   one record of facts for each primitive
+    equation_params  parameters of loops, branches, calls and collectives
     user_meshes  meshes and shardings of a user's arrays, which programs do not carry
     runtime      devices and processes
 
@@ -13,6 +14,26 @@ Tests look that nothing else of the package imports such a module, names such a 
 file imports only those above it.
 """
 
+from dtrans._jax.equation_params import (
+    CALLBACKS as CALLBACKS,
+    axes_of as axes_of,
+    bodies as bodies,
+    call_body as call_body,
+    combiner_of as combiner_of,
+    host_function as host_function,
+    is_ordered as is_ordered,
+    is_reversed as is_reversed,
+    linear_solve as linear_solve,
+    name_given as name_given,
+    scan_counts as scan_counts,
+    scan_length as scan_length,
+    scan_turns as scan_turns,
+    scan_with as scan_with,
+    scan_with_constants as scan_with_constants,
+    shard_map_of as shard_map_of,
+    while_counts as while_counts,
+    with_bodies as with_bodies,
+)
 from dtrans._jax.imports import (
     Atom as Atom,
     ClosedJaxpr as ClosedJaxpr,
@@ -61,35 +82,24 @@ from dtrans._jax.own import (
     new_primitive as new_primitive,
 )
 from dtrans._jax.primitives import (
-    CALLBACKS as CALLBACKS,
     COND as COND,
     CUSTOM_RULES as CUSTOM_RULES,
-    ELEMENTWISE as ELEMENTWISE,
+    FACTS as FACTS,
     LOOPS as LOOPS,
     REMAT as REMAT,
     SCAN as SCAN,
     WHILE as WHILE,
-    axes_of as axes_of,
-    bodies as bodies,
-    call_body as call_body,
-    combiner_of as combiner_of,
-    host_function as host_function,
+    facts_of as facts_of,
     is_identity as is_identity,
     is_known as is_known,
-    is_ordered as is_ordered,
-    is_reversed as is_reversed,
-    known_primitives as known_primitives,
-    linear_solve as linear_solve,
-    name_given as name_given,
-    scan_counts as scan_counts,
-    scan_length as scan_length,
-    scan_turns as scan_turns,
-    scan_with as scan_with,
-    scan_with_constants as scan_with_constants,
-    shard_map_of as shard_map_of,
+    is_rearrangement as is_rearrangement,
+    linear_operands as linear_operands,
+    mixed_axes as mixed_axes,
+    moved_operands as moved_operands,
+    same_operand as same_operand,
+    scaling_operands as scaling_operands,
     warn_if_unknown as warn_if_unknown,
-    while_counts as while_counts,
-    with_bodies as with_bodies,
+    zeros_by as zeros_by,
 )
 from dtrans._jax.runtime import (
     backends_started as backends_started,

@@ -1,86 +1,343 @@
-"""Primitives by kind, and what is said in the parameters of loops, branches, calls and collectives.
+"""One record of facts for each primitive of JAX, and the primitives that hold bodies.
 
-No other file of the package names such a parameter: when JAX says it in another way, the accessor here learns both. One
-that finds neither raises `TraceError` by name. What no table knows is treated as the worst kind, and said
-(`dtrans.errors.UnknownPrimitiveWarning`).
+Every analysis and every writer of dtrans reads these records; none has a list of names by itself. A fact holds for all
+equations of a primitive, whatever their parameters, unless its field names a condition. `tests/test_jax_primitives.py`
+checks each of them on numbers, and finds primitives without a record. Such a primitive has no facts: it is treated as
+the worst kind, with a warning (`dtrans.errors.UnknownPrimitiveWarning`).
+
+Rules that take more than a fact are functions elsewhere: `dtrans.rows.rules` has those of rows. Parameters of loops,
+branches and calls are in `dtrans._jax.equation_params`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import GatherScatterMode
 
-from dtrans._jax.imports import Atom, ClosedJaxpr, JaxprEqn, Var
-from dtrans._jax.jaxprs import opened
+from dtrans._jax.imports import JaxprEqn
 from dtrans._jax.origins import line_of
 from dtrans._jax.own import IDENTITIES, OWN
-from dtrans.errors import TraceError, UnknownPrimitiveWarning
+from dtrans.errors import UnknownPrimitiveWarning
 
-
-# -- kinds -----------------------------------------------------------------------------------------
 
 SCAN, WHILE, COND = "scan", "while", "cond"
 LOOPS = (SCAN, WHILE)
 REMAT = ("remat2", "remat", "checkpoint")  # as JAX calls, or has called, `jax.checkpoint`
 CALLS = ("closed_call", "core_call", "eval_jaxpr")  # the last from 0.11, in the place of the two before
 CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
-_JIT = ("jit", "pjit")
+JIT = ("jit", "pjit")
 
-# fmt: off
-# The output at an index depends on the operands at that index only.
-ELEMENTWISE = frozenset(
-    {
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-        "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
-        "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv",
-        "erfc", "exp", "exp2", "expm1", "floor", "ge", "gradient", "gt", "igamma", "igamma_grad_a", "igammac", "imag",
-        "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max",
-        "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "optimization_barrier",
-        "or", "polygamma", "polynomial", "population_count", "pow", "random_gamma_grad", "real", "reduce_precision",
-        "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-        "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-        "zeta",
-    }
+
+# -- facts -----------------------------------------------------------------------------------------
+
+Operands = tuple[Any, ...]  # positions of operands; a final ellipsis stands for all that follow
+Condition = Callable[[JaxprEqn], bool]
+
+
+def _always(eqn: JaxprEqn) -> bool:
+    return True
+
+
+def _never(eqn: JaxprEqn) -> bool:
+    return False
+
+
+def _no_axes(eqn: JaxprEqn) -> int:
+    return 0
+
+
+def _two_axes(eqn: JaxprEqn) -> int:
+    return 2
+
+
+@dataclasses.dataclass(frozen=True)
+class PrimitiveFacts:
+    """Facts about one primitive. A field that is left out promises nothing.
+
+    "Fixed" operands are those that a field does not name: they may have any values, the same in all runs compared.
+
+    Attributes:
+      elementwise: an output at some index reads its operands at that index alone. Operands have the shape of the
+        outputs, or are scalars; `dtrans.rows.rules` also accepts dimensions of size 1.
+      moves: every entry of an output is an entry of one of these operands. Fixed operands and parameters alone choose
+        which. So the primitive commutes with every function that is applied to each entry of these operands. Where
+        there are as many outputs as such operands, each output consists of its own.
+      moves_if: the equations for which `moves` holds.
+      keeps_order: the equations whose outputs have all of the operand that they consist of, in row-major order.
+        Dimensions may split and merge, and entries may be repeated along new dimensions, or along those of size 1. So
+        an output with the shape of that operand is that operand.
+      linear_in: groups of operands. The outputs are linear in the operands of one group jointly, the others being
+        fixed: f(a*x + b*y) = a*f(x) + b*f(y) for real numbers a and b, but for rounding. Several groups mean that the
+        outputs are linear in each of them, and not in their union.
+      linear_if: the equations for which `linear_in` holds.
+      scales_in: f(c*x) = c*f(x) for every real number c > 0, where all these operands are multiplied, the others being
+        fixed. Groups of `linear_in` have this as well, and are not repeated here.
+      scales_if: the equations for which `scales_in` holds.
+      scale_free_in: f(c*x) = f(x) for every real number c > 0, where all these operands are multiplied.
+      keeps_zero: the equations that make zeros of zeros, where every operand is zero everywhere. What is linear does
+        so too, in a group of operands that are zeros, where fixed operands are finite.
+      axes: the parameter that names axes of operand 0. Along every other axis, an index of the outputs reads that index
+        of the operands alone. Outputs have the axes of the operands, but without those named where `reduces` is set.
+      last_axes: that many axes at the end of every operand and output are what `axes` names.
+      reduces: the operation by which the entries along `axes` become one. Partial results are joined by the same
+        operation; "position" is that of the first best entry, and cannot be joined so.
+      flops: the floating-point operations of an equation, as `dtrans.ir.cost` counts them: "none"; one for each entry
+        of its "outputs", its "inputs" or its "updates" (the last operand); "window", one for each output and entry of
+        its window; or "product", a multiplication and an addition for each term.
+    """
+
+    elementwise: bool = False
+    moves: Operands = ()
+    moves_if: Condition = _always
+    keeps_order: Condition = _never
+    linear_in: tuple[Operands, ...] = ()
+    linear_if: Condition = _always
+    scales_in: Operands = ()
+    scales_if: Condition = _always
+    scale_free_in: Operands = ()
+    keeps_zero: Condition = _never
+    axes: str = ""
+    last_axes: Callable[[JaxprEqn], int] = _no_axes
+    reduces: str = ""
+    flops: str = "outputs"
+
+
+def _is_inexact(eqn: JaxprEqn) -> bool:
+    return bool(jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact))
+
+
+def _converts_linearly(eqn: JaxprEqn) -> bool:
+    """Return True for casts between floating types, and where a value only loses its weak type."""
+    ends = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return ends[0] == ends[1] or all(jnp.issubdtype(t, jnp.floating) for t in ends)
+
+
+def _fills_nothing(eqn: JaxprEqn) -> bool:
+    return eqn.params["mode"] != GatherScatterMode.FILL_OR_DROP
+
+
+def _fills_linearly(eqn: JaxprEqn) -> bool:
+    """Return True if entries out of bounds become 0 or nan: sums of these are what they are."""
+    value = eqn.params["fill_value"]
+    return _fills_nothing(eqn) or (_is_inexact(eqn) if value is None else bool(value == 0 or np.isnan(value)))
+
+
+def _writes_updates(eqn: JaxprEqn) -> bool:
+    """Return True for `x.at[i].set`; `x.at[i].apply` is the same primitive with a function of its own."""
+    return eqn.params["update_jaxpr"] is None
+
+
+_F = PrimitiveFacts
+_IDENTITY = _F(elementwise=True, moves=(0,), keeps_order=_always, linear_in=((0,),), flops="none")
+_KEEPS_ORDER = _F(moves=(0,), keeps_order=_always, linear_in=((0,),), flops="none")
+_REARRANGES = _F(moves=(0,), linear_in=((0,),), flops="none")
+_COMPARES = _F(elementwise=True, scale_free_in=(0, 1))
+_ADDS = _F(elementwise=True, linear_in=((0, 1),))
+_NO_FLOPS = _F(flops="none")
+_NOTHING = _F()
+
+# Names, and the facts that they share. No name is in two rows.
+RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
+    # entry by entry
+    (
+        "acos acosh bessel_i0e clz cos cosh digamma eq_to erfc exp exp2 igamma igamma_grad_a "
+        "igammac is_finite le_to lgamma log log2 logistic lt_to nextafter not one_minus_square "
+        "polygamma polynomial pow random_gamma_grad regularized_incomplete_beta rem rsqrt zeta",
+        _F(elementwise=True),
+    ),
+    (
+        "and asin asinh atan atanh bessel_i1e cbrt ceil erf erf_inv expm1 floor log1p mulhi or "
+        "population_count round shift_left shift_right_arithmetic shift_right_logical sin sinh "
+        "sqrt square tan tanh xor",
+        _F(elementwise=True, keeps_zero=_always),
+    ),
+    ("integer_pow", _F(elementwise=True, keeps_zero=lambda eqn: bool(eqn.params["y"] > 0))),
+    ("atan2", _F(elementwise=True, scale_free_in=(0, 1), keeps_zero=_always)),
+    ("sign", _F(elementwise=True, scale_free_in=(0,), keeps_zero=_always)),
+    ("eq ge gt le lt ne", _COMPARES),
+    ("abs", _F(elementwise=True, scales_in=(0,), keeps_zero=_always)),
+    ("max min", _F(elementwise=True, scales_in=(0, 1), keeps_zero=_always)),
+    ("clamp", _F(elementwise=True, scales_in=(0, 1, 2), keeps_zero=_always)),
+    ("reduce_precision", _F(elementwise=True, scales_in=(0,), keeps_zero=_always, flops="none")),
+    ("conj imag neg real", _F(elementwise=True, linear_in=((0,),))),
+    ("add add_any complex sub", _ADDS),
+    ("mul", _F(elementwise=True, linear_in=((0,), (1,)))),
+    ("div", _F(elementwise=True, linear_in=((0,),), linear_if=_is_inexact)),
+    ("select_n", _F(elementwise=True, moves=(1, ...), linear_in=((1, ...),))),
+    ("copy copy_p name stop_gradient", _IDENTITY),
+    (
+        "optimization_barrier",
+        _F(elementwise=True, moves=(0, ...), keeps_order=_always, linear_in=((0, ...),), flops="none"),
+    ),
+    ("bitcast_convert_type", _F(elementwise=True, keeps_zero=_always, flops="none")),
+    (
+        "convert_element_type",
+        _F(
+            elementwise=True,
+            linear_in=((0,),),
+            linear_if=_converts_linearly,
+            scales_in=(0,),
+            scales_if=_is_inexact,
+            keeps_zero=_always,
+            flops="none",
+        ),
+    ),
+    # entries in other places
+    ("broadcast_in_dim expand_dims squeeze", _KEEPS_ORDER),
+    ("reshape", dataclasses.replace(_KEEPS_ORDER, keeps_order=lambda eqn: eqn.params["dimensions"] is None)),
+    ("slice tile transpose unstack", _REARRANGES),
+    ("rev", _F(moves=(0,), linear_in=((0,),), axes="dimensions", flops="none")),
+    ("split", _F(moves=(0,), linear_in=((0,),), axes="axis", flops="none")),
+    ("concatenate", _F(moves=(0, ...), linear_in=((0, ...),), axes="dimension", flops="none")),
+    ("stack", _F(moves=(0, ...), linear_in=((0, ...),), flops="none")),
+    ("dynamic_slice", _REARRANGES),
+    ("dynamic_update_slice pad", _F(moves=(0, 1), linear_in=((0, 1),), flops="none")),
+    (
+        "gather",
+        _F(moves=(0,), moves_if=_fills_nothing, linear_in=((0,),), linear_if=_fills_linearly, flops="none"),
+    ),
+    (
+        "scatter",
+        _F(moves=(0, 2), moves_if=_writes_updates, linear_in=((0, 2),), linear_if=_writes_updates, flops="none"),
+    ),
+    ("scatter-add scatter-sub", _F(linear_in=((0, 2),), flops="updates")),
+    ("scatter-mul", _F(linear_in=((0,),), flops="updates")),
+    ("scatter-max scatter-min", _F(scales_in=(0, 2), keeps_zero=_always, flops="updates")),
+    # along axes
+    ("reduce_sum", _F(linear_in=((0,),), axes="axes", reduces="sum", flops="inputs")),
+    ("reduce_prod", _F(axes="axes", reduces="prod", flops="inputs")),
+    ("reduce_max", _F(scales_in=(0,), axes="axes", reduces="max", flops="inputs")),
+    ("reduce_min", _F(scales_in=(0,), axes="axes", reduces="min", flops="inputs")),
+    ("reduce_and", _F(axes="axes", reduces="and", flops="inputs")),
+    ("reduce_or", _F(axes="axes", reduces="or", flops="inputs")),
+    ("reduce_xor", _F(axes="axes", reduces="xor", flops="inputs")),
+    ("argmax argmin", _F(scale_free_in=(0,), axes="axes", reduces="position", flops="inputs")),
+    ("reduce", _F(flops="inputs")),
+    ("cumsum", _F(linear_in=((0,),), axes="axis")),
+    ("cummax cummin", _F(scales_in=(0,), keeps_zero=_always, axes="axis")),
+    ("cumprod", _F(keeps_zero=_always, axes="axis")),
+    ("cumlogsumexp", _F(axes="axis")),
+    ("sort", _F(keeps_zero=_always, axes="dimension")),
+    ("top_k", _F(axes="axis")),
+    ("reduce_window_sum", _F(linear_in=((0,),), flops="window")),
+    ("reduce_window_max reduce_window_min", _F(scales_in=(0,), flops="window")),
+    ("reduce_window", _F(flops="window")),
+    ("select_and_gather_add select_and_scatter_add", _F(linear_in=((0,),), flops="window")),
+    # matrices
+    ("conv_general_dilated dot_general", _F(linear_in=((0,), (1,)), flops="product")),
+    ("ragged_dot_general", _F(linear_in=((0,), (1,)))),
+    ("triangular_solve", _F(linear_in=((1,),), last_axes=_two_axes)),
+    ("cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal", _F(last_axes=_two_axes)),
+    ("fft", _F(linear_in=((0,),), last_axes=lambda eqn: len(eqn.params["fft_lengths"]))),
+    # counters, keys, and what places arrays
+    ("device_put dce_sink empty empty2 iota pbroadcast pvary random_seed random_unwrap random_wrap", _NO_FLOPS),
+    ("sharding_constraint", _NO_FLOPS),
+    # no facts
+    (
+        "all_gather all_gather_invariant all_to_all approx_top_k axis_index cholesky_update "
+        "create_token custom_linear_solve debug_callback debug_print ffi_call io_callback "
+        "linear_call lu_pivots_to_permutation ormqr pgather platform_index pmax pmin ppermute "
+        "precv psend psum psum_invariant pure_callback random_bits random_clone random_fold_in "
+        "random_gamma random_split reduce_scatter rng_bit_generator rng_uniform scaled_dot "
+        "shard_map symmetric_product threefry2x32 tridiagonal_solve",
+        _NOTHING,
+    ),
+    # the facts of these are those of their bodies
+    (" ".join((SCAN, WHILE, COND, *REMAT, *CALLS, *CUSTOM_RULES, *JIT)), _NOTHING),
 )
-
-# All others that are known: each strategy has rules for some of them, and treats the rest as what mixes everything.
-_OTHERS = frozenset(
-    {
-        "all_gather", "all_gather_invariant", "all_to_all", "approx_top_k", "argmax", "argmin", "axis_index",
-        "broadcast_in_dim", "cholesky", "cholesky_update", "concatenate", "conv_general_dilated",
-        "create_token", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "custom_linear_solve", "dce_sink",
-        "debug_callback", "debug_print", "device_put", "dot_general", "dynamic_slice", "dynamic_update_slice", "eig",
-        "eigh", "empty", "empty2", "expand_dims", "ffi_call", "fft", "gather", "geqrf", "hessenberg",
-        "householder_product", "io_callback", "iota", "linear_call", "lu", "lu_pivots_to_permutation", "ormqr", "pad",
-        "pbroadcast", "pgather", "platform_index", "pmax", "pmin", "ppermute", "precv", "psend", "psum",
-        "psum_invariant", "pure_callback", "pvary", "qr", "ragged_dot_general", "random_bits", "random_clone",
-        "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap", "random_wrap", "reduce",
-        "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_scatter", "reduce_sum",
-        "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "reduce_xor", "reshape", "rev",
-        "rng_bit_generator", "rng_uniform", "scaled_dot", "scatter", "scatter-add", "scatter-max", "scatter-min",
-        "scatter-mul", "scatter-sub", "schur", "select_and_gather_add", "select_and_scatter_add", "shard_map",
-        "sharding_constraint", "slice", "sort", "split", "squeeze", "stack", "svd", "symmetric_product",
-        "threefry2x32", "tile", "top_k", "transpose", "triangular_solve", "tridiagonal", "tridiagonal_solve",
-        "unstack",
-    }
-)
-# fmt: on
-_KNOWN = ELEMENTWISE | _OTHERS | {SCAN, WHILE, COND, *REMAT, *CALLS, *CUSTOM_RULES, *_JIT}
+FACTS: Mapping[str, PrimitiveFacts] = {name: facts for names, facts in RECORDS for name in names.split()}
 
 
-def known_primitives() -> frozenset[str]:
-    """Return the names of JAX's primitives that a table here knows."""
-    return _KNOWN
+def facts_of(eqn: JaxprEqn) -> PrimitiveFacts:
+    """Return the facts of an equation's primitive; no facts if it is unknown.
+
+    Marks of this package are identities on their first operand.
+    """
+    return _IDENTITY if eqn.primitive in IDENTITIES else FACTS.get(eqn.primitive.name, _NOTHING)
+
+
+def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
+    """Return the groups of operands that an equation is linear in: `PrimitiveFacts.linear_in`."""
+    facts = facts_of(eqn)
+    if not facts.linear_in or not facts.linear_if(eqn):
+        return []
+    return [_positions(group, eqn) for group in facts.linear_in]
+
+
+def scaling_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
+    """Return the groups of operands whose common positive factor is a factor of the outputs.
+
+    The factors of several groups are multiplied.
+    """
+    facts = facts_of(eqn)
+    if linear := linear_operands(eqn):
+        return linear
+    return [_positions(facts.scales_in, eqn)] if facts.scales_in and facts.scales_if(eqn) else []
+
+
+def moved_operands(eqn: JaxprEqn, out: int = 0) -> tuple[int, ...]:
+    """Return the operands of whose entries an output consists; empty if the equation computes."""
+    facts = facts_of(eqn)
+    if not facts.moves or not facts.moves_if(eqn):
+        return ()
+    moved = _positions(facts.moves, eqn)
+    return moved[out : out + 1] if len(moved) == len(eqn.outvars) else moved
+
+
+def same_operand(eqn: JaxprEqn, out: int = 0) -> int | None:
+    """Return the operand that an output is; None if it is none of them."""
+    moved = moved_operands(eqn, out) if facts_of(eqn).keeps_order(eqn) else ()
+    return next((i for i in moved if eqn.invars[i].aval.shape == eqn.outvars[out].aval.shape), None)
+
+
+def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
+    """Return the operands that have to be finite if the outputs are zeros where some operands are zeros.
+
+    A divisor among them must not be zero either. None if the outputs may be other numbers.
+
+    Args:
+      zeros: the operands that are zeros everywhere.
+    """
+    if len(zeros) == len(eqn.invars) and facts_of(eqn).keeps_zero(eqn):
+        return ()
+    group = next((group for group in linear_operands(eqn) if zeros and set(group) <= set(zeros)), None)
+    if group is None:
+        return None
+    others = [i for i in range(len(eqn.invars)) if i not in group]
+    return tuple(i for i in others if jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.inexact))
+
+
+def is_rearrangement(eqn: JaxprEqn) -> bool:
+    """Return True if an equation only moves the entries of its one operand. Marks of this package are none."""
+    return len(eqn.invars) == 1 and moved_operands(eqn) == (0,) and not is_identity(eqn)
+
+
+def mixed_axes(eqn: JaxprEqn) -> tuple[int, ...] | None:
+    """Return the axes of operand 0 along which entries meet; None if that is not known."""
+    facts, ndim = facts_of(eqn), eqn.invars[0].aval.ndim if eqn.invars else 0
+    if last := facts.last_axes(eqn):
+        return tuple(range(max(0, ndim - last), ndim))
+    if not facts.axes:
+        return None
+    axes = eqn.params.get(facts.axes, -1)  # of `top_k` once the last axis, which had no parameter
+    return tuple(int(d) % ndim for d in (axes if isinstance(axes, (tuple, list)) else (axes,)))
+
+
+def _positions(group: Operands, eqn: JaxprEqn) -> tuple[int, ...]:
+    if group[-1] is not ...:
+        return group
+    return tuple(range(group[0], len(eqn.invars)))
 
 
 def is_known(eqn: JaxprEqn) -> bool:
-    """Whether a table here knows the primitive of an equation, or it is one of this package."""
-    return eqn.primitive.name in _KNOWN or eqn.primitive in OWN
+    """Return True if the primitive of an equation has a record, or is dtrans's own."""
+    return eqn.primitive.name in FACTS or eqn.primitive in OWN
 
 
 def is_identity(eqn: JaxprEqn) -> bool:
@@ -89,210 +346,8 @@ def is_identity(eqn: JaxprEqn) -> bool:
 
 
 def warn_if_unknown(eqn: JaxprEqn, effect: str) -> None:
-    """Warn of an equation whose primitive no table knows, and of the effect: `is treated as mixing rows: ...`."""
+    """Warn of an equation whose primitive has no record, and of the effect: `is treated as mixing rows: ...`."""
     if not is_known(eqn):
         line = line_of(eqn)
         name = eqn.primitive.name + (f" ({line})" if line else "")
         warnings.warn(UnknownPrimitiveWarning(f"{name} {effect}"), stacklevel=2)
-
-
-# -- bodies ----------------------------------------------------------------------------------------
-
-_BODIES = {
-    SCAN: ("jaxpr",),
-    WHILE: ("cond_jaxpr", "body_jaxpr"),
-    **dict.fromkeys((*REMAT, *_JIT), ("jaxpr",)),
-    **dict.fromkeys((*CALLS, *CUSTOM_RULES), ("call_jaxpr",)),
-}
-
-
-def param(eqn: JaxprEqn, key: str) -> Any:
-    """A parameter of an equation. Raises TraceError where this JAX has no such parameter."""
-    if key not in eqn.params:
-        raise TraceError(
-            f"jax {jax.__version__} has no parameter {key!r} of {eqn.primitive.name}, only {', '.join(eqn.params)}: "
-            "this dtrans does not know that JAX; take an older one"
-        )
-    return eqn.params[key]
-
-
-def bodies(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """The jaxprs of a loop, a branch or a call: of a `while` its condition and its body, of a `cond` all branches."""
-    if eqn.primitive.name == COND:
-        return tuple(param(eqn, "branches"))
-    return tuple(param(eqn, key) for key in _BODIES[eqn.primitive.name])
-
-
-def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
-    """The parameters that say that `bodies` are others."""
-    if eqn.primitive.name == COND:
-        return {"branches": tuple(new)}
-    return dict(zip(_BODIES[eqn.primitive.name], new, strict=True))
-
-
-def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
-    """The body of a call that may stand in its place; None for anything else.
-
-    Derivative rules are dead weight once gradients have been taken. `jax.checkpoint` is no such call: it is what keeps
-    XLA from merging what is computed twice.
-
-    Args:
-      rules: calls with derivative rules stay, since they are still to be differentiated.
-    """
-    name = eqn.primitive.name
-    if is_plain_jit(eqn) or name in CALLS or (name in CUSTOM_RULES and not rules):
-        return bodies(eqn)[0]
-    return None
-
-
-def is_plain_jit(eqn: JaxprEqn) -> bool:
-    """A `jit` equation that only groups equations: no sharding or layout asked for. Donation is the caller's."""
-    if eqn.primitive.name not in _JIT:
-        return False
-    keys = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
-    asked = [a for key in keys for a in eqn.params.get(key, ())]
-    return all(type(a).__name__ == "UnspecifiedValue" or a is None for a in asked)
-
-
-# -- loops -----------------------------------------------------------------------------------------
-
-
-def scan_length(eqn: JaxprEqn) -> int:
-    """How many turns a `scan` takes."""
-    return int(param(eqn, "length"))
-
-
-def is_reversed(eqn: JaxprEqn) -> bool:
-    """Whether a `scan` takes its last turn first."""
-    return bool(param(eqn, "reverse"))
-
-
-def scan_turns(length: int) -> dict[str, Any]:
-    """The parameters that say how many turns a `scan` takes."""
-    return {"length": length}
-
-
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a `scan` are constants, and how many are carried; the rest is taken apart."""
-    if "ft_in" in eqn.params:  # from 0.11: a tree for each kind of operand
-        consts, carried, _ = map(len, eqn.params["ft_in"].unpack())
-        return consts, carried
-    return int(param(eqn, "num_consts")), int(param(eqn, "num_carry"))
-
-
-def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a `while` are constants of its condition, and how many of its body; the rest is carried."""
-    return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
-
-
-def scan_with(eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
-    """A `scan` with another body, which takes apart and makes other stacks; its constants and what it carries stay."""
-    params = {**eqn.params, **with_bodies(eqn, [body])}
-    if "ft_in" in params:
-        consts, carried = scan_counts(eqn)
-        params |= _scan_trees(consts, carried, len(invars) - consts - carried, len(outvars) - carried)
-    return eqn.replace(invars=list(invars), outvars=list(outvars), params=params)
-
-
-def scan_with_constants(eqn: JaxprEqn, more: int) -> dict[str, Any]:
-    """The parameters of a `scan` that is given more constants, before those that it has."""
-    consts, carried = scan_counts(eqn)
-    if "ft_in" in eqn.params:
-        taken, made = len(eqn.invars) - consts - carried, len(eqn.outvars) - carried
-        return _scan_trees(consts + more, carried, taken, made)
-    return {"num_consts": consts + more}
-
-
-@functools.cache
-def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, Any]:
-    """How a `scan` says from 0.11 which operands and results are of which kind: JAX is asked for one of this kind."""
-
-    def loop(fixed: list[Any], carry: list[Any], parts: list[Any]) -> Any:
-        def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-            one = sum([*fixed, *carry, *parts], 0.0)  # so that every constant is read
-            return [one] * carried, [one] * made
-
-        return jax.lax.scan(turn, carry, parts, length=1)
-
-    jaxpr = jax.make_jaxpr(loop)([0.0] * consts, [0.0] * carried, [jax.numpy.zeros(1)] * taken)
-    (eqn,) = (e for e in opened(jaxpr).eqns if e.primitive.name == SCAN)
-    return {key: eqn.params[key] for key in ("ft_in", "ft_out")}
-
-
-def linear_solve(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return the jaxpr that solves the system of a `custom_linear_solve`, and its operands."""
-    lengths, jaxprs = param(eqn, "const_lengths"), param(eqn, "jaxprs")
-    counts = [int(n) for n in lengths]  # of matvec, vecmat, solve, transpose_solve
-    first = sum(counts[:2])
-    return jaxprs.solve, [*operands[first : first + counts[2]], *operands[sum(counts) :]]
-
-
-def combiner_of(eqn: JaxprEqn) -> Any:
-    """Return the jaxpr of a `reduce` that combines two numbers."""
-    return param(eqn, "jaxpr")
-
-
-# -- callbacks -------------------------------------------------------------------------------------
-
-CALLBACKS = ("debug_callback", "debug_print", "io_callback")  # those with an effect
-
-
-def host_function(eqn: JaxprEqn) -> Callable[..., Any]:
-    """Return the function that a callback calls on the host, with its operands."""
-    if eqn.primitive.name == "debug_print":
-        impl: Any = eqn.primitive.impl
-        return functools.partial(impl, **eqn.params)
-    fn: Callable[..., Any] = param(eqn, "callback")
-    return fn
-
-
-def is_ordered(eqn: JaxprEqn) -> bool:
-    """Return True if a callback, or one inside, has to follow the one before (`ordered=True`)."""
-    return any(type(e).__name__.startswith("Ordered") for e in eqn.effects)
-
-
-# -- names and axes --------------------------------------------------------------------------------
-
-
-def name_given(eqn: JaxprEqn) -> str | None:
-    """What `jax.ad_checkpoint.checkpoint_name` called a value; None for any other equation."""
-    if eqn.primitive.name == "name":
-        return str(param(eqn, "name"))
-    hijax: Any = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None  # JAX_REMAT3, from 0.12
-    return str(hijax.name) if type(hijax).__name__ == "CheckpointName" else None
-
-
-def axes_of(eqn: JaxprEqn) -> list[Any]:
-    """What a collective of JAX communicates over; of a reduction within an array its axes, which are numbers."""
-    each = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
-    return [n for axes in each for n in (axes if isinstance(axes, (tuple, list)) else (axes,))]
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardMap:
-    """The parameters of a `shard_map` equation.
-
-    Attributes:
-      axes: name to size of the axes of the mesh.
-      manual: those over which the body communicates by itself.
-      in_specs, out_specs: where operands and results lie on the mesh.
-      body: the program of one device.
-    """
-
-    axes: dict[str, int]
-    manual: frozenset[str]
-    in_specs: tuple[Any, ...]
-    out_specs: tuple[Any, ...]
-    body: Any
-
-
-def shard_map_of(eqn: JaxprEqn) -> ShardMap:
-    """Return the parameters of a `shard_map` equation."""
-    key = "manual_axes" if "manual_axes" in eqn.params else "newly_manual_axes"
-    return ShardMap(
-        dict(param(eqn, "mesh").shape),
-        frozenset(param(eqn, key)),
-        tuple(param(eqn, "in_specs")),
-        tuple(param(eqn, "out_specs")),
-        param(eqn, "jaxpr"),
-    )

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
+from dtrans._jax.equation_params import is_plain_jit
 from dtrans._jax.imports import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from dtrans._jax.jaxprs import closed, constants, equations, is_traced, map_bodies, opened
-from dtrans._jax.primitives import is_plain_jit
 from dtrans.errors import TraceError
 
 

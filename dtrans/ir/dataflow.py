@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans._jax import Atom, JaxprEqn, Var, zeros_by
 
 
 def backward_slice(
@@ -48,8 +51,17 @@ def propagate(eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping
 
 
 def is_zero_array(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
-    """Whether all entries of a value are known to be zero: a literal, or what one is broadcast to."""
-    if isinstance(atom, Literal):
-        return bool(np.all(np.asarray(atom.val) == 0))
-    eqn = made_by.get(atom)
-    return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and is_zero_array(eqn.invars[0], made_by)
+    """Return True if all entries of a value are known to be zero: a literal, or what keeps the zeros of one."""
+    while isinstance(atom, Var):
+        eqn = made_by.get(atom)
+        if eqn is None or len(eqn.invars) != 1 or zeros_by(eqn, (0,)) != ():
+            return False
+        atom = eqn.invars[0]
+    return bool(np.all(np.asarray(atom.val) == 0))
+
+
+def number_of(eqn: JaxprEqn, numbers: Sequence[Any]) -> Any:
+    """Return the number that an elementwise equation makes of numbers, as JAX computes it."""
+    with jax.ensure_compile_time_eval():
+        made = eqn.primitive.bind(*map(jnp.asarray, numbers), **eqn.params)
+    return np.asarray(made[0] if eqn.primitive.multiple_results else made)[()]

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import dtrans
-from dtrans._jax import ELEMENTWISE, Literal, jaxprs_in_params, opened
+from dtrans._jax import Literal, facts_of, jaxprs_in_params, opened
 from dtrans.ops import OptimizeBlock, all_reduce_p, combine
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.rows.writer import RowRange
@@ -267,15 +267,13 @@ def no_full_shapes(plan: PServerPlan) -> None:
     Out of shared values it does only where that cannot be helped: it, or who reads it, is no equation that could
     be carried out on some of the rows (random bits; a table that is sorted; an array that a loop reads).
     """
-    moves = ELEMENTWISE | {"broadcast_in_dim", "iota", "slice"}
+    by_rows = lambda e: facts_of(e).elementwise or e.primitive.name in ("broadcast_in_dim", "iota", "slice")
 
     def look(jaxpr: Any, ours: set[int], full: tuple[int, ...], where: str, parts: Sequence[int] = ()) -> None:
         inner = opened(jaxpr)
         reduced = {inner.outvars[i] for i in parts}
         rows = {v for i, v in enumerate(inner.invars) if i in ours}
-        needed = {
-            a for e in inner.eqns if e.primitive.name not in moves for a in e.invars if not isinstance(a, Literal)
-        }
+        needed = {a for e in inner.eqns if not by_rows(e) for a in e.invars if not isinstance(a, Literal)}
         for eqn in reversed(inner.eqns):
             if any(v in needed for v in eqn.outvars):
                 needed |= {a for a in eqn.invars if not isinstance(a, Literal)}
@@ -287,7 +285,7 @@ def no_full_shapes(plan: PServerPlan) -> None:
                 if mine:
                     assert v.aval.shape not in (full, full[::-1]), f"{where}: {eqn}"
                     rows.add(v)
-                elif eqn.primitive.name in moves and v not in needed:
+                elif by_rows(eqn) and v not in needed:
                     assert v.aval.shape != full, f"{where}: {eqn}"
             for body in jaxprs_in_params(eqn.params) if mine else ():
                 skip = len(eqn.invars) - len(opened(body).invars)

@@ -1,0 +1,221 @@
+"""Parameters of equations with loops, branches, calls, callbacks and collectives.
+
+No other file of the package names such a parameter. When JAX renames one, its accessor here learns both names. An
+accessor that finds neither raises `TraceError` by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax.imports import Atom, ClosedJaxpr, JaxprEqn, Var
+from dtrans._jax.jaxprs import opened
+from dtrans._jax.primitives import CALLS, COND, CUSTOM_RULES, JIT, REMAT, SCAN, WHILE
+from dtrans.errors import TraceError
+
+
+# -- bodies ----------------------------------------------------------------------------------------
+
+_BODIES = {
+    SCAN: ("jaxpr",),
+    WHILE: ("cond_jaxpr", "body_jaxpr"),
+    **dict.fromkeys((*REMAT, *JIT), ("jaxpr",)),
+    **dict.fromkeys((*CALLS, *CUSTOM_RULES), ("call_jaxpr",)),
+}
+
+
+def param(eqn: JaxprEqn, key: str) -> Any:
+    """A parameter of an equation. Raises TraceError where this JAX has no such parameter."""
+    if key not in eqn.params:
+        raise TraceError(
+            f"jax {jax.__version__} has no parameter {key!r} of {eqn.primitive.name}, only {', '.join(eqn.params)}: "
+            "this dtrans does not know that JAX; take an older one"
+        )
+    return eqn.params[key]
+
+
+def bodies(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The jaxprs of a loop, a branch or a call: of a `while` its condition and its body, of a `cond` all branches."""
+    if eqn.primitive.name == COND:
+        return tuple(param(eqn, "branches"))
+    return tuple(param(eqn, key) for key in _BODIES[eqn.primitive.name])
+
+
+def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
+    """The parameters that say that `bodies` are others."""
+    if eqn.primitive.name == COND:
+        return {"branches": tuple(new)}
+    return dict(zip(_BODIES[eqn.primitive.name], new, strict=True))
+
+
+def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
+    """The body of a call that may stand in its place; None for anything else.
+
+    Derivative rules are dead weight once gradients have been taken. `jax.checkpoint` is no such call: it is what keeps
+    XLA from merging what is computed twice.
+
+    Args:
+      rules: calls with derivative rules stay, since they are still to be differentiated.
+    """
+    name = eqn.primitive.name
+    if is_plain_jit(eqn) or name in CALLS or (name in CUSTOM_RULES and not rules):
+        return bodies(eqn)[0]
+    return None
+
+
+def is_plain_jit(eqn: JaxprEqn) -> bool:
+    """A `jit` equation that only groups equations: no sharding or layout asked for. Donation is the caller's."""
+    if eqn.primitive.name not in JIT:
+        return False
+    keys = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+    asked = [a for key in keys for a in eqn.params.get(key, ())]
+    return all(type(a).__name__ == "UnspecifiedValue" or a is None for a in asked)
+
+
+# -- loops -----------------------------------------------------------------------------------------
+
+
+def scan_length(eqn: JaxprEqn) -> int:
+    """How many turns a `scan` takes."""
+    return int(param(eqn, "length"))
+
+
+def is_reversed(eqn: JaxprEqn) -> bool:
+    """Whether a `scan` takes its last turn first."""
+    return bool(param(eqn, "reverse"))
+
+
+def scan_turns(length: int) -> dict[str, Any]:
+    """The parameters that say how many turns a `scan` takes."""
+    return {"length": length}
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many are carried; the rest is taken apart."""
+    if "ft_in" in eqn.params:  # from 0.11: a tree for each kind of operand
+        consts, carried, _ = map(len, eqn.params["ft_in"].unpack())
+        return consts, carried
+    return int(param(eqn, "num_consts")), int(param(eqn, "num_carry"))
+
+
+def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `while` are constants of its condition, and how many of its body; the rest is carried."""
+    return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
+
+
+def scan_with(eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
+    """A `scan` with another body, which takes apart and makes other stacks; its constants and what it carries stay."""
+    params = {**eqn.params, **with_bodies(eqn, [body])}
+    if "ft_in" in params:
+        consts, carried = scan_counts(eqn)
+        params |= _scan_trees(consts, carried, len(invars) - consts - carried, len(outvars) - carried)
+    return eqn.replace(invars=list(invars), outvars=list(outvars), params=params)
+
+
+def scan_with_constants(eqn: JaxprEqn, more: int) -> dict[str, Any]:
+    """The parameters of a `scan` that is given more constants, before those that it has."""
+    consts, carried = scan_counts(eqn)
+    if "ft_in" in eqn.params:
+        taken, made = len(eqn.invars) - consts - carried, len(eqn.outvars) - carried
+        return _scan_trees(consts + more, carried, taken, made)
+    return {"num_consts": consts + more}
+
+
+@functools.cache
+def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, Any]:
+    """How a `scan` says from 0.11 which operands and results are of which kind: JAX is asked for one of this kind."""
+
+    def loop(fixed: list[Any], carry: list[Any], parts: list[Any]) -> Any:
+        def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
+            one = sum([*fixed, *carry, *parts], 0.0)  # so that every constant is read
+            return [one] * carried, [one] * made
+
+        return jax.lax.scan(turn, carry, parts, length=1)
+
+    jaxpr = jax.make_jaxpr(loop)([0.0] * consts, [0.0] * carried, [jax.numpy.zeros(1)] * taken)
+    (eqn,) = (e for e in opened(jaxpr).eqns if e.primitive.name == SCAN)
+    return {key: eqn.params[key] for key in ("ft_in", "ft_out")}
+
+
+def linear_solve(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the jaxpr that solves the system of a `custom_linear_solve`, and its operands."""
+    lengths, jaxprs = param(eqn, "const_lengths"), param(eqn, "jaxprs")
+    counts = [int(n) for n in lengths]  # of matvec, vecmat, solve, transpose_solve
+    first = sum(counts[:2])
+    return jaxprs.solve, [*operands[first : first + counts[2]], *operands[sum(counts) :]]
+
+
+def combiner_of(eqn: JaxprEqn) -> Any:
+    """Return the jaxpr of a `reduce` that combines two numbers."""
+    return param(eqn, "jaxpr")
+
+
+# -- callbacks -------------------------------------------------------------------------------------
+
+CALLBACKS = ("debug_callback", "debug_print", "io_callback")  # those with an effect
+
+
+def host_function(eqn: JaxprEqn) -> Callable[..., Any]:
+    """Return the function that a callback calls on the host, with its operands."""
+    if eqn.primitive.name == "debug_print":
+        impl: Any = eqn.primitive.impl
+        return functools.partial(impl, **eqn.params)
+    fn: Callable[..., Any] = param(eqn, "callback")
+    return fn
+
+
+def is_ordered(eqn: JaxprEqn) -> bool:
+    """Return True if a callback, or one inside, has to follow the one before (`ordered=True`)."""
+    return any(type(e).__name__.startswith("Ordered") for e in eqn.effects)
+
+
+# -- names and axes --------------------------------------------------------------------------------
+
+
+def name_given(eqn: JaxprEqn) -> str | None:
+    """What `jax.ad_checkpoint.checkpoint_name` called a value; None for any other equation."""
+    if eqn.primitive.name == "name":
+        return str(param(eqn, "name"))
+    hijax: Any = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None  # JAX_REMAT3, from 0.12
+    return str(hijax.name) if type(hijax).__name__ == "CheckpointName" else None
+
+
+def axes_of(eqn: JaxprEqn) -> list[Any]:
+    """What a collective of JAX communicates over; of a reduction within an array its axes, which are numbers."""
+    each = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
+    return [n for axes in each for n in (axes if isinstance(axes, (tuple, list)) else (axes,))]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardMap:
+    """The parameters of a `shard_map` equation.
+
+    Attributes:
+      axes: name to size of the axes of the mesh.
+      manual: those over which the body communicates by itself.
+      in_specs, out_specs: where operands and results lie on the mesh.
+      body: the program of one device.
+    """
+
+    axes: dict[str, int]
+    manual: frozenset[str]
+    in_specs: tuple[Any, ...]
+    out_specs: tuple[Any, ...]
+    body: Any
+
+
+def shard_map_of(eqn: JaxprEqn) -> ShardMap:
+    """Return the parameters of a `shard_map` equation."""
+    key = "manual_axes" if "manual_axes" in eqn.params else "newly_manual_axes"
+    return ShardMap(
+        dict(param(eqn, "mesh").shape),
+        frozenset(param(eqn, key)),
+        tuple(param(eqn, "in_specs")),
+        tuple(param(eqn, "out_specs")),
+        param(eqn, "jaxpr"),
+    )
