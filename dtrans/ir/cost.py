@@ -1,9 +1,9 @@
-"""What an equation costs: floating-point operations and bytes.
+"""Costs of equations: floating-point operations and bytes.
 
-A model for planning, not a measurement. Products and convolutions are counted as they are done, a multiplication and
-an addition for each term; reductions cost one for each element that goes in, other arithmetic one for each that comes
-out, and what only moves or renames data (reshape, transpose, slice, gather, cast, ...) costs nothing. Loops count their
-body as often as it runs where that is known (`scan`), and once where it is not (`while`); of branches the dearest.
+This is a model for planning, not a measurement. `dtrans._jax.primitives` says for each primitive what is counted. A
+product has a multiplication and an addition for each term. A reduction costs one operation for each entry of its
+operand, other arithmetic one for each entry of its outputs. Moves, casts and counters cost nothing. A `scan` counts its
+body as often as it runs, a `while` once, and a `cond` its dearest branch.
 """
 
 from __future__ import annotations
@@ -12,28 +12,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from dtrans._jax import COND, SCAN, JaxprEqn, bodies, jaxprs_in_params, opened, scan_length
-
-
-# only moves, renames or makes data
-# fmt: off
-LAYOUT_ONLY = frozenset(
-    (
-        "bitcast_convert_type", "broadcast_in_dim", "collected", "concatenate", "convert_element_type", "copy",
-        "copy_p", "device_put", "dynamic_slice", "dynamic_update_slice", "empty", "expand_dims", "gather",
-        "gradient", "iota", "loss", "loss_seed", "name", "optimization_barrier", "pad", "pvary", "random_seed",
-        "random_unwrap", "random_wrap", "reduce_precision", "reshape", "rev", "scatter", "sharding_constraint",
-        "slice", "split", "squeeze", "stop_gradient", "tile", "transpose", "unstack",
-    )
-)
-# one for each element that goes in
-_BY_INPUT = frozenset(
-    (
-        "argmax", "argmin", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
-        "reduce_sum", "reduce_xor",
-    )
-)
-# fmt: on
+from dtrans._jax import COND, SCAN, JaxprEqn, bodies, facts_of, jaxprs_in_params, opened, scan_length
 
 
 def nbytes(aval: Any) -> int:
@@ -50,7 +29,7 @@ def nbytes(aval: Any) -> int:
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """The floating-point operations of one equation, those of its bodies included.
+    """Return the floating-point operations of one equation, those of its bodies included.
 
     EPL counts a dense layer in the same way: 2*m*n*k, and one for each element of what the bias is added to
     (epl/profiler/flops.py).
@@ -62,34 +41,38 @@ def flops(eqn: JaxprEqn) -> int:
       >>> [(eqn.primitive.name, flops(eqn)) for eqn in dense.jaxpr.eqns]
       [('dot_general', 3200), ('broadcast_in_dim', 0), ('add', 160)]
     """
-    name, params = eqn.primitive.name, eqn.params
-    if name in LAYOUT_ONLY:
+    name, counted, made = eqn.primitive.name, facts_of(eqn).flops, sum(_size(v.aval) for v in eqn.outvars)
+    if counted == "none":
         return 0
-    made = sum(_size(v.aval) for v in eqn.outvars)
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        return 2 * made * _product(eqn.invars[0].aval.shape[d] for d in contracted)
-    if name == "conv_general_dilated":
-        out_features, *_ = params["dimension_numbers"].rhs_spec
-        kernel = eqn.invars[1].aval
-        return 2 * made * (_size(kernel) // max(1, int(kernel.shape[out_features])))
+    if counted == "product":
+        return 2 * made * _terms(eqn)
+    if counted == "inputs":
+        return sum(_size(a.aval) for a in eqn.invars)
+    if counted == "updates":
+        return _size(eqn.invars[-1].aval)
+    if counted == "window":
+        return made * _product(eqn.params["window_dimensions"])
     if name == SCAN:
         return scan_length(eqn) * flops_of(opened(*bodies(eqn)).eqns)
     if name == COND:
         return max(flops_of(opened(branch).eqns) for branch in bodies(eqn))
-    if name in _BY_INPUT:
-        return sum(_size(a.aval) for a in eqn.invars)
-    if name.startswith("scatter"):
-        return _size(eqn.invars[-1].aval)  # one for each element of the updates
-    if "window_dimensions" in params:
-        return made * _product(params["window_dimensions"])
-    nested = list(jaxprs_in_params(params))
+    nested = list(jaxprs_in_params(eqn.params))
     return sum(flops_of(opened(body).eqns) for body in nested) if nested else made
 
 
 def flops_of(eqns: Iterable[JaxprEqn]) -> int:
-    """The floating-point operations of some equations together."""
+    """Return the floating-point operations of some equations together."""
     return sum(map(flops, eqns))
+
+
+def _terms(eqn: JaxprEqn) -> int:
+    """Return how many products each output of a product or a convolution adds up."""
+    if eqn.primitive.name == "conv_general_dilated":
+        out_features, *_ = eqn.params["dimension_numbers"].rhs_spec
+        kernel = eqn.invars[1].aval
+        return _size(kernel) // max(1, int(kernel.shape[out_features]))
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return _product(eqn.invars[0].aval.shape[d] for d in contracted)
 
 
 def _size(aval: Any) -> int:

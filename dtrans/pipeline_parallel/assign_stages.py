@@ -40,7 +40,7 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
-from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, jaxprs_in_params
+from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, facts_of, jaxprs_in_params
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import flops, nbytes
 from dtrans.pipeline_parallel.balance import SLACK, balanced, contiguous, part_of_each, partition_balance
@@ -253,8 +253,7 @@ def _orders(forward: ClosedJaxpr, costs: Sequence[int], batch: Collection[Var] |
     eqns = forward.jaxpr.eqns
     dependent = _of_batch(forward, batch)
     free = [c == 0 or not any(a in dependent for a in _reads(e)) for e, c in zip(eqns, costs, strict=True)]
-    mixing = ("dot_general", "conv_general_dilated")
-    plain = [not (e.primitive.name in mixing or any(jaxprs_in_params(e.params))) for e in eqns]
+    plain = [facts_of(e).flops != "product" and not any(jaxprs_in_params(e.params)) for e in eqns]
     late = _late(eqns, free)
     later = _late(eqns, [a or b for a, b in zip(free, plain, strict=True)])
     return [late] if later == late else [late, later]

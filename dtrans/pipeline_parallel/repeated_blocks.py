@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrans._jax import JaxprEqn, Literal, Var, is_jaxpr, opened, scope_of
-from dtrans.ir.cost import LAYOUT_ONLY
+from dtrans._jax import JaxprEqn, Literal, Var, facts_of, is_jaxpr, opened, scope_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +155,7 @@ def _scoped(eqns: Sequence[JaxprEqn], at_least: int) -> Iterator[tuple[Blocks, l
     alike: dict[Any, list[list[int]]] = {}
     for path, places in members.items():
         # what costs nothing may be there once for several of them (a cast, a mask)
-        held = Counter(eqns[i].primitive.name for i in places if eqns[i].primitive.name not in LAYOUT_ONLY)
+        held = Counter(eqns[i].primitive.name for i in places if facts_of(eqns[i]).flops != "none")
         alike.setdefault((path[:-1], frozenset(held.items())), []).append(places)
     for group in alike.values():
         group.sort()
