@@ -26,11 +26,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, linear_operands
 from dtrans.ir.array_fns import converted, padded, times
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import is_zero_array
-from dtrans.ir.linear import linear_operands
 from dtrans.ir.program import DIST
 from dtrans.ops import LAYERS, after_p, all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.rows.flow import Flow

@@ -26,7 +26,7 @@ from dtrans._jax import (
     scan_with,
     with_bodies,
 )
-from dtrans.zero.slice_flow import CHEAP, SliceFlow
+from dtrans.zero.slice_flow import SliceFlow, is_cheap
 
 
 def remade(flow: SliceFlow, wanted: Collection[Atom]) -> list[JaxprEqn]:
@@ -81,7 +81,7 @@ def _made_of_layers(flow: SliceFlow, eqn: JaxprEqn, body: Jaxpr) -> Iterator[tup
     chains: dict[Var, tuple[JaxprEqn, ...]] = dict.fromkeys(layers, ())
     for e in body.eqns:
         ins = [a for a in e.invars if not isinstance(a, Literal)]
-        cheap = e.primitive.name in CHEAP and len(e.outvars) == 1 and not e.effects
+        cheap = is_cheap(e) and len(e.outvars) == 1 and not e.effects
         if cheap and len({start.get(a) for a in ins} - {None}) == 1 and all(a in start for a in ins):
             start[e.outvars[0]] = start[ins[0]]
             chains[e.outvars[0]] = _joined([chains[a] for a in ins], e)

@@ -32,6 +32,8 @@ from dtrans._jax import (
     Var,
     bodies,
     constants,
+    facts_of,
+    is_rearrangement,
     jaxprs_in_params,
     map_bodies,
     opened,
@@ -49,10 +51,6 @@ from dtrans.step.cut import Cut, cut
 from dtrans.step.marks import SEED
 from dtrans.zero.options import LossScaling
 
-
-PRODUCTS = ("dot_general", "conv_general_dilated")
-# what moves elements and changes none: a change of type may as well come before
-LAYOUT = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "rev", "expand_dims", "copy")
 
 SCALE = "loss_scale/scale"
 GOOD = "loss_scale/good_steps"
@@ -220,7 +218,7 @@ class _Lower:
     def emit(self, eqn: JaxprEqn, *, rewrite: bool) -> None:
         """Write an equation."""
         atoms = [self.read(a) for a in eqn.invars]
-        if rewrite and eqn.primitive.name in PRODUCTS and self._is_wide(eqn.outvars[0]):
+        if rewrite and facts_of(eqn).flops == "product" and self._is_wide(eqn.outvars[0]):
             self._product(eqn, atoms)
         elif rewrite and any(True for _ in jaxprs_in_params(eqn.params)):
             self._body(eqn, atoms)
@@ -229,7 +227,7 @@ class _Lower:
         for v in eqn.outvars:
             self._made_by[v] = eqn
         known = [a for a in eqn.invars if isinstance(a, Var)]
-        if len(eqn.outvars) == 1 and eqn.primitive.name in LAYOUT and all(a in self.params for a in known):
+        if len(eqn.outvars) == 1 and is_rearrangement(eqn) and all(a in self.params for a in known):
             self.params.update(eqn.outvars)
 
     def _is_wide(self, atom: Atom) -> bool:
@@ -262,7 +260,7 @@ class _Lower:
             return self.b.call(converted(self.dtype), atom)[0]
         if atom not in self._low:
             eqn = self._made_by.get(atom)
-            if eqn is not None and eqn.primitive.name in LAYOUT and len(eqn.invars) == 1:
+            if eqn is not None and is_rearrangement(eqn) and len(eqn.outvars) == 1:  # the cast comes before
                 (self._low[atom],) = self.b.copy(
                     eqn, [self.low(self.read(eqn.invars[0]))], [atom.aval.update(dtype=jnp.dtype(self.dtype))]
                 )
@@ -361,7 +359,7 @@ def _is_low(atom: Atom, made_by: dict[Var, JaxprEqn], dtype: Any) -> bool:
         return False
     if _narrows(eqn, dtype):
         return True
-    if eqn.primitive.name in LAYOUT or eqn.primitive.name == "add_any":
+    if is_rearrangement(eqn) or eqn.primitive.name == "add_any":
         return all(_is_low(a, made_by, dtype) for a in eqn.invars)
     if eqn.primitive.name in (SCAN, *REMAT):
         body = opened(*bodies(eqn))

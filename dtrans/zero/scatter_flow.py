@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import REMAT, SCAN, Atom, JaxprEqn, Var, bodies, opened, scan_counts
-from dtrans.ir.linear import linear_operands
+from dtrans._jax import REMAT, SCAN, Atom, JaxprEqn, Var, bodies, linear_operands, opened, scan_counts
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step, rows_of_operands
 from dtrans.zero.slice_flow import local_inside

@@ -21,7 +21,6 @@ from typing import Any
 
 from dtrans._jax import (
     COND,
-    ELEMENTWISE,
     REMAT,
     SCAN,
     Atom,
@@ -33,6 +32,8 @@ from dtrans._jax import (
     closed,
     constants,
     equations,
+    facts_of,
+    is_rearrangement,
     jaxprs_in_params,
     opened,
     scan_counts,
@@ -44,8 +45,6 @@ from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.rows.rules import Step, step_of
 
 
-# what is cheap enough to be made twice, beside what is elementwise
-CHEAP = ELEMENTWISE | {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "rev", "expand_dims"}
 GIVEN_SLICES = frozenset({SCAN, COND, *REMAT})
 
 
@@ -212,12 +211,17 @@ def _through(flow: SliceFlow, i: int, eqn: JaxprEqn, ins: Sequence[RowAxis | Non
     picks = eqn.primitive.name == "slice" and any(
         n < m for n, m in zip(out.aval.shape[: row.axis], first.aval.shape, strict=False)
     )
-    if picks or eqn.primitive.name not in CHEAP:
+    if picks or not is_cheap(eqn):
         flow.parts.add(out)
         flow.roots[out] = frozenset([out])
     else:
         flow.roots[out] = flow.roots_of(eqn.invars)
     return ()
+
+
+def is_cheap(eqn: JaxprEqn) -> bool:
+    """Return True if an equation costs so little that ranks may carry it out twice, and send its operand."""
+    return facts_of(eqn).elementwise or is_rearrangement(eqn)
 
 
 def operands_inside(eqn: JaxprEqn, k: int) -> tuple[int, int]:
