@@ -9,25 +9,14 @@ none   where a count decides how a gradient is used (`optax.MultiSteps`), or a p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax.numpy as jnp
 
-from dtrans._jax import COND, LOOPS, Atom, JaxprEqn, Var
-from dtrans.ir.dataflow import propagate
+from dtrans._jax import COND, LOOPS, JaxprEqn, Var, is_rearrangement, linear_operands, same_operand
+from dtrans.ir.dataflow import is_zero_array, propagate
 from dtrans.step.cut import Cut, Gradient, OptimizeHalf
-
-
-# linear in their operand, or in any one of their operands while the others are fixed
-_LINEAR = {
-    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dot_general", "expand_dims", "mul", "neg",
-    "reduce_sum", "reshape", "rev", "slice", "squeeze", "transpose",
-}  # fmt: skip
-# of several operands, all may be linear
-_ADDING = {"add", "add_any", "concatenate", "sub"}
-# give what they are given
-_KEEPING = {"convert_element_type", "copy", "copy_p"}
 
 
 def merging(step: Cut) -> Literal["sum", "mean", "none"]:
@@ -67,10 +56,11 @@ def is_linear(half: OptimizeHalf, params: Sequence[str]) -> bool:
     linear = {v for n, v in ins.items() if isinstance(n, Gradient)}
     old = _unchanged(half, params)
     new: dict[Var, str] = {}  # what is one plus something linear
+    made_by = {v: e for e in inner.eqns for v in e.outvars}
     for eqn in inner.eqns:
         values = [a for a in eqn.invars if isinstance(a, Var)]
-        name, (first, *_) = eqn.primitive.name, eqn.outvars
-        if name in _KEEPING and values and values[0] in new and _inexact(eqn):
+        first = eqn.outvars[0]
+        if values and values[0] in new and _keeps_value(eqn) and _inexact(eqn):
             new[first] = new[values[0]]
         elif any(v in new for v in values):
             return False
@@ -78,8 +68,8 @@ def is_linear(half: OptimizeHalf, params: Sequence[str]) -> bool:
             shifted = _shifted(eqn, linear, old)
             if shifted is not None:
                 new[first] = shifted
-            elif _is_linear_in(eqn, linear, moving):
-                linear.add(first)
+            elif _is_linear_in(eqn, linear, moving, made_by):
+                linear.update(eqn.outvars)
             else:
                 return False
     kept = lambda n, a: isinstance(a, Var) and n in (old.get(a), new.get(a))
@@ -98,9 +88,9 @@ def _unchanged(half: OptimizeHalf, params: Sequence[str]) -> dict[Var, str]:
     for eqn in inner.eqns:
         name, operands = eqn.primitive.name, eqn.invars
         kept = [a for a in operands if isinstance(a, Var) and a in old]
-        if name in (*_KEEPING, "broadcast_in_dim") and is_zero(operands[0]):
+        if (_keeps_value(eqn) or is_rearrangement(eqn)) and is_zero(operands[0]):
             zeros.update(eqn.outvars)
-        elif len(kept) == 1 and (name in _KEEPING or (name in ("add", "add_any") and any(map(is_zero, operands)))):
+        elif len(kept) == 1 and (_keeps_value(eqn) or (name in ("add", "add_any") and any(map(is_zero, operands)))):
             old[eqn.outvars[0]] = old[kept[0]]
     return old
 
@@ -117,16 +107,22 @@ def _shifted(eqn: JaxprEqn, linear: set[Var], old: dict[Var, str]) -> str | None
     return leaf(b) if is_linear(a) and eqn.primitive.name != "sub" else None
 
 
-def _is_linear_in(eqn: JaxprEqn, linear: set[Var], moving: dict[Var, int]) -> bool:
-    """Whether what an equation makes is linear in its operands that are, whatever parameters do."""
-    is_one = [isinstance(a, Var) and a in linear for a in eqn.invars]
-    others: list[Atom] = [a for a, one in zip(eqn.invars, is_one, strict=True) if not one]
-    name = eqn.primitive.name
-    if not others:
-        return (len(is_one) == 1 and name in _LINEAR and _inexact(eqn)) or name in _ADDING
-    if is_one.count(True) != 1 or any(isinstance(a, Var) and moving.get(a) for a in others):
+def _is_linear_in(eqn: JaxprEqn, linear: set[Var], moving: Mapping[Var, int], made_by: Mapping[Var, JaxprEqn]) -> bool:
+    """Return True if an equation is linear in its operands that are, whatever parameters do.
+
+    The other operands of a group have to be zeros: x + 1 is not linear in x.
+    """
+    ours = {i for i, a in enumerate(eqn.invars) if isinstance(a, Var) and a in linear}
+    zeros = {i for i, a in enumerate(eqn.invars) if i not in ours and is_zero_array(a, made_by)}
+    others = [a for i, a in enumerate(eqn.invars) if i not in ours | zeros]
+    if any(isinstance(a, Var) and moving.get(a) for a in others):
         return False
-    return is_one[0] if name == "div" else name in _LINEAR
+    return any(ours <= set(group) <= ours | zeros for group in linear_operands(eqn))
+
+
+def _keeps_value(eqn: JaxprEqn) -> bool:
+    """Return True if the output is operand 0, in another type perhaps."""
+    return eqn.primitive.name == "convert_element_type" or same_operand(eqn) == 0
 
 
 def _inexact(eqn: JaxprEqn) -> bool:

@@ -430,6 +430,12 @@ MERGING = {
     "written: another order": (lambda w, g: w[::-1] - 0.1 * g, "mean"),
     "written: no parameter": (lambda w, g: 0 - 0.1 * g, "mean"),
     "written: rounded": (lambda w, g: w - 0.1 * g.astype(jnp.int32).astype(w.dtype), "mean"),
+    "written: an offset": (lambda w, g: w - 0.1 * (g + 1), "mean"),
+    "written: a mask": (lambda w, g: w - jnp.where(np.arange(w.shape[-1]) > 0, 0.1 * g, 0.0), "sum"),
+    "written: a mask of ones": (lambda w, g: w - jnp.where(np.arange(w.shape[-1]) > 0, 0.1 * g, 1.0), "mean"),
+    "written: rows added up": (lambda w, g: w - 0.1 * jnp.cumsum(g, 0), "sum"),
+    "written: joined": (lambda w, g: w - 0.1 * jnp.concatenate([g[:1] * 2, g[1:]]), "sum"),
+    "written: with zeros": (lambda w, g: w - 0.1 * jnp.concatenate([g[:1], jnp.zeros_like(g[1:])]), "sum"),
     "written: the other way": (lambda w, g: 0.1 * g - w, "mean"),
 }
 
