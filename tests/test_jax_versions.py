@@ -10,12 +10,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 import dtrans
 from dtrans._jax import (
-    ELEMENTWISE,
+    FACTS,
     Primitive,
     axes_of,
     bodies,
     bulletin_board,
     equations,
+    facts_of,
     is_reversed,
     lowered_jaxpr,
     map_bodies,
@@ -27,7 +28,6 @@ from dtrans._jax import (
     while_counts,
     with_bodies,
 )
-from dtrans._jax.primitives import _OTHERS
 from dtrans._jax.versions import NEWEST_TESTED, warn_untested
 from dtrans.engine.rules import RULES as SPLIT_RULES
 from dtrans.engine.split import split
@@ -140,7 +140,9 @@ def test_activations_and_their_derivatives_keep_rows(name):
     fn = ACTIVATIONS[name]
     both = lambda x, g: jax.vjp(fn, x)[1](g)
     jaxpr = inline_calls(lowered_jaxpr(both, jnp.full((4, 3), 0.5), jnp.ones((4, 3))))
-    strange = {e.primitive.name for e in equations(jaxpr)} - ELEMENTWISE - RULES.keys() - {"iota", "scan"}
+    known = RULES.keys() | {"iota", "scan"}
+    keeps_rows = lambda e: facts_of(e).elementwise or facts_of(e).axes or e.primitive.name in known
+    strange = [e for e in equations(jaxpr) if not keeps_rows(e)]
     assert not strange
 
 
@@ -257,10 +259,9 @@ def test_an_unknown_primitive_in_an_init_is_named():
 
 
 def test_every_table_of_rules_is_of_known_primitives():
-    known = ELEMENTWISE | _OTHERS
     own = {"all_reduce"}
     for rules in (RULES, PART_RULES, SPLIT_RULES):
-        assert set(rules) - known - own == set()
+        assert set(rules) - FACTS.keys() - own == set()
 
 
 def test_a_jax_that_was_not_tested_is_said(monkeypatch):

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import ELEMENTWISE, JaxprEqn
+from dtrans._jax import JaxprEqn, facts_of, mixed_axes
 from dtrans.rows.layout import SHARED, Layout, RowAxis
 
 
@@ -41,10 +41,15 @@ class Step:
 
 
 def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """What an equation does, its operands being shared or having rows of one leaf; None where it mixes them."""
-    name = eqn.primitive.name
-    rule = _elementwise if name in ELEMENTWISE else RULES.get(name)
-    return None if rule is None else rule(eqn, ins)
+    """Return how an equation is carried out on rows of one leaf; None where it mixes rows."""
+    facts = facts_of(eqn)
+    if facts.elementwise:
+        return _elementwise(eqn, ins)
+    if eqn.primitive.name in RULES:
+        return RULES[eqn.primitive.name](eqn, ins)
+    if facts.reduces:
+        return _reduce(eqn, ins)
+    return _along(eqn, ins) if mixed_axes(eqn) is not None else None
 
 
 def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
@@ -144,36 +149,23 @@ def _squeeze(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    row, gone = _one(ins), eqn.params["axes"]
+    """Over the rows, partial results are left. `dtrans.rows.normalize` rewrites positions of entries before."""
+    row, gone, op = _one(ins), mixed_axes(eqn) or (), facts_of(eqn).reduces
     if row is None or len(ins) > 1:
         return None
     if row.axis not in gone:
         return Step((row,), (_without(row, gone),))
-    return Step((row,), (SHARED,), reduce=eqn.primitive.name.removeprefix("reduce_"))
+    return None if op == "position" else Step((row,), (SHARED,), reduce=op)
 
 
-def _arg_reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Over another axis than that of the rows (`dtrans.rows.normalize` rewrites one over the rows)."""
-    row, gone = _one(ins), eqn.params["axes"]
-    return None if row is None or row.axis in gone else Step((row,), (_without(row, gone),))
-
-
-def _along(key: str) -> Callable[[JaxprEqn, Sequence[Layout]], Step | None]:
-    """Equations that work along one axis, and leave every other alone; operands and outputs have the same axes."""
-
-    def rule(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-        row = _one(ins)
-        if row is None or eqn.params[key] == row.axis:
-            return None
-        return Step(_all_as(row, eqn), (row,) * len(eqn.outvars))
-
-    return rule
-
-
-def _top_k(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    row = _one(ins)
-    axis = eqn.params.get("axis", -1) % eqn.invars[0].aval.ndim
-    return None if row is None or axis == row.axis else Step((row,), (row,) * len(eqn.outvars))
+def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Rows stay where other axes are mixed: operands with dimensions and outputs have them on the same axis."""
+    row, last = _one(ins), facts_of(eqn).last_axes(eqn)
+    if row is None or row.axis in (mixed_axes(eqn) or ()) or any(v.aval.ndim <= row.axis for v in eqn.outvars):
+        return None
+    if last and any(row.axis >= a.aval.ndim - last for a in eqn.invars):
+        return None
+    return Step(_all_as(row, eqn), (row,) * len(eqn.outvars))
 
 
 def _stack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
@@ -196,11 +188,6 @@ def _tile(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     if row is None or len(reps) != eqn.invars[0].aval.ndim or reps[row.axis] != 1:
         return None
     return Step((row,), (row,))
-
-
-def _rev(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    row = _one(ins)
-    return None if row is None or row.axis in eqn.params["dimensions"] else Step((row,), (row,))
 
 
 def _pad(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
@@ -242,16 +229,6 @@ def _dynamic_update_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     return Step((row, row, *(None,) * (len(ins) - 2)), (row,))
 
 
-def _batched(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Linear algebra on the last two axes."""
-    row = _one(ins)
-    if row is None or any(row.axis >= a.aval.ndim - 2 for a in eqn.invars):
-        return None
-    if any(v.aval.ndim <= row.axis for v in eqn.outvars):
-        return None
-    return Step(_all_as(row, eqn), (row,) * len(eqn.outvars))
-
-
 def _dot_general(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     """Rows that are contracted are summed over; rows along a batch axis, or a free axis of one operand, are kept."""
     contract, batch = eqn.params["dimension_numbers"]
@@ -282,20 +259,12 @@ RULES: Mapping[str, Callable[[JaxprEqn, Sequence[Layout]], Step | None]] = {
     "reshape": _reshape,
     "transpose": _transpose,
     "squeeze": _squeeze,
-    **{f"reduce_{op}": _reduce for op in ("sum", "prod", "max", "min", "and", "or", "xor")},
-    "argmax": _arg_reduce,
-    "argmin": _arg_reduce,
-    **{name: _along("axis") for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split")},
-    **{name: _along("dimension") for name in ("sort", "concatenate")},
     "stack": _stack,
     "unstack": _unstack,
     "tile": _tile,
-    "top_k": _top_k,
-    "rev": _rev,
     "pad": _pad,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
-    **dict.fromkeys(("svd", "eigh", "qr", "cholesky", "lu", "triangular_solve"), _batched),
     "dot_general": _dot_general,
 }
