@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import ELEMENTWISE, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, facts_of, opened
 from dtrans.errors import BatchError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
@@ -40,11 +40,6 @@ from dtrans.step.collect import COLLECT
 
 
 ROOT = "@given"  # what the names of these values begin with
-# what gives rows of its result for rows of its operands, where shapes say so
-_BY_ROW = ELEMENTWISE | {
-    "argmax", "argmin", "broadcast_in_dim", "expand_dims", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
-    "reduce_prod", "reduce_sum", "reshape", "squeeze",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,7 +364,7 @@ class _Finder:
         if not free or y.effects or x.effects:
             self._read(x.invars, y.invars)
             return
-        own = self._is_same(x, y) or (y.primitive.name in _BY_ROW and self._by_row(x, y))
+        own = self._is_same(x, y) or self._by_row(x, y)
         if y.primitive.name == "transpose" and self.rows(x.outvars[0], y.outvars[0]) is NotImplemented:
             self._read(x.invars, y.invars)  # parts are given what has its rows on dim 0, and turn it as the step does
             own = True
@@ -391,7 +386,14 @@ class _Finder:
         return of_value(x.params) == of_value(y.params)
 
     def _by_row(self, x: JaxprEqn, y: JaxprEqn) -> bool:
-        """Whether a part makes its rows of the result from its rows of the operands."""
+        """Return True if a part makes its rows of the result from its rows of the operands.
+
+        Shapes say so of what keeps rows in order: where dim 0 of the operands and of the result is cut by parts, it is
+        the same dimension, or begins with it.
+        """
+        facts = facts_of(y)
+        if not (facts.elementwise or facts.reduces or facts.keeps_order(y)):
+            return False
         for a, b in zip(x.invars, y.invars, strict=True):
             if isinstance(b, Literal):
                 if not isinstance(a, Literal) or not _equal(a.val, b.val):

@@ -32,7 +32,9 @@ from dtrans._jax import (
     bodies,
     closed,
     constants,
+    facts_of,
     opened,
+    scaling_operands,
     scan_counts,
     while_counts,
 )
@@ -60,20 +62,6 @@ class PartScale:
 
 _ZERO = None  # of a value that is nothing but zeros: any power fits
 Power = int | None
-_KEEP = frozenset(
-    {
-        "abs", "broadcast_in_dim", "conj", "copy", "copy_p", "cummax", "cummin", "cumsum", "expand_dims", "fft",
-        "gradient", "imag", "name", "neg", "real", "reduce_max", "reduce_min", "reduce_sum", "reduce_window_max",
-        "reduce_window_min", "reduce_window_sum", "reshape", "rev", "slice", "split", "squeeze", "stop_gradient",
-        "transpose", "unstack",
-    }
-)  # fmt: skip
-_SAME = frozenset({"add", "add_any", "complex", "concatenate", "max", "min", "pad", "stack", "sub"})
-# by what stands behind, as indices and the operand of a pool, none enters
-_FIRST = frozenset(
-    {"gather", "dynamic_slice", "convert_element_type", "reduce_precision", "select_and_scatter_add"}
-    | {"select_and_gather_add"}
-)
 
 
 class _NoScaleError(Exception):
@@ -199,42 +187,27 @@ class _Pairing:
             return self.of_bodies(x, y, ins)
         if not _alike(x, y):
             raise _NoScaleError
-        known = [p for p in ins if p is not _ZERO]
-        if name in _KEEP or name in _FIRST:
-            if any(ins[1:]):
-                raise _NoScaleError
-            return [ins[0]] * count
-        if name in _SAME:
-            if len(set(known)) > 1:
-                raise _NoScaleError
-            return [known[0] if known else _ZERO] * count
-        if name == "dynamic_update_slice":  # behind what it writes are indices
-            if any(ins[2:]) or len({p for p in ins[:2] if p is not _ZERO}) > 1:
-                raise _NoScaleError
-            return [next((p for p in ins[:2] if p is not _ZERO), _ZERO)]
-        if name == "select_n":
-            if ins[0] or len({p for p in ins[1:] if p is not _ZERO}) > 1:
-                raise _NoScaleError
-            return [next((p for p in ins[1:] if p is not _ZERO), _ZERO)]
-        if name in ("mul", "dot_general", "conv_general_dilated"):
-            return [_ZERO if _ZERO in ins else sum(known)]
-        if name == "div":
-            return [ins[0] if ins[0] is _ZERO else ins[0] - (ins[1] or 0)]
-        if name == "integer_pow":
-            return [ins[0] if ins[0] is _ZERO else ins[0] * x.params["y"]]
-        if name in ("square", "sqrt", "rsqrt"):
-            if name != "square" and ins[0]:
-                raise _NoScaleError
-            return [_ZERO if ins[0] is _ZERO and name != "rsqrt" else 2 * (ins[0] or 0)]
-        if name in ("scatter-add", "scatter"):
-            if ins[1] or len({p for p in (ins[0], ins[2]) if p is not _ZERO}) > 1:
-                raise _NoScaleError
-            return [next((p for p in (ins[0], ins[2]) if p is not _ZERO), _ZERO)]
-        if name in ("sign", "gt", "lt", "ge", "le") and len(set(known)) <= 1:  # a positive factor changes nothing
+        if groups := scaling_operands(x):
+            return [self.of_product(x, groups, ins)] * count
+        known = {p for p in ins if p is not _ZERO}
+        if name in ("integer_pow", "square"):
+            return [ins[0] if ins[0] is _ZERO else ins[0] * x.params.get("y", 2)]
+        if len(known) <= 1 and len(facts_of(x).scale_free_in) == len(ins):
             return [0] * count
         if any(known):
             raise _NoScaleError
-        return [0] * count
+        return [0 if known or not facts_of(x).keeps_zero(x) else _ZERO] * count
+
+    def of_product(self, eqn: JaxprEqn, groups: Sequence[Sequence[int]], ins: Sequence[Power]) -> Power:
+        """Return the power of outputs that have the factors of several groups of operands.
+
+        Operands of one group have the same power. All others have none; only a divisor may.
+        """
+        others = [p or 0 for i, p in enumerate(ins) if all(i not in group for group in groups)]
+        if any(others) and eqn.primitive.name != "div":
+            raise _NoScaleError
+        powers = [_together([[ins[i]] for i in group])[0] for group in groups]
+        return _ZERO if _ZERO in powers else sum(p for p in powers if p is not _ZERO) - sum(others)
 
     def of_bodies(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
         """The powers of what a loop, a branch or a body of remat makes."""
