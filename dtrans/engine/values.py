@@ -23,7 +23,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import ELEMENTWISE, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
 from dtrans.engine.array_fns import on_first
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, cut_along, nbytes, rows_or_none
 from dtrans.engine.pieces import Pieces
@@ -38,11 +38,6 @@ from dtrans.ops.all_to_all import all_to_all_p
 from dtrans.rows.layout import SHARED, RowAxis, Shared
 from dtrans.rows.parts import recipe_of
 from dtrans.step.scopes import in_local_scope
-
-
-_COUNTED = frozenset({"iota", "random_bits", "broadcast_in_dim"})
-# what a piece is made through, where it is a piece of what is counted in the end
-_FOLLOWED = _COUNTED | ELEMENTWISE | {"squeeze", "transpose", "dot_general"}
 
 
 class ShardValues(abc.ABC):
@@ -252,13 +247,11 @@ class ShardValues(abc.ABC):
         name = eqn.primitive.name
         if name.startswith("scatter"):  # something is written into what is counted
             return self._is_counted(eqn.invars[0], axis)
-        if name not in _FOLLOWED:
-            return False
         recipe = recipe_of(eqn, 0, self.pieces.of(eqn.outvars[0].aval.shape[axis], cut_along(axis)))
-        if recipe is None or name in _COUNTED:
+        if recipe is None or name in ("broadcast_in_dim", "random_bits"):  # which make more than they read
             return recipe is not None
         along = [(a, part.axis) for a, part in recipe.needs if part is not None]
-        return bool(along) and all(self._is_counted(a, at) for a, at in along)
+        return all(self._is_counted(a, at) for a, at in along)
 
     @abc.abstractmethod
     def carried_out(self, eqn: JaxprEqn, way: Way) -> list[Atom]:

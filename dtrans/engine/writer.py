@@ -32,31 +32,30 @@ from dtrans._jax import (
     Var,
     closed,
     constants,
+    facts_of,
+    is_rearrangement,
+    linear_operands,
     opened,
     origin_of,
     scope_of,
     with_bodies,
 )
 from dtrans.engine.array_fns import best_local, candidates, decided, own_indices, picked
-from dtrans.engine.layout import PARTIAL, Partial, Placed, Shards
+from dtrans.engine.layout import PARTIAL, Partial, Placed, Shards, nbytes
 from dtrans.engine.loops import LoopPlan, WrittenBody, plan_loop
 from dtrans.engine.rules import Way, choose
 from dtrans.engine.values import ShardValues
 from dtrans.ir.array_fns import converted
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
-from dtrans.ir.linear import ADDS, LINEAR, linear_operands
 from dtrans.ops import identity_of
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.scopes import has_local_scope, in_local_scope
 
 
-SAME_NUMBERS = frozenset({"transpose", "reshape", "squeeze", "convert_element_type", "broadcast_in_dim", "copy"})
-_GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}  # and from which operand
-# what makes an entry of one entry of each operand
-_BY_ENTRY = ADDS | {
-    "mul", "div", "neg", "select_n", "broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type",
-}  # fmt: skip
+# Where these make more entries than the operand has, terms are added up before. Not so `pad`: gradients of several
+# slices of one parameter are added up in one reduction.
+_GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}
 _WITH_BODIES = frozenset({*REMAT, SCAN, WHILE, COND})
 
 
@@ -117,7 +116,7 @@ class SplitWriter(ShardValues):
                 self.own_terms.update(eqn.outvars)
         else:
             self._define(eqn, way.outs, self._reduced_here(way.reduce, made) if way.reduce else made)
-        if eqn.primitive.name in SAME_NUMBERS and self.operand(eqn.invars[0]).is_input:
+        if _is_moved_or_cast(eqn) and self.operand(eqn.invars[0]).is_input:
             self.inputs.update(eqn.outvars)
 
     def _reduced_here(self, op: str, terms: Sequence[Atom]) -> Sequence[Atom]:
@@ -154,11 +153,8 @@ class SplitWriter(ShardValues):
         name = eqn.primitive.name
         if any(self._uses[a] != 1 for i in opens if isinstance(a := eqn.invars[i], Var)):
             return None
-        if name in LINEAR:
+        if _adds_terms(eqn, opens):
             return opens
-        if name in ADDS:
-            same = all(a.aval.shape == eqn.outvars[0].aval.shape for a in eqn.invars)
-            return opens if same and len(opens) == len(ins) else None
         # by a known number only: a term of 0 times what may be infinite is not a number
         factor = next((a.val for a in eqn.invars if isinstance(a, Literal) and not a.aval.ndim), np.nan)
         if name not in ("mul", "div") or not np.isfinite(factor):
@@ -361,7 +357,7 @@ def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = 
                 if eqn.primitive.name == "broadcast_in_dim":
                     found.difference_update(eqn.outvars)
                 continue
-            if anyway.issuperset(eqn.outvars) and eqn.primitive.name in _BY_ENTRY:
+            if anyway.issuperset(eqn.outvars) and (facts_of(eqn).elementwise or is_rearrangement(eqn)):
                 anyway.update(a for a in eqn.invars if isinstance(a, Var))
             linear = {i for together in linear_operands(eqn) for i in together}
             found.update(a for i, a in enumerate(eqn.invars) if i in linear and isinstance(a, Var))
@@ -370,6 +366,28 @@ def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = 
 
 def _grows(eqn: JaxprEqn) -> bool:
     return eqn.outvars[0].aval.size > eqn.invars[_GROWS[eqn.primitive.name]].aval.size
+
+
+def _adds_terms(eqn: JaxprEqn, opens: Sequence[int]) -> bool:
+    """Return True if sums may be made behind an equation as well as before, and are not larger there.
+
+    Casts round, so that sums come first. Other operands are indices and conditions: a term of 0 times a number that may
+    be infinite is not a number.
+    """
+    others = [a for i, a in enumerate(eqn.invars) if i not in opens]
+    if eqn.primitive.name == "convert_element_type" or len(eqn.outvars) != 1 or any(map(_is_inexact, others)):
+        return False
+    size = sum(nbytes(eqn.invars[i].aval) for i in opens)
+    return tuple(opens) in linear_operands(eqn) and nbytes(eqn.outvars[0].aval) <= size
+
+
+def _is_inexact(atom: Atom) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
+
+
+def _is_moved_or_cast(eqn: JaxprEqn) -> bool:
+    """Return True if an equation changes no number of its one operand, but for rounding."""
+    return is_rearrangement(eqn) or eqn.primitive.name == "convert_element_type"
 
 
 def _types(eqn: JaxprEqn) -> list[Any]:

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from dtrans._jax import ELEMENTWISE, REMAT, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, bodies, closed, opened
+from dtrans._jax import REMAT, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, bodies, closed, facts_of, opened
 from dtrans.engine.layout import Placed, Shards, cut_along
 from dtrans.engine.rules import Operand, choose
-from dtrans.engine.writer import SAME_NUMBERS
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.rows.layout import SHARED, RowAxis
 
@@ -101,7 +100,7 @@ class _Pass:
             if any(isinstance(x.layout, RowAxis) for x in ins):
                 outs = choose(eqn, ins, self.shards).outs
                 self.layouts.update(zip(eqn.outvars, outs, strict=True))
-            if eqn.primitive.name in SAME_NUMBERS and (origin := self.origin(eqn.invars[0])):
+            if _keeps_dimensions(eqn) and (origin := self.origin(eqn.invars[0])):
                 self.origins[eqn.outvars[0]] = (origin[0], _followed(eqn, origin[1]))
 
     def _remat(self, eqn: JaxprEqn) -> None:
@@ -150,11 +149,16 @@ def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
         numbers = eqn.params["dimension_numbers"]
         looked_up = [d for d in numbers.start_index_map if d in numbers.collapsed_slice_dims]
         return int(looked_up[0]) if looked_up else None
-    if name in ELEMENTWISE:
+    if facts_of(eqn).elementwise:
         met = [x.axis for x in cuts if x is not None]
         fits = met and len(shape) > met[0] and shape[met[0]] == eqn.outvars[0].aval.shape[met[0]]
         return met[0] if fits else None
     return None
+
+
+def _keeps_dimensions(eqn: JaxprEqn) -> bool:
+    """Return True if the dimensions of an output are those of operand 0, some of size 1 apart."""
+    return facts_of(eqn).keeps_order(eqn) or eqn.primitive.name in ("transpose", "convert_element_type")
 
 
 def _followed(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
@@ -166,7 +170,7 @@ def _followed(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | None, 
         old, new = eqn.invars[0].aval.shape, tuple(eqn.params["broadcast_dimensions"])
         same = {axis: dims[d] for d, axis in enumerate(new) if old[d] == out.shape[axis]}
         return tuple(same.get(axis) for axis in range(out.ndim))
-    if name in ("reshape", "squeeze"):
+    if out.shape != eqn.invars[0].aval.shape:
         old = eqn.invars[0].aval.shape
         kept = [d for d, n in zip(dims, old, strict=True) if n != 1]
         if [n for n in old if n != 1] != [n for n in out.shape if n != 1]:

@@ -576,6 +576,33 @@ def test_sums_of_several_products_are_made_once(x64):
     assert len(kinds(twice)) == 2  # two products, one sum each
 
 
+MOVED_SUMS = {
+    "some rows": (lambda a, b, w, v: (a @ w)[:1], 3),
+    "joined": (lambda a, b, w, v: jnp.concatenate([a @ w, b @ v]), 24),
+    "stacked and turned": (lambda a, b, w, v: jnp.stack([a @ w, b @ v]).transpose(1, 2, 0)[::-1], 24),
+    "one of two": (lambda a, b, w, v: jnp.where(jnp.arange(3) > 1, a @ w, b @ v), 12),
+    "added up": (lambda a, b, w, v: jnp.cumsum(a @ w - b @ v, axis=0), 12),
+    "picked": (lambda a, b, w, v: jnp.take(a @ w, jnp.array([2, 9]), axis=0, mode="fill", fill_value=0.0), 6),
+    "written into": (lambda a, b, w, v: (a @ w).at[1:3].set((b @ v)[:2]), 12),
+}
+
+
+@pytest.mark.parametrize("name", MOVED_SUMS)
+def test_sums_are_made_behind_what_moves_them(x64, name):
+    """One reduction, of what is read in the end."""
+    fn, count = MOVED_SUMS[name]
+    program = checked(fn, (*arrays([(4, 10), (4, 10)]), floats(10, 3), floats(10, 3)), {0: 1, 1: 1}, 4)
+    (reduced,) = [e for e in deep(program) if e.primitive.name == "all_reduce"]
+    assert reduced.outvars[0].aval.size == count
+
+
+def test_sums_are_made_before_what_fills_and_rounds(x64):
+    fill = lambda x: jnp.take(x, jnp.array([2, 9]), axis=0, mode="fill", fill_value=7.0)
+    fn = lambda a, w: (fill(a @ w), (a @ w).astype(jnp.float32), (a @ w).astype(jnp.int32))
+    program = checked(fn, (floats(4, 10), floats(10, 3)), {0: 1}, 4)
+    assert all(e.invars[0].aval.shape == (4, 3) for e in deep(program) if e.primitive.name == "all_reduce")
+
+
 def test_sums_that_meet_what_is_infinite_are_made_before(x64):
     x, w = floats(2, 10), floats(10, 3)
     x[:, 5:] = 0.0  # terms of some shards are 0
