@@ -18,46 +18,34 @@ is no number goes on with what is frozen, where one device loses it too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, constants, opened
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    constants,
+    facts_of,
+    moved_operands,
+    opened,
+    same_operand,
+    zeros_by,
+)
 from dtrans.errors import StateError
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import number_of
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.step.cut import cut
 from dtrans.step.marks import mark_p
 from dtrans.step.trace import guess_roles
-
-
-_SAME_NUMBER = frozenset(
-    {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev", "copy", "copy_p", "name"}
-)
-_ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "add_any": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "abs": np.abs,
-    "square": np.square,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sign": np.sign,
-    "max": np.maximum,
-    "min": np.minimum,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-}
 
 
 def hands_on_what_is_still(main: Program, startup: Program) -> Program:
@@ -151,7 +139,7 @@ class _Folded:
     def number(self, atom: Atom) -> Any:
         """The number that a value is everywhere; None where it is not known."""
         if isinstance(atom, Literal):
-            return np.asarray(atom.val)[()] if np.ndim(atom.val) == 0 else None
+            return np.asarray(atom.val, atom.aval.dtype)[()] if np.ndim(atom.val) == 0 else None
         return self._numbers.get(atom)
 
     def behind(self, atom: Atom) -> Atom:
@@ -163,37 +151,37 @@ class _Folded:
     def _fold(self, eqn: JaxprEqn, out: Var) -> None:
         name, ins = eqn.primitive.name, eqn.invars
         numbers = [self.number(a) for a in ins]
-        zero = [x is not None and not np.any(x) for x in numbers]
-        if eqn.primitive is mark_p or name in _SAME_NUMBER or name == "convert_element_type":
-            if numbers[0] is not None:
-                self._numbers[out] = np.asarray(numbers[0]).astype(out.aval.dtype)[()]
-            elif eqn.primitive is mark_p or ins[0].aval == out.aval:
-                self._behind[out] = ins[0]
-            elif name in ("broadcast_in_dim", "convert_element_type") and isinstance(ins[0], Var):
-                self._scalars[out] = self._scalars.get(ins[0], ins[0])
-        elif name == "reduce_sum" and zero[0]:
-            self._numbers[out] = numbers[0]
-        elif name == "select_n" and numbers[0] is not None:
-            taken = 1 + int(numbers[0])
-            if numbers[taken] is not None:
-                self._numbers[out] = numbers[taken]
-            else:
-                self._behind[out] = ins[taken]
-        elif name == "select_n" and all(x is not None and x == numbers[1] for x in numbers[1:]):
-            self._numbers[out] = numbers[1]
-        elif name in ("mul", "div") and zero[0] and self._is_factor(ins[1], numbers[1]):
-            self._numbers[out] = numbers[0]
-        elif name == "mul" and zero[1] and self._is_factor(ins[0], numbers[0]):
-            self._numbers[out] = numbers[1]
-        elif name == "integer_pow" and zero[0] and eqn.params["y"] > 0:
-            self._numbers[out] = numbers[0]
-        elif name in _ELEMENTWISE and all(x is not None for x in numbers):
-            with np.errstate(all="ignore"):
-                self._numbers[out] = _ELEMENTWISE[name](*numbers)
-        elif name in ("add", "add_any", "sub") and (zero[1] or (zero[0] and name != "sub")):
-            kept = ins[0] if zero[1] else ins[1]
+        zeros = [i for i, x in enumerate(numbers) if x is not None and not np.any(x)]
+        moved, same = moved_operands(eqn), same_operand(eqn)
+        if name == "select_n" and numbers[0] is not None:
+            same = 1 + int(numbers[0])
+            moved = (same,)
+        if name == "convert_element_type" and ins[0].aval == out.aval:
+            same = 0
+        if moved and self._is_one([numbers[i] for i in moved]):
+            self._numbers[out] = np.asarray(numbers[moved[0]]).astype(out.aval.dtype)[()]
+        elif same is not None:
+            self._behind[out] = ins[same]
+        elif self._are_zeros(eqn, zeros, numbers):
+            self._numbers[out] = np.zeros((), out.aval.dtype)[()]
+        elif facts_of(eqn).elementwise and not eqn.effects and all(x is not None for x in numbers):
+            self._numbers[out] = number_of(eqn, numbers)
+        elif name in ("add", "add_any", "sub") and (1 in zeros or (0 in zeros and name != "sub")):
+            kept = ins[0] if 1 in zeros else ins[1]
             if kept.aval.shape == out.aval.shape:
                 self._behind[out] = kept
+        elif (moved == (0,) or name == "convert_element_type") and isinstance(ins[0], Var):
+            self._scalars[out] = self._scalars.get(ins[0], ins[0])
+
+    def _is_one(self, numbers: Sequence[Any]) -> bool:
+        """Return True if values are the same number everywhere."""
+        first, *others = numbers
+        return first is not None and all(x is not None and x == first for x in others)
+
+    def _are_zeros(self, eqn: JaxprEqn, zeros: Sequence[int], numbers: Sequence[Any]) -> bool:
+        """Return True if the output is zeros, since these operands are."""
+        factors = zeros_by(eqn, zeros)
+        return factors is not None and all(self._is_factor(eqn.invars[i], numbers[i]) for i in factors)
 
     def _is_factor(self, atom: Atom, number: Any) -> bool:
         """Whether zeros stay zeros under it: one number, or no dimensions behind its broadcasts."""

@@ -38,6 +38,7 @@ from dtrans._jax import (
     bodies,
     equations,
     jaxprs_in_params,
+    linear_operands,
     opened,
     scan_counts,
     scope_of,
@@ -47,7 +48,6 @@ from dtrans.errors import GradientError
 from dtrans.ir.dataflow import backward_slice, is_zero_array, propagate
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import inline_calls
-from dtrans.ir.linear import linear_operands
 from dtrans.ir.program import Program
 from dtrans.step.marks import mark_p
 

@@ -79,6 +79,19 @@ def test_a_leaf_that_moves_is_not(name: str) -> None:
     assert handed_on(main) == [] and not main.still
 
 
+@pytest.mark.parametrize("turn", [jnp.flipud, lambda w: jnp.roll(w, 1, 0)], ids=["flip", "roll"])
+def test_a_leaf_whose_rows_change_places_is_not(turn: Any) -> None:
+    tx = optax.sgd(0.1)
+
+    def step(params: Tree, opt_state: Tree, x: Any) -> Any:
+        value, gradients = dtrans.value_and_grad(loss_without)(params, x)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return {**optax.apply_updates(params, updates), "emb": turn(params["emb"])}, opt_state, value
+
+    main, _ = of_two_parts(dtrans.trace(step, *start(tx), X), dtrans.trace(lambda: start(tx), name="start"))
+    assert handed_on(main) == []
+
+
 @pytest.mark.parametrize("name", ["masked", "stop_gradient, clip and schedule"])
 @pytest.mark.parametrize("mode", ["nccl2", "stage 1", "stage 3", "pserver", "pipeline"])
 @pytest.mark.sampled(1)

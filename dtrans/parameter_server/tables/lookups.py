@@ -24,7 +24,6 @@ import jax.numpy as jnp
 
 from dtrans._jax import (
     COND,
-    ELEMENTWISE,
     REMAT,
     SCAN,
     WHILE,
@@ -35,6 +34,7 @@ from dtrans._jax import (
     bodies,
     closed,
     constants,
+    facts_of,
     line_of,
     live_part,
     opened,
@@ -232,7 +232,7 @@ def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
             for first, body in _entered(e):
                 if any(k >= first and _is_picked(body.eqns, body.invars[k - first]) for k in read):
                     return True
-        if read and e.primitive.name in ELEMENTWISE and e.outvars[0].aval.shape == var.aval.shape:
+        if read and facts_of(e).elementwise and e.outvars[0].aval.shape == var.aval.shape:
             same.update(e.outvars)
     return False
 
@@ -259,7 +259,7 @@ def _find_zeros(
             found.of.setdefault(v, row)
         elif name in ("scatter-add", "dynamic_update_slice"):
             ahead.append(eqn.invars[0])
-        elif name in ELEMENTWISE:
+        elif facts_of(eqn).elementwise:
             ahead += eqn.invars
         elif name in _WITH_BODIES and name != WHILE:
             k = list(eqn.outvars).index(v)

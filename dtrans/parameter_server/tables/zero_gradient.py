@@ -27,7 +27,6 @@ import numpy as np
 
 from dtrans._jax import (
     COND,
-    ELEMENTWISE,
     SCAN,
     WHILE,
     Atom,
@@ -35,10 +34,15 @@ from dtrans._jax import (
     Literal,
     Var,
     bodies,
+    facts_of,
     line_of,
+    moved_operands,
     opened,
     origin_of,
+    same_operand,
+    zeros_by,
 )
+from dtrans.ir.dataflow import number_of
 from dtrans.ir.program import Program
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.flow import Flow
@@ -85,8 +89,6 @@ class _Condition:
 
 MOST_CASES = 256  # outcomes of conditions that a row is followed through
 
-# what moves entries, and computes nothing
-_MOVES = {"copy", "copy_p", "optimization_barrier", "reshape", "broadcast_in_dim", "squeeze", "transpose"}
 _NEUTRAL = {"sum": 0, "or": False, "and": True, "xor": False}  # what adds nothing to a reduction
 
 
@@ -264,7 +266,7 @@ class _Followed:
             return self.assumed[a]
         if a not in self.kinds:
             eqn = self._made_by.get(a)
-            plain = eqn is not None and eqn.primitive.name in {"broadcast_in_dim", *ELEMENTWISE}
+            plain = eqn is not None and (facts_of(eqn).elementwise or bool(moved_operands(eqn)))
             self.kinds[a] = _made(eqn, [*map(self.kind, eqn.invars)], a) if plain and eqn is not None else _OTHER
         return self.kinds[a]
 
@@ -352,15 +354,15 @@ class _Followed:
         if eqn.primitive.name == "broadcast_in_dim":
             dims, shape = eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape
             return axis not in dims or shape[dims.index(axis)] == 1 != a.aval.shape[axis]
-        like = eqn.primitive.name in ELEMENTWISE
+        like = facts_of(eqn).elementwise
         return like and all(self._is_alike(x, axis) for x in eqn.invars if x.aval.ndim == a.aval.ndim)
 
 
 def _passes_on(eqn: JaxprEqn) -> bool:
     """Return True if conditions are to be looked for in the operands of an equation."""
-    name, logic = eqn.primitive.name, {"and", "or", "xor", "not", "select_n"}
-    is_condition = any(v.aval.dtype == bool for v in eqn.outvars) and name in ELEMENTWISE - logic - _MOVES
-    return name in ELEMENTWISE | _MOVES and not is_condition
+    is_logic = eqn.primitive.name in ("and", "or", "xor", "not")
+    makes_truths = any(v.aval.dtype == bool for v in eqn.outvars) and not is_logic
+    return bool(moved_operands(eqn)) or (facts_of(eqn).elementwise and not makes_truths)
 
 
 def _compares_whole_numbers(eqn: JaxprEqn | None) -> bool:
@@ -385,11 +387,6 @@ def _folded(eqn: JaxprEqn, given: Sequence[_Kind], out: Var) -> _Kind:
     """Return the number or the input that a result is; `_OTHER` where it is neither."""
     name = eqn.primitive.name
     is_zero = lambda k: isinstance(k, np.ndarray) and k == 0
-    if name in _MOVES:
-        kept = isinstance(given[0], np.ndarray) or out.aval.shape == eqn.invars[0].aval.shape
-        return given[0] if kept else _OTHER
-    if name == "reduce_sum" and is_zero(given[0]):  # within a row
-        return np.zeros((), out.aval.dtype)
     if name == "convert_element_type" and isinstance(given[0], _Same):
         return given[0] if out.aval.dtype == eqn.invars[0].aval.dtype else _OTHER
     if name == "select_n":
@@ -397,25 +394,29 @@ def _folded(eqn: JaxprEqn, given: Sequence[_Kind], out: Var) -> _Kind:
         if isinstance(which, np.ndarray):
             return cases[int(which)]
         return cases[0] if all(_equal(c, cases[0]) for c in cases) else _OTHER
-    if name not in ELEMENTWISE:
-        return _OTHER
+    if moved := moved_operands(eqn, number := list(eqn.outvars).index(out)):
+        first, *others = (given[i] for i in moved)
+        if isinstance(first, np.ndarray) and all(_equal(k, first) for k in others):
+            return first
+        same = same_operand(eqn, number)
+        return _OTHER if same is None else given[same]
     zero = np.zeros((), out.aval.dtype)
-    if name == "mul" and any(map(is_zero, given)):
+    factors = zeros_by(eqn, [i for i, k in enumerate(given) if is_zero(k)])
+    if factors is not None and not (name == "div" and is_zero(given[1])):  # reductions are within a row
         return zero
+    if not facts_of(eqn).elementwise:
+        return _OTHER
     if name == "mul" and any(isinstance(k, np.ndarray) and k == 1 for k in given):
         return given[1] if isinstance(given[0], np.ndarray) and given[0] == 1 else given[0]
     absorbing = {"and": False, "or": True}.get(name) if out.aval.dtype == bool else None
     if absorbing is not None and any(isinstance(k, np.ndarray) and k == absorbing for k in given):
         return np.asarray(absorbing)
-    if name == "div" and is_zero(given[0]) and not is_zero(given[1]):
-        return zero
     if name in ("add", "add_any") and any(map(is_zero, given)):
         return given[1] if is_zero(given[0]) else given[0]
     if name == "sub" and is_zero(given[1]):
         return given[0]
     if all(isinstance(k, np.ndarray) for k in given) and not eqn.effects:
-        made = eqn.primitive.bind(*map(jnp.asarray, given), **eqn.params)
-        return np.asarray(made[0] if eqn.primitive.multiple_results else made)
+        return np.asarray(number_of(eqn, given))
     return _OTHER
 
 

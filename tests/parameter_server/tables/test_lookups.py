@@ -277,6 +277,20 @@ def test_what_such_rows_add_is_named() -> None:
     assert "add_noise" in zero_of(noisy).positions
 
 
+def behind_a_barrier() -> Any:
+    """Momentum whose new value leaves a barrier beside the old one."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        new = jax.tree.map(lambda m, g: jax.lax.optimization_barrier((m, 0.9 * m + g))[1], state, updates)
+        return jax.tree.map(lambda g: -0.1 * g, updates), new
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+def test_values_behind_a_barrier_are_each_their_own() -> None:
+    assert zero_of(behind_a_barrier()).moves == ("opt_state/emb",)
+
+
 @pytest.mark.parametrize("name", [*STILL, *MOVES])
 def test_the_proof_is_what_the_update_does(name: str) -> None:
     """Rows of random numbers, with random state, through the user's update itself."""
