@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import tree_close
+from own_namespaces import namespaces, why_not
 from paths import ROOT, SUPPORT
 from scheduled_training import plain
 
@@ -33,19 +35,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of Slurm start as root only"),
 ]
 
-HOSTS = "127.0.0.1 localhost\n127.0.0.2 n1\n127.0.0.3 n2\n"
-
-
-def why_no_mounts() -> str:
-    """Return why a process cannot have its own /etc/hosts here; empty where it can."""
-    if MISSING or os.geteuid() != 0:
-        return "Slurm does not run here"
-    command = ["unshare", "--mount", "mount", "--bind", "/dev/null", "/etc/hosts"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return f"no process can have its own /etc/hosts: {done.stderr.strip()}" if done.returncode else ""
-
-
-NO_MOUNTS = why_no_mounts()
+NO_ADDRESSES = "Slurm does not run here" if MISSING or os.geteuid() else why_not()
 
 CONF = """\
 ClusterName=dtrans
@@ -100,9 +90,35 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Two nodes, n1 and n2.
+
+    Attributes:
+      folder: of their files; SLURM_CONF is `slurm.conf` there.
+      prefix: of commands that are to see the nodes.
+    """
+
+    folder: Path
+    prefix: tuple[str, ...]
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Path]:
-    """Two nodes, n1 and n2, and the folder of their files; SLURM_CONF is `slurm.conf` there."""
+def cluster() -> Iterator[Cluster]:
+    """Start the daemons, in a network namespace where each node has an address, if there can be one."""
+    with contextlib.ExitStack() as stack:
+        prefix: tuple[str, ...] = ()
+        if not NO_ADDRESSES:
+            hosts = stack.enter_context(namespaces(1))
+            files = hosts.name_addresses({"n1": hosts.address(0), "n2": hosts.address(1)})
+            # not `ip netns exec`, which mounts another /sys, without the groups of processes that slurmd reads
+            bind = f'mount --bind {files} /etc/hosts; exec "$@"'
+            prefix = (*hosts.enter(0), "unshare", "--mount", "sh", "-ec", bind, "sh")
+        yield stack.enter_context(started_cluster(prefix))
+
+
+@contextlib.contextmanager
+def started_cluster(prefix: tuple[str, ...]) -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix=f"dtrans-slurm-{os.getpid()}-"))
     folder.chmod(0o755)
     (folder / "state").mkdir()
@@ -123,15 +139,8 @@ def cluster() -> Iterator[Path]:
     started: list[subprocess.Popen[bytes]] = []
     log = (folder / "daemons.log").open("wb")
 
-    # each node resolves both names, to addresses of loopback that differ
-    (folder / "hosts").write_text(HOSTS)
-    as_node = []
-    if not NO_MOUNTS:
-        bind = f"mount --bind {folder}/hosts /etc/hosts"
-        as_node = ["unshare", "--mount", "sh", "-ec", f'{bind}; exec "$@"', "sh"]
-
     def start(*command: str) -> None:
-        started.append(subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log))
+        started.append(subprocess.Popen([*prefix, *command], env=env, cwd=folder, stdout=log, stderr=log))
 
     def until(ready: Callable[[], bool]) -> None:
         end = time.monotonic() + 60
@@ -141,17 +150,17 @@ def cluster() -> Iterator[Path]:
             time.sleep(0.1)
 
     def idle() -> bool:
-        command = ["sinfo", "-h", "-o", "%t%D"]
+        command = [*prefix, "sinfo", "-h", "-o", "%t%D"]
         return subprocess.run(command, env=env, capture_output=True, text=True).stdout == "idle2\n"
 
     try:
         start("munged", "--foreground", "--force", *munge)
         until((folder / "munge.sock").exists)
         start("slurmctld", "-D")
-        start(*as_node, "slurmd", "-D", "-N", "n1")
-        start(*as_node, "slurmd", "-D", "-N", "n2")
+        start("slurmd", "-D", "-N", "n1")
+        start("slurmd", "-D", "-N", "n2")
         until(idle)
-        yield folder
+        yield Cluster(folder, prefix)
     finally:
         for process in reversed(started):
             process.terminate()
@@ -194,15 +203,15 @@ CASES = [
 WORDS = ["it's", "a b", '%t "$HOME" \\']  # a shell, or Slurm, would read some of it
 
 
-def submit(cluster: Path, folder: Path, text: str, **variables: str) -> subprocess.Popen[bytes]:
+def submit(cluster: Cluster, folder: Path, text: str, **variables: str) -> subprocess.Popen[bytes]:
     """Submit a file; the process ends with the job."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS")}
-    env |= {"SLURM_CONF": str(cluster / "slurm.conf"), **variables}
+    env |= {"SLURM_CONF": str(cluster.folder / "slurm.conf"), **variables}
     (folder / "job.sbatch").write_text(text)
-    return subprocess.Popen(["sbatch", "--wait", "-o", "out", "job.sbatch"], env=env, cwd=folder)
+    return subprocess.Popen([*cluster.prefix, "sbatch", "--wait", "-o", "out", "job.sbatch"], env=env, cwd=folder)
 
 
-def test_slurm_runs_the_emitted_files(cluster: Path, tmp_path: Path) -> None:
+def test_slurm_runs_the_emitted_files(cluster: Cluster, tmp_path: Path) -> None:
     """Submit all jobs at once: `sbatch --wait` asks every ten seconds whether a job has ended."""
     jobs = []
     for i, case in enumerate(CASES):
@@ -237,22 +246,13 @@ TRAININGS = [
 ]
 
 
-@pytest.mark.skipif(bool(NO_MOUNTS), reason=NO_MOUNTS or "nodes have their own /etc/hosts")
+@pytest.mark.skipif(bool(NO_ADDRESSES), reason=NO_ADDRESSES or "nodes have addresses")
 @pytest.mark.parametrize("case", TRAININGS)
-def test_slurm_trains(cluster: Path, tmp_path: Path, case: Case) -> None:
-    """Both nodes are this host: a free port holds for all of their addresses.
-
-    Connections go to other addresses of loopback, and are encrypted all the same.
-    """
+def test_slurm_trains(cluster: Cluster, tmp_path: Path, case: Case) -> None:
+    """Nodes have an address each, so that all endpoints have one port; connections are encrypted."""
     saved = tmp_path / "params.npz"
     command = (sys.executable, str(SUPPORT / "scheduled_training.py"), str(saved))
-    (port, *_) = free_ports(1)
-    variables = {
-        "DTRANS_PORT": str(port),
-        "DTRANS_TRANSPORT_ENCRYPTION": "required",
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-    }
+    variables = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     text = emit_slurm(case.table(*command), nodes=case.nodes)
     code = submit(cluster, tmp_path, text, **variables).wait(240)
     assert code == 0, (tmp_path / "out").read_text()

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -44,6 +44,20 @@ class Namespaces:
     def address(self, i: int) -> str:
         """Return the address of a host."""
         return f"{NET}.{10 + i}"
+
+    def enter(self, i: int) -> tuple[str, ...]:
+        """Return what runs a command in the network of a host, with the file system of this one."""
+        return ("nsenter", f"--net=/run/netns/{self.names[i]}")
+
+    def name_addresses(self, addresses: Mapping[str, str]) -> Path:
+        """Give the first host more addresses, and names that it alone resolves; return its /etc/hosts."""
+        name = self.names[0]
+        for address in set(addresses.values()) - {self.address(0)}:
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "e")
+        path = OWN_FILES / name / "hosts"
+        with path.open("a") as file:
+            file.writelines(f"{address} {new}\n" for new, address in addresses.items())
+        return path
 
     def cut(self, i: int) -> None:
         """Let nothing through to a host any more, and nothing from it. Nobody is told."""
