@@ -74,10 +74,12 @@ def transformer_model(
     rows: int,
     dtype: Any = jnp.float32,
     pin: Pin = as_is,
+    scanned: bool = False,
 ) -> Model:
     """A decoder-only language model: pre-norm blocks, learned positions, one embedding for tokens in and out.
 
-    Parameters and activations are of `dtype`; norms and the cross-entropy are computed in float32.
+    Parameters and activations are of `dtype`; norms and the cross-entropy are computed in float32. With `scanned`
+    the blocks are one stack that a loop goes through.
     """
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -91,8 +93,11 @@ def transformer_model(
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
         x = pin(params["embedding"][tokens[:, :-1]] + params["positions"])
-        for p in params["blocks"]:
-            x = block(p, x)
+        if scanned:
+            x, _ = jax.lax.scan(lambda h, p: (block(p, h), None), x, params["blocks"])
+        else:
+            for p in params["blocks"]:
+                x = block(p, x)
         logits = pin(norm(x, params["norm"]) @ params["embedding"].T)
         return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
 
@@ -106,11 +111,12 @@ def transformer_model(
     def params(key: jax.Array) -> Any:
         scale = lambda: jnp.ones(width, dtype)  # made anew each time: a buffer can be donated once
         first, *rest = jax.random.split(key, blocks + 1)
+        blocks_of = lambda each: jax.tree.map(lambda *xs: jnp.stack(xs), *each) if scanned else each
         each = dict(qkv=(width, 3 * width), out=(width, width), up=(width, 4 * width), down=(4 * width, width))
         return {
             "embedding": 0.02 * jax.random.normal(first, (vocabulary, width), dtype),
             "positions": jnp.zeros((length, width), dtype),
-            "blocks": [{"norm1": scale(), "norm2": scale(), **matrices(k, **each)} for k in rest],
+            "blocks": blocks_of([{"norm1": scale(), "norm2": scale(), **matrices(k, **each)} for k in rest]),
             "norm": scale(),
         }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from dtrans.data_parallel.plan import CollectivePlan
@@ -134,4 +135,4 @@ def _traced_init(job: Job) -> Any:
 def _full(t: Any, value: Any) -> Any:
     if jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), t.shape) if t.shape else jax.random.key(0)
-    return jnp.full(t.shape, value, t.dtype)
+    return jnp.asarray(np.full(t.shape, value, np.dtype(t.dtype)))

@@ -161,12 +161,14 @@ class Comparison:
             found.append(of | {n for n in uncounted if holds_leaf(name, n)})
         return found
 
-    def check(self, title: str, start: Mapping[str, Any], *, points: Sequence[int] = STEPS, seed: int = 0) -> Report:
+    def check(
+        self, title: str, start: Mapping[str, Any] | None = None, *, points: Sequence[int] = STEPS, seed: int = 0
+    ) -> Report:
         """Compare both at random points.
 
         Args:
           title: names the plan.
-          start: a one-device state, name to array.
+          start: a one-device state, name to array; by default what the startup program makes.
           points: after how many steps of one device states are compared.
           seed: of the points.
 
@@ -176,7 +178,9 @@ class Comparison:
         begun = time.monotonic()
         found = Findings()
         with np.errstate(all="ignore"):
-            self._compare_first_state(found, np.random.default_rng(seed))
+            made = self._compare_first_state(found, np.random.default_rng(seed))
+            if start is None:
+                start = {n: shadow_of(x) for n, x in made.items()} or self._real_start(seed)
             ranges = RANGES if self.batch_values.keys() != self.batch_types.keys() else RANGES[:1]
             for range_ in ranges:
                 found.not_finite = False
@@ -188,11 +192,21 @@ class Comparison:
                 found.unfollowed["infinities and NaN, which are equal wherever they stand"] = None
         return found.report(title, time.monotonic() - begun)
 
-    def _compare_first_state(self, found: Findings, rng: np.random.Generator) -> None:
-        """Compare what the job's init makes with what the one-device init makes, padding included."""
+    def _real_start(self, seed: int) -> dict[str, Any]:
+        """Return a one-device state as a device makes it."""
+        assert self.startup is not None, "a comparison without a startup program is given a start"
+        made = self.startup.compiled(*random_arguments(self.startup.inputs, seed))
+        return dict(zip(self.leaf_types, made, strict=True))
+
+    def _compare_first_state(self, found: Findings, rng: np.random.Generator) -> dict[str, Any]:
+        """Compare what the job's init makes with what the one-device init makes, padding included.
+
+        Returns:
+          The one-device state; none where a part of it could not be followed.
+        """
         startup, init = self.startup, self.traced.init
         if startup is None or init is None:
-            return
+            return {}
         names = [f"init/{name}" for name in self.traced.held]
         for _ in range(TRIES):
             drawn = random_arrays(startup.inputs, rng, RANGES[-1])
@@ -207,7 +221,7 @@ class Comparison:
         else:
             found.unfollowed["a near tie in init at every point that was tried"] = None
             found.skipped |= dict.fromkeys(names)
-            return
+            return {}
         leaves = dict(zip(self.leaf_types, wanted, strict=True))
         lost = {n for n, x in leaves.items() if isinstance(x, Unknown)}
         types = [v.aval for v in opened(init).outvars]
@@ -218,6 +232,7 @@ class Comparison:
             found.note(name, x, Unknown("") if of & lost else y)
         drawn = {n: x for n, (x,) in zip(startup.inputs, given, strict=True)}
         found.name_causes(names, (startup.jaxpr, drawn), (init, [x for (x,) in given]))
+        return {} if lost else leaves
 
     def _walk(
         self,

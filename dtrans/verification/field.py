@@ -24,9 +24,10 @@ _P = np.uint64(P)
 _61, _31, _30 = np.uint64(61), np.uint64(31), np.uint64(30)
 _LOW31, _LOW30, _LOW32 = np.uint64((1 << 31) - 1), np.uint64((1 << 30) - 1), np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
+CHUNK = 1 << 14  # elements
 LIMB = 21  # bits; three limbs hold an element
 SHORT = 16  # bits of limbs whose products are added up more often: 2**19 times
-# products of limbs have 42 bits: float64 adds three times this many of them exactly
+# sums of two limbs have 22 bits, and products of sums 44: float64 adds this many of them exactly
 LONGEST = 1 << 9
 
 
@@ -53,7 +54,19 @@ def subtract(x: Operand, y: Operand) -> Array:
 
 
 def multiply(x: Operand, y: Operand) -> Array:
-    """Return x * y: by halves of 31 and 30 bits, whose products fit into 64 bits."""
+    """Return x * y."""
+    if x.size <= CHUNK or x.shape != y.shape:
+        return _multiply(x, y)
+    # pieces stay in the cache, where a dozen temporaries of a large array would not
+    found: Array = np.empty(x.size, np.uint64)
+    shape, x, y = x.shape, x.reshape(-1), y.reshape(-1)
+    for k in range(0, x.size, CHUNK):
+        found[k : k + CHUNK] = _multiply(x[k : k + CHUNK], y[k : k + CHUNK])
+    return found.reshape(shape)
+
+
+def _multiply(x: Operand, y: Operand) -> Array:
+    """Return x * y by halves of 31 and 30 bits, whose products fit into 64 bits."""
     x1, x0 = x >> _31, x & _LOW31
     y1, y0 = y >> _31, y & _LOW31
     middle = x1 * y0 + x0 * y1
@@ -121,9 +134,13 @@ def from_limbs(sums: Sequence[Array], bits: int = LIMB) -> Array:
     """Return the sum over k of sums[k] * 2**(bits * k): integers below 2**53, in float64."""
     found: Array = np.zeros(np.shape(sums[0]), np.uint64)
     for k, s in enumerate(sums):
-        scale = np.uint64(pow(2, bits * k, P))
-        found = add(found, multiply(_folded(np.rint(s).astype(np.uint64)), scale))
-    return found
+        # 2**61 is one, so a product with a power of two turns the bits; seven such numbers add up below 2**64
+        shift = np.uint64(bits * k % 61)
+        x = np.rint(s).astype(np.uint64)
+        found += ((x << shift) & _P) | (x >> (_61 - shift))
+        if k % 6 == 5:
+            found = _folded(found)
+    return _folded(found)
 
 
 def matrix_product(x: Array, y: Array) -> Array:
@@ -132,18 +149,23 @@ def matrix_product(x: Array, y: Array) -> Array:
     found: Array | None = None
     for start in range(0, max(inner, 1), LONGEST):
         end = min(start + LONGEST, inner)
-        left, right = limbs(x[..., start:end]), limbs(y[..., start:end, :])
-        sums = [_diagonal(left, right, k) for k in range(2 * len(left) - 1)]
-        part = from_limbs(sums)
+        part = from_limbs(_limb_products(limbs(x[..., start:end]), limbs(y[..., start:end, :])))
         found = part if found is None else add(found, part)
     assert found is not None
     return found
 
 
-def _diagonal(left: Sequence[Array], right: Sequence[Array], k: int) -> Array:
-    """Return the sum of the products of limbs whose numbers add up to k."""
-    pairs = [(i, k - i) for i in range(len(left)) if 0 <= k - i < len(right)]
-    return np.sum([left[i] @ right[j] for i, j in pairs], axis=0)
+def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]:
+    """Return sums of the products of three limbs each, by the power: with six products (Karatsuba)."""
+    a, b, c = (x @ y for x, y in zip(left, right, strict=True))
+    (a0, a1, a2), (b0, b1, b2) = left, right
+    return [
+        a,
+        (a0 + a1) @ (b0 + b1) - a - b,
+        (a0 + a2) @ (b0 + b2) - a - c + b,
+        (a1 + a2) @ (b1 + b2) - b - c,
+        c,
+    ]
 
 
 def add_at(size: int, where: Array, x: Array) -> Array:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -160,11 +161,13 @@ def from_integers(x: Array) -> Real:
     return Real(elements_of(x, np.int64), np.asarray(x).astype(np.float64))
 
 
+@functools.lru_cache(256)
 def is_float(dtype: Any) -> bool:
     """Return True for the dtypes of floats, narrow ones included."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
+@functools.lru_cache(256)
 def is_complex(dtype: Any) -> bool:
     """Return True for the dtypes of complex numbers."""
     return bool(jnp.issubdtype(dtype, jnp.complexfloating))
@@ -172,7 +175,12 @@ def is_complex(dtype: Any) -> bool:
 
 def is_key(x: Any) -> bool:
     """Return True for an array of random keys."""
-    return bool(jnp.issubdtype(getattr(x, "dtype", np.dtype(int)), jax.dtypes.prng_key))
+    return not isinstance(x, (np.ndarray, Real, Complex)) and _is_key_type(getattr(x, "dtype", np.dtype(int)))
+
+
+@functools.lru_cache(256)
+def _is_key_type(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def same(x: Any, y: Any) -> bool:

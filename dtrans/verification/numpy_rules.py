@@ -19,6 +19,18 @@ def _quotient(x: Any, y: Any) -> Any:
     return floor + ((floor < 0) & (floor * y != x)).astype(floor.dtype)
 
 
+def _width(x: Any) -> int:
+    """Return the number of bits of an integer."""
+    return int(x.dtype.itemsize) * 8
+
+
+def _unsigned_shift(x: Any, n: Any) -> Any:
+    """Shift bits to the right, and zeros in."""
+    unsigned = np.dtype(f"u{x.dtype.itemsize}")
+    shifted = np.right_shift(x.view(unsigned), np.asarray(n).astype(unsigned))
+    return np.where(np.asarray(n) < _width(x), shifted, unsigned.type(0)).view(x.dtype)
+
+
 ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     **{n: getattr(np, n) for n in ("sin", "cos", "tanh", "exp", "log", "sqrt", "square")},
     **{n: getattr(np, n) for n in ("abs", "sign", "floor", "ceil")},
@@ -27,6 +39,12 @@ ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
     **{"gt": np.greater, "ge": np.greater_equal},
     **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert},
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    **{n: getattr(np, n) for n in ("expm1", "log1p", "exp2", "log2", "cbrt", "sinh", "cosh", "tan")},
+    "pow": lambda x, y: np.power(np.asarray(x, np.float64), y) if np.asarray(x).dtype.kind == "f" else np.power(x, y),
+    "shift_left": lambda x, n: np.where(n < _width(x), np.left_shift(x, n), x.dtype.type(0)),
+    "shift_right_logical": lambda x, n: _unsigned_shift(x, n),
     "is_finite": np.isfinite,
     "div": lambda x, y: x / y if np.issubdtype(y.dtype, np.inexact) else _quotient(x, y),
     "rem": np.fmod,
@@ -135,6 +153,68 @@ def _pad(p: Any, operands: Any, out: Any) -> list[Any]:
     kept = [slice(max(-low, 0), n - max(-high, 0)) for n, (low, high, _) in zip(spread, config, strict=True)]
     widths = [(max(low, 0), max(high, 0)) for low, high, _ in config]
     return [np.pad(new[tuple(kept)], widths, constant_values=np.asarray(fill).item())]
+
+
+def gather_places(shape: Sequence[int], indices: Any, numbers: Any, sizes: Sequence[int], mode: Any) -> Any:
+    """Return for each number of a gather its flat place in the operand, or -1 where one is filled in.
+
+    Args:
+      shape: of the operand.
+      indices: integers; the last dimension has one for each dimension of `start_index_map`.
+      numbers: `jax.lax.GatherDimensionNumbers`.
+      sizes: of a window, in each dimension of the operand.
+      mode: `jax.lax.GatherScatterMode`.
+    """
+    indices = np.asarray(indices).astype(np.int64)
+    batch = indices.shape[:-1]
+    starts = {d: indices[..., k] for k, d in enumerate(numbers.start_index_map)}
+    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    for d, at in batching:
+        counted = np.arange(batch[at]).reshape([-1 if k == at else 1 for k in range(len(batch))])
+        starts[d] = np.broadcast_to(counted, batch)
+    fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
+    away = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(shape)) if d not in away]
+
+    strides = np.cumprod([1, *shape[:0:-1]])[::-1]
+    first, inside = np.zeros(batch, np.int64), np.ones(batch, bool)
+    for d, start in starts.items():
+        last = shape[d] - sizes[d]
+        inside &= (start >= 0) & (start <= last)
+        first = first + strides[d] * (start if fills else np.clip(start, 0, last))
+    offsets = np.zeros([sizes[d] for d in window], np.int64)
+    for k, d in enumerate(window):
+        offsets = offsets + strides[d] * np.arange(sizes[d]).reshape([-1 if j == k else 1 for j in range(len(window))])
+
+    widened = lambda x: x.reshape(*batch, *[1] * len(window))
+    places = widened(first) + offsets
+    if fills:
+        places = np.where(widened(inside), places, -1)
+    return np.moveaxis(places, range(len(batch), places.ndim), numbers.offset_dims)
+
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def threefry_bits(key: Any, shape: Sequence[int], bits: int) -> Any:
+    """Return random bits as JAX draws them from a key of two words (`jax_threefry_partitionable`).
+
+    Each number is a hash of its own place: 20 rounds of Threefry-2x32 (Salmon et al., 2011).
+    """
+    counts = np.arange(int(np.prod(shape)), dtype=np.uint64).reshape(shape)
+    x = [(counts >> np.uint64(32)).astype(np.uint32), counts.astype(np.uint32)]
+    first, second = (np.uint32(k) for k in key)
+    words = (first, second, first ^ second ^ np.uint32(0x1BD11BDA))
+    x = [x[0] + words[0], x[1] + words[1]]
+    for turn in range(5):
+        for by in _ROTATIONS[turn % 2]:
+            x[0] = x[0] + x[1]
+            x[1] = x[0] ^ ((x[1] << np.uint32(by)) | (x[1] >> np.uint32(32 - by)))
+        x[0] = x[0] + words[(turn + 1) % 3]
+        x[1] = x[1] + words[(turn + 2) % 3] + np.uint32(turn + 1)
+    if bits == 64:
+        return (x[0].astype(np.uint64) << np.uint64(32)) | x[1]
+    return (x[0] ^ x[1]).astype(f"uint{bits}")
 
 
 OTHERS: Mapping[str, Callable[..., list[Any]]] = {

@@ -96,6 +96,8 @@ def elements_of(x: Any, dtype: Any) -> Array:
             return np.asarray(x % np.uint64(P))
         return np.asarray(np.mod(x.astype(np.int64), P).astype(np.uint64))
     name = np.dtype(dtype).name
+    if not x.ndim:
+        return np.asarray(np.uint64(element_of(float(x), name)))
     different, places = np.unique(x.astype(np.float64), return_inverse=True)
     found = np.array([element_of(float(v), name) for v in different], np.uint64)
     return found[places].reshape(x.shape)

@@ -21,7 +21,7 @@ from dtrans._jax import JaxprEqn, is_reversed
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, NearTie, Real, choose, from_integers, parted, real
-from dtrans.verification.numpy_rules import ELEMENTWISE, OTHERS
+from dtrans.verification.numpy_rules import ELEMENTWISE, OTHERS, gather_places, threefry_bits
 from dtrans.verification.rationals import elements_of
 
 
@@ -185,10 +185,12 @@ def _moved_part(x: Any, part: str) -> Any:
 def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Let JAX move the places of elements instead of the elements."""
     x, *rest = operands
-    places = np.arange(x.shadow.size, dtype=np.int64).reshape(x.shape)
-    others = [np.asarray(-1, np.int64) if isinstance(r, Real) else r for r in rest]
-    params = {"fill_value": -1} if "fill_value" in eqn.params else {}
-    (found,) = by_jax(eqn, [places, *others], **params)
+    if eqn.primitive.name == "gather":
+        p = eqn.params
+        found = gather_places(x.shape, rest[0], p["dimension_numbers"], p["slice_sizes"], p["mode"])
+    else:
+        places = np.arange(x.shadow.size, dtype=np.int64).reshape(x.shape)
+        (found,) = by_jax(eqn, [places, *rest])
     fill = _fill_of(eqn, rest)
     flat = Real(np.append(x.elements.ravel(), fill.elements), np.append(x.shadow.ravel(), fill.shadow))
     return [values.take(flat, found)]
@@ -237,8 +239,10 @@ def _bitcast(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,), out = operands, eqn.outvars[0].aval
     if isinstance(x, Real):
         raise NotImplementedError("the bits of a float")
+    same_width = x.dtype != bool and x.dtype.itemsize == np.dtype(out.dtype).itemsize
+    made = x.view(np.dtype(out.dtype)) if same_width else by_jax(eqn, [x])[0]
     # millions of random bits become floats: their fractions would take too long to look for
-    return [values.exact(by_jax(eqn, [x])[0], out.dtype)]
+    return [values.exact(made, out.dtype)]
 
 
 def _scatter_places(eqn: JaxprEqn, x: Any, indices: Any, updates: Any) -> Array:
@@ -247,18 +251,11 @@ def _scatter_places(eqn: JaxprEqn, x: Any, indices: Any, updates: Any) -> Array:
     window = iter(updates.shape[k] for k in d.update_window_dims)
     taken = (*d.inserted_window_dims, *getattr(d, "operand_batching_dims", ()))
     sizes = [1 if k in taken else next(window) for k in range(len(x.shape))]
+    batching = (getattr(d, f"{k}_batching_dims", ()) for k in ("operand", "scatter_indices"))
     numbers = jax.lax.GatherDimensionNumbers(
-        offset_dims=d.update_window_dims,
-        collapsed_slice_dims=d.inserted_window_dims,
-        start_index_map=d.scatter_dims_to_operand_dims,
-        operand_batching_dims=getattr(d, "operand_batching_dims", ()),
-        start_indices_batching_dims=getattr(d, "scatter_indices_batching_dims", ()),
+        d.update_window_dims, d.inserted_window_dims, d.scatter_dims_to_operand_dims, *batching
     )
-    places = np.arange(int(np.prod(x.shape)), dtype=np.int64).reshape(x.shape)
-    mode = eqn.params["mode"]
-    with jax.enable_x64(True):
-        found = jax.lax.gather(places, indices, numbers, tuple(sizes), mode=mode, fill_value=-1)
-    return np.asarray(found)
+    return gather_places(x.shape, indices, numbers, sizes, eqn.params["mode"])
 
 
 def _scatter_add(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -605,6 +602,10 @@ def _copy(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 # they say where an array is, or on which axes it varies, and compute nothing
 PLACES = ("sharding_constraint", "reshard", "mesh_cast", "device_put", "pvary")
 
+_MOVED_BY_NUMPY = (
+    "broadcast_in_dim", "reshape", "transpose", "squeeze", "concatenate", "stack", "unstack", "split", "rev", "slice",
+    "dynamic_slice", "dynamic_update_slice", "pad",
+)  # fmt: skip
 REAL: Mapping[str, Rule] = {
     **dict.fromkeys(("add", "add_any"), _exactly(field.add)),
     "sub": _exactly(field.subtract),
@@ -636,13 +637,7 @@ REAL: Mapping[str, Rule] = {
     "bitcast_convert_type": _bitcast,
     **dict.fromkeys(("copy", "copy_p", "reduce_precision", "optimization_barrier", "name", "stop_gradient"), _copy),
     **dict.fromkeys((*PLACES, "gradient"), _copy),
-    **dict.fromkeys(
-        (
-            "broadcast_in_dim", "reshape", "transpose", "squeeze", "concatenate", "stack", "unstack", "split", "rev",
-            "slice", "dynamic_slice", "dynamic_update_slice", "pad",
-        ),
-        _structure,
-    ),
+    **dict.fromkeys(_MOVED_BY_NUMPY, _structure),
     **dict.fromkeys(("gather", "expand_dims", "tile"), _by_index),
     "eq": _compare(lambda equal, less, nan: equal & ~nan),
     "ne": _compare(lambda equal, less, nan: ~equal | nan),
@@ -689,7 +684,7 @@ def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if name in PLACES:
         return operands
     if any(map(values.is_key, operands)):
-        made = by_jax(eqn, operands)
+        made = with_keys(eqn, operands)
     elif name in ELEMENTWISE:
         made = [ELEMENTWISE[name](*operands)]
     elif name in OTHERS:
@@ -697,6 +692,25 @@ def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     else:
         made = by_jax(eqn, operands)
     return [_as_type(x, v.aval) for x, v in zip(made, eqn.outvars, strict=True)]
+
+
+def with_keys(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Carry out an equation on random keys: NumPy moves them and draws bits, as far as it can."""
+    name, (keys, *rest) = eqn.primitive.name, operands
+    partitionable: bool = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    is_threefry = partitionable and str(jax.random.key_impl(keys)) == "threefry2x32"
+    # with further parameters it is this package's own, which draws some rows
+    is_whole = eqn.params.keys() == {"shape", "bit_width"}
+    if name == "random_bits" and is_threefry and is_whole and not keys.shape:
+        words = np.asarray(jax.random.key_data(keys))
+        return [threefry_bits(words, eqn.params["shape"], eqn.params["bit_width"])]
+    if name in _MOVED_BY_NUMPY and not any(map(values.is_key, rest)):
+        data = np.asarray(jax.random.key_data(keys))
+        places = np.arange(keys.size, dtype=np.int64).reshape(keys.shape)
+        each = OTHERS[name](eqn.params, [places, *rest], eqn.outvars[0].aval)
+        flat = data.reshape(-1, data.shape[-1])
+        return [jax.random.wrap_key_data(flat[where], impl=jax.random.key_impl(keys)) for where in each]
+    return by_jax(eqn, operands)
 
 
 def _as_type(x: Any, aval: Any) -> Any:

@@ -85,7 +85,7 @@ def find_placement(
             given = {}
             for (name, t), start, size in zip(leaves.items(), starts, sizes, strict=False):
                 if name in still:
-                    given[name] = jnp.full(t.shape, still[name], t.dtype)
+                    given[name] = jnp.asarray(np.full(t.shape, still[name], np.dtype(t.dtype)))
                     continue
                 digit = (start + np.arange(size)) // power % base
                 digit = base - 1 - digit if turned else digit
@@ -111,7 +111,7 @@ def find_placement(
 def _coded(digits: Array, t: Any) -> Any:
     if jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), t.shape) if t.shape else jax.random.key(0)
-    return jnp.asarray(digits.astype(np.int32)).astype(t.dtype)
+    return jnp.asarray(digits.astype(np.dtype(t.dtype)))
 
 
 def _flat_values(leaves: Mapping[str, Any]) -> tuple[Array, Array, Array]:

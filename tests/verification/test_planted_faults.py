@@ -68,8 +68,8 @@ def _with_rule(params: Any, x: Any, y: Any) -> Any:
 
 
 @functools.cache
-def _comparison(strategy: str, loss: Any, rows: int) -> tuple[check.Comparison, dict[str, Any]]:
-    """Return the comparison that `plan.verify()` makes, and the state that it starts from."""
+def _comparison(strategy: str, loss: Any, rows: int) -> check.Comparison:
+    """Return the comparison that `plan.verify()` makes."""
     tx = optax.adam(1e-2)
 
     def init() -> Any:
@@ -82,7 +82,7 @@ def _comparison(strategy: str, loss: Any, rows: int) -> tuple[check.Comparison, 
     plan = STRATEGIES[strategy](main, dtrans.trace(init))
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check.Comparison, "check", lambda self, title, start, **_: found.append((self, dict(start))))
+        patch.setattr(check.Comparison, "check", lambda self, title, **_: found.append(self))
         plan.verify(jnp.ones((rows, 4)), jnp.ones((rows, 1)))
     return found[0]
 
@@ -258,14 +258,14 @@ PLANTED = (
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda p: f"{p.strategy}: {p.kind}")
 def test_a_planted_fault_is_named(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.enable_x64(True):
-        comparison, start = _comparison(planted.strategy, planted.loss, planted.rows)
+        comparison = _comparison(planted.strategy, planted.loss, planted.rows)
         right = comparison.traced.jaxpr
         where = lambda shape: planted.shape in (None, shape)
         surgery = Surgery(planted.primitive, planted.number, planted.fault, where, planted.earlier)
         faulty = surgery.apply(right)
         traced = dataclasses.replace(comparison.traced, jaxpr=faulty)
         arguments = _note_arguments(monkeypatch)
-        report = dataclasses.replace(comparison, traced=traced).check("a plan", start, points=(0,))
+        report = dataclasses.replace(comparison, traced=traced).check("a plan", points=(0,))
         assert not report.equal
         cause = report.differences[0].cause
         assert cause is not None

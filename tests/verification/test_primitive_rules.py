@@ -17,6 +17,7 @@ from dtrans.verification.complex_rules import COMPLEX
 from dtrans.verification.evaluate import CALLS, HANDLED, World
 from dtrans.verification.field_values import Complex, Real, lifted, same
 from dtrans.verification.matrix_rules import MATRICES
+from dtrans.verification.numpy_rules import threefry_bits
 from dtrans.verification.rank_collectives import GROUPS, mapped, summed
 from dtrans.verification.rules import REAL
 
@@ -180,3 +181,26 @@ def test_plans_of_steps_with_complex_numbers_are_complete(strategy: str) -> None
     key = jax.random.key(0)
     main = dtrans.trace(step, *jax.eval_shape(init, key), jnp.ones((12, 4)), jnp.ones(12))
     assert (report := STRATEGIES[strategy](main, dtrans.trace(init, key)).verify()), str(report)
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+def test_random_bits_are_those_of_jax(bits: int) -> None:
+    key = jax.random.key(7)
+    made = threefry_bits(np.asarray(jax.random.key_data(key)), (3, 5), bits)
+    np.testing.assert_array_equal(made, jax.random.bits(key, (3, 5), f"uint{bits}"))
+
+
+GATHERS: dict[str, Callable[..., Any]] = {
+    "rows": lambda x, i: jnp.asarray(x)[i],
+    "filled": lambda x, i: jnp.asarray(x).at[i, 1].get(mode="fill"),
+    "clipped": lambda x, i: jnp.take(x, i, axis=1, mode="clip"),
+    "windows": lambda x, i: jax.vmap(lambda k: jax.lax.dynamic_slice(x, (k, 0, 1), (2, 2, 2)))(i),
+    "one of each row": lambda x, i: jnp.take_along_axis(x, i[:, None, None], axis=1),
+}
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_gathers_take_what_jax_takes(name: str) -> None:
+    ids = np.array([1, 9, 0, -2])
+    found = evaluated(lambda x: GATHERS[name](x, ids), lifted(X, X.dtype))
+    np.testing.assert_array_equal(found.shadow, GATHERS[name](X, ids))
