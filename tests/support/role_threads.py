@@ -20,6 +20,7 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import token, wire
 from dtrans.run.distributed.rendezvous import FIRST
 from dtrans.run.net.keys import Keys
+from dtrans.run.net.net_options import encryption_of
 from dtrans.run.net.sockets import Doorkeeper, bind, connect, new_socket
 from dtrans.run.parameter_server.server_sockets import DOOR
 
@@ -156,14 +157,20 @@ def check_state(plan: PServerPlan, states: Any, params: Any, opt_state: Any, rto
 
 
 class Peer:
-    """A ZeroMQ peer of a pserver that may say anything."""
+    """A ZeroMQ peer of a pserver that may say anything.
 
-    def __init__(self, endpoint: str, user: str = DOOR, encryption: str = "auto") -> None:
+    Args:
+      encryption: as the `transport_encryption` of a process; by default that of the environment.
+    """
+
+    def __init__(self, endpoint: str, user: str = DOOR, encryption: str | None = None) -> None:
         self._context = zmq.Context()
         self._endpoint = endpoint
         self._socket = new_socket(self._context, zmq.DEALER)
         self._socket.reconnect_ivl = 5  # milliseconds, where nobody is there yet
-        connect(self._socket, f"tcp://{endpoint}", Keys(token.job_token(), encryption), user, "trainer 0")
+        connect(
+            self._socket, f"tcp://{endpoint}", Keys(token.job_token(), encryption_of(encryption)), user, "trainer 0"
+        )
 
     def __enter__(self) -> Peer:
         return self
@@ -219,7 +226,7 @@ class FakeServer:
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
-        keys = Keys(token.job_token())
+        keys = Keys(token.job_token(), encryption_of(None))
         self._doorkeeper = Doorkeeper(self._context, keys, {DOOR: "", FIRST: ""})
         self._socket = new_socket(self._context, zmq.ROUTER)
         bind(self._socket, f"tcp://{endpoint}", keys)

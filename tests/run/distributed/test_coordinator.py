@@ -1,12 +1,18 @@
-"""JAX's coordinator is bound to one address of its host where that is known, and mTLS is asked for in vain by name."""
+"""JAX's coordinator is bound to one address of its host where that is known, and asks for certificates if it can."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from coordinator_strangers import make_certificates
+from paths import SUPPORT
 from role_threads import free_endpoints
+from trainer_processes import started
 
 import dtrans
 from dtrans._jax import detected_coordinator, has_coordinator_mtls
@@ -14,6 +20,61 @@ from dtrans.errors import ConfigError
 from dtrans.run.distributed import connect as connect_module
 from dtrans.run.distributed.connect import bind_address
 from dtrans.run.distributed.role import trainer_roles
+
+
+PATIENCE = 120.0
+JOB = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(SUPPORT)!r})
+import dtrans
+cluster = dtrans.connect(deadline=60.0)
+import jax.numpy as jnp
+from coordinator_strangers import context, greets, listening
+from dtrans.endpoints import split_endpoint
+from dtrans.run.distributed.multihost import all_reduce_sum
+if cluster.trainer_id == 0:
+    print("listens at", *sorted(listening()))
+else:
+    folder = os.environ.get("JAX_MTLS_CA_FILE")
+    shown = [context(Path(folder).parent, own=own) for own in (False, True)] if folder else []
+    where = split_endpoint(dtrans.Role.from_env().trainer_endpoints[0])
+    print("greets", *(greets(*where, way) for way in (None, *shown)))
+(found,) = all_reduce_sum(jnp.ones(1))
+print("sum", int(found[0]))
+"""
+
+
+def run_job(host: str, **env: str) -> list[list[str]]:
+    """Run a job of two trainers at one address, and return the last two lines of each."""
+    said = []
+    roles = trainer_roles([f"{host}:{e.rpartition(':')[2]}" for e in free_endpoints(2)])
+    command = ["env", *(f"{k}={v}" for k, v in env.items()), sys.executable, "-c", JOB]
+    with started(roles, *command) as processes:
+        for process in processes:
+            out, _ = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 0, out
+            said.append([line for line in out.splitlines() if line.startswith(("listens", "greets", "sum"))])
+    return said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a second address of loopback")
+def test_the_coordinator_listens_at_the_address_of_the_job_alone() -> None:
+    """It greets who comes there: without certificates it asks for no secret."""
+    assert run_job("127.0.0.2") == [["listens at 127.0.0.2", "sum 2"], ["greets True", "sum 2"]]
+
+
+@pytest.mark.skipif(not has_coordinator_mtls(), reason="this JAX has no mTLS")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl, which makes the certificates")
+def test_a_stranger_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
+    """Neither without TLS nor with the job's authority alone; who shows a certificate of the job is greeted."""
+    make_certificates(tmp_path, "127.0.0.1")
+    files = {"CERT": "own.pem", "KEY": "own.key", "CA": "ca.pem"}
+    env = {f"JAX_MTLS_{name}_FILE": str(tmp_path / file) for name, file in files.items()}
+    assert run_job("127.0.0.1", **env) == [
+        ["listens at 127.0.0.1", "sum 2"],
+        ["greets False False True", "sum 2"],
+    ]
 
 
 @pytest.mark.parametrize(

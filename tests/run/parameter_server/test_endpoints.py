@@ -794,6 +794,7 @@ def test_who_never_came_since_it_was_refused_is_named_with_the_reason(role_threa
 def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, its: str, strangers: str
 ) -> None:
+    monkeypatch.setenv("DTRANS_TRANSPORT_ENCRYPTION", "auto")  # on loopback a token may be short, or none
     (ep,) = pservers = free_endpoints(1)
     params, plan = mlp_params(), plan_for(pservers, trainers=1)
     bound = threading.Event()
@@ -895,7 +896,10 @@ def test_the_same_trainer_id_in_two_processes_is_refused(role_threads: RoleThrea
 
 
 @pytest.mark.parametrize("endpoint", ["192.0.2.1:6174", "a.host.invalid:6174", "[2001:db8::1]:6174"])
-def test_binding_another_address_than_loopback_has_to_be_allowed(endpoint: str) -> None:
+def test_binding_another_address_than_loopback_has_to_be_allowed(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DTRANS_TOKEN", raising=False)
     plan = plan_for((endpoint,), trainers=1)
     with pytest.raises(ConfigError) as caught:
         serve(plan, endpoint, mlp_params())
