@@ -72,9 +72,10 @@ reliability: $(STAMP) ## end processes of jobs, and write what the others do int
 notebooks: $(STAMP) ## run the notebooks from top to bottom
 	$(BIN)/python -m pytest notebooks --nbmake --nbmake-timeout=280
 
-docs: $(STAMP) ## write docs/optimizers.md, docs/steps.md and docs/libraries.md anew, from the plans of all of them
+docs: $(STAMP) ## write docs/optimizers.md, steps.md, verified.md and libraries.md anew, from the plans of all of them
 	$(BIN)/python tests/support/optimizer_zoo.py docs/optimizers.md
 	$(BIN)/python tests/support/step_table.py
+	$(BIN)/python tests/support/verified_table.py
 	$(BIN)/python tests/support/library_table.py
 
 architecture: $(STAMP) ## write docs/architecture.md and its drawing anew, from the imports and a profiler hook

@@ -1,4 +1,7 @@
-"""Plans of the steps and optimizers of the zoos, verified."""
+"""Plans of the steps and optimizers of the zoos, verified, and the page that says what is found: `docs/verified.md`.
+
+python tests/support/verified_table.py     writes it anew (`make docs`)
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,14 @@ from typing import Any
 import jax
 import optax
 import optax.contrib
+from paths import DOCS
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)  # before a module makes an array
+
 import optimizer_zoo
+import step_zoo
 from step_zoo import StepCase
 
 import dtrans
@@ -18,7 +28,8 @@ from dtrans.step.batch_sharing import Batch
 from dtrans.verification.outcome import Report
 
 
-ROWS = 12  # 1 / 12, and thirds of it, are rounded
+PAGE = DOCS / "verified.md"
+ROWS, RANKS = 12, 3  # 1 / 12, and thirds of it, are rounded
 SMALL = dtrans.Slicing(min_slice_size=1)
 SERVERS = "127.0.0.1:1,127.0.0.1:2"
 STRATEGIES: Mapping[str, Callable[..., Any]] = {
@@ -56,6 +67,26 @@ class Outcome:
     report: Report | None
     refusal: str = ""
 
+    def __str__(self) -> str:
+        if self.report is None:
+            return f"refused: {_in_short(self.refusal)}"
+        assert self.report.equal, str(self.report)
+        if self.report.complete:
+            return "complete"
+        return f"incomplete: {'; '.join(map(_in_short, self.report.unfollowed))}"
+
+
+# of refusals, and of what is not followed
+IN_SHORT: Mapping[str, str] = {
+    "values of the whole batch": "rows meet after parameters",
+    "is computed from gradients": "a result is made of gradients",
+    "near tie": "a tie that rounding decides",
+}
+
+
+def _in_short(text: str) -> str:
+    return next((short for long, short in IN_SHORT.items() if long in text), text)
+
 
 def verify(case: StepCase, strategy: str) -> Outcome:
     """Verify the plan of a step."""
@@ -80,3 +111,33 @@ def train(case: StepCase, optimizer: optimizer_zoo.Case) -> StepCase:
         return made, optimizer.make().init(made)
 
     return dataclasses.replace(case, init=init, step=optimizer.step(case.loss))
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+HEAD = f"""# What `plan.verify()` says of each step
+
+The tests verify plans of these steps ([verify.md](verify.md)); [steps.md](steps.md) says what each step is. No plan
+differs from the step of one device. *Complete* says that every number of the state and of the results was compared.
+A plan is for {RANKS} trainers, ranks or micro-batches, for two parameter servers, or for two stages. A batch has {ROWS}
+rows. The page is made by the tests (`make docs`). A pipeline refuses statistics of the batch by default:
+`batch="micro"` gives each micro-batch its own.
+
+| step | {" | ".join(STRATEGIES)} |
+|{" --- |" * (1 + len(STRATEGIES))}
+"""
+
+
+def row(case: StepCase) -> str:
+    """Return the row of a step."""
+    cells = [str(verify(case, strategy)) for strategy in STRATEGIES]
+    return f"| {case.name} | {' | '.join(cells)} |\n"
+
+
+def page() -> str:
+    """Return the page."""
+    return HEAD + "".join(map(row, step_zoo.CASES))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
