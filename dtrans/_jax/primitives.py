@@ -1,12 +1,13 @@
 """One record of facts for each primitive of JAX, and the primitives that hold bodies.
 
-Every analysis and every writer of dtrans reads these records; none has a list of names by itself. A fact holds for all
-equations of a primitive, whatever their parameters, unless its field names a condition. `tests/test_jax_primitives.py`
-checks each of them on numbers, and finds primitives without a record. Such a primitive has no facts: it is treated as
-the worst kind, with a warning (`dtrans.errors.UnknownPrimitiveWarning`).
+Every analysis and every writer of dtrans reads these records; none has a list of names by itself. A
+fact holds for all equations of a primitive, whatever their parameters, unless its field names a
+condition. `tests/test_jax_primitives.py` checks each of them on numbers, and finds primitives
+without a record. Such a primitive has no facts: it is treated as the worst kind, with a warning
+(`dtrans.errors.UnknownPrimitiveWarning`).
 
-Rules that take more than a fact are functions elsewhere: `dtrans.rows.rules` has those of rows. Parameters of loops,
-branches and calls are in `dtrans._jax.equation_params`.
+Rules that take more than a fact are functions elsewhere: `dtrans.rows.rules` has those of rows.
+Parameters of loops, branches and calls are in `dtrans._jax.equation_params`.
 """
 
 from __future__ import annotations
@@ -63,33 +64,42 @@ class PrimitiveFacts:
     "Fixed" operands are those that a field does not name: they may have any values, the same in all runs compared.
 
     Attributes:
-      elementwise: an output at some index reads its operands at that index alone. Operands have the shape of the
-        outputs, or are scalars; `dtrans.rows.rules` also accepts dimensions of size 1.
-      moves: every entry of an output is an entry of one of these operands. Fixed operands and parameters alone choose
-        which. So the primitive commutes with every function that is applied to each entry of these operands. Where
-        there are as many outputs as such operands, each output consists of its own.
+      elementwise: an output at some index reads its operands at that index alone. Operands have the
+        shape of the outputs, or are scalars; `dtrans.rows.rules` also accepts dimensions of size 1.
+      moves: every entry of an output is an entry of one of these operands. Fixed operands and
+        parameters alone choose which. So the primitive commutes with every function that is applied
+        to each entry of these operands. Where there are as many outputs as such operands, each
+        output consists of its own.
       moves_if: the equations for which `moves` holds.
-      keeps_order: the equations whose outputs have all of the operand that they consist of, in row-major order.
-        Dimensions may split and merge, and entries may be repeated along new dimensions, or along those of size 1. So
-        an output with the shape of that operand is that operand.
-      linear_in: groups of operands. The outputs are linear in the operands of one group jointly, the others being
-        fixed: f(a*x + b*y) = a*f(x) + b*f(y) for real numbers a and b, but for rounding. Several groups mean that the
-        outputs are linear in each of them, and not in their union.
+      keeps_order: the equations whose outputs have all of the operand that they consist of, in
+        row-major order. Dimensions may split and merge, and entries may be repeated along new
+        dimensions, or along those of size 1. So an output with the shape of that operand is that
+        operand.
+      linear_in: groups of operands. The outputs are linear in the operands of one group jointly,
+        the others being fixed: f(a*x + b*y) = a*f(x) + b*f(y) for real numbers a and b, but for
+        rounding. Several groups mean that the outputs are linear in each of them, and not in their
+        union.
       linear_if: the equations for which `linear_in` holds.
-      scales_in: f(c*x) = c*f(x) for every real number c > 0, where all these operands are multiplied, the others being
-        fixed. Groups of `linear_in` have this as well, and are not repeated here.
+      scales_in: f(c*x) = c*f(x) for every real number c > 0, where all these operands are
+        multiplied, the others being fixed. Groups of `linear_in` have this as well, and are not
+        repeated here.
       scales_if: the equations for which `scales_in` holds.
-      scale_free_in: f(c*x) = f(x) for every real number c > 0, where all these operands are multiplied.
-      keeps_zero: the equations that make zeros of zeros, where every operand is zero everywhere. What is linear does
-        so too, in a group of operands that are zeros, where fixed operands are finite.
-      axes: the parameter that names axes of operand 0. Along every other axis, an index of the outputs reads that index
-        of the operands alone. Outputs have the axes of the operands, but without those named where `reduces` is set.
+      scale_free_in: f(c*x) = f(x) for every real number c > 0, where all these operands are
+        multiplied.
+      keeps_zero: the equations that make zeros of zeros, where every operand is zero everywhere.
+        What is linear does so too, in a group of operands that are zeros, where fixed operands are
+        finite.
+      axes: the parameter that names axes of operand 0. Along every other axis, an index of the
+        outputs reads that index of the operands alone. Outputs have the axes of the operands, but
+        without those named where `reduces` is set.
       last_axes: that many axes at the end of every operand and output are what `axes` names.
-      reduces: the operation by which the entries along `axes` become one. Partial results are joined by the same
-        operation; "position" is that of the first best entry, and cannot be joined so.
-      flops: the floating-point operations of an equation, as `dtrans.ir.cost` counts them: "none"; one for each entry
-        of its "outputs", its "inputs" or its "updates" (the last operand); "window", one for each output and entry of
-        its window; or "product", a multiplication and an addition for each term.
+      reduces: the operation by which the entries along `axes` become one. Partial results are
+        joined by the same operation; "position" is that of the first best entry, and cannot be
+        joined so.
+      flops: the floating-point operations of an equation, as `dtrans.ir.cost` counts them: "none";
+        one for each entry of its "outputs", its "inputs" or its "updates" (the last operand);
+        "window", one for each output and entry of its window; or "product", a multiplication and an
+        addition for each term.
     """
 
     elementwise: bool = False
