@@ -279,8 +279,8 @@ class Plan(abc.ABC):
           A report: `report.equal`, `report.complete`, and the names of outputs that differ.
 
         Raises:
-          ConfigError: the plan is asynchronous or has local steps, so that one device takes no such step; or it has
-            tables, which are looked up on the host.
+          ConfigError: the plan is asynchronous, so that one device takes no such step; or it has tables, which are
+            looked up on the host.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -308,7 +308,7 @@ class Plan(abc.ABC):
         traced: Any = self._realised("verify", types)
         whole = main.specialize_flat([*state, *flat.values()])
         startup: Program = self.startup  # type: ignore[attr-defined]
-        comparison = Comparison(whole, traced, flat, main.still, startup, given)
+        comparison = Comparison(traced.replay or whole, traced, flat, main.still, startup, given)
         return comparison.check(repr(self)[1:-1], points=points, seed=seed)
 
     def _realised(self, way: str, *args: Any, **options: Any) -> Job:

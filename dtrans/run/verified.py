@@ -19,6 +19,7 @@ from dtrans.plan import Job, Plan, realises
 from dtrans.run.base.platforms import as_run_on
 from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout
 from dtrans.run.collective.mesh import MeshTrainers
+from dtrans.run.replays import replay_local_steps
 from dtrans.verification.state_placement import TracedStep
 
 
@@ -59,19 +60,17 @@ class _AbstractTrainers(MeshTrainers):
 
 @realises(CollectivePlan, "verify")
 def traced_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of trainers on a mesh.
-
-    Raises:
-      ConfigError: trainers take steps of their own, which one device does not take.
-    """
-    if plan.options.local_sgd is not None:
-        raise ConfigError(
-            "plan.verify(): with local_sgd trainers take steps of their own and average parameters, "
-            "which no step of one device does; verify the plan without local_sgd"
-        )
+    """Trace the step of trainers on a mesh, and a replay of steps that they take by themselves."""
     run_on = as_run_on(plan, "cpu")
     job = CollectiveJob(run_on, _AbstractTrainers(plan.axes), donate=False)
-    return traced_step(job, batch, placed_by=run_on.simulate())
+    traced = traced_step(job, batch, placed_by=run_on.simulate())
+    if plan.options.local_sgd is None:
+        return traced
+    specs = plan.main.args[2:]
+    types = [t for spec, b in zip(specs, batch, strict=True) for t in spec.flatten(b)]
+    state = [plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names]
+    whole = plan.main.specialize_flat([*state, *types])
+    return dataclasses.replace(traced, replay=replay_local_steps(plan, whole))
 
 
 @realises(PServerPlan, "verify")

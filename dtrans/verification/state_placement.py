@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import ClosedJaxpr
+from dtrans.ir.program import Program
 from dtrans.verification import field_values as values
 from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, Real
@@ -35,12 +36,14 @@ class TracedStep:
       held: a name for each array of the state.
       state_of: makes the flat arrays of a state from the leaves of a one-device state, by name.
       init: makes the arrays of the first state from the arguments of `init`; None where that is not compared.
+      replay: what the job must compute, where that is not one step of one device.
     """
 
     jaxpr: ClosedJaxpr
     held: Sequence[str]
     state_of: Callable[[Mapping[str, Any]], Sequence[Any]]
     init: ClosedJaxpr | None = None
+    replay: Program | None = None
 
 
 @dataclasses.dataclass(frozen=True)

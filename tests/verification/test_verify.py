@@ -258,7 +258,6 @@ def test_labels_of_a_given_batch_are_used() -> None:
             lambda *of: dtrans.pserver(*of, pservers=SERVERS, trainers=2, mode=dtrans.Async()),
             r"plan.verify\(\): trainers of an asynchronous mode .* mode=dtrans.Sync\(\)",
         ),
-        (lambda *of: dtrans.nccl2(*of, trainers=2, local_sgd=2), r"plan.verify\(\): with local_sgd"),
         (
             lambda *of: dtrans.pserver(*of, pservers=SERVERS, trainers=2, sparse={"params/w1": dtrans.Rows("dense")}),
             r"plan.verify\(\): rows of params/w1 are looked up on the host",
