@@ -21,7 +21,7 @@ PACKAGE = ROOT / "dtrans"
 
 # from the ground up: a layer may import from those before it, and a folder from none beside it
 LAYERS = (
-    ("_jax", "errors", "checks"),
+    ("_jax", "errors", "checks", "named_object"),
     ("ir", "ops", "endpoints", "nn", "optimizers"),
     ("protocol",),
     ("step",),
@@ -41,6 +41,7 @@ LAYERS = (
     ("hosts",),
     ("paddle", "epl"),
     ("examples",),
+    ("check_command",),
     ("cli",),
     ("__main__",),
 )

@@ -1,13 +1,14 @@
-"""The command line: `dtrans launch`, `dtrans roles`, `dtrans status`, `dtrans keygen`, `dtrans train` and others.
+"""The command line: `dtrans launch`, `dtrans roles`, `dtrans status`, `dtrans check`, `dtrans train` and others.
 
 Errors of the package come out as one message without a traceback and exit code 1, usage errors with 2, and a
-failed role with that role's own exit code.
+failed role with that role's own exit code. `dtrans check` has exit codes of its own.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -465,6 +466,39 @@ def train(
         within = digits.train(settings, engine=engine or "processes", **roles, plot=plot, check=check)
     if not within:
         raise typer.Exit(1)
+
+
+@app.command(name="check")
+def check_command(
+    target: Annotated[
+        str, typer.Argument(help="`module:function`, or `folder/file.py:function`.", metavar="MODULE:FUNCTION")
+    ],
+    seed: Annotated[int, typer.Option(min=0, help="Of the random points.")] = 0,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="CPU devices for the meshes of the module.", show_default="JAX's")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check without a tolerance that a plan, or a step written with shard_map, computes the one-device step.
+
+    The function takes no arguments. It returns a plan, or `(distributed_step, step, args)` as `dtrans.verify`
+    takes them.
+
+    The exit code is 0 if everything was compared and is equal, 1 if an output differs. It is 2 if something could not
+    be compared, if the check is refused, or if the module fails.
+    """
+    from dtrans.check_command import INCOMPLETE, check, exit_code, show
+
+    try:
+        report = check(target, seed=seed, devices=devices)
+    except DtransError as e:
+        _fail(e)
+        raise typer.Exit(INCOMPLETE) from e
+    except Exception as e:  # of the user's module: 1 would say that an output differs
+        traceback.print_exc()
+        raise typer.Exit(INCOMPLETE) from e
+    show(report, as_json=as_json)
+    raise typer.Exit(exit_code(report))
 
 
 @app.command()

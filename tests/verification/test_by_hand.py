@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from paths import DOCS
 
 import dtrans
+from dtrans.check_command import check
 from dtrans.errors import ConfigError, TraceError, VerifyError
 from dtrans.verification.evaluate import World
 from dtrans.verification.field_values import lifted, same
@@ -219,6 +220,8 @@ def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.Monk
     module = importlib.import_module("by_hand")
     with pytest.raises(VerifyError) as error:
         dtrans.verify(module.parallel, module.step, jnp.ones(2), jnp.ones((8, 2)))
+    (tmp_path / "checks.py").write_text(re.search(r"```python\n(# checks.py\n.*?)```", page, re.S)[1])
+    assert check("checks:update").faults == error.value.report.faults
     without_seconds = lambda text: re.sub(r", [\d.]+ s\)", ")", text)
     assert f"dtrans.errors.VerifyError: {without_seconds(str(error.value))}\n" == without_seconds(shown)
 

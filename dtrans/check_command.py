@@ -1,0 +1,85 @@
+"""`dtrans check module:function`: verify a plan, or a step that a user wrote by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.text import Text
+
+from dtrans.errors import ConfigError, VerifyError
+from dtrans.named_object import named_object
+from dtrans.plan import Plan
+from dtrans.verification.by_hand import verify
+from dtrans.verification.outcome import Report
+
+
+EQUAL, DIFFERS, INCOMPLETE = 0, 1, 2  # exit codes
+
+
+def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
+    """Verify what `module:function` returns.
+
+    Args:
+      name: a plan, or a function without arguments. It returns a plan, a tuple
+        `(distributed_step, step, args)` of which `args` is a tuple, or a report.
+      seed: seed of the points.
+      devices: number of CPU devices that JAX has, for the meshes of the module.
+
+    Raises:
+      ConfigError: it is none of these.
+      DtransError: verification of the plan or the steps is refused.
+    """
+    if devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", devices)
+    found = named_object(name, "dtrans check", "function")
+    try:
+        return _report(name, found, seed)
+    except VerifyError as e:
+        report: Report = e.report
+        return report
+
+
+def _report(name: str, found: Any, seed: int) -> Report:
+    """Return the report on a plan, or on what a function returns.
+
+    Raises:
+      VerifyError: a step that was written by hand differs.
+    """
+    made = found() if callable(found) and not isinstance(found, Plan) else found
+    if isinstance(made, Report):
+        return made
+    if isinstance(made, Plan):
+        return made.verify(seed=seed)
+    if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0]) and callable(made[1])):
+        raise ConfigError(
+            f"{name} gives a {type(made).__name__}; let it return a plan, or (distributed_step, step, args)"
+        )
+    distributed_step, step, args = made
+    if not isinstance(args, (tuple, list)):
+        raise ConfigError(
+            f"{name} gives args of type {type(args).__name__}; let args be a tuple with the arguments of both steps"
+        )
+    return verify(distributed_step, step, *args, seed=seed)
+
+
+def show(report: Report, *, as_json: bool) -> None:
+    """Print a report: as text with its verdict in colour, or as JSON."""
+    if as_json:
+        print(json.dumps({"equal": report.equal, "complete": report.complete, **dataclasses.asdict(report)}))
+        return
+    text = Text(str(report))
+    verdict = "green" if report else "yellow" if report.equal else "red"
+    text.stylize(verdict, 0, str(report).find("\n") % len(text))
+    Console(soft_wrap=True).print(text)
+
+
+def exit_code(report: Report) -> int:
+    """Return 0 if the step is computed, 1 if an output differs, 2 if not everything was compared."""
+    if not report.equal:
+        return DIFFERS
+    return EQUAL if report.complete else INCOMPLETE

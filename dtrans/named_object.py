@@ -1,0 +1,52 @@
+"""Objects of a user's modules that the command line names: `module:name`, or `folder/file.py:name`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from dtrans.errors import ConfigError
+
+
+def named_object(name: str, option: str, kind: str) -> Any:
+    """Return the object of a module that a text names.
+
+    The module is looked for in the current folder first, as `python -m` does. A path to a file is
+    imported with its folder in front of all others, as `python file.py` does.
+
+    Args:
+      name: `module:name` or `folder/file.py:name`.
+      option: the option or argument that has this text, for errors.
+      kind: the kind of object, such as `plan`, for errors.
+
+    Raises:
+      ConfigError: there is no such module, or the module has no such name.
+    """
+    module, colon, attribute = name.rpartition(":")
+    if not (module and colon and attribute):
+        raise ConfigError(f"{option} is {name!r}; write module:{kind}, a module and a {kind} in it")
+    found = _imported(module, f"{option} is {name!r}")
+    if not hasattr(found, attribute):
+        raise ConfigError(f"{option} is {name!r}; the module {module} has no {attribute}")
+    return getattr(found, attribute)
+
+
+def _imported(module: str, given: str) -> Any:
+    """Import a module by its dotted name, or by the path of its file."""
+    folder = os.getcwd()
+    if module.endswith(".py"):
+        path = Path(module)
+        if not path.is_file():
+            raise ConfigError(f"{given}; there is no file {path} in {folder}")
+        folder, module = str(path.parent.resolve()), path.stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+            raise  # the module is there, and one of its imports fails
+        raise ConfigError(f"{given}; there is no module {e.name} in {folder} or installed") from e
