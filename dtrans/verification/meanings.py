@@ -58,12 +58,14 @@ class Meaning:
       text: a noun phrase.
       of: the step's value; None of constants and of what has no meaning.
       factor: the value is so many times what it should be.
+      whole: True for a copy, of all numbers.
     """
 
     kind: Kind
     text: str
     of: StepValue | None = None
     factor: Fraction = Fraction(1)
+    whole: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -146,7 +148,8 @@ class Meanings:
             if copies or (found and not whole):
                 match = (copies or found)[0]
                 form = "a copy" if match.whole else "a piece"
-                return _meaning(Kind.EXACT, f"{form} of {match.value.title}", match.value, factor)
+                meaning = _meaning(Kind.EXACT, f"{form} of {match.value.title}", match.value, factor)
+                return dataclasses.replace(meaning, whole=match.whole)
         return None
 
     def _of_rows(self, x: Array) -> Meaning | None:

@@ -19,13 +19,17 @@ else to the first copy that is a multiple: the reduction behind which nothing di
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from dtrans._jax import axes_of
 from dtrans.verification.evaluate import World
-from dtrans.verification.meanings import Kind, Meaning, Meanings
+from dtrans.verification.meanings import NOTHING, Kind, Meaning, Meanings
 from dtrans.verification.outcome import Cause
 from dtrans.verification.rank_collectives import GROUPS
 from dtrans.verification.rules import MOVES
@@ -55,14 +59,15 @@ def find_causes(
       For each number the cause; None if the programs are too large for logs.
     """
     step_log, job_log = ValueLog(), ValueLog()
-    jaxpr, inputs = step
-    World(log=step_log).run(jaxpr, [(x,) for x in inputs.values()])
-    jaxpr, arguments = job
-    made = World(log=job_log).run(jaxpr, [(x,) for x in arguments])
-    if step_log.overflows or job_log.overflows:
-        return dict.fromkeys(outputs)
-    walk = _Walk(job_log, Meanings(StepValues(inputs, step_log)))
-    return {k: walk.cause(made[k]) for k in outputs}
+    step_jaxpr, inputs = step
+    job_jaxpr, arguments = job
+    with np.errstate(all="ignore"):
+        World(log=step_log).run(step_jaxpr, [(x,) for x in inputs.values()])
+        made = World(log=job_log).run(job_jaxpr, [(x,) for x in arguments])
+        if step_log.overflows or job_log.overflows:
+            return dict.fromkeys(outputs)
+        walk = _Walk(job_log, Meanings(StepValues(inputs, step_log)))
+        return {k: walk.cause(made[k]) for k in outputs}
 
 
 class _Walk:
@@ -76,6 +81,7 @@ class _Walk:
     def __init__(self, log: ValueLog, meanings: Meanings) -> None:
         self._log = log
         self._meanings = meanings
+        self._found: dict[int, list[Meaning]] = {}
         self._users: dict[int, list[int]] = {}
         for number, made in enumerate(log.computations):
             for source in {s for x in made.operands for s in log.sources(x)}:
@@ -88,7 +94,8 @@ class _Walk:
             return Cause("", "", "", f"{self._meaning(output, {}).text} is handed on unchanged")
         last = sources[-1]
         if self._is_multiple(last):
-            return self._told(self._cause_of_multiple(last))
+            cause = self._cause_of_multiple(last)
+            return self._told(last if cause is None else cause)
         region = self._region(last)
         ends = [n for n in region if region.isdisjoint(self._sources(n))]
         found = [n for n in ends if not self._recovers(n)] or ends
@@ -133,18 +140,19 @@ class _Walk:
         if made.name in ADDS and len({m.factor for _, m in meanings}) == 1 and len(meanings) > 1:
             return number
         multiples = [s for s, m in meanings if m.kind is Kind.EXACT and m.factor != 1]
-        return self._cause_of_multiple(multiples[0]) if multiples else number
+        cause = self._cause_of_multiple(multiples[0]) if multiples else None
+        return number if cause is None else cause
 
     def _is_multiple(self, number: int, kinds: Sequence[Kind] = (Kind.EXACT,)) -> bool:
         """Return True if a value is a step value, of one of some kinds, times a number."""
         return any(m.kind in kinds and m.factor != 1 for m in self._meanings_of(number))
 
-    def _cause_of_multiple(self, number: int) -> int:
-        """Return the computation that makes a copy a multiple.
+    def _cause_of_multiple(self, number: int) -> int | None:
+        """Return the computation that makes a copy a multiple; None if all parts are multiples.
 
         Factors of which one undoes the other, as of a sum of means and its division, cancel out. The
-        first that is left is the cause. If it belongs to parts and is a whole number, parts are means
-        that nothing averages: the cause is where they become a copy.
+        first that is left is the cause. If it is a whole number, parts may be means that nothing
+        averages: the cause is then where partial sums are reduced.
         """
         chain = [number]
         anything = (Kind.EXACT, Kind.PARTIAL)
@@ -160,17 +168,20 @@ class _Walk:
                 left.remove(undone)
             elif ratio != 1:
                 left.append((one, ratio))
-        copies = [n for n in chain if self._is_copy(n)]
-        if not left:
-            return copies[0] if copies else chain[0]
-        first, ratio = left[0]
-        behind = [n for n in copies if n >= first]
-        return behind[0] if ratio.denominator == 1 and behind else first
+        first, ratio = left[0] if left else (chain[0], Fraction(1))
+        reduced = [n for before, n in itertools.pairwise(chain) if self._is_reduced(before, n) and n >= first]
+        if ratio.denominator == 1 and reduced:
+            return reduced[0]
+        return first if first != chain[0] or self._is_copy(first) else None
+
+    def _is_reduced(self, before: int, number: int) -> bool:
+        """Return True if a computation makes an exact value of partial sums."""
+        kinds = [{m.kind for m in self._meanings_of(n)} for n in (before, number)]
+        return kinds == [{Kind.PARTIAL}, {Kind.EXACT}]
 
     def _is_copy(self, number: int) -> bool:
-        """Return True if all ranks have one value, which is exact but for a factor."""
-        (value,) = self._log.computations[number].outputs[:1]
-        return len(set(map(id, value))) == 1 and self._is_multiple(number)
+        """Return True if all ranks have all of a value."""
+        return any(m.whole for m in self._meanings_of(number))
 
     def _factor(self, number: int, of: int, last: Fraction) -> tuple[int, Fraction]:
         """Return of which step value an output is a multiple, and the factor.
@@ -200,8 +211,26 @@ class _Walk:
         return self._meanings.of(value, axes)
 
     def _meanings_of(self, number: int) -> list[Meaning]:
-        made = self._log.computations[number]
-        return [self._meaning(x, made.axes) for x in made.outputs]
+        if number not in self._found:
+            made = self._log.computations[number]
+            found = [self._meaning(x, made.axes) for x in made.outputs]
+            self._found[number] = [self._term_of(made) or NOTHING] if found == [NOTHING] else found
+        return self._found[number]
+
+    def _term_of(self, made: Computation) -> Meaning | None:
+        """Return the meaning of one term out of a stack of them; None if an output is none.
+
+        Terms of other sums than those over rows are no values of the step: only their sum is one. What
+        all ranks have of a term is none, since the others are lost.
+        """
+        if made.name not in (*MOVES, "scan", "shard_map") or made.axes:
+            return None
+        sources = sorted({s for x in made.operands for s in self._log.sources(x)})
+        found = [m for s in sources for m in self._meanings_of(s) if m.of is not None]
+        if len(found) != 1 or found[0].kind is not Kind.PARTIAL:
+            return None
+        (of,) = found
+        return dataclasses.replace(of, text=of.text if of.text.startswith("a term") else f"a term of {of.text}")
 
     def _has_meaning(self, number: int) -> bool:
         return all(m.kind is not Kind.NONE for m in self._meanings_of(number))
@@ -212,15 +241,20 @@ class _Walk:
         made = self._log.computations[number]
         meanings = self._meanings_of(number)
         value = next((m for m in meanings if m.kind is Kind.NONE), meanings[0]).text
-        operands = []
-        for x in made.operands:
-            sources = self._log.sources(x)
-            axes = self._log.computations[sources[0]].axes if sources else made.axes
-            meaning = self._meaning(x, axes)
-            operands += [meaning.text] if meaning.of is not None else []
+        meant = [self._meaning_of(x, made.axes) for x in made.operands]
+        operands = [m.text for m in meant if m.of is not None]
         behind = self._next_collective(number)
         text = "" if behind is None else str(behind)
         return Cause(made.name, made.line, made.origin, value, tuple(dict.fromkeys(operands)), text)
+
+    def _meaning_of(self, operand: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
+        """Return the meaning of an operand: what it has where it is made."""
+        for source in self._log.sources(operand):
+            made = self._log.computations[source]
+            for output, meaning in zip(made.outputs, self._meanings_of(source), strict=True):
+                if [*map(id, output)] == [*map(id, operand)]:
+                    return meaning
+        return self._meaning(operand, axes)
 
     def _next_collective(self, number: int) -> Computation | None:
         """Return the first collective, in the order of the job, that depends on a computation."""
