@@ -148,7 +148,7 @@ class _Walk:
         return any(m.kind in kinds and m.factor != 1 for m in self._meanings_of(number))
 
     def _cause_of_multiple(self, number: int) -> int | None:
-        """Return the computation that makes a copy a multiple; None if all parts are multiples.
+        """Return the computation that makes a value a multiple; None if parts are so from the beginning.
 
         Factors of which one undoes the other, as of a sum of means and its division, cancel out. The
         first that is left is the cause. If it is a whole number, parts may be means that nothing
@@ -172,7 +172,8 @@ class _Walk:
         reduced = [n for before, n in itertools.pairwise(chain) if self._is_reduced(before, n) and n >= first]
         if ratio.denominator == 1 and reduced:
             return reduced[0]
-        return first if first != chain[0] or self._is_copy(first) else None
+        is_mean = ratio.denominator == 1 and first == chain[0] and not self._is_copy(first)
+        return None if is_mean else first
 
     def _is_reduced(self, before: int, number: int) -> bool:
         """Return True if a computation makes an exact value of partial sums."""
@@ -230,6 +231,8 @@ class _Walk:
         if len(found) != 1 or found[0].kind is not Kind.PARTIAL:
             return None
         (of,) = found
+        if of.of is None or of.of.rows is not None:
+            return None  # sums over rows are known each
         return dataclasses.replace(of, text=of.text if of.text.startswith("a term") else f"a term of {of.text}")
 
     def _has_meaning(self, number: int) -> bool:
