@@ -470,9 +470,7 @@ def train(
 
 @app.command(name="check")
 def check_command(
-    target: Annotated[
-        str, typer.Argument(help="`module:function`, or `folder/file.py:function`.", metavar="MODULE:FUNCTION")
-    ],
+    target: Annotated[str, typer.Argument(help="`module:function`, or `file.py:function`.", metavar="MODULE:FUNCTION")],
     seed: Annotated[int, typer.Option(min=0, help="Of the random points.")] = 0,
     devices: Annotated[
         int | None, typer.Option(min=1, help="CPU devices for the meshes of the module.", show_default="JAX's")

@@ -1,4 +1,4 @@
-"""Objects of a user's modules that the command line names: `module:name`, or `folder/file.py:name`."""
+"""Objects of a user's modules that the command line names: `module:name`, or `file.py:name`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def named_object(name: str, option: str, kind: str) -> Any:
     imported with its folder in front of all others, as `python file.py` does.
 
     Args:
-      name: `module:name` or `folder/file.py:name`.
+      name: `module:name` or `file.py:name`.
       option: the option or argument that has this text, for errors.
       kind: the kind of object, such as `plan`, for errors.
 
