@@ -69,7 +69,7 @@ class Writer:
             "rows": [y, x, x @ params["w"]],
             "vector": [weights],
             "pairs": [],
-            "columns": [params.get("bias", y[0])],
+            "columns": [params["bias"] if "bias" in params else y[0]],
             "matrix": [params["w"]],
             "scalar": [params.get("scale", jnp.asarray(0.5, x.dtype))],
         }
@@ -389,6 +389,7 @@ def noise(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
 # -- losses ----------------------------------------------------------------------------------------
 
 LOSSES: dict[str, Callable[[Writer, int], jax.Array]] = {
+    "linear": lambda w, i: jnp.mean(w.pick("rows", i)),
     "mean": lambda w, i: jnp.mean(w.pick("rows", i) ** 2),
     "error": lambda w, i: jnp.mean((w.pick("rows", i) - w.pools["rows"][0]) ** 2),
     "sum": lambda w, i: jnp.sum(jnp.sin(w.pick("rows", i))),
@@ -465,6 +466,7 @@ class RandomStep:
       gradient: how it is taken: `marked` (by `dtrans.value_and_grad`), `plain` (by JAX's), `twice` (at parameters
         that a first one moved), `by row` (a mean of gradients of rows, clipped).
       one_state: parameters and state are one pytree.
+      anchored: every parameter enters the loss; else a step may be refused, since it has no gradient.
     """
 
     leaves: tuple[str, ...]
@@ -474,6 +476,7 @@ class RandomStep:
     readings: tuple[Reading, ...]
     gradient: str
     one_state: bool
+    anchored: bool = False
 
     def init(self) -> Any:
         """Return the first state."""
@@ -488,9 +491,9 @@ class RandomStep:
         for instruction in self.instructions:
             writer.run(instruction)
         name, number = self.loss
-        # a loss that no parameter enters would be refused
-        loss = LOSSES[name](writer, number) + jnp.mean(writer.pools["rows"][2])
-        if self.gradient != "marked":
+        loss = LOSSES[name](writer, number)
+        if self.anchored:
+            loss += jnp.mean(writer.pools["rows"][2])
             loss += 0.1 * sum(jnp.sum(jnp.sin(p)) for name, p in params.items() if name != "w")
         read = [writer.pick(r.source, r.number) for r in self.readings if r.source in KINDS]
         return loss, read
@@ -513,9 +516,14 @@ class RandomStep:
     def values(self, loss: Any, read: list[Any], grads: Any, batch: tuple[jax.Array, ...]) -> list[jax.Array]:
         """Return the value of each reading: an array, which its use makes a number of."""
         x, y, labels, *_ = batch
-        others = {"loss": loss, "gradient": grads["w"], "input": x * y, "labels": labels.astype(x.dtype)}
+        others: dict[str, Callable[[], jax.Array]] = {
+            "loss": lambda: loss,
+            "gradient": lambda: grads["w"],
+            "input": lambda: x * y,
+            "labels": lambda: labels.astype(x.dtype),
+        }
         forward = iter(read)
-        return [next(forward) if r.source in KINDS else others[r.source] for r in self.readings]
+        return [next(forward) if r.source in KINDS else others[r.source]() for r in self.readings]
 
     def update(self, params: Any, state: Any, *batch: jax.Array) -> tuple[Any, Any, Any]:
         """Carry out the step, as a user would write it."""
@@ -582,4 +590,5 @@ def draw_steps(*, longest: int = 6, marked: bool = False, most_readings: int = 2
         readings=st.lists(reading, max_size=most_readings).map(tuple),
         gradient=st.sampled_from(gradients),
         one_state=st.booleans(),
+        anchored=st.sampled_from((False, True, True, True)),  # failures shrink to the first
     )

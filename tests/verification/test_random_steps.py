@@ -123,7 +123,7 @@ def draw_cases(draw: st.DrawFn, name: str) -> Case:
     return Case(step, name, ranks, rows, given, draw(st.booleans()))
 
 
-MINIMAL = RandomStep((), (), ("mean", 0), "sgd", (), "marked", one_state=False)
+MINIMAL = RandomStep((), (), ("linear", 0), "sgd", (), "marked", one_state=False)
 # shrunk inputs of faults that were found, and what was wrong
 KEPT = {
     "a result that is an array of a batch: padded rows were handed out": Case(
