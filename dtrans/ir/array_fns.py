@@ -35,10 +35,14 @@ def times(by: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """With zeros behind, along one axis."""
+    """Append zeros along one axis; for random keys, copies of the first key, as there is no key that is zero."""
     if x.shape[axis] == size:
         return x
-    behind = [(0, size - n if d == axis else 0, 0) for d, n in enumerate(x.shape)]
+    missing = size - x.shape[axis]
+    if is_key(x.dtype):
+        first = jax.lax.slice_in_dim(x, 0, 1, axis=axis)
+        return jnp.concatenate([x, *[first] * missing], axis)
+    behind = [(0, missing if d == axis else 0, 0) for d in range(x.ndim)]
     return jax.lax.pad(x, np.zeros((), x.dtype), behind)
 
 

@@ -1,13 +1,12 @@
-"""What each primitive does to rows.
+"""Rules of primitives for rows.
 
-A rule looks at an equation whose operands are shared or have the rows of one leaf, and says in a `Step` how it is
-carried out on a block of those rows: which operands are given as rows, what layouts its outputs have, and,
-where it reduces over the rows, by which operation the parts of several blocks become one. A rule that answers None
-has met something else: rows that are mixed.
+A rule takes an equation whose operands are shared or have the rows of one leaf. It returns a `Step`: which operands are
+read as rows, the layouts of the outputs, and, for a reduction over the rows, the operation that joins partial results.
+None means that the equation mixes rows.
 
-This file is where a primitive learns to be sliced: add a function to `RULES`, or its name to
-`dtrans._jax.primitives.ELEMENTWISE`.
-Loops and branches are not here: what they do is what their bodies do (`dtrans.rows.analysis`).
+Facts come from `dtrans._jax.primitives`: an elementwise primitive, a reduction, and one that mixes other axes
+alone need no rule here. Add a function to `RULES` for a primitive that moves rows.
+Loops and branches are not here: `dtrans.rows.analysis` enters their bodies.
 """
 
 from __future__ import annotations

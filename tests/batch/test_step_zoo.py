@@ -46,6 +46,7 @@ JOBS = [  # one for each way in which rows meet, and for each mode
     ("batch_norm_by_hand", "stage 1", 2, 12),
     ("contrastive", "pserver", 3, 13),
     ("dropout_key_argument", "stage 3", 3, 13),
+    ("dropout_key_in_opt_state", "nccl2", 3, 13),  # rows of keys are padded
     ("rnn_time_major", "stage 2", 2, 12),
     ("metrics_counts", "pipeline", 2, 12),
     ("sequence_packing", "nccl2", 3, 13),
