@@ -221,7 +221,7 @@ def launched(*arguments: Any) -> None:
 
 
 def test_launch_has_the_numbers_of_the_demo(cluster, tmp_path, capfd):
-    settings = DigitsSettings(epochs=5, deadline=PATIENCE)
+    settings = DigitsSettings(deadline=PATIENCE)
     roles = ("--trainers", 2, "--pservers", 2, "--trainers-on", "SPREAD")
     launched(*roles, "-m", "dtrans.examples.train_role", tmp_path, *settings.arguments())
     trainers = [Outcome.load(tmp_path / f"trainer-{k}.npz") for k in range(2)]
