@@ -163,6 +163,26 @@ def test_processes_run_as_pasted_in_order(tmp_path):
     assert losses[2][0] == losses[2][1] and said[2].startswith("200 101 loss")
 
 
+ALONE = """
+from model import key, init, step, x, y
+params, opt_state = init(key)
+for _ in range(100):
+    params, opt_state, loss = step(params, opt_state, x, y)
+print(f"loss {loss:.6f}")
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("script", ["on_ray.py", "in_ray_train.py"])
+def test_scripts_about_ray_run_as_pasted(script, tmp_path):
+    """Each starts a cluster of its own, which takes half a minute and more."""
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    saved([*blocks_of(README), *blocks_of(README.parent / "docs" / "ray.md")], tmp_path)
+    (wanted,) = re.findall(r"loss (\S+)", run(tmp_path, sys.executable, "-c", ALONE))
+    losses = re.findall(r"loss (\S+)", run(tmp_path, sys.executable, script))
+    assert losses and all(float(x) == pytest.approx(float(wanted), abs=2e-6) for x in losses)
+
+
 def test_readme_opens_with_what_it_is_and_the_two_commands():
     """The first paragraph says what the package is; the commands come before any other code."""
     text = README.read_text()

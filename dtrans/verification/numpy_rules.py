@@ -186,7 +186,7 @@ def gather_places(shape: Sequence[int], indices: Any, numbers: Any, sizes: Seque
     for k, d in enumerate(window):
         offsets = offsets + strides[d] * np.arange(sizes[d]).reshape([-1 if j == k else 1 for j in range(len(window))])
 
-    widened = lambda x: x.reshape(*batch, *[1] * len(window))
+    widened = lambda x: x.reshape((*batch, *[1] * len(window)))
     places = widened(first) + offsets
     if fills:
         places = np.where(widened(inside), places, -1)

@@ -16,12 +16,11 @@ from helpers import init_of, mlp_loss, mlp_params
 from sharding_models import MODELS, numbers, plan_of, stacked_loss, stacked_params
 
 import dtrans
-from dtrans._jax import Var, equations, jaxprs_in_params, opened
+from dtrans._jax import Var, equations, facts_of, is_rearrangement, jaxprs_in_params, opened
 from dtrans.errors import BatchError, ConfigError, GradientError, StateError, TraceError
 from dtrans.ir.display import without_addresses
 from dtrans.run.base.platforms import as_run_on
 from dtrans.zero.live_ranges import KEPT_WINDOWS
-from dtrans.zero.slice_flow import CHEAP
 
 
 ADAM = optax.adam(1e-2)
@@ -91,7 +90,8 @@ def readers(jaxpr: Any, roles: Sequence[str], var: Var) -> set[str]:
         ins = [a for a in eqn.invars if isinstance(a, Var)]
         if not any(a in known for a in ins):
             continue
-        if eqn.primitive.name in CHEAP and all(a in known for a in ins):
+        is_cheap = facts_of(eqn).elementwise or is_rearrangement(eqn)
+        if is_cheap and all(a in known for a in ins):
             known.update(eqn.outvars)
         else:
             found.add(role)

@@ -368,8 +368,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         trace = np.float32(MOMENTUM) * trace + GRAD * np.float32(NORM / 2)
         np.testing.assert_allclose(half.pull(), want - np.float32(RATE) * trace, rtol=1e-6)
         half.fake_server.close()  # which ends first; nobody needs it any more
-        half.trainer.tell("complete")
-        assert half.trainer.hear().op == "goodbye"
+        half.trainer.leave()
         assert set(role_threads.end("server")) == {"params/w.block0", "opt_state/0/trace/w.block0"}
 
 
@@ -450,15 +449,14 @@ def test_what_a_server_says_before_it_is_welcome_is_not_lost_with_the_connection
             assert message.op == "partials" and np.frombuffer(message.frames[0], np.float32) == 4.0
             half.give(12.0)
             half.pull()
-            half.trainer.tell("complete")
+            half.trainer.leave()
             assert isinstance(role_threads.end("server"), dict)
 
 
 def test_a_server_ends_when_the_others_know_it_too(role_threads: RoleThreads) -> None:
     """One that comes only now would greet the next job, which is on the same endpoint, for this one."""
     with Half(role_threads) as half:
-        half.trainer.tell("complete")
-        assert half.trainer.hear().op == "goodbye"
+        half.trainer.leave()
         half.become()
         assert isinstance(role_threads.end("server"), dict)
 
