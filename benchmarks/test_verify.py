@@ -1,4 +1,4 @@
-"""What `plan.verify()` costs: a loop over 8 transformer blocks with Adam, at 40,000 and 400,000 parameters.
+"""Cost of `plan.verify()`: a loop over 8 transformer blocks with Adam, at 40,000 and 400,000 parameters.
 
 The table has seconds of one verification, without the trace of the step and the plan itself. It should take 5 s and
 20 s on two cores.

@@ -25,7 +25,7 @@ def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
 
     Args:
       name: a plan, or a function without arguments. It returns a plan, a tuple
-        `(distributed_step, step, args)` of which `args` is a tuple, or a report.
+        `(distributed_step, step, args)` with a tuple `args`, or a report.
       seed: seed of the points.
       devices: number of CPU devices that JAX has, for the meshes of the module.
 

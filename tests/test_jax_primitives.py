@@ -369,7 +369,7 @@ def test_keeps_order() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_elementwise() -> None:
-    """Where operands do not change, outputs do not, but for iterations that end when all entries are found."""
+    """Equal operands give equal outputs, but for iterations that end when all entries are found."""
     for eqn in all_bound():
         if facts_of(eqn).elementwise:
             x, y, shape = drawn(eqn, 1), drawn(eqn, 2), eqn.outvars[0].aval.shape

@@ -81,12 +81,12 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
 
 
 def scan_length(eqn: JaxprEqn) -> int:
-    """How many turns a `scan` takes."""
+    """Return the number of turns of a `scan`."""
     return int(param(eqn, "length"))
 
 
 def is_reversed(eqn: JaxprEqn) -> bool:
-    """Whether a `scan` takes its last turn first."""
+    """Return True if a `scan` takes its last turn first."""
     return bool(param(eqn, "reverse"))
 
 
@@ -96,7 +96,7 @@ def scan_turns(length: int) -> dict[str, Any]:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a `scan` are constants, and how many are carried; the rest is taken apart."""
+    """Return the numbers of constant and of carried operands of a `scan`; the remainder is scanned over."""
     if "ft_in" in eqn.params:  # from 0.11: a tree for each kind of operand
         consts, carried, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carried
@@ -104,7 +104,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a `while` are constants of its condition, and how many of its body; the rest is carried."""
+    """Return the numbers of constants of a `while`'s condition and of its body; the remainder is carried."""
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
 
 
@@ -128,7 +128,7 @@ def scan_with_constants(eqn: JaxprEqn, more: int) -> dict[str, Any]:
 
 @functools.cache
 def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, Any]:
-    """How a `scan` says from 0.11 which operands and results are of which kind: JAX is asked for one of this kind."""
+    """Return the parameters by which a `scan` of JAX 0.11 tells kinds of operands and results apart: JAX makes one."""
 
     def loop(fixed: list[Any], carry: list[Any], parts: list[Any]) -> Any:
         def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -178,7 +178,7 @@ def is_ordered(eqn: JaxprEqn) -> bool:
 
 
 def name_given(eqn: JaxprEqn) -> str | None:
-    """What `jax.ad_checkpoint.checkpoint_name` called a value; None for any other equation."""
+    """Return the name that `jax.ad_checkpoint.checkpoint_name` gave a value; None for any other equation."""
     if eqn.primitive.name == "name":
         return str(param(eqn, "name"))
     hijax: Any = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None  # JAX_REMAT3, from 0.12
@@ -186,7 +186,7 @@ def name_given(eqn: JaxprEqn) -> str | None:
 
 
 def axes_of(eqn: JaxprEqn) -> list[Any]:
-    """What a collective of JAX communicates over; of a reduction within an array its axes, which are numbers."""
+    """Return the axes of a collective of JAX; for a reduction within an array, the numbers of its dimensions."""
     each = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
     return [n for axes in each for n in (axes if isinstance(axes, (tuple, list)) else (axes,))]
 

@@ -1,10 +1,12 @@
-"""Verification without tolerance: does a job compute the step? `plan.verify()` and `dtrans.verify` ask.
+"""Verification without tolerance, for `plan.verify()` and `dtrans.verify`.
 
     field        arithmetic modulo 2**61 - 1, on NumPy arrays
     rationals    floats as the simplest rational numbers that round to them
     field_values floats as elements with shadows
     numpy_rules  primitives of JAX on NumPy arrays
     rules        primitives on floats: exact arithmetic, decisions by shadows, hashes of the rest
+    complex_rules     complex numbers and fft
+    matrix_rules      systems of equations, decompositions, ragged products
     rank_collectives  collectives of JAX on the values of all ranks
     evaluate     a jaxpr, for all ranks in lock step
     state_placement  where the state of a job keeps each number of the one-device state

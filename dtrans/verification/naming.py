@@ -150,7 +150,7 @@ class _Walk:
     def _cause_of_multiple(self, number: int) -> int | None:
         """Return the computation that makes a value a multiple; None if parts are so from the beginning.
 
-        Factors of which one undoes the other, as of a sum of means and its division, cancel out. The
+        Factors that undo each other, as those of a sum of means and its division, cancel out. The
         first that is left is the cause. If it is a whole number, parts may be means that nothing
         averages: the cause is then where partial sums are reduced.
         """
@@ -185,7 +185,7 @@ class _Walk:
         return any(m.whole for m in self._meanings_of(number))
 
     def _factor(self, number: int, of: int, last: Fraction) -> tuple[int, Fraction]:
-        """Return of which step value an output is a multiple, and the factor.
+        """Return the step value that an output is a multiple of, and the factor.
 
         Several step values may be multiples of each other. One with the same factor as before comes
         first, since the equation is then one of the step; then one that such an equation makes in the

@@ -542,7 +542,7 @@ def _to_integer(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 # -- functions that the field lacks ----------------------------------------------------------------
 
 
-# functions of one operand: what they are of 0, and of 1, where that is rational
+# values of functions of one operand at 0 and at 1, if they are rational
 AT_ZERO: Mapping[str, int] = {
     **dict.fromkeys(("asin", "asinh", "atan", "atanh", "cbrt", "erf", "erf_inv", "expm1", "log1p"), 0),
     **dict.fromkeys(("sin", "sinh", "sqrt", "tan", "tanh"), 0),

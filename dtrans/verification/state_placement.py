@@ -1,4 +1,4 @@
-"""Where the state of a job keeps each number of the one-device state: the job itself is asked.
+"""Places of the numbers of the one-device state in the state of a job, as the job itself tells them.
 
     placement = find_placement(leaf_types, traced.state_of, still)
     placement.where[k]    for array k of the state the place of each number among those of all leaves

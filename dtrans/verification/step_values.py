@@ -318,7 +318,7 @@ def _orders(x: Array, y: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _nested(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return True if arrays of two shapes, of which one may be cut, differ by split or merged dimensions only.
+    """Return True if arrays of two shapes, one possibly cut, differ by split or merged dimensions only.
 
     Otherwise, as for (6, 4) and (4, 6), rows of one would be no rows of the other.
     """

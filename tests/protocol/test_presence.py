@@ -324,7 +324,7 @@ def test_by_a_unix_socket_no_goodbye_is_lost() -> None:
 
 
 def test_who_left_after_a_message_was_lost_is_refused() -> None:
-    """What was sent before the `complete` is missing, and so is a part of what was trained."""
+    """Messages before the `complete` are missing, and so is a part of the training."""
     serving = ends_of(job := Job(1))
     job.trainers.lose(b"0", 1.0)
     say(serving, "hello", trainer=0, trainers=1, session="", order=sys.byteorder, back=True, sent=1, leaves=True)

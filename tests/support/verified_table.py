@@ -57,7 +57,7 @@ CLASSES: Mapping[str, Callable[[], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a plan.
+    """Outcome of a plan.
 
     Attributes:
       report: of the plan; None where the step is refused.

@@ -128,7 +128,7 @@ def test_what_has_no_meaning_is_passed_by(micro: int) -> None:
 
 
 def test_terms_that_only_their_sum_gives_a_meaning() -> None:
-    """What a trainer has of every other row is no sum of consecutive rows."""
+    """A trainer's sum over every other row is no sum of consecutive rows."""
     w, x = jnp.ones(4), jnp.ones((ROWS, 4))
 
     def job(w: Any, x: Any) -> Any:

@@ -61,7 +61,7 @@ AMONG_TRAINERS: Rules = {exchange_p: _exchange, trainer_index_p: lambda *, over:
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """How a result of all trainers, stacked, becomes one.
+    """Way in which the results of all trainers become one.
 
     Attributes:
       way: "mean", "sum", "same", "concat", or "joined" for rows of the batch, which lie behind each other already.
