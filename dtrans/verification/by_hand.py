@@ -19,7 +19,7 @@ from dtrans._jax import ClosedJaxpr, equations, plain_type, shard_map_of
 from dtrans.errors import ConfigError, TraceError, VerifyError
 from dtrans.ir.pytree import TreeSpec, as_array, is_array
 from dtrans.step.trace import argument_names, name_result
-from dtrans.verification.check import RANGES, TRIES, BatchRange, Findings, random_arrays, random_point
+from dtrans.verification.check import NEAR_TIES, TRIES, BatchRange, Findings, random_arrays, random_point
 from dtrans.verification.evaluate import World
 from dtrans.verification.field_values import NearTie
 from dtrans.verification.outcome import Report
@@ -204,17 +204,14 @@ class _HandComparison:
 
     def check(self, points: int, seed: int) -> None:
         """Compare at random points, until something differs."""
-        drawn = len(self.given) < len(self.pair.inputs)
-        # infinities hide differences: a narrower range says more
-        for range_ in RANGES if drawn else RANGES[:1]:
-            self.found.not_finite = False
+
+        def compare(range_: BatchRange) -> None:
             rng = np.random.default_rng(seed)
             for _ in range(points):
                 if not self.found.differences:
                     self._compare(rng, range_)
-            if not self.found.not_finite:
-                return
-        self.found.unfollowed["infinities and NaN, which are equal wherever they stand"] = None
+
+        self.found.try_ranges(compare, drawn=len(self.given) < len(self.pair.inputs))
 
     def _compare(self, rng: np.random.Generator, range_: BatchRange) -> None:
         """Compare both steps at one point, which is drawn again after a near tie."""
@@ -233,7 +230,7 @@ class _HandComparison:
             if self.found.differences:
                 self._explain(point, made, wanted)
             return
-        self.found.unfollowed["a near tie at every point that was tried"] = None
+        self.found.unfollowed[NEAR_TIES] = None
 
     def _evaluated(self, jaxpr: ClosedJaxpr, point: Mapping[str, Any]) -> list[Any]:
         world = World(unknown=self.found.unfollowed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,7 @@ from dtrans.verification.state_placement import StatePlacement, TracedStep, find
 
 STEPS = (0, 1, 2, 5)  # of one device, before the states that are compared
 TRIES = 5  # points that are drawn again after a near tie
+NEAR_TIES = "a near tie at every point that was tried"
 
 
 # -- points ----------------------------------------------------------------------------------------
@@ -181,15 +182,8 @@ class Comparison:
             made = self._compare_first_state(found, np.random.default_rng(seed))
             if start is None:
                 start = {n: shadow_of(x) for n, x in made.items()} or self._real_start(seed)
-            ranges = RANGES if self.batch_values.keys() != self.batch_types.keys() else RANGES[:1]
-            for range_ in ranges:
-                found.not_finite = False
-                self._walk(found, start, points, np.random.default_rng(seed), range_)
-                # infinities hide differences: a narrower range says more
-                if not found.not_finite:
-                    break
-            else:
-                found.unfollowed["infinities and NaN, which are equal wherever they stand"] = None
+            walk = lambda range_: self._walk(found, start, points, np.random.default_rng(seed), range_)
+            found.try_ranges(walk, drawn=self.batch_values.keys() != self.batch_types.keys())
         return found.report(title, time.monotonic() - begun)
 
     def _real_start(self, seed: int) -> dict[str, Any]:
@@ -248,7 +242,7 @@ class Comparison:
         for made in range(max(points) + 1):
             wanted = self._one_step(found, state, batch, rng, compared=made in points)
             if wanted is None:
-                found.unfollowed["a near tie at every point that was tried"] = None
+                found.unfollowed[NEAR_TIES] = None
                 return
             if found.differences or any(isinstance(wanted[n], Unknown) for n in self.leaf_types):
                 return
@@ -360,6 +354,22 @@ class Findings:
             self.not_finite |= not np.isfinite(y.shadow).all()
         if not same(_masked(x, there), _masked(y, there)):
             self.differences.setdefault(name, Difference(name, _count(x, y, there)))
+
+    def try_ranges(self, compare: Callable[[BatchRange], None], *, drawn: bool) -> None:
+        """Compare with numbers of one range after the other, until all values are finite.
+
+        Infinities hide differences: a narrower range says more.
+
+        Args:
+          compare: compares with arrays of a range, and notes what it finds here.
+          drawn: some arrays are drawn. Otherwise each range gives the same ones.
+        """
+        for range_ in RANGES if drawn else RANGES[:1]:
+            self.not_finite = False
+            compare(range_)
+            if not self.not_finite:
+                return
+        self.unfollowed["infinities and NaN, which are equal wherever they stand"] = None
 
     def name_causes(
         self, names: Sequence[str], step: tuple[Any, Mapping[str, Any]], job: tuple[Any, Sequence[Any]]
