@@ -341,8 +341,8 @@ FAULTS = (
     ),
     Fault(  # a row that two trainers have looked up is updated twice
         "run/parameter_server/tables/row_updates.py",
-        "return np.unique(np.concatenate([grads[table.gradients[k]].ids for k in sorted(present)]))",
-        "return np.sort(np.concatenate([grads[table.gradients[k]].ids for k in sorted(present)]))",
+        "return ids[0] if len(ids) == 1 else sorted_once(np.concatenate(ids))",
+        "return ids[0] if len(ids) == 1 else np.sort(np.concatenate(ids))",
         TABLES,
     ),
 )
