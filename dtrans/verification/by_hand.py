@@ -59,7 +59,7 @@ def verify(
     """Check a step written with `jax.shard_map` against the step of one device, without a tolerance.
 
     Both functions take the same global arguments and return the same structure. They are traced,
-    and evaluated in a finite field for all ranks (docs/verify.md). Nothing is compiled. A mesh may
+    and evaluated in a finite field for all ranks (docs/verify_shard_map.md). Nothing is compiled. A mesh may
     have more devices than there are (`jax.sharding.AbstractMesh`).
 
     Args:

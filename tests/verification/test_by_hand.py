@@ -213,7 +213,7 @@ def test_types_stand_for_arrays() -> None:
 
 
 def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (DOCS / "verify.md").read_text()
+    page = (DOCS / "verify_shard_map.md").read_text()
     code, shown = re.search(r"```python\n(# by_hand.py\n.*?)```\n\n```text\n(.*?)```", page, re.S).groups()
     (tmp_path / "by_hand.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
