@@ -1,7 +1,9 @@
 """One record of facts for each primitive of JAX, and the primitives that hold bodies.
 
-Every analysis and every writer of dtrans reads these records; none has a list of names by itself. A
-fact holds for all equations of a primitive, whatever their parameters, unless its field names a
+Every analysis and every writer of dtrans reads these records. Tables of functions by name, such as
+meanings in NumPy, stand where they are used.
+
+A fact holds for all equations of a primitive, whatever their parameters, unless its field names a
 condition. `tests/test_jax_primitives.py` checks each of them on numbers, and finds primitives
 without a record. Such a primitive has no facts: it is treated as the worst kind, with a warning
 (`dtrans.errors.UnknownPrimitiveWarning`).
