@@ -539,22 +539,31 @@ def test_a_save_lets_updates_donate_the_state(
     """A snapshot that is still being copied delays the next update; the checkpoint is of one step."""
     tx, given = optax.adam(0.1), batches(4)
     plan = planned(tx, None, 1, 2, mode=mode)
-    places, may_copy, real = list[set[int]](), threading.Event(), state_writer._copied
+    places, copied = list[set[int]](), state_writer._copied
+    begin, wait_copied = StateWriter.begin, StateWriter.wait_copied
+    # the copies of each server wait for its own next update: another server's says nothing of it
+    updates: dict[StateWriter, list[threading.Event]] = collections.defaultdict(list)
 
-    def copied(state: Any, spent: Any, pool: Any) -> Any:
-        assert {n.split("/")[2] for n in spent} >= {"mu", "nu"} and all(n.startswith("opt_state") for n in spent)
-        may_copy.wait(roles.HANG)
+    def noted_copied(state: Any, spent: Any, pool: Any) -> Any:
+        assert {n.split("/")[2] for n in spent} >= {"mu", "nu"}
+        assert all(n.startswith("opt_state") for n in spent)
         places.append({x.ctypes.data for n, x in state.items() if n in spent})
-        return real(state, spent, pool)
+        return copied(state, spent, pool)
 
-    def wait_copied(writer: StateWriter) -> None:
-        may_copy.set()
-        waits(writer)
-        may_copy.clear()
+    def late_begin(writer: StateWriter, *args: Any) -> None:
+        update = threading.Event()
+        updates[writer].append(update)
+        writer._copier.submit(update.wait, roles.HANG)
+        begin(writer, *args)
 
-    waits = StateWriter.wait_copied
-    monkeypatch.setattr(state_writer, "_copied", copied)
-    monkeypatch.setattr(StateWriter, "wait_copied", wait_copied)
+    def wait_late_copied(writer: StateWriter) -> None:
+        for update in updates[writer]:
+            update.set()
+        wait_copied(writer)
+
+    monkeypatch.setattr(state_writer, "_copied", noted_copied)
+    monkeypatch.setattr(StateWriter, "begin", late_begin)
+    monkeypatch.setattr(StateWriter, "wait_copied", wait_late_copied)
 
     def train() -> None:
         role = Role("trainer", 1, tuple(plan.servers), trainer_id=0)
