@@ -20,6 +20,7 @@ from dtrans._jax.equation_params import (
     bodies as bodies,
     call_body as call_body,
     combiner_of as combiner_of,
+    has_bodies as has_bodies,
     host_function as host_function,
     is_ordered as is_ordered,
     is_reversed as is_reversed,

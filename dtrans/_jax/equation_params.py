@@ -39,6 +39,11 @@ def param(eqn: JaxprEqn, key: str) -> Any:
     return eqn.params[key]
 
 
+def has_bodies(eqn: JaxprEqn) -> bool:
+    """Return True if an equation is a loop, a branch or a call: `bodies` are its jaxprs."""
+    return eqn.primitive.name == COND or eqn.primitive.name in _BODIES
+
+
 def bodies(eqn: JaxprEqn) -> tuple[Any, ...]:
     """The jaxprs of a loop, a branch or a call: of a `while` its condition and its body, of a `cond` all branches."""
     if eqn.primitive.name == COND:

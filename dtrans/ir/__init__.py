@@ -6,7 +6,7 @@ display     programs and plans as text and HTML
 inline      calls replaced by their bodies, and dead code removed
 builder     `Builder`: writes new jaxprs out of equations of old ones
 dataflow    what a value is made of, and what it reaches
-linear      the operands in which an equation is linear
+interpret   drivers of dataflow analyses: forward and backward, into loops, branches and calls
 cost        flops and bytes of an equation
 array_fns   small functions of arrays that equations are written with
 """

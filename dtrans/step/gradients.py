@@ -21,33 +21,29 @@ equation that is made by differentiation, or is not (`derivatives`).
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from dtrans._jax import (
-    COND,
-    SCAN,
-    WHILE,
     Atom,
     ClosedJaxpr,
     HoldsJaxpr,
-    Jaxpr,
     JaxprEqn,
     Literal,
     Var,
-    bodies,
     equations,
+    has_bodies,
     jaxprs_in_params,
     linear_operands,
     opened,
-    scan_counts,
     scope_of,
-    while_counts,
 )
 from dtrans.errors import GradientError
 from dtrans.ir.dataflow import backward_slice, is_zero_array, propagate
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import inline_calls
+from dtrans.ir.interpret import ForwardAnalysis, forward, forward_jaxpr
 from dtrans.ir.program import Program
 from dtrans.step.marks import mark_p
 
@@ -425,48 +421,31 @@ def _derived_outputs(eqn: JaxprEqn) -> list[bool]:
 
     Of a loop or a branch around derivatives, those outputs that a derivative enters: a loop may carry others, too.
     """
-    count, name = len(eqn.outvars), eqn.primitive.name
-    if "transpose(" in scope_of(eqn) or not _is_derivative(eqn):
-        return [_is_derivative(eqn)] * count
-    if name == COND:
-        of_branches = [_entered(opened(x), [False] * (len(eqn.invars) - 1)) for x in bodies(eqn)]
-        return [any(several) for several in zip(*of_branches, strict=True)]
-    if name == SCAN:
-        consts, carried = scan_counts(eqn)
-        (body,) = map(opened, bodies(eqn))
-        return _settled(body, consts, carried, len(body.invars) - consts - carried)
-    if name == WHILE:
-        of_cond, of_body = while_counts(eqn)
-        cond, body = map(opened, bodies(eqn))
-        carry = _settled(body, of_body, count, 0)
-        decides = _entered(cond, [False] * of_cond + carry)
-        return [True] * count if any(decides) else carry
+    if not _is_derivative(eqn):
+        return [False] * len(eqn.outvars)
+    facts = forward(_DERIVED, [eqn], {})
+    return [facts.of(v) for v in eqn.outvars]
+
+
+def _is_derived(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
+    """Return for each output whether a derivative enters it; None where the bodies decide."""
+    count = len(eqn.outvars)
+    if eqn.primitive is mark_p or any(ins) or "transpose(" in scope_of(eqn):
+        return [True] * count
+    if not _is_derivative(eqn):
+        return [False] * count
+    if has_bodies(eqn):
+        return None
     inner = [opened(x) for x in jaxprs_in_params(eqn.params)]
-    if len(inner) == 1 and len(inner[0].outvars) == count:
-        return _entered(inner[0], [False] * len(inner[0].invars))
-    return [True] * count
+    if len(inner) != 1 or len(inner[0].outvars) != count:
+        return [True] * count
+    facts = forward_jaxpr(_DERIVED, inner[0], [False] * len(inner[0].invars))
+    return [facts.of(a) for a in inner[0].outvars]
 
 
-def _settled(body: Jaxpr, consts: int, carried: int, taken: int) -> list[bool]:
-    """Return the outputs of a loop's body that a derivative enters in any turn."""
-    carry = [False] * carried
-    while True:
-        made = _entered(body, [False] * consts + carry + [False] * taken)
-        joined = [a or b for a, b in zip(carry, made[:carried], strict=True)]
-        if joined == carry:
-            return made
-        carry = joined
-
-
-def _entered(body: Jaxpr, ins: Sequence[bool]) -> list[bool]:
-    """Return the outputs of a body that a derivative enters, from whether one enters each input."""
-    found = {v for v, entered in zip(body.invars, ins, strict=True) if entered}
-    for eqn in body.eqns:
-        if eqn.primitive is mark_p or any(isinstance(a, Var) and a in found for a in eqn.invars):
-            found.update(eqn.outvars)
-        else:
-            found.update(v for v, d in zip(eqn.outvars, _derived_outputs(eqn), strict=True) if d)
-    return [isinstance(a, Var) and a in found for a in body.outvars]
+_DERIVED: ForwardAnalysis[bool] = ForwardAnalysis(
+    operator.or_, _is_derived, default=lambda aval, value: False, decide=operator.or_
+)
 
 
 def _is_derivative(eqn: JaxprEqn) -> bool:

@@ -132,7 +132,7 @@ def _body(
             summed[v] = b.input(how.cut(wanted[k - consts]).of_rank(v.aval))
         else:
             b.invars.append(v)
-    local = local_inside(eqn, inner, {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in g.flow.local})
+    local = local_inside(eqn, g.flow.local)[number]
     targets = {a: row for k, row in wanted.items() if isinstance(a := inner.outvars[k], Var)}
     inside: SliceFlow = g.flow.inside[i][number] if i in g.flow.inside else SliceFlow((), {}, ())
     taken = {a: inside.rows[a] for k, (v, a) in enumerate(zip(eqn.outvars, inner.outvars, strict=True))

@@ -169,8 +169,7 @@ def _into(
         for k, row in found.items()
         if k < carried or row.axis >= less
     }
-    seeds = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in local}
-    within = local_inside(eqn, body, seeds)
+    (within,) = local_inside(eqn, local)
     while inside:
         targets = {a: row for k, row in inside.items() if isinstance(a := body.outvars[k], Var)}
         inputs = {body.invars[consts + k] for k in inside if k < carried}

@@ -16,6 +16,7 @@ Numbers of the batch differ from rank to rank (they are *local*); slices are mad
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from dtrans._jax import (
     constants,
     equations,
     facts_of,
+    has_bodies,
     is_rearrangement,
     jaxprs_in_params,
     opened,
@@ -40,6 +42,7 @@ from dtrans._jax import (
     with_bodies,
 )
 from dtrans.ir.inline import inline_calls
+from dtrans.ir.interpret import ForwardAnalysis, forward
 from dtrans.ops import trainer_index_p
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.rows.rules import Step, step_of
@@ -112,27 +115,36 @@ def local_values(eqns: Sequence[JaxprEqn], seeds: Iterable[Var], completed: Coll
     Args:
       completed: collectives whose results are the same on every rank; by default nothing is known of them.
     """
-    found = set(seeds)
-    for eqn in eqns:
-        operands = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in found}
+    facts = forward(_differing(completed), eqns, dict.fromkeys(seeds, True))
+    return {v for v, differs in facts.values.items() if differs}
+
+
+def local_inside(eqn: JaxprEqn, local: Collection[Var]) -> list[set[Var]]:
+    """Return the values that differ from rank to rank in each body of an equation.
+
+    Args:
+      local: values outside of it that differ.
+    """
+    start = {a: True for a in eqn.invars if isinstance(a, Var) and a in local}
+    (entered,) = forward(_differing(()), [eqn], start).entered.values()
+    return [{v for v, differs in facts.values.items() if differs} for facts in entered.bodies.values()]
+
+
+def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
+    """Return the analysis of values that differ from rank to rank."""
+
+    def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
         if eqn.primitive in completed:
-            continue
-        if eqn.primitive is trainer_index_p:
-            found.update(eqn.outvars)
-        elif not (operands or _asks_rank(eqn)):
-            continue
-        elif eqn.primitive.name in GIVEN_SLICES and not (eqn.primitive.name == COND and 0 in operands):
-            for body in map(opened, bodies(eqn)):
-                inside = local_inside(eqn, body, operands)
-                ends = zip(eqn.outvars, body.outvars, strict=True)
-                found.update(v for v, a in ends if isinstance(a, Var) and a in inside)
-        else:
-            found.update(eqn.outvars)
-    return found
+            return [False] * len(eqn.outvars)
+        if has_bodies(eqn):
+            return None
+        return [eqn.primitive is trainer_index_p or any(ins) or _asks_rank(eqn)] * len(eqn.outvars)
+
+    return ForwardAnalysis(operator.or_, rule, default=lambda aval, value: False, decide=operator.or_)
 
 
 def _asks_rank(eqn: JaxprEqn) -> bool:
-    """Whether something in its bodies asks which rank it is, as where rows of random numbers are drawn."""
+    """Return True if a nested jaxpr asks for the rank, as where rows of random numbers are drawn."""
     return any(e.primitive is trainer_index_p for body in jaxprs_in_params(eqn.params) for e in equations(body))
 
 
@@ -246,8 +258,9 @@ def _into(flow: SliceFlow, i: int, eqn: JaxprEqn) -> Collection[int]:
             continue
         passed[k] = dataclasses.replace(row, axis=row.axis - less)
     taken_apart = {k for k in passed if operands_inside(eqn, k)[1]}
+    local = local_inside(eqn, flow.local) if passed else []
     while passed:
-        flows = tuple(_body_flow(flow, eqn, b, passed) for b in inner)
+        flows = tuple(_body_flow(eqn, b, of_body, passed) for b, of_body in zip(inner, local, strict=True))
         back = {k for k in passed if k not in taken_apart
                 and any(_better_whole(eqn, k, b, f) for b, f in zip(inner, flows, strict=True))}  # fmt: skip
         if not back:
@@ -274,22 +287,13 @@ def _better_whole(eqn: JaxprEqn, k: int, body: Any, inside: SliceFlow) -> bool:
     return v in inside.whole and not hands_on
 
 
-def _body_flow(flow: SliceFlow, eqn: JaxprEqn, body: Any, passed: Mapping[int, RowAxis]) -> SliceFlow:
-    """The same inside a body."""
+def _body_flow(eqn: JaxprEqn, body: Any, local: Collection[Var], passed: Mapping[int, RowAxis]) -> SliceFlow:
+    """Follow slices through a body.
+
+    Args:
+      local: its values that differ from rank to rank.
+      passed: the rows of operands that it is passed as slices.
+    """
     rows = {body.invars[operands_inside(eqn, k)[0]]: row for k, row in passed.items()}
     carried = scan_counts(eqn)[1] if eqn.primitive.name == SCAN else 0
-    local = local_inside(eqn, body, {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in flow.local})
     return slice_flow(body.eqns, rows, local, body.outvars[:carried])
-
-
-def local_inside(eqn: JaxprEqn, body: Any, operands: Iterable[int]) -> set[Var]:
-    """Values of a body that differ from rank to rank, where these operands of the equation do."""
-    consts, carried = scan_counts(eqn) if eqn.primitive.name == SCAN else (0, 0)
-    seeds = {body.invars[at] for k in operands if (at := operands_inside(eqn, k)[0]) >= 0}
-    while True:
-        local = local_values(body.eqns, seeds)
-        carry = zip(body.invars[consts : consts + carried], body.outvars, strict=False)
-        more = {v for v, a in carry if isinstance(a, Var) and a in local and v not in seeds}
-        if not more:
-            return local
-        seeds |= more

@@ -1,0 +1,333 @@
+"""Drivers of dataflow analyses: one forward, one backward.
+
+An analysis attaches a *fact* to each value: the dimension that it counts, the sharding that it has.
+It is a record of pure functions. Its `rule` describes one equation; its `join` gives the fact of a
+value that comes from several branches or turns. The drivers enter the bodies of `scan`, `while`,
+`cond`, remat, custom rules and calls. They evaluate the body of a loop until the facts of the
+carried values *settle*: each fact is then above the facts of all turns.
+
+Invariant: facts only go up. `join(a, b)` is above both, and no fact has an infinite chain above it,
+so every loop settles.
+
+`enter` opens a single equation, for passes that do more in a body than to attach facts. Facts about
+primitives are in `dtrans._jax.primitives`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from dtrans._jax import (
+    COND,
+    SCAN,
+    WHILE,
+    Atom,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies,
+    constants,
+    has_bodies,
+    opened,
+    scan_counts,
+    while_counts,
+)
+
+
+Fact = TypeVar("Fact")
+Result = TypeVar("Result")
+
+
+def _same(fact: Any) -> Any:
+    return fact
+
+
+def _undecided(decision: Any, fact: Any) -> Any:
+    return fact
+
+
+def _any_branch(decision: Any) -> int | None:
+    return None
+
+
+# -- analyses --------------------------------------------------------------------------------------
+
+
+class ForwardAnalysis(NamedTuple, Generic[Fact]):
+    """An analysis from inputs to outputs.
+
+    Attributes:
+      join: the fact of a value that has one of two facts.
+      rule: an equation and the facts of its operands -> the facts of its outputs. None to enter its
+        bodies; without bodies, its outputs get the default.
+      default: a type and a value (None where it is unknown) -> the fact of a literal or constant.
+      turn: the fact of a stack -> that of one turn's slice of it.
+      stack: the fact of one turn's output -> that of the stack of all turns.
+      decide: the facts of a condition and of a value -> the fact of the value where that condition
+        decides which branch, or how many turns, it results from.
+      branch: the fact of an index -> the number of the branch; None where any may be taken.
+    """
+
+    join: Callable[[Fact, Fact], Fact]
+    rule: Callable[[JaxprEqn, Sequence[Fact]], Sequence[Fact] | None]
+    default: Callable[[Any, Any], Fact]
+    turn: Callable[[Fact], Fact] = _same
+    stack: Callable[[Fact], Fact] = _same
+    decide: Callable[[Fact, Fact], Fact] = _undecided
+    branch: Callable[[Fact], int | None] = _any_branch
+
+
+class BackwardAnalysis(NamedTuple, Generic[Fact]):
+    """An analysis from outputs to inputs.
+
+    Attributes:
+      join: the fact of a value with two readers.
+      rule: an equation and the facts of its outputs -> the facts of its operands. None to enter its
+        bodies; without bodies, its operands get the default. Equations whose outputs all have the
+        default are skipped.
+      default: the fact of a value that no reader gives one: it is below all others.
+      turn: the fact of a stack -> that of one turn's output.
+      stack: the fact of one turn's slice -> that of the stack that it is taken from.
+      decide: the joined facts of outputs -> the fact of the condition that decides on branches or
+        turns.
+    """
+
+    join: Callable[[Fact, Fact], Fact]
+    rule: Callable[[JaxprEqn, Sequence[Fact]], Sequence[Fact] | None]
+    default: Fact
+    turn: Callable[[Fact], Fact] = _same
+    stack: Callable[[Fact], Fact] = _same
+    decide: Callable[[Fact], Fact] = _same
+
+
+# -- one equation ----------------------------------------------------------------------------------
+
+
+class Entered(NamedTuple, Generic[Fact, Result]):
+    """Facts of an equation with bodies, for all of its turns and branches together.
+
+    Attributes:
+      operands: one for each operand; those of carried operands are joined over all turns.
+      outs: one for each output.
+      bodies: what each body resulted in, by its number in `bodies(eqn)`. Branches that are never
+        taken are absent.
+      decision: the fact of the condition of a `while`, or of the index of a `cond`.
+    """
+
+    operands: list[Fact]
+    outs: list[Fact]
+    bodies: dict[int, Result]
+    decision: Fact | None = None
+
+
+# number of a body, body, facts of its inputs (backward: its outputs) -> result, facts of the other end
+Run = Callable[[int, Any, list[Fact]], tuple[Result, Sequence[Fact]]]
+
+
+def enter(
+    analysis: ForwardAnalysis[Fact], eqn: JaxprEqn, ins: Sequence[Fact], run: Run[Fact, Result]
+) -> Entered[Fact, Result]:
+    """Enter the bodies of an equation, from the facts of its operands.
+
+    Args:
+      analysis: joins facts. `run` decides what its rule is.
+      run: evaluates a body. It is called again until carried facts settle; the last result stays.
+    """
+    found: dict[int, Result] = {}
+
+    def outs_of(number: int, *facts: Fact) -> list[Fact]:
+        found[number], outs = run(number, bodies(eqn)[number], list(facts))
+        return list(outs)
+
+    if eqn.primitive.name == SCAN:
+        consts, carried = scan_counts(eqn)
+        fixed, carry, stacks = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
+        turns = list(map(analysis.turn, stacks))
+        carry, outs = _settle(analysis.join, carry, lambda carry: outs_of(0, *fixed, *carry, *turns))
+        made = map(analysis.stack, outs[carried:])
+        return Entered([*fixed, *carry, *map(analysis.stack, turns)], [*carry, *made], found)
+
+    if eqn.primitive.name == WHILE:
+        of_cond, of_body = while_counts(eqn)
+        fixed, carry = ins[: of_cond + of_body], ins[of_cond + of_body :]
+        decision: list[Fact] = []
+
+        def decided(carry: Sequence[Fact]) -> list[Fact]:
+            decision[:] = outs_of(0, *fixed[:of_cond], *carry)
+            return [analysis.decide(decision[0], x) for x in outs_of(1, *fixed[of_cond:], *carry)]
+
+        carry, _ = _settle(analysis.join, carry, decided)
+        return Entered([*fixed, *carry], list(carry), found, decision[0])
+
+    if eqn.primitive.name == COND:
+        which, *operands = ins
+        chosen = analysis.branch(which)
+        numbers = range(len(bodies(eqn))) if chosen is None else [chosen]
+        outs = _joined(analysis.join, [outs_of(k, *operands) for k in numbers])
+        if chosen is None:
+            outs = [analysis.decide(which, x) for x in outs]
+        return Entered(list(ins), outs, found, which)
+
+    return Entered(list(ins), outs_of(0, *ins), found)
+
+
+def enter_backward(
+    analysis: BackwardAnalysis[Fact], eqn: JaxprEqn, outs: Sequence[Fact], run: Run[Fact, Result]
+) -> Entered[Fact, Result]:
+    """Enter the bodies of an equation, from the facts of its outputs.
+
+    Args:
+      analysis: joins facts. `run` decides what its rule is.
+      run: evaluates a body backward: from facts of its outputs to those of its inputs.
+    """
+    found: dict[int, Result] = {}
+
+    def ins_of(number: int, *facts: Fact) -> list[Fact]:
+        found[number], ins = run(number, bodies(eqn)[number], list(facts))
+        return list(ins)
+
+    if eqn.primitive.name == SCAN:
+        consts, carried = scan_counts(eqn)
+        turns = list(map(analysis.turn, outs[carried:]))
+
+        def of_scan(carry: Sequence[Fact]) -> list[Fact]:
+            ins = ins_of(0, *carry, *turns)
+            return [*ins[consts : consts + carried], *ins[:consts], *ins[consts + carried :]]
+
+        carry, made = _settle(analysis.join, outs[:carried], of_scan)
+        fixed, stacks = made[carried : carried + consts], map(analysis.stack, made[carried + consts :])
+        return Entered([*fixed, *carry, *stacks], [*carry, *outs[carried:]], found)
+
+    if eqn.primitive.name == WHILE:
+        of_cond, of_body = while_counts(eqn)
+
+        def of_while(carry: Sequence[Fact]) -> list[Fact]:
+            tested = ins_of(0, analysis.decide(functools.reduce(analysis.join, carry)))
+            made = ins_of(1, *carry)
+            joined = _joined(analysis.join, [tested[of_cond:], made[of_body:]])
+            return [*joined, *tested[:of_cond], *made[:of_body]]
+
+        carry, made = _settle(analysis.join, outs, of_while)
+        return Entered([*made[len(carry) :], *carry], list(carry), found)
+
+    if eqn.primitive.name == COND:
+        operands = _joined(analysis.join, [ins_of(k, *outs) for k in range(len(bodies(eqn)))])
+        which = analysis.decide(functools.reduce(analysis.join, outs))
+        return Entered([which, *operands], list(outs), found, which)
+
+    return Entered(ins_of(0, *outs), list(outs), found)
+
+
+def _settle(
+    join: Callable[[Fact, Fact], Fact], start: Sequence[Fact], turn: Callable[[Sequence[Fact]], list[Fact]]
+) -> tuple[Sequence[Fact], list[Fact]]:
+    """Return carried facts that a turn leaves as they are, and all facts that this turn results in."""
+    carry = list(start)
+    while True:
+        made = turn(carry)
+        joined = _joined(join, [carry, made[: len(carry)]])
+        if joined == carry:
+            return carry, made
+        carry = joined
+
+
+def _joined(join: Callable[[Fact, Fact], Fact], each: Sequence[Sequence[Fact]]) -> list[Fact]:
+    return [functools.reduce(join, facts) for facts in zip(*each, strict=True)]
+
+
+# -- equations in a row ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Facts(Generic[Fact]):
+    """Facts that an analysis attached to the values of some equations.
+
+    Attributes:
+      values: one for each input and each output of an equation; backward, for each value with one.
+      entered: by position, the facts of an equation with bodies, and those inside.
+      default: the fact of a literal, and of a value that no fact was attached to.
+    """
+
+    values: dict[Var, Fact]
+    default: Callable[[Atom], Fact]
+    entered: dict[int, Entered[Fact, Facts[Fact]]] = dataclasses.field(default_factory=dict)
+
+    def of(self, atom: Atom) -> Fact:
+        """Return the fact of a value."""
+        if isinstance(atom, Literal) or atom not in self.values:
+            return self.default(atom)
+        return self.values[atom]
+
+
+def forward(analysis: ForwardAnalysis[Fact], eqns: Sequence[JaxprEqn], start: Mapping[Var, Fact]) -> Facts[Fact]:
+    """Attach facts to the values of equations, from the first to the last.
+
+    Args:
+      start: facts of values that the equations read, and do not make.
+    """
+
+    def of_free(atom: Atom) -> Fact:
+        return analysis.default(atom.aval, atom.val if isinstance(atom, Literal) else None)
+
+    def run(number: int, body: Any, ins: list[Fact]) -> tuple[Facts[Fact], list[Fact]]:
+        inside = forward_jaxpr(analysis, body, ins)
+        return inside, list(map(inside.of, opened(body).outvars))
+
+    facts = Facts(dict(start), of_free)
+    for i, eqn in enumerate(eqns):
+        ins = list(map(facts.of, eqn.invars))
+        outs = analysis.rule(eqn, ins)
+        if outs is None and has_bodies(eqn):
+            facts.entered[i] = enter(analysis, eqn, ins, run)
+            outs = facts.entered[i].outs
+        elif outs is None:
+            outs = [analysis.default(v.aval, None) for v in eqn.outvars]
+        facts.values.update(zip(eqn.outvars, outs, strict=True))
+    return facts
+
+
+def forward_jaxpr(analysis: ForwardAnalysis[Fact], jaxpr: Any, ins: Sequence[Fact]) -> Facts[Fact]:
+    """Attach facts to the values of a jaxpr, open or closed, from those of its inputs."""
+    inner = opened(jaxpr)
+    start = dict(zip(inner.invars, ins, strict=True))
+    for v, value in zip(inner.constvars, constants(jaxpr), strict=False):
+        start[v] = analysis.default(v.aval, value)
+    return forward(analysis, inner.eqns, start)
+
+
+def backward(
+    analysis: BackwardAnalysis[Fact], eqns: Sequence[JaxprEqn], end: Iterable[tuple[Atom, Fact]]
+) -> Facts[Fact]:
+    """Attach facts to the values of equations, from the last to the first.
+
+    Args:
+      end: values that are read beside what the equations read, with the facts of these readers.
+    """
+    facts = Facts(dict[Var, Fact](), lambda atom: analysis.default)
+
+    def give(atoms: Iterable[tuple[Atom, Fact]]) -> None:
+        for a, x in atoms:
+            if not isinstance(a, Literal):
+                facts.values[a] = analysis.join(facts.of(a), x)
+
+    def run(number: int, body: Any, outs: list[Fact]) -> tuple[Facts[Fact], list[Fact]]:
+        inner = opened(body)
+        inside = backward(analysis, inner.eqns, zip(inner.outvars, outs, strict=True))
+        return inside, list(map(inside.of, inner.invars))
+
+    give(end)
+    for i in range(len(eqns) - 1, -1, -1):
+        eqn = eqns[i]
+        outs = list(map(facts.of, eqn.outvars))
+        if all(x == analysis.default for x in outs):
+            continue
+        ins = analysis.rule(eqn, outs)
+        if ins is None and has_bodies(eqn):
+            facts.entered[i] = enter_backward(analysis, eqn, outs, run)
+            ins = facts.entered[i].operands
+        if ins is not None:
+            give(zip(eqn.invars, ins, strict=True))
+    return facts
