@@ -32,7 +32,8 @@ from dtrans._jax import (
     with_bodies,
 )
 from dtrans.ir.builder import Builder
-from dtrans.ir.row_numbers import Count, Given, Numbers, given_to_bodies
+from dtrans.ir.interpret import Facts
+from dtrans.ir.row_numbers import Count, Fact, known_of, numbers_of
 
 
 _PICKS = frozenset({"gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
@@ -49,30 +50,35 @@ def batched_gathers(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
       >>> [e.params["dimension_numbers"].operand_batching_dims for e in new.eqns if e.primitive.name == "gather"]
       [(0,)]
     """
-    new: ClosedJaxpr = _rewritten(jaxpr, {})
+    if not _has_picks(jaxpr):
+        return jaxpr
+    new: ClosedJaxpr = _rewritten(jaxpr, numbers_of(jaxpr))
     return new
 
 
-def _rewritten(jaxpr: Any, given: Mapping[Var, Given]) -> Any:
-    """An open or a closed jaxpr with batched gathers; itself where there are none.
+def _has_picks(jaxpr: Any) -> bool:
+    return any(e.primitive.name in _PICKS for e in equations(jaxpr))
+
+
+def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
+    """Return an open or a closed jaxpr with batched gathers; itself where there are none.
 
     Args:
-      given: what is known of its inputs, from the component that is asked for.
+      numbers: what is known of its integers.
     """
     inner = opened(jaxpr)
-    if not any(e.primitive.name in _PICKS for e in equations(inner)):
+    if not _has_picks(inner):
         return jaxpr
-    numbers = Numbers(jaxpr, given)
     like = closed(inner.constvars, constants(jaxpr), inner.invars, inner.outvars, inner.eqns, inner)
     b, env, changed = Builder(like), dict[Var, Atom](), False
     b.invars += inner.invars
-    for eqn in inner.eqns:
+    for i, eqn in enumerate(inner.eqns):
         atoms = _read(eqn.invars, env)
         b.source = eqn
-        if (made := _batched(eqn, env, numbers, b)) is not None:
+        if (made := _batched(eqn, env, numbers, inner.eqns[:i], b)) is not None:
             env[eqn.outvars[0]], changed = made, True
             continue
-        new = _with_rewritten_bodies(eqn, numbers)
+        new = _with_rewritten_bodies(eqn, numbers.entered[i].bodies) if i in numbers.entered else eqn
         changed |= new is not eqn
         b.keep(new, atoms)
     if not changed:
@@ -100,18 +106,31 @@ def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
     return closed([*values], [*values.values()], inner.invars, inner.outvars, eqns[::-1], jaxpr)
 
 
-def _with_rewritten_bodies(eqn: JaxprEqn, numbers: Numbers) -> JaxprEqn:
-    """An equation with batched gathers in its bodies, if it is a call, a loop or a branch."""
-    given = given_to_bodies(eqn, numbers.known)
-    old = bodies(eqn) if given else ()
-    new = [_rewritten(j, dict(zip(opened(j).invars, g, strict=False))) for j, g in zip(old, given, strict=True)]
+def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> JaxprEqn:
+    """Return a call, a loop or a branch with batched gathers in its bodies."""
+    old = bodies(eqn)
+    new = [_rewritten(body, inside[k]) for k, body in enumerate(old)]
     if all(a is b for a, b in zip(old, new, strict=True)):
         return eqn
     return eqn.replace(params={**eqn.params, **with_bodies(eqn, new)})
 
 
-def _batched(eqn: JaxprEqn, env: Mapping[Var, Atom], numbers: Numbers, b: Builder) -> Atom | None:
-    """A gather or a scatter that is batched where its indices count rows; None where they do not."""
+def _components(indices: Atom, before: Sequence[JaxprEqn]) -> list[Atom]:
+    """Return the components that indices are joined of; none if they are not."""
+    eqn = next((e for e in before if any(v is indices for v in e.outvars)), None)
+    if eqn is None or eqn.primitive.name != "concatenate" or eqn.params["dimension"] != indices.aval.ndim - 1:
+        return []
+    return list(eqn.invars) if all(a.aval.shape[-1] == 1 for a in eqn.invars) else []
+
+
+def _batched(
+    eqn: JaxprEqn, env: Mapping[Var, Atom], numbers: Facts[Fact], before: Sequence[JaxprEqn], b: Builder
+) -> Atom | None:
+    """Write a gather or a scatter that is batched where its indices count rows; None where they do not.
+
+    Args:
+      before: the equations before it.
+    """
     if eqn.primitive.name not in _PICKS:
         return None
     gathers = eqn.primitive.name == "gather"
@@ -131,7 +150,7 @@ def _batched(eqn: JaxprEqn, env: Mapping[Var, Atom], numbers: Numbers, b: Builde
             break
         if d in place and window.shape[place[d]] != 1:
             continue
-        known = numbers.known(eqn.invars[1], component)
+        known = known_of(numbers.of(eqn.invars[1]), component)
         if not isinstance(known, Count) or known.axis in (*theirs, *found.values()):
             continue
         if known.size == x.shape[d] == indices.shape[known.axis]:
@@ -151,7 +170,7 @@ def _batched(eqn: JaxprEqn, env: Mapping[Var, Atom], numbers: Numbers, b: Builde
         ),
     }
     params = {"dimension_numbers": n._replace(**new)}
-    atoms, components = _read(eqn.invars, env), _read(numbers.components(eqn.invars[1]), env)
+    atoms, components = _read(eqn.invars, env), _read(_components(eqn.invars[1], before), env)
     rest = [components[c] if components else b.call(_component(c), atoms[1])[0] for c in left]
     at = rest[0] if len(rest) == 1 else b.call(_joined, *rest)[0]
     if gathers:

@@ -1,4 +1,4 @@
-"""Which integers of a jaxpr count a dimension: the number of a row, at every row.
+"""Integers of a jaxpr that count a dimension: the number of a row, at every row.
 
 A value counts a dimension if it is made of an `iota` of it by what changes no number: broadcasts, casts that it fits
 into, the treatment of negative indices, clamps that do not bite. It may come into a call, a loop or a branch, or out of
@@ -8,7 +8,6 @@ one. A value that begins elsewhere, is reversed or permuted counts nothing: what
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -16,22 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from dtrans._jax import (
-    COND,
-    REMAT,
-    SCAN,
-    WHILE,
-    Atom,
-    JaxprEqn,
-    Literal,
-    Var,
-    bodies,
-    call_body,
-    constants,
-    opened,
-    scan_counts,
-    while_counts,
-)
+from dtrans._jax import JaxprEqn, has_bodies, opened
+from dtrans.ir.interpret import Facts, ForwardAnalysis, forward_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,112 +35,106 @@ class Same:
 
 
 Known = Count | Same | None
-Given = Callable[["int | None"], Known]
+Fact = tuple[
+    Known, ...
+]  # of a value, and of the entries of its last dimension one by one; empty where nothing is known
+Entry = int | None  # along the last dimension; None stands for the value itself
 
 
 _COMPARE: Mapping[str, Callable[[int, int], bool]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
-_DEPTH = 40  # of equations between an iota and the index that is made of it; more are not looked through
+_MOST_COMPONENTS = 16  # an index has one for each dimension of an array; longer dimensions hold no components
 
 
-class Numbers:
-    """What is known of the integers of a jaxpr; it is found when it is asked for."""
+def numbers_of(jaxpr: Any) -> Facts[Fact]:
+    """Return the integers of a jaxpr that count a dimension or are one number; nothing is known of its inputs."""
+    return forward_jaxpr(_NUMBERS, jaxpr, [()] * len(opened(jaxpr).invars))
 
-    def __init__(self, jaxpr: Any, given: Mapping[Var, Given]) -> None:
-        inner = opened(jaxpr)
-        self.given = given
-        self.values = dict(zip(inner.constvars, constants(jaxpr), strict=False))
-        self.made_by = {v: (e, i) for e in inner.eqns for i, v in enumerate(e.outvars)}
-        self.found: dict[tuple[Var, int | None], Known] = {}
 
-    def components(self, indices: Atom) -> list[Atom]:
-        """The components of indices, if they are joined of them; nothing else."""
-        eqn = self.made_by[indices][0] if isinstance(indices, Var) and indices in self.made_by else None
-        if eqn is None or eqn.primitive.name != "concatenate" or eqn.params["dimension"] != indices.aval.ndim - 1:
-            return []
-        return list(eqn.invars) if all(a.aval.shape[-1] == 1 for a in eqn.invars) else []
+def known_of(fact: Fact, component: Entry = None) -> Known:
+    """Return the entry of a fact that is about a value, or about one component of it."""
+    place = 0 if component is None else 1 + component
+    return fact[place] if place < len(fact) else None
 
-    def known(self, atom: Atom, component: int | None = None, depth: int = 0) -> Known:
-        """What is known of a value, or of one entry of its last dimension."""
-        kind = np.dtype(atom.aval.dtype).kind if isinstance(atom.aval.dtype, np.dtype) else ""
-        if kind not in ("b", "i", "u") or depth > _DEPTH or 0 in atom.aval.shape:
-            return None
-        if isinstance(atom, Literal):
-            return _of_value(np.asarray(atom.val), component)
-        if (atom, component) not in self.found:
-            self.found[atom, component] = self._asked(atom, component, depth + 1)
-        return self.found[atom, component]
 
-    def _asked(self, var: Var, component: int | None, depth: int) -> Known:
-        if var in self.values:
-            return _of_value(np.asarray(self.values[var]), component)
-        if var in self.given:
-            return self.given[var](component)
-        if var not in self.made_by:
-            return None
-        eqn, out = self.made_by[var]
-        name = eqn.primitive.name
-        if name == "iota":
-            d, size = eqn.params["dimension"], var.aval.shape[eqn.params["dimension"]]
-            counts = Count(d, size) if _fits(size - 1, var.aval.dtype) else None
-            if component is not None and d == var.aval.ndim - 1:
-                return Same(component) if counts else None
-            return counts
-        if name == "broadcast_in_dim" and len(eqn.invars) == 1:
-            return self._broadcast(eqn, component, depth)
-        if name == "concatenate" and component is not None and eqn.params["dimension"] == var.aval.ndim - 1:
-            return self._concatenated(eqn, component, depth)
-        if component is None and name in ("reshape", "squeeze", "transpose"):
-            return _moved(eqn, self.known(eqn.invars[0], None, depth))
-        if name == SCAN or name in REMAT or call_body(eqn, rules=False) is not None:
-            return self._of_body(eqn, out, component, depth)
-        if name in _BY_ENTRY and all(a.aval.shape in ((), var.aval.shape) for a in eqn.invars):
-            of = [self.known(a, component if a.aval.ndim else None, depth) for a in eqn.invars]
-            return _BY_ENTRY[name](eqn, of)
+def _of_equation(eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    if has_bodies(eqn):
         return None
-
-    def _of_body(self, eqn: JaxprEqn, out: int, component: int | None, depth: int) -> Known:
-        """What is known of what a body makes; of a scan, stacked."""
-        (body,), (given,) = bodies(eqn), given_to_bodies(eqn, functools.partial(self.known, depth=depth))
-        inner = opened(body)
-        known = Numbers(body, dict(zip(inner.invars, given, strict=True))).known(inner.outvars[out], component, depth)
-        if eqn.primitive.name != SCAN:
-            return known
-        if out < scan_counts(eqn)[1]:
-            return None
-        return Count(known.axis + 1, known.size) if isinstance(known, Count) else known
-
-    def _broadcast(self, eqn: JaxprEqn, component: int | None, depth: int) -> Known:
-        (x,), dims, shape = eqn.invars, eqn.params["broadcast_dimensions"], eqn.params["shape"]
-        inner = component
-        if component is not None and len(shape) - 1 not in dims:
-            inner = None  # all components are the same
-        elif component is not None and x.aval.shape[-1] == 1:
-            inner = 0
-        known = self.known(x, inner, depth)
-        if not isinstance(known, Count):
-            return known
-        to = dims[known.axis]
-        return Count(to, known.size) if shape[to] == known.size else Same(0)
-
-    def _concatenated(self, eqn: JaxprEqn, component: int, depth: int) -> Known:
-        for a in eqn.invars:
-            if component < a.aval.shape[-1]:
-                return self.known(a, component, depth)
-            component -= a.aval.shape[-1]
-        return None
+    if not eqn.outvars or not _counts(eqn.outvars[0].aval):
+        return [()] * len(eqn.outvars)
+    made = tuple(_made(eqn, ins, component) for component in _entries(eqn.outvars[0].aval))
+    return [made] + [()] * (len(eqn.outvars) - 1)
 
 
-def _of_value(value: np.ndarray[Any, Any], component: int | None) -> Known:
-    """What is known of a constant."""
-    value = value if component is None else value[..., component]
-    if not value.size:
-        return None
-    if np.all(value == value.flat[0]):
+def _made(eqn: JaxprEqn, ins: Sequence[Fact], component: Entry) -> Known:
+    """Return what is known of the output of an equation."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    if name == "iota":
+        d, size = eqn.params["dimension"], out.shape[eqn.params["dimension"]]
+        counts = Count(d, size) if _fits(size - 1, out.dtype) else None
+        return Same(component) if counts and component is not None and d == out.ndim - 1 else counts
+    if name == "broadcast_in_dim" and len(eqn.invars) == 1:
+        return _broadcast(eqn, ins[0], component)
+    if name == "concatenate" and component is not None and eqn.params["dimension"] == out.ndim - 1:
+        return _concatenated(eqn, ins, component)
+    if component is None and name in ("reshape", "squeeze", "transpose"):
+        return _moved(eqn, known_of(ins[0]))
+    if name in _BY_ENTRY and all(a.aval.shape in ((), out.shape) for a in eqn.invars):
+        operands = zip(eqn.invars, ins, strict=True)
+        return _BY_ENTRY[name](eqn, [known_of(fact, component if a.aval.ndim else None) for a, fact in operands])
+    return None
+
+
+def _counts(aval: Any) -> bool:
+    """Return True for arrays of integers or truths that are not empty."""
+    kind = np.dtype(aval.dtype).kind if isinstance(aval.dtype, np.dtype) else ""
+    return kind in ("b", "i", "u") and 0 not in aval.shape
+
+
+def _entries(aval: Any) -> tuple[Entry, ...]:
+    """Return the parts of a value that facts are about: itself, and its components."""
+    return (None, *range(aval.shape[-1])) if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS else (None,)
+
+
+def _broadcast(eqn: JaxprEqn, fact: Fact, component: Entry) -> Known:
+    (x,), dims, shape = eqn.invars, eqn.params["broadcast_dimensions"], eqn.params["shape"]
+    inner = component
+    if component is not None and len(shape) - 1 not in dims:
+        inner = None  # all components are the same
+    elif component is not None and x.aval.shape[-1] == 1:
+        inner = 0
+    known = known_of(fact, inner)
+    if not isinstance(known, Count):
+        return known
+    to = dims[known.axis]
+    return Count(to, known.size) if shape[to] == known.size else Same(0)
+
+
+def _concatenated(eqn: JaxprEqn, ins: Sequence[Fact], component: int) -> Known:
+    for a, fact in zip(eqn.invars, ins, strict=True):
+        if component < a.aval.shape[-1]:
+            return known_of(fact, component)
+        component -= a.aval.shape[-1]
+    return None
+
+
+def _of_constant(aval: Any, value: Any) -> Fact:
+    if value is None or not _counts(aval):
+        return ()
+    array = np.asarray(value)
+    return tuple(_of_value(array if k is None else array[..., k]) for k in _entries(aval))
+
+
+def _of_value(value: np.ndarray[Any, Any]) -> Known:
+    """Return what is known of a constant; its first and last entries rule out most, however large it is."""
+    first, last = value.flat[0], value.flat[-1]
+    if first == last and np.all(value == first):
         of_one_row = value.shape == (1,) and value.dtype.kind != "b" and value[0] == 0
-        return Count(0, 1) if of_one_row else Same(int(value.flat[0]))
+        return Count(0, 1) if of_one_row else Same(int(first))
     for d, size in enumerate(value.shape):
+        if first != 0 or last != size - 1:
+            continue
         along = np.arange(size).reshape([-1 if k == d else 1 for k in range(value.ndim)])
         if np.array_equal(value, np.broadcast_to(along, value.shape)):
             return Count(d, size)
@@ -163,14 +142,14 @@ def _of_value(value: np.ndarray[Any, Any], component: int | None) -> Known:
 
 
 def _fits(number: int, dtype: Any) -> bool:
-    """Whether a type of integers has a number."""
+    """Return True if a type of integers has a number."""
     if not isinstance(dtype, np.dtype) or dtype.kind not in "iu":
         return False
     return bool(np.iinfo(dtype).min <= number <= np.iinfo(dtype).max)
 
 
 def _moved(eqn: JaxprEqn, known: Known) -> Known:
-    """What is known of a value whose dimensions are others."""
+    """Return what is known of a value whose dimensions are others."""
     if not isinstance(known, Count):
         return known
     axis, name = known.axis, eqn.primitive.name
@@ -189,7 +168,7 @@ def _moved(eqn: JaxprEqn, known: Known) -> Known:
 
 
 def _ends(known: Count | Same) -> tuple[int, int]:
-    """The least and the largest number."""
+    """Return the least and the largest number."""
     return (0, known.size - 1) if isinstance(known, Count) else (known.value, known.value)
 
 
@@ -255,33 +234,18 @@ _BY_ENTRY: Mapping[str, Callable[[JaxprEqn, Sequence[Known]], Known]] = {
 }
 
 
-def given_to_bodies(eqn: JaxprEqn, known: Callable[[Atom, int | None], Known]) -> list[list[Given]]:
-    """For each body of a call, a loop or a branch, what is known of its inputs; none for another equation.
-
-    Args:
-      known: of the values around it.
-    """
-    name = eqn.primitive.name
-    outer: list[Given] = [functools.partial(known, a) for a in eqn.invars]
-    if name == COND:
-        return [outer[1:]] * len(bodies(eqn))
-    if name == WHILE:  # nothing of what is carried
-        of_cond, of_body = while_counts(eqn)
-        return [outer[:of_cond], outer[of_cond : of_cond + of_body]]
-    if name == SCAN:
-        consts, carried = scan_counts(eqn)
-        in_turns: list[Given] = [functools.partial(_of_turn, g) for g in outer[consts + carried :]]
-        return [[*outer[:consts], *[_unknown] * carried, *in_turns]]
-    return [outer] if name in REMAT or call_body(eqn, rules=False) is not None else []
+def _turn(fact: Fact) -> Fact:
+    """Return what is known of a turn's part of a stack."""
+    less = lambda x: Count(x.axis - 1, x.size) if x.axis else None
+    return tuple(less(x) if isinstance(x, Count) else x for x in fact)
 
 
-def _unknown(component: int | None) -> Known:
-    return None
+def _stack(fact: Fact) -> Fact:
+    return tuple(Count(x.axis + 1, x.size) if isinstance(x, Count) else x for x in fact)
 
 
-def _of_turn(given: Given, component: int | None) -> Known:
-    """What is known of a turn's part of a stack."""
-    known = given(component)
-    if isinstance(known, Count):
-        return Count(known.axis - 1, known.size) if known.axis else None
-    return known
+def _join(one: Fact, other: Fact) -> Fact:
+    return tuple(x if x == y else None for x, y in zip(one, other, strict=False))
+
+
+_NUMBERS = ForwardAnalysis[Fact](_join, _of_equation, _of_constant, _turn, _stack)
