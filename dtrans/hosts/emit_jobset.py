@@ -13,6 +13,7 @@ from typing import Any
 from dtrans.hosts.emit_parts import EmitParts, parts_of
 from dtrans.hosts.role_table import RoleTable
 from dtrans.run.distributed.schedulers import PORT
+from dtrans.run.distributed.status_door import VARIABLE as STATUS
 from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
@@ -60,7 +61,8 @@ def _job(parts: EmitParts, kind: str, image: str) -> dict[str, Any]:
         "env": _variables(parts, kind),
     }
     if kind == "pserver" or not parts.servers:
-        container["ports"] = [{"containerPort": PORT}]
+        ports = [PORT, PORT + 1] if parts.observed else [PORT]
+        container["ports"] = [{"containerPort": port} for port in ports]
     if kind == "pserver":
         container["readinessProbe"] = {"tcpSocket": {"port": PORT}, "periodSeconds": 5}
     if parts.cores is not None:
@@ -83,7 +85,7 @@ def _literal(text: str) -> str:
 
 def _variables(parts: EmitParts, kind: str) -> list[dict[str, Any]]:
     bound = "pserver" if parts.servers else "trainer"
-    at = lambda index: f"{parts.name}-{_TARGET[bound]}-0-{index}.{parts.name}:{PORT}"
+    at = lambda index, port=PORT: f"{parts.name}-{_TARGET[bound]}-0-{index}.{parts.name}:{port}"
     count = parts.servers or parts.trainers
     plain = {
         **{k: _literal(v) for k, v in parts.environment.items()},
@@ -91,6 +93,7 @@ def _variables(parts: EmitParts, kind: str) -> list[dict[str, Any]]:
         "DTRANS_ROLE": kind,
         "DTRANS_TRAINERS": str(parts.trainers),
         parts.variable: ",".join(at(i) for i in range(count)),
+        **({STATUS: at(0, PORT + 1)} if parts.observed else {}),
     }
     secret = {"name": f"{parts.name}-token", "key": "token"}
     found: list[dict[str, Any]] = [

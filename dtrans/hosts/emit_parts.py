@@ -1,7 +1,8 @@
 """Parts of a role table that every emitter writes: the command, shared variables, and a name.
 
 A scheduler knows its hosts only when the job starts. Emitted files therefore compute the variables
-of `Role.environment` on the spot; the table gives counts, the command, and all other variables.
+of `Role.environment` on the spot, and of trainer 0 where it answers observers. The table gives counts,
+the command, and all other variables.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import dataclasses
 import re
 
 from dtrans.errors import ConfigError
-from dtrans.hosts.role_table import RoleTable
-from dtrans.run.distributed.role import PSERVER, VARIABLES
-from dtrans.run.net.net_options import ALLOW_REMOTE
+from dtrans.hosts.role_table import RoleTable, observer_endpoint
+from dtrans.run.distributed.role import PSERVER
+from dtrans.run.distributed.status_door import VARIABLE as STATUS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class EmitParts:
       environment: variables that are the same in every role and do not say which one it is.
       servers, trainers: how many there are.
       variable: the variable that lists all endpoints.
+      observed: trainer 0 of collectives answers `dtrans status`, one port above all endpoints.
       cores: processors for each role; None where nobody said.
     """
 
@@ -34,6 +36,7 @@ class EmitParts:
     servers: int
     trainers: int
     variable: str
+    observed: bool
     cores: int | None
 
 
@@ -45,8 +48,7 @@ def parts_of(table: RoleTable) -> EmitParts:
     """
     found = set()
     for entry in table:
-        shared = {k: v for k, v in entry.environment.items() if k not in (*VARIABLES, ALLOW_REMOTE)}
-        found.add((entry.argv, tuple(sorted(shared.items())), entry.cores))
+        found.add((entry.argv, tuple(sorted(entry.own_environment.items())), entry.cores))
     if len(found) > 1:
         raise ConfigError(
             f"the {table.title} differ in command, variables or cores; "
@@ -56,6 +58,7 @@ def parts_of(table: RoleTable) -> EmitParts:
     if not argv:
         raise ConfigError(f"the {table.title} have no command; give role_table(command=...)")
     servers = len(table.of(PSERVER))
+    first = table.entries[0].role
     return EmitParts(
         _name(argv),
         argv,
@@ -63,6 +66,7 @@ def parts_of(table: RoleTable) -> EmitParts:
         servers,
         len(table) - servers,
         "DTRANS_PSERVER_ENDPOINTS" if servers else "DTRANS_TRAINER_ENDPOINTS",
+        bool(observer_endpoint(first.trainer_endpoints)) and STATUS not in dict(environment),
         cores,
     )
 

@@ -20,6 +20,7 @@ from dtrans.errors import ConfigError
 from dtrans.hosts.emit_parts import EmitParts, parts_of
 from dtrans.hosts.role_table import RoleTable, place
 from dtrans.run.distributed.schedulers import PORT
+from dtrans.run.distributed.status_door import VARIABLE as STATUS
 
 
 _TOKEN = """\
@@ -110,6 +111,7 @@ def _node_for_each(table: RoleTable, parts: EmitParts) -> str:
     lines += [
         f'printf -v {parts.variable} "%s:$port," ${first}_nodes',
         f"export {parts.variable}=${{{parts.variable}%,}}",
+        *_observers(parts),
         "",
         "# which role a process is follows from its node",
     ]
@@ -161,6 +163,7 @@ def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
         *_head(table.title, parts, [ask], remote=not alone),
         'node=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))',
         f"export {parts.variable}={','.join(endpoints)}",
+        *_observers(parts),
         "",
         *lists.splitlines(),
         f"srun --kill-on-bad-exit=1{_cores(parts)} --ntasks={len(table)} --distribution=arbitrary "
@@ -187,6 +190,17 @@ def _head(title: str, parts: EmitParts, asks: list[str], *, remote: bool = True)
         f"export port=${{DTRANS_PORT:-{PORT}}}",
         "",
     ]
+
+
+def _observers(parts: EmitParts) -> list[str]:
+    """Return the lines that say where the job answers `dtrans status`."""
+    lines, shown = [], f"${{{parts.variable}//,/ }}"
+    if parts.observed:
+        first = f"${{{parts.variable}%%:*}}:$((port + 1))"
+        lines, shown = [f"export {STATUS}=${{{STATUS}:-{first}}}"], f"${STATUS}"
+    if parts.observed or parts.servers:
+        lines.append(f'echo "this job answers: dtrans status {shown}"')
+    return lines
 
 
 def _cores(parts: EmitParts) -> str:

@@ -11,6 +11,7 @@ import shlex
 from dtrans.hosts.emit_parts import parts_of
 from dtrans.hosts.role_table import RoleTable
 from dtrans.run.distributed.schedulers import PORT
+from dtrans.run.distributed.status_door import VARIABLE as STATUS
 
 
 _REMOTE = """\
@@ -61,7 +62,7 @@ for host in $hosts; do
   i=$((i + 1))
 done
 endpoints=${{endpoints#,}}
-
+{observers}
 remote={remote}
 start() {{ # name, host, variables
   name=$1 host=$2; shift 2
@@ -103,11 +104,23 @@ def emit_ssh(table: RoleTable) -> str:
     parts = parts_of(table)
     own = [f"{k}={shlex.quote(v)}" for k, v in parts.environment.items()]
     own += ["DTRANS_ALLOW_REMOTE=1", f"DTRANS_TRAINERS={parts.trainers}"]
-    shared = f'{shlex.quote(" ".join(own))}" {parts.variable}=$endpoints"'
     trainer = lambda index, more: (
         f'start "trainer {index}" "$host" "$shared" DTRANS_ROLE=trainer "DTRANS_TRAINER_ID={index}"{more}'
     )
     bound = ' "DTRANS_CURRENT_ENDPOINT=$own"'
+
+    # where the job answers `dtrans status`
+    listed = f"{parts.variable}=$endpoints"
+    observers = []
+    if parts.observed:
+        listed += f" {STATUS}=$observers"
+        observers.append(f"observers=${{endpoints%%:*}}:{PORT + parts.trainers}")
+    elif parts.servers:
+        observers.append("observers=$(echo \"$endpoints\" | tr , ' ')")
+    if observers:
+        observers.append('echo "this job answers: dtrans status $observers" >&2')
+
+    # the call that starts each role
     if parts.servers:
         index = f"$((i - {parts.servers}))"
         choose = [
@@ -126,6 +139,7 @@ def emit_ssh(table: RoleTable) -> str:
         port=PORT,
         remote=shlex.quote(_REMOTE),
         command=shlex.quote(shlex.join(parts.argv)),
-        shared=shared,
+        shared=f'{shlex.quote(" ".join(own))}" {listed}"',
+        observers="".join(f"{line}\n" for line in observers),
         choose="\n".join(f"  {line}" for line in choose),
     )

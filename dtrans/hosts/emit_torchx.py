@@ -9,6 +9,7 @@ from __future__ import annotations
 from dtrans.hosts.emit_parts import parts_of
 from dtrans.hosts.role_table import RoleTable
 from dtrans.run.distributed.schedulers import PORT
+from dtrans.run.distributed.status_door import VARIABLE as STATUS
 
 
 IMAGE = "dtrans-job:latest"
@@ -48,13 +49,13 @@ def job(
         cpu: processors for each process
         mounts: as in dist.ddp, for instance of the token
     """
-    at = lambda i: hosts.replace("{{i}}", str(i)) + f":{{port}}"
+    at = lambda i, port=port: hosts.replace("{{i}}", str(i)) + f":{{port}}"
     shared = {{
         **ENVIRONMENT,
         "DTRANS_ALLOW_REMOTE": "1",
         "DTRANS_TRAINERS": "{trainers}",
         "{variable}": ",".join(at(i) for i in range({count})),
-    }}
+{observers}    }}
     if token_file:
         shared["DTRANS_TOKEN_FILE"] = token_file
 
@@ -98,6 +99,7 @@ def emit_torchx(table: RoleTable, image: str = IMAGE) -> str:
         ]
     else:
         roles = [f'role("trainer", {parts.trainers}, {{**current, **index}}),']
+    observers = f'        "{STATUS}": at(0, port + 1),\n' if parts.observed else ""
     return _FILE.format(
         title=table.title,
         bound="pserver" if parts.servers else "trainer",
@@ -110,6 +112,7 @@ def emit_torchx(table: RoleTable, image: str = IMAGE) -> str:
         trainers=parts.trainers,
         variable=parts.variable,
         count=parts.servers or parts.trainers,
+        observers=observers,
         name=parts.name[:15].rstrip("-"),  # its Docker scheduler cuts names of hosts
         roles="\n".join(f"            {line}" for line in roles),
     )

@@ -38,8 +38,9 @@ from dtrans.ir import display
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
-from dtrans.run.distributed.role import PSERVER, TRAINER, Role, roles_of, trainer_roles
+from dtrans.run.distributed.role import PSERVER, TRAINER, VARIABLES, Role, roles_of, trainer_roles
 from dtrans.run.distributed.schedulers import PORT
+from dtrans.run.distributed.status_door import VARIABLE as STATUS
 from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
@@ -90,6 +91,13 @@ class RoleEntry:
     def ports(self) -> tuple[int, ...]:
         """The ports that others must reach it at."""
         return (split_endpoint(self.endpoint)[1],) if self.endpoint else ()
+
+    @property
+    def own_environment(self) -> dict[str, str]:
+        """The variables that do not follow from its role: those that the user asked for."""
+        derived = _environment(self.role, None)
+        names = (*VARIABLES, ALLOW_REMOTE)
+        return {k: v for k, v in self.environment.items() if k not in names and derived.get(k) != v}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry as JSON has it."""
@@ -188,9 +196,7 @@ class RoleTable:
             raise ConfigError(f"endpoints has {len(endpoints)} of them; the table needs {needed}")
         entries = []
         for entry, role in zip(self.entries, roles, strict=True):
-            of_role = {*entry.role.environment(), ALLOW_REMOTE}
-            own = {k: v for k, v in entry.environment.items() if k not in of_role}
-            environment = _environment(role, own)
+            environment = _environment(role, entry.own_environment)
             entries.append(dataclasses.replace(entry, role=role, environment=environment))
         return dataclasses.replace(self, entries=tuple(entries))
 
@@ -387,10 +393,34 @@ def _loopback(count: int) -> list[str]:
     return [f"127.0.0.1:{PORT + i}" for i in range(count)]
 
 
+def observer_endpoint(trainer_endpoints: Sequence[str]) -> str:
+    """Return where trainer 0 of collectives answers `dtrans status`: on its host, one port above all endpoints.
+
+    Servers answer at their own endpoints, and a single trainer does not answer.
+
+    Args:
+      trainer_endpoints: endpoints of all trainers, in their order; none where there are servers.
+
+    Returns:
+      An endpoint; empty where nobody answers, or where no port is left.
+
+    Example:
+      >>> from dtrans.hosts.role_table import observer_endpoint
+      >>> observer_endpoint(["gpu1:6174", "gpu1:6175", "gpu2:6174"])
+      'gpu1:6176'
+    """
+    if len(trainer_endpoints) < 2:
+        return ""
+    port = 1 + max(split_endpoint(e)[1] for e in trainer_endpoints)
+    return f"{trainer_endpoints[0].rpartition(':')[0]}:{port}" if port < 65536 else ""
+
+
 def _environment(role: Role, own: Mapping[str, str] | None) -> dict[str, str]:
     named = role.pserver_endpoints or role.trainer_endpoints
     remote = not all(is_loopback(split_endpoint(e)[0]) for e in named)
-    return {**(own or {}), **role.environment(), **({ALLOW_REMOTE: "1"} if remote else {})}
+    observers = observer_endpoint(role.trainer_endpoints)
+    found = {STATUS: observers} if observers else {}
+    return {**found, **(own or {}), **role.environment(), **({ALLOW_REMOTE: "1"} if remote else {})}
 
 
 def _table(

@@ -68,6 +68,17 @@ def test_what_cannot_be_written_is_refused(name: str) -> None:
         EMITTERS[name](role_table("pserver", 2, 1))
 
 
+@pytest.mark.parametrize("name", EMITTERS)
+def test_the_user_says_where_a_job_answers_observers(name: str) -> None:
+    """And a single trainer answers nobody."""
+    status = "DTRANS_STATUS_ENDPOINT"
+    table = role_table("nccl2", 2, command=("python", "train.py"), env={status: "10.0.0.9:7000"})
+    assert {e.environment[status] for e in table.at(["a", "b"])} == {"10.0.0.9:7000"}
+    text = EMITTERS[name](table)
+    assert text.count(status) == 1 and "10.0.0.9:7000" in text
+    assert status not in EMITTERS[name](role_table("nccl2", 1, command=("python", "train.py")))
+
+
 def same_roles(got: Sequence[Mapping[str, str]], table: RoleTable) -> None:
     """Compare the environments of processes with a table on the endpoints that they were given."""
     roles = [Role.from_env(env) for env in got]
@@ -75,7 +86,7 @@ def same_roles(got: Sequence[Mapping[str, str]], table: RoleTable) -> None:
     wanted = {e.name: dict(e.environment) for e in table.with_endpoints(endpoints)}
     found = {}
     for role, env in zip(roles, got, strict=True):
-        names = (*VARIABLES, "DTRANS_ALLOW_REMOTE", *EXTRA)
+        names = (*VARIABLES, "DTRANS_ALLOW_REMOTE", "DTRANS_STATUS_ENDPOINT", *EXTRA)
         found[role.name] = {k: env[k] for k in names if k in env}
     assert found == wanted
 
@@ -381,7 +392,9 @@ def test_processes_of_ssh_have_the_roles_of_the_table(mode: str, tmp_path: Path)
     (tmp_path / "say.py").write_text(SAY)
     table = table_of(mode, sys.executable, "say.py", str(tmp_path), "it's")
     done = run_ssh(tmp_path, table, "alice@h1", "h2", "h3")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    answers = "h1:6174 h2:6175" if mode == "pserver" else "h1:6177"
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == f"this job answers: dtrans status {answers}\n"
     got = said(tmp_path)
     same_roles(got, table)
     assert all(env["DTRANS_TOKEN"] == TOKEN for env in got)
@@ -409,7 +422,7 @@ def test_a_role_that_fails_ends_all_by_ssh(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(FAIL)
     done = run_ssh(tmp_path, table_of("pserver", sys.executable, "fail.py", str(tmp_path)), "h1")
     assert done.returncode == 7
-    assert done.stderr.startswith("trainer 1 failed: exit code 7\n")
+    assert "\ntrainer 1 failed: exit code 7\n" in done.stderr
     processes = [int(p.stem) for p in tmp_path.glob("*.pid")]
     assert len(processes) == 4
     until = time.monotonic() + 20

@@ -15,6 +15,9 @@ import pytest
 from own_namespaces import OWN_FILES, Namespaces, namespaces, why_not
 from paths import ROOT
 
+from dtrans.hosts.emit_ssh import emit_ssh
+from dtrans.hosts.role_table import role_table
+
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
 PATIENCE = 240.0
@@ -129,6 +132,43 @@ def test_a_server_whose_host_resolves_its_own_name_to_loopback(hosts: Namespaces
         where = (hosts.address(0), "6174")
         subprocess.run(["ip", "netns", "exec", other, sys.executable, "-c", CONNECTS, *where], check=True)
         server.terminate()
+
+
+WATCHED = """
+import os, socket, subprocess, sys
+import dtrans, jax.numpy as jnp
+cluster = dtrans.connect(deadline=120.0)
+from dtrans.run.distributed.multihost import all_reduce_sum
+all_reduce_sum(jnp.ones(3))
+if cluster.trainer_id == 1:
+    status = [sys.executable, "-m", "dtrans", "status", os.environ["DTRANS_STATUS_ENDPOINT"]]
+    print(subprocess.run(status, check=True, capture_output=True, text=True).stdout)
+(found,) = all_reduce_sum(jnp.ones(3))
+print(socket.gethostname(), found.tolist())
+"""
+
+
+def test_collectives_where_every_host_resolves_its_own_name_to_loopback(hosts: Namespaces, tmp_path: Path) -> None:
+    """An emitted script names hosts; the other one asks trainer 0 for the status of the job."""
+    names = hosts.names[:2]
+    for i, name in enumerate(names):
+        other = f"{hosts.address(1 - i)} {names[1 - i]}"
+        (OWN_FILES / name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{other}\n")
+    script, job, rsh = (tmp_path / file for file in ("watched.py", "job.sh", "rsh"))
+    script.write_text(WATCHED)
+    job.write_text(emit_ssh(role_table("nccl2", 2, command=[sys.executable, str(script)])))
+    # ssh gives its arguments to a shell, as one line
+    rsh.write_text(f'#!/bin/sh\nname=$1; shift; exec {hosts.rsh} "$name" sh -c "$*"\n')
+    rsh.chmod(0o755)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RSH": str(rsh)}
+    done = subprocess.run(
+        ["sh", str(job), *names], env=env, input=32 * "ab", capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"this job answers: dtrans status {names[0]}:6176\n" in done.stderr
+    assert "collective job, 2 of 2 trainers here" in done.stdout
+    assert {f"{name} [2.0, 2.0, 2.0]" for name in names} <= {*done.stdout.splitlines()}
+    assert hosts.processes() == []
 
 
 DRIVER = """

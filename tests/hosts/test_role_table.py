@@ -61,7 +61,8 @@ def test_every_strategy_has_roles(planned: tuple[str, Any]) -> None:
     for entry in table:
         assert entry.argv == tuple(COMMAND) and entry.cores == 2
         assert dtrans.Role.from_env(entry.environment) == entry.role
-        assert entry.environment == {**entry.role.environment(), "EXTRA": "1"}
+        observed = {} if servers else {"DTRANS_STATUS_ENDPOINT": "127.0.0.1:6176"}
+        assert entry.environment == {**entry.role.environment(), **observed, "EXTRA": "1"}
         assert entry.ports == ((int(entry.endpoint[-4:]),) if entry.endpoint else ())
     assert table == plan.roles(COMMAND, env={"EXTRA": "1"}, cores=2)
 

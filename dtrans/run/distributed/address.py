@@ -1,6 +1,6 @@
 """Where processes of a job reach each other, beside what JAX connects.
 
-    endpoints are known      each process binds the host of its own: `dtrans launch`, or the variables of `Role`
+    endpoints are known      each process binds the host of its own, as `reached_here` says
     all are on one host      loopback
     a scheduler started them the address from which a process reaches the coordinator, which all of them can reach
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from dtrans.endpoints import is_loopback, split_endpoint
+from dtrans.endpoints import is_loopback, resolved, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.net.keys import Keys
@@ -92,7 +92,7 @@ def address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> A
 
 def _address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> Address:
     if cluster.endpoints:
-        host = split_endpoint(cluster.endpoints[cluster.trainer_id])[0]
+        host, _ = split_endpoint(reached_here(cluster.endpoints[cluster.trainer_id], cluster.endpoints))
         return Address(host, host)
     if len(set(hosts)) == 1:
         return Address("127.0.0.1", "127.0.0.1")
@@ -103,6 +103,43 @@ def _address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> 
         )
     own = route_to_coordinator(cluster, coordinator)
     return Address("*", split_endpoint(coordinator)[0]) if is_loopback(own) else Address(own, own)
+
+
+def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
+    """Return an endpoint as a process of this host binds it, or connects to it.
+
+    Debian resolves a host's own name to 127.0.1.1, where other hosts reach nothing. If some endpoints
+    are on other hosts, such a name stands for the address from which messages go there.
+
+    Args:
+      endpoint: one of `endpoints`.
+      endpoints: endpoints of all trainers, in their order.
+
+    Raises:
+      ConfigError: the endpoint is loopback for all hosts, or this host finds no way to the others.
+
+    Example:
+      >>> from dtrans.run.distributed.address import reached_here
+      >>> reached_here("127.0.0.1:6174", ("127.0.0.1:6174", "127.0.0.1:6175"))
+      '127.0.0.1:6174'
+    """
+    host, port = split_endpoint(endpoint)
+    address = resolved(host)
+    if not is_loopback(address):
+        return endpoint
+    elsewhere = [e for e in endpoints if not is_loopback(resolved(split_endpoint(e)[0]))]
+    if not elsewhere:
+        return endpoint
+    if not is_loopback(host):
+        for other in elsewhere:
+            with contextlib.suppress(OSError):  # the next one may have a name that is known here
+                own = route_to(*split_endpoint(other))
+                return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
+    how = "which is loopback" if host == address else f"whose name {host} resolves to {address} on this host"
+    raise ConfigError(
+        f"trainer {endpoints.index(endpoint)} is at {endpoint}, {how}, and {elsewhere[0]} is on another host, which "
+        "cannot reach it; write an address of this host that the others reach in DTRANS_TRAINER_ENDPOINTS, everywhere"
+    )
 
 
 def route_to_coordinator(cluster: Membership, coordinator: str) -> str:

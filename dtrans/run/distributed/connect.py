@@ -43,7 +43,8 @@ from dtrans.checks import check_number, check_one_of
 from dtrans.endpoints import is_loopback, resolved, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import elastic, watch
-from dtrans.run.distributed.gloo import bind_gloo, check_own_endpoint
+from dtrans.run.distributed.address import reached_here
+from dtrans.run.distributed.gloo import bind_gloo
 from dtrans.run.distributed.membership import Membership, current, join, known
 from dtrans.run.distributed.multihost import all_reduce_sum
 from dtrans.run.distributed.rendezvous import rendezvous
@@ -192,11 +193,10 @@ def _connect(
                 f"DTRANS_ROLE and its companions, or start it under Slurm, Open MPI or Kubernetes (JAX says: {e})"
             ) from e
         return
-    check_own_endpoint(role.trainer_id, role.trainer_endpoints)
     rendezvous(
         role.trainer_id, role.trainer_endpoints, deadline=deadline, allow_remote=allow_remote, encryption=encryption
     )
-    first = role.trainer_endpoints[0]
+    first = reached_here(role.trainer_endpoints[0], role.trainer_endpoints)
     if binds:
         options["coordinator_bind_address"] = first
     jax.distributed.initialize(first, role.trainers, role.trainer_id, cluster_detection_method="deactivate", **options)

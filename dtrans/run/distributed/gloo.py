@@ -3,7 +3,7 @@
 Gloo binds one address and tells it to the others. Left alone it takes the one that the host's own name resolves to.
 On Debian that is 127.0.1.1, which no other host can reach: all processes end with SIGABRT. dtrans names the address:
 
-    endpoints are known      the host of this process's own
+    endpoints are known      the host of this process's own, as `reached_here` says
     all are on one host      loopback
     otherwise                the address from which this host reaches the coordinator; on the coordinator's own host,
                              where that may be loopback, the address by which another host knows it
@@ -20,28 +20,13 @@ import jax
 from dtrans._jax import backends_started, coordinator, job_size, let_gloo_bind
 from dtrans.endpoints import is_loopback, resolved, split_endpoint
 from dtrans.errors import ConfigError
-from dtrans.run.distributed.address import route_to_coordinator, this_host
+from dtrans.run.distributed.address import reached_here, route_to_coordinator, this_host
 from dtrans.run.distributed.board import told
 from dtrans.run.distributed.membership import Membership
 
 
 MISSED = "connect"
 HOSTS = "/etc/hosts"
-
-
-def check_own_endpoint(trainer_id: int, endpoints: Sequence[str]) -> None:
-    """Raise ConfigError where this trainer's endpoint is loopback on its host, and another trainer's is elsewhere."""
-    named = [split_endpoint(e)[0] for e in endpoints]
-    own, address = named[trainer_id], resolved(named[trainer_id])
-    elsewhere = [e for e, host in zip(endpoints, named, strict=True) if not is_loopback(resolved(host))]
-    if not is_loopback(address) or not elsewhere:
-        return
-    how = f"whose name {own} resolves to {address} on this host" if own != address else "which is loopback"
-    raise ConfigError(
-        f"trainer {trainer_id} is at {endpoints[trainer_id]}, {how}, and {elsewhere[0]} is on another host, which "
-        "cannot reach it: write an address of this host that the others reach in DTRANS_TRAINER_ENDPOINTS, everywhere, "
-        f"or beside the name in {HOSTS} of this host"
-    )
 
 
 def bind_gloo(endpoints: Sequence[str], deadline: float) -> None:
@@ -56,7 +41,7 @@ def bind_gloo(endpoints: Sequence[str], deadline: float) -> None:
     if count == 1 or config.jax_cpu_collectives_implementation != "gloo":
         return
     if endpoints:
-        found = resolved(split_endpoint(endpoints[me])[0])
+        found = resolved(split_endpoint(reached_here(endpoints[me], endpoints))[0])
         spread = not is_loopback(found)
     else:
         members = Membership(me, tuple(range(count)), deadline=deadline)

@@ -29,6 +29,7 @@ from dtrans.errors import ConfigError, DeadlineError, PeerError, WireError
 from dtrans.protocol import token, wire
 from dtrans.protocol.meeting import MeetingFirst, MeetingOther
 from dtrans.protocol.refusals import Refusals
+from dtrans.run.distributed.address import reached_here
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.sockets import LINGER, Doorkeeper, Handshakes, bind, check_host, connect, new_socket, tcp_address
 
@@ -50,31 +51,32 @@ def rendezvous(
     """
     remedy, keys = "dtrans.connect(allow_remote=True)", Keys.from_environment(encryption)
     check_host(f"trainer {trainer_id}", endpoints[trainer_id], remedy, keys, allow_remote=allow_remote)
+    own = reached_here(endpoints[trainer_id], endpoints)
     context: zmq.Context[Any] = zmq.Context()
     try:
         if trainer_id == 0:
-            _gather(context, endpoints, keys, deadline)
+            _gather(context, own, endpoints, keys, deadline)
         else:
             with (
                 contextlib.closing(Doorkeeper(context, keys, {FIRST: "trainer 0"})),
                 contextlib.closing(new_socket(context, zmq.ROUTER)) as door,
             ):
-                _come(door, trainer_id, endpoints, keys, deadline)
+                _come(door, own, trainer_id, endpoints, keys, deadline)
     finally:
         context.term()  # waits for last words, for as long as its sockets let them linger
 
 
-def _gather(context: zmq.Context[Any], endpoints: Sequence[str], keys: Keys, deadline: float) -> None:
+def _gather(context: zmq.Context[Any], own: str, endpoints: Sequence[str], keys: Keys, deadline: float) -> None:
     """As trainer 0: ask all others."""
     limit = time.monotonic() + deadline
     refusals = Refusals(log)
     meeting = MeetingFirst(endpoints, keys.secret, token.new_token(), now=time.monotonic())
-    with _held(endpoints[0]), contextlib.ExitStack() as stack:
+    with _held(own), contextlib.ExitStack() as stack:
         poller = zmq.Poller()
         lines: dict[int, zmq.Socket[Any]] = {}
         handshakes: dict[zmq.Socket[Any], tuple[int, Handshakes]] = {}
         for k, endpoint in enumerate(endpoints[1:], 1):
-            address = tcp_address(endpoint)
+            address = tcp_address(reached_here(endpoint, endpoints))
             keys.check(f"trainer 0 connects to {endpoint}", address)
             lines[k] = stack.enter_context(contextlib.closing(new_socket(context, zmq.DEALER)))
             watched = stack.enter_context(contextlib.closing(Handshakes(lines[k], keys, address)))
@@ -152,13 +154,15 @@ def _held(endpoint: str) -> Iterator[None]:
         yield
 
 
-def _come(door: zmq.Socket[Any], trainer_id: int, endpoints: Sequence[str], keys: Keys, deadline: float) -> None:
+def _come(
+    door: zmq.Socket[Any], own: str, trainer_id: int, endpoints: Sequence[str], keys: Keys, deadline: float
+) -> None:
     """As another trainer: wait to be asked, and for the word that all are there."""
     me = f"trainer {trainer_id}"
     try:
-        bind(door, tcp_address(endpoints[trainer_id]), keys)
+        bind(door, tcp_address(own), keys)
     except zmq.ZMQError as e:
-        raise ConfigError(f"{me} cannot listen at {endpoints[trainer_id]}: {zmq.strerror(e.errno or 0)}") from e
+        raise ConfigError(f"{me} cannot listen at {own}: {zmq.strerror(e.errno or 0)}") from e
     meeting = MeetingOther(trainer_id, endpoints, keys.secret, deadline=deadline, now=time.monotonic())
     refusals = Refusals(log)
     while not meeting.met:

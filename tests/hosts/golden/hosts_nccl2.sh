@@ -35,6 +35,8 @@ for host in $hosts; do
   i=$((i + 1))
 done
 endpoints=${endpoints#,}
+observers=${endpoints%%:*}:6177
+echo "this job answers: dtrans status $observers" >&2
 
 remote='IFS= read -r DTRANS_TOKEN; export DTRANS_TOKEN
 exec 3<&0
@@ -59,7 +61,7 @@ start() { # name, host, variables
 i=0
 for host in $hosts; do
   own=${host#*@}:$((6174 + i))
-  shared='EXTRA='"'"'it'"'"'"'"'"'"'"'"'s $(HOME) $x'"'"' DTRANS_ALLOW_REMOTE=1 DTRANS_TRAINERS=3'" DTRANS_TRAINER_ENDPOINTS=$endpoints"
+  shared='EXTRA='"'"'it'"'"'"'"'"'"'"'"'s $(HOME) $x'"'"' DTRANS_ALLOW_REMOTE=1 DTRANS_TRAINERS=3'" DTRANS_TRAINER_ENDPOINTS=$endpoints DTRANS_STATUS_ENDPOINT=$observers"
   start "trainer $i" "$host" "$shared" DTRANS_ROLE=trainer "DTRANS_TRAINER_ID=$i" "DTRANS_CURRENT_ENDPOINT=$own"
   i=$((i + 1))
 done

@@ -35,6 +35,8 @@ for host in $hosts; do
   i=$((i + 1))
 done
 endpoints=${endpoints#,}
+observers=$(echo "$endpoints" | tr , ' ')
+echo "this job answers: dtrans status $observers" >&2
 
 remote='IFS= read -r DTRANS_TOKEN; export DTRANS_TOKEN
 exec 3<&0

@@ -21,6 +21,8 @@ trainer_nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export trainer_nodes
 printf -v DTRANS_TRAINER_ENDPOINTS "%s:$port," $trainer_nodes
 export DTRANS_TRAINER_ENDPOINTS=${DTRANS_TRAINER_ENDPOINTS%,}
+export DTRANS_STATUS_ENDPOINT=${DTRANS_STATUS_ENDPOINT:-${DTRANS_TRAINER_ENDPOINTS%%:*}:$((port + 1))}
+echo "this job answers: dtrans status $DTRANS_STATUS_ENDPOINT"
 
 # which role a process is follows from its node
 task='

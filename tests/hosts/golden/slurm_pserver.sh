@@ -25,6 +25,7 @@ trainer_nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
 export trainer_nodes
 printf -v DTRANS_PSERVER_ENDPOINTS "%s:$port," $pserver_nodes
 export DTRANS_PSERVER_ENDPOINTS=${DTRANS_PSERVER_ENDPOINTS%,}
+echo "this job answers: dtrans status ${DTRANS_PSERVER_ENDPOINTS//,/ }"
 
 # which role a process is follows from its node
 task='

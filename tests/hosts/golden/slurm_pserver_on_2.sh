@@ -19,6 +19,7 @@ export port=${DTRANS_PORT:-6174}
 
 node=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 export DTRANS_PSERVER_ENDPOINTS=${node[0]}:$((port + 0)),${node[1]}:$((port + 0))
+echo "this job answers: dtrans status ${DTRANS_PSERVER_ENDPOINTS//,/ }"
 
 # tasks and their roles; the nodes of these tasks
 lists=$(mktemp -d)

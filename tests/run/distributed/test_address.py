@@ -9,7 +9,7 @@ import pytest
 
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import address
-from dtrans.run.distributed.address import Address, address_of, route_to, this_host
+from dtrans.run.distributed.address import Address, address_of, reached_here, route_to, this_host
 from dtrans.run.distributed.membership import Membership
 
 
@@ -31,6 +31,13 @@ def routed(monkeypatch: pytest.MonkeyPatch, own: str) -> list[tuple[str, int]]:
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(address, "route_to", lambda host, port: asked.append((host, port)) or own)
     return asked
+
+
+def no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(host: str, port: int) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(address, "route_to", fail)
 
 
 def test_stages_on_other_hosts_are_reached_by_the_way_to_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,16 +65,44 @@ def test_endpoints_come_first() -> None:
     assert address_of(given, FAR, COORDINATOR).bound == "tcp://[fd00::2]"
 
 
+DEBIAN = {"node1": "127.0.1.1", "node2": "10.0.0.2"}  # as node1 resolves names
+
+
+def resolving(monkeypatch: pytest.MonkeyPatch, names: dict[str, str]) -> None:
+    monkeypatch.setattr(address, "resolved", lambda host: names.get(host, host))
+
+
+def test_a_name_that_is_loopback_on_its_own_host_stands_for_the_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoints = ("node1:6000", "node2:6001")
+    resolving(monkeypatch, DEBIAN)
+    asked = routed(monkeypatch, "10.0.0.1")
+    assert [reached_here(e, endpoints) for e in endpoints] == ["10.0.0.1:6000", "node2:6001"]
+    assert asked == [("node2", 6001)]
+    assert address_of(member(0, endpoints=endpoints), FAR, COORDINATOR) == Address("10.0.0.1", "10.0.0.1")
+    routed(monkeypatch, "fd00::1")
+    assert reached_here("node1:6000", endpoints) == "[fd00::1]:6000"
+
+    # two names of one host
+    resolving(monkeypatch, dict.fromkeys(DEBIAN, "127.0.1.1"))
+    assert [reached_here(e, endpoints) for e in endpoints] == [*endpoints]
+
+
+def test_an_endpoint_that_no_other_host_reaches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolving(monkeypatch, DEBIAN)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:6000, which is loopback, and 10\.0\.0\.2:6001 is on another"):
+        reached_here("127.0.0.1:6000", ("127.0.0.1:6000", "10.0.0.2:6001"))
+    no_way(monkeypatch)
+    with pytest.raises(ConfigError, match=r"at node1:6000, whose name node1 resolves to 127\.0\.1\.1 on this host"):
+        reached_here("node1:6000", ("node1:6000", "node2:6001"))
+
+
 def test_other_hosts_must_be_allowed() -> None:
     with pytest.raises(ConfigError, match=r"the 2 trainers are on 2 hosts: .* needs dtrans\.connect\(allow"):
         address_of(member(allow_remote=False), FAR, COORDINATOR)
 
 
 def test_a_coordinator_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(host: str, port: int) -> str:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(address, "route_to", fail)
+    no_way(monkeypatch)
     with pytest.raises(ConfigError, match="trainer 1 finds no way .* to the coordinator at node001:61440: .*not known"):
         address_of(member(), FAR, COORDINATOR)
 

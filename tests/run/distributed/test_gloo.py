@@ -14,7 +14,7 @@ from trainer_processes import started
 from dtrans.endpoints import resolved
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import gloo
-from dtrans.run.distributed.gloo import check_own_endpoint, check_own_name, reachable
+from dtrans.run.distributed.gloo import check_own_name, reachable
 
 
 PATIENCE = 120.0
@@ -38,18 +38,6 @@ def test_the_route_to_the_coordinator_is_taken() -> None:
 
 def resolving(monkeypatch: pytest.MonkeyPatch, names: dict[str, str]) -> None:
     monkeypatch.setattr(gloo, "resolved", lambda host: names.get(host, host))
-
-
-def test_an_endpoint_that_is_loopback_on_its_own_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoints = ("node1:6000", "node2:6001")
-    resolving(monkeypatch, {"node1": "127.0.1.1", "node2": "10.0.0.2"})
-    with pytest.raises(ConfigError, match=r"is at node1:6000, whose name node1 resolves to 127\.0\.1\.1 on this host"):
-        check_own_endpoint(0, endpoints)
-    check_own_endpoint(1, endpoints)
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:6000, which is loopback, and 10\.0\.0\.2:6001 is on another"):
-        check_own_endpoint(0, ("127.0.0.1:6000", "10.0.0.2:6001"))
-    resolving(monkeypatch, {"node1": "127.0.1.1", "node2": "127.0.1.1"})
-    check_own_endpoint(0, endpoints)  # two names of one host
 
 
 def test_a_host_that_does_not_know_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
