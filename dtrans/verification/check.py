@@ -155,8 +155,8 @@ class Comparison:
         starts = np.cumsum([0, *(int(np.prod(t.shape)) for t in self.leaf_types.values())])
         found = []
         for name, where in zip(self.traced.held, self.placement.where, strict=True):
-            places = np.unique(where[where >= 0])
-            of = {names[int(k)] for k in np.searchsorted(starts, places, "right") - 1}
+            leaves = np.searchsorted(starts, where[where >= 0], "right") - 1
+            of = {names[k] for k in np.flatnonzero(np.bincount(leaves))}
             # random keys, and leaves that have one value, cannot count themselves
             uncounted = [n for n, t in self.leaf_types.items() if n in self.still or values.is_key(t)]
             found.append(of | {n for n in uncounted if holds_leaf(name, n)})

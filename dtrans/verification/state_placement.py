@@ -53,7 +53,7 @@ class StatePlacement:
     Attributes:
       where: for each array of the state, the place of each of its numbers among those of all leaves,
         one behind the other; -1 for a number that belongs to no leaf.
-      fixed: for each array, what stands there otherwise.
+      fixed: for each array, the numbers that belong to no leaf, and zeros elsewhere.
     """
 
     where: Sequence[Array]
@@ -108,7 +108,9 @@ def find_placement(
         power *= base
     assert found is not None
     where = [np.where(m, f, -1) for m, f in zip(moves, found, strict=True)]
-    return StatePlacement(where, fixed)
+    outside = lambda m, x: x if values.is_key(x) else np.where(m, np.zeros((), x.dtype), x)
+    rest = list(map(outside, moves, fixed))
+    return StatePlacement(where, rest)
 
 
 def _coded(digits: Array, t: Any) -> Any:

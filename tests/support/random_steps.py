@@ -69,7 +69,7 @@ class Writer:
             "rows": [y, x, x @ params["w"]],
             "vector": [weights],
             "pairs": [],
-            "columns": [params["bias"] if "bias" in params else y[0]],
+            "columns": [params["bias"]] if "bias" in params else [],
             "matrix": [params["w"]],
             "scalar": [params.get("scale", jnp.asarray(0.5, x.dtype))],
         }
@@ -82,7 +82,9 @@ class Writer:
     def pick(self, kind: str, number: int) -> jax.Array:
         """Return a value of a kind; 0 is the newest."""
         pool = self.pools[kind]
-        if not pool:
+        if not pool and kind == "columns":
+            pool.append(self.pools["rows"][0][0])
+        elif not pool:
             pool.append(self.pick("rows", number) @ self.pick("rows", number + 1).T / WIDTH)
         return pool[-1 - number % len(pool)]
 

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import random
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -14,10 +16,13 @@ from typing import Any
 
 import jax
 import pytest
-from hypothesis import given, seed, settings, strategies as st
+from hypothesis import find, given, seed, settings, strategies as st
 from random_steps import RandomStep, Reading, draw_steps, make_batch
 
 import dtrans
+from dtrans._jax import equations
+from dtrans.engine import rules
+from dtrans.engine.layout import Shards
 from dtrans.errors import DtransError
 from dtrans.verification.check import STEPS
 
@@ -152,3 +157,34 @@ def test_plans_of_random_steps_compute_them(name: str) -> None:
     check()
     print(f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items())))
     assert found["equal"] >= found["refused"], "most steps are refused, which says little"
+
+
+def _count_padding(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Shards, "pads", lambda self, size, row: False)
+
+
+def _sum_maxima(patch: pytest.MonkeyPatch) -> None:
+    rule = lambda eqn, ins, shards: dataclasses.replace(rules._as_rows(eqn, ins, shards), reduce="sum")
+    patch.setitem(rules.RULES, "reduce_max", rule)
+
+
+PLANTED = {"padding is counted": _count_padding, "maxima of shards are added up": _sum_maxima}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_fault_of_a_rewriter_is_shrunk_to_a_short_step(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[fault](monkeypatch)
+
+    @functools.cache
+    def differs(case: Case) -> bool:
+        try:
+            case.verify()
+        except AssertionError:
+            return True
+        return False
+
+    limits = settings(max_examples=BY_DAY, database=None)
+    case = find(draw_cases("nccl2"), differs, settings=limits, random=random.Random(0))
+    main, _ = case.step.trace(case.rows)
+    assert len(list(equations(main.jaxpr))) < 15, main.jaxpr
