@@ -7,6 +7,7 @@ inline      calls replaced by their bodies, and dead code removed
 builder     `Builder`: writes new jaxprs out of equations of old ones
 dataflow    what a value is made of, and what it reaches
 interpret   drivers of dataflow analyses: forward and backward, into loops, branches and calls
+folding     values that are one number everywhere, or an input as it was
 cost        flops and bytes of an equation
 array_fns   small functions of arrays that equations are written with
 """

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, JaxprEqn, Var, zeros_by
@@ -58,10 +55,3 @@ def is_zero_array(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
             return False
         atom = eqn.invars[0]
     return bool(np.all(np.asarray(atom.val) == 0))
-
-
-def number_of(eqn: JaxprEqn, numbers: Sequence[Any]) -> Any:
-    """Return the number that an elementwise equation makes of numbers, as JAX computes it."""
-    with jax.ensure_compile_time_eval():
-        made = eqn.primitive.bind(*map(jnp.asarray, numbers), **eqn.params)
-    return np.asarray(made[0] if eqn.primitive.multiple_results else made)[()]

@@ -68,7 +68,7 @@ class ForwardAnalysis(NamedTuple, Generic[Fact]):
       stack: the fact of one turn's output -> that of the stack of all turns.
       decide: the facts of a condition and of a value -> the fact of the value where that condition
         decides which branch, or how many turns, it results from.
-      branch: the fact of an index -> the number of the branch; None where any may be taken.
+      branch: the fact of an index -> the index, which `cond` clamps; None where it is unknown.
     """
 
     join: Callable[[Fact, Fact], Fact]
@@ -164,8 +164,8 @@ def enter(
 
     if eqn.primitive.name == COND:
         which, *operands = ins
-        chosen = analysis.branch(which)
-        numbers = range(len(bodies(eqn))) if chosen is None else [chosen]
+        chosen, count = analysis.branch(which), len(bodies(eqn))
+        numbers = range(count) if chosen is None else [min(max(chosen, 0), count - 1)]
         outs = _joined(analysis.join, [outs_of(k, *operands) for k in numbers])
         if chosen is None:
             outs = [analysis.decide(which, x) for x in outs]

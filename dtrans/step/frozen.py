@@ -18,55 +18,23 @@ is no number goes on with what is frozen, where one device loses it too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import (
-    Atom,
-    ClosedJaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    constants,
-    moved_operands,
-    opened,
-    same_operand,
-    zeros_by,
-)
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, has_bodies, moved_operands, opened
 from dtrans.errors import StateError
 from dtrans.ir.builder import Builder
+from dtrans.ir.folding import Alias, are_equal, fold, is_number, number_by_numpy
 from dtrans.ir.inline import inline_calls
+from dtrans.ir.interpret import Facts, ForwardAnalysis, forward_jaxpr
 from dtrans.ir.program import Program
 from dtrans.step.cut import cut
 from dtrans.step.marks import mark_p
 from dtrans.step.trace import guess_roles
-
-
-# To compute a number, JAX would start its devices: but a process plans before it connects to others.
-_IN_NUMPY: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "add_any": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "abs": np.abs,
-    "square": np.square,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sign": np.sign,
-    "max": np.maximum,
-    "min": np.minimum,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-}
 
 
 def hands_on_what_is_still(main: Program, startup: Program) -> Program:
@@ -120,103 +88,93 @@ def still_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, Any
         return {}, frozenset()
     held = {n: x for n, x in begin.items() if invars[n].aval.ndim and jnp.issubdtype(invars[n].aval.dtype, jnp.inexact)}
     while True:
-        folded = _Folded(jaxpr, {invars[n]: x for n, x in held.items()})
-        stays = {n: x for n, x in held.items() if folded.number(outs[n]) == x}
+        folded = _folded(jaxpr, {invars[n]: x for n, x in held.items()})
+        stays = {n: x for n, x in held.items() if _number(folded, outs[n]) == x}
         if len(stays) == len(held):
             break
         held = stays
     moving = [n for n in (*params, *opt_state) if outs[n] is not invars[n]]
-    still = {n: held.get(n) for n in moving if n in held or folded.behind(outs[n]) is invars[n]}
+    still = {n: held.get(n) for n in moving if n in held or folded.of(outs[n]).value == Alias(invars[n])}
     leaf_of = {invars[n]: n for n in params}
     marked = [e.invars for e in opened(jaxpr).eqns if e.primitive is mark_p]
-    others = {v for g, v in marked if isinstance(v, Var) and folded.number(g) != 0}  # one of several may be zeros
+    others = {v for g, v in marked if isinstance(v, Var) and _number(folded, g) != 0}  # one of several may be zeros
     zeros = [leaf_of[v] for _, v in marked if isinstance(v, Var) and v in leaf_of and v not in others]
     return still, frozenset(zeros)
 
 
-class _Folded:
-    """The values of a jaxpr that are one number everywhere, or another value.
+class _Fact(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      value: a number, an `Alias`, or None.
+      is_uniform: it is one number everywhere, known or not.
+    """
+
+    value: Any
+    is_uniform: bool
+
+
+def _folded(jaxpr: ClosedJaxpr, known: Mapping[Var, Any]) -> Facts[_Fact]:
+    """Return the values of a jaxpr that are one number everywhere, or an input.
 
     Args:
       known: inputs that are one number.
     """
+    ins = [np.asarray(known[v]) if v in known else Alias(v) for v in opened(jaxpr).invars]
+    start = [_Fact(x, not v.aval.ndim) for x, v in zip(ins, opened(jaxpr).invars, strict=True)]
+    return forward_jaxpr(_FOLDED, jaxpr, start)
 
-    def __init__(self, jaxpr: ClosedJaxpr, known: Mapping[Var, Any]) -> None:
-        self._numbers: dict[Var, Any] = dict(known)
-        self._behind: dict[Var, Atom] = {}
-        self._scalars: dict[Var, Atom] = {}  # what was broadcast
-        inner = opened(jaxpr)
-        for v, x in zip(inner.constvars, constants(jaxpr), strict=True):
-            if (
-                isinstance(x, (np.ndarray, np.generic, jax.Array))
-                and jnp.issubdtype(x.dtype, jnp.inexact)
-                and x.size == 1
-            ):
-                self._numbers[v] = np.asarray(x).reshape(())[()]
-        for eqn in inner.eqns:
-            if len(eqn.outvars) == 1:
-                self._fold(eqn, eqn.outvars[0])
 
-    def number(self, atom: Atom) -> Any:
-        """The number that a value is everywhere; None where it is not known."""
-        if isinstance(atom, Literal):
-            return np.asarray(atom.val, atom.aval.dtype)[()] if np.ndim(atom.val) == 0 else None
-        return self._numbers.get(atom)
+def _rule(eqn: JaxprEqn, ins: Sequence[_Fact]) -> list[_Fact] | None:
+    if has_bodies(eqn):
+        return None
 
-    def behind(self, atom: Atom) -> Atom:
-        """The value that a value is."""
-        while isinstance(atom, Var) and atom in self._behind:
-            atom = self._behind[atom]
-        return atom
+    def is_factor(i: int) -> bool:
+        x = ins[i].value
+        return bool(np.isfinite(x)) and not is_number(x, 0) if is_number(x) else ins[i].is_uniform
 
-    def _fold(self, eqn: JaxprEqn, out: Var) -> None:
-        name, ins = eqn.primitive.name, eqn.invars
-        numbers = [self.number(a) for a in ins]
-        zeros = [i for i, x in enumerate(numbers) if x is not None and not np.any(x)]
-        moved, same = moved_operands(eqn), same_operand(eqn)
-        if name == "select_n" and numbers[0] is not None:
-            same = 1 + int(numbers[0])
-            moved = (same,)
-        if name == "convert_element_type" and ins[0].aval == out.aval:
-            same = 0
-        if moved and self._is_one([numbers[i] for i in moved]):
-            self._numbers[out] = np.asarray(numbers[moved[0]]).astype(out.aval.dtype)[()]
-        elif same is not None:
-            self._behind[out] = ins[same]
-        elif self._are_zeros(eqn, zeros, numbers):
-            self._numbers[out] = np.zeros((), out.aval.dtype)[()]
-        elif name in _IN_NUMPY and all(x is not None for x in numbers):
-            with np.errstate(all="ignore"):
-                self._numbers[out] = _IN_NUMPY[name](*numbers)
-        elif name in ("add", "add_any", "sub") and (1 in zeros or (0 in zeros and name != "sub")):
-            kept = ins[0] if 1 in zeros else ins[1]
-            if kept.aval.shape == out.aval.shape:
-                self._behind[out] = kept
-        elif (moved == (0,) or name == "convert_element_type") and isinstance(ins[0], Var):
-            self._scalars[out] = self._scalars.get(ins[0], ins[0])
+    outs = []
+    for k, v in enumerate(eqn.outvars):
+        value = fold(eqn, k, [x.value for x in ins], is_factor, number_by_numpy)
+        spreads = moved_operands(eqn, k) == (0,) or eqn.primitive.name == "convert_element_type"
+        outs.append(_Fact(value, not v.aval.ndim or (spreads and ins[0].is_uniform)))
+    return outs
 
-    def _is_one(self, numbers: Sequence[Any]) -> bool:
-        """Return True if values are the same number everywhere."""
-        first, *others = numbers
-        return first is not None and all(x is not None and x == first for x in others)
 
-    def _are_zeros(self, eqn: JaxprEqn, zeros: Sequence[int], numbers: Sequence[Any]) -> bool:
-        """Return True if the output is zeros, since these operands are."""
-        factors = zeros_by(eqn, zeros)
-        return factors is not None and all(self._is_factor(eqn.invars[i], numbers[i]) for i in factors)
+def _of_constant(aval: Any, value: Any) -> _Fact:
+    is_array = isinstance(aval.dtype, np.dtype) and value is not None and np.size(value) == 1
+    return _Fact(np.asarray(value, aval.dtype).reshape(()) if is_array else None, not aval.ndim)
 
-    def _is_factor(self, atom: Atom, number: Any) -> bool:
-        """Whether zeros stay zeros under it: one number, or no dimensions behind its broadcasts."""
-        if number is not None:
-            return bool(np.isfinite(number)) and bool(number)
-        return not self._scalars.get(atom, atom).aval.ndim if isinstance(atom, Var) else not atom.aval.ndim
+
+def _join(one: _Fact, other: _Fact) -> _Fact:
+    value = one.value if are_equal(one.value, other.value) else None
+    return _Fact(value, one.is_uniform and other.is_uniform)
+
+
+def _of_turn(fact: _Fact) -> _Fact:
+    return fact._replace(value=fact.value if is_number(fact.value) else None)
+
+
+_FOLDED = ForwardAnalysis[_Fact](
+    _join,
+    _rule,
+    _of_constant,
+    turn=_of_turn,
+    stack=lambda fact: _of_turn(fact)._replace(is_uniform=False),  # turns differ
+    branch=lambda index: int(index.value) if is_number(index.value) else None,
+)
 
 
 def _numbers_of(startup: Program) -> list[Any]:
-    """The number that each output of a startup program is everywhere; None where it is none."""
+    """Return the number that each output of a startup program is everywhere; None if it is none."""
     jaxpr = inline_calls(startup.jaxpr)
-    folded = _Folded(jaxpr, {})
-    return [folded.number(a) for a in opened(jaxpr).outvars]
+    folded = _folded(jaxpr, {})
+    return [_number(folded, a) for a in opened(jaxpr).outvars]
+
+
+def _number(folded: Facts[_Fact], atom: Atom) -> Any:
+    value = folded.of(atom).value
+    return value[()] if is_number(value) else None
 
 
 def _handing_on(main: Program, still: Mapping[str, Any], zeros: Collection[str]) -> Program:

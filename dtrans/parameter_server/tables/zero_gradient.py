@@ -39,23 +39,15 @@ from dtrans._jax import (
     moved_operands,
     opened,
     origin_of,
-    same_operand,
-    zeros_by,
 )
-from dtrans.ir.dataflow import number_of
+from dtrans.ir.folding import Alias, are_equal, fold, is_number, number_by_jax
+from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.ir.program import Program
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis, Shared, leaves_of
 from dtrans.rows.rules import Step
 from dtrans.step.cut import Gradient
-
-
-@dataclasses.dataclass(frozen=True)
-class _Same:
-    """An input, as it was."""
-
-    var: Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +62,7 @@ class _Other:
 
 
 _OTHER = _Other()
-_Kind = Any  # a number, `_Same`, or `_Other`
+_Kind = Any  # a number, `Alias`, or `_Other`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +116,8 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
 
     def moved(begins: Mapping[Any, Any]) -> tuple[_Followed, tuple[str, ...]]:
         seen = _follow(analysis, leaf, begins=begins)
-        before = {n: begins.get(n, _Same(v)) for n, v in rows.items()}
-        return seen, tuple(n for n in rows if not _equal(seen.kind(analysis.outputs[n]), before[n]))
+        before = {n: begins.get(n, Alias(v)) for n, v in rows.items()}
+        return seen, tuple(n for n in rows if not are_equal(seen.kind(analysis.outputs[n]), before[n]))
 
     seen, moves = moved({})
     state = tuple(n for n in rows if n != leaf)
@@ -197,10 +189,10 @@ def _follow(
     """
     seen = _Followed(leaf, analysis.flow, analysis.half.inner.eqns, assumed or {})
     known = begins or {}
-    seen.kinds |= {v: known[n] if n in known else _Same(v) for n, v in analysis.inputs.items() if seen.is_row(v)}
+    seen.kinds |= {v: known[n] if n in known else Alias(v) for n, v in analysis.inputs.items() if seen.is_row(v)}
     gradient = analysis.inputs.get(Gradient(leaf))
     if gradient is not None:
-        seen.kinds[gradient] = _Same(gradient) if any_gradient else np.zeros((), gradient.aval.dtype)
+        seen.kinds[gradient] = Alias(gradient) if any_gradient else np.zeros((), gradient.aval.dtype)
     seen.run()
     return seen
 
@@ -209,7 +201,7 @@ def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bo
     """Return True if rows stay as they are, with any gradient, where conditions have these outcomes."""
     seen = _follow(analysis, leaf, assumed=assumed, any_gradient=True)
     rows = _arrays_with_rows(analysis, leaf)
-    return all(_equal(seen.kind(analysis.outputs[n]), _Same(v)) for n, v in rows.items())
+    return all(are_equal(seen.kind(analysis.outputs[n]), Alias(v)) for n, v in rows.items())
 
 
 def _decider(cases: Sequence[_Followed], holds: Sequence[bool], said: Mapping[Var, str]) -> str:
@@ -325,24 +317,21 @@ class _Followed:
 
     def _cond(self, eqn: JaxprEqn, step: Step) -> None:
         """Follow the branch that is taken, or what all branches make alike."""
-        made = []
-        which, branches = self.kind(eqn.invars[0]), list(zip(bodies(eqn), step.bodies, strict=True))
-        if isinstance(which, np.ndarray):
-            branches = [branches[min(max(int(which), 0), len(branches) - 1)]]
-        for branch, flow in branches:
+
+        def run(number: int, branch: Any, given: list[_Kind]) -> tuple[None, list[_Kind]]:
             inner = opened(branch)
-            given = dict(zip(inner.invars, eqn.invars[1:], strict=True))
-            inside = _Followed(self.leaf, flow, inner.eqns, self.assumed, self, given)
-            inside.kinds |= {v: self.kind(a) for v, a in given.items()}
+            outer = dict(zip(inner.invars, eqn.invars[1:], strict=True))
+            inside = _Followed(self.leaf, step.bodies[number], inner.eqns, self.assumed, self, outer)
+            inside.kinds |= zip(inner.invars, given, strict=True)
             inside.run()
             self.counts = self.counts or inside.counts
             self.positions = self.positions or inside.positions
             self.loop = self.loop or inside.loop
             self.open = self.open or inside.open
-            made.append([*map(inside.kind, inner.outvars)])
-        for v, *kinds in zip(eqn.outvars, *made, strict=True):
-            reads = frozenset[Var]().union(*map(_reads, kinds))
-            self.kinds[v] = kinds[0] if all(_equal(k, kinds[0]) for k in kinds) else _Other(reads)
+            return None, [*map(inside.kind, inner.outvars)]
+
+        entered = enter(_BRANCHES, eqn, [*map(self.kind, eqn.invars)], run)
+        self.kinds |= zip(eqn.outvars, entered.outs, strict=True)
 
     def _is_alike(self, a: Atom, axis: int) -> bool:
         """Whether a shared value is the same at each row."""
@@ -372,58 +361,29 @@ def _compares_whole_numbers(eqn: JaxprEqn | None) -> bool:
 
 def _reads(kind: _Kind) -> frozenset[Var]:
     """Return the inputs with rows that a value is computed from."""
-    if isinstance(kind, _Same):
+    if isinstance(kind, Alias):
         return frozenset([kind.var])
     return kind.reads if isinstance(kind, _Other) else frozenset()
 
 
 def _made(eqn: JaxprEqn, given: Sequence[_Kind], out: Var) -> _Kind:
-    """Return the kind of an equation's result."""
-    kind = _folded(eqn, given, out)
-    return _Other(frozenset[Var]().union(*map(_reads, given))) if isinstance(kind, _Other) else kind
+    """Return the kind of an equation's result. Reductions are within a row."""
+    divides = eqn.primitive.name == "div"
+    is_factor = lambda i: not (divides and is_number(given[i], 0))
+    kind = fold(eqn, list(eqn.outvars).index(out), given, is_factor, number_by_jax)
+    return _Other(frozenset[Var]().union(*map(_reads, given))) if kind is None else kind
 
 
-def _folded(eqn: JaxprEqn, given: Sequence[_Kind], out: Var) -> _Kind:
-    """Return the number or the input that a result is; `_OTHER` where it is neither."""
-    name = eqn.primitive.name
-    is_zero = lambda k: isinstance(k, np.ndarray) and k == 0
-    if name == "convert_element_type" and isinstance(given[0], _Same):
-        return given[0] if out.aval.dtype == eqn.invars[0].aval.dtype else _OTHER
-    if name == "select_n":
-        which, *cases = given
-        if isinstance(which, np.ndarray):
-            return cases[int(which)]
-        return cases[0] if all(_equal(c, cases[0]) for c in cases) else _OTHER
-    if moved := moved_operands(eqn, number := list(eqn.outvars).index(out)):
-        first, *others = (given[i] for i in moved)
-        if isinstance(first, np.ndarray) and all(_equal(k, first) for k in others):
-            return first
-        same = same_operand(eqn, number)
-        return _OTHER if same is None else given[same]
-    zero = np.zeros((), out.aval.dtype)
-    factors = zeros_by(eqn, [i for i, k in enumerate(given) if is_zero(k)])
-    if factors is not None and not (name == "div" and is_zero(given[1])):  # reductions are within a row
-        return zero
-    if not facts_of(eqn).elementwise:
-        return _OTHER
-    if name == "mul" and any(isinstance(k, np.ndarray) and k == 1 for k in given):
-        return given[1] if isinstance(given[0], np.ndarray) and given[0] == 1 else given[0]
-    absorbing = {"and": False, "or": True}.get(name) if out.aval.dtype == bool else None
-    if absorbing is not None and any(isinstance(k, np.ndarray) and k == absorbing for k in given):
-        return np.asarray(absorbing)
-    if name in ("add", "add_any") and any(map(is_zero, given)):
-        return given[1] if is_zero(given[0]) else given[0]
-    if name == "sub" and is_zero(given[1]):
-        return given[0]
-    if all(isinstance(k, np.ndarray) for k in given) and not eqn.effects:
-        return np.asarray(number_of(eqn, given))
-    return _OTHER
+def _join(one: _Kind, other: _Kind) -> _Kind:
+    return one if are_equal(one, other) else _Other(_reads(one) | _reads(other))
 
 
-def _equal(a: _Kind, b: _Kind) -> bool:
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return bool(a == b)
-    return isinstance(a, _Same) and a == b
+_BRANCHES = ForwardAnalysis[_Kind](
+    _join,
+    rule=lambda eqn, ins: None,
+    default=lambda aval, value: _OTHER,
+    branch=lambda index: int(index) if is_number(index) else None,
+)
 
 
 def _said(eqn: JaxprEqn) -> str:

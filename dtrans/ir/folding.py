@@ -1,0 +1,121 @@
+"""Values that are one number everywhere, or an input as it was.
+
+The fact of a value is a NumPy array without dimensions, an `Alias`, or anything else, which stands
+for an unknown value. `fold` is the rule of one equation. Analyses differ in two respects: which
+operands may multiply zeros, and how numbers are computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans._jax import JaxprEqn, Var, facts_of, moved_operands, same_operand, zeros_by
+
+
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """An input, as it was."""
+
+    var: Var
+
+
+Number = np.ndarray[Any, Any]
+
+
+def is_number(fact: Any, *numbers: float) -> bool:
+    """Return True if a fact is a number; if numbers are listed, one of these."""
+    return isinstance(fact, np.ndarray) and (not numbers or any(bool(fact == x) for x in numbers))
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Return True if two facts are the same number, or the same input."""
+    if is_number(one) and is_number(other):
+        return bool(one == other)
+    return isinstance(one, Alias) and one == other
+
+
+def fold(
+    eqn: JaxprEqn,
+    out: int,
+    ins: Sequence[Any],
+    is_factor: Callable[[int], bool],
+    number_of: Callable[[JaxprEqn, Sequence[Number]], Any],
+) -> Number | Alias | None:
+    """Return the number or the input that an output of an equation is; None if it is neither.
+
+    Args:
+      ins: the facts of its operands.
+      is_factor: returns True for an operand that zeros may be multiplied with, or divided by.
+      number_of: computes an elementwise equation on numbers; None if it cannot.
+    """
+    name, aval = eqn.primitive.name, eqn.outvars[out].aval
+    moved = moved_operands(eqn, out)
+    if name == "select_n":
+        moved = (1 + int(ins[0]),) if is_number(ins[0]) else moved
+        if all(are_equal(ins[i], ins[moved[0]]) for i in moved):
+            return _known(ins[moved[0]])
+    if name == "convert_element_type" and eqn.invars[0].aval.dtype == aval.dtype:
+        return _known(ins[0])
+    if moved:
+        if is_number(ins[moved[0]]) and all(are_equal(ins[i], ins[moved[0]]) for i in moved):
+            return ins[moved[0]].astype(aval.dtype)
+        same = same_operand(eqn, out)
+        return None if same is None else _known(ins[same])
+
+    zeros = [i for i, x in enumerate(ins) if is_number(x, 0)]
+    factors = zeros_by(eqn, zeros)
+    if factors is not None and all(map(is_factor, factors)):
+        return np.zeros((), aval.dtype)
+    if not facts_of(eqn).elementwise or eqn.effects:
+        return None
+    if all(map(is_number, ins)):
+        number = number_of(eqn, ins)
+        return None if number is None else np.asarray(number, aval.dtype)
+
+    absorbing = {"and": False, "or": True}.get(name) if aval.dtype == bool else None
+    if absorbing is not None and any(is_number(x, absorbing) for x in ins):
+        return np.asarray(absorbing)
+    neutral = {"add": 0, "add_any": 0, "sub": 0, "mul": 1}.get(name)
+    for i in (1,) if name == "sub" else (1, 0):
+        if neutral is not None and is_number(ins[i], neutral) and eqn.invars[1 - i].aval.shape == aval.shape:
+            return _known(ins[1 - i])
+    return None
+
+
+def _known(fact: Any) -> Number | Alias | None:
+    return fact if isinstance(fact, (np.ndarray, Alias)) else None
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+# IEEE 754 rounds these correctly, all but rsqrt: NumPy and every device compute the same number.
+_IN_NUMPY: Mapping[str, Callable[..., Any]] = {
+    **{"add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative},
+    **{"max": np.maximum, "min": np.minimum, "abs": np.abs, "sign": np.sign},
+    **{"square": np.square, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)},
+    **{"gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal},
+    **{"eq": np.equal, "ne": np.not_equal},
+}
+
+
+def number_by_numpy(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
+    """Compute an equation without starting devices; None for most functions.
+
+    A process plans before it connects to others, and JAX starts its devices to compute a number.
+    """
+    compute = _IN_NUMPY.get(eqn.primitive.name)
+    with np.errstate(all="ignore"):
+        return None if compute is None else compute(*numbers)
+
+
+def number_by_jax(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
+    """Compute an equation as JAX does."""
+    with jax.ensure_compile_time_eval():
+        made = eqn.primitive.bind(*map(jnp.asarray, numbers), **eqn.params)
+    return made[0] if eqn.primitive.multiple_results else made
