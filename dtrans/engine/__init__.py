@@ -5,6 +5,8 @@ layout      whole, cut, or a part of a sum
 rules       how an equation is carried out on pieces
 values      values made into the layout that an equation reads
 writer      writes the program
+row_moves   concatenations, slices and padding along the dimension that is cut
+turns       loops along it
 loops       bodies of loops and branches, on pieces
 array_fns   small functions of arrays that it is written with
 """

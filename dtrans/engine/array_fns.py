@@ -25,6 +25,33 @@ def kept(axis: int, size: int) -> Callable[[Array, Array, Array], Array]:
     return fn
 
 
+@functools.cache
+def kept_slots(axis: int) -> Callable[[Array, Array, Array], Array]:
+    """Return a function that keeps the entries at which a vector along an axis is true; others are as in `nothing`."""
+
+    def fn(x: Array, kept: Array, nothing: Array) -> Array:
+        return jnp.where(jax.lax.broadcast_in_dim(kept, x.shape, [axis]), x, nothing)
+
+    return fn
+
+
+@functools.cache
+def taken(axis: int) -> Callable[[Array, Array], Array]:
+    """Return a function that takes the entries with the given numbers along an axis."""
+    return lambda x, at: jnp.take(x, at, axis, mode="clip")
+
+
+@functools.cache
+def broadcast_to(shape: tuple[int, ...]) -> Callable[[Array], Array]:
+    """Return a function that repeats a scalar."""
+    return lambda x: jnp.broadcast_to(x, shape)
+
+
+def of_shard(table: Array, index: Array) -> Array:
+    """Return the row of a table that belongs to a shard."""
+    return jax.lax.dynamic_index_in_dim(table, index, 0, keepdims=False)
+
+
 def on_first(x: Array, start: Array) -> Array:
     """The value on the first shard, zero on others."""
     return jnp.where(start == 0, x, jnp.zeros_like(x))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from dtrans._jax import Atom
-from dtrans.engine.array_fns import kept
+from dtrans.engine.array_fns import kept, kept_slots, of_shard
 from dtrans.engine.layout import Shards
 from dtrans.ir.array_fns import times
 from dtrans.ir.builder import Builder
 from dtrans.ops import identity_of, trainer_index_p
-from dtrans.rows.layout import RowAxis
+from dtrans.rows.layout import RowAxis, RowOrder
 from dtrans.rows.slices import Slice, Start
 
 
@@ -26,8 +29,9 @@ class Pieces:
     def __init__(self, b: Builder, shards: Shards) -> None:
         self.b = b
         self.shards = shards
-        self._starts: dict[int, Start] = {}
+        self._starts: dict[tuple[int, RowOrder | None], Start] = {}
         self._index: Atom | None = None
+        self._rows: dict[tuple[Any, bytes], Atom] = {}  # of tables, by their shapes, types and entries
 
     def index(self) -> Atom:
         """The number of the shard."""
@@ -45,18 +49,33 @@ class Pieces:
 
     def of(self, size: int, row: RowAxis) -> Slice:
         """The piece of a dimension of `size` entries; what is behind them is padding."""
-        local = self.shards.local(size, row)
-        if local not in self._starts:
+        local, order = self.shards.local(size, row), row.order
+        if (local, order) not in self._starts:
 
             def write(b: Builder) -> Atom:
+                if order is not None:
+                    return self.own_row(np.maximum(self.shards.entries(size, row), 0))
                 with self._for_all():
                     return b.call(times(local), self.index())[0]
 
-            self._starts[local] = Start(write, self.shards.whole(size, row))
-        return Slice(row.axis, self._starts[local], local)
+            self._starts[local, order] = Start(write, self.shards.whole(size, row))
+        return Slice(row.axis, self._starts[local, order], local)
+
+    def own_row(self, table: np.ndarray) -> Atom:
+        """Return the row of a table that has one row for each shard; numbers become 32 bits wide."""
+        table = table if table.dtype == bool else table.astype(np.int32)
+        key = (table.shape, table.dtype), table.tobytes()
+        if key not in self._rows:
+            with self._for_all():
+                if (table == table[0]).all():
+                    self._rows[key] = self.b.constant(table[0])
+                else:
+                    (self._rows[key],) = self.b.call(of_shard, self.b.constant(table), self.index())
+        return self._rows[key]
 
     def start(self, size: int, row: RowAxis) -> Atom:
-        """Where it begins."""
+        """Where it begins, which pieces in an order do not have."""
+        assert row.order is None
         start = self.of(size, row).start
         assert isinstance(start, Start)
         return start.value(self.b)
@@ -66,4 +85,7 @@ class Pieces:
         if not self.shards.pads(size, row):
             return piece
         (nothing,) = self.b.call(identity_of(op, piece.aval.shape, piece.aval.dtype))
+        if row.order is not None:
+            real = self.own_row(self.shards.entries(size, row) >= 0)
+            return self.b.call(kept_slots(row.axis), piece, real, nothing)[0]
         return self.b.call(kept(row.axis, size), piece, self.start(size, row), nothing)[0]

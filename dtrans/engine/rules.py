@@ -21,6 +21,7 @@ from jax.lax import GatherScatterMode as Mode
 
 from dtrans._jax import JaxprEqn, warn_if_unknown
 from dtrans.engine.layout import Partial, Placed, Shards, cut_along, nbytes, rows_only
+from dtrans.engine.row_moves import RowMoves, moves_of, regrouped
 from dtrans.rows.layout import SHARED, RowAxis, Shared
 from dtrans.rows.rules import step_of
 
@@ -41,6 +42,7 @@ class Way:
         `dtrans.engine.writer._WRITE`.
       at: what `write` has to know: the component of an index, or the like.
       sends: bytes that it moves beside its reduction.
+      moves: how entries are moved along the dimension that is cut, where `write` is "move".
     """
 
     operands: tuple[RowAxis | None, ...]
@@ -50,6 +52,7 @@ class Way:
     write: str = ""
     at: int = 0
     sends: float = 0
+    moves: RowMoves | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,21 +70,28 @@ class Operand:
     has: Callable[[RowAxis | None], bool] = lambda row: False
 
 
-def choose(eqn: JaxprEqn, operands: Sequence[Operand], shards: Shards, as_term: bool = False) -> Way:
+def choose(
+    eqn: JaxprEqn,
+    operands: Sequence[Operand],
+    shards: Shards,
+    as_term: bool = False,
+    known: Sequence[RowAxis] | None = None,
+) -> Way:
     """The way to carry out an equation some of whose operands are cut, or sums.
 
     Args:
       as_term: terms of what it makes are enough: to add them up costs nothing here.
+      known: layouts with an order that values have already; None if values may have no order.
     """
     rows = [rows_only(x.layout) for x in operands]
     cost = lambda way: _cost(eqn, operands, way, shards, as_term)
-    natural = way_of(eqn, rows, shards)
+    natural = way_of(eqn, rows, shards, known)
     if natural is not None and cost(natural) == (0, 0):
         return natural
     ways = [natural]
     for i, x in enumerate(rows):
         if isinstance(x, RowAxis):
-            ways.append(way_of(eqn, [x if i == j else SHARED for j in range(len(rows))], shards))
+            ways.append(way_of(eqn, [x if i == j else SHARED for j in range(len(rows))], shards, known))
     ways.append(Way((None,) * len(rows), (SHARED,) * len(eqn.outvars)))
     return min((w for w in ways if w is not None), key=cost)
 
@@ -96,7 +106,7 @@ def _cost(eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards, 
         if isinstance(had, Partial):
             moved += size if row else 2 * size
         elif isinstance(had, RowAxis) and had != row:
-            exchanged = row is not None and row.axis != had.axis
+            exchanged = row is not None and row.axis != had.axis and not (row.order or had.order)
             moved += size / shards.count if exchanged else size
             gathered += 0 if exchanged or not operand.is_input else size
     if way.reduce and not (as_term and way.reduce == "sum"):
@@ -104,10 +114,16 @@ def _cost(eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards, 
     return gathered, moved
 
 
-def way_of(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """The way that the operands' cuts lead to; None where they do not fit, or it cannot be carried out on pieces."""
+def way_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis] | None = None) -> Way | None:
+    """Return the way that the operands' cuts lead to; None if they do not fit, or pieces are not enough.
+
+    Args:
+      known: as in `choose`.
+    """
+    if not any(isinstance(x, RowAxis) for x in ins):
+        return None
     rule = RULES.get(eqn.primitive.name, _as_rows)
-    way = rule(eqn, ins, shards) if any(isinstance(x, RowAxis) for x in ins) else None
+    way = rule(eqn, ins, shards) or (None if known is None else _moved(eqn, ins, shards, known))
     if way is None:
         return None
     plain = lambda a, x: shards.plain(x, a.aval.shape[x.axis]) if isinstance(x, RowAxis) else x
@@ -137,8 +153,20 @@ def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     if not isinstance(row, RowAxis) or not isinstance(eqn.invars[0].aval.dtype, np.dtype):
         return None
     size = eqn.invars[0].aval.shape[row.axis]
-    wide = row if shards.pads(size, row) else cut_along(row.axis, size // shards.count)
+    is_fixed = row.order is not None or shards.pads(size, row)
+    wide = row if is_fixed else cut_along(row.axis, size // shards.count)
     return _as_rows(eqn, [wide], shards)
+
+
+def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> Way | None:
+    """Entries change their places along the dimension that is cut, and stay with their shards."""
+    if eqn.primitive.name == "reshape":
+        (row,) = ins
+        assert isinstance(row, RowAxis)
+        to = regrouped(eqn, row, shards) if eqn.params["dimensions"] is None else None
+        return None if to is None else Way((row,), (to,), params=lambda outs: {"new_sizes": outs[0].shape})
+    found = moves_of(eqn, ins, shards, known)
+    return None if found is None else Way(found.operands, found.outs, write="move", moves=found)
 
 
 def _each_its_own(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
@@ -149,7 +177,7 @@ def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     (row,), (x,) = ins, eqn.invars
     if not isinstance(row, RowAxis) or eqn.params["axes"] != (row.axis,):
         return _as_rows(eqn, ins, shards)
-    if x.aval.dtype == np.bool_:
+    if x.aval.dtype == np.bool_ or row.order is not None:
         return None
     (out,) = eqn.outvars
     sends = 2 * out.aval.size * (4 + nbytes(x.aval) / x.aval.size)
@@ -180,7 +208,7 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
         own = dataclasses.replace(found, axis=at)
         return Way((found, own), (dataclasses.replace(found, axis=batch[at]),))
     if d in numbers.start_index_map:
-        if sizes[d] != 1 or not isinstance(x.dtype, np.dtype):
+        if sizes[d] != 1 or not isinstance(x.dtype, np.dtype) or found.order is not None:
             return None
         add = "or" if x.dtype == np.bool_ else "sum"
         return Way((found, None), (SHARED,), add, write="pick", at=numbers.start_index_map.index(d))
@@ -220,7 +248,7 @@ def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
             way = Way((as_(d), as_(k), as_(batch[k])), (as_(d),))
         elif d in numbers.inserted_window_dims:
             clips = eqn.params["mode"] == Mode.CLIP and len(numbers.scatter_dims_to_operand_dims) > 1
-            if d in numbers.scatter_dims_to_operand_dims and not clips:
+            if d in numbers.scatter_dims_to_operand_dims and not clips and row.order is None:
                 at = numbers.scatter_dims_to_operand_dims.index(d)
                 way = Way((as_(d), None, None), (as_(d),), write="put", at=at)
         elif d not in numbers.scatter_dims_to_operand_dims:

@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
-from dtrans.engine.array_fns import on_first
+from dtrans.engine.array_fns import on_first, taken
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, cut_along, nbytes, rows_or_none
 from dtrans.engine.pieces import Pieces
 from dtrans.engine.rules import Operand, Way, way_of
@@ -60,6 +61,7 @@ class ShardValues(abc.ABC):
     """
 
     is_local = False  # whether all equations are in `dtrans.local`
+    orders: list[RowAxis] | None = None  # layouts of rows that were moved; None if rows may not be moved
 
     def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:
         inner = opened(jaxpr)
@@ -167,7 +169,7 @@ class ShardValues(abc.ABC):
                 return made
             if row is None:
                 return self.reduced("sum", [term])[0]
-            if self._uses[var] == 1 and var not in self.own_terms:
+            if self._uses[var] == 1 and var not in self.own_terms and row.order is None:
                 return self._scattered(term, row)
             return self._rows_of(self.read(var, None), row)
         if not isinstance(had, RowAxis):
@@ -180,7 +182,7 @@ class ShardValues(abc.ABC):
             return self.made_as_rows(var, row) or self._rows_of(self.read(var, None), row)
         if row is None:
             return self._gathered(var, had)
-        if row.axis == had.axis:
+        if row.axis == had.axis or row.order or had.order:
             return self._rows_of(self.read(var, None), row)
         return self._exchanged(var, had, row)
 
@@ -202,7 +204,16 @@ class ShardValues(abc.ABC):
             )
         self.gathers.append(Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason()))
         (wide,) = self.b.bind(all_gather_p, self._made[var, had], name="split", axis=had.axis, **self._among())
+        if had.order is not None:
+            return self._in_sequence(wide, var.aval.shape[had.axis], had)
         return self._without_end(wide, had.axis, var.aval.shape[had.axis])
+
+    def _in_sequence(self, wide: Atom, size: int, had: RowAxis) -> Atom:
+        """Sort the slots of all shards, one shard behind the other, and drop padding."""
+        entries = self.shards.entries(size, had).reshape(-1)
+        places = np.flatnonzero(entries >= 0)
+        at = places[np.argsort(entries[places])].astype(np.int32)
+        return self.b.call(taken(had.axis), wide, self.b.constant(at))[0]
 
     def _exchanged(self, var: Var, had: RowAxis, row: RowAxis) -> Atom:
         shape = var.aval.shape
@@ -230,6 +241,10 @@ class ShardValues(abc.ABC):
         if eqn.primitive.name not in ("iota", "broadcast_in_dim"):
             self.asked[var] = row
         recipe = recipe_of(eqn, 0, self.pieces.of(var.aval.shape[row.axis], row))
+        if row.order is not None and recipe is not None:
+            local = self.shards.local(var.aval.shape[row.axis], row)
+            if any(p is not None and p.size != local for _, p in recipe.needs):
+                return None  # the order of an operand would be another
         if recipe is not None:
             along = (None if p is None else dataclasses.replace(row, axis=p.axis) for _, p in recipe.needs)
             return recipe.write(self.b, [self.read(a, r) for (a, _), r in zip(recipe.needs, along, strict=True)])

@@ -30,25 +30,44 @@ from dtrans._jax import (
     JaxprEqn,
     Literal,
     Var,
+    bodies,
     closed,
     constants,
+    equations,
     facts_of,
     is_rearrangement,
     linear_operands,
     opened,
     origin_of,
+    resized,
+    scan_counts,
+    scan_length,
+    scan_turns,
+    scan_with,
     scope_of,
     with_bodies,
 )
-from dtrans.engine.array_fns import best_local, candidates, decided, own_indices, picked
+from dtrans.engine.array_fns import (
+    best_local,
+    broadcast_to,
+    candidates,
+    decided,
+    kept_slots,
+    own_indices,
+    picked,
+    taken,
+)
 from dtrans.engine.layout import PARTIAL, Partial, Placed, Shards, nbytes
 from dtrans.engine.loops import LoopPlan, WrittenBody, plan_loop
+from dtrans.engine.row_moves import Move
 from dtrans.engine.rules import Way, choose
+from dtrans.engine.turns import own_turns, with_padding
 from dtrans.engine.values import ShardValues
 from dtrans.ir.array_fns import converted
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
-from dtrans.ops import identity_of
+from dtrans.ir.program import is_communication
+from dtrans.ops import all_gather_p, identity_of, trainer_index_p
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.scopes import has_local_scope, in_local_scope
 
@@ -88,6 +107,9 @@ class SplitWriter(ShardValues):
         self.needed_by(functools.partial(self._said, eqn), eqn)
         ins = [self.layout(a) for a in eqn.invars]
         if eqn.primitive.name in _WITH_BODIES and any(x is not SHARED for x in ins):
+            if not self._is_local(eqn) and self.orders is not None and (turns := own_turns(eqn, ins)) is not None:
+                self._with_own_turns(eqn, *turns)
+                return
             if (plan := self._plan(eqn, ins)) is not None:
                 self._with_bodies(eqn, plan)
                 return
@@ -108,8 +130,12 @@ class SplitWriter(ShardValues):
             self._define(eqn, [PARTIAL] * len(eqn.outvars), self.b.copy(eqn, terms, _types(eqn)))
             return
         as_term = bool(eqn.outvars) and eqn.outvars[0] in self.terms
-        way = choose(eqn, [self.operand(a) for a in eqn.invars], self.shards, as_term)
+        orders = None if self.in_local else self.orders
+        way = choose(eqn, [self.operand(a) for a in eqn.invars], self.shards, as_term, orders)
         made = self.carried_out(eqn, way)
+        if orders is not None:
+            moved = [x for x in way.outs if isinstance(x, RowAxis) and (x.order or way.moves)]
+            orders += [x for x in moved if x not in orders]
         if way.reduce == "sum":
             self._define(eqn, [PARTIAL] * len(eqn.outvars), made)
             if self.in_local:
@@ -184,6 +210,34 @@ class SplitWriter(ShardValues):
     def _without_padding(self, whole: Atom, piece: Atom, row: RowAxis | None, op: str) -> Atom:
         """A piece with what changes nothing in the place of padding."""
         return piece if row is None else self.pieces.without_padding(piece, whole.aval.shape[row.axis], row, op)
+
+    def _move(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
+        """Entries in other slots, by what each shard has of them."""
+        found, pieces = way.moves, atoms
+        assert found is not None
+        if found.params is not None:
+            axis, local = found.moves[0].axis, sum(a.aval.shape[found.moves[0].axis] for a in atoms if a.aval.ndim)
+            local *= eqn.params["reps"][axis] if eqn.primitive.name == "tile" else 1
+            types = [resized(v.aval, axis, local) for v in eqn.outvars]
+            pieces = list(self.b.copy(eqn, atoms, types, **found.params(types)))
+        return [self._in_slots(pieces[0], move, atoms) for move in found.moves]
+
+    def _in_slots(self, piece: Atom, move: Move, atoms: Sequence[Atom]) -> Atom:
+        """Return the entries of a piece in their new slots; of a `pad`, the last operand is the padding value."""
+        if not move.keeps(piece.aval.shape[move.axis]):
+            piece = self._taken(piece, move)
+        if move.filled is None:
+            return piece
+        (value,) = self.b.call(broadcast_to(piece.aval.shape), atoms[-1])
+        return self.b.call(kept_slots(move.axis), piece, self.pieces.own_row(~move.filled), value)[0]
+
+    def _taken(self, piece: Atom, move: Move) -> Atom:
+        first, *others = slots = move.slots
+        begin, end = int(first[0]), int(first[-1]) + 1
+        is_run = len(first) == end - begin and (np.diff(first) == 1).all()
+        if is_run and all((other == first).all() for other in others):
+            return self.b.part(piece, move.axis, begin, end)
+        return self.b.call(taken(move.axis), piece, self.pieces.own_row(slots))[0]
 
     def _pick(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
         """Entries of a dimension that is cut, by index: each shard gives those that it has."""
@@ -279,7 +333,7 @@ class SplitWriter(ShardValues):
             sliced = {numbers[v]: row for v, row in w.sliced.items() if isinstance(row, RowAxis)}
             return WrittenBody(eliminate_dead(w.b.build(made)), tuple(layouts), tuple(w.gathers), sliced, w.scaled)
 
-        return written(flat, self.shards, write, said)
+        return _written(flat, self.shards, write, said, self.orders)[0]
 
     def _with_bodies(self, eqn: JaxprEqn, plan: LoopPlan) -> None:
         """Write an equation with its bodies on pieces."""
@@ -300,6 +354,36 @@ class SplitWriter(ShardValues):
             self.scaled |= b.scaled
         types = [self.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, plan.outs, strict=True)]
         self._define(eqn, plan.outs, self.b.copy(eqn, atoms, types, **with_bodies(eqn, new)))
+
+    @property
+    def moved(self) -> int:
+        """Bytes that are put into communication, and of gathers those that come out; bodies of loops count once."""
+        found = 0
+        for eqn in self.b.eqns:
+            for inner in (eqn, *(e for body in _bodies(eqn) for e in equations(body))):
+                if is_communication(inner) and inner.primitive is not trainer_index_p:
+                    atoms = inner.outvars if inner.primitive is all_gather_p else inner.invars
+                    found += sum(nbytes(a.aval) for a in atoms)
+        return found
+
+    def _with_own_turns(self, eqn: JaxprEqn, row: RowAxis, added: Sequence[bool]) -> None:
+        """Write a loop of which each shard takes some turns."""
+        consts, carried = scan_counts(eqn)
+        size = scan_length(eqn)
+        (body,) = bodies(eqn)
+        carry: list[Placed] = [PARTIAL if adds else SHARED for adds in added]
+        atoms = [self.read(a, None) for a in eqn.invars[:consts]]
+        atoms += [self.as_(a, x) for a, x in zip(eqn.invars[consts:], carry, strict=False)]
+        atoms += [self.read(a, row) for a in eqn.invars[consts + carried :]]
+        if self.shards.pads(size, row) and any(added):
+            body = with_padding(body, consts, added)
+            atoms.append(self.pieces.own_row(self.shards.entries(size, row) >= 0))
+        layouts = [*carry, *(row for _ in eqn.outvars[carried:])]
+        outs = [Var(self.shards.cut(v.aval, x)) for v, x in zip(eqn.outvars, layouts, strict=True)]
+        loop = scan_with(eqn, body, atoms, outs)
+        turns = scan_turns(self.shards.local(size, row))
+        made = self.b.copy(loop, atoms, [v.aval for v in outs], **turns)
+        self._define(eqn, layouts, made)
 
     # -- all of it -------------------------------------------------------------------------------
 
@@ -328,20 +412,40 @@ Made = TypeVar("Made")
 
 
 def written(jaxpr: ClosedJaxpr, shards: Shards, write: Callable[[SplitWriter], Made], within: str = "") -> Made:
-    """What `write` makes with a writer of a jaxpr.
+    """Return what `write` makes with a writer of a jaxpr.
+
+    Shards keep entries in another order than that of the whole where this moves no more bytes than the gathers that it
+    saves.
+    """
+    orders: list[RowAxis] = []
+    made, writer = _written(jaxpr, shards, write, within, orders)
+    if not orders or not writer.moved:
+        return made
+    other, in_sequence = _written(jaxpr, shards, write, within, None)
+    return made if writer.moved <= in_sequence.moved else other
+
+
+def _written(
+    jaxpr: ClosedJaxpr,
+    shards: Shards,
+    write: Callable[[SplitWriter], Made],
+    within: str,
+    orders: list[RowAxis] | None,
+) -> tuple[Made, SplitWriter]:
+    """Return what `write` makes with a writer, and the writer.
 
     It is written twice where values that are made whole are read in pieces: the second time they are made in pieces
     alone, unless that would take gathers.
     """
     first = SplitWriter(jaxpr, shards, within)
-    first.planned = {}
+    first.planned, first.orders = {}, orders
     made = write(first)
     if not first.asked:
-        return made
+        return made, first
     second = SplitWriter(jaxpr, shards, within)
-    second.planned, second.cut_at_birth = first.planned, first.asked
+    second.planned, second.cut_at_birth, second.orders = first.planned, first.asked, orders
     again = write(second)
-    return again if len(second.gathers) <= len(first.gathers) else made
+    return (again, second) if len(second.gathers) <= len(first.gathers) else (made, first)
 
 
 def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = ()) -> set[Var]:
@@ -390,11 +494,16 @@ def _is_moved_or_cast(eqn: JaxprEqn) -> bool:
     return is_rearrangement(eqn) or eqn.primitive.name == "convert_element_type"
 
 
+def _bodies(eqn: JaxprEqn) -> Sequence[Any]:
+    return bodies(eqn) if eqn.primitive.name in _WITH_BODIES else ()
+
+
 def _types(eqn: JaxprEqn) -> list[Any]:
     return [v.aval for v in eqn.outvars]
 
 
 _WRITE: Mapping[str, Callable[[SplitWriter, JaxprEqn, Way, list[Atom]], list[Atom]]] = {
+    "move": SplitWriter._move,
     "pick": SplitWriter._pick,
     "put": SplitWriter._put,
     "add_up": SplitWriter._add_up,

@@ -21,12 +21,27 @@ class Shared:
 
 
 @dataclasses.dataclass(frozen=True)
+class RowOrder:
+    """Runs of entries in the slots of shards, in another order than that of the whole value.
+
+    Attributes:
+      slots: for each shard, the number of the run in each of its slots; -1 for padding.
+    """
+
+    slots: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class RowAxis:
-    """Row i of `leaf` is at i*width to (i+1)*width along `axis`."""
+    """Row i of `leaf` is at i*width to (i+1)*width along `axis`.
+
+    Shards have rows in their sequence, or by an `order`, which only `dtrans.engine` uses.
+    """
 
     leaf: str
     axis: int
     width: int = 1
+    order: RowOrder | None = None
 
 
 @dataclasses.dataclass(frozen=True)

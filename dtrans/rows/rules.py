@@ -125,7 +125,7 @@ def _reshape(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     before = math.prod(old[: row.axis])
     for axis, size in enumerate(new):
         if size % count == 0 and math.prod(new[:axis]) == before:
-            out = RowAxis(row.leaf, axis, size // count)
+            out = dataclasses.replace(row, axis=axis, width=size // count)
             return Step((row,), (out,), params=lambda outs: {"new_sizes": outs[0].shape})
     return None
 

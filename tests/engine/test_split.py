@@ -15,146 +15,21 @@ import optax
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
+from shard_programs import AXIS, checked, deep, floats, kinds, labels, loops, on_shards, one_shard, quick, traced
 
-from dtrans._jax import equations, lowered_jaxpr
+from dtrans._jax import equations
 from dtrans.data_parallel.plan import collectives
 from dtrans.engine.split import pieces_of, split, whole_of
 from dtrans.errors import ConfigError
 from dtrans.ir.program import is_communication
 from dtrans.ops import all_gather_p, all_reduce_p
-from dtrans.ops.all_to_all import all_to_all_p
 from dtrans.rows.random_bits import block_bits_p
-from dtrans.run.base.lowering import OVER_AXIS
-from dtrans.run.base.segments import interpret
 from dtrans.tensor_parallel.defaults import default_cuts
-
-
-AXIS = "shard"
 
 
 def soak(*values):
     """A case that is left out unless asked for."""
     return pytest.param(*values, marks=pytest.mark.soak)
-
-
-def quick(fn):
-    """Compiled in less time than usual."""
-    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
-
-
-def _exchanged(*xs, over, cut, joined, **_):
-    return [lax.all_to_all(x, over, cut, joined, tiled=True) for x in xs]
-
-
-RULES = {**OVER_AXIS, all_to_all_p: _exchanged}
-
-
-def one_shard(program):
-    """The program of a shard as a function of flat arrays."""
-    inner, consts = program.jaxpr.jaxpr, program.jaxpr.consts
-
-    def run(*args):
-        env = {**dict(zip(inner.constvars, consts, strict=True)), **dict(zip(inner.invars, args, strict=True))}
-        return interpret(inner.eqns, env, inner.outvars, RULES)
-
-    return run
-
-
-def on_shards(program, types, args, noise=False):
-    """Run all shards on one device; the whole outputs."""
-    if program.shards == 1:
-        return one_shard(program)(*args)
-    parts = [x if d is None else pieces_of(x, d, program.shards) for x, d in zip(args, program.in_cuts, strict=True)]
-    if noise:  # padding may hold anything
-        parts = [
-            p if d is None else _with_noise(p, d, x.shape[d])
-            for p, d, x in zip(parts, program.in_cuts, args, strict=True)
-        ]
-    ways = [tuple(None if d is None else 0 for d in cuts) for cuts in (program.in_cuts, program.out_cuts)]
-    made = quick(
-        jax.vmap(one_shard(program), in_axes=ways[0], out_axes=list(ways[1]), axis_name=AXIS, axis_size=program.shards)
-    )(*parts)
-    return [
-        x if d is None else whole_of(np.asarray(x), d, t.shape[d])
-        for x, d, t in zip(made, program.out_cuts, types, strict=True)
-    ]
-
-
-def _with_noise(pieces, axis, size):
-    """Pieces with NaN, or the largest integers, in the place of padding."""
-    local = pieces.shape[axis + 1]
-    rows = np.arange(pieces.shape[0])[:, None] * local + np.arange(local)
-    where = np.expand_dims(rows >= size, tuple(d for d in range(1, pieces.ndim) if d != axis + 1))
-    value = np.nan if pieces.dtype.kind == "f" else np.iinfo(pieces.dtype).max
-    return np.where(where, value, pieces).astype(pieces.dtype)
-
-
-def deep(program):
-    """All equations, of bodies too."""
-    return list(equations(program.jaxpr))
-
-
-def loops(program):
-    return [e for e in deep(program) if e.primitive.name == "scan"]
-
-
-def on_mesh(program, types, args):
-    """The same on devices of this process."""
-    spec = lambda cuts: tuple(P() if d is None else P(*(None,) * d, AXIS) for d in cuts)
-    wide = [
-        x if d is None else np.pad(x, [(0, -x.shape[d] % program.shards if k == d else 0) for k in range(x.ndim)])
-        for x, d in zip(args, program.in_cuts, strict=True)
-    ]
-    mesh = Mesh(np.array(jax.devices()[: program.shards]), (AXIS,))
-    made = jax.jit(
-        jax.shard_map(
-            lambda *a: tuple(one_shard(program)(*a)),
-            mesh=mesh,
-            in_specs=spec(program.in_cuts),
-            out_specs=spec(program.out_cuts),
-            check_vma=False,
-        )
-    )(*wide)
-    return [
-        x if d is None else np.asarray(x)[(slice(None),) * d + (slice(t.shape[d]),)]
-        for x, d, t in zip(made, program.out_cuts, types, strict=True)
-    ]
-
-
-def traced(fn):
-    """`jax.make_jaxpr` of what dtrans sees: lowered, as JAX's future flags need it."""
-    return lambda *args: lowered_jaxpr(fn, *args)
-
-
-def checked(fn, args, cuts, shards, *, outs=None, mesh=False, noise=True, trace=None):
-    """Split a function of flat arrays; its results are those of one device."""
-    jaxpr = (trace or traced)(fn)(*args)
-    program = split(jaxpr, cuts, shards, AXIS, outs=outs)
-    types = [v.aval for v in jaxpr.jaxpr.outvars]
-    expected = jax.tree.leaves(quick(fn)(*args))
-    found = on_mesh(program, types, args) if mesh else on_shards(program, types, args, noise)
-    for a, b in zip(expected, found, strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        if jnp.issubdtype(a.dtype, jnp.inexact):
-            wide = a.dtype == np.float64
-            np.testing.assert_allclose(b, a, rtol=1e-12 if wide else 1e-5, atol=1e-12 if wide else 1e-5)
-        else:
-            np.testing.assert_array_equal(b, a)
-    return program
-
-
-def kinds(program):
-    return [e.primitive.name for e in equations(program.jaxpr) if is_communication(e) and e.outvars[0].aval.ndim]
-
-
-def floats(*shape, seed=0):
-    made = np.random.default_rng(seed).normal(size=shape)
-    return made if jax.config.jax_enable_x64 else made.astype("float32")
-
-
-def labels(n, classes, seed=0):
-    return np.random.default_rng(seed).integers(0, classes, size=n).astype("int32")
 
 
 # -- cross entropy over classes that are cut -------------------------------------------------------

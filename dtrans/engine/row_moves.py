@@ -1,0 +1,303 @@
+"""Rules for equations that move entries along the dimension that is cut.
+
+A concatenation, a strided slice, padding or a reversal leaves every entry with the shard that has it. Only the order
+of the result is another (`dtrans.rows.layout.RowOrder`), and sums over it need no exchange. Each shard picks the
+entries that it has from its own piece, into slots: those of a layout that is known already, where it has all of them,
+so that values meet in one layout again.
+
+Such a result can be dearer than whole operands, if something reads all of it later. `dtrans.engine.writer.written`
+compares both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans._jax import JaxprEqn
+from dtrans.engine.layout import Shards, cut_along
+from dtrans.rows.layout import SHARED, RowAxis, Shared
+
+
+Ins = Sequence[Shared | RowAxis]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Move:
+    """Entries of a piece, in new slots along an axis.
+
+    Attributes:
+      axis: the axis.
+      slots: for each shard, the entry of its piece in each new slot: [count, local].
+      filled: the slots with the padding value of the equation instead, in the same way; None for none.
+    """
+
+    axis: int
+    slots: np.ndarray
+    filled: np.ndarray | None = None
+
+    def keeps(self, local: int) -> bool:
+        """Return True if all entries of pieces with so many stay where they are."""
+        return self.slots.shape[1] == local and bool((self.slots == np.arange(local)).all())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowMoves:
+    """An equation that moves entries along the dimension that is cut.
+
+    Attributes:
+      operands: the layouts that operands are read in.
+      outs: the layouts of outputs.
+      params: parameters of the equation on pieces that keeps all entries along the axis; None if there is no such
+        equation, and outputs are the first operand.
+      moves: behind that equation, for each output.
+    """
+
+    operands: tuple[RowAxis | None, ...]
+    outs: tuple[RowAxis, ...]
+    params: Callable[[Sequence[Any]], dict[str, Any]] | None
+    moves: tuple[Move, ...]
+
+
+def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> RowMoves | None:
+    """Return how shards move entries; None for equations that keep all of them, or mix them.
+
+    Args:
+      known: layouts with an order that values have already.
+    """
+    rule = RULES.get(eqn.primitive.name)
+    row = next((x for x in ins if isinstance(x, RowAxis)), None)
+    if rule is None or row is None or not math.prod(eqn.outvars[0].aval.shape) > 0:
+        return None
+    return rule(eqn, ins, _Rows(shards, known, row.axis))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The shards, the layouts that values have already, and the axis that is cut."""
+
+    shards: Shards
+    known: Sequence[RowAxis]
+    axis: int
+
+    def arranged(self, size: int, entries: np.ndarray, everywhere: np.ndarray | None = None) -> tuple[RowAxis, Move]:
+        """Return a layout of entries that shards have, and the move into its slots.
+
+        Args:
+          size: how many entries there are.
+          entries: their numbers in the pieces of shards: [count, local], with -1 for others.
+          everywhere: a mask of the entries that every shard can make; those of others are in `entries`.
+        """
+        free = np.zeros(size, bool) if everywhere is None else everywhere
+        targets = [self.shards.entries(size, cut_along(self.axis))]
+        targets += [self.shards.entries(size, row) for row in self._known(size)]
+        for target in targets:
+            if all(_has(own, target[i], free) for i, own in enumerate(entries)):
+                break
+        else:
+            target = _together(entries, np.flatnonzero(free))
+        return self.shards.ordered(self.axis, size, target), self._move(size, entries, target, free)
+
+    def _known(self, size: int) -> Iterator[RowAxis]:
+        for row in self.known:
+            if row.order is not None and size == row.width * sum(x >= 0 for slots in row.order.slots for x in slots):
+                yield row
+
+    def _move(self, size: int, entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> Move:
+        slots = np.full(target.shape, -1)
+        for i, own in enumerate(entries):
+            place = np.full(size + 1, -1)  # the last is that of padding
+            place[np.where(own < 0, size, own)] = np.arange(len(own))
+            place[size] = -1
+            slots[i] = place[np.where(target[i] < 0, size, target[i])]
+        # slots that are not looked at are as on other shards, so that all can do the same
+        others = np.maximum(slots.max(axis=0), 0)
+        is_filled = (target >= 0) & free[np.maximum(target, 0)]
+        return Move(self.axis, np.where(slots < 0, others, slots), is_filled if is_filled.any() else None)
+
+
+def _has(own: np.ndarray, target: np.ndarray, free: np.ndarray) -> bool:
+    """Return True if a shard has, or can make, all entries of its slots."""
+    wanted = target[target >= 0]
+    return bool(np.isin(wanted[~free[wanted]], own).all())
+
+
+def _together(entries: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """Return slots with the entries of each shard, and with a share of those that every shard can make."""
+    rows = [own[own >= 0] for own in entries]
+    local = max(-(-(sum(map(len, rows)) + len(free)) // len(rows)), *map(len, rows))
+    found = np.full((len(rows), local), -1)
+    for slots, own in zip(found, rows, strict=True):
+        more, free = np.split(free, [min(local - len(own), len(free))])
+        slots[: len(own) + len(more)] = [*own, *more]
+    return found
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+
+def _slice(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
+    (row,) = ins
+    assert isinstance(row, RowAxis)
+    (x,), (out,), axis = eqn.invars, eqn.outvars, rows.axis
+    begins, ends, steps = (list(eqn.params[k] or [1] * x.aval.ndim) for k in _SLICE)
+    entries = rows.shards.entries(x.aval.shape[axis], row)
+    begin, step = int(begins[axis]), int(steps[axis])
+    new, rest = np.divmod(entries - begin, step)
+    is_kept = (entries >= begin) & (entries < ends[axis]) & (rest == 0)
+    to, move = rows.arranged(out.aval.shape[axis], np.where(is_kept, new, -1))
+    begins[axis], ends[axis], steps[axis] = 0, entries.shape[1], 1
+    params = dict(zip(_SLICE, map(tuple, (begins, ends, steps)), strict=True))
+    is_all = all(n == m for d, (n, m) in enumerate(zip(x.aval.shape, out.aval.shape, strict=True)) if d != axis)
+    return RowMoves((row,), (to,), None if is_all else lambda _: params, (move,))
+
+
+_SLICE = ("start_indices", "limit_indices", "strides")
+
+
+def _split(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
+    (row,) = ins
+    if not isinstance(row, RowAxis) or eqn.params["axis"] != rows.axis:
+        return None
+    entries = rows.shards.entries(eqn.invars[0].aval.shape[rows.axis], row)
+    outs, moves, begin = [], [], 0
+    for size in map(int, eqn.params["sizes"]):
+        is_kept = (entries >= begin) & (entries < begin + size)
+        to, move = rows.arranged(size, np.where(is_kept, entries - begin, -1))
+        outs.append(to)
+        moves.append(move)
+        begin += size
+    return RowMoves((row,), tuple(outs), None, tuple(moves))
+
+
+def _rev(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
+    (row,) = ins
+    if not isinstance(row, RowAxis) or rows.axis not in eqn.params["dimensions"]:
+        return None
+    size = eqn.invars[0].aval.shape[rows.axis]
+    entries = rows.shards.entries(size, row)
+    to, move = rows.arranged(size, np.where(entries < 0, -1, size - 1 - entries))
+    others = tuple(d for d in eqn.params["dimensions"] if d != rows.axis)
+    return RowMoves((row,), (to,), (lambda _: {"dimensions": others}) if others else None, (move,))
+
+
+def _concatenate(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
+    """Operands that all shards have are cut as well."""
+    if eqn.params["dimension"] != rows.axis or any(isinstance(x, RowAxis) and x.axis != rows.axis for x in ins):
+        return None
+    begin, entries, operands = 0, [], []
+    for a, x in zip(eqn.invars, ins, strict=True):
+        size = a.aval.shape[rows.axis]
+        row = x if isinstance(x, RowAxis) else cut_along(rows.axis)
+        own = rows.shards.entries(size, row)
+        entries.append(np.where(own < 0, -1, own + begin))
+        operands.append(row)
+        begin += size
+    to, move = rows.arranged(begin, np.concatenate(entries, axis=1))
+    return RowMoves(tuple(operands), (to,), lambda _: {}, (move,))
+
+
+def _tile(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
+    (row,), reps = ins, eqn.params["reps"]
+    if not isinstance(row, RowAxis) or len(reps) != eqn.invars[0].aval.ndim:
+        return None
+    size = eqn.invars[0].aval.shape[row.axis]
+    own = rows.shards.entries(size, row)
+    entries = [np.where(own < 0, -1, own + i * size) for i in range(reps[row.axis])]
+    to, move = rows.arranged(size * len(entries), np.concatenate(entries, axis=1))
+    return RowMoves((row,), (to,), lambda _: {}, (move,))
+
+
+def _pad(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
+    """Every shard has the padding value."""
+    row, value = ins
+    if not isinstance(row, RowAxis) or value is not SHARED:
+        return None
+    (x, _), (out,), axis = eqn.invars, eqn.outvars, rows.axis
+    config = [tuple(map(int, of)) for of in eqn.params["padding_config"]]
+    low, _, between = config[axis]
+    size = out.aval.shape[axis]
+    own = rows.shards.entries(x.aval.shape[axis], row)
+    new = own * (between + 1) + low
+    entries = np.where((own >= 0) & (new >= 0) & (new < size), new, -1)
+    everywhere = np.ones(size, bool)
+    everywhere[entries[entries >= 0]] = False
+    to, move = rows.arranged(size, entries, everywhere)
+    config[axis] = (0, 0, 0)
+    return RowMoves((row, None), (to,), lambda _: {"padding_config": tuple(config)}, (move,))
+
+
+RULES: Mapping[str, Callable[[JaxprEqn, Ins, _Rows], RowMoves | None]] = {
+    "slice": _slice,
+    "split": _split,
+    "rev": _rev,
+    "concatenate": _concatenate,
+    "tile": _tile,
+    "pad": _pad,
+}
+
+
+# -- reshapes --------------------------------------------------------------------------------------
+
+
+def regrouped(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
+    """Return the layout of a reshape that merges the rows with axes before them, or takes them apart again.
+
+    Each shard reshapes its own piece. None if it would have to send entries.
+    """
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    entries = shards.entries(old[row.axis], row)
+    for axis in range(len(new)):
+        before, after = math.prod(old[: row.axis]), math.prod(new[:axis])
+        if not before or not after or max(before, after) % min(before, after):
+            continue
+        if before > after:
+            found = _merged(entries, old[row.axis], before // after, new[axis])
+        elif after > before:
+            found = _taken_apart(entries, old[row.axis], after // before, new[axis])
+        else:
+            continue
+        if found is not None:
+            return shards.ordered(axis, new[axis], found)
+    return None
+
+
+def _merged(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
+    """Return the entries of an axis that has the rows `times` times, and perhaps the axes behind them."""
+    if new % (times * size):
+        return None
+    begins = np.arange(times)[:, None] * size
+    all_of = [np.where(own < 0, -1, own + begins).reshape(-1) for own in entries]
+    return _wider(np.stack(all_of), new // (times * size))
+
+
+def _taken_apart(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
+    """Return the entries of an axis of which the rows are `times` copies; None if shards have others of each."""
+    shards, local = entries.shape
+    if size % times or local % times:
+        return None
+    each = size // times
+    cut = entries.reshape(shards, times, local // times)
+    within = np.where(cut < 0, -1, cut - np.arange(times)[:, None] * each)
+    if (within != within[:, :1]).any() or within.max() >= each:
+        return None
+    if new % each == 0:
+        return _wider(within[:, 0], new // each)
+    width = each // new
+    if each % new or within.shape[2] % width:
+        return None
+    runs = within[:, 0].reshape(shards, -1, width)
+    first = runs[..., :1]
+    whole = np.where(first < 0, -1, first + np.arange(width))
+    is_run = (runs == whole).all() and (np.maximum(first, 0) % width == 0).all()
+    return np.where(first < 0, -1, first // width)[..., 0] if is_run else None
+
+
+def _wider(entries: np.ndarray, width: int) -> np.ndarray:
+    """Return the entries of an axis each of whose runs of `width` was one entry."""
+    wide = np.where(entries[..., None] < 0, -1, entries[..., None] * width + np.arange(width))
+    return wide.reshape(len(entries), -1)
