@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import prune_crd
 import pytest
 import yaml
 from paths import ROOT
@@ -253,6 +254,54 @@ def test_the_jobset_is_valid(mode: str) -> None:
     jsonschema.validate(jobset(mode), schema())
     cores = role_table(mode, *COUNTS[mode], ("python", "train.py"), cores=2)
     jsonschema.validate(document_of(cores), schema())
+
+
+PUBLISHED = """
+spec:
+  versions:
+  - name: v1alpha1
+    schema: {openAPIV3Schema: {type: object}}
+  - name: v1alpha2
+    schema:
+      openAPIV3Schema:
+        description: for people
+        type: object
+        required: [steps]
+        properties:
+          steps:
+            type: array
+            x-kubernetes-list-type: atomic
+            items:
+              type: object
+              properties: {name: {type: string, default: a}, count: {type: integer, minimum: 1}}
+          limits:
+            type: object
+            additionalProperties: {anyOf: [{type: integer}, {type: string}], x-kubernetes-int-or-string: true}
+          status: {type: object}
+"""
+PRUNED = """
+type: object
+required: [apiVersion, kind, metadata, spec]
+additionalProperties: false
+properties:
+  limits: {type: object, additionalProperties: {anyOf: [{type: integer}, {type: string}]}}
+  steps:
+    type: array
+    items: {type: object, additionalProperties: false, properties: {count: {type: integer, minimum: 1}}}
+"""
+
+
+def test_a_published_schema_is_pruned_to_what_is_written() -> None:
+    published = prune_crd.schema_of(yaml.safe_load(PUBLISHED))
+    written = [{"steps": [{"count": 1}], "limits": {"cpu": 2}}, {"steps": []}]
+    assert prune_crd.prune(published, written) == yaml.safe_load(PRUNED)
+    with pytest.raises(ValueError, match=r"the schema has no \.steps\[\]\.colour"):
+        prune_crd.prune(published, [{"steps": [{"colour": 1}]}])
+
+
+def test_the_schema_has_every_field_that_is_written_and_no_other() -> None:
+    """Else `tests/support/prune_crd.py` writes it again, from the published CRD."""
+    assert prune_crd.prune(schema(), prune_crd.emitted_jobsets()) == schema()
 
 
 def test_typos_in_the_jobset_are_noticed() -> None:
