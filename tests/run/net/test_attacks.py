@@ -76,10 +76,12 @@ def unread(endpoint: str, count: int) -> None:
         assert peer._socket.poll(HANG * 1000), "no refusal"
 
 
+# 20,000 connections, one after another
+MILLION = pytest.param(50, id="a million bits", marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "size", [pytest.param(1, id="by day"), pytest.param(50, id="a million bits", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("size", [pytest.param(1, id="by day"), MILLION])
 def test_a_job_is_right_whatever_is_done_to_its_server(tmp_path: Path, size: int) -> None:
     """Two trainers wait in the middle of their job. The server's memory stays, and the numbers are one device's."""
     pservers = free_endpoints(1)
