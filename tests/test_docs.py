@@ -13,11 +13,12 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from paths import ROOT
+from ray_cluster import RayCluster
 
 import dtrans
 
@@ -128,11 +129,11 @@ def saved(blocks: Iterable[tuple[str, str]], folder: Path) -> None:
             (folder / name[1]).write_text(code)
 
 
-def run(folder: Path, *command: str) -> str:
-    """What a command prints, in a new process that has the user's settings and nothing of ours."""
+def run(folder: Path, *command: str, **variables: str) -> str:
+    """Return what a command prints, in a new process with the user's settings and nothing of ours."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_", "XLA_"))}
     path = os.pathsep.join([os.path.dirname(sys.executable), env["PATH"]])
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(README.parent), "PATH": path}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(README.parent), "PATH": path, **variables}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -172,15 +173,37 @@ print(f"loss {loss:.6f}")
 """
 
 
+# on a busy machine Ray Train's workers take longer to start than the minute that it gives them
+RAY = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "200",
+}
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    """Start one cluster for all scripts; actors of one that a script starts by itself starve beside other tests."""
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    with RayCluster(nodes=1, cpus=4) as cluster:
+        yield cluster.address
+
+
+@pytest.fixture(scope="module")
+def loss_of_one_device(tmp_path_factory: pytest.TempPathFactory) -> float:
+    folder = tmp_path_factory.mktemp("alone")
+    saved(blocks_of(README), folder)
+    (found,) = re.findall(r"loss (\S+)", run(folder, sys.executable, "-c", ALONE))
+    return float(found)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("script", ["on_ray.py", "in_ray_train.py"])
-def test_scripts_about_ray_run_as_pasted(script, tmp_path):
-    """Each starts a cluster of its own, which takes half a minute and more."""
-    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+def test_scripts_about_ray_run_as_pasted(script, ray_address, loss_of_one_device, tmp_path):
     saved([*blocks_of(README), *blocks_of(README.parent / "docs" / "ray.md")], tmp_path)
-    (wanted,) = re.findall(r"loss (\S+)", run(tmp_path, sys.executable, "-c", ALONE))
-    losses = re.findall(r"loss (\S+)", run(tmp_path, sys.executable, script))
-    assert losses and all(float(x) == pytest.approx(float(wanted), abs=2e-6) for x in losses)
+    said = run(tmp_path, sys.executable, script, RAY_ADDRESS=ray_address, **RAY)
+    losses = re.findall(r"loss (\S+)", said)
+    assert losses and all(float(x) == pytest.approx(loss_of_one_device, abs=2e-6) for x in losses)
 
 
 def test_readme_opens_with_what_it_is_and_the_two_commands():

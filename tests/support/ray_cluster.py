@@ -1,7 +1,7 @@
-"""A Ray cluster of three nodes on this machine, in a process of its own: Ray forks, which JAX does not like.
+"""A Ray cluster on this machine, in a process of its own: Ray forks, which JAX does not like.
 
-As a script it starts the nodes, prints the address and waits for lines: the id of a node removes that node, and the end
-of standard input ends all.
+As a script it starts nodes, prints the address and waits for lines: the id of a node removes that node, and the end of
+standard input ends all.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ import tempfile
 from types import TracebackType
 
 
-NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
-NODES = 3
+NODES, CPUS = 3, 2  # nodes of a cluster, and processors of each
 
 
 class RayCluster:
     """The cluster, for a test. A context manager.
 
+    Args:
+      nodes: number of nodes.
+      cpus: processors of each, as Ray counts them.
+
     Attributes:
-      address: of the cluster, as `ray.init` takes it.
+      address: address of the cluster, as `ray.init` takes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: int = NODES, cpus: int = CPUS) -> None:
         # actors import dtrans, and modules of tests
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, __file__, str(nodes), str(cpus)]
+        self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.address = next(line.split()[1] for line in self._process.stdout if line.startswith("address "))
 
@@ -52,11 +54,14 @@ def main() -> None:
     """Run the cluster until standard input ends."""
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # names of sockets in it must be short
     os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    os.environ |= {"RAY_worker_niceness": "0"}  # Ray's 15 lets actors starve beside other tests
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    count, cpus = map(int, sys.argv[1:])
+    options = {"num_cpus": cpus, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
     try:
-        nodes = [cluster.head_node, *(cluster.add_node(**NODE) for _ in range(NODES - 1))]
+        nodes = [cluster.head_node, *(cluster.add_node(**options) for _ in range(count - 1))]
         print(f"address {cluster.address}", flush=True)
         for line in sys.stdin:
             (node,) = (x for x in nodes if x.node_id == line.strip())
