@@ -1,4 +1,4 @@
-"""What may be made of the gradients of several steps, when one update stands for all of them.
+"""Merging of the gradients of several steps, when one update stands for all of them.
 
 sum    where the update is linear in its gradients, and in nothing that updates change: one by the sum is what all of
        them would have done. So it is for plain SGD at one rate; not with momentum, weight decay or a clip
@@ -9,18 +9,21 @@ none   where a count decides how a gradient is used (`optax.MultiSteps`), or a p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
-from dtrans._jax import COND, LOOPS, JaxprEqn, Var, is_rearrangement, linear_operands, same_operand
-from dtrans.ir.dataflow import is_zero_array, propagate
-from dtrans.step.cut import Cut, Gradient, OptimizeHalf
+from dtrans._jax import COND, LOOPS, JaxprEqn, Var, has_bodies, linear_operands, same_operand, zeros_by
+from dtrans.ir.dataflow import propagate
+from dtrans.ir.interpret import ForwardAnalysis, forward_jaxpr
+from dtrans.step.cut import Cut, Gradient
 
 
 def merging(step: Cut) -> Literal["sum", "mean", "none"]:
-    """What may be made of gradients of several steps."""
+    """Return how gradients of several steps are merged into one update."""
     half = step.optimize
     inner = half.inner
     of_gradient, of_state = 1, 2
@@ -36,94 +39,86 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
             decides = bits(eqn.invars[0]) if eqn.primitive.name == "select_n" else 0
             if decides == of_state or eqn.primitive.name in (COND, *LOOPS):
                 return "none"
-    outs = half.outvars
-    old = _unchanged(half, step.params)
-    if any(
-        not bits(a := outs[n]) & of_gradient and not (isinstance(a, Var) and old.get(a) == n) for n in step.optimized
-    ):
+    terms = _terms(step)
+    if any(not bits(half.outvars[n]) & of_gradient and terms[n] != _Term("old", n) for n in step.optimized):
         return "none"
-    return "sum" if is_linear(half, step.params) else "mean"
+    # new parameters are old ones plus something linear in the gradients, which no parameter enters; and no
+    # state is made of gradients
+    fits = lambda n, x: x in (_Term("old", n), _Term("new", n)) if n in step.params else x.kind not in _OF_GRADIENTS
+    return "sum" if all(fits(n, x) for n, x in terms.items()) else "mean"
 
 
-def is_linear(half: OptimizeHalf, params: Sequence[str]) -> bool:
-    """Whether new parameters are old ones plus something linear in the gradients that no parameter enters.
+class _Term(NamedTuple):
+    """What a value is to the gradients and parameters of an update.
 
-    No state may be made of gradients either.
+    Attributes:
+      kind: "zero" everywhere, "fixed", "moving" (a parameter enters it), "linear" in the gradients,
+        an "old" parameter, a "new" one (an old one plus something linear), or another function of
+        gradients ("other").
+      leaf: the parameter that it is.
     """
-    inner = half.inner
-    ins = half.invars
-    moving = propagate(inner.eqns, {v: 1 for n, v in ins.items() if n in params}, {})  # what updates change
-    linear = {v for n, v in ins.items() if isinstance(n, Gradient)}
-    old = _unchanged(half, params)
-    new: dict[Var, str] = {}  # what is one plus something linear
-    made_by = {v: e for e in inner.eqns for v in e.outvars}
-    for eqn in inner.eqns:
-        values = [a for a in eqn.invars if isinstance(a, Var)]
-        first = eqn.outvars[0]
-        if values and values[0] in new and _keeps_value(eqn) and _inexact(eqn):
-            new[first] = new[values[0]]
-        elif any(v in new for v in values):
-            return False
-        elif any(v in linear for v in values):
-            shifted = _shifted(eqn, linear, old)
-            if shifted is not None:
-                new[first] = shifted
-            elif _is_linear_in(eqn, linear, moving, made_by):
-                linear.update(eqn.outvars)
-            else:
-                return False
-    kept = lambda n, a: isinstance(a, Var) and n in (old.get(a), new.get(a))
-    made_of = propagate(inner.eqns, {v: 1 for n, v in ins.items() if isinstance(n, Gradient)}, {})
-    return all(
-        kept(n, a) if n in params else not (isinstance(a, Var) and made_of.get(a)) for n, a in half.outvars.items()
-    )
+
+    kind: str
+    leaf: str = ""
 
 
-def _unchanged(half: OptimizeHalf, params: Sequence[str]) -> dict[Var, str]:
-    """The values that still are a parameter: of another type, or with nothing added (`optax.set_to_zero`)."""
-    inner = half.inner
-    old = {v: n for n, v in half.invars.items() if isinstance(n, str) and n in params}
-    zeros: set[Var] = set()
-    is_zero = lambda a: a in zeros if isinstance(a, Var) else not a.aval.shape and bool(a.val == 0)
-    for eqn in inner.eqns:
-        name, operands = eqn.primitive.name, eqn.invars
-        kept = [a for a in operands if isinstance(a, Var) and a in old]
-        if (_keeps_value(eqn) or is_rearrangement(eqn)) and is_zero(operands[0]):
-            zeros.update(eqn.outvars)
-        elif len(kept) == 1 and (_keeps_value(eqn) or (name in ("add", "add_any") and any(map(is_zero, operands)))):
-            old[eqn.outvars[0]] = old[kept[0]]
-    return old
+_OF_GRADIENTS = ("linear", "new", "other")
 
 
-def _shifted(eqn: JaxprEqn, linear: set[Var], old: dict[Var, str]) -> str | None:
-    """The parameter that something linear is added to, or subtracted from."""
-    if eqn.primitive.name not in ("add", "add_any", "sub"):
-        return None
-    a, b = eqn.invars
-    is_linear = lambda x: isinstance(x, Var) and x in linear
-    leaf = lambda x: old.get(x) if isinstance(x, Var) else None
-    if is_linear(b) and leaf(a) is not None:
-        return leaf(a)
-    return leaf(b) if is_linear(a) and eqn.primitive.name != "sub" else None
+def _terms(step: Cut) -> dict[str, _Term]:
+    """Return what each output of an update is."""
+    half = step.optimize
+    starts = [_Term("linear") if isinstance(n, Gradient) else _Term("fixed") for n in half.in_names]
+    starts = [_Term("old", n) if n in step.params else x for n, x in zip(half.in_names, starts, strict=True)]
+    facts = forward_jaxpr(_LINEAR, half.jaxpr, starts)
+    return {n: facts.of(a) for n, a in half.outvars.items()}
 
 
-def _is_linear_in(eqn: JaxprEqn, linear: set[Var], moving: Mapping[Var, int], made_by: Mapping[Var, JaxprEqn]) -> bool:
-    """Return True if an equation is linear in its operands that are, whatever parameters do.
-
-    The other operands of a group have to be zeros: x + 1 is not linear in x.
-    """
-    ours = {i for i, a in enumerate(eqn.invars) if isinstance(a, Var) and a in linear}
-    zeros = {i for i, a in enumerate(eqn.invars) if i not in ours and is_zero_array(a, made_by)}
-    others = [a for i, a in enumerate(eqn.invars) if i not in ours | zeros]
-    if any(isinstance(a, Var) and moving.get(a) for a in others):
-        return False
-    return any(ours <= set(group) <= ours | zeros for group in linear_operands(eqn))
+def _rule(eqn: JaxprEqn, ins: Sequence[_Term]) -> list[_Term] | None:
+    return None if has_bodies(eqn) else [_term(eqn, ins)] * len(eqn.outvars)
 
 
-def _keeps_value(eqn: JaxprEqn) -> bool:
-    """Return True if the output is operand 0, in another type perhaps."""
-    return eqn.primitive.name == "convert_element_type" or same_operand(eqn) == 0
+def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
+    name, kinds = eqn.primitive.name, [x.kind for x in ins]
+    has = lambda kind: [i for i, x in enumerate(kinds) if x == kind]
+    if has("zero") and zeros_by(eqn, has("zero")) == ():
+        return _Term("zero")
+    if (name == "convert_element_type" or same_operand(eqn) == 0) and kinds[0] in ("old", "new"):
+        return ins[0] if _is_inexact(eqn) else _without_leaf(ins[0])
+    if name in ("add", "add_any", "sub"):
+        first, second = ins if kinds[0] == "old" or name == "sub" else reversed(ins)
+        if first.kind == "old" and second.kind in ("zero", "linear"):
+            return first if second.kind == "zero" else _Term("new", first.leaf)
+    if has("linear") and not (has("old") or has("moving") or has("new") or has("other")):
+        # the other operands of a group have to be zeros: x + 1 is not linear in x
+        ours, zeros = set(has("linear")), set(has("zero"))
+        return _Term("linear" if any(ours <= set(g) <= ours | zeros for g in linear_operands(eqn)) else "other")
+    return functools.reduce(_join, map(_without_leaf, ins), _Term("fixed"))
 
 
-def _inexact(eqn: JaxprEqn) -> bool:
+def _without_leaf(x: _Term) -> _Term:
+    """Return what is made of a value in any way."""
+    return _Term("other" if x.kind in _OF_GRADIENTS else "moving" if x.leaf else x.kind)
+
+
+def _join(one: _Term, other: _Term) -> _Term:
+    if one == other:
+        return one
+    kinds = {_without_leaf(x).kind for x in (one, other)}
+    return _Term(next((k for k in ("other", "moving") if k in kinds), "fixed"))
+
+
+def _is_inexact(eqn: JaxprEqn) -> bool:
     return bool(jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact))
+
+
+def _of_constant(aval: Any, value: Any) -> _Term:
+    is_scalar = value is not None and not aval.ndim and isinstance(aval.dtype, np.dtype)
+    return _Term("zero" if is_scalar and bool(value == 0) else "fixed")
+
+
+def _decided(condition: _Term, x: _Term) -> _Term:
+    return x if condition.kind in ("zero", "fixed") else _join(_without_leaf(condition), _without_leaf(x))
+
+
+_LINEAR = ForwardAnalysis[_Term](_join, _rule, _of_constant, decide=_decided)
