@@ -109,11 +109,14 @@ def share_given(
 
 
 def silent(program: Program) -> Program:
-    """A step that tells nothing: what a part prints, or shows, is its own, and is nothing to add up."""
+    """Return a step without what it prints or shows: a part shows its own values, which are not added up."""
+    return program.rewritten(_without_effects)
+
+
+def _without_effects(program: Program) -> Program:
     inner = program.inner
     eqns = [e for e in inner.eqns if e.outvars or not e.effects]
     if len(eqns) == len(inner.eqns):
         return program
     jaxpr = closed(inner.constvars, program.jaxpr.consts, inner.invars, inner.outvars, eqns, inner)
-    again = lambda types: silent(program.specialize_flat(types))
-    return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(eqns), labels={}, specializer=again)
+    return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(eqns), labels={})

@@ -146,15 +146,14 @@ class GivenValues:
             eqns,
             inner,
         )
-        count = len(inner.invars)
-        return dataclasses.replace(
+        made = dataclasses.replace(
             captured,
             jaxpr=jaxpr,
             args=(*captured.args, TreeSpec.of(tuple(v.aval for v in added), ROOT)),
             roles=(FORWARD,) * len(eqns),
             labels={},
-            specializer=lambda types: self.taken_by(captured.specialize_flat(types[:count])),
         )
+        return captured.rewritten(self.taken_by, made=made)
 
     def _loss(self, step: _Flat, given: Mapping[Spot, Var], sub: Mapping[Var, Var]) -> JaxprEqn:
         """The equation of the loss, which reads those that it made."""
@@ -184,9 +183,7 @@ class GivenValues:
         ins = dict(zip(captured.in_names, step.inner.invars, strict=True))
         held = tuple(n for n in self.held if ins[n] in used)
         args = (*captured.args[2:], TreeSpec(jax.tree.structure(held), held))
-        state = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in captured.inputs.values()]
-        state = state[: len(state) - sum(len(spec.names) for spec in captured.args[2:])]
-        made = closed(
+        whole = closed(
             [*step.inner.constvars, *body.constvars],
             [*step.constants, *constants(step.body)],
             [ins[n] for spec in args for n in spec.names],
@@ -194,21 +191,19 @@ class GivenValues:
             [eqns[i] for i in kept],
             step.inner,
         )
-        b = Builder(made)
-        values = b.inline(made, *(b.input(v.aval) for v in opened(made).invars))
+        b = Builder(whole)
+        values = b.inline(whole, *(b.input(v.aval) for v in opened(whole).invars))
         for n in self.portions:
             (values[self.number(n)],) = b.call(_portion(self.parts), values[self.number(n)])
         jaxpr = eliminate_dead(b.build(values))
-        return Program(
+        made = Program(
             f"values of the whole batch of {captured.name}",
             jaxpr,
             args,
             TreeSpec.of(tuple(v.aval for v in outs), ROOT),
             (FORWARD,) * len(opened(jaxpr).eqns),
-            specializer=lambda types: self.made_by(
-                captured.specialize_flat([*state, *types[: len(types) - len(held)]])
-            ),
         )
+        return captured.rewritten(self.made_by, made=made)
 
 
 def given_values(whole: Program, part: Program, parts: int, held: Sequence[str]) -> GivenValues:
@@ -226,7 +221,7 @@ def given_values(whole: Program, part: Program, parts: int, held: Sequence[str])
 
 
 def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
-    """A step whose arrays of the batch have their rows on dim 0, and are turned as it wants them.
+    """Return a step whose arrays of the batch have their rows on dim 0, and are transposed to what it wants.
 
     Args:
       axes: name to the dimension that has the rows in the step as it is.
@@ -235,29 +230,20 @@ def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
     if not moved:
         return main
 
-    def adapted(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        assert main.specializer is not None
-        given = [_moved(t, 0, moved.get(n, 0)) for n, t in zip(main.in_names, types, strict=True)]
-        step = main.specializer(given)
+    def rows_first(step: Program) -> Program:
         b = Builder(step.jaxpr)
-        ins = [b.input(_aval(v.aval, t.shape)) for v, t in zip(step.inner.invars, types, strict=True)]
+        ins = [b.input(t.update(shape=_moved(t, moved.get(n, 0), 0).shape)) for n, t in step.inputs.items()]
         turned = [b.call(_turned(moved[n]), v)[0] if n in moved else v for n, v in zip(step.in_names, ins, strict=True)]
         jaxpr = b.build(b.inline(step.jaxpr, *turned))
-        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
-        return dataclasses.replace(step, jaxpr=jaxpr, roles=roles, labels={}, specializer=adapted)
+        return dataclasses.replace(step, jaxpr=jaxpr, roles=(FORWARD,) * len(jaxpr.jaxpr.eqns), labels={})
 
-    return adapted([_moved(t, moved.get(n, 0), 0) for n, t in main.inputs.items()])
+    return main.rewritten(rows_first, lambda types: {n: _moved(t, 0, moved.get(n, 0)) for n, t in types.items()})
 
 
 def _moved(t: Any, source: int, to: int) -> jax.ShapeDtypeStruct:
     shape = list(t.shape)
-    if source != to:
-        shape.insert(to, shape.pop(source))
+    shape.insert(to, shape.pop(source))
     return jax.ShapeDtypeStruct(tuple(shape), t.dtype)
-
-
-def _aval(aval: Any, shape: Sequence[int]) -> Any:
-    return aval.update(shape=tuple(shape))
 
 
 @functools.cache

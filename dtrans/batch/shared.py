@@ -121,11 +121,8 @@ def share(
         made = trainer_step(step, axes, trainers, over, open_state=open_state, noun=noun)
         return dataclasses.replace(made, program=dataclasses.replace(made.program, name=source.name))
 
-    def of_whole(types: Sequence[jax.ShapeDtypeStruct]) -> TrainerStep:
-        return written(cut_of(types))
-
-    def all_grown(types: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        return [grown(t, axes.get(n), trainers) for n, t in zip(source.in_names, types, strict=True)]
+    def all_grown(types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        return {n: grown(t, axes.get(n), trainers) for n, t in types.items()}
 
     def shared(part: TrainerStep, step: Cut, scale: PartScale | None) -> SharedStep:
         known = {n: "concat" if isinstance(way, int) else way for n, way in part.merges.items()}
@@ -136,10 +133,10 @@ def share(
         return SharedStep(step, reduce, known, joined, axes, trainers * rows, part, scale is not None, whole)
 
     def whole(types: Sequence[jax.ShapeDtypeStruct]) -> SharedStep:
-        part = adapt(of_whole(types))
+        part = adapt(written(cut_of(types)))
         return shared(part, cut(part.program).with_reported(), None)
 
-    together = cut_of(all_grown([*source.inputs.values()]))
+    together = cut_of([*all_grown(source.inputs).values()])
     part = written(together)
     # the update, what is reported of gradients, or a callback reads a number of rows: of all, and not of a part
     sized = step.unlike(together) or step.observed.unlike(together.observed)
@@ -147,7 +144,8 @@ def share(
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
         return proven
     part = adapt(part)
-    program = dataclasses.replace(part.program, specializer=lambda types: adapt(of_whole(all_grown(types))).program)
+    again = lambda other: adapt(written(cut(other).with_reported())).program
+    program = together.program.rewritten(again, all_grown, made=part.program)
     return shared(part, cut(program).with_reported(), None)
 
 

@@ -335,10 +335,8 @@ def rewritten(
     else:
         outs |= _trained_apart(b, step, o, merges, outs)
 
-    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        return rewritten(cut(source.specialize_flat(types)).with_reported(), o, merges, kind)
-
-    return Program.written(f"trainer of {source.name}", b, source.args, source.out, outs, specializer)
+    made = Program.written(f"trainer of {source.name}", b, source.args, source.out, outs)
+    return source.rewritten(lambda other: rewritten(cut(other).with_reported(), o, merges, kind), made=made)
 
 
 def _trained_together(

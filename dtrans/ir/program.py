@@ -12,7 +12,8 @@ Roles are those of Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.h):
     optimize   makes new parameters         dist       what distribution adds: splitting, joining, averaging
 
 A jaxpr has fixed shapes, a program need not: `Program.specialize(*arguments)` gives the same program for another
-batch size, traced again when it must be and kept, as `jax.jit` does. State cannot change shape.
+batch size, traced again when it must be and kept, as `jax.jit` does. State cannot change shape. A rewritten program
+(`Program.rewritten`) replays its pass on its source for these shapes, and so on down to the traced function.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,8 @@ FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST = (
 ROLES = (FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST)
 
 Signature = tuple[tuple[tuple[int, ...], Any], ...]
+Types = Mapping[str, Any]  # by name of the input
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +86,8 @@ class Program(NamedJaxpr):
       still: arrays of the state that were one number everywhere at the start, and stay it, and that number: the step
         hands them on (`dtrans.step.frozen`), and takes no others.
       of_one_state: whether its first two arguments are parts of one state (`dtrans.step.one_state`).
-      specializer: makes the same program for other input types (one `ShapeDtypeStruct` per input).
+      specializer: makes the same program for other input types (one `ShapeDtypeStruct` per input): the traced function,
+        or a `Rewrite`; None for a program of fixed shapes.
       identity: makes the fingerprint of the plan that it is a program of (`dtrans.ir.fingerprint`), where a plan has
         several roles.
 
@@ -134,14 +138,13 @@ class Program(NamedJaxpr):
         args: tuple[TreeSpec, ...],
         out: TreeSpec,
         values: Mapping[str, Atom],
-        specializer: Callable[[Sequence[jax.ShapeDtypeStruct]], Program] | None = None,
     ) -> Program:
-        """The program that a builder has written.
+        """Return the program that a builder has written, for the shapes that it was written for.
 
         Args:
           values: by name; those that `out` names are the outputs.
         """
-        return cls(name, b.build([values[n] for n in out.names]), args, out, tuple(b.roles), b.labels, specializer)
+        return cls(name, b.build([values[n] for n in out.names]), args, out, tuple(b.roles), b.labels)
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -250,14 +253,50 @@ class Program(NamedJaxpr):
         return self.specialize_flat(self.flatten(*args))
 
     def specialize_flat(self, arrays: Sequence[Any]) -> Program:
-        """As `specialize`, for the arrays of `flatten`."""
-        wanted = signature(arrays)
-        if wanted == self._signature:
-            return self
-        known = self._others.get(wanted)
-        if known is None:
-            known = self._others[wanted] = self._traced_again(wanted)
-        return known
+        """Return the program for the shapes of the arrays of `flatten`; otherwise as `specialize`."""
+        wanted, family = signature(arrays), self._family
+        if wanted not in family:
+            made = family[wanted] = self._traced_again(wanted)
+            vars(made).setdefault("_family", family)
+        return family[wanted]
+
+    def rewritten(
+        self,
+        pass_: Callable[[Program], Program],
+        types: Callable[[Types], Types] | None = None,
+        made: Program | None = None,
+    ) -> Program:
+        """Return this program as a pass rewrites it; for other shapes the pass is replayed on this program for these.
+
+        State of this program keeps its shape. Its other inputs take their shapes from the inputs of the same name.
+
+        Args:
+          pass_: makes the rewritten program of this one, for any shapes.
+          types: maps the types of the rewritten program's inputs to those of this one's, where they differ.
+          made: what the pass makes of this program, where that is known.
+
+        Example:
+          >>> import dataclasses, jax.numpy as jnp, dtrans
+          >>> renamed = lambda program: dataclasses.replace(program, name="twice")
+          >>> p = dtrans.trace(lambda x: {"y": 2.0 * x}, jnp.ones(3)).rewritten(renamed)
+          >>> other = p.specialize(jnp.ones(5))
+          >>> other.name, other.inputs["x"].shape, other.specialize(jnp.ones(3)) is p
+          ('twice', (5,), True)
+        """
+        made = pass_(self) if made is None else made
+        again = None if self.specializer is None else Rewrite(self, pass_, made.in_names, types)
+        return made if made is self else dataclasses.replace(made, specializer=again)
+
+    def on_root(self, change: Callable[[Program], Program]) -> Program:
+        """Return what the passes that wrote this program make of another first program than the traced one.
+
+        Args:
+          change: makes it of the traced program.
+        """
+        again = self.specializer
+        if isinstance(again, Rewrite):
+            return again.source.on_root(change).rewritten(again.pass_, again.types)
+        return change(self)
 
     def __call__(self, *args: Any) -> Any:
         """Run the program on this process's default device.
@@ -310,8 +349,9 @@ class Program(NamedJaxpr):
         return signature([v.aval for v in self.inner.invars])
 
     @cached_property
-    def _others(self) -> dict[Signature, Program]:
-        return {}
+    def _family(self) -> dict[Signature, Program]:
+        """This program for all shapes that were asked for; its members share the dict."""
+        return {self._signature: self}
 
     # -- showing it ------------------------------------------------------------------------------
 
@@ -326,6 +366,29 @@ class Program(NamedJaxpr):
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self) if cycle else str(self))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rewrite:
+    """Specializer of a rewritten program: the source, and the pass that is replayed on it.
+
+    Attributes:
+      source, pass_, types: as those of `Program.rewritten`.
+      names: the inputs of the rewritten program.
+    """
+
+    source: Program
+    pass_: Callable[[Program], Program]
+    names: tuple[str, ...]
+    types: Callable[[Types], Types] | None
+
+    def __call__(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        """Return what the pass makes of the source for these types of the rewritten program's inputs."""
+        given: Types = dict(zip(self.names, types, strict=True))
+        given = given if self.types is None else self.types(given)
+        held = set(self.source.state)
+        wanted = [t if n in held else given.get(n, t) for n, t in self.source.inputs.items()]
+        return self.source.specialize_flat(wanted).rewritten(self.pass_, self.types)
 
 
 def is_communication(eqn: JaxprEqn) -> bool:

@@ -187,11 +187,8 @@ class _Geo:
             b.role = role
             b.keep(eqn)
         outs |= self._send(b, {n: outs[n] for n in step.optimized}, trainer_id)
-
-        def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-            return self.program(shared(cut(source.specialize_flat(types))), trainer_id)
-
-        return Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs, specializer)
+        made = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
+        return source.rewritten(lambda other: self.program(shared(cut(other)), trainer_id), made=made)
 
     def on_rows(self, step: Cut, trainer_id: int) -> Program:
         """The program of one trainer with tables: forward, backward and update on the rows of its batch, and a `send`.
@@ -212,13 +209,8 @@ class _Geo:
         kept = {n: (rows.uniq[n], *(new[m] for m in (n, *t.zero.state))) for n, t in tables.of.items()}
         outs = {**source.outvars, **made, **new, **self._send(b, sent, trainer_id, kept), **none_of}
         without_unused(b, [outs[n] for n in source.out_names])
-
-        def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-            whole = [source.inputs[n] if n in none_of else t for n, t in zip(source.in_names, types, strict=True)]
-            held = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in whole]
-            return self.on_rows(cut(source.specialize_flat(held)), trainer_id)
-
-        return Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs, specializer)
+        program = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
+        return source.rewritten(lambda other: self.on_rows(cut(other), trainer_id), made=program)
 
     def _half(
         self, b: Builder, step: Cut, gradients: dict[str, Any], trainer_id: int

@@ -123,16 +123,12 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
     out = without(source.out, source.args[1])
     param_args = (source.args[0], *source.args[2:])
 
-    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        count = len(step.params)
-        whole = [*(source.inputs[n] if n in wiring.tables else t for n, t in zip(step.params, types, strict=False))]
-        state = [source.inputs[n] for n in step.opt_state]
-        held = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in (*whole, *state)]
-        again = wiring.update_of(cut(source.specialize_flat([*held, *types[count:]])))
-        check_same_update(step, again)
-        return trainer_program(again, placement, trainer_id, wiring)
+    def again(source: Program) -> Program:
+        other = wiring.update_of(cut(source))
+        check_same_update(step, other)
+        return trainer_program(other, placement, trainer_id, wiring)
 
-    return Program.written(f"trainer {trainer_id}", b, param_args, out, outs, specializer)
+    return source.rewritten(again, made=Program.written(f"trainer {trainer_id}", b, param_args, out, outs))
 
 
 def out_names(step: Cut) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ trace by, so that a jitted step is traced anew.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,12 +60,12 @@ WHOLE_BATCH = (
     "the loss function"
 )
 
-_captures: Any = jax.make_user_context(False)
+capturing: Any = jax.make_user_context(False)
 
 
 def captures() -> bool:
-    """Whether losses are to be left as they are in this trace."""
-    return bool(_captures.value)
+    """Return True if losses are to be left as they are in this trace."""
+    return bool(capturing.value)
 
 
 def left_as_it_is(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -98,7 +98,12 @@ def captured(program: Program) -> Program:
     Raises:
       GradientError: it was not made from a function, or has no `dtrans.value_and_grad`, or several, or one in a loop.
     """
-    made = _again(program, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in program.inputs.values()])
+    if program.specializer is None:
+        raise GradientError(
+            f"{program.name} was not traced from a function (dtrans.trace), so that its loss cannot be told apart "
+            "from its derivative"
+        )
+    made = _captured(program)
     loss_of(made)
     return made
 
@@ -107,22 +112,22 @@ def captured_if_marked(program: Program) -> Program | None:
     """The same; None for a step that is of no such kind."""
     if program.specializer is None:
         return None
-    made = _again(program, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in program.inputs.values()])
+    made = _captured(program)
     found = [e for e in equations(made.jaxpr) if e.primitive is value_and_grad_p]
     at_top = any(e.primitive is value_and_grad_p for e in opened(inline_calls(made.jaxpr)).eqns)
     return made if len(found) == 1 and at_top else None
 
 
-def _again(program: Program, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-    if program.specializer is None:
-        raise GradientError(
-            f"{program.name} was not traced from a function (dtrans.trace), so that its loss cannot be told apart "
-            "from its derivative"
-        )
-    trace = program.specializer
-    with _captures(True):
-        made = _with_counters_first(trace(types))
-    return dataclasses.replace(made, specializer=lambda types: _again(program, types))
+def _captured(program: Program) -> Program:
+    return program.on_root(_with_loss).rewritten(_with_counters_first)
+
+
+def _with_loss(traced: Program) -> Program:
+    """Return a traced program, traced again with its loss as one equation, for all shapes."""
+    function: Any = traced.specializer
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in traced.inputs.values()]
+    again: Program = dataclasses.replace(function, captures=True)(types)
+    return again
 
 
 def _with_counters_first(program: Program) -> Program:
@@ -209,7 +214,11 @@ def refuse_loss_in_update(program: Program) -> None:
 
 
 def differentiated(program: Program) -> Program:
-    """A captured step as it runs: with the derivative of its loss in place of the equation."""
+    """Return a captured step as it runs: with the derivative of its loss in place of the equation."""
+    return program.rewritten(_differentiated)
+
+
+def _differentiated(program: Program) -> Program:
     inner = program.inner
     consts = dict(zip(inner.constvars, program.jaxpr.consts, strict=True))
 
@@ -226,13 +235,7 @@ def differentiated(program: Program) -> Program:
         return [read(a) for a in inner.outvars]
 
     jaxpr = lowered_jaxpr(run, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars))
-    return dataclasses.replace(
-        program,
-        jaxpr=jaxpr,
-        roles=("",) * len(opened(jaxpr).eqns),
-        labels={},
-        specializer=lambda types: differentiated(program.specialize_flat(types)),
-    )
+    return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(opened(jaxpr).eqns), labels={})
 
 
 def _value_and_grad(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:

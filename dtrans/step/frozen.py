@@ -51,12 +51,12 @@ def hands_on_what_is_still(main: Program, startup: Program) -> Program:
     still, zeros = still_leaves(main, {n: begin[n] for n in opt_state if begin.get(n) is not None})
     if set(still).isdisjoint(params):
         return main
-    made = _handing_on(main, still, zeros)
+    made = main.rewritten(lambda other: _handing_on(other, still, zeros))
     graded = cut(made).optimize.graded & still.keys()
     if not graded:
         return made
     kept = {n: x for n, x in still.items() if n not in graded}
-    return main if set(kept).isdisjoint(params) else _handing_on(main, kept, zeros)
+    return main if set(kept).isdisjoint(params) else main.rewritten(lambda other: _handing_on(other, kept, zeros))
 
 
 def check_still(main: Program, name: str, x: Any) -> None:
@@ -194,17 +194,10 @@ def _handing_on(main: Program, still: Mapping[str, Any], zeros: Collection[str])
             b.keep(eqn.replace(invars=taken) if instead else eqn)
     outs = zip(main.out_names, inner.outvars, strict=True)
     made = b.build([invars[n] if n in still else instead.get(a, a) if isinstance(a, Var) else a for n, a in outs])
-    again = main.specializer
-
-    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        assert again is not None
-        return _handing_on(again(types), still, zeros)
-
     return dataclasses.replace(
         main,
         jaxpr=made,
         roles=guess_roles(made),
         labels={},
         still={n: x for n, x in still.items() if x is not None},
-        specializer=None if again is None else specializer,
     )

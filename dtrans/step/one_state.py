@@ -93,7 +93,8 @@ def in_two_parts(program: Program) -> Program:
             f"{', ...' if len(kinds) > 6 else ''}. Take gradients with dtrans.value_and_grad in place of "
             "jax.value_and_grad"
         )
-    return _divided(program, {n for n, kind in kinds.items() if kind != OPTIMIZER})
+    held = {n for n, kind in kinds.items() if kind != OPTIMIZER}
+    return program.rewritten(lambda other: _divided(other, held))
 
 
 def divide(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
@@ -112,12 +113,6 @@ def _divided(program: Program, params: Collection[str]) -> Program:
     out = _result(program, args[:2])
     made = dict(program.outvars)
     inner = program.inner
-
-    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        assert program.specializer is not None
-        given = dict(zip(order, types, strict=True))
-        return _divided(program.specializer([given[i] for i in range(len(order))]), params)
-
     made |= {unused_name(f"new_{n}", place): v for n, v in made.items() if n in place}
     jaxpr = closed(
         inner.constvars,
@@ -127,14 +122,7 @@ def _divided(program: Program, params: Collection[str]) -> Program:
         inner.eqns,
         program.jaxpr,
     )
-    return dataclasses.replace(
-        program,
-        jaxpr=jaxpr,
-        args=args,
-        out=out,
-        specializer=specializer if program.specializer else None,
-        of_one_state=True,
-    )
+    return dataclasses.replace(program, jaxpr=jaxpr, args=args, out=out, of_one_state=True)
 
 
 def _result(program: Program, parts: Sequence[TreeSpec]) -> TreeSpec:

@@ -27,6 +27,7 @@ from dtrans.errors import TraceError
 from dtrans.ir.batched_gathers import batched_gathers
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import NUMBERS, Static, TreeSpec, as_array, is_array
+from dtrans.step.capture import captures, capturing
 from dtrans.step.scopes import numbered
 
 
@@ -85,7 +86,7 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
         specs,
         out,
         guess_roles(jaxpr),
-        specializer=TracedFunction(fn, specs, name, mesh),
+        specializer=TracedFunction(fn, specs, name, mesh, captures()),
         ambiguous_outputs=ambiguous_outputs,
         numbers=numbers,
         guessed=True,
@@ -102,17 +103,19 @@ class TracedFunction:
       fn, name: as those of `trace`.
       args: the structure of each argument.
       mesh: the mesh whose axes the function may name.
+      captures: True if losses are left as they are (`dtrans.step.capture`).
     """
 
     fn: Callable[..., Any]
     args: tuple[TreeSpec, ...]
     name: str | None
     mesh: Any
+    captures: bool = False
 
     def __call__(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         """Trace the function with inputs of these types."""
         it = iter(types)
-        with within_mesh(self.mesh):
+        with within_mesh(self.mesh), capturing(self.captures):
             return trace(self.fn, *(s.unflatten([next(it) for _ in s.names]) for s in self.args), name=self.name)
 
 

@@ -125,14 +125,8 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
     outs = [w.read(a) for a in inner.outvars]
     dynamic = scaling is not None and scaling.dynamic
     args = (*main.args[:2], *([scale_spec()] if dynamic else []), *main.args[2:])
-
-    def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        held = sum(len(spec.names) for spec in main.args[:2])
-        extra = len(scale_spec().names) if dynamic else 0
-        again = main.specialize_flat([*types[:held], *types[held + extra :]])
-        return low_precision(again, cut(again), amp, scaling)
-
-    return Program(main.name, b.build(outs), args, main.out, tuple(found), {}, specializer, main.ambiguous_outputs)
+    made = Program(main.name, b.build(outs), args, main.out, tuple(found), {}, ambiguous_outputs=main.ambiguous_outputs)
+    return main.rewritten(lambda other: low_precision(other, cut(other), amp, scaling), made=made)
 
 
 def low_products(jaxpr: ClosedJaxpr, amp: str, params: Sequence[Var]) -> tuple[ClosedJaxpr, list[int]]:

@@ -224,25 +224,22 @@ class RankWriter:
             call_once(b, self.o.over)
         owned = self.layout.owned
         args, out = (owned.args, owned.out) if owned else (self.source.args, self.source.out)
-        n_state, n_given = (sum(len(spec.names) for spec in of[:2]) for of in (self.source.args, args))
 
-        def specializer(types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-            held = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.source.inner.invars[:n_state]]
-            other = cut(self.source.specialize_flat([*held, *types[n_given:]])).with_reported()
-            other = with_forward_values(other, self.o)
+        def again(source: Program) -> Program:
+            other = with_forward_values(cut(source).with_reported(), self.o)
             return rewritten(other, self.layout.for_update(self.step, other))
 
         if finite is not None:
             out = both(out, scale_spec())
-        return Program(
+        program = Program(
             f"rank of {self.source.name}",
             b.build([found[n] for n in out.names]),
             args,
             out,
             tuple(DIST if is_communication(e) else role for e, role in zip(b.eqns, b.roles, strict=True)),
             b.labels,
-            specializer,
         )
+        return self.source.rewritten(again, made=program)
 
     # -- forward and backward --------------------------------------------------------------------
 
