@@ -8,7 +8,7 @@ the micro-steps, where each has its rows of the batch and what crosses it commun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -72,9 +72,9 @@ class GivenMicroSteps:
 
 def share_given(
     step: Cut,
-    whole: Program,
     part: Program,
-    held: Sequence[str],
+    types: Sequence[jax.ShapeDtypeStruct],
+    held: Callable[[], Sequence[str]],
     batch: Batch,
     parts: int,
     over: Sequence[str],
@@ -84,9 +84,9 @@ def share_given(
 
     Args:
       step: of a part, which tells nothing (`silent`).
-      whole: the step of the whole batch, captured.
-      part: the same of a part.
-      held: state that all parts have, and that values may be made of.
+      part: the same, captured.
+      types: of the step's inputs, with the whole batch.
+      held: names the state that all parts have, and that values may be made of; it is called where they are sought.
       batch: which arrays are cut, on dim 0.
       parts: how many there are.
       over: the named axes that they would be on.
@@ -96,8 +96,11 @@ def share_given(
       How they share it, and values that prove it; without a proof, what is in the way.
     """
     shared = share(step, batch, parts, over, open_state=True, noun=noun)
-    given = None if shared.proven else given_values(whole, part, parts, held)
-    if given is None or not given.spots:
+    if shared.proven:
+        return shared, None
+    whole = part.specialize_flat(types)
+    given = given_values(whole, part, parts, held())
+    if not given.spots:
         return shared, None
     for way in given.by_portions(whole):
         taken = cut(silent(differentiated(way.taken_by(part)))).with_reported()

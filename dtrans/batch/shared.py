@@ -143,6 +143,8 @@ def share(
     scale = None if sized else scale_of_parts(step, part, trainers, portions)
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
         return proven
+    if open_state:  # parts exchange nothing: nobody carries out the step that does
+        return shared(part, step, None)
     part = adapt(part)
     again = lambda other: adapt(written(cut(other).with_reported())).program
     program = together.program.rewritten(again, all_grown, made=part.program)

@@ -230,18 +230,20 @@ def _by_micro_steps(step: Cut, o: Options, main: Program | None) -> tuple[Shared
     part = step.program.specialize_flat([*types.values()])
     parted = cut(part).with_reported()
     shared = share(parted, o.batch, parts, o.over, noun=o.noun)
-    captured = None if shared.proven or main is None or any(axes.values()) else captured_if_marked(main)
+    captured = None if shared.proven or main is None or any(axes.values()) else captured_if_marked(part)
     # forward is given values of the whole batch; an update that reads the batch has one trainer's rows
     reads_batch = not axes.keys().isdisjoint(step.optimize.in_names) or step.optimize.unlike(parted.optimize)
     if captured is None or reads_batch:
         return shared, None
-    whole = captured.specialize_flat([grown(t, axes.get(n), parts) for n, t in types.items()])
+    whole = [grown(t, axes.get(n), parts) for n, t in types.items()]
     batch = dataclasses.replace(o.batch, axes=0, unsplit_inputs=tuple(n for n in step.batch if n not in axes))
     of_part = cut(silent(part)).with_reported()
-    leaves = leaves_of_state(step.optimize, step.params) if step.asked else {}
-    held = (*step.frozen, *(n for n in step.asked if n not in leaves))
-    types_whole = captured.specialize_flat([*types.values()])
-    again, values = share_given(of_part, whole, types_whole, held, batch, parts, o.over, o.noun)
+
+    def held() -> tuple[str, ...]:
+        leaves = leaves_of_state(step.optimize, step.params) if step.asked else {}
+        return (*step.frozen, *(n for n in step.asked if n not in leaves))
+
+    again, values = share_given(of_part, captured, whole, held, batch, parts, o.over, o.noun)
     given = None if values is None else GivenMicroSteps(captured, values, axes, o.trainers, o.over)
     return again, given
 

@@ -56,9 +56,14 @@ def inline_calls(
                 continue
             if body is None:
                 # a body can be shared by several calls, so its variables are made anew for each
-                outs = list(eqn.outvars) if top else [Var(v.aval) for v in eqn.outvars]
+                ins = [read(a) for a in eqn.invars]
+                if top:
+                    same = all(a is b for a, b in zip(ins, eqn.invars, strict=True))
+                    eqns.append(eqn if same else eqn.replace(invars=ins))
+                    continue
+                outs = [Var(v.aval) for v in eqn.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
-                eqns.append(wrap(eqn.replace(invars=[read(a) for a in eqn.invars], outvars=outs)))
+                eqns.append(wrap(eqn.replace(invars=ins, outvars=outs)))
                 continue
             sub = opened(body)
             inside: dict[Var, Atom] = dict(zip(sub.invars, map(read, eqn.invars), strict=True))

@@ -287,6 +287,18 @@ class Program(NamedJaxpr):
         again = None if self.specializer is None else Rewrite(self, pass_, made.in_names, types)
         return made if made is self else dataclasses.replace(made, specializer=again)
 
+    def once(self, make: Callable[[Program], T], known: T | None = None) -> T:
+        """Return `make(self)`, which is computed once and kept with the program.
+
+        Args:
+          make: a function of the program alone.
+          known: its result, where that is known.
+        """
+        if make not in self._results:
+            self._results[make] = make(self) if known is None else known
+        found: T = self._results[make]
+        return found
+
     def on_root(self, change: Callable[[Program], Program]) -> Program:
         """Return what the passes that wrote this program make of another first program than the traced one.
 
@@ -347,6 +359,10 @@ class Program(NamedJaxpr):
     @cached_property
     def _signature(self) -> Signature:
         return signature([v.aval for v in self.inner.invars])
+
+    @cached_property
+    def _results(self) -> dict[Callable[[Program], Any], Any]:
+        return {}
 
     @cached_property
     def _family(self) -> dict[Signature, Program]:

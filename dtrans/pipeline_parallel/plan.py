@@ -79,7 +79,7 @@ class PipelinePlan(Plan):
     Attributes:
       main: the step, with calls inlined and exact roles.
       startup: the single-device init.
-      captured: the step with its loss as one equation (`dtrans.step.capture`).
+      captured: the step of a micro-batch, with its loss as one equation (`dtrans.step.capture`).
       options: what it was planned with: see `dtrans.pipeline`.
       schedule: what each device does when.
       stage_of: the stage of each equation of the loss function.

@@ -80,6 +80,8 @@ def cuts_of(
         places = [i for i, n in enumerate(p.in_names) if n in users and readers[n] == [stage.index]]
         cuts = default_cuts(p.jaxpr, places, count, _is_split)
         found |= {p.in_names[i]: d for i, d in cuts.items()}
+    if not found:
+        return Cuts(tuple(shards), {})
     analysis = analyse(step.optimize, step.params, {n: d for n, d in found.items() if d})
     plain = analyse(step.optimize, step.params)
     state = dict(found)

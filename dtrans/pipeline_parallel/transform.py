@@ -26,7 +26,7 @@ from dtrans.checks import check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.transform import check_names, refuse_collectives
-from dtrans.errors import BatchError, ConfigError, GradientError
+from dtrans.errors import BatchError, ConfigError, DtransError, GradientError
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
@@ -212,19 +212,23 @@ def plan_pipeline(
         o = dataclasses.replace(o, batch=dataclasses.replace(o.batch, axes=0, unsplit_inputs=shared_ones))
         main = with_rows_first(main, axes)
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()]
-    whole = captured(main)  # first, since loops over micro-batches have no rows of a smaller one
-    plain = of_micro_batch(main, o, types)  # for what results are made of
+    try:
+        traced = micro_batch_of(main, o, types)
+    except DtransError:
+        captured(main)  # a loop over micro-batches has no rows of a smaller one: it is refused as a loop
+        raise
+    part = captured(traced)
+    plain = cut(traced).with_reported()  # for what results are made of
     refuse_across(plain, STAGES_HAVE, told=True)
-    refuse_loss_in_update(whole)
+    refuse_loss_in_update(part)
     _check_told(plain, o)
-    shared, given = shared_by(main, whole, o, types)
+    shared, given = shared_by(main, o, types)
     o = o.local if shared is None else o.of(shared)
     values = None
     if given is not None:
-        values = given.made_by(whole)
-        whole = given.taken_by(whole)
-        types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in whole.inputs.values()]
-    step = of_micro_batch(whole, o, types)
+        values = given.made_by(part.specialize_flat(types))
+        part = given.taken_by(part)
+    step = cut(part).with_reported()
     _check_told(step, o)
     check_names(step, o.of_parts)
     startup = match_startup(step, startup)
@@ -234,7 +238,7 @@ def plan_pipeline(
     if auto:
         o, timetable = auto_stages(forward, o)
     _check_names(forward, o)
-    merges = _merges(plain, whole, forward, o, shared=shared is not None)
+    merges = _merges(plain, part, forward, o, shared=shared is not None)
     check_state(merges, step.params, o)
     forward, found, turns, rows = _planned_stages(forward, o)
     step = forward.step  # loops over layers are in parts now
@@ -245,7 +249,7 @@ def plan_pipeline(
     return PipelinePlan(
         main=as_given.program,  # of the whole batch, with exact roles
         startup=startup,
-        captured=whole,
+        captured=part,
         options=o,
         schedule=timetable,
         stage_of=tuple(found),
@@ -303,27 +307,27 @@ def _check_told(step: Cut, o: PipelineOptions) -> None:
 
 
 def shared_by(
-    main: Program, whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
+    main: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[SharedStep | None, GivenValues | None]:
-    """How micro-batches share the batch, and what they are given for that; None where each takes the step alone.
+    """Return how micro-batches share the batch, and their values of the whole; None where each takes the step alone.
 
     Args:
       main: the step of the whole batch, of these types.
-      whole: the same, captured.
 
     Raises:
       ConfigError: a step that is not made of its parts, with what no parameter enters given.
     """
     if not o.batch.exact or o.parts == 1:
         return None, None
-    types = of_two_rows(whole, o, types)
-    whole = whole.specialize_flat(types)
-    plain = cut(silent(captured_part(main, o, types))).with_reported()
-    leaves = leaves_of_state(plain.optimize, plain.params)
-    held = (*plain.frozen, *(n for n in plain.opt_state if n in plain.asked or n not in leaves))
-    shared, given = share_given(
-        plain, whole, captured_part(whole, o, types), held, o.batch, o.parts, PARTS, "micro-batch"
-    )
+    types = of_two_rows(main, o, types)
+    part = micro_batch_of(main, o, types)
+    plain = cut(silent(part)).with_reported()
+
+    def held() -> tuple[str, ...]:
+        leaves = leaves_of_state(plain.optimize, plain.params)
+        return (*plain.frozen, *(n for n in plain.opt_state if n in plain.asked or n not in leaves))
+
+    shared, given = share_given(plain, captured(part), types, held, o.batch, o.parts, PARTS, "micro-batch")
     if shared.proven:
         return shared, given
     raise not_made_of_parts(plain, shared, "micro-batches", "micro")
@@ -372,17 +376,17 @@ def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
             )
 
 
-def _merges(plain: Cut, whole: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool) -> dict[str, str]:
+def _merges(plain: Cut, part: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool) -> dict[str, str]:
     """What becomes of each result: as it was asked for, as the model collects it, or as it must be.
 
     Args:
       plain: the step for a micro-batch as it was traced: its loss shows what results are made of.
-      whole: the captured step.
+      part: the captured step.
       shared: whether the step is exact, and the ways to merge in `o` are what was found of it.
     """
     step = forward.step
     keys = {n: key for n, key in forward.collected.items() if n in step.results or n in step.params}
-    for n, key in _collected_outside(whole, step).items():
+    for n, key in _collected_outside(part, step).items():
         if keys.setdefault(n, key) != key:
             raise ConfigError(f"{n} is collected under {keys[n]} in the loss, and under {key} outside of it")
     for n, key in keys.items():
@@ -411,15 +415,13 @@ def _merges(plain: Cut, whole: Program, forward: ForwardPass, o: PipelineOptions
     return {**merges, **dict.fromkeys(shown, STACK), **{n: key for n, key in keys.items() if n in step.results}}
 
 
-def _collected_outside(whole: Program, step: Cut) -> dict[str, str]:
+def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
     """The collections of results that the step collects outside of its loss."""
-    flat = inline_calls(whole.jaxpr, keep=(COLLECT,))
+    flat = inline_calls(part.jaxpr, keep=(COLLECT,))
     inner = flat.jaxpr
     around = [e for e in inner.eqns if e.primitive is not value_and_grad_p]
     keys = collected(closed([], [], [], [], around, flat))
-    found = {
-        n: keys[a] for n, a in zip(whole.out_names, inner.outvars, strict=True) if isinstance(a, Var) and a in keys
-    }
+    found = {n: keys[a] for n, a in zip(part.out_names, inner.outvars, strict=True) if isinstance(a, Var) and a in keys}
     for n, key in found.items():
         if n in step.from_gradients or n in step.opt_state or n in step.optimized:
             raise ConfigError(f"{n} is collected under {key}; there is one of it, made of the gradients of all")
@@ -438,24 +440,19 @@ def of_two_rows(
     return [jax.ShapeDtypeStruct(more(t, is_split), t.dtype) for t, is_split in zip(types, split, strict=True)]
 
 
-def of_micro_batch(whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Cut:
-    """A step for a micro-batch of a replica, cut. As `captured_part`, which says more."""
-    return cut(captured_part(whole, o, types)).with_reported()
-
-
-def captured_part(whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-    """A step for a micro-batch of a replica.
+def micro_batch_of(step: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    """Return a step for a micro-batch of a replica.
 
     Args:
-      whole: the step, as it was traced or captured.
+      step: as it was traced or captured, of any batch.
       types: of the inputs, with the whole batch.
 
     Raises:
       BatchError: rows that micro-batches and replicas do not divide.
     """
     given = []
-    batch = {n for spec in whole.args[2:] for n in spec.names}
-    split = {n: t for n, t in zip(whole.in_names, types, strict=True)
+    batch = {n for spec in step.args[2:] for n in spec.names}
+    split = {n: t for n, t in zip(step.in_names, types, strict=True)
              if n in batch and t.shape and not is_under(n, o.batch.unsplit_inputs)}  # fmt: skip
     rows = {t.shape[0]: n for n, t in split.items()}
     if len(rows) > 1 and o.parts > 1:
@@ -464,7 +461,7 @@ def captured_part(whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeD
             f"the arrays of a batch are cut into micro-batches on dim 0, but {listed} rows; name what every "
             "micro-batch needs whole in unsplit_inputs=(...)"
         )
-    for n, t in zip(whole.in_names, types, strict=True):
+    for n, t in zip(step.in_names, types, strict=True):
         shape = t.shape
         if n in split:
             if shape[0] % o.parts:
@@ -474,7 +471,7 @@ def captured_part(whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeD
                 )
             shape = (shape[0] // o.parts, *shape[1:])
         given.append(jax.ShapeDtypeStruct(shape, t.dtype))
-    return whole.specialize_flat(given)
+    return step.specialize_flat(given)
 
 
 def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
@@ -492,10 +489,10 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
                 f"{n} is {t.dtype}{list(t.shape)}, and the update reads it as {read.dtype}{list(read.shape)}: plan it "
                 "for this batch"
             )
-    step = of_micro_batch(plan.captured, plan.options, types)
-    planned = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in plan.captured.inputs.values()]
-    for n in of_micro_batch(plan.captured, plan.options, planned).unlike(step):
-        raise other_size(step, n, plan.captured.inputs, given)
+    step = cut(micro_batch_of(plan.captured, plan.options, types)).with_reported()
+    was = {n: t for n, t in plan.main.inputs.items() if n not in plan.axes}
+    for n in cut(plan.captured).with_reported().unlike(step):
+        raise other_size(step, n, was, given)
     forward, _ = turned(forward_pass(step), plan.turns)
     forward = taken_apart(forward, {n: rows for n, rows in plan.stacks.items() if n in step.params}).forward
     if len(forward.eqns) != len(plan.stage_of):

@@ -15,6 +15,7 @@ trace by, so that a jitted step is traced anew.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -103,7 +104,7 @@ def captured(program: Program) -> Program:
             f"{program.name} was not traced from a function (dtrans.trace), so that its loss cannot be told apart "
             "from its derivative"
         )
-    made = _captured(program)
+    made = program.once(_captured)
     loss_of(made)
     return made
 
@@ -112,7 +113,7 @@ def captured_if_marked(program: Program) -> Program | None:
     """The same; None for a step that is of no such kind."""
     if program.specializer is None:
         return None
-    made = _captured(program)
+    made = program.once(_captured)
     found = [e for e in equations(made.jaxpr) if e.primitive is value_and_grad_p]
     at_top = any(e.primitive is value_and_grad_p for e in opened(inline_calls(made.jaxpr)).eqns)
     return made if len(found) == 1 and at_top else None
@@ -220,22 +221,20 @@ def differentiated(program: Program) -> Program:
 
 def _differentiated(program: Program) -> Program:
     inner = program.inner
-    consts = dict(zip(inner.constvars, program.jaxpr.consts, strict=True))
-
-    def run(*args: Any) -> list[Any]:
-        env = {**consts, **dict(zip(inner.invars, args, strict=True))}
-        read = lambda a: a.val if isinstance(a, Literal) else env[a]
-        for e in inner.eqns:
-            operands = [read(a) for a in e.invars]
-            if e.primitive is value_and_grad_p:
-                made = _value_and_grad(*operands, **e.params)
-            else:
-                made = e.primitive.bind(*operands, **e.primitive.get_bind_params(e.params))
-            env.update(zip(e.outvars, made if e.primitive.multiple_results else [made], strict=True))
-        return [read(a) for a in inner.outvars]
-
-    jaxpr = lowered_jaxpr(run, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars))
-    return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(opened(jaxpr).eqns), labels={})
+    b = Builder(program.jaxpr)
+    b.invars += inner.invars
+    made: dict[Var, Atom] = {}
+    read: Callable[[Atom], Atom] = lambda a: made.get(a, a) if isinstance(a, Var) else a
+    for e in inner.eqns:
+        operands = [read(a) for a in e.invars]
+        if e.primitive is value_and_grad_p:
+            types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
+            derivative = lowered_jaxpr(functools.partial(_value_and_grad, **e.params), *types)
+            made |= zip(e.outvars, b.inline(derivative, *operands), strict=True)
+        else:
+            b.keep(e, operands)
+    jaxpr = b.build([read(a) for a in inner.outvars])
+    return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(b.eqns), labels={})
 
 
 def _value_and_grad(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:

@@ -202,7 +202,7 @@ def other_size(planned: Cut, name: str, was: Mapping[str, Any], now: Mapping[str
     Args:
       was, now: types of the arrays of the batch.
     """
-    sized = next((b for b in planned.batch if was[b].shape != now[b].shape), None)
+    sized = next((b for b in planned.batch if b in was and was[b].shape != now[b].shape), None)
     if sized is None:
         why = "was planned for another batch"
     else:
@@ -244,7 +244,7 @@ def asks_for(output: str, state: str) -> Need:
 
 
 def cut(program: Program) -> Cut:
-    """Cut a traced training step at its gradients.
+    """Cut a traced training step at its gradients; the program keeps the result, and is cut once.
 
     Args:
       program: of a function of (params, opt_state, *batch) that returns both, and the loss.
@@ -252,7 +252,12 @@ def cut(program: Program) -> Cut:
     Raises:
       GradientError: not a training step, or gradients that cannot be told.
     """
-    return _Cutter(open_step(program)).cut()
+    return program.once(_cut)
+
+
+def _cut(program: Program) -> Cut:
+    step = _Cutter(open_step(program)).cut()
+    return step.program.once(_cut, step)
 
 
 class _Cutter:
@@ -383,8 +388,7 @@ class _Cutter:
         made = {v for i in kept for v in self.s.eqns[i].outvars}
         for i in kept:
             told = next((of[a] for a in self.s.eqns[i].invars if isinstance(a, Var) and a in of and a in made), None)
-            who = origin_of(self.s.eqns[i])
-            if told and not self.s.derived[i] and who.startswith("optax."):
+            if told and not self.s.derived[i] and (who := origin_of(self.s.eqns[i])).startswith("optax."):
                 return Need(
                     f"{who} uses {told}",
                     "here an optimizer can neither be told the loss nor evaluate it. Use one that takes (grads, state, "
@@ -475,4 +479,6 @@ class _Cutter:
                 roles.append(OPTIMIZE)
             else:
                 roles.append(BACKWARD if self.s.derived[i] or added_later or i in gradients.sums else FORWARD)
-        return dataclasses.replace(self.s.source, jaxpr=self.s.jaxpr, roles=tuple(roles), guessed=False)
+        made = dataclasses.replace(self.s.source, jaxpr=self.s.jaxpr, roles=tuple(roles), guessed=False)
+        # for other shapes it is the step as it was traced, which is cut by those that need it so
+        return self.s.source.rewritten(lambda other: other, made=made)

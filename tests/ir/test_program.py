@@ -237,6 +237,43 @@ def test_another_batch_size_is_traced_once_and_kept():
     assert len(calls) == 2
 
 
+def test_a_rewritten_program_replays_its_passes_on_the_traced_function():
+    calls = []
+
+    def step(params, opt_state, x, y):
+        calls.append(x.shape)
+        return plain_step(mlp_loss, ADAM)(params, opt_state, x, y)
+
+    def turned(program):  # rows of x on dim 1, and the optimizer's state is gone
+        b = Builder(program.jaxpr)
+        ins = {n: b.input(t.update(shape=t.shape[::-1]) if n == "x" else t) for n, t in program.inputs.items()}
+        (x,) = b.call(jnp.transpose, ins["x"])
+        outs = dict(zip(program.out_names, b.inline(program.jaxpr, *{**ins, "x": x}.values()), strict=True))
+        return dtrans.Program.written("turned", b, program.args, program.args[0], outs)
+
+    renamed = lambda program: dataclasses.replace(program, name=f"{program.name} and named")
+    state, (x, y) = ADAM.init(PARAMS), BATCH
+    main = dtrans.trace(step, PARAMS, state, *BATCH)
+    back = lambda types: types | {"x": jax.ShapeDtypeStruct(types["x"].shape[::-1], types["x"].dtype)}
+    p = main.rewritten(turned, back).rewritten(renamed)
+    x3, y3 = mlp_batch(3)
+    small = p.specialize(PARAMS, state, x3.T, y3)
+    assert (small.name, small.inputs["x"].shape) == ("turned and named", (5, 3))
+    assert small.specialize(PARAMS, state, x.T, y) is p and p.specialize(PARAMS, state, x3.T, y3) is small
+    assert calls == [(8, 5), (3, 5)]
+    tree_equal(p(PARAMS, state, x3.T, y3), main(PARAMS, state, x3, y3)[0])
+    assert len(calls) == 2, "the program for three rows is that of the source"
+    with pytest.raises(TraceError, match=r"params/w1 is float32\[4, 6\], program turned and named was traced with"):
+        p({**PARAMS, "w1": jnp.ones((4, 6))}, state, x.T, y)
+
+
+def test_passes_that_change_nothing_leave_the_program():
+    p = step_program()
+    assert p.rewritten(lambda program: program) is p
+    fixed = dataclasses.replace(p, specializer=None).rewritten(lambda program: dataclasses.replace(program, name="n"))
+    assert fixed.specializer is None
+
+
 def test_numpy_doubles_are_taken_as_jax_takes_them():
     p = dtrans.trace(lambda x: x * 2, jnp.ones(2))
     assert p.specialize(np.ones(2)) is p

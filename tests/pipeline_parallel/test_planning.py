@@ -1,0 +1,90 @@
+"""Planning a pipeline: each step that the plan needs is traced and cut once, and is kept for the next plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import dtrans
+from dtrans.step import cut as cut_module, trace as trace_module
+from dtrans.step.capture import captures
+
+
+TX = optax.adam(1e-2)
+LAYERS = {"layers": [jnp.eye(4)] * 4}
+X, MASK = jnp.ones((8, 4)), jnp.ones(8)
+
+
+def hidden(params: Any, x: jax.Array) -> jax.Array:
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def mean_loss(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(hidden(params, x) ** 2)
+
+
+def masked_mean(params: Any, x: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.mean(hidden(params, x) ** 2, axis=1) * mask) / jnp.sum(mask)
+
+
+def init() -> Any:
+    return LAYERS, TX.init(LAYERS)
+
+
+def traced(loss: Any, *batch: jax.Array) -> tuple[dtrans.Program, dtrans.Program]:
+    return dtrans.trace(dtrans.make_train_step(loss, TX), *init(), *batch), dtrans.trace(init)
+
+
+class Calls:
+    """Calls of JAX's tracing of steps, by the rows of the batch and the mode, and of the cut, by the program."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.traces: list[Any] = []
+        self.cuts: list[str] = []
+        trace, open_step = trace_module.lowered_jaxpr, cut_module.open_step
+
+        def counted_trace(fn: Any, *args: Any) -> Any:
+            self.traces.append((args[-1].shape, captures()))
+            return trace(fn, *args)
+
+        def counted_cut(program: dtrans.Program) -> Any:
+            self.cuts.append(str(program.jaxpr))
+            return open_step(program)
+
+        monkeypatch.setattr(trace_module, "lowered_jaxpr", counted_trace)
+        monkeypatch.setattr(cut_module, "open_step", counted_cut)
+
+
+def test_a_plan_traces_and_cuts_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of a micro-batch, as it is and with its loss as one equation; the whole was traced before."""
+    given, calls = traced(mean_loss, X), Calls(monkeypatch)
+    dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
+    assert sorted(calls.traces) == [((2, 4), False), ((2, 4), True)]
+    # of the whole, of a micro-batch in both ways, and of the update
+    assert len(calls.cuts) == len(set(calls.cuts)) == 4
+
+
+def test_a_plan_with_values_of_the_whole_batch_does_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The captured whole step makes the count; the cut ones that are given it are differentiated, not traced."""
+    given, calls = traced(masked_mean, X, MASK), Calls(monkeypatch)
+    plan = dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
+    assert plan.values is not None
+    assert sorted(calls.traces) == [((2,), False), ((2,), True), ((8,), True)]
+    # of the whole and of a micro-batch as they are, both with the count as an argument, captured, and of the update
+    assert len(calls.cuts) == len(set(calls.cuts)) == 6
+
+
+def test_another_plan_of_a_step_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = traced(mean_loss, X)
+    first, calls = dtrans.pipeline(*given, num_stages=2, num_micro_batch=4), Calls(monkeypatch)
+    again = dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
+    assert (calls.traces, len(calls.cuts)) == ([], 1)  # the update of each plan is its own
+    assert {n: p.fingerprint for n, p in again.programs.items()} == {
+        n: p.fingerprint for n, p in first.programs.items()
+    }
