@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -58,8 +59,7 @@ def inline_calls(
                 # a body can be shared by several calls, so its variables are made anew for each
                 ins = [read(a) for a in eqn.invars]
                 if top:
-                    same = all(a is b for a, b in zip(ins, eqn.invars, strict=True))
-                    eqns.append(eqn if same else eqn.replace(invars=ins))
+                    eqns.append(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
                     continue
                 outs = [Var(v.aval) for v in eqn.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, equations, jaxpr_as_fun
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, closed, equations, jaxpr_as_fun
 from dtrans.errors import DtransError, NotRealisedError, TraceError
 from dtrans.ir import display, fingerprint
 from dtrans.ir.builder import Builder
@@ -255,6 +255,8 @@ class Program(NamedJaxpr):
     def specialize_flat(self, arrays: Sequence[Any]) -> Program:
         """Return the program for the shapes of the arrays of `flatten`; otherwise as `specialize`."""
         wanted, family = signature(arrays), self._family
+        if wanted == self._signature:
+            return self
         if wanted not in family:
             made = family[wanted] = self._traced_again(wanted)
             vars(made).setdefault("_family", family)
@@ -287,15 +289,27 @@ class Program(NamedJaxpr):
         again = None if self.specializer is None else Rewrite(self, pass_, made.in_names, types)
         return made if made is self else dataclasses.replace(made, specializer=again)
 
-    def once(self, make: Callable[[Program], T], known: T | None = None) -> T:
+    def returning(self, out: TreeSpec, names: Sequence[str], **changed: Any) -> Program:
+        """Return this program, for its own shapes, with some of its outputs in another structure.
+
+        Args:
+          out: the structure.
+          names: the output for each array of it.
+          changed: other fields.
+        """
+        inner, made = self.inner, self.outvars
+        outvars = [made[n] for n in names]
+        jaxpr = closed(inner.constvars, self.jaxpr.consts, inner.invars, outvars, inner.eqns, self.jaxpr)
+        return dataclasses.replace(self, jaxpr=jaxpr, out=out, specializer=None, **changed)
+
+    def once(self, make: Callable[[Program], T]) -> T:
         """Return `make(self)`, which is computed once and kept with the program.
 
         Args:
           make: a function of the program alone.
-          known: its result, where that is known.
         """
         if make not in self._results:
-            self._results[make] = make(self) if known is None else known
+            self._results[make] = make(self)
         found: T = self._results[make]
         return found
 
@@ -367,7 +381,9 @@ class Program(NamedJaxpr):
     @cached_property
     def _family(self) -> dict[Signature, Program]:
         """This program for all shapes that were asked for; its members share the dict."""
-        return {self._signature: self}
+        # the others are traced with strong types: of weak ones (`jnp.asarray(0.5)`) JAX makes other equations
+        weak = any(getattr(v.aval, "weak_type", False) for v in self.inner.invars)
+        return {} if weak else {self._signature: self}
 
     # -- showing it ------------------------------------------------------------------------------
 

@@ -110,13 +110,11 @@ def captured(program: Program) -> Program:
 
 
 def captured_if_marked(program: Program) -> Program | None:
-    """The same; None for a step that is of no such kind."""
-    if program.specializer is None:
+    """Return the same; None for a step that does not take its gradients in this way."""
+    try:
+        return captured(program)
+    except GradientError:
         return None
-    made = program.once(_captured)
-    found = [e for e in equations(made.jaxpr) if e.primitive is value_and_grad_p]
-    at_top = any(e.primitive is value_and_grad_p for e in opened(inline_calls(made.jaxpr)).eqns)
-    return made if len(found) == 1 and at_top else None
 
 
 def _captured(program: Program) -> Program:
@@ -125,10 +123,9 @@ def _captured(program: Program) -> Program:
 
 def _with_loss(traced: Program) -> Program:
     """Return a traced program, traced again with its loss as one equation, for all shapes."""
-    function: Any = traced.specializer
-    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in traced.inputs.values()]
-    again: Program = dataclasses.replace(function, captures=True)(types)
-    return again
+    function: Any = dataclasses.replace(traced.specializer, captures=True)  # type: ignore[type-var]
+    made: Program = function([jax.ShapeDtypeStruct(t.shape, t.dtype) for t in traced.inputs.values()])
+    return made
 
 
 def _with_counters_first(program: Program) -> Program:

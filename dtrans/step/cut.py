@@ -256,8 +256,7 @@ def cut(program: Program) -> Cut:
 
 
 def _cut(program: Program) -> Cut:
-    step = _Cutter(open_step(program)).cut()
-    return step.program.once(_cut, step)
+    return _Cutter(open_step(program)).cut()
 
 
 class _Cutter:

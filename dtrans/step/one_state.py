@@ -237,18 +237,8 @@ def startup_in_two_parts(main: Program, startup: Program) -> Program:
         TreeSpec(spec.treedef, tuple(name_of[x] if isinstance(x, str) else x for x in spec.leaves))
         for spec in main.args[:2]
     ]
-    both = [jax.tree.unflatten(spec.treedef, spec.leaves) for spec in parts]
-    out = _spec((*both,))
-    inner, made_by = startup.inner, startup.outvars
-    jaxpr = closed(
-        inner.constvars,
-        startup.jaxpr.consts,
-        inner.invars,
-        [made_by[n] for n in out.names],
-        inner.eqns,
-        startup.jaxpr,
-    )
-    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, specializer=None)
+    out = _spec((*(jax.tree.unflatten(spec.treedef, spec.leaves) for spec in parts),))
+    return startup.returning(out, out.names)
 
 
 def _types(tree: Any) -> Mapping[str, str]:

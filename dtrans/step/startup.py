@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import closed, opened
+from dtrans._jax import opened
 from dtrans.errors import ConfigError, TraceError
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import FORWARD, Program
@@ -59,10 +59,8 @@ def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
     if not still:
         return startup
     leaves = tuple(Static(startup.numbers[x]) if x in still else x for x in startup.out.leaves)
-    out, made, inner = TreeSpec(startup.out.treedef, leaves), startup.outvars, startup.inner
-    outvars = [made[n] for n in out.names]
-    jaxpr = closed(inner.constvars, startup.jaxpr.consts, inner.invars, outvars, inner.eqns, startup.jaxpr)
-    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, numbers={}, specializer=None)
+    out = TreeSpec(startup.out.treedef, leaves)
+    return startup.returning(out, out.names, numbers={})
 
 
 def match_startup(step: Cut, startup: Program) -> Program:
