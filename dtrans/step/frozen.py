@@ -21,7 +21,6 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
