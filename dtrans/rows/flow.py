@@ -11,22 +11,19 @@ from typing import Any
 
 from dtrans._jax import (
     COND,
-    SCAN,
-    WHILE,
+    LOOPS,
     Atom,
     JaxprEqn,
     Literal,
     Var,
-    bodies,
     is_known,
     opened,
     origin_of,
-    scan_counts,
     scope_of,
     warn_if_unknown,
-    while_counts,
 )
 from dtrans.ir.display import short_type
+from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.rows.layout import SHARED, Layout, RowAxis, Whole, join, leaves_of, sendable
 from dtrans.rows.rules import Step, step_of
 
@@ -98,11 +95,11 @@ class _Pass:
         rows = [x for x in ins if isinstance(x, RowAxis)]
         leaves = leaves_of([*stuck, *rows])
         name = eqn.primitive.name
-        if name == COND or (leaves and name in _CONTROL):
+        if name == COND or (leaves and name in LOOPS):
             # what comes from other leaves, and can be sent, is there before the first turn
             sent = [SHARED if leaves and isinstance(x, Whole) and not x.leaves <= leaves else x for x in ins]
             flow.crosses |= sent != list(ins)
-            return _CONTROL[name](self, flow, eqn, sent)
+            return self._control(flow, eqn, sent)
         if stuck or len(leaves) > 1:
             out: Layout = Whole(leaves, stuck[0].reason if stuck else self._reason(eqn, ins, "mixes leaves"))
         elif rows:
@@ -126,62 +123,50 @@ class _Pass:
 
     # -- loops and branches ----------------------------------------------------------------------
 
-    def _body(self, eqn: JaxprEqn, jaxpr: Any, ins: Sequence[Layout]) -> tuple[Flow, list[Layout]]:
-        """One pass over a body, and the layouts of its outputs."""
-        inner = opened(jaxpr)
-        inside = self._inside(eqn).over(inner.eqns, dict(zip(inner.invars, ins, strict=True)))
-        return inside, [inside.layout(a) for a in inner.outvars]
-
     def _inside(self, eqn: JaxprEqn) -> _Pass:
         """A pass over the body of an equation."""
         return _Pass(self.whole, within=self.within or eqn)
 
-    def _cond(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Each output is what it is in any branch. What reads several homes is taken apart later."""
-        which, *operands = ins
-        flows: list[Flow] = []
-        outs: list[Layout] = [SHARED] * len(eqn.outvars)
-        for branch in bodies(eqn):
-            inside, made = self._body(eqn, branch, operands)
-            flows.append(inside)
-            outs = [join(a, b, COND) for a, b in zip(outs, made, strict=True)]
+    def _control(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
+        """Return how an equation with bodies is carried out on rows: as its bodies are."""
+        rows_are_turns = []
+
+        def turn(stack: Layout) -> Layout:
+            moved = _moved(stack, -1)
+            rows_are_turns.append(moved is None)
+            return moved or SHARED
+
+        def run(number: int, body: Any, layouts: Sequence[Layout]) -> tuple[Flow, list[Layout]]:
+            inner = opened(body)
+            inside = self._inside(eqn).over(inner.eqns, dict(zip(inner.invars, layouts, strict=True)))
+            return inside, [inside.layout(a) for a in inner.outvars]
+
+        layouts = ForwardAnalysis[Layout](
+            lambda a, b: join(a, b, eqn.primitive.name),
+            rule=lambda eqn, ins: None,
+            default=lambda aval, value: SHARED,
+            turn=turn,
+            stack=lambda x: _moved(x, 1) or SHARED,
+        )
+        entered = enter(layouts, eqn, ins, run)
+        bodies = tuple(entered.bodies.values())
+        if eqn.primitive.name == COND:
+            return self._cond(flow, ins, entered.outs, bodies)
+        if any(rows_are_turns):
+            return self._bound(eqn, ins, "goes through the rows")
+        if entered.decision not in (None, SHARED):
+            return self._bound(eqn, entered.operands, "goes on as rows tell it", bodies)
+        return self._loop(flow, eqn, ins, entered.operands, entered.outs, bodies)
+
+    def _cond(self, flow: Flow, ins: Sequence[Layout], outs: Sequence[Layout], bodies: tuple[Flow, ...]) -> Step:
+        """Note what branches cross. A branch that reads several homes is split later."""
+        which = ins[0]
+        for inside in bodies:
             flow.bound += inside.bound
             flow.crosses |= inside.crosses
         if isinstance(which, Whole):
             flow.crosses |= any(leaves_of([x]) - which.leaves for x in outs) or SHARED in outs
-        return Step(tuple(x if isinstance(x, RowAxis) else None for x in ins), tuple(outs), bodies=tuple(flows))
-
-    def _scan(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        consts, carry = scan_counts(eqn)
-        (jaxpr,) = bodies(eqn)
-        inside = [_moved(x, -1) if i >= consts + carry else x for i, x in enumerate(ins)]
-        if None in inside:
-            return self._bound(eqn, ins, "goes through the rows")
-        given: list[Layout] = [x for x in inside if x is not None]
-        while True:
-            body, outs = self._body(eqn, jaxpr, given)
-            joined = [join(a, b, SCAN) for a, b in zip(given[consts : consts + carry], outs, strict=False)]
-            if joined == given[consts : consts + carry]:
-                break
-            given[consts : consts + carry] = joined
-        made = [*joined, *(_moved(x, 1) or SHARED for x in outs[carry:])]
-        operands = [_moved(x, 1) or SHARED if i >= consts + carry else x for i, x in enumerate(given)]
-        return self._loop(flow, eqn, ins, operands, made, (body,))
-
-    def _while(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        of_cond, of_body = while_counts(eqn)
-        cond_jaxpr, body_jaxpr = bodies(eqn)
-        given = list(ins)
-        while True:
-            body, outs = self._body(eqn, body_jaxpr, given[of_cond:])
-            joined = [join(a, b, WHILE) for a, b in zip(given[of_cond + of_body :], outs, strict=True)]
-            if joined == given[of_cond + of_body :]:
-                break
-            given[of_cond + of_body :] = joined
-        test, (goes_on,) = self._body(eqn, cond_jaxpr, given[:of_cond] + joined)
-        if goes_on is not SHARED:
-            return self._bound(eqn, given, "goes on as rows tell it", bodies=(test, body))
-        return self._loop(flow, eqn, ins, given, joined, (test, body))
+        return Step(tuple(x if isinstance(x, RowAxis) else None for x in ins), tuple(outs), bodies=bodies)
 
     def _loop(
         self,
@@ -214,9 +199,6 @@ class _Pass:
         where = origin_of(eqn) or (origin_of(self.within) if self.within else "") or scope_of(eqn)
         name = eqn.primitive.name + ("" if is_known(eqn) else ", which dtrans does not know,")
         return f"{name} {what}{of}" + (f" ({where})" if where else "")
-
-
-_CONTROL = {COND: _Pass._cond, SCAN: _Pass._scan, WHILE: _Pass._while}
 
 
 _NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})  # more than one claim: it is read whole

@@ -167,8 +167,7 @@ class _LookupPass(_Pass):
             if pick is not None:
                 return pick
         if name in REMAT and all(x is SHARED or isinstance(x, RowAxis) for x in ins):
-            inside, outs = self._body(eqn, bodies(eqn)[0], ins)
-            return self._loop(flow, eqn, ins, ins, outs, (inside,))
+            return self._control(flow, eqn, ins)
         return super()._step(flow, eqn, ins)
 
 
