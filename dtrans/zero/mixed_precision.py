@@ -15,6 +15,7 @@ Training (arXiv 1710.03740).
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,9 +31,9 @@ from dtrans._jax import (
     JaxprEqn,
     Literal,
     Var,
-    bodies,
     constants,
     facts_of,
+    has_bodies,
     is_rearrangement,
     jaxprs_in_params,
     map_bodies,
@@ -45,6 +46,7 @@ from dtrans.ir.array_fns import converted, scalar, times
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import propagate
 from dtrans.ir.inline import eliminate_dead, inline_calls
+from dtrans.ir.interpret import ForwardAnalysis, forward
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
 from dtrans.step.cut import Cut, cut
@@ -341,27 +343,16 @@ def _narrowed(body: ClosedJaxpr, narrow: Sequence[bool], dtype: Any) -> ClosedJa
 
 
 def low_gradients(step: Cut, dtype: Any) -> set[str]:
-    """The leaves whose gradient is a product in 16 bits, whatever type it has been given since."""
-    eqns = step.program.eqns
-    made_by = {v: e for e in eqns for v in e.outvars}
-    return {n for n, g in step.gradients.items() if isinstance(g, Var) and _is_low(g, made_by, dtype)}
+    """Return the leaves whose gradient is a product in 16 bits, in a wider type perhaps."""
 
+    def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
+        keeps = is_rearrangement(eqn) or eqn.primitive.name == "add_any"
+        is_low = _narrows(eqn, dtype) or (keeps and all(ins))
+        return None if has_bodies(eqn) else [is_low] * len(eqn.outvars)
 
-def _is_low(atom: Atom, made_by: dict[Var, JaxprEqn], dtype: Any) -> bool:
-    eqn = made_by.get(atom) if isinstance(atom, Var) else None
-    if eqn is None:
-        return False
-    if _narrows(eqn, dtype):
-        return True
-    if is_rearrangement(eqn) or eqn.primitive.name == "add_any":
-        return all(_is_low(a, made_by, dtype) for a in eqn.invars)
-    if eqn.primitive.name in (SCAN, *REMAT):
-        body = opened(*bodies(eqn))
-        k = next(i for i, v in enumerate(eqn.outvars) if v is atom)
-        inside = {v: e for e in body.eqns for v in e.outvars}
-        carried = scan_counts(eqn)[1] if eqn.primitive.name == SCAN else 0
-        return k >= carried and _is_low(body.outvars[k], inside, dtype)
-    return False
+    low = ForwardAnalysis[bool](operator.and_, rule, default=lambda aval, value: False)
+    facts = forward(low, step.program.eqns, {})
+    return {n for n, g in step.gradients.items() if facts.of(g)}
 
 
 def _narrows(eqn: JaxprEqn, dtype: Any) -> bool:
