@@ -8,5 +8,6 @@ writer      writes the program
 row_moves   concatenations, slices and padding along the dimension that is cut
 turns       loops along it
 loops       bodies of loops and branches, on pieces
+merged_reductions  independent all-reduces as one
 array_fns   small functions of arrays that it is written with
 """

@@ -49,17 +49,22 @@ def rows_or_none(x: Placed) -> RowAxis | None:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The shards of a program.
+    """Shards of a program.
 
     Attributes:
-      count: how many there are.
-      over: the named axes that they are on.
-      noun: what one of them is called in errors.
+      count: number of shards.
+      over: named axes of the shards.
+      noun: name of a shard in errors.
+      label: name of the communication that the engine writes.
+      shares_work: True if pieces save work, as those of a batch do. False if they save memory
+        alone: a loop then gathers its operands if its body would move more bytes.
     """
 
     count: int
     over: tuple[str, ...]
     noun: str = "trainer"
+    label: str = "split"
+    shares_work: bool = True
 
     def local(self, size: int, row: RowAxis) -> int:
         """How many entries of `size` each shard has, padding included."""

@@ -79,20 +79,23 @@ class LoopPlan:
     bodies: tuple[WrittenBody, ...]
 
 
-def plan_loop(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan | None:
-    """How a loop or a branch is carried out; None where whole values are the better way.
+def plan_loop(eqn: JaxprEqn, ins: Sequence[Placed], write: Write, *, shares_work: bool = True) -> LoopPlan | None:
+    """Return the plan of a loop or a branch; None if whole values are the better way.
 
     Args:
-      ins: how its operands lie.
-      write: writes a body, from how its inputs lie, how its outputs are wanted (or None), and how many outputs are
-        carried: those are added up.
+      ins: layouts of its operands.
+      write: writes a body, from the layouts of its inputs, those of its outputs (or None), and the
+        number of outputs that are carried: those are added up.
+      shares_work: True if pieces save work; the reductions of a body then never speak for whole
+        values.
     """
     make = {SCAN: _scan, WHILE: _while, COND: _cond}.get(eqn.primitive.name, _remat)
     plan = make(eqn, ins, write)
     if (cut := _cut_before(eqn, plan)) and eqn.primitive.name in (SCAN, *REMAT):
         other = make(eqn, [cut.get(i, x) for i, x in enumerate(ins)], write)
         plan = other if sum(len(b.gathers) for b in other.bodies) <= sum(len(b.gathers) for b in plan.bodies) else plan
-    if eqn.primitive.name in REMAT or not any(b.gathers for b in plan.bodies):
+    mixes = any(b.gathers for b in plan.bodies)
+    if eqn.primitive.name in REMAT or (shares_work and not mixes):
         return plan
     turns = scan_length(eqn) if eqn.primitive.name == SCAN else 1
     inside = turns * sum(b.moved for b in plan.bodies)

@@ -188,12 +188,12 @@ class ShardValues(abc.ABC):
 
     def reduced(self, op: str, terms: Sequence[Atom]) -> list[Var]:
         """What terms of all shards make together."""
-        return self.b.bind(all_reduce_p, *terms, op=op, name="split", owners=(), over=self.shards.over)
+        return self.b.bind(all_reduce_p, *terms, op=op, name=self.shards.label, owners=(), over=self.shards.over)
 
     def _scattered(self, term: Atom, row: RowAxis) -> Atom:
         whole = self.shards.whole(term.aval.shape[row.axis], row)
         (wide,) = self.b.call(padded(row.axis, whole), term)
-        return self.b.bind(reduce_scatter_p, wide, name="split", axis=row.axis, **self._among())[0]
+        return self.b.bind(reduce_scatter_p, wide, name=self.shards.label, axis=row.axis, **self._among())[0]
 
     def _gathered(self, var: Var, had: RowAxis) -> Atom:
         if self.in_local:
@@ -203,7 +203,9 @@ class ShardValues(abc.ABC):
                 "scope, or say batch='local'"
             )
         self.gathers.append(Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason()))
-        (wide,) = self.b.bind(all_gather_p, self._made[var, had], name="split", axis=had.axis, **self._among())
+        (wide,) = self.b.bind(
+            all_gather_p, self._made[var, had], name=self.shards.label, axis=had.axis, **self._among()
+        )
         if had.order is not None:
             return self._in_sequence(wide, var.aval.shape[had.axis], had)
         return self._without_end(wide, had.axis, var.aval.shape[had.axis])
@@ -218,7 +220,9 @@ class ShardValues(abc.ABC):
     def _exchanged(self, var: Var, had: RowAxis, row: RowAxis) -> Atom:
         shape = var.aval.shape
         wide = self.b.call(padded(row.axis, self.shards.whole(shape[row.axis], row)), self._made[var, had])
-        (got,) = self.b.bind(all_to_all_p, *wide, name="split", cut=row.axis, joined=had.axis, **self._among())
+        (got,) = self.b.bind(
+            all_to_all_p, *wide, name=self.shards.label, cut=row.axis, joined=had.axis, **self._among()
+        )
         return self._without_end(got, had.axis, shape[had.axis])
 
     def _among(self) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class SplitWriter(ShardValues):
 
     cut_at_birth: Mapping[Var, RowAxis] = MappingProxyType({})  # what is made in pieces, and not whole as well
     planned: dict[Any, LoopPlan | None]  # how loops and branches are carried out, by what they read
+    out_names: Sequence[str] = ()  # of a program's outputs, for `gathers`
     terms: Collection[Var] = frozenset()  # sums that stay open wherever that can be, however often they are read
 
     # -- equations -------------------------------------------------------------------------------
@@ -195,7 +196,8 @@ class SplitWriter(ShardValues):
         return f"{eqn.primitive.name} of {operands}" + (f" ({where})" if where else "")
 
     def _output(self, number: int) -> str:
-        return f"output {number}" + (f" of {self.within}" if self.within else "")
+        name = self.out_names[number] if self.out_names else f"output {number}"
+        return name + (f" of {self.within}" if self.within else "")
 
     def carried_out(self, eqn: JaxprEqn, way: Way) -> list[Atom]:
         atoms = [self.read(a, row) for a, row in zip(eqn.invars, way.operands, strict=True)]
@@ -295,7 +297,7 @@ class SplitWriter(ShardValues):
 
         key = id(eqn), tuple(ins), tuple(inputs)
         if key not in self.planned:
-            self.planned[key] = plan_loop(eqn, ins, write)
+            self.planned[key] = plan_loop(eqn, ins, write, shares_work=self.shards.shares_work)
         return self.planned[key]
 
     def _body(

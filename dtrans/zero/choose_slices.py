@@ -7,12 +7,13 @@ A leaf is cut along its first dimension; along the longest other one where the f
 ranks (the kernel of a convolution), and along a later one where it is a stack of which layers are read one by one (a
 rank that had whole layers would have nothing to give to the gather of a layer). It stays whole on every rank
 
-  - where its update cannot be sliced (a matrix under Muon, a 0-d leaf): `dtrans.rows.analysis` says why;
+  - where it has no dimensions, or its update meets each rank's own rows of the batch;
   - where forward and backward read its state, as those of a generator do that is trained after its discriminator;
   - where it is small: a slice saves bytes, and costs every rank one more part of a collective;
   - where no gradient updates it, or all ranks make its gradient without hearing of each other, and it has no state.
 
-The optimizer's state is cut as the rows of its leaf are.
+The optimizer's state is cut as the rows of its leaf are. Where an update mixes rows (Muon, Shampoo), leaf and state are
+cut all the same, and the update gathers what it mixes (`dtrans.zero.update`).
 
 Source: the sharding pass of Paddle (auto_parallel_sharding.py) gives whole variables to owners; slices are those of
 ZeRO (Rajbhandari et al., arXiv 1910.02054).
@@ -26,10 +27,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dtrans._jax import JaxprEqn, Literal, Var, resized
+from dtrans.engine.layout import cut_along
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
-from dtrans.rows.layout import RowAxis
-from dtrans.step.cut import Cut, Name
+from dtrans.rows.layout import SHARED, RowAxis, leaves_of
+from dtrans.step.cut import Cut, Gradient, Name
 from dtrans.step.marks import mark_p
 from dtrans.zero.forward_values import leaves_that_meet_the_batch
 from dtrans.zero.scatter_flow import scatter_flow
@@ -45,12 +47,19 @@ class Sliced:
       size: its size, without padding.
       part: how much of it each rank has.
       degree: how many ranks there are.
+      width: entries of the dimension that stay together, since they belong to one row of a leaf.
     """
 
     axis: int
     size: int
     part: int
     degree: int
+    width: int = 1
+
+    @property
+    def row(self) -> RowAxis:
+        """The layout that the engine knows."""
+        return cut_along(self.axis, self.width)
 
     @property
     def padded(self) -> int:
@@ -88,6 +97,14 @@ class Slices:
     wholes: Mapping[str, str]
     unreduced: Collection[str] = ()
 
+    @property
+    def cuts(self) -> dict[Name, Sliced]:
+        """Leaves, their gradients and arrays of the state: what the update takes in slices."""
+        found: dict[Name, Sliced] = {Gradient(n): sliced for n, sliced in self.leaves.items()}
+        found.update(self.leaves)
+        found.update(self.state)
+        return found
+
 
 def slices_of(
     step: Cut, degree: int, *, least: int, in_layers: bool, sliced_in_use: bool, differing: Collection[Name] = ()
@@ -109,19 +126,16 @@ def slices_of(
     analysis = analyse(step.optimize, step.params, {n: axis for n, axis in axes.items() if axis})
     mixed = leaves_that_meet_the_batch(analysis, differing)
     shared = _made_by_all(step)
-    rows = {n: row for n, v in analysis.inputs.items() if isinstance(row := analysis.layout(v), RowAxis)}
-    in_state = {row.leaf for n, row in rows.items() if isinstance(n, str) and n not in step.params}
-    asked = {row.leaf: n for n, row in rows.items() if isinstance(n, str) and n in step.asked}
+    homes = _homes_of_state(analysis)
+    in_state = {leaf for leaf, _ in homes.values()}
+    asked = {leaf: n for n, (leaf, _) in homes.items() if n in step.asked}
     leaves: dict[str, Sliced] = {}
     wholes: dict[str, str] = {}
     for n, t in types.items():
-        group = analysis.groups.get(n)
         if n not in step.optimized:
             wholes[n] = step.reason_not_optimized(n)
         elif not t.ndim:
             wholes[n] = "it has no dimensions"
-        elif group is not None:
-            wholes[n] = group.reason or "it is updated together with one that is whole"
         elif n in mixed:
             wholes[n] = mixed[n]
         elif not t.size:
@@ -134,17 +148,46 @@ def slices_of(
             wholes[n] = f"no dimension of {t.str_short()} has rows for {degree} ranks"
         elif n in shared and not sliced_in_use and n not in in_state:
             wholes[n] = "its gradient is no sum over ranks"
-        elif n not in step.optimize.graded and not sliced_in_use and n not in in_state:
+        elif not (n in step.optimize.graded or sliced_in_use or n in in_state or n in analysis.groups):
             wholes[n] = "no gradient enters its update"
         else:
             size = t.shape[axes[n]]
             leaves[n] = Sliced(axes[n], size, -(-size // degree), degree)
     state: dict[str, Sliced] = {}
-    for name, row in rows.items():
-        if row.leaf in leaves and isinstance(name, str) and name not in step.params:
-            own = leaves[row.leaf]
-            state[name] = Sliced(row.axis, own.size * row.width, own.part * row.width, degree)
+    for name, (leaf, row) in homes.items():
+        if leaf not in leaves or name in step.asked:
+            continue
+        if row is None:
+            row = _rows_of_state(step.program.inputs[name].shape, types[leaf].shape, axes[leaf], degree)
+        if row is not None:
+            size = step.program.inputs[name].shape[row.axis]
+            part = -(-size // row.width // degree) * row.width
+            state[name] = Sliced(row.axis, size, part, degree, row.width)
     return Slices(analysis, leaves, state, wholes, frozenset(shared))
+
+
+def _homes_of_state(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | None]]:
+    """Return the leaf that each array of the state belongs to, and how its rows lie; None if rows are mixed."""
+    found: dict[str, tuple[str, RowAxis | None]] = {}
+    for name, var in analysis.inputs.items():
+        layout = analysis.layout(var)
+        if not isinstance(name, str) or name in analysis.params or layout is SHARED:
+            continue
+        row = layout if isinstance(layout, RowAxis) else None
+        found[name] = min(leaves_of([layout])), row
+    return found
+
+
+def _rows_of_state(shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int) -> RowAxis | None:
+    """Return how an array of the state is cut whose rows an update mixes; None if it stays whole.
+
+    A copy of the leaf, or a history of copies, is cut as the leaf. Any other array, such as a
+    preconditioner, is cut where it has rows.
+    """
+    if shape[-len(leaf) :] == leaf:
+        return cut_along(len(shape) - len(leaf) + axis)
+    own = _axis(shape, degree)
+    return None if own is None else cut_along(own)
 
 
 def _axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:

@@ -20,7 +20,7 @@ from dtrans.data_parallel.options import Options
 from dtrans.ir.pytree import is_under
 from dtrans.ops import all_gather_p, all_reduce_p
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.rows.layout import RowAxis
+from dtrans.rows.layout import Whole, leaves_of
 from dtrans.step.cut import Cut, Name
 from dtrans.step.handed_values import hand_over
 from dtrans.zero.slice_flow import local_values
@@ -71,12 +71,15 @@ def leaves_that_meet_the_batch(analysis: RowAnalysis, differing: Collection[Name
     local = local_values(eqns, [analysis.inputs[n] for n in differing], completed=COMPLETED)
     found: dict[str, str] = {}
     for i, eqn in enumerate(eqns):
-        step = analysis.flow.steps.get(i)
-        if step is None or not (step.reduce or step.bodies) or local.isdisjoint(_vars(eqn.invars)):
+        if local.isdisjoint(_vars(eqn.invars)):
             continue
-        for row in (*step.operands, *step.outs):
-            if isinstance(row, RowAxis):
-                found.setdefault(row.leaf, f"its update mixes it with each rank's rows of the batch ({origin_of(eqn)})")
+        step = analysis.flow.steps.get(i)
+        reduces = step is not None and (step.reduce or step.bodies)
+        rows = (*step.operands, *step.outs) if step is not None and reduces else ()
+        mixed = [analysis.layout(a) for a in (*eqn.invars, *eqn.outvars)]
+        met = leaves_of([x for x in rows if x is not None] + [x for x in mixed if isinstance(x, Whole)])
+        why = f"its update mixes it with each rank's rows of the batch ({origin_of(eqn)})"
+        found.update(dict.fromkeys(met - found.keys(), why))
     return found
 
 

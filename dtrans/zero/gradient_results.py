@@ -1,46 +1,44 @@
-"""Results that are computed from gradients of which each rank has a slice: a norm, a count of what is not finite.
+"""Results that a step computes from gradients of which each rank has a slice: a norm, a count of non-finite numbers.
 
-What a step computes from gradients and returns is looked at as an update is: the row analysis finds what it does to the
-rows of each leaf, reductions over rows become reductions of slices and an `all_reduce`. A gradient that is mixed in
-another way, or returned itself, is gathered.
+The engine writes them as it writes an update (`dtrans.zero.update`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from dtrans._jax import Var
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.pytree import unused_name
 from dtrans.rows.analysis import analyse
-from dtrans.rows.layout import RowAxis
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
-from dtrans.zero.choose_slices import Slices
+from dtrans.zero.choose_slices import Sliced
 from dtrans.zero.forward_values import leaves_that_meet_the_batch
 
 
 class GradientResults:
-    """What a step computes from gradients, as a half of its own.
+    """Results of gradients, as a half of its own.
 
     Args:
       step: the step, cut.
-      slices: what is cut.
+      leaves: the leaves that are cut.
       here: the values of the step that are there already.
       differing: those of them that differ from rank to rank.
 
     Attributes:
-      half: from gradients, parameters, and other values, to the results (and the parameters).
+      half: from gradients, parameters, and other values, to the results.
       others: the values of the step that are neither, by the name of the input.
-      slices: what is given to it as slices.
-      gathered: leaves whose gradient, or whose value, it needs whole.
+      mixed: leaves whose gradient and value it needs whole, since they meet values that differ.
     """
 
-    def __init__(self, step: Cut, slices: Slices, here: Collection[Var], differing: Collection[Var]) -> None:
+    def __init__(
+        self, step: Cut, leaves: Mapping[str, Sliced], here: Collection[Var], differing: Collection[Var]
+    ) -> None:
         inner = step.program.inner
         outs = step.program.outvars
         boundary = {v: n for n, v in step.boundary.items()}
-        known = {n for n in step.params if n in slices.leaves}
+        known = {n for n in step.params if n in leaves}
         there = set(here) - {v for n, v in step.program.invars.items() if n in known}
         kept, _ = backward_slice(inner.eqns, [outs[n] for n in step.from_gradients], {*boundary, *there})
         b = Builder(step.program.jaxpr)
@@ -59,19 +57,21 @@ class GradientResults:
         b.invars += inputs
         for e in eqns:
             b.keep(e)
+        self.half = OptimizeHalf(b.build(wanted), tuple(inputs.values()), tuple(step.from_gradients))
+        local = [n for n, v in self.others.items() if v in differing]
+        axes = {n: sliced.axis for n, sliced in leaves.items()}
+        self.mixed = [n for n in self._meeting(b, inputs, step, axes, local) if n in leaves] if local else []
+
+    def _meeting(
+        self, b: Builder, inputs: Mapping[Var, Name], step: Cut, axes: Mapping[str, int], local: Collection[Name]
+    ) -> Collection[str]:
+        """Return the leaves that meet values that differ from rank to rank."""
         params = [(n, v) for v, n in inputs.items() if isinstance(n, str) and n in step.params]
-        half = OptimizeHalf(
-            b.build([*wanted, *(v for _, v in params)]),
+        outs = [step.program.outvars[n] for n in step.from_gradients]
+        # the row analysis follows the leaves that it sees on both sides
+        both = OptimizeHalf(
+            b.build([*outs, *(v for _, v in params)]),
             tuple(inputs.values()),
             (*step.from_gradients, *(n for n, _ in params)),
         )
-        analysis = analyse(half, step.params, slices.analysis.axes)
-        mixed = {
-            row.leaf for n in step.from_gradients if isinstance(row := analysis.layout(analysis.outputs[n]), RowAxis)
-        } | set(analysis.groups)
-        mixed |= set(leaves_that_meet_the_batch(analysis, [n for n, v in self.others.items() if v in differing]))
-        self.half = half
-        leaves = {n: s for n, s in slices.leaves.items() if n not in mixed}
-        self.slices = Slices(analysis, leaves, {}, {})
-        read = {*half.graded, *half.in_names}
-        self.gathered = [n for n in slices.leaves if n in mixed and n in read]
+        return leaves_that_meet_the_batch(analyse(both, step.params, axes), local)

@@ -15,6 +15,7 @@ from dtrans.zero.mixed_precision import scale_types
 
 
 if TYPE_CHECKING:
+    from dtrans.engine.layout import Gathered
     from dtrans.zero.by_leaf.layout import Owned
     from dtrans.zero.choose_slices import Sliced, Slices
     from dtrans.zero.options import ShardingOptions
@@ -26,11 +27,13 @@ class ShardingPlan(CollectivePlan):
 
     Attributes beside those of `CollectivePlan`:
       slices: which leaves are cut, along which dimension, and why others are not.
+      gathers: what the update gathers, and why.
       owned: who owns which leaf, where leaves are not cut but given to ranks.
     """
 
     options: ShardingOptions
     slices: Slices
+    gathers: tuple[Gathered, ...] = ()
     owned: Owned | None = None
     made_by = "sharding"
 
@@ -101,6 +104,9 @@ class ShardingPlan(CollectivePlan):
         notes = [] if self.shared is None else list(self.shared.notes)
         notes.append(f"each rank holds {of}")
         notes += [f"{kind} over {axis}: {n:,} bytes per step" for (kind, axis), n in self.traffic().items()]
+        notes += [
+            f"the update gathers {x.dtype}{list(x.shape)}, {x.nbytes:,} bytes, for {x.reason}" for x in self.gathers
+        ]
         notes += self.owned.notes if self.owned else []
         notes += [f"{leaf} is whole on every rank: {why}" for leaf, why in self.slices.wholes.items()]
         notes += [f"{name}: {way}" for name, way in self.merges.items()]

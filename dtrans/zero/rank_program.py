@@ -25,6 +25,7 @@ from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.reducer import buckets_of
 from dtrans.data_parallel.replica import fold_keys, take_inputs
+from dtrans.engine.layout import Gathered
 from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import rows_from, times, together
 from dtrans.ir.builder import Builder
@@ -33,7 +34,7 @@ from dtrans.ir.pytree import both
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
-from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, check_same_update, cut
+from dtrans.step.cut import GRAD, Cut, Gradient, Name, OptimizeHalf, check_same_update, cut
 from dtrans.step.forward_backward import Arrange, HalfWriter, ready_order, write_trainer_half
 from dtrans.step.observers import call_once
 from dtrans.step.weight_gradients import straightened
@@ -71,6 +72,7 @@ class RankLayout:
       merges: how results are merged.
       slices: what is cut.
       half: the optimize half of a rank.
+      gathers: what the update gathers, and why.
       owned: who owns which leaf, where leaves are not cut but given to ranks.
       groups: where each leaf is, where not all are in one place (stages of a pipeline); collectives are of one group.
     """
@@ -79,6 +81,7 @@ class RankLayout:
     merges: Mapping[str, str]
     slices: Slices
     half: OptimizeHalf
+    gathers: tuple[Gathered, ...] = ()
     owned: Owned | None = None
     groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -96,7 +99,7 @@ class RankLayout:
                     "the owner of a leaf has its own rows alone; partition='rows' takes such a step"
                 )
             owned = Owned.of(step, o)
-            return cls(o, merges, owned.slices, owned.half, owned)
+            return cls(o, merges, owned.slices, owned.half, owned=owned)
         slices = slices_of(
             step,
             o.degree,
@@ -105,7 +108,8 @@ class RankLayout:
             sliced_in_use=o.stage == 3,
             differing=differing,
         )
-        return cls(o, merges, slices, sliced_half(slices, o.axis_name))
+        half, gathers = sliced_half(slices.analysis.half, slices.cuts, o.degree, o.axis_name)
+        return cls(o, merges, slices, half, gathers)
 
     def for_update(self, planned: Cut, again: Cut) -> RankLayout:
         """Return the same layout for the step of a batch of another size, whose update may have numbers of that size.
@@ -119,7 +123,7 @@ class RankLayout:
         owners = [None if x.owned is None else x.owned.owner for x in (self, made)]
         if made.cuts != self.cuts or owners[0] != owners[1]:
             check_same_update(planned, again)
-        return dataclasses.replace(self, slices=made.slices, half=made.half, owned=made.owned)
+        return dataclasses.replace(made, o=self.o, merges=self.merges, groups=self.groups)
 
     @property
     def cuts(self) -> dict[str, Sliced]:
@@ -405,17 +409,22 @@ class RankWriter:
 
     def _from_gradients(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
         """Write results that are computed from gradients, of slices where that can be."""
-        step, b = self.step, self.b
+        step, b, o = self.step, self.b, self.o
         if not step.from_gradients:
             return {}
         if self.layout.owned is not None:
             means = self.layout.owned.whole_gradients(b, means, self.o)
         here = {*b.invars, *(v for e in b.eqns for v in e.outvars)}
-        results = GradientResults(step, self.layout.slices, here, differing_values(step, self.o))
-        half = sliced_half(results.slices, self.o.axis_name)
-        whole = self._gathered({n: means[n] for n in results.gathered if n in half.graded})
-        own = {n: self.local[n] for n in results.gathered if n in half.in_names}
-        params = self._gathered(own) if self.o.slices_params else own
+        results = GradientResults(step, self.leaves, here, differing_values(step, o))
+        cuts: dict[Name, Sliced] = {}
+        for leaf, sliced in self.leaves.items():
+            if leaf not in results.mixed:
+                cuts[Gradient(leaf)] = sliced
+                cuts |= {leaf: sliced} if o.slices_params else {}
+        half, _ = sliced_half(results.half, cuts, o.degree, o.axis_name)
+        whole = self._gathered({n: means[n] for n in results.mixed if n in half.graded})
+        own = {n: self.local[n] for n in results.mixed if n in half.in_names}
+        params = self._gathered(own) if o.slices_params else own
         b.role = OPTIMIZE
         given: list[Atom] = []
         for n in half.in_names:
@@ -423,12 +432,9 @@ class RankWriter:
                 given.append(whole.get(n.leaf, means[n.leaf]))
             elif n in results.others:
                 given.append(results.others[n])
-            elif n in results.slices.leaves:
-                given.append(self._slice_of(n))
             else:
                 given.append(params.get(n, self.local[n]))
-        made = dict(zip(half.out_names, b.inline(half.jaxpr, *given), strict=True))
-        return {n: made[n] for n in step.from_gradients}
+        return dict(zip(half.out_names, b.inline(half.jaxpr, *given), strict=True))
 
 
 class _MicroScatterer(Scatterer):

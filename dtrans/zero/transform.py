@@ -154,6 +154,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         callers=callers_of(plain.observers, *callers(options)),
         slices=layout.slices,
         replan=lambda other: plan_sharding(main, given, other),
+        gathers=layout.gathers,
         owned=layout.owned,
         shared=shared,
         for_whole=None if shared is None or options.splits_evenly else partial(_of_whole, shared, options),

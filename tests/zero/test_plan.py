@@ -469,11 +469,13 @@ def test_no_leaf_has_rows_for_so_many_ranks() -> None:
     assert len(of_type(plan, "all_reduce")) == 2
 
 
-def test_a_leaf_that_muon_mixes_is_whole() -> None:
+def test_muon_gathers_each_matrix_once_for_all_of_its_iterations() -> None:
     plan = plan_of(mlp_loss, optax.contrib.muon(0.1), mlp_params((8, 8, 8)), *numbers(0, jnp.float32, 8, 8),
                    stage=3, degree=2)  # fmt: skip
-    assert plan.slices.wholes.keys() == {"params/w1", "params/w2"}
-    assert all("mixes rows" in why for why in plan.slices.wholes.values())
+    assert not plan.slices.wholes
+    gathers = [e for _, e in of_type(plan, "all_gather") if e.params["name"] == "optimizer"]
+    assert [e.outvars[0].aval.shape for e in gathers] == [(1, 8, 8), (1, 8, 8)]
+    assert sum("the update gathers float32[1, 8, 8], 256 bytes, for scan of" in note for note in plan.notes) == 2
 
 
 # -- memory of compiled programs -------------------------------------------------------------------

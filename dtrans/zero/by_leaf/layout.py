@@ -6,9 +6,10 @@
     optimize              each rank its own leaves (`dtrans.zero.by_leaf.update`)
     all_gather            parameters, packed by owner
 
-It is for optimizers that cannot slice (Muon), where `partition="rows"` would leave leaves and their state whole on
-every rank. It costs padding, where leaves are not even; `dtrans.zero.by_leaf.assign` says who owns what. State of
-leaves is in bins (`opt_state/bins/float32`), which take the place of the arrays that lie in them.
+It is for optimizers that mix rows at great cost (Muon): with `partition="rows"` every rank gathers each matrix and
+iterates on all of them, here each rank iterates on the matrices that it owns. It costs padding, where leaves are not
+even; `dtrans.zero.by_leaf.assign` says who owns what. State of leaves is in bins (`opt_state/bins/float32`), which take
+the place of the arrays that lie in them.
 
 Source: the sharding pass of Paddle (auto_parallel_sharding.py), which moves whole variables to and from owners, one by
 one.
